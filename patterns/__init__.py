@@ -1,0 +1,26 @@
+"""What is certainly zero: patterns, and for each family of operators its pattern and its values."""
+
+from . import _elementwise  # noqa: F401  (registers its rules)
+from ._convolution import Convolution, Sliding
+from ._pattern import Pattern
+from ._pooling import Adaptive, Pooling
+from ._rules import Call, Rule, UnsupportedOperatorError, add_rule, rule_for
+from ._structure import Csr, Diagonal, Full, Identity, Structure
+
+__all__ = [
+    "Adaptive",
+    "Call",
+    "Convolution",
+    "Csr",
+    "Diagonal",
+    "Full",
+    "Identity",
+    "Pattern",
+    "Pooling",
+    "Rule",
+    "Sliding",
+    "Structure",
+    "UnsupportedOperatorError",
+    "add_rule",
+    "rule_for",
+]

@@ -1,0 +1,63 @@
+"""Files: ``.npz`` archives without pickle, each checked before anything in it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["read", "write"]
+
+
+def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any]) -> None:
+    """Write arrays and plain values as an archive of that kind; the file appears whole or not at all."""
+    path = Path(path)
+    arrays = {name: value for name, value in content.items() if isinstance(value, np.ndarray)}
+    plain = {name: value for name, value in content.items() if not isinstance(value, np.ndarray)}
+    header = np.frombuffer(json.dumps({"jacsparse": kind, **plain}).encode(), dtype=np.uint8)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, header=header, **arrays)
+        # Readable as any file of the user's is; mkstemp makes it private.
+        mask = os.umask(0)
+        os.umask(mask)
+        Path(temporary).chmod(0o666 & ~mask)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
+    """The content of an archive of that kind.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no such file.
+    ValueError
+        Where the file is no archive of that kind, truncated or damaged.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no file {path}; expected a {kind} saved by jacsparse")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            content = {name: archive[name] for name in archive.files}
+        header = json.loads(content.pop("header").tobytes().decode())
+        found = header.pop("jacsparse")
+    except Exception as error:
+        # What a damaged zip, header or JSON raises shares no base class.
+        raise ValueError(
+            f"{path} cannot be read as a {kind} ({error}); it is damaged or was not saved by jacsparse"
+        ) from error
+    if found != kind:
+        raise ValueError(f"{path} holds a {found}, not a {kind}")
+    return {**header, **content}
+

@@ -1,0 +1,344 @@
+"""Convolution, and linear layers as convolutions over no axis at all.
+
+A convolution slides its kernel over the input; for tap ``k`` of the kernel let ``S_k`` be the matrix over positions
+with a one where output position ``o`` meets input position ``i`` under that tap. Then, with positions flattened and
+the channel outermost, the Jacobian is a sum of Kronecker products (shapes ``C_out × C_in`` and ``P_out × P_in``)::
+
+    J = Σ_k  W[:, :, k] ⊗ S_k            y[c, o] = Σ_{d, i}  J[(c, o), (d, i)] · x[d, i]
+
+``S_k`` holds at most one entry in each row and column, so each entry of `J` is exactly one weight: values are a gather.
+In row ``(c, o)`` the entries sort by channel ``d`` and then by tap; in row ``(d, i)`` of the transpose by channel ``c``
+and then by *falling* tap. Both follow from ``i = o·stride - padding + k·dilation``. No sorting is ever needed.
+
+Thesis, section 3.4 and Algorithms 2 to 4, which give the 3×3, padding 1 case and keep positions that wrap around.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ._pattern import Pattern
+from ._rules import Call, Rule, add_rule
+from ._runtime import kernel, run_rows
+from ._structure import Arrays, Full, Structure, frozen, index_dtype, natural, row_starts
+from ._values import take
+
+__all__ = ["Convolution", "Sliding"]
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """One axis along which a kernel slides.
+
+    Attributes
+    ----------
+    size : int
+        Input positions.
+    kernel, stride, dilation : int
+        As in ``torch.nn.Conv2d``.
+    before, after : int
+        Padding on either side.
+    ceil_mode : bool
+        Round the number of windows up, as pooling may.
+    """
+
+    size: int
+    kernel: int
+    stride: int = 1
+    before: int = 0
+    after: int = 0
+    dilation: int = 1
+    ceil_mode: bool = False
+
+    @functools.cached_property
+    def windows(self) -> int:
+        """Output positions."""
+        room = self.size + self.before + self.after - self.dilation * (self.kernel - 1) - 1
+        if not self.ceil_mode:
+            return max(0, room // self.stride + 1)
+        windows = -(-room // self.stride) + 1
+        # A last window that would begin in the padding on the right is dropped, as PyTorch does.
+        return max(0, windows - ((windows - 1) * self.stride >= self.size + self.before))
+
+    @functools.cached_property
+    def sources(self) -> np.ndarray:
+        """Input position under each output position and tap, -1 outside; shape ``(windows, kernel)``."""
+        positions = np.arange(self.windows)[:, None] * self.stride - self.before + np.arange(self.kernel) * self.dilation
+        return np.where((positions >= 0) & (positions < self.size), positions, -1)
+
+    @functools.cached_property
+    def targets(self) -> np.ndarray:
+        """Output position that meets each input position under each tap, -1 for none; shape ``(size, kernel)``."""
+        reach = np.arange(self.size)[:, None] + self.before - np.arange(self.kernel) * self.dilation
+        inside = (reach >= 0) & (reach % self.stride == 0) & (reach // self.stride < self.windows)
+        return np.where(inside, reach // self.stride, -1)
+
+
+def joined(tables: list[np.ndarray], sizes: list[int]) -> np.ndarray:
+    """Tables of single axes as one table over flattened positions and flattened taps, -1 where any axis has -1.
+
+    Examples
+    --------
+    >>> joined([np.array([[0, 1]]), np.array([[-1, 2]])], [2, 3])
+    array([[-1,  2, -1,  5]], dtype=int32)
+    """
+    table = np.zeros((1, 1), dtype=np.int64)
+    for axis, size in zip(tables, sizes, strict=True):
+        outer, inner = table[:, None, :, None], axis[None, :, None, :]
+        table = np.where((outer < 0) | (inner < 0), -1, outer * size + inner)
+        table = table.reshape(table.shape[0] * table.shape[1], table.shape[2] * table.shape[3])
+    return table.astype(np.int32)
+
+
+@kernel
+def _expand(first, last, indptr, cell_start, cell_tap, cell_base, step, positions, out):  # type: ignore[no-untyped-def]
+    """Write ``base + step · position`` for each cell of each row whose tap meets a position."""
+    places = positions.shape[0]
+    for row in range(first, last):
+        channel = row // places
+        place = row - channel * places
+        entry = indptr[row]
+        for cell in range(cell_start[channel], cell_start[channel + 1]):
+            position = positions[place, cell_tap[cell]]
+            if position >= 0:
+                out[entry] = cell_base[cell] + step * position
+                entry += 1
+
+
+@dataclass(frozen=True)
+class Convolution(Structure):
+    """The Jacobian of a convolution, or its transpose.
+
+    Attributes
+    ----------
+    out_channels, in_channels, groups : int
+        As in ``torch.nn.Conv2d``.
+    axes : tuple of Sliding
+        One per spatial axis; none for a linear layer.
+    kept : bytes or None
+        Which weights are kept, ``numpy.packbits`` of a mask over ``(out_channels, in_channels // groups, taps)``;
+        None keeps all.
+    transposed : bool
+        Whether this is the structure of the transposed Jacobian.
+    """
+
+    out_channels: int
+    in_channels: int
+    groups: int
+    axes: tuple[Sliding, ...]
+    kept: bytes | None = None
+    transposed: bool = False
+
+    @property
+    def taps(self) -> int:
+        return int(np.prod([axis.kernel for axis in self.axes], dtype=np.int64))
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int]:
+        """Output channels, input channels of a group, taps."""
+        return (self.out_channels, self.in_channels // self.groups, self.taps)
+
+    @functools.cached_property
+    def mask(self) -> np.ndarray:
+        """Which weights are kept, shape `weight_shape`."""
+        shape = self.weight_shape
+        if self.kept is None:
+            return np.ones(shape, dtype=np.bool_)
+        bits = np.frombuffer(self.kept, dtype=np.uint8)
+        return np.unpackbits(bits, count=int(np.prod(shape))).view(np.bool_).reshape(shape)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        out = self.out_channels * int(np.prod([axis.windows for axis in self.axes], dtype=np.int64))
+        into = self.in_channels * int(np.prod([axis.size for axis in self.axes], dtype=np.int64))
+        return (into, out) if self.transposed else (out, into)
+
+    @functools.cached_property
+    def nnz(self) -> int:
+        met = np.ones(1, dtype=np.int64)
+        for axis in self.axes:
+            met = np.outer(met, (axis.sources >= 0).sum(axis=0)).ravel()
+        return int(self.mask.sum(axis=(0, 1)) @ met)
+
+    @functools.cached_property
+    def T(self) -> Convolution:
+        return replace(self, transposed=not self.transposed)
+
+    @functools.cached_property
+    def positions(self) -> np.ndarray:
+        """Column position for each row position and tap, -1 for none."""
+        if self.transposed:
+            return joined([axis.targets for axis in self.axes], [axis.windows for axis in self.axes])
+        return joined([axis.sources for axis in self.axes], [axis.size for axis in self.axes])
+
+    @functools.cached_property
+    def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """For each row channel its kept weights in the order of their columns: starts, column channels, taps, weights."""
+        out_channels, inner, taps = self.weight_shape
+        outer = out_channels // self.groups
+        mask = self.mask.reshape(self.groups, outer, inner, taps)
+        if self.transposed:
+            group, d, c, falling = np.nonzero(mask.transpose(0, 2, 1, 3)[..., ::-1])
+            tap = taps - 1 - falling
+            row, column = group * inner + d, group * outer + c
+        else:
+            group, c, d, tap = np.nonzero(mask)
+            row, column = group * outer + c, group * inner + d
+        rows = self.in_channels if self.transposed else self.out_channels
+        starts = row_starts(np.bincount(row, minlength=rows), np.int64)
+        weight = ((group * outer + c) * inner + d) * taps + tap
+        return starts, column, tap.astype(np.int32), weight
+
+    def row_counts(self) -> np.ndarray:
+        starts, _, tap, _ = self._cells
+        channel = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        kept = np.zeros((len(starts) - 1, self.taps))
+        np.add.at(kept, (channel, tap), 1.0)
+        # As floats, for BLAS; exact far beyond any number of weights.
+        return np.asarray(kept @ (self.positions >= 0).T).astype(np.int64).ravel()
+
+    @functools.cached_property
+    def _indptr(self) -> np.ndarray:
+        return frozen(row_starts(self.row_counts(), index_dtype(self.nnz, *self.shape)))
+
+    def _expanded(self, base: np.ndarray, step: int, dtype: Any) -> np.ndarray:
+        starts, _, tap, _ = self._cells
+        out = np.empty(self.nnz, dtype=dtype)
+        run_rows(_expand, self._indptr, self._indptr, starts, tap, base, step, self.positions, out)
+        return frozen(out)
+
+    def csr(self) -> Arrays:
+        _, column, _, _ = self._cells
+        positions = self.shape[1] // (self.out_channels if self.transposed else self.in_channels)
+        return self._indptr, self._expanded(column * positions, 1, self._indptr.dtype)
+
+    @functools.cached_property
+    def gather(self) -> np.ndarray:
+        """For each entry the place of its weight in the flattened weight, as narrow an integer as that allows."""
+        _, _, _, weight = self._cells
+        return self._expanded(weight, 0, np.min_scalar_type(max(0, int(np.prod(self.weight_shape)) - 1)))
+
+    def describe(self) -> Mapping[str, Any]:
+        axes = [(a.size, a.kernel, a.stride, a.before, a.after, a.dilation) for a in self.axes]
+        return {
+            "out_channels": self.out_channels,
+            "in_channels": self.in_channels,
+            "groups": self.groups,
+            "axes": np.array(axes, dtype=np.int64).reshape(len(axes), 6),
+            "pruned": self.kept is not None,
+            "kept": np.frombuffer(self.kept or b"", dtype=np.uint8),
+            "transposed": self.transposed,
+        }
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any]) -> Convolution:
+        out_channels, in_channels, groups = (natural(description, n) for n in ("out_channels", "in_channels", "groups"))
+        if not groups or out_channels % groups or in_channels % groups:
+            raise ValueError(f"groups is {groups}; it must divide {out_channels} and {in_channels} channels")
+        axes = restored_axes(description, 6)
+        kept = description.get("kept")
+        if not isinstance(kept, np.ndarray) or kept.dtype != np.uint8 or kept.ndim != 1:
+            raise ValueError("kept is not an array of bytes")
+        structure = cls(
+            out_channels,
+            in_channels,
+            groups,
+            tuple(Sliding(*axis) for axis in axes),
+            kept.tobytes() if description.get("pruned") else None,
+            bool(description.get("transposed")),
+        )
+        expected = -(-int(np.prod(structure.weight_shape)) // 8)
+        if structure.kept is not None and len(structure.kept) != expected:
+            raise ValueError(f"kept has {len(structure.kept)} bytes; a mask over {structure.weight_shape} needs {expected}")
+        return structure
+
+
+def restored_axes(description: Mapping[str, Any], width: int) -> list[list[int]]:
+    """The rows of the array ``axes``, checked: the numbers of `Sliding` in order."""
+    axes = description.get("axes")
+    if not isinstance(axes, np.ndarray) or axes.dtype != np.int64 or axes.ndim != 2 or axes.shape[1] != width:
+        raise ValueError(f"axes is not an int64 array with {width} columns")
+    size, taps, stride, before, after, dilation = (axes[:, column] for column in range(6))
+    fine = (size >= 0) & (taps >= 1) & (stride >= 1) & (before >= 0) & (after >= 0) & (dilation >= 1)
+    if not fine.all() or (axes >= 2**31).any():
+        raise ValueError(f"axes holds {axes[np.argmin(fine)].tolist()}, which describes no sliding window")
+    return axes.tolist()
+
+
+def pairs(values: Any, count: int) -> tuple[int, ...]:
+    """An argument of PyTorch that may be one number for all of `count` axes, or a sequence of one or `count` numbers."""
+    values = tuple(values) if isinstance(values, (list, tuple)) else (values,)
+    return tuple(itertools.islice(itertools.cycle(values), count))
+
+
+@add_rule("aten.conv2d")
+class _ConvolutionRule(Rule):
+    """``aten.conv2d``: weights gathered along the pattern, shared by all samples."""
+
+    weights = ("weight",)
+
+    def pattern(self, call: Call) -> Pattern:
+        weight = call["weight"]
+        taps = tuple(weight.shape[2:])
+        count = len(taps)
+        stride, dilation = pairs(call["stride"], count), pairs(call["dilation"], count)
+        padding = _padding(call["padding"], taps, dilation)
+        axes = tuple(
+            Sliding(size, kernel, step, before, after, spread)
+            for size, kernel, step, (before, after), spread in zip(
+                call.in_shape[1:], taps, stride, padding, dilation, strict=True
+            )
+        )
+        kept = call.kept("weight")
+        bits = None if kept is None else np.packbits(kept.cpu().numpy()).tobytes()
+        return Pattern.of(Convolution(weight.shape[0], call.in_shape[0], call["groups"], axes, bits))
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        assert isinstance(pattern.structure, Convolution)
+        return take(call["weight"], pattern.structure.gather)
+
+    # The structure knows its orientation, and so the order of its weights.
+    transposed_values = values
+
+
+def _padding(padding: Any, taps: tuple[int, ...], dilation: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Padding on both sides of each axis; an odd total of "same" goes to the end, as in PyTorch."""
+    if padding == "valid":
+        return [(0, 0)] * len(taps)
+    if padding == "same":
+        totals = [spread * (kernel - 1) for kernel, spread in zip(taps, dilation, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(both, both) for both in pairs(padding, len(taps))]
+
+
+@add_rule("aten.linear")
+class _LinearRule(Rule):
+    """``aten.linear``: its weight, full or pruned."""
+
+    weights = ("weight",)
+
+    def pattern(self, call: Call) -> Pattern:
+        out_features, in_features = call["weight"].shape
+        if len(call.in_shape) != 1:
+            raise call.unsupported(f"Linear on an input of shape {call.in_shape}", "flatten the input to one axis first")
+        kept = call.kept("weight")
+        if kept is None:
+            return Pattern.of(Full(out_features, in_features))
+        return Pattern.of(Convolution(out_features, in_features, 1, (), np.packbits(kept.cpu().numpy()).tobytes()))
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        if isinstance(pattern.structure, Convolution):
+            return take(call["weight"], pattern.structure.gather)
+        return call["weight"].detach().reshape(-1, 1)
+
+    def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        if isinstance(pattern.structure, Convolution):
+            return take(call["weight"], pattern.structure.gather)
+        return call["weight"].detach().T.reshape(-1, 1)

@@ -1,0 +1,218 @@
+"""`Pattern`: the positions of a matrix that are not guaranteed zeros."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Self
+
+import numpy as np
+import scipy.sparse
+
+from . import _archive
+from ._picture import braille
+from ._structure import Csr, Full, Structure, frozen, index_dtype
+
+__all__ = ["Pattern"]
+
+
+class Pattern:
+    """The sparsity pattern of a matrix: its positions that are not guaranteed zeros.
+
+    Immutable. Two patterns are equal where they hold the same positions, however they are described.
+
+    Parameters
+    ----------
+    shape : pair of int
+        Rows and columns.
+    indptr : array of int, shape (rows + 1,)
+        Where each row begins in `indices`, as in CSR.
+    indices : array of int, shape (nnz,)
+        Columns, sorted and distinct in each row. Both arrays are copied.
+
+    Attributes
+    ----------
+    structure : Structure
+        What is known of the pattern without its indices.
+
+    Raises
+    ------
+    TypeError
+        Where an array does not hold integers.
+    ValueError
+        Where the arrays are no such pattern; the message names the place.
+
+    Examples
+    --------
+    >>> pattern = Pattern((2, 3), [0, 2, 3], [0, 2, 1])
+    >>> pattern.nnz, pattern.sparsity
+    (3, 0.5)
+    >>> pattern.T.indices
+    array([0, 1, 0], dtype=int32)
+    """
+
+    def __init__(self, shape: tuple[int, int], indptr: Any, indices: Any) -> None:
+        self.structure: Structure = Csr.checked(shape, indptr, indices)
+
+    @classmethod
+    def of(cls, structure: Structure) -> Self:
+        """The pattern of a structure that is known to be right."""
+        pattern = cls.__new__(cls)
+        pattern.structure = structure
+        return pattern
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.structure.shape
+
+    @property
+    def nnz(self) -> int:
+        """Number of positions."""
+        return self.structure.nnz
+
+    @property
+    def sparsity(self) -> float:
+        """Share of the matrix that is guaranteed to be zero (thesis, section 3.3); 0 where the matrix has no element."""
+        rows, columns = self.shape
+        return 1.0 - self.nnz / (rows * columns) if rows and columns else 0.0
+
+    @functools.cached_property
+    def _csr(self) -> tuple[np.ndarray, np.ndarray]:
+        indptr, indices = self.structure.csr()
+        return frozen(indptr), frozen(indices)
+
+    @property
+    def indptr(self) -> np.ndarray:
+        """Where each row begins in `indices`; read-only, shape ``(rows + 1,)``, int32 or int64."""
+        return self._csr[0]
+
+    @property
+    def indices(self) -> np.ndarray:
+        """Column of each entry; read-only, shape ``(nnz,)``, int32 or int64."""
+        return self._csr[1]
+
+    @functools.cached_property
+    def T(self) -> Pattern:
+        """The pattern of the transpose."""
+        transpose = Pattern.of(self.structure.T)
+        transpose.__dict__["T"] = self
+        return transpose
+
+    @functools.cached_property
+    def transposition(self) -> np.ndarray:
+        """For each entry of `T` its place among this pattern's entries; read-only, shape ``(nnz,)``.
+
+        ``values[pattern.transposition]`` are the transpose's values.
+        """
+        place = np.arange(self.nnz, dtype=index_dtype(self.nnz, 0, 0))
+        return frozen(scipy.sparse.csr_array((place, self.indices, self.indptr), shape=self.shape).tocsc().data)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the structure. Patterns with the same digest are equal, not the other way round."""
+        return self.structure.digest
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes that `indptr` and `indices` take, whether they were made or not."""
+        rows, columns = self.shape
+        return (rows + 1 + self.nnz) * np.dtype(index_dtype(self.nnz, rows, columns)).itemsize
+
+    def to_scipy(self, values: Any = None) -> scipy.sparse.csr_array:
+        """The pattern as a SciPy matrix.
+
+        Parameters
+        ----------
+        values : array, shape (nnz,), optional
+            Values of the entries; ones of type bool where left out.
+        """
+        values = np.ones(self.nnz, dtype=np.bool_) if values is None else np.asarray(values)
+        if values.shape != (self.nnz,):
+            raise ValueError(f"values has shape {values.shape}; this pattern has {self.nnz} entries: expected ({self.nnz},)")
+        # Copies: SciPy sorts and sums in place.
+        return scipy.sparse.csr_array((values, self.indices.copy(), self.indptr.copy()), shape=self.shape)
+
+    @classmethod
+    def from_scipy(cls, matrix: Any) -> Self:
+        """The stored positions of a SciPy matrix, explicit zeros included.
+
+        Examples
+        --------
+        >>> import scipy.sparse
+        >>> Pattern.from_scipy(scipy.sparse.eye(3)) == Pattern((3, 3), [0, 1, 2, 3], [0, 1, 2])
+        True
+        """
+        if not scipy.sparse.issparse(matrix) or matrix.ndim != 2:
+            raise TypeError(f"matrix is a {type(matrix).__name__}; expected a two-dimensional SciPy sparse matrix or array")
+        matrix = scipy.sparse.csr_array(matrix, copy=True)
+        matrix.sum_duplicates()
+        return cls(matrix.shape, matrix.indptr, matrix.indices)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the pattern to an ``.npz`` file (no pickle): its description, or its indices where it has none."""
+        content = dict(self.structure.describe())
+        _archive.write(path, "pattern", {"structure": type(self.structure).__name__, **content})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a pattern that `save` wrote, checking all of it.
+
+        Raises
+        ------
+        FileNotFoundError
+            Where there is no such file.
+        ValueError
+            Where the file is damaged, or is no pattern.
+        """
+        return cls._from_content(_archive.read(path, "pattern"), str(path))
+
+    @classmethod
+    def _from_content(cls, content: dict[str, Any], source: str) -> Self:
+        kind = Structure.known.get(str(content.get("structure")))
+        if kind is None:
+            raise ValueError(f"{source}: unknown structure {content.get('structure')!r}; known are {', '.join(Structure.known)}")
+        try:
+            return cls.of(kind.restore(content))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{source}: no valid pattern: {error}") from error
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        if self is other:
+            return True
+        if self.shape != other.shape or self.nnz != other.nnz:
+            return False
+        if not isinstance(self.structure, Csr) and self.structure == other.structure:
+            return True
+        full = self.nnz == self.shape[0] * self.shape[1]
+        return full or (np.array_equal(self.indptr, other.indptr) and np.array_equal(self.indices, other.indices))
+
+    def __hash__(self) -> int:
+        # Equal patterns may have different descriptions, but never a different size.
+        return hash((self.shape, self.nnz))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        content = {"structure": type(self.structure).__name__, **self.structure.describe()}
+        return (_unpickled, (content,))
+
+    def summary(self) -> str:
+        """One line: shape, nnz, sparsity and structure."""
+        rows, columns = self.shape
+        return f"{rows} × {columns}, nnz {self.nnz:,}, sparsity {self.sparsity:.5f}, {type(self.structure).__name__}"
+
+    def __repr__(self) -> str:
+        return f"<Pattern {self.summary()}>"
+
+    def __str__(self) -> str:
+        if isinstance(self.structure, Full):
+            # Its picture needs no index: that of a small full matrix of the same proportions.
+            scale = max(1.0, max(self.shape) / 64)
+            small = Pattern.of(Full(*(min(side, max(1, round(side / scale))) for side in self.shape)))
+            return f"{self.summary()}\n{braille(small.shape, *small._csr)}"
+        return f"{self.summary()}\n{braille(self.shape, self.indptr, self.indices)}"
+
+
+def _unpickled(content: dict[str, Any]) -> Pattern:
+    return Pattern._from_content(content, "pickle")

@@ -1,0 +1,258 @@
+"""Pooling: every channel by itself, every output a function of one window.
+
+With ``S`` the matrix over positions that has an entry where input position ``i`` lies in the window of output position
+``o``, the Jacobian's pattern is ``I ⊗ S``: one copy of ``S`` for each channel. Average pooling divides each row by the
+window's divisor. Max-pooling *selects*: for each sample a row has a single one, at the window's winner.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+import torch
+from torch.nn import functional
+
+from ._convolution import Sliding, joined, pairs, restored_axes
+from ._pattern import Pattern
+from ._rules import Call, Rule, add_rule
+from ._structure import Arrays, Structure, frozen, index_dtype, natural, row_starts
+from ._values import batch_last, selected, take
+
+__all__ = ["Adaptive", "Pooling"]
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """One axis of adaptive pooling: window ``o`` covers ``floor(o·size/windows)`` to ``ceil((o+1)·size/windows)``."""
+
+    size: int
+    windows: int
+
+    @functools.cached_property
+    def sources(self) -> np.ndarray:
+        """Input positions of each window, ascending, padded with -1; shape ``(windows, longest window)``."""
+        o = np.arange(self.windows)
+        first = o * self.size // max(1, self.windows)
+        last = -(-(o + 1) * self.size // max(1, self.windows))
+        positions = first[:, None] + np.arange(max((last - first).max(initial=0), 0))
+        return np.where(positions < last[:, None], positions, -1)
+
+
+@dataclass(frozen=True)
+class Pooling(Structure):
+    """The Jacobian of a pooling operator, or its transpose.
+
+    Attributes
+    ----------
+    channels : int
+        Copies of the pattern over positions.
+    axes : tuple of Sliding or of Adaptive
+        One per spatial axis.
+    selects : bool
+        Whether each sample keeps a single entry, 1, in each window: max-pooling.
+    transposed : bool
+        Whether this is the structure of the transposed Jacobian.
+    """
+
+    channels: int
+    axes: tuple[Sliding, ...] | tuple[Adaptive, ...]
+    selects: bool = False
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        windows, positions = self._single_shape
+        shape = (self.channels * windows, self.channels * positions)
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def _single_shape(self) -> tuple[int, int]:
+        windows = np.prod([axis.windows for axis in self.axes], dtype=np.int64)
+        return int(windows), int(np.prod([axis.size for axis in self.axes], dtype=np.int64))
+
+    @functools.cached_property
+    def nnz(self) -> int:
+        return self.channels * int(np.prod([(axis.sources >= 0).sum() for axis in self.axes], dtype=np.int64))
+
+    @functools.cached_property
+    def T(self) -> Pooling:
+        return replace(self, transposed=not self.transposed)
+
+    @functools.cached_property
+    def _single(self) -> Arrays:
+        """``indptr`` and ``indices`` of one channel."""
+        table = joined([axis.sources for axis in self.axes], [axis.size for axis in self.axes])
+        indptr, indices = row_starts((table >= 0).sum(axis=1), np.int64), table[table >= 0]
+        if not self.transposed:
+            return indptr, indices
+        ones = np.ones(len(indices), dtype=np.bool_)
+        transpose = scipy.sparse.csr_array((ones, indices, indptr), shape=self._single_shape).tocsc()
+        return transpose.indptr, transpose.indices
+
+    def row_counts(self) -> np.ndarray:
+        return np.tile(np.diff(self._single[0]).astype(np.int64), self.channels)
+
+    def csr(self) -> Arrays:
+        indptr, indices = self._single
+        dtype = index_dtype(self.nnz, *self.shape)
+        channel = np.arange(self.channels, dtype=dtype)[:, None]
+        starts = (indptr[:-1].astype(dtype) + channel * dtype(len(indices))).ravel()
+        columns = self.shape[1] // max(1, self.channels)
+        return (
+            frozen(np.append(starts, dtype(self.nnz))),
+            frozen((indices.astype(dtype) + channel * dtype(columns)).ravel()),
+        )
+
+    @functools.cached_property
+    def entry_windows(self) -> np.ndarray:
+        """Window of each entry, all channels counted through; int32 or int64, shape ``(nnz,)``."""
+        indptr, indices = self.csr()
+        return indices if self.transposed else frozen(_rows(indptr))
+
+    @functools.cached_property
+    def entry_positions(self) -> np.ndarray:
+        """Input position of each entry within its channel, shape ``(nnz,)``."""
+        indptr, indices = self._single
+        positions = _rows(indptr) if self.transposed else indices
+        return frozen(np.tile(positions.astype(np.int32), self.channels))
+
+    def describe(self) -> Mapping[str, Any]:
+        adaptive = any(isinstance(axis, Adaptive) for axis in self.axes)
+        axes = [
+            (a.size, a.windows)
+            if isinstance(a, Adaptive)
+            else (a.size, a.kernel, a.stride, a.before, a.after, a.dilation, a.ceil_mode)
+            for a in self.axes
+        ]
+        return {
+            "channels": self.channels,
+            "axes": np.array(axes, dtype=np.int64).reshape(len(axes), 2 if adaptive else 7),
+            "adaptive": adaptive,
+            "selects": self.selects,
+            "transposed": self.transposed,
+        }
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any]) -> Pooling:
+        axes: tuple[Any, ...]
+        if description.get("adaptive"):
+            table = description.get("axes")
+            if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 2:
+                raise ValueError("axes is not an int64 array with 2 columns")
+            if (table < 0).any() or (table >= 2**31).any():
+                raise ValueError("axes holds a size below 0 or beyond 2^31")
+            axes = tuple(Adaptive(*row) for row in table.tolist())
+        else:
+            axes = tuple(Sliding(*row[:6], ceil_mode=bool(row[6])) for row in restored_axes(description, 7))
+        return cls(natural(description, "channels"), axes, bool(description.get("selects")), bool(description.get("transposed")))
+
+
+def _rows(indptr: np.ndarray) -> np.ndarray:
+    """Row of each entry."""
+    return np.repeat(np.arange(len(indptr) - 1, dtype=indptr.dtype), np.diff(indptr))
+
+
+def _sliding(call: Call) -> tuple[Sliding, ...]:
+    sizes = call.in_shape[1:]
+    count = len(sizes)
+    kernel = pairs(call["kernel_size"], count)
+    stride = pairs(call["stride"] or kernel, count)
+    padding, dilation = pairs(call["padding"], count), pairs(call.arguments.get("dilation", 1), count)
+    return tuple(
+        Sliding(size, taps, step, before, before, spread, bool(call["ceil_mode"]))
+        for size, taps, step, before, spread in zip(sizes, kernel, stride, padding, dilation, strict=True)
+    )
+
+
+@add_rule("aten.max_pool2d")
+class _MaxPoolRule(Rule):
+    """``aten.max_pool2d``: each window passes its gradient to its winner, ties broken as PyTorch breaks them."""
+
+    def pattern(self, call: Call) -> Pattern:
+        return Pattern.of(Pooling(call.in_shape[0], _sliding(call), selects=True))
+
+    def winners(self, call: Call) -> torch.Tensor:
+        """Position within its channel that wins each window, int64, ``(batch, *out_shape)``."""
+        assert call.input is not None
+        _, winners = functional.max_pool2d(
+            call.input.detach(),
+            call["kernel_size"],
+            call["stride"],
+            call["padding"],
+            call["dilation"],
+            call["ceil_mode"],
+            return_indices=True,
+        )
+        return winners
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        assert isinstance(pattern.structure, Pooling) and call.input is not None
+        structure = pattern.structure
+        return selected(self.winners(call), structure.entry_windows, structure.entry_positions, call.input.dtype)
+
+    transposed_values = values
+
+    def selection(self, call: Call) -> torch.Tensor:
+        channel = torch.arange(call.in_shape[0])[:, None, None] * int(np.prod(call.in_shape[1:]))
+        return batch_last((self.winners(call) + channel).to(torch.int32))
+
+
+class _AveragePoolRule(Rule):
+    """A window's mean: one over its divisor for each entry, shared by all samples."""
+
+    def axes(self, call: Call) -> tuple[Sliding, ...] | tuple[Adaptive, ...]:
+        raise NotImplementedError
+
+    def divisors(self, call: Call) -> np.ndarray:
+        """Divisor of each window of a channel, float64."""
+        raise NotImplementedError
+
+    def pattern(self, call: Call) -> Pattern:
+        return Pattern.of(Pooling(call.in_shape[0], self.axes(call)))
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        assert isinstance(pattern.structure, Pooling) and call.input is not None
+        weights = torch.from_numpy(np.tile(1.0 / self.divisors(call), call.in_shape[0])).to(call.input.dtype)
+        return take(weights, pattern.structure.entry_windows)
+
+    transposed_values = values
+
+
+def _areas(lengths: list[np.ndarray]) -> np.ndarray:
+    """Products over the axes of window lengths, flattened."""
+    return functools.reduce(lambda area, length: np.outer(area, length).ravel(), lengths, np.ones(1))
+
+
+@add_rule("aten.avg_pool2d")
+class _AvgPoolRule(_AveragePoolRule):
+    """``aten.avg_pool2d``."""
+
+    def axes(self, call: Call) -> tuple[Sliding, ...]:
+        return _sliding(call)
+
+    def divisors(self, call: Call) -> np.ndarray:
+        axes = self.axes(call)
+        if call["divisor_override"]:
+            return np.full(int(np.prod([axis.windows for axis in axes])), float(call["divisor_override"]))
+        if not call["count_include_pad"]:
+            return _areas([(axis.sources >= 0).sum(axis=1) for axis in axes])
+        # A window counts its padding, but not what rounding up lets it reach beyond that.
+        starts = [np.arange(axis.windows) * axis.stride - axis.before for axis in axes]
+        ends = [np.minimum(s + a.kernel, a.size + a.after) for s, a in zip(starts, axes, strict=True)]
+        return _areas([end - start for start, end in zip(starts, ends, strict=True)])
+
+
+@add_rule("aten.adaptive_avg_pool2d")
+class _AdaptiveAvgPoolRule(_AveragePoolRule):
+    """``aten.adaptive_avg_pool2d``."""
+
+    def axes(self, call: Call) -> tuple[Adaptive, ...]:
+        return tuple(Adaptive(size, windows) for size, windows in zip(call.in_shape[1:], call.out_shape[1:], strict=True))
+
+    def divisors(self, call: Call) -> np.ndarray:
+        return _areas([(axis.sources >= 0).sum(axis=1) for axis in self.axes(call)])

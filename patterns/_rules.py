@@ -1,0 +1,133 @@
+"""Rules: what a pattern and its values are for one operator, and the registry that finds them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from ._pattern import Pattern
+
+__all__ = ["Call", "Rule", "UnsupportedOperatorError", "add_rule", "rule_for"]
+
+
+class UnsupportedOperatorError(NotImplementedError):
+    """An operator, or a use of one, for which there is no pattern."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator applied to one tensor: what a rule sees.
+
+    Attributes
+    ----------
+    operator : str
+        The ATen operator, as in ``aten.conv2d``.
+    arguments : dict
+        Its arguments by their names in ATen's schema, but for the differentiated tensor.
+    in_shape, out_shape : tuple of int
+        Without the batch axis.
+    path : str
+        Where in the model: for messages.
+    masks : dict
+        Pruning masks of tensors among the arguments, by name.
+    pruned : bool
+        Whether entries of pruned weights are left out of the pattern.
+    input, output : Tensor or None
+        ``(batch, *shape)``; None while only shapes are known.
+    vjp : callable or None
+        ``vjp(gradient of output) -> gradient of input``, both ``(batch, *shape)``.
+    """
+
+    operator: str
+    arguments: dict[str, Any]
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    path: str = ""
+    masks: dict[str, torch.Tensor] = field(default_factory=dict)
+    pruned: bool = True
+    input: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    vjp: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    @property
+    def in_size(self) -> int:
+        """Elements of one sample of the input."""
+        return math.prod(self.in_shape)
+
+    @property
+    def out_size(self) -> int:
+        """Elements of one sample of the output."""
+        return math.prod(self.out_shape)
+
+    def unsupported(self, what: str, remedy: str) -> UnsupportedOperatorError:
+        """An error that names the operator's path, what is not supported and what to do."""
+        return UnsupportedOperatorError(f"{self.path or self.operator}: {what}; {remedy}")
+
+    def kept(self, name: str) -> torch.Tensor | None:
+        """Which elements of the weight `name` take part: by its mask, else where it is not zero; None for all."""
+        if not self.pruned:
+            return None
+        mask = self.masks.get(name)
+        kept = (mask if mask is not None else self[name].detach()) != 0
+        return None if bool(kept.all()) else kept
+
+
+class Rule(ABC):
+    """Pattern and values of one operator's Jacobian ``J[i, j] = ∂y_i/∂x_j``, flattened in C order without the batch."""
+
+    #: Names of the arguments whose zeros shape the pattern.
+    weights: tuple[str, ...] = ()
+
+    @abstractmethod
+    def pattern(self, call: Call) -> Pattern:
+        """The pattern of `J`, from shapes and, where weights are pruned, from those."""
+
+    @abstractmethod
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        """Values of `J` on its pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
+
+    def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        """Values of ``J.T`` on its pattern, of the same shape as `values`."""
+        return self.values(call, pattern.T)[torch.from_numpy(pattern.T.transposition.astype("int64"))]
+
+    def selection(self, call: Call) -> torch.Tensor | None:
+        """For an operator that selects, the one column that each row keeps: int32, ``(rows of J, batch)``."""
+        return None
+
+
+_RULES: dict[str, Rule] = {}
+
+RuleType = TypeVar("RuleType", bound=type[Rule])
+
+
+def add_rule(*operators: str) -> Callable[[RuleType], RuleType]:
+    """Class decorator: the rule of these ATen operators."""
+
+    def add(rule: RuleType) -> RuleType:
+        for operator in operators:
+            _RULES[operator] = rule()
+        return rule
+
+    return add
+
+
+def rule_for(call: Call) -> Rule:
+    """The rule of a call's operator.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Where the operator has none.
+    """
+    rule = _RULES.get(call.operator)
+    if rule is None:
+        raise call.unsupported(f"operator {call.operator} has no rule", "register one with jacsparse.register_rule")
+    return rule

@@ -1,0 +1,161 @@
+"""Where kernels are compiled, cached and run.
+
+A kernel is a Numba function over a range of rows, ``kernel(first, last, *arrays)``. It holds no lock and writes
+only what its rows own, so any split of the rows over any number of threads gives the same bits. `run_rows` makes that
+split by work, and runs it on as many threads as PyTorch uses. Plain threads are all that is needed: unlike Numba's own
+threading layers they survive a fork, and any number of callers may run kernels at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from numba.core import config as numba_config
+
+__all__ = ["cache_directory", "inlined", "kernel", "kernel_cache", "run_rows", "split", "threads"]
+
+# Below this many elementary operations (about 20 µs), waking a thread costs more than it saves.
+SERIAL_WORK = 40_000
+# Ranges per thread: a slow thread then hands over its last ones instead of being waited for.
+RANGES_PER_THREAD = 4
+
+# The folders that hold kernels.
+_PACKAGES = ("patterns", "spgemm")
+
+
+def cache_directory() -> Path:
+    """The directory of everything jacsparse keeps between runs: ``$JACSPARSE_CACHE_DIR``, else the user's cache."""
+    chosen = os.environ.get("JACSPARSE_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    import platformdirs
+
+    return platformdirs.user_cache_path("jacsparse")
+
+
+@functools.cache
+def kernel_cache() -> Path | None:
+    """Where compiled kernels are kept, or None where nothing can be written.
+
+    The directory's name is a digest of all kernel sources together: an edit to any of them, a kernel's callee in
+    another file included, starts a fresh one.
+    """
+    here = Path(__file__).parent
+    sources = {
+        path for package in _PACKAGES for path in (here.parent / package).glob("*.py")
+    }
+    digest = hashlib.blake2b(digest_size=10)
+    for path in sorted(sources | {Path(__file__)}):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    directory = cache_directory() / "kernels" / digest.hexdigest()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError:
+        return None
+    return directory
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile `function` at its first call, without the GIL, and keep the machine code in `kernel_cache`."""
+    directory = kernel_cache()
+    if directory is None:
+        return numba.njit(nogil=True)(function)
+    # Numba reads the directory once, while it decorates; other users of Numba keep theirs.
+    before, numba_config.CACHE_DIR = numba_config.CACHE_DIR, str(directory)
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    finally:
+        numba_config.CACHE_DIR = before
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile `function` into each kernel that calls it."""
+    return numba.njit(forceinline=True)(function)
+
+
+def threads() -> int:
+    """How many threads kernels run on: PyTorch's number where PyTorch is loaded, else the usable cores."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "get_num_threads"):
+        return int(torch.get_num_threads())
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="jacsparse")
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked child has the pool object, but none of its threads.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def split(work: np.ndarray | int, parts: int) -> list[int]:
+    """Bounds of at most `parts` ranges of rows with about equal work.
+
+    Parameters
+    ----------
+    work : ndarray of int, shape (rows + 1,), or int
+        Running total of the rows' work, starting at 0; or the number of rows that are all alike.
+
+    Examples
+    --------
+    >>> split(np.array([0, 8, 9, 10, 16]), 2)
+    [0, 1, 4]
+    >>> split(10, 3)
+    [0, 3, 6, 10]
+    """
+    if isinstance(work, int):
+        return [work * part // parts for part in range(parts + 1)]
+    rows = len(work) - 1
+    targets = int(work[-1]) * np.arange(1, parts) // parts
+    inner = np.searchsorted(work, targets, side="left")
+    return sorted({0, rows, *inner.tolist()})
+
+
+def run_rows(kernel: Callable[..., Any], work: np.ndarray | int, *args: Any, lanes: int = 1) -> None:
+    """Call ``kernel(first, last, *args)`` on ranges that cover all rows.
+
+    Parameters
+    ----------
+    kernel : callable
+        Compiled by `kernel`; must write only what belongs to its rows.
+    work : ndarray of int, shape (rows + 1,), or int
+        Running total of the rows' work, in elementary operations for one lane; or the number of rows of one each.
+    lanes : int
+        How many samples each elementary operation handles.
+    """
+    workers = threads()
+    rows, total = (work, work) if isinstance(work, int) else (len(work) - 1, int(work[-1]))
+    if workers == 1 or rows < 2 or total * lanes < SERIAL_WORK:
+        kernel(0, rows, *args)
+        return
+    bounds = split(work, RANGES_PER_THREAD * workers)
+    ranges = iter(list(zip(bounds[:-1], bounds[1:], strict=True)))
+
+    def drain() -> None:
+        # `next` on a shared list iterator is atomic: each range is taken once, by whoever is free.
+        for first, last in ranges:
+            kernel(first, last, *args)
+
+    pool = _pool()
+    helpers = [pool.submit(drain) for _ in range(workers - 1)]
+    try:
+        drain()
+    finally:
+        for helper in helpers:
+            # A helper that has not begun has nothing left to do.
+            if not helper.cancel():
+                helper.result()

@@ -1,0 +1,17 @@
+"""Products of matrices whose patterns are known: planned once, then only numbers move."""
+
+from ._matvec import matvec
+from ._methods import METHODS
+from ._plan import DEFAULT_MEMORY_LIMIT, ProductPlan, plan_product
+from ._symbolic import multiply_adds, product_pattern, reach
+
+__all__ = [
+    "DEFAULT_MEMORY_LIMIT",
+    "METHODS",
+    "ProductPlan",
+    "matvec",
+    "multiply_adds",
+    "plan_product",
+    "product_pattern",
+    "reach",
+]

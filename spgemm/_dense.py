@@ -1,0 +1,98 @@
+"""Dense: a factor is full, so its entries are found by arithmetic and its indices are never enumerated.
+
+Two full factors are a matrix product for BLAS. Where one is sparse, rows of the full one are added up whole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..patterns import Full
+from ..patterns._runtime import kernel, run_rows
+from ._lanes import accumulate_row, block_width
+from ._methods import Method, Product
+
+__all__ = ["Dense"]
+
+
+@kernel
+def _sparse_full(first, last, indptr, indices, columns, order, c_indptr, a, a_batch, b, b_batch, c, batch):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        start = np.int64(c_indptr[row]) * batch
+        c[start : np.int64(c_indptr[row + 1]) * batch] = 0
+        lane = 0
+        while lane < batch:
+            width = block_width(batch - lane)
+            a_lane = lane if a_batch > 1 else 0
+            b_lane = lane if b_batch > 1 else 0
+            for p in range(indptr[row], indptr[row + 1]):
+                at_a = np.int64(p) * a_batch + a_lane
+                at_b = np.int64(indices[p]) * columns * b_batch + b_lane
+                accumulate_row(c, start + lane, batch, order, 0, columns, a, at_a, a_batch, b, at_b, b_batch, width)
+            lane += width
+
+
+@kernel
+def _full_sparse(first, last, inner, indptr, place, a, a_batch, b, b_batch, c, columns, batch):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        start = np.int64(row) * columns * batch
+        c[start : start + columns * batch] = 0
+        lane = 0
+        while lane < batch:
+            width = block_width(batch - lane)
+            a_lane = lane if a_batch > 1 else 0
+            b_lane = lane if b_batch > 1 else 0
+            for k in range(inner):
+                at_a = (np.int64(row) * inner + k) * a_batch + a_lane
+                at_b = np.int64(indptr[k]) * b_batch + b_lane
+                accumulate_row(
+                    c, start + lane, batch, place, indptr[k], indptr[k + 1], a, at_a, a_batch, b, at_b, b_batch, width
+                )
+            lane += width
+
+
+class Dense(Method):
+    """At least one factor is full."""
+
+    name = "dense"
+
+    @classmethod
+    def obstacle(cls, product: Product) -> str | None:
+        if isinstance(product.a.structure, Full) or isinstance(product.b.structure, Full):
+            return None
+        return "neither factor is full"
+
+    @classmethod
+    def index_nbytes(cls, product: Product) -> int:
+        return 0 if isinstance(product.b.structure, Full) else 4 * product.b.nnz
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        a, b = product.a.structure, product.b.structure
+        self.full_a, self.full_b = isinstance(a, Full), isinstance(b, Full)
+        if self.full_a and not self.full_b:
+            # C's columns are those of b that hold anything: a column's rank among them is its place in each row.
+            rank = np.cumsum(b.column_counts() > 0) - 1
+            self.place = rank[product.b.indices].astype(np.uint32)
+            self.columns = int(rank[-1]) + 1 if len(rank) else 0
+        if not self.full_a:
+            # Where each of C's rows starts: rows of a without an entry have none.
+            self.c_indptr = np.zeros(product.c.shape[0] + 1, dtype=np.int64)
+            np.cumsum((a.row_counts() > 0) * product.c.shape[1], out=self.c_indptr[1:])
+            self.work = np.append(0, np.cumsum(a.row_counts())) * product.c.shape[1]
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+        batch = c.shape[1]
+        (rows, inner), columns = self.product.a.shape, self.product.b.shape[1]
+        flat = (a.reshape(-1), a.shape[1], b.reshape(-1), b.shape[1], c.reshape(-1))
+        if self.full_a and self.full_b:
+            left = np.moveaxis(a.reshape(rows, inner, -1), 2, 0)
+            right = np.moveaxis(b.reshape(inner, columns, -1), 2, 0)
+            c.reshape(rows, columns, batch)[...] = np.moveaxis(np.matmul(left, right), 0, 2)
+        elif self.full_b:
+            order = np.arange(columns, dtype=np.uint32)
+            indices = (self.product.a.indptr, self.product.a.indices, columns, order, self.c_indptr)
+            run_rows(_sparse_full, self.work, *indices, *flat, batch, lanes=batch)
+        else:
+            work = np.arange(rows + 1) * self.product.b.nnz
+            run_rows(_full_sparse, work, inner, self.product.b.indptr, self.place, *flat, self.columns, batch, lanes=batch)

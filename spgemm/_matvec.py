@@ -1,0 +1,88 @@
+"""A sparse matrix times dense vectors: one for each sample (SpMV), or several (SpMM)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..patterns import Diagonal, Full, Pattern
+from ..patterns._runtime import kernel, run_rows
+from ._operands import result, same_batch, view
+
+__all__ = ["matvec"]
+
+
+@kernel
+def _matvec_one(first, last, indptr, indices, values, x, y):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        total = y.dtype.type(0)
+        for entry in range(indptr[row], indptr[row + 1]):
+            total += values[entry] * x[indices[entry]]
+        y[row] = total
+
+
+@kernel
+def _matvec(first, last, indptr, indices, values, values_batch, x, x_batch, y, batch):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        at = np.int64(row) * batch
+        y[at : at + batch] = 0
+        for entry in range(indptr[row], indptr[row + 1]):
+            at_values = np.int64(entry) * values_batch
+            at_x = np.int64(indices[entry]) * x_batch
+            for sample in range(batch):
+                value = values[at_values + (sample if values_batch > 1 else 0)]
+                y[at + sample] += value * x[at_x + (sample if x_batch > 1 else 0)]
+
+
+def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
+    """``y = A x`` for each sample: `A` given by pattern and values, `x` dense.
+
+    Parameters
+    ----------
+    pattern : Pattern
+        Of `A`, shape ``(m, n)``.
+    values : array or Tensor, (nnz,) or (nnz, batch)
+        float32 or float64; a batch of 1 is shared by all samples.
+    x : array or Tensor, (n,) or (n, batch)
+        One vector for each sample; a batch of 1 is shared. With one sample of values, a "sample" here may be any column
+        of a dense matrix: this is then SpMM.
+    out : array or Tensor, optional
+        Memory for the result.
+
+    Returns
+    -------
+    array or Tensor, (m, batch), or (m,) where both operands have one dimension
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where an operand's kind, dtype, shape or device does not fit.
+
+    Examples
+    --------
+    >>> pattern = Pattern((2, 3), [0, 2, 3], [0, 2, 1])
+    >>> matvec(pattern, np.array([1.0, 2.0, 3.0]), np.array([1.0, 10.0, 100.0]))
+    array([201.,  30.])
+    """
+    m, n = pattern.shape
+    left, right = view("values", values, pattern.nnz), view("x", x, n, "columns")
+    batch = same_batch("values", left, "x", right)
+    returned, y = result(out, (values, x), m, batch, left.dtype)
+    if isinstance(pattern.structure, Diagonal):
+        np.multiply(left, right, out=y)
+    elif isinstance(pattern.structure, Full):
+        _full(left.reshape(m, n, -1), right, y)
+    elif batch == 1:
+        run_rows(_matvec_one, pattern.indptr, pattern.indptr, pattern.indices, left[:, 0], right[:, 0], y.reshape(-1))
+    else:
+        flat = (left.reshape(-1), left.shape[1], right.reshape(-1), right.shape[1], y.reshape(-1), batch)
+        run_rows(_matvec, pattern.indptr, pattern.indptr, pattern.indices, *flat, lanes=batch)
+    return returned
+
+
+def _full(values: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    if values.shape[2] == 1:
+        y[...] = values[:, :, 0] @ x
+    else:
+        np.einsum("mnb,nb->mb", values, np.broadcast_to(x, (x.shape[0], values.shape[2])), out=y)

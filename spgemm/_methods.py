@@ -1,0 +1,71 @@
+"""The family of methods: ways to compute ``C = A B`` when all three patterns are known.
+
+Each method is built once from the patterns (the symbolic phase) and then only moves numbers. All have one shape, so
+that a test or a benchmark runs over `METHODS`. Values are arrays ``(nnz, batch)``, C-contiguous, or ``(nnz, 1)`` where
+all samples share them. Kernels work on rows of `C`, add in the order of A's and B's entries and hold no lock, so that
+results are the same bits on any number of threads, whatever the method.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+
+from ..patterns import Pattern
+from ._symbolic import row_work
+
+__all__ = ["METHODS", "Method", "Product"]
+
+
+class Product:
+    """The patterns of a product, and what methods ask of them."""
+
+    def __init__(self, a: Pattern, b: Pattern, c: Pattern, multiply_adds: int, work: np.ndarray | None) -> None:
+        self.a, self.b, self.c = a, b, c
+        self.multiply_adds = multiply_adds
+        self._work = work
+
+    @property
+    def work(self) -> np.ndarray:
+        """Running total over C's rows of the multiply-adds, int64."""
+        if self._work is None:
+            self._work = row_work(self.a, self.b)
+        return self._work
+
+
+class Method(ABC):
+    """One way to multiply."""
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        if "name" in cls.__dict__:
+            METHODS[cls.name] = cls
+
+    @classmethod
+    def obstacle(cls, product: Product) -> str | None:
+        """Why this method cannot compute this product; None where it can."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def index_nbytes(cls, product: Product) -> int:
+        """Bytes of the index arrays that the method would hold beside the patterns."""
+
+    @abstractmethod
+    def __init__(self, product: Product) -> None:
+        """The symbolic phase."""
+
+    def workspace_nbytes(self, batch: int, itemsize: int) -> int:
+        """Bytes that each thread needs while it multiplies."""
+        return 0
+
+    @abstractmethod
+    def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+        """The numeric phase: write all of `c`."""
+
+
+#: The methods by name.
+METHODS: dict[str, type[Method]] = {}

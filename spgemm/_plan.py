@@ -1,0 +1,210 @@
+"""`ProductPlan`: everything about a product that patterns decide."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from ..patterns import Diagonal, Full, Pattern, _archive
+from . import _dense, _merge, _rowwise, _scale, _slots  # noqa: F401  (each registers its methods)
+from ._methods import METHODS, Method, Product
+from ._operands import result, same_batch, view
+from ._symbolic import check_shapes, multiply_adds, product_pattern, row_work
+
+__all__ = ["DEFAULT_MEMORY_LIMIT", "ProductPlan", "plan_product"]
+
+#: Bytes of index arrays beyond which a plan takes a method that needs fewer.
+DEFAULT_MEMORY_LIMIT = 2 * 2**30
+
+
+class ProductPlan:
+    """Everything about ``C = A B`` that the patterns of `A` and `B` decide; only `multiply` is left to do.
+
+    Made by `plan_product`. A plan is immutable, and any number of threads may use it at once.
+
+    Attributes
+    ----------
+    a, b : Pattern
+        Of the factors.
+    pattern : Pattern
+        Of the product.
+    flop : int
+        Floating-point operations of the product: 2 for each pair of stored entries that meets.
+    method : str
+        How it multiplies.
+    """
+
+    def __init__(self, product: Product, method: type[Method]) -> None:
+        self.a, self.b, self.pattern = product.a, product.b, product.c
+        self.flop = 2 * product.multiply_adds
+        self.method = method.name
+        self._method = method(product)
+        self.nbytes = method.index_nbytes(product)
+        """Bytes of the index arrays that the plan holds beside the three patterns'."""
+
+    def multiply(self, a_values: Any, b_values: Any, *, out: Any = None) -> Any:
+        """Values of the product.
+
+        Parameters
+        ----------
+        a_values, b_values : array or Tensor, (nnz, batch) or (nnz,)
+            float32 or float64 both, NumPy arrays or CPU tensors both. A batch of 1 is shared by all samples. For the
+            method ``select``, the selecting factor's values are its winners: int32, ``(windows, batch)``.
+        out : array or Tensor, optional
+            Contiguous memory for the result; nothing else is then allocated.
+
+        Returns
+        -------
+        array or Tensor, (pattern.nnz, batch), or (pattern.nnz,) where both factors have one dimension
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where an operand's kind, dtype, shape or device does not fit; the message names it.
+
+        Notes
+        -----
+        The same bits on any number of threads and for any batch: multiply-adds are added in the order of A's and B's
+        entries. A guaranteed zero of the product stays zero whatever the factors hold; at a stored entry, zero times
+        infinity is NaN.
+
+        Examples
+        --------
+        >>> a = Pattern((1, 2), [0, 2], [0, 1])
+        >>> b = Pattern((2, 1), [0, 1, 2], [0, 0])
+        >>> plan_product(a, b).multiply(np.array([1.0, 2.0]), np.array([10.0, 100.0]))
+        array([210.])
+        """
+        left = self._view("a_values", a_values, self.a, self._selects_left)
+        right = self._view("b_values", b_values, self.b, self._selects_right)
+        if self._selects_left or self._selects_right:
+            batch, dtype = self._selected_batch(left, right)
+        else:
+            batch, dtype = same_batch("a_values", left, "b_values", right), left.dtype
+        returned, c = result(out, (a_values, b_values), self.pattern.nnz, batch, dtype)
+        if batch:
+            self._method.multiply(left, right, c)
+        return returned
+
+    @property
+    def _selects_left(self) -> bool:
+        return isinstance(self._method, _slots.Select) and self._method.left
+
+    @property
+    def _selects_right(self) -> bool:
+        return isinstance(self._method, _slots.Select) and not self._method.left
+
+    def _view(self, name: str, values: Any, pattern: Pattern, selects: bool) -> np.ndarray:
+        if not selects:
+            return view(name, values, pattern.nnz)
+        array = np.asarray(values)
+        windows = pattern.shape[1]
+        if array.dtype != np.int32 or array.ndim != 2 or array.shape[0] != windows:
+            raise ValueError(
+                f"{name} has shape {array.shape}, dtype {array.dtype}; the method select takes winners: "
+                f"int32, ({windows}, batch)"
+            )
+        return np.ascontiguousarray(array)
+
+    def _selected_batch(self, left: np.ndarray, right: np.ndarray) -> tuple[int, np.dtype]:
+        winners, values = (left, right) if self._selects_left else (right, left)
+        if values.shape[1] not in (1, winners.shape[1]):
+            raise ValueError(f"the winners have a batch of {winners.shape[1]} and the values one of {values.shape[1]}")
+        return winners.shape[1], values.dtype
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to an ``.npz`` file (no pickle): its factors' patterns and its method.
+
+        Index arrays are made again at `load`: checking them would take as long.
+        """
+        content: dict[str, Any] = {"method": self.method}
+        for name, pattern in (("a", self.a), ("b", self.b)):
+            content[f"{name}.structure"] = type(pattern.structure).__name__
+            content.update({f"{name}.{key}": value for key, value in pattern.structure.describe().items()})
+        _archive.write(path, "product plan", content)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ProductPlan:
+        """Read a plan that `save` wrote, checking all of it.
+
+        Raises
+        ------
+        FileNotFoundError, ValueError
+            Where there is no such file, or it is damaged, or is no plan.
+        """
+        content = _archive.read(path, "product plan")
+        factors = []
+        for name in ("a.", "b."):
+            part = {key.removeprefix(name): value for key, value in content.items() if key.startswith(name)}
+            factors.append(Pattern._from_content(part, str(path)))
+        try:
+            return plan_product(*factors, method=content.get("method"))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: no valid product plan: {error}") from error
+
+    def __repr__(self) -> str:
+        (m, k), n = self.a.shape, self.b.shape[1]
+        return f"<ProductPlan {m} × {k} × {n}, {self.method}, flop {self.flop:,}, nnz {self.pattern.nnz:,}, {self.nbytes:,} bytes>"
+
+
+def plan_product(a: Pattern, b: Pattern, *, method: str = "auto", memory_limit: int | None = None) -> ProductPlan:
+    """Plan the product ``C = A B`` of two patterns: the symbolic phase, done once.
+
+    Parameters
+    ----------
+    a, b : Pattern
+        Of the factors, shapes ``(m, k)`` and ``(k, n)``.
+    method : str
+        ``scale`` (a factor is diagonal), ``select`` (a factor is max-pooling's transposed Jacobian), ``dense`` (a factor is
+        full), ``slots`` (a place in C's row for each multiply-add: the fastest), ``merge`` (a list of pairs for each
+        entry of C), ``rowwise`` (no memory for each multiply-add), or ``auto``: the first of scale, select, dense,
+        slots and rowwise that applies and keeps within `memory_limit`.
+    memory_limit : int, optional
+        Bytes of index arrays that ``auto`` may hold beside the patterns; 2 GiB where left out.
+
+    Raises
+    ------
+    TypeError
+        Where a factor is no Pattern.
+    ValueError
+        Where the shapes do not fit, or the method is unknown or does not apply.
+
+    Examples
+    --------
+    >>> import jacsparse
+    >>> a = jacsparse.Pattern((2, 2), [0, 1, 2], [0, 1])
+    >>> plan_product(a, a, method="rowwise").flop
+    4
+    """
+    for name, factor in (("a", a), ("b", b)):
+        if not isinstance(factor, Pattern):
+            raise TypeError(f"{name} is a {type(factor).__name__}; expected a Pattern (Pattern.from_scipy makes one)")
+    if method != "auto" and method not in METHODS:
+        raise ValueError(f"method is {method!r}; expected auto or one of {', '.join(sorted(METHODS))}")
+    if memory_limit is not None and memory_limit < 0:
+        raise ValueError(f"memory_limit is {memory_limit}; expected a number of bytes of at least 0, or None")
+    check_shapes(a, b)
+    closed = any(isinstance(factor.structure, (Diagonal, Full)) for factor in (a, b))
+    work = None if closed else row_work(a, b)
+    product = Product(a, b, product_pattern(a, b, work), multiply_adds(a, b), work)
+    if method == "auto":
+        limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else memory_limit
+        return ProductPlan(product, _best(product, limit))
+    chosen = METHODS[method]
+    obstacle = chosen.obstacle(product)
+    if obstacle:
+        raise ValueError(f"method {method!r} does not apply: {obstacle}")
+    return ProductPlan(product, chosen)
+
+
+def _best(product: Product, limit: int) -> type[Method]:
+    """The first method in order of speed that applies and fits."""
+    for name in ("select", "scale", "dense", "slots"):
+        method = METHODS[name]
+        if method.obstacle(product) is None and method.index_nbytes(product) <= limit:
+            return method
+    return METHODS["rowwise"]
+
+

@@ -1,0 +1,61 @@
+"""Scale: one factor is diagonal, so `C` has the other factor's pattern and each value is one product.
+
+Floor: the other factor's values read once and written once, and one index for each where the diagonal is on the right.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..patterns import Diagonal, Pattern
+from ..patterns._runtime import kernel, run_rows
+from ._methods import Method, Product
+
+__all__ = ["Scale"]
+
+
+@kernel
+def _scale_rows(first, last, indptr, diagonal, values, c):  # type: ignore[no-untyped-def]
+    batch = c.shape[1]
+    for row in range(first, last):
+        for entry in range(indptr[row], indptr[row + 1]):
+            for sample in range(batch):
+                d = diagonal[row, sample if diagonal.shape[1] > 1 else 0]
+                c[entry, sample] = d * values[entry, sample if values.shape[1] > 1 else 0]
+
+
+@kernel
+def _scale_columns(first, last, indices, diagonal, values, c):  # type: ignore[no-untyped-def]
+    batch = c.shape[1]
+    for entry in range(first, last):
+        column = indices[entry]
+        for sample in range(batch):
+            d = diagonal[column, sample if diagonal.shape[1] > 1 else 0]
+            c[entry, sample] = values[entry, sample if values.shape[1] > 1 else 0] * d
+
+
+class Scale(Method):
+    """A diagonal factor scales the other one's rows or columns."""
+
+    name = "scale"
+
+    @classmethod
+    def obstacle(cls, product: Product) -> str | None:
+        if isinstance(product.a.structure, Diagonal) or isinstance(product.b.structure, Diagonal):
+            return None
+        return "neither factor is diagonal"
+
+    @classmethod
+    def index_nbytes(cls, product: Product) -> int:
+        return 0
+
+    def __init__(self, product: Product) -> None:
+        self.left = isinstance(product.a.structure, Diagonal)
+        self.other: Pattern = product.b if self.left else product.a
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+        batch = c.shape[1]
+        if self.left:
+            run_rows(_scale_rows, self.other.indptr, self.other.indptr, a, b, c, lanes=batch)
+        else:
+            run_rows(_scale_columns, self.other.nnz, self.other.indices, b, a, c, lanes=batch)

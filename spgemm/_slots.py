@@ -1,0 +1,184 @@
+"""Slots: for each multiply-add its place in C's row.
+
+The multiply-adds of row ``i`` are run in the order of A's entries ``(i, k)`` and, within one, of B's entries
+``(k, j)``. Stored for each is only where ``j`` stands in row ``i`` of `C`, as narrow an integer as the longest row
+allows: the row is its own accumulator and stays in the first-level cache, and reading two bytes replaces a search.
+
+Floor: 2 bytes of slot, one load, multiply, add and store for each multiply-add; C is written once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..patterns import Pooling
+from ..patterns._runtime import kernel, run_rows
+from ..patterns._structure import frozen
+from ._lanes import accumulate_row, block_width
+from ._methods import Method, Product
+
+__all__ = ["Select", "Slots"]
+
+
+@kernel
+def _find_slots(first, last, work, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices, slot):  # type: ignore[no-untyped-def]
+    place = np.empty(columns, slot.dtype)
+    for row in range(first, last):
+        start = c_indptr[row]
+        for entry in range(start, c_indptr[row + 1]):
+            place[c_indices[entry]] = entry - start
+        t = work[row]
+        for p in range(a_indptr[row], a_indptr[row + 1]):
+            k = a_indices[p]
+            for q in range(b_indptr[k], b_indptr[k + 1]):
+                slot[t] = place[b_indices[q]]
+                t += 1
+
+
+@kernel
+def _multiply_one(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, slot, a, b, c):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        c_row = c[c_indptr[row] : c_indptr[row + 1]]
+        c_row[:] = 0
+        t = work[row]
+        for p in range(a_indptr[row], a_indptr[row + 1]):
+            k = a_indices[p]
+            value = a[p]
+            b_row = b[b_indptr[k] : b_indptr[k + 1]]
+            slots = slot[t : t + len(b_row)]
+            t += len(b_row)
+            for q in range(len(b_row)):
+                c_row[slots[q]] += value * b_row[q]
+
+
+@kernel
+def _multiply(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, slot, a, a_batch, b, b_batch, c, batch):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        start = np.int64(c_indptr[row]) * batch
+        c[start : np.int64(c_indptr[row + 1]) * batch] = 0
+        lane = 0
+        while lane < batch:
+            width = block_width(batch - lane)
+            a_lane = lane if a_batch > 1 else 0
+            b_lane = lane if b_batch > 1 else 0
+            t = work[row]
+            for p in range(a_indptr[row], a_indptr[row + 1]):
+                k = a_indices[p]
+                at_a = np.int64(p) * a_batch + a_lane
+                at_b = np.int64(b_indptr[k]) * b_batch + b_lane
+                after = t + b_indptr[k + 1] - b_indptr[k]
+                accumulate_row(c, start + lane, batch, slot, t, after, a, at_a, a_batch, b, at_b, b_batch, width)
+                t = after
+            lane += width
+
+
+class Slots(Method):
+    """A place in C's row for each multiply-add."""
+
+    name = "slots"
+
+    @classmethod
+    def _slot_dtype(cls, product: Product) -> np.dtype:
+        longest = int(product.c.structure.row_counts().max(initial=1))
+        return np.dtype(np.min_scalar_type(max(0, longest - 1)))
+
+    @classmethod
+    def index_nbytes(cls, product: Product) -> int:
+        return product.multiply_adds * cls._slot_dtype(product).itemsize
+
+    def __init__(self, product: Product) -> None:
+        a, b, c = product.a, product.b, product.c
+        self.work = product.work
+        slot = np.empty(product.multiply_adds, dtype=self._slot_dtype(product))
+        run_rows(
+            _find_slots, self.work, self.work, a.indptr, a.indices, b.indptr, b.indices, b.shape[1], c.indptr, c.indices, slot
+        )
+        self.slot = frozen(slot)
+        self.indices = (self.work, a.indptr, a.indices, b.indptr, c.indptr, self.slot)
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+        batch = c.shape[1]
+        if batch == 1:
+            run_rows(_multiply_one, self.work, *self.indices, a.reshape(-1), b.reshape(-1), c.reshape(-1))
+            return
+        flat = (a.reshape(-1), a.shape[1], b.reshape(-1), b.shape[1], c.reshape(-1), batch)
+        run_rows(_multiply, self.work, *self.indices, *flat, lanes=batch)
+
+
+@kernel
+def _select_left(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, slot, winner, b, b_batch, c, batch):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        start = np.int64(c_indptr[row]) * batch
+        c[start : np.int64(c_indptr[row + 1]) * batch] = 0
+        t = work[row]
+        for p in range(a_indptr[row], a_indptr[row + 1]):
+            window = a_indices[p]
+            length = b_indptr[window + 1] - b_indptr[window]
+            for lane in range(batch):
+                if winner[window, lane] == row:
+                    lane_b = lane if b_batch > 1 else 0
+                    at_b = np.int64(b_indptr[window]) * b_batch + lane_b
+                    for q in range(length):
+                        c[start + np.int64(slot[t + q]) * batch + lane] += b[at_b + q * b_batch]
+            t += length
+
+
+@kernel
+def _select_right(first, last, work, a_indptr, a_indices, b_indptr, b_indices, c_indptr, slot, a, a_batch, winner, c, batch):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        start = np.int64(c_indptr[row]) * batch
+        c[start : np.int64(c_indptr[row + 1]) * batch] = 0
+        t = work[row]
+        for p in range(a_indptr[row], a_indptr[row + 1]):
+            k = a_indices[p]
+            at_a = np.int64(p) * a_batch
+            for q in range(b_indptr[k], b_indptr[k + 1]):
+                window = b_indices[q]
+                at_c = start + np.int64(slot[t]) * batch
+                t += 1
+                for lane in range(batch):
+                    if winner[window, lane] == k:
+                        c[at_c + lane] += a[at_a + (lane if a_batch > 1 else 0)]
+
+
+def _selects(structure: object) -> bool:
+    """Whether a factor is the transposed Jacobian of a selection: column ``o`` keeps the row that wins window ``o``."""
+    return isinstance(structure, Pooling) and structure.selects and structure.transposed
+
+
+class Select(Method):
+    """A per-sample selection times a matrix: values are moved, nothing is multiplied, and no one-hot value exists.
+
+    The selecting factor's values are its winners: int32, shape ``(windows, batch)``, for each window the row (of the
+    transposed Jacobian) that it selects. Where both factors select, the left one does, and the right one's values are
+    ordinary.
+    """
+
+    name = "select"
+
+    @classmethod
+    def obstacle(cls, product: Product) -> str | None:
+        if _selects(product.a.structure) or _selects(product.b.structure):
+            return None
+        return "neither factor is the transposed Jacobian of max-pooling"
+
+    @classmethod
+    def index_nbytes(cls, product: Product) -> int:
+        return Slots.index_nbytes(product)
+
+    def __init__(self, product: Product) -> None:
+        slots = Slots(product)
+        self.work, self.slot = slots.work, slots.slot
+        self.left = _selects(product.a.structure)
+        a, b, c = product.a, product.b, product.c
+        if self.left:
+            self.indices = (self.work, a.indptr, a.indices, b.indptr, c.indptr, self.slot)
+        else:
+            self.indices = (self.work, a.indptr, a.indices, b.indptr, b.indices, c.indptr, self.slot)
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+        batch = c.shape[1]
+        if self.left:
+            run_rows(_select_left, self.work, *self.indices, a, b.reshape(-1), b.shape[1], c.reshape(-1), batch, lanes=batch)
+        else:
+            run_rows(_select_right, self.work, *self.indices, a.reshape(-1), a.shape[1], b, c.reshape(-1), batch, lanes=batch)

@@ -1,0 +1,172 @@
+"""The symbolic phase: which entries a product has, and how many multiply-adds it takes. No value is seen here.
+
+Each thread marks the columns of one row in a bitmap, 64 to a word, which a column's repetitions cost nothing and from
+which the columns come out sorted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from ..patterns import Csr, Diagonal, Full, Pattern
+from ..patterns._runtime import kernel, run_rows
+from ..patterns._structure import frozen, index_dtype, row_starts
+
+__all__ = ["check_shapes", "multiply_adds", "product_pattern", "reach", "row_work"]
+
+
+@intrinsic
+def _population(typing_context, word):  # type: ignore[no-untyped-def]
+    """Number of set bits of a word."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic
+def _lowest(typing_context, word):  # type: ignore[no-untyped-def]
+    """Place of the lowest set bit of a word that is not zero."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
+
+
+@kernel
+def _row_work(first, last, a_indptr, a_indices, b_indptr, work):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        total = 0
+        for p in range(a_indptr[row], a_indptr[row + 1]):
+            k = a_indices[p]
+            total += b_indptr[k + 1] - b_indptr[k]
+        work[row] = total
+
+
+@kernel
+def _count(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, counts):  # type: ignore[no-untyped-def]
+    one = np.uint64(1)
+    words = (columns + 63) >> 6
+    bits = np.zeros(words, np.uint64)
+    for row in range(first, last):
+        for p in range(a_indptr[row], a_indptr[row + 1]):
+            k = a_indices[p]
+            for q in range(b_indptr[k], b_indptr[k + 1]):
+                column = b_indices[q]
+                bits[column >> 6] |= one << np.uint64(column & 63)
+        total = np.uint64(0)
+        for word in range(words):
+            total += _population(bits[word])
+            bits[word] = 0
+        counts[row] = total
+
+
+@kernel
+def _fill(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices):  # type: ignore[no-untyped-def]
+    one = np.uint64(1)
+    words = (columns + 63) >> 6
+    bits = np.zeros(words, np.uint64)
+    for row in range(first, last):
+        for p in range(a_indptr[row], a_indptr[row + 1]):
+            k = a_indices[p]
+            for q in range(b_indptr[k], b_indptr[k + 1]):
+                column = b_indices[q]
+                bits[column >> 6] |= one << np.uint64(column & 63)
+        entry = c_indptr[row]
+        for word in range(words):
+            left = bits[word]
+            bits[word] = 0
+            while left:
+                c_indices[entry] = (word << 6) + np.int64(_lowest(left))
+                entry += 1
+                left &= left - one
+
+
+@kernel
+def _reach(first, last, indptr, indices, held, reached):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        for entry in range(indptr[row], indptr[row + 1]):
+            if held[indices[entry]]:
+                reached[row] = True
+                break
+
+
+def check_shapes(a: Pattern, b: Pattern) -> None:
+    """Raise ValueError where ``a @ b`` does not exist."""
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"a is {a.shape[0]} × {a.shape[1]} and b is {b.shape[0]} × {b.shape[1]}: a's columns must be as many as b's rows"
+        )
+
+
+def multiply_adds(a: Pattern, b: Pattern) -> int:
+    """Pairs of stored entries that meet in ``a @ b``; needs no index."""
+    return int(a.structure.column_counts() @ b.structure.row_counts())
+
+
+def row_work(a: Pattern, b: Pattern) -> np.ndarray:
+    """Running total over the rows of ``a @ b`` of the multiply-adds, int64, shape ``(rows + 1,)``."""
+    work = np.empty(a.shape[0], dtype=np.int64)
+    run_rows(_row_work, a.indptr, a.indptr, a.indices, b.indptr, work)
+    return row_starts(work, np.int64)
+
+
+def product_pattern(a: Pattern, b: Pattern, work: np.ndarray | None = None) -> Pattern:
+    """The pattern of ``a @ b``: where at least one pair of entries meets."""
+    if isinstance(a.structure, Diagonal):
+        return b
+    if isinstance(b.structure, Diagonal):
+        return a
+    (rows, _), (_, columns) = a.shape, b.shape
+    if isinstance(a.structure, Full) or isinstance(b.structure, Full):
+        return _full_product(a, b)
+    work = row_work(a, b) if work is None else work
+    counts = np.empty(rows, dtype=np.int64)
+    run_rows(_count, work, a.indptr, a.indices, b.indptr, b.indices, columns, counts)
+    nnz = int(counts.sum())
+    if nnz == rows * columns:
+        return Pattern.of(Full(rows, columns))
+    dtype = index_dtype(nnz, rows, columns)
+    indptr, indices = row_starts(counts, dtype), np.empty(nnz, dtype=dtype)
+    run_rows(_fill, work, a.indptr, a.indices, b.indptr, b.indices, columns, indptr, indices)
+    return _derived(a, b, indptr, indices)
+
+
+def _full_product(a: Pattern, b: Pattern) -> Pattern:
+    """A factor is full: an entry wherever a's row and b's column hold anything at all."""
+    (rows, inner), (_, columns) = a.shape, b.shape
+    held_rows = a.structure.row_counts() > 0
+    held_columns = np.flatnonzero(b.structure.column_counts() > 0) if inner else np.zeros(0, np.int64)
+    if held_rows.all() and len(held_columns) == columns:
+        return Pattern.of(Full(rows, columns))
+    nnz = int(held_rows.sum()) * len(held_columns)
+    dtype = index_dtype(nnz, rows, columns)
+    indptr = row_starts(held_rows * len(held_columns), dtype)
+    return _derived(a, b, indptr, np.tile(held_columns.astype(dtype), int(held_rows.sum())))
+
+
+def _derived(a: Pattern, b: Pattern, indptr: np.ndarray, indices: np.ndarray) -> Pattern:
+    structure = Csr(a.shape[0], b.shape[1], frozen(indptr), frozen(indices))
+    # The factors determine the product: no need to read all its indices for a digest.
+    digest = hashlib.blake2b(f"product {a.digest} {b.digest}".encode(), digest_size=16).hexdigest()
+    structure.__dict__["digest"] = digest
+    return Pattern.of(structure)
+
+
+def reach(a: Pattern, held: np.ndarray) -> np.ndarray:
+    """Rows of ``a @ v`` that hold an entry, where `held` says which rows of the vector `v` do; bool arrays."""
+    if isinstance(a.structure, Diagonal):
+        return held
+    if isinstance(a.structure, Full):
+        return np.full(a.shape[0], bool(held.any()))
+    reached = np.zeros(a.shape[0], dtype=np.bool_)
+    run_rows(_reach, a.indptr, a.indptr, a.indices, held, reached)
+    return reached
