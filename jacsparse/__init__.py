@@ -1,2 +1,73 @@
-from pathlib import Path as _Path
-if (_Path(__file__).parent.parent/"setup.cfg").exists(): __path__.append(str(_Path(__file__).parent.parent))
+"""Sparse Jacobians of neural-network operators, planned products of them, and back-propagation by parallel scan."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+_ROOT = Path(__file__).parent.parent
+if (_ROOT / "setup.cfg").exists():
+    # A checkout: jacsparse.patterns and its like are folders beside this one.
+    __path__.append(str(_ROOT))
+
+if TYPE_CHECKING:
+    from . import nn, schedule
+    from ._chain import Chain, Stage, chain
+    from ._flop import FlopReport, count_flop
+    from ._jacobian import SparseJacobian, jacobian, jacobian_pattern
+    from ._scan import backward, vjp
+    from .patterns import Pattern, UnsupportedOperatorError
+    from .spgemm import ProductPlan, plan_product
+
+__all__ = [
+    "Chain",
+    "FlopReport",
+    "Pattern",
+    "ProductPlan",
+    "SparseJacobian",
+    "Stage",
+    "UnsupportedOperatorError",
+    "__version__",
+    "backward",
+    "chain",
+    "count_flop",
+    "jacobian",
+    "jacobian_pattern",
+    "nn",
+    "plan_product",
+    "schedule",
+    "vjp",
+]
+
+# Imported when first used, so that `import jacsparse` is light and `jacsparse --help` loads no PyTorch.
+_HOMES = {
+    "Chain": "_chain",
+    "Stage": "_chain",
+    "chain": "_chain",
+    "FlopReport": "_flop",
+    "count_flop": "_flop",
+    "SparseJacobian": "_jacobian",
+    "jacobian": "_jacobian",
+    "jacobian_pattern": "_jacobian",
+    "backward": "_scan",
+    "vjp": "_scan",
+    "Pattern": "patterns",
+    "UnsupportedOperatorError": "patterns",
+    "ProductPlan": "spgemm",
+    "plan_product": "spgemm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("nn", "schedule", "patterns", "spgemm", "models"):
+        return importlib.import_module(f".{name}", __name__)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

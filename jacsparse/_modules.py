@@ -3,67 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils.prune import BasePruningMethod
 
 from .patterns import Call, UnsupportedOperatorError
 
-__all__ = ["call_of", "is_known", "refresh_weights"]
+__all__ = ["Kept", "arguments_of", "call_of", "is_inactive", "is_known", "refresh_weights"]
 
 Arguments = dict[str, Any]
-#: For each module type the ATen operator it calls, and that operator's arguments.
-_LOWERINGS: dict[type[nn.Module], tuple[str, Callable[[Any], Arguments]]] = {}
 
 
-def _conv2d(module: nn.Conv2d) -> Arguments:
-    return {name: getattr(module, name) for name in ("weight", "bias", "stride", "padding", "dilation", "groups")}
+class _Lowering:
+    """How a module type calls an ATen operator.
+
+    Attributes
+    ----------
+    operator : str
+        The ATen operator.
+    names : tuple of str
+        The operator's arguments that are the module's attributes of the same name.
+    forward : callable
+        ``forward(module, x)`` on the meta device, for shapes; the module's own where it has no parameters.
+    """
+
+    def __init__(
+        self, operator: str, *names: str, forward: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
+        self.operator, self.names, self.forward = operator, names, forward
+
+    def arguments(self, module: nn.Module) -> Arguments:
+        return {name: getattr(module, name) for name in self.names}
 
 
-def _linear(module: nn.Linear) -> Arguments:
-    return {"weight": module.weight, "bias": module.bias}
+class _BatchNorm(_Lowering):
+    def arguments(self, module: Any) -> Arguments:
+        return {**super().arguments(module), "training": module.training or module.running_var is None}
 
 
-def _max_pool2d(module: nn.MaxPool2d) -> Arguments:
-    return {name: getattr(module, name) for name in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")}
+def _meta_conv2d(module: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+    weight = module.weight.detach().to("meta")
+    return functional.conv2d(x, weight, None, module.stride, module.padding, module.dilation, module.groups)
 
 
-def _avg_pool2d(module: nn.AvgPool2d) -> Arguments:
-    names = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
-    return {name: getattr(module, name) for name in names}
+def _meta_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return functional.linear(x, module.weight.detach().to("meta"))
 
 
-def _batch_norm(module: nn.BatchNorm2d) -> Arguments:
-    return {
-        "weight": module.weight,
-        "bias": module.bias,
-        "running_mean": module.running_mean,
-        "running_var": module.running_var,
-        "training": module.training or module.running_var is None,
-        "eps": module.eps,
-    }
+def _meta_batch_norm(module: nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
+    if x.ndim != 4 or x.shape[1] != module.num_features:
+        raise RuntimeError(f"expected {module.num_features} channels and two axes of positions")
+    return x
 
 
-def _nothing(module: nn.Module) -> Arguments:
-    return {}
-
-
-_LOWERINGS.update(
-    {
-        nn.Conv2d: ("aten.conv2d", _conv2d),
-        nn.Linear: ("aten.linear", _linear),
-        nn.MaxPool2d: ("aten.max_pool2d", _max_pool2d),
-        nn.AvgPool2d: ("aten.avg_pool2d", _avg_pool2d),
-        nn.AdaptiveAvgPool2d: ("aten.adaptive_avg_pool2d", _nothing),
-        nn.BatchNorm2d: ("aten.batch_norm", _batch_norm),
-        nn.ReLU: ("aten.relu", _nothing),
-        nn.Dropout: ("aten.dropout", _nothing),
-        nn.Flatten: ("aten.flatten", _nothing),
-        nn.Identity: ("aten.identity", _nothing),
-    }
-)
+_LOWERINGS: dict[type[nn.Module], _Lowering] = {
+    nn.Conv2d: _Lowering(
+        "aten.conv2d", "weight", "bias", "stride", "padding", "dilation", "groups", forward=_meta_conv2d
+    ),
+    nn.Linear: _Lowering("aten.linear", "weight", "bias", forward=_meta_linear),
+    nn.MaxPool2d: _Lowering("aten.max_pool2d", "kernel_size", "stride", "padding", "dilation", "ceil_mode"),
+    nn.AvgPool2d: _Lowering(
+        "aten.avg_pool2d", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"
+    ),
+    nn.AdaptiveAvgPool2d: _Lowering("aten.adaptive_avg_pool2d"),
+    nn.BatchNorm2d: _BatchNorm(
+        "aten.batch_norm", "weight", "bias", "running_mean", "running_var", "eps", forward=_meta_batch_norm
+    ),
+    nn.ReLU: _Lowering("aten.relu"),
+    nn.Dropout: _Lowering("aten.dropout"),
+    nn.Flatten: _Lowering("aten.flatten"),
+    nn.Identity: _Lowering("aten.identity"),
+}
 
 
 def _known_type(module: nn.Module) -> type[nn.Module] | None:
@@ -94,30 +108,68 @@ def refresh_weights(module: nn.Module) -> None:
             hook(module, None)
 
 
-def call_of(
-    module: nn.Module, in_shape: tuple[int, ...], out_shape: tuple[int, ...], *, path: str = "", pruned: bool = True
-) -> Call:
-    """The module's call, with its weights as they are now.
+def arguments_of(module: nn.Module) -> Arguments:
+    """The arguments of the module's call, with its weights as they are now."""
+    kind = _known_type(module)
+    assert kind is not None
+    return _LOWERINGS[kind].arguments(module)
+
+
+def call_of(module: nn.Module, in_shape: tuple[int, ...], *, path: str) -> Call:
+    """The call that the module makes on an input of that shape, without the batch axis.
 
     Raises
     ------
     UnsupportedOperatorError
         Where the module is not in the table, or asks for what has no pattern; the message begins with `path`.
+    ValueError
+        Where the input does not fit the module.
     """
     kind = _known_type(module)
     if kind is None:
         raise UnsupportedOperatorError(
-            f"{path or 'module'}: {type(module).__name__} has no pattern; supported are "
-            f"{', '.join(sorted(known.__name__ for known in _LOWERINGS))} and nn.Sequential of them, "
-            "others through jacsparse.register_rule"
+            f"{path}: {type(module).__name__} has no pattern; supported are "
+            f"{', '.join(sorted(known.__name__ for known in _LOWERINGS))} and nn.Sequential of them"
         )
-    operator, arguments = _LOWERINGS[kind]
-    masks = {
-        name.removesuffix("_mask"): buffer for name, buffer in module.named_buffers(recurse=False) if name.endswith("_mask")
-    }
-    call = Call(operator, arguments(module), in_shape, out_shape, path or type(module).__name__, masks, pruned)
+    lowering = _LOWERINGS[kind]
+    call = Call(lowering.operator, lowering.arguments(module), in_shape, (), path)
     if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
-        raise call.unsupported(f"padding_mode={module.padding_mode!r}", "use padding_mode='zeros', or pad with a module of its own")
+        raise call.unsupported(f"padding_mode is {module.padding_mode!r}", "set it to 'zeros'")
     if isinstance(module, nn.MaxPool2d) and module.return_indices:
         raise call.unsupported("return_indices=True gives two outputs", "set it to False")
-    return call
+    forward = lowering.forward or kind.forward
+    try:
+        out = forward(module, torch.empty((1, *in_shape), device="meta"))
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise ValueError(f"{path}: an input of shape {in_shape} does not fit {module}: {error}") from error
+    return replace(call, out_shape=tuple(out.shape[1:]))
+
+
+class Kept:
+    """Which elements of a weight a pattern keeps, and whether that still holds.
+
+    An element is left out where a pruning mask says so; without a mask, where it is exactly zero.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.name = name
+        self._source = self._current(module)
+        self._version = self._source._version
+        self.mask = (self._source != 0).detach()
+
+    def _current(self, module: nn.Module) -> torch.Tensor:
+        mask = getattr(module, f"{self.name}_mask", None)
+        return mask if isinstance(mask, torch.Tensor) else getattr(module, self.name)
+
+    def check(self, module: nn.Module, path: str) -> None:
+        """Raise RuntimeError where an element that was left out is not zero any more."""
+        source = self._current(module)
+        if source is self._source and source._version == self._version:
+            return
+        weight = getattr(module, self.name).detach()
+        if bool(weight.masked_fill(self.mask, 0).any()):
+            raise RuntimeError(
+                f"{path}.{self.name}: weights that were pruned or zero when the pattern was made are not zero any more; "
+                "make the chain or the scan again, keep them zero by a mask (torch.nn.utils.prune), or pass pruned=False"
+            )
+        self._source, self._version = source, source._version

@@ -296,9 +296,7 @@ class _ConvolutionRule(Rule):
                 call.in_shape[1:], taps, stride, padding, dilation, strict=True
             )
         )
-        kept = call.kept("weight")
-        bits = None if kept is None else np.packbits(kept.cpu().numpy()).tobytes()
-        return Pattern.of(Convolution(weight.shape[0], call.in_shape[0], call["groups"], axes, bits))
+        return Pattern.of(Convolution(weight.shape[0], call.in_shape[0], call["groups"], axes, _packed(call)))
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert isinstance(pattern.structure, Convolution)
@@ -306,6 +304,12 @@ class _ConvolutionRule(Rule):
 
     # The structure knows its orientation, and so the order of its weights.
     transposed_values = values
+
+
+def _packed(call: Call) -> bytes | None:
+    """The mask of the weights that are kept, as `Convolution` takes it."""
+    kept = call.kept.get("weight")
+    return None if kept is None else np.packbits(kept.cpu().numpy()).tobytes()
 
 
 def _padding(padding: Any, taps: tuple[int, ...], dilation: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -324,14 +328,16 @@ class _LinearRule(Rule):
 
     weights = ("weight",)
 
-    def pattern(self, call: Call) -> Pattern:
-        out_features, in_features = call["weight"].shape
+    def check(self, call: Call) -> None:
         if len(call.in_shape) != 1:
             raise call.unsupported(f"Linear on an input of shape {call.in_shape}", "flatten the input to one axis first")
-        kept = call.kept("weight")
+
+    def pattern(self, call: Call) -> Pattern:
+        out_features, in_features = call["weight"].shape
+        kept = _packed(call)
         if kept is None:
             return Pattern.of(Full(out_features, in_features))
-        return Pattern.of(Convolution(out_features, in_features, 1, (), np.packbits(kept.cpu().numpy()).tobytes()))
+        return Pattern.of(Convolution(out_features, in_features, 1, (), kept))
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         if isinstance(pattern.structure, Convolution):

@@ -42,12 +42,11 @@ class _ReluRule(_DiagonalRule):
 class _BatchNormRule(_DiagonalRule):
     """``aten.batch_norm`` in eval mode: a scale for each channel, shared by all samples."""
 
-    def pattern(self, call: Call) -> Pattern:
+    def check(self, call: Call) -> None:
         if call["training"]:
             raise call.unsupported(
                 "batch normalisation in training mode couples the samples of a batch", "call .eval() on it first"
             )
-        return super().pattern(call)
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         scale = torch.rsqrt(call["running_var"] + call["eps"])

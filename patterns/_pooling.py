@@ -83,6 +83,9 @@ class Pooling(Structure):
     def T(self) -> Pooling:
         return replace(self, transposed=not self.transposed)
 
+    def scaled(self) -> Pooling:
+        return replace(self, selects=False) if self.selects else self
+
     @functools.cached_property
     def _single(self) -> Arrays:
         """``indptr`` and ``indices`` of one channel."""

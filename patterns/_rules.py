@@ -33,10 +33,8 @@ class Call:
         Without the batch axis.
     path : str
         Where in the model: for messages.
-    masks : dict
-        Pruning masks of tensors among the arguments, by name.
-    pruned : bool
-        Whether entries of pruned weights are left out of the pattern.
+    kept : dict
+        For weights of which some are pruned: which are kept, bool, by the argument's name.
     input, output : Tensor or None
         ``(batch, *shape)``; None while only shapes are known.
     vjp : callable or None
@@ -48,8 +46,7 @@ class Call:
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     path: str = ""
-    masks: dict[str, torch.Tensor] = field(default_factory=dict)
-    pruned: bool = True
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
     input: torch.Tensor | None = None
     output: torch.Tensor | None = None
     vjp: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -71,20 +68,16 @@ class Call:
         """An error that names the operator's path, what is not supported and what to do."""
         return UnsupportedOperatorError(f"{self.path or self.operator}: {what}; {remedy}")
 
-    def kept(self, name: str) -> torch.Tensor | None:
-        """Which elements of the weight `name` take part: by its mask, else where it is not zero; None for all."""
-        if not self.pruned:
-            return None
-        mask = self.masks.get(name)
-        kept = (mask if mask is not None else self[name].detach()) != 0
-        return None if bool(kept.all()) else kept
-
 
 class Rule(ABC):
     """Pattern and values of one operator's Jacobian ``J[i, j] = ∂y_i/∂x_j``, flattened in C order without the batch."""
 
-    #: Names of the arguments whose zeros shape the pattern.
+    #: Names of the arguments whose pruned elements are left out of the pattern.
     weights: tuple[str, ...] = ()
+
+    def check(self, call: Call) -> None:
+        """Raise UnsupportedOperatorError where this use of the operator has no Jacobian for each sample."""
+        return
 
     @abstractmethod
     def pattern(self, call: Call) -> Pattern:

@@ -63,6 +63,10 @@ class Structure(ABC):
     def T(self) -> Structure:
         """The structure of the transpose."""
 
+    def scaled(self) -> Structure:
+        """What is known once a diagonal matrix has scaled the rows or columns: the same positions."""
+        return self
+
     @abstractmethod
     def row_counts(self) -> np.ndarray:
         """Entries in each row, int64."""
@@ -141,6 +145,9 @@ class Diagonal(Structure):
 @dataclass(frozen=True)
 class Identity(Diagonal):
     """A diagonal whose values are known to be ones."""
+
+    def scaled(self) -> Diagonal:
+        return Diagonal(self.n)
 
 
 @dataclass(frozen=True)

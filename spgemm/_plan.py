@@ -77,9 +77,9 @@ class ProductPlan:
         >>> plan_product(a, b).multiply(np.array([1.0, 2.0]), np.array([10.0, 100.0]))
         array([210.])
         """
-        left = self._view("a_values", a_values, self.a, self._selects_left)
-        right = self._view("b_values", b_values, self.b, self._selects_right)
-        if self._selects_left or self._selects_right:
+        left = self._view("a_values", a_values, self.a, self.selects_left)
+        right = self._view("b_values", b_values, self.b, self.selects_right)
+        if self.selects_left or self.selects_right:
             batch, dtype = self._selected_batch(left, right)
         else:
             batch, dtype = same_batch("a_values", left, "b_values", right), left.dtype
@@ -89,11 +89,13 @@ class ProductPlan:
         return returned
 
     @property
-    def _selects_left(self) -> bool:
+    def selects_left(self) -> bool:
+        """Whether the left factor's values are winners, for the method ``select``."""
         return isinstance(self._method, _slots.Select) and self._method.left
 
     @property
-    def _selects_right(self) -> bool:
+    def selects_right(self) -> bool:
+        """Whether the right factor's values are winners, for the method ``select``."""
         return isinstance(self._method, _slots.Select) and not self._method.left
 
     def _view(self, name: str, values: Any, pattern: Pattern, selects: bool) -> np.ndarray:
@@ -109,7 +111,7 @@ class ProductPlan:
         return np.ascontiguousarray(array)
 
     def _selected_batch(self, left: np.ndarray, right: np.ndarray) -> tuple[int, np.dtype]:
-        winners, values = (left, right) if self._selects_left else (right, left)
+        winners, values = (left, right) if self.selects_left else (right, left)
         if values.shape[1] not in (1, winners.shape[1]):
             raise ValueError(f"the winners have a batch of {winners.shape[1]} and the values one of {values.shape[1]}")
         return winners.shape[1], values.dtype

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ..patterns import Csr, Diagonal, Full, Pattern
+from ..patterns import Csr, Diagonal, Full, Identity, Pattern
 from ..patterns._runtime import kernel, run_rows
 from ..patterns._structure import frozen, index_dtype, row_starts
 
@@ -121,10 +121,9 @@ def row_work(a: Pattern, b: Pattern) -> np.ndarray:
 
 def product_pattern(a: Pattern, b: Pattern, work: np.ndarray | None = None) -> Pattern:
     """The pattern of ``a @ b``: where at least one pair of entries meets."""
-    if isinstance(a.structure, Diagonal):
-        return b
-    if isinstance(b.structure, Diagonal):
-        return a
+    for diagonal, other in ((a, b), (b, a)):
+        if isinstance(diagonal.structure, Diagonal):
+            return other if isinstance(diagonal.structure, Identity) else _scaled(other)
     (rows, _), (_, columns) = a.shape, b.shape
     if isinstance(a.structure, Full) or isinstance(b.structure, Full):
         return _full_product(a, b)
@@ -138,6 +137,12 @@ def product_pattern(a: Pattern, b: Pattern, work: np.ndarray | None = None) -> P
     indptr, indices = row_starts(counts, dtype), np.empty(nnz, dtype=dtype)
     run_rows(_fill, work, a.indptr, a.indices, b.indptr, b.indices, columns, indptr, indices)
     return _derived(a, b, indptr, indices)
+
+
+def _scaled(pattern: Pattern) -> Pattern:
+    """The same positions, where values that were known to be ones are so no more."""
+    structure = pattern.structure.scaled()
+    return pattern if structure is pattern.structure else Pattern.of(structure)
 
 
 def _full_product(a: Pattern, b: Pattern) -> Pattern:

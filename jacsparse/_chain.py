@@ -1,0 +1,335 @@
+"""A module as a chain of stages: what back-propagation goes through, one after the other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import index
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._jacobian import SparseJacobian
+from ._modules import Kept, arguments_of, call_of, is_inactive, is_known, refresh_weights
+from .patterns import Call, Pattern, Rule, UnsupportedOperatorError, rule_for
+
+__all__ = ["Chain", "Record", "Stage", "chain", "check_input", "check_shape"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One operator of a chain, with the modules around it that only reshape.
+
+    Attributes
+    ----------
+    path : str
+        Of the operator in the model, as in ``features.0``.
+    modules : tuple of (str, Module)
+        What runs, in order, with paths; one of them is the operator.
+    operator : Module
+        The one that computes.
+    in_shape, out_shape : tuple of int
+        Of the stage, without the batch axis.
+    call : Call
+        The operator's, while only shapes are known.
+    kept : tuple of Kept
+        The weights of which the pattern leaves some out.
+    """
+
+    path: str
+    modules: tuple[tuple[str, nn.Module], ...]
+    operator: nn.Module
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    call: Call
+    kept: tuple[Kept, ...] = ()
+
+    @functools.cached_property
+    def rule(self) -> Rule:
+        """How the operator's pattern and values are made."""
+        return rule_for(self.call)
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """Of the transposed Jacobian, ``(in_size, out_size)``."""
+        return self.rule.pattern(self.call).T
+
+    @functools.cached_property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Of the operator, those that train and those that do not."""
+        return tuple(self.operator.parameters())
+
+    def run(self, x: torch.Tensor) -> Record:
+        """The stage's output for a batch, with a graph of its own: nothing before `x` is reached from it.
+
+        Raises
+        ------
+        RuntimeError
+            Where a hook changes what a module takes or gives: the operator's Jacobian would be another one.
+        """
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = operator_input = operator_output = leaf
+            for path, module in self.modules:
+                # An in-place operator would overwrite the stage's input, which the stage before may need.
+                given = y.clone() if getattr(module, "inplace", False) else y
+                y = _called(module, given, path)
+                if module is self.operator:
+                    operator_input, operator_output = given.detach(), y.detach()
+        return Record(self, leaf, y, operator_input, operator_output, arguments_of(self.operator))
+
+    def __repr__(self) -> str:
+        return f"<Stage {self.path}: {self.call.operator}, {self.in_shape} to {self.out_shape}>"
+
+
+def _called(module: nn.Module, x: torch.Tensor, path: str) -> torch.Tensor:
+    """``module(x)``, hooks and all, where no hook changes what goes in or comes out."""
+    if not (module._forward_hooks or module._forward_pre_hooks):
+        return module(x)
+    seen: list[tuple[object, torch.Tensor, int]] = []
+
+    def look(_: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        seen.append((args[0], output, output._version))
+
+    handle = module.register_forward_hook(look, prepend=True)
+    try:
+        y = module(x)
+    finally:
+        handle.remove()
+    taken, given, version = seen[0]
+    if taken is not x or given is not y or y._version != version:
+        raise RuntimeError(
+            f"{path}: a forward hook changes the module's input or output, so its Jacobian is not the operator's; "
+            "make the change in a module of its own"
+        )
+    return y
+
+
+@dataclass
+class Record:
+    """What a stage computed for one batch.
+
+    Attributes
+    ----------
+    input, output : Tensor
+        ``(batch, *shape)``; a graph leads from one to the other and to the stage's parameters.
+    """
+
+    stage: Stage
+    input: torch.Tensor
+    output: torch.Tensor
+    _operator_input: torch.Tensor = field(repr=False)
+    _operator_output: torch.Tensor = field(repr=False)
+    #: The operator's arguments: its weights as pruning hooks and parametrisations made them for this forward.
+    _arguments: dict[str, Any] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        self._versions = {name: self._arguments[name]._version for name in self.stage.rule.weights}
+
+    @property
+    def batch(self) -> int:
+        """Samples."""
+        return self.input.shape[0]
+
+    def vjp(self, gradient: torch.Tensor) -> torch.Tensor:
+        """``Jᵀ g`` for each sample: ``(batch, *out_shape)`` to ``(batch, *in_shape)``, by the operator's own backward."""
+        (result,) = torch.autograd.grad(
+            self.output, self.input, gradient.reshape(self.output.shape), retain_graph=True, materialize_grads=True
+        )
+        return result
+
+    def parameter_gradients(
+        self, gradient: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of `parameters` (equation 2.2), None where the output does not depend on one."""
+        return torch.autograd.grad(
+            self.output, parameters, gradient.reshape(self.output.shape), retain_graph=True, allow_unused=True
+        )
+
+    def jacobian(self) -> SparseJacobian:
+        """``J`` for the whole batch."""
+        pattern = self.stage.pattern.T
+        return SparseJacobian(pattern, self.stage.rule.values(self._call(slice(None)), pattern))
+
+    def transposed_jacobian(self, samples: slice = slice(None)) -> SparseJacobian:
+        """``J.T`` for a slice of the batch."""
+        call = self._call(samples)
+        return SparseJacobian(self.stage.pattern, self.stage.rule.transposed_values(call, self.stage.pattern))
+
+    def winners(self, samples: slice = slice(None)) -> torch.Tensor | None:
+        """For a stage that selects, what it selects: int32, ``(windows, batch)``."""
+        return self.stage.rule.selection(self._call(samples))
+
+    def _call(self, samples: slice) -> Call:
+        stage = self.stage
+        for name, version in self._versions.items():
+            if self._arguments[name]._version != version:
+                raise RuntimeError(
+                    f"{stage.path}.{name} was changed in place between forward and backward; run the forward again"
+                )
+        for kept in stage.kept:
+            kept.check(stage.operator, stage.path)
+        return replace(
+            stage.call,
+            arguments=self._arguments,
+            input=self._operator_input[samples],
+            output=self._operator_output[samples],
+            vjp=lambda gradient: self._operator_vjp(gradient, samples),
+        )
+
+    def _operator_vjp(self, gradient: torch.Tensor, samples: slice) -> torch.Tensor:
+        # The graph holds the whole batch; samples do not mix, so the others may have any gradient.
+        whole = gradient.new_zeros(self.output.shape)
+        whole[samples] = gradient.reshape(whole[samples].shape)
+        return self.vjp(whole)[samples]
+
+
+class Chain:
+    """The stages of a module, in order.
+
+    Made by `chain`. Modules that only reshape (Flatten, Identity, inactive Dropout) are no stages: they run with the
+    stage that follows them, or with the last one.
+
+    Attributes
+    ----------
+    stages : tuple of Stage
+        The operators, the one next to the input first.
+    in_shape, out_shape : tuple of int
+        Without the batch axis.
+    """
+
+    def __init__(
+        self, module: nn.Module, stages: Sequence[Stage], in_shape: tuple[int, ...], out_shape: tuple[int, ...]
+    ) -> None:
+        self.module = module
+        self.stages = tuple(stages)
+        self.in_shape, self.out_shape = in_shape, out_shape
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    def run(self, x: torch.Tensor) -> list[Record]:
+        """Forward for a batch: what each stage computed, each with a graph of its own."""
+        records = []
+        for stage in self.stages:
+            records.append(stage.run(x))
+            x = records[-1].output
+        return records
+
+    def __repr__(self) -> str:
+        lines = [f"<Chain of {len(self)} stages, {self.in_shape} to {self.out_shape}>"]
+        lines += [
+            f"  {stage.path}: {stage.call.operator} {stage.in_shape} to {stage.out_shape}, {stage.pattern.T.summary()}"
+            for stage in self.stages
+        ]
+        return "\n".join(lines)
+
+
+def chain(module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True) -> Chain:
+    """The chain of a module's operators.
+
+    Parameters
+    ----------
+    module : Module
+        A single operator, or ``nn.Sequential``, nested at will.
+    input_shape : sequence of int
+        Of the input, without the batch axis.
+    pruned : bool
+        Whether patterns leave out pruned weights: those that a mask of ``torch.nn.utils.prune`` removes and, without a
+        mask, those that are exactly zero.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Where an operator has no rule; the message begins with its path in the model.
+    ValueError
+        Where the input shape does not fit.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> [stage.path for stage in chain(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()), (3, 8, 8))]
+    ['0', '1']
+    """
+    shape = check_shape(input_shape)
+    in_shape = shape
+    stages: list[Stage] = []
+    waiting: list[tuple[str, nn.Module]] = []
+    for path, leaf in _leaves(module, ""):
+        refresh_weights(leaf)
+        call = call_of(leaf, shape, path=path)
+        waiting.append((path, leaf))
+        if not is_inactive(leaf):
+            rule = rule_for(call)
+            kept = [Kept(leaf, name) for name in rule.weights] if pruned else []
+            kept = [weight for weight in kept if not bool(weight.mask.all())]
+            call = replace(call, kept={weight.name: weight.mask for weight in kept})
+            rule.check(call)
+            start = stages[-1].out_shape if stages else in_shape
+            stages.append(Stage(path, tuple(waiting), leaf, start, call.out_shape, call, tuple(kept)))
+            waiting = []
+        shape = call.out_shape
+    if waiting and stages:
+        last = stages[-1]
+        stages[-1] = replace(last, modules=(*last.modules, *waiting), out_shape=shape)
+    return Chain(module, stages, in_shape, shape)
+
+
+def _leaves(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that nn.Sequential, nested at will, runs, with their paths."""
+    if is_known(module) or type(module).forward is not nn.Sequential.forward:
+        yield path or type(module).__name__, module
+        return
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise UnsupportedOperatorError(
+            f"{path or type(module).__name__}: hooks of a container are not run; register them on the modules inside"
+        )
+    # Not named_children, which gives a module that is used twice only once.
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _leaves(child, f"{path}.{name}" if path else name)
+
+
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """`shape` as a tuple, where it is the shape of a sample.
+
+    Raises
+    ------
+    ValueError
+        Where it is no sequence of integers of at least 1.
+    """
+    try:
+        sizes = tuple(index(size) for size in shape)
+    except TypeError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"input_shape is {shape!r}; expected the sizes of one sample, without the batch, each at least 1")
+    return sizes
+
+
+def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """`x` where it is a batch that this library can work on.
+
+    Raises
+    ------
+    TypeError
+        Where it is no tensor of float32 or float64.
+    ValueError
+        Where its shape or device does not fit.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} is {x.dtype}; expected float32 or float64: convert it with {name}.float()")
+    if x.device.type != "cpu":
+        raise ValueError(f"{name} is on {x.device}; this runs on the CPU: move it, and the module, with .cpu()")
+    if x.ndim < 2:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, *sample)")
+    if shape is not None and tuple(x.shape[1:]) != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, {', '.join(map(str, shape))})")
+    return x

@@ -1,0 +1,345 @@
+"""Back-propagation as a scan: a schedule's steps, run over numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._chain import Chain, Record, chain, check_input
+from ._jacobian import SparseJacobian
+from .patterns import Pattern
+from .schedule import Schedule, Step, resolve
+from .spgemm import ProductPlan, matvec, plan_product
+
+__all__ = ["DEFAULT_MEMORY_LIMIT", "Scanner", "backward", "vjp"]
+
+#: Bytes of values that a scan holds at once; larger batches are run in slices.
+DEFAULT_MEMORY_LIMIT = 2**30
+
+
+class Scanner:
+    """A chain, a schedule for it and the plans of its products: everything that is decided before the numbers.
+
+    Parameters
+    ----------
+    chain : Chain
+        The stages.
+    schedule : Schedule or str
+        As `jacsparse.schedule.resolve` takes it.
+    memory_limit : int, optional
+        Bytes of values to hold at once; 1 GiB where left out.
+    """
+
+    def __init__(self, chain: Chain, schedule: Schedule | str = "auto", memory_limit: int | None = None) -> None:
+        self.chain = chain
+        self.schedule = resolve(schedule, len(chain), chain)
+        self.memory_limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else memory_limit
+
+    def stage_index(self, value: int) -> int:
+        """The stage, from 0, whose transposed Jacobian is this value of the schedule."""
+        return len(self.chain) - value
+
+    def gradient_of(self, stage: int) -> int:
+        """The value of the schedule that is the gradient of a stage's output."""
+        return self.schedule.gradients[len(self.chain) - 1 - stage]
+
+    @functools.cached_property
+    def plans(self) -> dict[int, ProductPlan]:
+        """The plan of each live product of two matrices, by the value that it makes."""
+        patterns: dict[int, Pattern] = {}
+        plans: dict[int, ProductPlan] = {}
+        for step in self.schedule.live_steps():
+            if step.kind != "mm":
+                continue
+            left, right = (
+                patterns[value] if value in patterns else self.chain.stages[self.stage_index(value)].pattern
+                for value in (step.left, step.right)
+            )
+            plans[step.out] = plan_product(left, right)
+            patterns[step.out] = plans[step.out].pattern
+        return plans
+
+    def gradients(self, records: Sequence[Record], gradient: torch.Tensor, stages: Iterable[int]) -> dict[int, torch.Tensor]:
+        """The gradients of the outputs of `stages`.
+
+        Parameters
+        ----------
+        records : sequence of Record
+            What the forward pass left, for the whole batch.
+        gradient : Tensor, (batch, *out_shape)
+            Of the chain's output.
+        stages : iterable of int
+            Which stages, from 0.
+
+        Returns
+        -------
+        dict of int to Tensor
+            By stage, shape ``(batch, *stage.out_shape)``.
+        """
+        wanted = {stage: self.gradient_of(stage) for stage in stages}
+        run = _Run(self, records, gradient, set(wanted.values()))
+        vectors = run.execute()
+        return {stage: vectors[value].reshape(records[stage].output.shape) for stage, value in wanted.items()}
+
+
+class _Run:
+    """One pass of the steps over a batch.
+
+    Steps that no product of matrices precedes, or that none follows, run on the whole batch by the operators' own
+    backward. The rest run in slices of samples: only there matrices exist.
+    """
+
+    def __init__(self, scanner: Scanner, records: Sequence[Record], gradient: torch.Tensor, wanted: set[int]) -> None:
+        self.scanner, self.records, self.wanted = scanner, records, wanted
+        self.batch = gradient.shape[0]
+        self.vectors = {0: gradient}
+        self.steps = scanner.schedule.live_steps(wanted)
+        self.before, self.sliced, self.after = _parts(self.steps, {step.out for step in self.steps if step.kind == "mm"})
+
+    def execute(self) -> dict[int, torch.Tensor]:
+        """All vectors that are wanted or that lead to them, by value."""
+        self._by_operators(self.before)
+        if self.sliced and self.batch:
+            self._in_slices()
+        elif self.sliced:
+            for step in self.sliced:
+                if step.kind == "mv":
+                    rows = self._pattern(step.left).shape[0]
+                    self.vectors[step.out] = self.vectors[0].new_zeros((0, rows))
+        self._by_operators(self.after)
+        return self.vectors
+
+    def _record(self, value: int) -> Record:
+        return self.records[self.scanner.stage_index(value)]
+
+    def _pattern(self, value: int) -> Pattern:
+        plan = self.scanner.plans.get(value)
+        return self._record(value).stage.pattern if plan is None else plan.pattern
+
+    def _by_operators(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            self.vectors[step.out] = self._record(step.left).vjp(self.vectors[step.right])
+
+    def _in_slices(self) -> None:
+        used_later = self.wanted | {step.right for step in self.after}
+        vectors_out = [step.out for step in self.sliced if step.kind == "mv" and step.out in used_later]
+        for value in vectors_out:
+            step = next(step for step in self.sliced if step.out == value)
+            self.vectors[value] = self.vectors[0].new_empty((self.batch, self._pattern(step.left).shape[0]))
+        shared: dict[int, SparseJacobian] = {}
+        size = self._slice_size()
+        for begin in range(0, self.batch, size):
+            samples = slice(begin, min(begin + size, self.batch))
+            self._slice(samples, vectors_out, shared)
+
+    def _slice(self, samples: slice, vectors_out: Sequence[int], shared: dict[int, SparseJacobian]) -> None:
+        matrices: dict[int, SparseJacobian] = {}
+        vectors: dict[int, torch.Tensor] = {}
+        last_use = {value: number for number, step in enumerate(self.sliced) for value in (step.left, step.right)}
+
+        def matrix(value: int) -> SparseJacobian:
+            if value in shared:
+                return shared[value]
+            if value not in matrices:
+                matrices[value] = self._record(value).transposed_jacobian(samples)
+                if matrices[value].batch == 1 and self.batch > 1:
+                    shared[value] = matrices[value]
+            return matrices[value]
+
+        def operand(value: int, selects: bool) -> torch.Tensor:
+            if selects:
+                winners = self._record(value).winners(samples)
+                assert winners is not None
+                return winners
+            return matrix(value).values
+
+        for number, step in enumerate(self.sliced):
+            if step.kind == "mm":
+                plan = self.scanner.plans[step.out]
+                left, right = operand(step.left, plan.selects_left), operand(step.right, plan.selects_right)
+                matrices[step.out] = SparseJacobian(plan.pattern, plan.multiply(left, right))
+            else:
+                if step.right not in vectors:
+                    whole = self.vectors[step.right][samples]
+                    vectors[step.right] = whole.reshape(whole.shape[0], -1).T.contiguous()
+                left_matrix = matrix(step.left)
+                vectors[step.out] = matvec(left_matrix.pattern, left_matrix.values, vectors[step.right])
+                if step.out in vectors_out:
+                    self.vectors[step.out][samples] = vectors[step.out].T
+            for value in (step.left, step.right):
+                if last_use[value] == number:
+                    matrices.pop(value, None)
+                    vectors.pop(value, None)
+
+    def _slice_size(self) -> int:
+        """As many samples as fit the memory limit: values of matrices, from their making to their last use."""
+        itemsize = self.vectors[0].element_size()
+        last_use = {value: number for number, step in enumerate(self.sliced) for value in (step.left, step.right)}
+        held: dict[int, int] = {}
+        peak = 0
+        for number, step in enumerate(self.sliced):
+            matrices = (step.left, step.right, step.out) if step.kind == "mm" else (step.left,)
+            held.update({value: self._pattern(value).nnz * itemsize for value in matrices})
+            peak = max(peak, sum(held.values()))
+            for value in (step.left, step.right):
+                if last_use[value] == number:
+                    held.pop(value, None)
+        size = max(1, min(self.batch, self.scanner.memory_limit // max(1, peak)))
+        # Whole vectors of samples, where there are several.
+        return size if size < 16 or size == self.batch else size // 16 * 16
+
+
+def _parts(steps: Sequence[Step], products: set[int]) -> tuple[list[Step], list[Step], list[Step]]:
+    """Steps before any product of matrices, those that touch or lie between products, and those after all."""
+    touches = {step.out for step in steps if step.kind == "mm" or step.left in products}
+    depends: set[int] = set()
+    for step in steps:
+        if step.out in touches or step.right in depends or step.left in depends:
+            depends.add(step.out)
+    leads: set[int] = set()
+    for step in reversed(steps):
+        if step.out in touches or step.out in leads:
+            leads.update((step.left, step.right))
+    between = {step.out for step in steps if step.out in touches or (step.out in depends and step.out in leads)}
+    before = [step for step in steps if step.out not in between and step.out not in depends]
+    after = [step for step in steps if step.out not in between and step.out in depends]
+    return before, [step for step in steps if step.out in between], after
+
+
+class ScanFunction(torch.autograd.Function):
+    """The module as one node of autograd's graph: forward its own, backward by the scan."""
+
+    @staticmethod
+    def forward(ctx: Any, scanner: Scanner, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.scanner, ctx.parameters = scanner, parameters
+        ctx.records = scanner.chain.run(x)
+        return ctx.records[-1].output.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = [parameter for parameter, needs in zip(ctx.parameters, ctx.needs_input_grad[2:], strict=True) if needs]
+        x_gradient, found = pull_back(ctx.scanner, ctx.records, gradient, needed, ctx.needs_input_grad[1])
+        return (None, x_gradient, *(found.get(id(parameter)) for parameter in ctx.parameters))
+
+
+def pull_back(
+    scanner: Scanner, records: Sequence[Record], gradient: torch.Tensor, parameters: Sequence[torch.Tensor], for_input: bool
+) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+    """Gradients of the chain's input and of `parameters` (by their id), for a gradient of its output.
+
+    Each parameter's gradient needs only its stage's (equation 2.2); a parameter of several stages gets their sum.
+    """
+    asked = {id(parameter) for parameter in parameters}
+    own = {
+        number: [parameter for parameter in record.stage.parameters if id(parameter) in asked]
+        for number, record in enumerate(records)
+    }
+    stages = {number for number, mine in own.items() if mine} | ({0} if for_input else set())
+    gradients = scanner.gradients(records, gradient, stages)
+    found: dict[int, torch.Tensor] = {}
+    for number in sorted(stages):
+        for parameter, part in zip(own[number], records[number].parameter_gradients(gradients[number], own[number]), strict=True):
+            if part is not None:
+                found[id(parameter)] = found[id(parameter)] + part if id(parameter) in found else part
+    x_gradient = records[0].vjp(gradients[0]) if for_input else None
+    return x_gradient, found
+
+
+def vjp(
+    module: nn.Module, x: torch.Tensor, *, schedule: Schedule | str = "auto"
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor]]]:
+    """A module's output and the function that takes gradients back, as ``torch.func.vjp``; parameters are constants.
+
+    Parameters
+    ----------
+    module : Module
+        A chain of operators: one, or ``nn.Sequential``.
+    x : Tensor, (batch, *input_shape)
+        float32 or float64.
+    schedule : Schedule or str
+        In which order products are taken.
+
+    Returns
+    -------
+    y : Tensor, (batch, *output_shape)
+        ``module(x)``.
+    pullback : callable
+        ``pullback(gradient of y) -> (gradient of x,)``.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedOperatorError
+        Where the input does not fit, or an operator has no rule.
+
+    Examples
+    --------
+    >>> import torch
+    >>> y, pullback = vjp(torch.nn.ReLU(), torch.tensor([[1.0, -1.0]]))
+    >>> pullback(torch.tensor([[5.0, 5.0]]))
+    (tensor([[5., 0.]]),)
+    """
+    check_input("x", x)
+    scanner = Scanner(chain(module, tuple(x.shape[1:])), schedule)
+    if not len(scanner.chain):
+        with torch.no_grad():
+            y = module(x)
+        return y, lambda gradient: (_checked(gradient, y).reshape(x.shape),)
+    records = scanner.chain.run(x)
+    y = records[-1].output.detach()
+
+    def pullback(gradient: torch.Tensor) -> tuple[torch.Tensor]:
+        x_gradient, _ = pull_back(scanner, records, _checked(gradient, y), (), True)
+        assert x_gradient is not None
+        return (x_gradient,)
+
+    return y, pullback
+
+
+def _checked(gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if not isinstance(gradient, torch.Tensor) or gradient.shape != y.shape or gradient.dtype != y.dtype:
+        what = f"{gradient.dtype} {tuple(gradient.shape)}" if isinstance(gradient, torch.Tensor) else type(gradient).__name__
+        raise ValueError(f"the gradient is {what}; expected that of the output: {y.dtype} {tuple(y.shape)}")
+    return gradient.detach()
+
+
+def backward(
+    module: nn.Module, x: torch.Tensor, grad_output: torch.Tensor, *, schedule: Schedule | str = "auto"
+) -> torch.Tensor:
+    """Run a module forward and back: the gradient of `x` is returned, those of the parameters are added to ``.grad``.
+
+    Parameters
+    ----------
+    module : Module
+        A chain of operators without randomness and without running statistics: the forward is run here once more.
+    x : Tensor, (batch, *input_shape)
+        float32 or float64.
+    grad_output : Tensor, (batch, *output_shape)
+        Of the module's output.
+    schedule : Schedule or str
+        In which order products are taken.
+
+    Returns
+    -------
+    Tensor, (batch, *input_shape)
+
+    Raises
+    ------
+    ValueError
+        Where the module draws random numbers, or a shape does not fit.
+    """
+    from .nn import Scan
+
+    check_input("x", x)
+    for path, part in module.named_modules():
+        if part.training and isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+            raise ValueError(f"{path or type(part).__name__}: backward runs the forward again, which would drop others; call .eval()")
+    given = x.detach().requires_grad_()
+    y = Scan(module, schedule=schedule)(given)
+    y.backward(_checked(grad_output, y))
+    assert given.grad is not None
+    return given.grad

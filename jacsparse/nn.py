@@ -1,0 +1,106 @@
+"""Modules whose backward pass is a scan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._chain import chain, check_input
+from ._scan import ScanFunction, Scanner
+from .schedule import Schedule
+
+__all__ = ["Scan"]
+
+
+class Scan(nn.Module):
+    """A module that computes what `module` computes, and back-propagates by a scan.
+
+    It is part of autograd as any module is: gradients reach the input and the parameters, through pruning masks,
+    parametrisations and hooks, and not those that are frozen.
+
+    Parameters
+    ----------
+    module : Module
+        A chain of operators: one, or ``nn.Sequential``, nested at will.
+    schedule : Schedule or str
+        In which order products are taken: ``linear`` is back-propagation itself, ``blelloch`` or ``blelloch:LEVELS`` the
+        thesis' Algorithm 1, ``auto`` the one of least predicted time.
+    pruned : bool
+        Whether pruned weights leave no entry in the Jacobians.
+    memory_limit : int, optional
+        Bytes of Jacobians' values to hold at once; the batch is run in slices that keep within it. 1 GiB where left out.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        At the first forward pass with gradients, where an operator has no rule.
+
+    Notes
+    -----
+    Thesis, equations 3.1 and 3.2 and Algorithm 1. Forward hooks run, and may look but not change what a module gives.
+    Gradients of gradients are not supported, and say so.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+    >>> scan = Scan(model, schedule="blelloch")
+    >>> scan(torch.randn(5, 4)).sum().backward()
+    >>> model[0].weight.grad.shape
+    torch.Size([3, 4])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        schedule: Schedule | str = "auto",
+        pruned: bool = True,
+        memory_limit: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.schedule = schedule
+        self.pruned = pruned
+        self.memory_limit = memory_limit
+        self._scanners: dict[Any, Scanner] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``module(x)``; `x` has shape ``(batch, *input_shape)``, float32 or float64."""
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if not torch.is_grad_enabled() or not (parameters or getattr(x, "requires_grad", False)):
+            return self.module(x)
+        check_input("x", x)
+        scanner = self.scanner(tuple(x.shape[1:]))
+        if not len(scanner.chain):
+            return self.module(x)
+        return ScanFunction.apply(scanner, x, *parameters)
+
+    def scanner(self, input_shape: tuple[int, ...]) -> Scanner:
+        """Chain, schedule and plans for inputs of that shape, without the batch; kept until the module's structure changes."""
+        key = (input_shape, self._fingerprint())
+        if key not in self._scanners:
+            # Those of another mode or another pruning are not needed again soon, and their plans may be large.
+            self._scanners = {old: scanner for old, scanner in self._scanners.items() if old[1] == key[1]}
+            self._scanners[key] = Scanner(
+                chain(self.module, input_shape, pruned=self.pruned), self.schedule, self.memory_limit
+            )
+        return self._scanners[key]
+
+    def reset(self) -> None:
+        """Forget patterns and plans; the next forward makes them again, from the weights as they then are."""
+        self._scanners = {}
+
+    def _fingerprint(self) -> tuple[Any, ...]:
+        """What patterns depend on besides the architecture: modes and pruning masks."""
+        marks = []
+        for part in self.module.modules():
+            masks = [mask for name, mask in part._buffers.items() if name.endswith("_mask") and mask is not None]
+            marks.append((part.training, *((id(mask), mask._version) for mask in masks)))
+        return tuple(marks)
+
+    def extra_repr(self) -> str:
+        """The schedule."""
+        return f"schedule={getattr(self.schedule, 'name', self.schedule)!r}"

@@ -1,0 +1,385 @@
+"""Schedules: which products back-propagation takes, and in which order.
+
+The gradient of a loss with respect to every stage's output is an exclusive scan (thesis, section 3.1) of
+
+    a = [∇x_n, J_nᵀ, J_{n-1}ᵀ, ..., J_1ᵀ]        with  A ⋄ B = B A,
+
+where ``J_i = ∂x_i/∂x_{i-1}``. A schedule is a way to evaluate that scan: a list of steps in static single assignment,
+grouped in levels of independent ones. The scan runs the very steps that the FLOP report counts.
+
+Values are numbered: 0 to n are the elements of `a`, the rest are results of steps. A step's ``left`` and ``right`` are in
+the order of the matrix product, ``out = left · right``, so that `left` is the factor closer to the network's input.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from ._chain import Chain
+
+__all__ = ["Complexity", "Schedule", "Step", "balanced", "blelloch", "linear", "resolve"]
+
+#: The identity: never a matrix, and no value.
+IDENTITY = -1
+
+Kind = Literal["mm", "mv", "move"]
+Phase = Literal["up", "middle", "down"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One product, or one movement of data.
+
+    Attributes
+    ----------
+    out : int
+        The value it makes.
+    left, right : int
+        The factors; for a ``move``, `right` is what moves and `left` the identity, -1.
+    kind : {"mm", "mv", "move"}
+        Matrix times matrix, matrix times vector, or no product at all.
+    level : int
+        Steps of one level do not depend on each other, but for the linear middle, which is one level.
+    phase : {"up", "middle", "down"}
+        Of the scan.
+    live : bool
+        Whether any gradient depends on the result.
+    """
+
+    out: int
+    left: int
+    right: int
+    kind: Kind
+    level: int
+    phase: Phase
+    live: bool = True
+
+
+@dataclass(frozen=True)
+class Complexity:
+    """What a schedule costs on `workers` workers, in steps of unit time (thesis, section 3.6).
+
+    Attributes
+    ----------
+    workers : int
+        How many run at once.
+    steps : int
+        Step complexity: units of time until the last step is done.
+    work : int
+        Work complexity: all steps together.
+    space : int
+        The most matrices that any worker holds at once.
+    """
+
+    workers: int
+    steps: int
+    work: int
+    space: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps that turn ``[∇x_n, J_nᵀ, ..., J_1ᵀ]`` into ``[∇x_n, ..., ∇x_1]``, for a chain of `n` stages.
+
+    Attributes
+    ----------
+    name : str
+        What it was made as.
+    n : int
+        Stages.
+    steps : tuple of Step
+        In an order in which each step's factors are made before it.
+    gradients : tuple of int
+        The values that hold ``∇x_n, ..., ∇x_1``.
+
+    Examples
+    --------
+    >>> schedule = blelloch(3)
+    >>> [(step.out, step.left, step.right, step.kind) for step in schedule.steps if step.live and step.kind != "move"]
+    [(4, 1, 0, 'mv'), (7, 2, 4, 'mv')]
+    >>> schedule.gradients
+    (0, 4, 7)
+    """
+
+    name: str
+    n: int
+    steps: tuple[Step, ...]
+    gradients: tuple[int, ...]
+
+    @property
+    def products(self) -> tuple[Step, ...]:
+        """The steps that multiply, dead ones included."""
+        return tuple(step for step in self.steps if step.kind != "move")
+
+    def live_steps(self, wanted: Iterable[int] | None = None) -> tuple[Step, ...]:
+        """The steps that multiply and on which a value of `wanted` depends; by default, all gradients."""
+        needed = set(self.gradients if wanted is None else wanted)
+        live = []
+        for step in reversed(self.products):
+            if step.out in needed:
+                live.append(step)
+                needed.update((step.left, step.right))
+        return tuple(reversed(live))
+
+    def complexity(self, workers: int) -> Complexity:
+        """Run the live steps on `workers` workers, each step taking one unit of time.
+
+        At each unit the workers take, in the schedule's order, steps whose factors are there. A matrix is held until its
+        last use, and the matrices are spread evenly over the workers.
+
+        Raises
+        ------
+        ValueError
+            Where there is no worker.
+
+        Examples
+        --------
+        >>> blelloch(1023).complexity(2048).steps, linear(1023).complexity(2048).steps
+        (18, 1022)
+        """
+        if workers < 1:
+            raise ValueError(f"workers is {workers}; expected at least 1")
+        steps = self.live_steps()
+        made = {step.out: step for step in steps}
+        uses = Counter(factor for step in steps for factor in (step.left, step.right))
+        users: dict[int, list[int]] = {}
+        missing = []
+        for number, step in enumerate(steps):
+            waits_for = [factor for factor in (step.left, step.right) if factor in made]
+            missing.append(len(waits_for))
+            for factor in waits_for:
+                users.setdefault(factor, []).append(number)
+        ready = [number for number, count in enumerate(missing) if count == 0]
+        held = peak = sum(1 for value in uses if 1 <= value <= self.n)
+        time = 0
+        while ready:
+            time += 1
+            running = [heapq.heappop(ready) for _ in range(min(workers, len(ready)))]
+            for number in running:
+                step = steps[number]
+                held += step.kind == "mm"
+                for factor in (step.left, step.right):
+                    uses[factor] -= 1
+                    is_matrix = 1 <= factor <= self.n or (factor in made and made[factor].kind == "mm")
+                    held -= is_matrix and uses[factor] == 0
+                for user in users.get(step.out, ()):
+                    missing[user] -= 1
+                    if missing[user] == 0:
+                        heapq.heappush(ready, user)
+            peak = max(peak, held)
+        return Complexity(workers, time, len(steps), max(1, -(-peak // workers)))
+
+    def levels(self) -> list[tuple[int, list[Step]]]:
+        """The steps by level, in order."""
+        groups: dict[int, list[Step]] = {}
+        for step in self.steps:
+            groups.setdefault(step.level, []).append(step)
+        return sorted(groups.items())
+
+
+class _Recorder:
+    """Runs an algorithm on names of values, and writes down what it does.
+
+    ``a[i]`` holds the name of the value that an algorithm keeps at place ``i``.
+    """
+
+    def __init__(self, n: int) -> None:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise ValueError(f"n is {n!r}; expected a number of stages of at least 0")
+        self.n = n
+        self.a = list(range(n + 1))
+        self.vectors = {0}
+        self.steps: list[Step] = []
+        self.following = n + 1
+
+    def multiply(self, left: int, right: int, level: int, phase: Phase) -> int:
+        """The value ``left · right``."""
+        if IDENTITY in (left, right):
+            moved = right if left == IDENTITY else left
+            self.steps.append(Step(moved, IDENTITY, moved, "move", level, phase))
+            return moved
+        out, self.following = self.following, self.following + 1
+        kind: Kind = "mm"
+        if right in self.vectors:
+            self.vectors.add(out)
+            kind = "mv"
+        self.steps.append(Step(out, left, right, kind, level, phase))
+        return out
+
+    def finish(self, name: str) -> Schedule:
+        """The schedule, whose result is ``[I, ∇x_n, ..., ∇x_1]`` in `a`, with its dead steps marked."""
+        schedule = Schedule(name, self.n, tuple(self.steps), tuple(self.a[1:]) if self.n else ())
+        live = {step.out for step in schedule.live_steps()}
+        steps = tuple(step if step.kind == "move" else replace(step, live=step.out in live) for step in self.steps)
+        return replace(schedule, steps=steps)
+
+
+def linear(n: int) -> Schedule:
+    """Back-propagation itself: ``∇x_{i-1} = J_iᵀ ∇x_i``, one matrix-vector product after the other (equation 2.3).
+
+    Examples
+    --------
+    >>> len(linear(21).products)
+    20
+    """
+    record = _Recorder(n)
+    gradient, result = record.a[0], [IDENTITY, record.a[0]][: n + 1]
+    for i in range(1, n):
+        gradient = record.multiply(record.a[i], gradient, 0, "middle")
+        result.append(gradient)
+    record.a = result
+    return record.finish("linear")
+
+
+def blelloch(n: int, levels: int | None = None) -> Schedule:
+    """The modified Blelloch scan: Algorithm 1 of the thesis, section 3.2.
+
+    Parameters
+    ----------
+    n : int
+        Stages.
+    levels : int, optional
+        Levels of the up-sweep; between the sweeps the scan goes linearly over what they leave (section 5.3). All of
+        them where left out or more than there are.
+
+    Notes
+    -----
+    Algorithm 1 as printed also reduces into ``a[n]``, which ``a[n] ← I`` then overwrites: those steps are here, marked
+    as dead. In the down-sweep ``a[r] ← a[l] ⋄ a[r]`` reads ``a[r]`` as it was before ``a[l] ← a[r]``.
+
+    Examples
+    --------
+    >>> schedule = blelloch(21, levels=2)
+    >>> len(schedule.products), len(schedule.live_steps())
+    (34, 33)
+    """
+    if levels is not None and (not isinstance(levels, int) or isinstance(levels, bool) or levels < 0):
+        raise ValueError(f"levels is {levels!r}; expected an integer of at least 0, or None for all")
+    record = _Recorder(n)
+    a = record.a
+    all_levels = max(0, math.ceil(math.log2(n + 1)) - 1)
+    depth = all_levels if levels is None else min(levels, all_levels)
+    for d in range(depth):
+        for i in range(0, n - 2**d + 1, 2 ** (d + 1)):
+            l, r = i + 2**d - 1, min(i + 2 ** (d + 1) - 1, n)  # noqa: E741  (the names of Algorithm 1)
+            a[r] = record.multiply(a[r], a[l], d, "up")
+    _linear_middle(record, 2**depth, depth)
+    for d in range(depth - 1, -1, -1):
+        for i in range(0, n - 2**d + 1, 2 ** (d + 1)):
+            l, r = i + 2**d - 1, min(i + 2 ** (d + 1) - 1, n)  # noqa: E741
+            a[l], a[r] = a[r], record.multiply(a[l], a[r], 2 * depth - d, "down")
+    return record.finish("blelloch" if levels is None else f"blelloch:{levels}")
+
+
+def _linear_middle(record: _Recorder, block: int, level: int) -> None:
+    """Exclusive scan over the last places of blocks, one after the other; ``a[n]`` takes what comes after them all."""
+    a = record.a
+    ends = range(block - 1, record.n, block)
+    before = IDENTITY
+    for end in ends:
+        reduced, a[end] = a[end], before
+        before = reduced if before == IDENTITY else record.multiply(reduced, before, level, "middle")
+    if record.n:
+        a[record.n] = before
+    else:
+        a[0] = IDENTITY
+
+
+def balanced(chain: Chain, workers: int) -> Schedule:
+    """The schedule of least predicted time for `workers` workers, over blocks of the chain of unequal length.
+
+    Each worker but the first reduces a block of stages to one matrix; the gradient goes through the blocks one after
+    the other; then each worker takes it through its block. Where no such split is faster than going linearly, and
+    with one worker, the schedule is linear.
+
+    Parameters
+    ----------
+    chain : Chain
+        Its patterns give the cost of each product, in flop.
+    workers : int
+        How many run at once.
+
+    Raises
+    ------
+    ValueError
+        Where there is no worker.
+    """
+    from ._balance import boundaries
+
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise ValueError(f"workers is {workers!r}; expected an integer of at least 1")
+    return blocked(len(chain), boundaries(chain, workers))
+
+
+def blocked(n: int, boundaries: Sequence[int]) -> Schedule:
+    """Blocks of the places of `a` that begin at `boundaries` (the first at 0, with the gradient), reduced side by side."""
+    if len(boundaries) < 2:
+        return replace(linear(n), name="balanced")
+    record = _Recorder(n)
+    blocks = list(zip(boundaries, [*boundaries[1:], n], strict=True))
+    longest = max(stop - begin for begin, stop in blocks)
+    # result[j + 1] = a[j] · result[j]
+    result = [IDENTITY, record.a[0]] + [IDENTITY] * (n - 1)
+    reduced = {}
+    for begin, stop in blocks[:-1]:
+        product = record.a[begin]
+        for place in range(begin + 1, stop):
+            product = record.multiply(record.a[place], product, place - begin - 1, "up")
+            if begin == 0:
+                result[place + 1] = product
+        reduced[begin] = product
+    for begin, stop in blocks[1:-1]:
+        result[stop] = record.multiply(reduced[begin], result[begin], longest, "middle")
+    for number, (begin, stop) in enumerate(blocks[1:], start=1):
+        last = number == len(blocks) - 1
+        for place in range(begin, stop if last else stop - 1):
+            result[place + 1] = record.multiply(record.a[place], result[place], longest + 1 + place - begin, "down")
+    record.a = result
+    return record.finish("balanced")
+
+
+def resolve(schedule: Schedule | str, n: int, chain: Chain | None = None) -> Schedule:
+    """The schedule that a ``schedule=`` argument means, for a chain of `n` stages.
+
+    Parameters
+    ----------
+    schedule : Schedule or str
+        A schedule, or ``linear``, ``blelloch``, ``blelloch:LEVELS``, ``balanced:WORKERS`` or ``auto``: balanced for the workers
+        that run steps side by side. One device is one worker, since each step already uses all of it.
+    n : int
+        Stages.
+    chain : Chain, optional
+        What ``balanced`` and ``auto`` balance.
+
+    Raises
+    ------
+    TypeError
+        Where it is neither a schedule nor a name.
+    ValueError
+        Where the name is unknown, or the schedule is for another number of stages.
+    """
+    if isinstance(schedule, Schedule):
+        if schedule.n != n:
+            raise ValueError(f"the schedule is for {schedule.n} stages, but the chain has {n}; make one with n={n}")
+        return schedule
+    if not isinstance(schedule, str):
+        raise TypeError(f"schedule is a {type(schedule).__name__}; expected a Schedule or a name such as 'blelloch:2'")
+    name, _, argument = schedule.partition(":")
+    number = int(argument) if argument.isdecimal() else None
+    if schedule == "linear":
+        return linear(n)
+    if schedule == "blelloch" or (name == "blelloch" and number is not None):
+        return blelloch(n, number)
+    if chain is not None and schedule == "auto":
+        return balanced(chain, 1)
+    if chain is not None and name == "balanced" and number is not None:
+        return balanced(chain, number)
+    raise ValueError(
+        f"schedule is {schedule!r}; expected linear, blelloch, blelloch:LEVELS, balanced:WORKERS, auto or a Schedule"
+    )
