@@ -145,9 +145,10 @@ class _Run:
             if value in shared:
                 return shared[value]
             if value not in matrices:
-                matrices[value] = self._record(value).transposed_jacobian(samples)
-                if matrices[value].batch == 1 and self.batch > 1:
-                    shared[value] = matrices[value]
+                record = self._record(value)
+                made = record.transposed_jacobian(samples)
+                (shared if record.stage.rule.shared else matrices)[value] = made
+                return made
             return matrices[value]
 
         def operand(value: int, selects: bool) -> torch.Tensor:

@@ -283,6 +283,7 @@ class _ConvolutionRule(Rule):
     """``aten.conv2d``: weights gathered along the pattern, shared by all samples."""
 
     weights = ("weight",)
+    shared = True
 
     def pattern(self, call: Call) -> Pattern:
         weight = call["weight"]
@@ -327,6 +328,7 @@ class _LinearRule(Rule):
     """``aten.linear``: its weight, full or pruned."""
 
     weights = ("weight",)
+    shared = True
 
     def check(self, call: Call) -> None:
         if len(call.in_shape) != 1:

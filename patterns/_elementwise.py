@@ -40,7 +40,9 @@ class _ReluRule(_DiagonalRule):
 
 @add_rule("aten.batch_norm")
 class _BatchNormRule(_DiagonalRule):
-    """``aten.batch_norm`` in eval mode: a scale for each channel, shared by all samples."""
+    """``aten.batch_norm`` in eval mode: a scale for each channel."""
+
+    shared = True
 
     def check(self, call: Call) -> None:
         if call["training"]:
@@ -59,6 +61,8 @@ class _BatchNormRule(_DiagonalRule):
 @add_rule("aten.identity", "aten.flatten")
 class _IdentityRule(_DiagonalRule):
     """Operators that only give their input another shape."""
+
+    shared = True
 
     def pattern(self, call: Call) -> Pattern:
         return Pattern.of(Identity(call.in_size))

@@ -206,7 +206,9 @@ class _MaxPoolRule(Rule):
 
 
 class _AveragePoolRule(Rule):
-    """A window's mean: one over its divisor for each entry, shared by all samples."""
+    """A window's mean: one over its divisor for each entry."""
+
+    shared = True
 
     def axes(self, call: Call) -> tuple[Sliding, ...] | tuple[Adaptive, ...]:
         raise NotImplementedError

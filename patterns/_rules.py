@@ -74,6 +74,8 @@ class Rule(ABC):
 
     #: Names of the arguments whose pruned elements are left out of the pattern.
     weights: tuple[str, ...] = ()
+    #: Whether all samples share their values, which then do not depend on the input.
+    shared: bool = False
 
     def check(self, call: Call) -> None:
         """Raise UnsupportedOperatorError where this use of the operator has no Jacobian for each sample."""
