@@ -161,15 +161,22 @@ class Convolution(Structure):
         return (into, out) if self.transposed else (out, into)
 
     @functools.cached_property
+    def _weights(self) -> np.ndarray:
+        """Places of the kept weights in the flattened weight, ascending."""
+        return np.arange(int(np.prod(self.weight_shape))) if self.kept is None else np.flatnonzero(self.mask)
+
+    @functools.cached_property
     def nnz(self) -> int:
         met = np.ones(1, dtype=np.int64)
         for axis in self.axes:
             met = np.outer(met, (axis.sources >= 0).sum(axis=0)).ravel()
-        return int(self.mask.sum(axis=(0, 1)) @ met)
+        return int(np.bincount(self._weights % self.taps, minlength=self.taps) @ met)
 
     @functools.cached_property
     def T(self) -> Convolution:
-        return replace(self, transposed=not self.transposed)
+        transpose = replace(self, transposed=not self.transposed)
+        transpose.__dict__.update(_weights=self._weights, _places=self._places, nnz=self.nnz, T=self)
+        return transpose
 
     @functools.cached_property
     def positions(self) -> np.ndarray:
@@ -182,27 +189,31 @@ class Convolution(Structure):
     def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """For each row channel its kept weights in the order of their columns: starts, column channels, taps, weights."""
         out_channels, inner, taps = self.weight_shape
-        outer = out_channels // self.groups
-        mask = self.mask.reshape(self.groups, outer, inner, taps)
-        if self.transposed:
-            group, d, c, falling = np.nonzero(mask.transpose(0, 2, 1, 3)[..., ::-1])
-            tap = taps - 1 - falling
-            row, column = group * inner + d, group * outer + c
+        out_channel, in_channel, tap = self._places
+        if not self.transposed:
+            row, column, weight = out_channel, in_channel, self._weights
         else:
-            group, c, d, tap = np.nonzero(mask)
-            row, column = group * outer + c, group * inner + d
-        rows = self.in_channels if self.transposed else self.out_channels
-        starts = row_starts(np.bincount(row, minlength=rows), np.int64)
-        weight = ((group * outer + c) * inner + d) * taps + tap
-        return starts, column, tap.astype(np.int32), weight
+            # Sorted by row channel, column channel and falling tap: one number says all three.
+            order = np.sort((in_channel * out_channels + out_channel) * taps + (taps - 1 - tap))
+            row, column, falling = np.unravel_index(order, (self.in_channels, out_channels, taps))
+            tap = taps - 1 - falling
+            weight = (column * inner + row % max(1, inner)) * taps + tap
+        channels = self.in_channels if self.transposed else self.out_channels
+        return row_starts(np.bincount(row, minlength=channels), np.int64), column, tap.astype(np.int32), weight
+
+    @functools.cached_property
+    def _places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each kept weight: output channel, input channel (all groups counted through) and tap."""
+        out_channels, inner, _ = self.weight_shape
+        out_channel, within, tap = np.unravel_index(self._weights, self.weight_shape)
+        return out_channel, out_channel // max(1, out_channels // self.groups) * inner + within, tap
 
     def row_counts(self) -> np.ndarray:
-        starts, _, tap, _ = self._cells
-        channel = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-        kept = np.zeros((len(starts) - 1, self.taps))
-        np.add.at(kept, (channel, tap), 1.0)
+        out_channel, in_channel, tap = self._places
+        channels, row = (self.in_channels, in_channel) if self.transposed else (self.out_channels, out_channel)
+        kept = np.bincount(row * self.taps + tap, minlength=channels * self.taps).reshape(channels, self.taps)
         # As floats, for BLAS; exact far beyond any number of weights.
-        return np.asarray(kept @ (self.positions >= 0).T).astype(np.int64).ravel()
+        return np.asarray(kept.astype(np.float64) @ (self.positions >= 0).T).astype(np.int64).ravel()
 
     @functools.cached_property
     def _indptr(self) -> np.ndarray:

@@ -18,7 +18,7 @@ from ..patterns import Csr, Diagonal, Full, Identity, Pattern
 from ..patterns._runtime import kernel, run_rows
 from ..patterns._structure import frozen, index_dtype, row_starts
 
-__all__ = ["check_shapes", "multiply_adds", "product_pattern", "reach", "row_work"]
+__all__ = ["check_shapes", "meeting", "multiply_adds", "product_meeting", "product_pattern", "row_work"]
 
 
 @intrinsic
@@ -42,12 +42,11 @@ def _lowest(typing_context, word):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _row_work(first, last, a_indptr, a_indices, b_indptr, work):  # type: ignore[no-untyped-def]
+def _row_work(first, last, a_indptr, a_indices, b_counts, work):  # type: ignore[no-untyped-def]
     for row in range(first, last):
         total = 0
         for p in range(a_indptr[row], a_indptr[row + 1]):
-            k = a_indices[p]
-            total += b_indptr[k + 1] - b_indptr[k]
+            total += b_counts[a_indices[p]]
         work[row] = total
 
 
@@ -91,12 +90,33 @@ def _fill(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indp
 
 
 @kernel
-def _reach(first, last, indptr, indices, held, reached):  # type: ignore[no-untyped-def]
+def _meet(first, last, indptr, indices, held, pairs):  # type: ignore[no-untyped-def]
     for row in range(first, last):
+        total = 0
         for entry in range(indptr[row], indptr[row + 1]):
-            if held[indices[entry]]:
-                reached[row] = True
-                break
+            total += held[indices[entry]]
+        pairs[row] = total
+
+
+@kernel
+def _count_and_meet(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, held, counts, pairs):  # type: ignore[no-untyped-def]
+    one = np.uint64(1)
+    words = (columns + 63) >> 6
+    bits = np.zeros(words, np.uint64)
+    for row in range(first, last):
+        for p in range(a_indptr[row], a_indptr[row + 1]):
+            k = a_indices[p]
+            for q in range(b_indptr[k], b_indptr[k + 1]):
+                column = b_indices[q]
+                bits[column >> 6] |= one << np.uint64(column & 63)
+        total = np.uint64(0)
+        met = np.uint64(0)
+        for word in range(words):
+            total += _population(bits[word])
+            met += _population(bits[word] & held[word])
+            bits[word] = 0
+        counts[row] = total
+        pairs[row] = met
 
 
 def check_shapes(a: Pattern, b: Pattern) -> None:
@@ -108,14 +128,17 @@ def check_shapes(a: Pattern, b: Pattern) -> None:
 
 
 def multiply_adds(a: Pattern, b: Pattern) -> int:
-    """Pairs of stored entries that meet in ``a @ b``; needs no index."""
+    """Pairs of stored entries that meet in ``a @ b``; needs no index of a structured factor."""
+    if isinstance(a.structure, Csr):
+        # Its columns would have to be counted, which one thread does; its rows are looked through by all.
+        return int(row_work(a, b)[-1])
     return int(a.structure.column_counts() @ b.structure.row_counts())
 
 
 def row_work(a: Pattern, b: Pattern) -> np.ndarray:
     """Running total over the rows of ``a @ b`` of the multiply-adds, int64, shape ``(rows + 1,)``."""
     work = np.empty(a.shape[0], dtype=np.int64)
-    run_rows(_row_work, a.indptr, a.indptr, a.indices, b.indptr, work)
+    run_rows(_row_work, a.indptr, a.indptr, a.indices, b.structure.row_counts(), work)
     return row_starts(work, np.int64)
 
 
@@ -166,12 +189,39 @@ def _derived(a: Pattern, b: Pattern, indptr: np.ndarray, indices: np.ndarray) ->
     return Pattern.of(structure)
 
 
-def reach(a: Pattern, held: np.ndarray) -> np.ndarray:
-    """Rows of ``a @ v`` that hold an entry, where `held` says which rows of the vector `v` do; bool arrays."""
+def meeting(a: Pattern, held: np.ndarray) -> np.ndarray:
+    """How many entries of each row of `a` meet one of the vector `v`, of which `held` says which rows hold one.
+
+    Parameters
+    ----------
+    a : Pattern
+        ``(m, n)``.
+    held : ndarray of bool, (n,)
+
+    Returns
+    -------
+    ndarray of int64, (m,)
+        Their sum is the multiply-adds of ``a @ v``; the result holds an entry where it is not zero.
+    """
     if isinstance(a.structure, Diagonal):
-        return held
+        return held.astype(np.int64)
     if isinstance(a.structure, Full):
-        return np.full(a.shape[0], bool(held.any()))
-    reached = np.zeros(a.shape[0], dtype=np.bool_)
-    run_rows(_reach, a.indptr, a.indptr, a.indices, held, reached)
-    return reached
+        return np.full(a.shape[0], np.count_nonzero(held))
+    pairs = np.empty(a.shape[0], dtype=np.int64)
+    run_rows(_meet, a.indptr, a.indptr, a.indices, held, pairs)
+    return pairs
+
+
+def product_meeting(a: Pattern, b: Pattern, held: np.ndarray) -> tuple[int, np.ndarray]:
+    """The entries of ``a @ b``, and `meeting` of that product, without writing its pattern down."""
+    if any(isinstance(factor.structure, (Diagonal, Full)) for factor in (a, b)):
+        product = product_pattern(a, b)
+        return product.nnz, meeting(product, held)
+    columns = b.shape[1]
+    words = np.zeros(-(-columns // 64) * 8, dtype=np.uint8)
+    packed = np.packbits(held, bitorder="little")
+    words[: len(packed)] = packed
+    counts, pairs = np.empty(a.shape[0], dtype=np.int64), np.empty(a.shape[0], dtype=np.int64)
+    factors = (a.indptr, a.indices, b.indptr, b.indices, columns)
+    run_rows(_count_and_meet, row_work(a, b), *factors, words.view(np.uint64), counts, pairs)
+    return int(counts.sum()), pairs

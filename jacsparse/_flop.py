@@ -1,0 +1,421 @@
+"""FLOP accounting: a schedule's steps, run over counts instead of numbers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ._chain import Chain, Stage, chain, check_input
+from .patterns import Csr, Diagonal, Pattern, Pooling
+from .patterns._structure import frozen, row_starts
+from .schedule import Schedule, Step, resolve
+from .spgemm import meeting, multiply_adds, product_meeting, product_pattern
+
+__all__ = ["BaselineStep", "FlopReport", "FlopStep", "count_flop"]
+
+
+@dataclass(frozen=True)
+class FlopStep:
+    """One product of the schedule. Counts are averaged over samples where the structure is observed.
+
+    Attributes
+    ----------
+    level : int
+        Steps of one level are independent, but for the linear middle.
+    phase : {"up", "middle", "down", "input"}
+        Of the scan.
+    kind : {"mm", "mv"}
+        Matrix times matrix, or matrix times vector.
+    left, right : str
+        The factors: ranges of the stages that they span, as in ``J17..J16``, or ``grad``.
+    m, k, n : int
+        Shapes: ``(m, k)`` times ``(k, n)``.
+    flop : float
+        Counted operations: 2 for each pair of stored entries that meets.
+    executed : float or None
+        Operations that the scan executes: over guaranteed structure, with full vectors. None where not asked for.
+    nnz : float
+        Entries of the result.
+    live : bool
+        Whether a gradient depends on it: what is not live is counted, but not executed.
+    critical : bool
+        Whether it is on the critical path.
+    """
+
+    level: int
+    phase: str
+    kind: str
+    left: str
+    right: str
+    m: int
+    k: int
+    n: int
+    flop: float
+    executed: float | None
+    nnz: float
+    live: bool = True
+    critical: bool = False
+
+    @property
+    def dense(self) -> int:
+        """``m·k·n``: the size of the step if nothing were sparse."""
+        return self.m * self.k * self.n
+
+    @property
+    def sparsity(self) -> float:
+        """Of the result."""
+        return 1.0 - self.nnz / max(1, self.m * self.n)
+
+
+@dataclass(frozen=True)
+class BaselineStep:
+    """The gradient operator of one stage in back-propagation itself.
+
+    Attributes
+    ----------
+    stage, operator : str
+        Path in the model, and ATen operator.
+    m, n : int
+        Shape of the transposed Jacobian.
+    flop : float
+        ``2·nnz`` for convolution, linear and average pooling, ``n + nnz`` for an elementwise operator, rows + columns for
+        max-pooling.
+    live : bool
+        False for the first stage, which only the input's gradient needs.
+    """
+
+    stage: str
+    operator: str
+    m: int
+    n: int
+    flop: float
+    live: bool
+
+    @property
+    def dense(self) -> int:
+        """``m·n``."""
+        return self.m * self.n
+
+
+@dataclass(frozen=True)
+class FlopReport:
+    """What a backward pass costs for one sample, by scan and by back-propagation.
+
+    Attributes
+    ----------
+    schedule : str
+        The schedule's name.
+    structure : {"guaranteed", "observed"}
+        What was counted as zero: what is so for any input, or what was so on the given ones.
+    samples : int
+        Over how many samples counts are averaged; 0 for guaranteed structure.
+    steps : tuple of FlopStep
+        The schedule's products, dead ones included and marked.
+    input_gradient : FlopStep
+        The one product more that gives the gradient of the network's input.
+    baseline : tuple of BaselineStep
+        Back-propagation's gradient operators, from the last stage to the first.
+    """
+
+    schedule: str
+    structure: str
+    samples: int
+    steps: tuple[FlopStep, ...]
+    input_gradient: FlopStep | None
+    baseline: tuple[BaselineStep, ...]
+
+    @property
+    def total(self) -> float:
+        """FLOP of all live steps."""
+        return math.fsum(step.flop for step in self.steps if step.live)
+
+    @property
+    def critical_path(self) -> float:
+        """FLOP along the critical path: the largest step of each level, and every step of the linear middle."""
+        return math.fsum(step.flop for step in self.steps if step.critical)
+
+    @property
+    def baseline_total(self) -> float:
+        """FLOP of back-propagation's live gradient operators."""
+        return math.fsum(step.flop for step in self.baseline if step.live)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
+        return {
+            **asdict(self),
+            "total": self.total,
+            "critical_path": self.critical_path,
+            "baseline_total": self.baseline_total,
+        }
+
+    def save_json(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_dict` to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def save_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the steps to a file, a line each; the input's gradient last."""
+        steps = [*self.steps, *([self.input_gradient] if self.input_gradient else [])]
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=list(FlopStep.__dataclass_fields__))
+            writer.writeheader()
+            writer.writerows(asdict(step) for step in steps)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the steps as the thesis' Figure 5.5 does.
+
+        Raises
+        ------
+        ImportError
+            Where matplotlib is not installed.
+        """
+        from ._figures import flop_figure
+
+        flop_figure(self, path)
+
+
+def count_flop(
+    module: nn.Module,
+    input_shape: Sequence[int],
+    *,
+    schedule: Schedule | str = "blelloch:2",
+    structure: str = "guaranteed",
+    inputs: torch.Tensor | None = None,
+    executed: bool | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> FlopReport:
+    """Count the FLOP of one sample's backward pass, step by step.
+
+    Parameters
+    ----------
+    module : Module
+        A chain of operators: one, or ``nn.Sequential``.
+    input_shape : sequence of int
+        Without the batch axis.
+    schedule : Schedule or str
+        Whose steps are counted.
+    structure : {"guaranteed", "observed"}
+        ``guaranteed`` counts what may be other than zero on any input, ``observed`` what is so on `inputs`: the zeros of
+        ReLU and pooling are left out, sample by sample, and counts averaged (Figure 5.5 does so).
+    inputs : Tensor, (batch, *input_shape), optional
+        For the observed structure.
+    executed : bool, optional
+        Whether to count what the scan executes too; where left out, for the guaranteed structure only, since for the
+        observed one it means planning the guaranteed products as well.
+    progress : callable, optional
+        Called with the samples done and all samples.
+
+    Raises
+    ------
+    ValueError
+        Where the structure is unknown, or needs inputs that are missing, empty or do not fit.
+    UnsupportedOperatorError
+        Where an operator has no rule.
+
+    Notes
+    -----
+    Thesis, sections 4.3 and 5.3. The gradient that enters is full; later ones hold what their product reaches.
+
+    Examples
+    --------
+    >>> report = count_flop(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), (4,), schedule="linear")
+    >>> [(step.kind, step.flop) for step in report.steps], report.input_gradient.flop
+    ([('mv', 12.0), ('mv', 6.0)], 24.0)
+    """
+    if structure not in ("guaranteed", "observed"):
+        raise ValueError(f"structure is {structure!r}; expected 'guaranteed' or 'observed'")
+    stages = chain(module, input_shape)
+    plan = resolve(schedule, len(stages), stages)
+    if structure == "guaranteed":
+        if inputs is not None:
+            raise ValueError("inputs are given, but the guaranteed structure does not depend on them; pass structure='observed'")
+        counts = _Counts(plan, [stage.pattern for stage in stages]).run()
+        return _report(plan, stages, structure, 0, [counts], counts if executed is not False else None)
+    if inputs is None:
+        raise ValueError("structure='observed' needs inputs: a batch to observe")
+    check_input("inputs", inputs, stages.in_shape)
+    if not len(inputs):
+        raise ValueError("inputs is an empty batch; the observed structure needs at least one sample")
+    guaranteed = _Counts(plan, [stage.pattern for stage in stages]).run() if executed else None
+    samples = []
+    for number in range(len(inputs)):
+        samples.append(_Counts(plan, _observed(stages, inputs[number : number + 1])).run())
+        if progress is not None:
+            progress(number + 1, len(inputs))
+    return _report(plan, stages, structure, len(inputs), samples, guaranteed)
+
+
+def _observed(stages: Chain, x: torch.Tensor) -> list[Pattern]:
+    """The transposed Jacobians' entries that are not zero for one sample."""
+    patterns = []
+    for record in stages.run(x):
+        pattern = record.stage.pattern
+        if not record.stage.rule.shared:
+            values = record.transposed_jacobian().values[:, 0].numpy()
+            pattern = _without_zeros(pattern, values)
+        patterns.append(pattern)
+    return patterns
+
+
+def _without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:
+    kept = values != 0
+    counts = np.add.reduceat(np.append(kept, False), pattern.indptr[:-1], dtype=np.int64) if len(kept) else kept
+    counts = np.where(np.diff(pattern.indptr) > 0, counts, 0)
+    indptr = row_starts(counts, pattern.indptr.dtype)
+    return Pattern.of(Csr(*pattern.shape, frozen(indptr), frozen(pattern.indices[kept])))
+
+
+@dataclass
+class _Count:
+    """Of one step: counted and executed multiply-adds, and the result's entries."""
+
+    pairs: int
+    executed: int
+    nnz: int
+
+
+class _Counts:
+    """The schedule run over patterns: matrices are patterns, vectors are which of their rows hold anything.
+
+    A product that only one vector will meet is not written down: it is run through when the vector is there.
+    """
+
+    def __init__(self, schedule: Schedule, transposed: Sequence[Pattern]) -> None:
+        self.schedule = schedule
+        n = schedule.n
+        self.transposed = transposed
+        self.matrices = {n - stage: pattern for stage, pattern in enumerate(transposed)}
+        self.waiting: dict[int, tuple[Pattern, Pattern, _Count]] = {}
+        size = transposed[-1].shape[1] if transposed else 0
+        self.vectors = {0: np.ones(size, dtype=np.bool_)}
+        users = Counter(value for step in schedule.products for value in (step.left, step.right))
+        self.used_once = {step.left for step in schedule.products if step.kind == "mv" and users[step.left] == 1}
+        self.steps: list[_Count] = []
+        self.input_gradient: _Count | None = None
+
+    def run(self) -> _Counts:
+        """Count all products, dead ones included, and the input's gradient."""
+        for step in self.schedule.products:
+            self.steps.append(self._product(step) if step.kind == "mm" else self._apply(step.left, step.right, step.out))
+        if self.schedule.n:
+            self.input_gradient = self._apply(self.schedule.n, self.schedule.gradients[-1], None)
+        return self
+
+    def _product(self, step: Step) -> _Count:
+        left, right = self.matrices[step.left], self.matrices[step.right]
+        pairs = multiply_adds(left, right)
+        count = _Count(pairs, pairs, 0)
+        if step.out in self.used_once:
+            self.waiting[step.out] = (left, right, count)
+        else:
+            product = self.matrices[step.out] = product_pattern(left, right)
+            count.nnz = product.nnz
+        return count
+
+    def _apply(self, left: int, right: int, out: int | None) -> _Count:
+        held = self.vectors[right]
+        if left in self.waiting:
+            first, second, product = self.waiting.pop(left)
+            product.nnz, pairs = product_meeting(first, second, held)
+            nnz = product.nnz
+        else:
+            nnz, pairs = self.matrices[left].nnz, meeting(self.matrices[left], held)
+        reached = pairs > 0
+        if out is not None:
+            self.vectors[out] = reached
+        return _Count(int(pairs.sum()), nnz, int(reached.sum()))
+
+
+def _report(
+    plan: Schedule, stages: Chain, structure: str, samples: int, counts: Sequence[_Counts], guaranteed: _Counts | None
+) -> FlopReport:
+    names = _names(plan)
+
+    shapes = {value: pattern.shape for value, pattern in counts[0].matrices.items()}
+    for step in plan.products:
+        if step.kind == "mm":
+            shapes[step.out] = (shapes[step.left][0], shapes[step.right][1])
+
+    def step_of(step: Step, mine: Sequence[_Count], sure: _Count | None, phase: str) -> FlopStep:
+        (m, k), n = shapes[step.left], 1 if step.kind == "mv" else shapes[step.right][1]
+        return FlopStep(
+            level=step.level,
+            phase=phase,
+            kind=step.kind,
+            left=names[step.left],
+            right=names[step.right],
+            m=m,
+            k=k,
+            n=n,
+            flop=2.0 * float(np.mean([count.pairs for count in mine])),
+            executed=None if sure is None else 2.0 * sure.executed,
+            nnz=float(np.mean([count.nnz for count in mine])),
+            live=step.live,
+        )
+
+    steps = [
+        step_of(step, [c.steps[number] for c in counts], guaranteed.steps[number] if guaranteed else None, step.phase)
+        for number, step in enumerate(plan.products)
+    ]
+    last = None
+    if plan.n:
+        depth = max((step.level for step in plan.steps), default=-1) + 1
+        final = Step(-2, plan.n, plan.gradients[-1], "mv", depth, "down")
+        mine = [count.input_gradient for count in counts if count.input_gradient is not None]
+        last = step_of(final, mine, guaranteed.input_gradient if guaranteed else None, "input")
+    baseline = tuple(_baseline(stages, [count.transposed for count in counts]))
+    return FlopReport(plan.name, structure, samples, tuple(_critical(steps)), last, baseline)
+
+
+def _critical(steps: Sequence[FlopStep]) -> Iterable[FlopStep]:
+    largest: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        if step.live and (step.level not in largest or step.flop > steps[largest[step.level]].flop):
+            largest[step.level] = number
+    chosen = set(largest.values())
+    for number, step in enumerate(steps):
+        yield replace(step, critical=step.live and (number in chosen or step.phase == "middle"))
+
+
+def _names(plan: Schedule) -> dict[int, str]:
+    """Each value by the Jacobians that it spans, numbered by their stages from 1; vectors as the gradient of x_i."""
+    names = {0: f"grad x{plan.n}"}
+    spans = {place: (plan.n + 1 - place, plan.n + 1 - place) for place in range(1, plan.n + 1)}
+    for step in plan.products:
+        if step.kind == "mm":
+            spans[step.out] = (spans[step.left][0], spans[step.right][1])
+        else:
+            names[step.out] = f"grad x{spans[step.left][0] - 1}"
+    for value, (low, high) in spans.items():
+        names[value] = f"J{low}ᵀ" if low == high else f"J{low}ᵀ…J{high}ᵀ"
+    return names
+
+
+def _baseline(stages: Chain, observed: Sequence[Sequence[Pattern]]) -> Iterable[BaselineStep]:
+    for number in reversed(range(len(stages))):
+        stage = stages.stages[number]
+        nnz = float(np.mean([patterns[number].nnz for patterns in observed]))
+        rows, columns = stage.pattern.shape
+        yield BaselineStep(
+            stage.path, stage.call.operator, rows, columns, _operator_flop(stage, nnz), live=number > 0
+        )
+
+
+def _operator_flop(stage: Stage, nnz: float) -> float:
+    rows, columns = stage.pattern.shape
+    structure = stage.pattern.structure
+    if isinstance(structure, Diagonal):
+        return rows + nnz
+    if isinstance(structure, Pooling) and structure.selects:
+        return float(rows + columns)
+    return 2.0 * nnz
