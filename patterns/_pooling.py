@@ -176,6 +176,14 @@ def _sliding(call: Call) -> tuple[Sliding, ...]:
 class _MaxPoolRule(Rule):
     """``aten.max_pool2d``: each window passes its gradient to its winner, ties broken as PyTorch breaks them."""
 
+    def check(self, call: Call) -> None:
+        if any((axis.sources < 0).all(axis=1).any() for axis in _sliding(call)):
+            # PyTorch 2.13's own backward then writes outside its tensor.
+            raise call.unsupported(
+                "a window of this max-pooling lies wholly in the padding and has no winner",
+                "choose a padding, dilation or ceil_mode that leaves none",
+            )
+
     def pattern(self, call: Call) -> Pattern:
         return Pattern.of(Pooling(call.in_shape[0], _sliding(call), selects=True))
 

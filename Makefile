@@ -1,0 +1,40 @@
+# Each target makes its own .venv where it is missing.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUN := $(BIN)/python
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test test-full test-gpu lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+demo: $(STAMP)
+	$(RUN) -m jacsparse.models.demo --out out/demo
+
+test: $(STAMP)
+	$(RUN) -m pytest -n 2 --durations=15
+
+test-full: $(STAMP)
+	JACSPARSE_TESTS=full $(RUN) -m pytest -n 2 --durations=15 -m "full or not full"
+
+test-gpu: $(STAMP)
+	$(RUN) -m pytest -m gpu
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,bench]'
+	$(RUN) -m benchmarks run --out out/benchmarks
+	$(RUN) -m benchmarks report out/benchmarks
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info

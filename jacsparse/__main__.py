@@ -1,0 +1,20 @@
+"""The command ``jacsparse``, and ``python -m jacsparse``."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; an error of the user's is one line, and exit status 2."""
+    from ._cli import app
+
+    try:
+        app()
+    except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
+        print(f"jacsparse: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""The command line. Each command imports what it needs when it runs, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ._chain import Stage
+    from ._flop import FlopReport, FlopStep
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="jacsparse",
+    help="Sparse Jacobians of neural networks: their FLOP, their patterns, and training by parallel scan.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str, typer.Argument(help="A built-in name (vgg11, lenet5) or package.module:factory.")]
+Input = Annotated[str, typer.Option("--input", help="Sizes of one sample, as in 3,32,32.")]
+Layer = Annotated[str, typer.Option("--layer", help="Path of an operator in the model, as in features.0.")]
+Prune = Annotated[float, typer.Option(help="Share of the weights of each convolution and linear layer to prune.")]
+Checkpoint = Annotated[Path | None, typer.Option(help="Weights, as a safetensors file of `jacsparse train`.")]
+Seed = Annotated[int, typer.Option(help="Of the random weights and inputs.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    if version:
+        from ._version import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def flop(
+    model: Model,
+    input: Input = "3,32,32",  # noqa: A002  (the option's name)
+    prune: Prune = 0.0,
+    checkpoint: Checkpoint = None,
+    part: Annotated[str | None, typer.Option(help="Submodule to analyse; vgg11: features, as in the thesis.")] = None,
+    schedule: Annotated[str, typer.Option(help="linear, blelloch, blelloch:LEVELS, balanced:WORKERS or auto.")] = "blelloch:2",
+    data: Annotated[str | None, typer.Option(help="Observe the zeros of these data: digits, cifar10:DIR, random.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many samples to observe.")] = 4,
+    json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the steps to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the thesis' Figure 5.5 into this file.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Count the FLOP of one sample's backward pass, by scan and by back-propagation."""
+    from . import count_flop
+    from ._output import check_writable
+
+    for path in (json, csv, plot):
+        if path is not None:
+            check_writable(path)
+    shape = _sizes(input)
+    module, default_part = _model(model, prune, checkpoint, seed)
+    chosen = part if part is not None else default_part
+    observed = _samples(data, samples, shape, seed) if data else None
+    with _progress() as bar:
+        task = bar.add_task("observing samples" if data else "counting", total=samples if data else None)
+        report = count_flop(
+            _submodule(module, chosen),
+            shape,
+            schedule=schedule,
+            structure="observed" if data else "guaranteed",
+            inputs=observed,
+            executed=True,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    _print_report(report, f"{model}{f'.{chosen}' if chosen else ''}", data)
+    if json is not None:
+        report.save_json(json)
+    if csv is not None:
+        report.save_csv(csv)
+    if plot is not None:
+        report.plot(plot)
+
+
+@app.command()
+def jacobian(
+    model: Model,
+    layer: Layer,
+    out: Annotated[Path, typer.Option(help="SciPy matrix to write (.npz, for scipy.sparse.load_npz).")],
+    input: Input = "3,32,32",  # noqa: A002
+    prune: Prune = 0.0,
+    checkpoint: Checkpoint = None,
+    data: Annotated[str, typer.Option(help="Where the sample is from: digits, cifar10:DIR or random.")] = "random",
+    seed: Seed = 0,
+) -> None:
+    """Write the Jacobian of one operator of a model, for one sample."""
+    import scipy.sparse
+
+    from ._chain import chain
+    from ._output import check_writable
+
+    check_writable(out)
+    if out.suffix != ".npz":
+        raise ValueError(f"--out is {out}; name a file that ends in .npz")
+    shape = _sizes(input)
+    module, _ = _model(model, prune, checkpoint, seed)
+    stages = chain(module.eval(), shape)
+    number = [stage.path for stage in stages].index(_stage(stages.stages, layer).path)
+    records = stages.run(_samples(data, 1, shape, seed))
+    matrix = records[number].jacobian()
+    scipy.sparse.save_npz(out, matrix.to_scipy())
+    typer.echo(f"{layer}: {matrix.pattern.summary()}\n{out}")
+
+
+@app.command()
+def spy(
+    model: Model,
+    layer: Layer,
+    input: Input = "3,32,32",  # noqa: A002
+    prune: Prune = 0.0,
+    checkpoint: Checkpoint = None,
+    transposed: Annotated[bool, typer.Option("--transposed", help="Show the transposed Jacobian.")] = False,
+    seed: Seed = 0,
+) -> None:
+    """Show where one operator's Jacobian may be other than zero."""
+    from ._chain import chain
+
+    module, _ = _model(model, prune, checkpoint, seed)
+    stage = _stage(chain(module.eval(), _sizes(input)).stages, layer)
+    typer.echo(f"{stage.path}: {stage.pattern if transposed else stage.pattern.T}")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, what is missing and how to get it."""
+    from ._doctor import report
+
+    report()
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    from ._chain import check_shape
+
+    try:
+        sizes = [int(size) for size in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--input is {text!r}; expected sizes of one sample, as in 3,32,32") from None
+    return check_shape(sizes)
+
+
+def _model(name: str, prune: float, checkpoint: Path | None, seed: int) -> tuple[nn.Module, str | None]:
+    """A model in eval mode, and the part of it that is analysed where none is named."""
+    import torch
+
+    from . import models
+
+    torch.manual_seed(seed)
+    if ":" in name:
+        module, part = _from_factory(name), None
+    else:
+        module, part = models.build(name), "features" if name == "vgg11" else None
+    if checkpoint is not None:
+        models.load_weights(module, checkpoint)
+    if prune:
+        models.prune_weights(module, prune)
+    return module.eval(), part
+
+
+def _from_factory(name: str) -> nn.Module:
+    """What ``package.module:factory`` makes; modules in the current folder are found too."""
+    import importlib
+    import sys
+
+    from torch import nn
+
+    home, _, attribute = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        factory = getattr(importlib.import_module(home), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {name!r} cannot be loaded: {error}; expected package.module:factory") from error
+    finally:
+        sys.path.pop(0)
+    module = factory if isinstance(factory, nn.Module) else factory()
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"model {name!r} gave a {type(module).__name__}; expected a torch.nn.Module")
+    return module
+
+
+def _submodule(module: nn.Module, path: str | None) -> nn.Module:
+    if not path:
+        return module
+    try:
+        return module.get_submodule(path)
+    except AttributeError as error:
+        raise ValueError(f"--part is {path!r}, but {error}") from error
+
+
+def _stage(stages: tuple[Stage, ...], layer: str) -> Stage:
+    for stage in stages:
+        if stage.path == layer:
+            return stage
+    raise ValueError(f"--layer is {layer!r}; the model's operators are {', '.join(stage.path for stage in stages)}")
+
+
+def _samples(data: str | None, count: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    import torch
+
+    from . import models
+
+    if data in (None, "random"):
+        return torch.randn((count, *shape), generator=torch.Generator().manual_seed(seed))
+    images = models.load_data(data).test_images
+    if tuple(images.shape[1:]) != shape:
+        raise ValueError(f"--data {data} has samples of shape {tuple(images.shape[1:])}, --input is {shape}")
+    return images[:count]
+
+
+def _progress() -> Any:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(console=Console(stderr=True), transient=True)
+
+
+def _print_report(report: FlopReport, name: str, data: str | None) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    structure = "guaranteed structure" if not report.samples else f"structure observed on {report.samples} samples of {data}"
+    table = Table(
+        title=f"{name}: {report.schedule}, {structure}",
+        caption="* on the critical path; dead steps are in Algorithm 1 as printed, and are not executed",
+        box=box.SIMPLE_HEAD,
+    )
+    for column in ("level", "phase", "kind", "left", "right"):
+        table.add_column(column)
+    for column in ("m × k × n", "sparsity", "FLOP", "executed", ""):
+        table.add_column(column, justify="right")
+    for step in report.steps:
+        table.add_row(*_cells(step), style="dim" if not step.live else "")
+    if report.input_gradient is not None:
+        table.add_section()
+        table.add_row(*_cells(report.input_gradient))
+    console.print(table)
+    totals = Table(box=None, show_header=False, padding=(0, 2))
+    live = sum(step.live for step in report.steps)
+    for label, value in (
+        (f"all {live} live steps of {len(report.steps)}", report.total),
+        ("critical path", report.critical_path),
+        ("back-propagation, all gradient operators", report.baseline_total),
+    ):
+        totals.add_row(label, f"{value:,.0f} FLOP")
+    console.print(totals)
+
+
+def _cells(step: FlopStep) -> tuple[str, ...]:
+    executed = "" if step.executed is None else f"{step.executed:,.0f}"
+    mark = "dead" if not step.live else "*" if step.critical else ""
+    shape = f"{step.m} × {step.k} × {step.n}"
+    cells = (str(step.level), step.phase, step.kind, step.left, step.right, shape)
+    return (*cells, f"{step.sparsity:.5f}", f"{step.flop:,.0f}", executed if step.live else "", mark)

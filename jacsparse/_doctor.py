@@ -1,0 +1,84 @@
+"""What jacsparse finds on this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+from pathlib import Path
+
+__all__ = ["report"]
+
+# Distribution, what it is for and how to get it.
+_OPTIONAL = (
+    ("matplotlib", "figures", "pip install 'jacsparse[plot]'"),
+    ("scikit-learn", "the digits data set", "pip install 'jacsparse[data]'"),
+    ("librosa", "audio features", "pip install 'jacsparse[audio]'"),
+    ("mkl", "a peer of the benchmarks", "pip install 'jacsparse[bench]'"),
+    ("python-graphblas", "a peer of the benchmarks", "pip install 'jacsparse[bench]'"),
+)
+
+
+def report() -> None:
+    """Print versions, threads, devices, caches, what is missing and how to get it."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    for line in (*_versions(), *_machine(), *_caches(), *_optional()):
+        # Text, not a string: "[plot]" is no markup.
+        table.add_row(*map(Text, line))
+    Console().print(table)
+
+
+def _versions() -> list[tuple[str, str]]:
+    names = ("jacsparse", "torch", "numpy", "scipy", "numba")
+    return [("Python", platform.python_version()), *((name, _version(name) or "not installed") for name in names)]
+
+
+def _version(name: str) -> str | None:
+    if name == "jacsparse":
+        from ._version import __version__
+
+        return __version__
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _machine() -> list[tuple[str, str]]:
+    import torch
+
+    from .patterns._runtime import threads
+
+    lines = [("threads", f"{threads()} (torch.set_num_threads changes it)")]
+    if torch.cuda.is_available():
+        lines += [(f"GPU {number}", torch.cuda.get_device_name(number)) for number in range(torch.cuda.device_count())]
+    else:
+        built = torch.version.cuda
+        lines.append(("GPU", "none that PyTorch sees" if built else "none: this PyTorch is built for the CPU alone"))
+    return lines
+
+
+def _caches() -> list[tuple[str, str]]:
+    from .patterns._runtime import cache_directory, kernel_cache
+
+    kernels = kernel_cache()
+    if kernels is None:
+        return [("cache", f"{cache_directory()} cannot be written: kernels are compiled anew in each process; "
+                 "set JACSPARSE_CACHE_DIR to a folder that can")]  # fmt: skip
+    size = sum(file.stat().st_size for file in Path(kernels).rglob("*.nb[ci]"))
+    free = shutil.disk_usage(kernels).free
+    return [("cache", f"{cache_directory()}"), ("compiled kernels", f"{size / 2**20:.1f} MiB, {free / 2**30:.0f} GiB free")]
+
+
+def _optional() -> list[tuple[str, str]]:
+    lines = []
+    for name, purpose, remedy in _OPTIONAL:
+        lines.append((name, _version(name) or f"not installed ({purpose}): {remedy}"))
+    cupy = "installed" if importlib.util.find_spec("cupy") else "not installed (CUDA kernels): pip install 'jacsparse[gpu]'"
+    return [*lines, ("CuPy", cupy)]

@@ -1,0 +1,37 @@
+"""References that share no code with what they check."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import torch
+from torch import nn
+
+REFERENCE = Path(__file__).parent / "reference"
+
+
+def reference_rows(name: str) -> list[dict[str, str]]:
+    """The rows of a table under tests/reference, without its heading comments."""
+    lines = (REFERENCE / name).read_text().splitlines()
+    return list(csv.DictReader(io.StringIO("\n".join(line for line in lines if not line.startswith("#")))))
+
+
+def autograd_jacobian(module: nn.Module, sample: torch.Tensor) -> torch.Tensor:
+    """The dense Jacobian at one sample: a row for each output, all by one backward over copies of the sample."""
+    with torch.no_grad():
+        outputs = module(sample[None].clone())[0].numel()
+    copies = sample.detach().expand(outputs, *sample.shape).clone().requires_grad_()
+    y = module(copies * 1).reshape(outputs, outputs)
+    (rows,) = torch.autograd.grad(y, copies, torch.eye(outputs, dtype=sample.dtype))
+    return rows.reshape(outputs, -1)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Assert that a tensor equals its reference to a share of the reference's largest element, zeros exactly."""
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    difference = (found - expected).abs().max().item() if expected.numel() else 0.0
+    assert difference <= tolerance * largest, f"difference {difference}, largest {largest}"
+    assert bool(((expected != 0) | (found == 0)).all()), "an exact zero of the reference is not zero"
