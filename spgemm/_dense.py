@@ -86,8 +86,8 @@ class Dense(Method):
         (rows, inner), columns = self.product.a.shape, self.product.b.shape[1]
         flat = (a.reshape(-1), a.shape[1], b.reshape(-1), b.shape[1], c.reshape(-1))
         if self.full_a and self.full_b:
-            left = np.moveaxis(a.reshape(rows, inner, -1), 2, 0)
-            right = np.moveaxis(b.reshape(inner, columns, -1), 2, 0)
+            left = np.moveaxis(a.reshape(rows, inner, a.shape[1]), 2, 0)
+            right = np.moveaxis(b.reshape(inner, columns, b.shape[1]), 2, 0)
             c.reshape(rows, columns, batch)[...] = np.moveaxis(np.matmul(left, right), 0, 2)
         elif self.full_b:
             order = np.arange(columns, dtype=np.uint32)

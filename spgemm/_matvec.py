@@ -72,7 +72,7 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
     if isinstance(pattern.structure, Diagonal):
         np.multiply(left, right, out=y)
     elif isinstance(pattern.structure, Full):
-        _full(left.reshape(m, n, -1), right, y)
+        _full(left.reshape(m, n, left.shape[1]), right, y)
     elif batch == 1:
         run_rows(_matvec_one, pattern.indptr, pattern.indptr, pattern.indices, left[:, 0], right[:, 0], y.reshape(-1))
     else:

@@ -84,7 +84,7 @@ class ProductPlan:
         else:
             batch, dtype = same_batch("a_values", left, "b_values", right), left.dtype
         returned, c = result(out, (a_values, b_values), self.pattern.nnz, batch, dtype)
-        if batch:
+        if c.size:
             self._method.multiply(left, right, c)
         return returned
 

@@ -20,3 +20,9 @@ def _seeded() -> None:
     torch.manual_seed(0)
     # PyTorch's remark on padding="same" with even kernels.
     warnings.filterwarnings("ignore", message="Using padding='same'")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    # Test workers share the cores, and OpenMP's threads wait by spinning. Tests of threads ask for more themselves.
+    torch.set_num_threads(1)

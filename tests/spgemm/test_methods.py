@@ -1,0 +1,325 @@
+"""Every method of planned products against SciPy and a plain loop, parametrised over the family."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jacsparse
+from jacsparse import Pattern, ProductPlan, plan_product
+from jacsparse.patterns import Diagonal, Full, Identity, Pooling, Sliding
+from jacsparse.spgemm import METHODS, matvec, meeting, multiply_adds, product_meeting, product_pattern
+
+BATCHES = st.sampled_from([(1, 1), (1, 3), (3, 1), (5, 5), (16, 1), (1, 37), (21, 21)])
+dtypes = st.sampled_from([np.float32, np.float64])
+
+
+def random_pattern(rng: np.random.Generator, rows: int, columns: int, density: float) -> Pattern:
+    return Pattern.from_scipy(scipy.sparse.csr_array(rng.random((rows, columns)) < density))
+
+
+@st.composite
+def factors(draw: st.DrawFn) -> tuple[Pattern, Pattern]:
+    """Two patterns that fit, of any structure and any density."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    m, k, n = (draw(st.integers(0, 9)) for _ in range(3))
+
+    def factor(rows: int, columns: int) -> Pattern:
+        kinds = ["csr", "csr", "full"] + (["diagonal", "identity"] if rows == columns else [])
+        kind = draw(st.sampled_from(kinds))
+        if kind == "csr":
+            return random_pattern(rng, rows, columns, draw(st.sampled_from([0.0, 0.2, 0.6, 1.0])))
+        return Pattern.of({"full": Full(rows, columns), "diagonal": Diagonal(rows), "identity": Identity(rows)}[kind])
+
+    square = draw(st.booleans())
+    return factor(m, m if square else k), factor(m if square else k, n)
+
+
+def values_of(rng: np.random.Generator, pattern: Pattern, batch: int, dtype: type) -> np.ndarray:
+    return rng.standard_normal((pattern.nnz, batch)).astype(dtype)
+
+
+def looped(a: Pattern, b: Pattern, a_values: np.ndarray, b_values: np.ndarray, c: Pattern) -> np.ndarray:
+    """The product one multiply-add at a time, in float64, in the order of the entries."""
+    batch = max(a_values.shape[1], b_values.shape[1])
+    wide = [np.broadcast_to(values.astype(np.float64), (len(values), batch)) for values in (a_values, b_values)]
+    sums = {}
+    for row in range(a.shape[0]):
+        for p in range(a.indptr[row], a.indptr[row + 1]):
+            for q in range(b.indptr[a.indices[p]], b.indptr[a.indices[p] + 1]):
+                place = (row, int(b.indices[q]))
+                sums[place] = sums.get(place, 0.0) + wide[0][p] * wide[1][q]
+    rows = np.repeat(np.arange(c.shape[0]), np.diff(c.indptr))
+    assert set(sums) == {(int(row), int(column)) for row, column in zip(rows, c.indices, strict=True)}
+    return np.array([sums[int(row), int(column)] for row, column in zip(rows, c.indices, strict=True)]).reshape(c.nnz, batch)
+
+
+@pytest.mark.parametrize("method", [*sorted(METHODS), "auto"])
+@given(pair=factors(), batches=BATCHES, dtype=dtypes, seed=st.integers(0, 2**31))
+@settings(max_examples=100)
+def test_method_equals_loop(method: str, pair: tuple[Pattern, Pattern], batches: tuple[int, int], dtype: type, seed: int) -> None:
+    a, b = pair
+    rng = np.random.default_rng(seed)
+    try:
+        plan = plan_product(a, b, method=method)
+    except ValueError as error:
+        assert "does not apply" in str(error)
+        return
+    assert plan.method == method or method == "auto"
+    a_values, b_values = values_of(rng, a, batches[0], dtype), values_of(rng, b, batches[1], dtype)
+    expected = looped(a, b, a_values, b_values, plan.pattern)
+    found = plan.multiply(a_values, b_values)
+    assert found.dtype == dtype and found.shape == expected.shape
+    scale = np.abs(expected).max(initial=1.0)
+    assert np.abs(found - expected).max(initial=0.0) <= (1e-5 if dtype == np.float32 else 1e-13) * scale
+    out = np.full_like(found, np.nan)
+    assert plan.multiply(a_values, b_values, out=out) is out and np.array_equal(out, found)
+
+
+@given(factors())
+def test_symbolic_phase_equals_scipy(pair: tuple[Pattern, Pattern]) -> None:
+    a, b = pair
+    left, right = a.to_scipy().astype(np.int64), b.to_scipy().astype(np.int64)
+    expected = left @ right
+    product = product_pattern(a, b)
+    assert product == Pattern.from_scipy(expected)
+    assert multiply_adds(a, b) == int(expected.sum())
+    assert plan_product(a, b).flop == 2 * int(expected.sum())
+    held = np.random.default_rng(0).random(b.shape[1]) < 0.5
+    pairs = product.to_scipy().astype(np.int64) @ held.astype(np.int64)
+    assert meeting(product, held).tolist() == pairs.tolist()
+    nnz, met = product_meeting(a, b, held)
+    assert nnz == product.nnz and met.tolist() == pairs.tolist()
+
+
+@given(factors(), BATCHES, dtypes, st.integers(0, 2**31))
+def test_matvec_equals_dense(pair: tuple[Pattern, Pattern], batches: tuple[int, int], dtype: type, seed: int) -> None:
+    pattern, rng = pair[0], np.random.default_rng(seed)
+    values, x = values_of(rng, pattern, batches[0], dtype), rng.standard_normal((pattern.shape[1], batches[1])).astype(dtype)
+    batch = max(batches)
+    dense = np.stack([pattern.to_scipy(values[:, s if batches[0] > 1 else 0]).toarray() for s in range(batch)], axis=2)
+    expected = np.einsum("mnb,nb->mb", dense.astype(np.float64), np.broadcast_to(x, (len(x), batch)))
+    found = matvec(pattern, values, x)
+    assert found.dtype == dtype and found.shape == expected.shape
+    assert np.allclose(found, expected, rtol=0, atol=(1e-5 if dtype == np.float32 else 1e-13) * np.abs(expected).max(initial=1))
+
+
+def pooling_factors(left: bool, overlap: bool) -> tuple[Pattern, Pattern]:
+    """The transposed Jacobian of a max-pooling, and a factor on its other side."""
+    window = Sliding(6, 3, 2, 1, 1) if overlap else Sliding(6, 2, 2)
+    selecting = Pattern.of(Pooling(2, (window, window), selects=True).T)
+    rng = np.random.default_rng(0)
+    if left:
+        return selecting, random_pattern(rng, selecting.shape[1], 11, 0.3)
+    return random_pattern(rng, 13, selecting.shape[0], 0.3), selecting
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("batch", "other"), [(1, 1), (4, 1), (4, 4), (19, 1)])
+def test_selection_equals_one_hot_values(left: bool, overlap: bool, batch: int, other: int) -> None:
+    a, b = pooling_factors(left, overlap)
+    selecting, ordinary = (a, b) if left else (b, a)
+    rng = np.random.default_rng(1)
+    windows = selecting.T
+    # For each window one of its positions.
+    offset = rng.integers(0, np.diff(windows.indptr)[:, None], (windows.shape[0], batch))
+    winners = windows.indices[windows.indptr[:-1][:, None] + offset].astype(np.int32)
+    one_hot = np.stack(
+        [scipy.sparse.csr_array((np.ones(len(w)), (w, np.arange(len(w)))), shape=selecting.shape).toarray() for w in winners.T],
+        axis=2,
+    )
+    rows = np.repeat(np.arange(selecting.shape[0]), np.diff(selecting.indptr))
+    selecting_values = one_hot[rows, selecting.indices]
+    values = rng.standard_normal((ordinary.nnz, other))
+    expected = plan_product(a, b, method="slots").multiply(*((selecting_values, values) if left else (values, selecting_values)))
+    plan = plan_product(a, b)
+    assert plan.method == "select"
+    found = plan.multiply(*((winners, values) if left else (values, winners)))
+    assert np.array_equal(found, expected)
+    with pytest.raises(ValueError, match="the method select takes winners: int32"):
+        plan.multiply(*((selecting_values, values) if left else (values, selecting_values)))
+
+
+def test_a_scaled_selection_is_no_selection() -> None:
+    selecting, _ = pooling_factors(True, False)
+    plan = plan_product(Pattern.of(Diagonal(selecting.shape[0])), selecting)
+    assert plan.pattern == selecting and plan_product(plan.pattern, Pattern.of(Full(selecting.shape[1], 2))).method == "dense"
+
+
+def test_auto_keeps_to_the_memory_limit() -> None:
+    rng = np.random.default_rng(0)
+    a, b = random_pattern(rng, 40, 40, 0.3), random_pattern(rng, 40, 40, 0.3)
+    slots = plan_product(a, b)
+    assert slots.method == "slots" and slots.nbytes == slots.flop // 2
+    limited = plan_product(a, b, memory_limit=slots.nbytes - 1)
+    assert limited.method == "rowwise" and limited.nbytes == 0
+    values = values_of(rng, a, 3, np.float64), values_of(rng, b, 3, np.float64)
+    assert np.array_equal(slots.multiply(*values), limited.multiply(*values))
+
+
+def test_full_products_stay_full_and_their_indices_unmade() -> None:
+    a, b = Pattern.of(Full(300, 200)), Pattern.of(Full(200, 100))
+    plan = plan_product(a, b)
+    assert plan.method == "dense" and isinstance(plan.pattern.structure, Full) and "_csr" not in plan.pattern.__dict__
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((300 * 200, 1)), rng.standard_normal((200 * 100, 1))
+    plan.multiply(x, y)
+    assert "_csr" not in a.__dict__ and "_csr" not in b.__dict__
+
+
+@given(factors())
+def test_diagonal_factors_keep_the_structure(pair: tuple[Pattern, Pattern]) -> None:
+    pattern = pair[0]
+    scaled = product_pattern(Pattern.of(Diagonal(pattern.shape[0])), pattern)
+    assert scaled == pattern
+    assert type(scaled.structure) is (Diagonal if isinstance(pattern.structure, Identity) else type(pattern.structure))
+    assert product_pattern(Pattern.of(Identity(pattern.shape[0])), pattern) is pattern
+
+
+def big_product() -> tuple[ProductPlan, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    a, b = random_pattern(rng, 700, 500, 0.05), random_pattern(rng, 500, 600, 0.05)
+    return plan_product(a, b), values_of(rng, a, 5, np.float32), values_of(rng, b, 5, np.float32)
+
+
+def test_bits_do_not_depend_on_threads_batch_or_method() -> None:
+    plan, a_values, b_values = big_product()
+    expected = plan.multiply(a_values, b_values)
+    try:
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            again = plan_product(plan.a, plan.b)
+            assert again.pattern == plan.pattern
+            assert np.array_equal(again.multiply(a_values, b_values), expected)
+            for method in ("rowwise", "merge"):
+                assert np.array_equal(plan_product(plan.a, plan.b, method=method).multiply(a_values, b_values), expected)
+    finally:
+        torch.set_num_threads(1)
+    for sample in range(5):
+        alone = plan.multiply(a_values[:, sample].copy(), b_values[:, sample].copy())
+        assert alone.shape == (plan.pattern.nnz,) and np.array_equal(alone, expected[:, sample])
+
+
+def test_eight_threads_at_once() -> None:
+    plan, a_values, b_values = big_product()
+    expected = plan.multiply(a_values, b_values)
+    results: list[np.ndarray] = []
+
+    def work() -> None:
+        for _ in range(5):
+            results.append(plan_product(plan.a, plan.b).multiply(a_values, b_values))
+
+    torch.set_num_threads(2)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.set_num_threads(1)
+    assert len(results) == 40 and all(np.array_equal(result, expected) for result in results)
+
+
+def test_a_guaranteed_zero_stays_zero_and_a_possible_one_does_not() -> None:
+    a = Pattern((1, 2), [0, 1], [0])
+    b = Pattern((2, 2), [0, 1, 2], [0, 1])
+    plan = plan_product(a, b, method="slots")
+    assert plan.pattern.indices.tolist() == [0]
+    assert np.isnan(plan.multiply(np.array([0.0]), np.array([np.inf, np.inf]))).tolist() == [True]
+
+
+def test_tensors_in_tensors_out() -> None:
+    plan, a_values, b_values = big_product()
+    found = plan.multiply(torch.from_numpy(a_values), torch.from_numpy(b_values))
+    assert isinstance(found, torch.Tensor) and np.array_equal(found.numpy(), plan.multiply(a_values, b_values))
+    strided = torch.from_numpy(a_values.T.copy()).T
+    assert torch.equal(plan.multiply(strided, torch.from_numpy(b_values)), found)
+    flipped = a_values[::-1].copy()[::-1]
+    assert np.array_equal(plan.multiply(flipped, b_values), found.numpy())
+
+
+def test_empty_batch() -> None:
+    plan, a_values, b_values = big_product()
+    assert plan.multiply(a_values[:, :0], b_values[:, :0]).shape == (plan.pattern.nnz, 0)
+    assert matvec(plan.a, a_values[:, :0], np.zeros((500, 0), np.float32)).shape == (700, 0)
+
+
+def test_files_keep_the_plan(tmp_path: Path) -> None:
+    plan, a_values, b_values = big_product()
+    plan.save(tmp_path / "plan.npz")
+    loaded = ProductPlan.load(tmp_path / "plan.npz")
+    assert loaded.method == plan.method and loaded.pattern == plan.pattern and loaded.flop == plan.flop
+    assert np.array_equal(loaded.multiply(a_values, b_values), plan.multiply(a_values, b_values))
+    with pytest.raises(ValueError, match="holds a product plan, not a pattern"):
+        Pattern.load(tmp_path / "plan.npz")
+    content = (tmp_path / "plan.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"cut\.npz cannot be read as a product plan"):
+        ProductPlan.load(tmp_path / "cut.npz")
+    with pytest.raises(FileNotFoundError):
+        ProductPlan.load(tmp_path / "none.npz")
+
+
+def test_bad_plans() -> None:
+    a, b = Pattern.of(Diagonal(3)), Pattern.of(Full(4, 2))
+    with pytest.raises(ValueError, match="a is 3 × 3 and b is 4 × 2"):
+        plan_product(a, b)
+    with pytest.raises(ValueError, match="method is 'fast'; expected auto or one of"):
+        plan_product(a, a, method="fast")
+    with pytest.raises(ValueError, match="method 'dense' does not apply: neither factor is full"):
+        plan_product(a, a, method="dense")
+    with pytest.raises(ValueError, match="method 'select' does not apply"):
+        plan_product(a, a, method="select")
+    with pytest.raises(TypeError, match="b is a csr_array; expected a Pattern"):
+        plan_product(a, a.to_scipy())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="memory_limit is -1"):
+        plan_product(a, a, memory_limit=-1)
+
+
+VALUES = np.ones((3, 2), dtype=np.float32)
+BAD_VALUES = {
+    "dtype": (VALUES.astype(int), VALUES, TypeError, "a_values has dtype int64; expected float32 or float64"),
+    "half": (torch.ones(3, 2).half(), torch.ones(3, 2), TypeError, "a_values has dtype torch.float16"),
+    "mixed dtypes": (VALUES, VALUES.astype(float), TypeError, "a_values is float32 and b_values is float64"),
+    "rows": (VALUES[:2], VALUES, ValueError, r"a_values has shape \(2, 2\); expected \(3, batch\)"),
+    "dimensions": (VALUES[None], VALUES, ValueError, "a_values has shape"),
+    "batches": (VALUES, np.ones((3, 5), np.float32), ValueError, "a_values has a batch of 2 and b_values one of 5"),
+    "list": ([1.0, 2.0, 3.0], VALUES, TypeError, "a_values is a list; expected a NumPy array or a PyTorch tensor"),
+    "mixed kinds": (VALUES, torch.ones(3, 2), TypeError, "the operands mix NumPy arrays and PyTorch tensors"),
+    "device": (torch.ones(3, 2, device="meta"), torch.ones(3, 2), ValueError, "a_values is on meta"),
+    "grad": (torch.ones(3, 2, requires_grad=True), torch.ones(3, 2), ValueError, "a_values requires grad"),
+    "sparse": (torch.ones(3, 2).to_sparse(), torch.ones(3, 2), TypeError, "a_values has layout"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_VALUES)
+def test_bad_values(case: str) -> None:
+    a_values, b_values, error, message = BAD_VALUES[case]
+    plan = plan_product(Pattern.of(Diagonal(3)), Pattern.of(Diagonal(3)))
+    with pytest.raises(error, match=message):
+        plan.multiply(a_values, b_values)
+
+
+def test_bad_out() -> None:
+    plan = plan_product(Pattern.of(Diagonal(3)), Pattern.of(Diagonal(3)))
+    for out in (np.zeros((3, 1), np.float32), np.zeros((3, 2)), np.zeros((2, 3), np.float32).T):
+        with pytest.raises(ValueError, match="out has shape"):
+            plan.multiply(VALUES, VALUES, out=out)
+    with pytest.raises(TypeError, match="out is a Tensor, but the operands are not"):
+        plan.multiply(VALUES, VALUES, out=torch.zeros(3, 2))
+    mine = VALUES.copy()
+    with pytest.raises(ValueError, match="out overlaps an operand"):
+        plan.multiply(mine, VALUES, out=mine)
+
+
+def test_public_names() -> None:
+    assert jacsparse.plan_product is plan_product and jacsparse.ProductPlan is ProductPlan
