@@ -56,11 +56,6 @@ class Stage:
         """Of the transposed Jacobian, ``(in_size, out_size)``."""
         return self.rule.pattern(self.call).T
 
-    @functools.cached_property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Of the operator, those that train and those that do not."""
-        return tuple(self.operator.parameters())
-
     def run(self, x: torch.Tensor) -> Record:
         """The stage's output for a batch, with a graph of its own: nothing before `x` is reached from it.
 
@@ -69,42 +64,57 @@ class Stage:
         RuntimeError
             Where a hook changes what a module takes or gives: the operator's Jacobian would be another one.
         """
+        # Parameters of the record's own: the user's hooks on theirs are for autograd to call, once, not for the stage.
+        own = {
+            name: parameter.detach().requires_grad_()
+            for name, parameter in self.operator.named_parameters()
+            if parameter.requires_grad
+        }
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             y = operator_input = operator_output = leaf
             for path, module in self.modules:
                 # An in-place operator would overwrite the stage's input, which the stage before may need.
                 given = y.clone() if getattr(module, "inplace", False) else y
-                y = _called(module, given, path)
+                y = _called(module, own if module is self.operator else {}, given, path)
                 if module is self.operator:
                     operator_input, operator_output = given.detach(), y.detach()
-        return Record(self, leaf, y, operator_input, operator_output, arguments_of(self.operator))
+        parameters = {
+            id(parameter): own[name] for name, parameter in self.operator.named_parameters() if name in own
+        }
+        return Record(self, leaf, y, parameters, operator_input, operator_output, arguments_of(self.operator))
 
     def __repr__(self) -> str:
         return f"<Stage {self.path}: {self.call.operator}, {self.in_shape} to {self.out_shape}>"
 
 
-def _called(module: nn.Module, x: torch.Tensor, path: str) -> torch.Tensor:
-    """``module(x)``, hooks and all, where no hook changes what goes in or comes out."""
+def _called(module: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor, path: str) -> torch.Tensor:
+    """``module(x)`` with these parameters, hooks and all, where no hook changes what goes in or comes out."""
+    run = functools.partial(torch.func.functional_call, module, parameters) if parameters else module
     if not (module._forward_hooks or module._forward_pre_hooks):
-        return module(x)
-    seen: list[tuple[object, torch.Tensor, int]] = []
+        return run(x)
+    seen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def look(_: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         seen.append((args[0], output, output._version))
 
     handle = module.register_forward_hook(look, prepend=True)
     try:
-        y = module(x)
+        y = run(x)
     finally:
         handle.remove()
     taken, given, version = seen[0]
-    if taken is not x or given is not y or y._version != version:
+    if not _same(taken, x) or not _same(given, y) or y._version != version:
         raise RuntimeError(
             f"{path}: a forward hook changes the module's input or output, so its Jacobian is not the operator's; "
             "make the change in a module of its own"
         )
     return y
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are one, or one is the other as PyTorch's backward hooks wrap it."""
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
 @dataclass
@@ -115,11 +125,14 @@ class Record:
     ----------
     input, output : Tensor
         ``(batch, *shape)``; a graph leads from one to the other and to the stage's parameters.
+    parameters : dict of int to Tensor
+        The graph's own parameters, by the ``id`` of the module's; those that train.
     """
 
     stage: Stage
     input: torch.Tensor
     output: torch.Tensor
+    parameters: dict[int, torch.Tensor] = field(repr=False)
     _operator_input: torch.Tensor = field(repr=False)
     _operator_output: torch.Tensor = field(repr=False)
     #: The operator's arguments: its weights as pruning hooks and parametrisations made them for this forward.
@@ -135,18 +148,29 @@ class Record:
 
     def vjp(self, gradient: torch.Tensor) -> torch.Tensor:
         """``Jᵀ g`` for each sample: ``(batch, *out_shape)`` to ``(batch, *in_shape)``, by the operator's own backward."""
-        (result,) = torch.autograd.grad(
-            self.output, self.input, gradient.reshape(self.output.shape), retain_graph=True, materialize_grads=True
-        )
-        return result
+        return self.pull_back(gradient, (), for_input=True)[0]
 
-    def parameter_gradients(
-        self, gradient: torch.Tensor, parameters: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of `parameters` (equation 2.2), None where the output does not depend on one."""
-        return torch.autograd.grad(
-            self.output, parameters, gradient.reshape(self.output.shape), retain_graph=True, allow_unused=True
+    def pull_back(
+        self, gradient: torch.Tensor, parameters: Sequence[int], *, for_input: bool
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Gradients of the input and of parameters (equation 2.2), for a gradient of the output.
+
+        Parameters
+        ----------
+        gradient : Tensor, (batch, *out_shape)
+        parameters : sequence of int
+            Which, by the ``id`` of the module's.
+        for_input : bool
+            Whether the input's is wanted too; it is empty otherwise.
+        """
+        wanted = [*([self.input] if for_input else []), *(self.parameters[key] for key in parameters)]
+        if not wanted:
+            return gradient.new_empty(0), {}
+        found = torch.autograd.grad(
+            self.output, wanted, gradient.reshape(self.output.shape), retain_graph=True, materialize_grads=True
         )
+        own = found[1:] if for_input else found
+        return found[0] if for_input else gradient.new_empty(0), dict(zip(parameters, own, strict=True))
 
     def jacobian(self) -> SparseJacobian:
         """``J`` for the whole batch."""

@@ -12,6 +12,7 @@ from torch import nn
 from ._chain import Chain, Record, chain, check_input
 from ._jacobian import SparseJacobian
 from .patterns import Pattern
+from .patterns._values import batch_last
 from .schedule import Schedule, Step, resolve
 from .spgemm import ProductPlan, matvec, plan_product
 
@@ -63,8 +64,10 @@ class Scanner:
             patterns[step.out] = plans[step.out].pattern
         return plans
 
-    def gradients(self, records: Sequence[Record], gradient: torch.Tensor, stages: Iterable[int]) -> dict[int, torch.Tensor]:
-        """The gradients of the outputs of `stages`.
+    def pull_back(
+        self, records: Sequence[Record], gradient: torch.Tensor, parameters: Iterable[int], *, for_input: bool
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """Gradients of the chain's input and of parameters, for a gradient of its output.
 
         Parameters
         ----------
@@ -72,46 +75,75 @@ class Scanner:
             What the forward pass left, for the whole batch.
         gradient : Tensor, (batch, *out_shape)
             Of the chain's output.
-        stages : iterable of int
-            Which stages, from 0.
+        parameters : iterable of int
+            Which, by the ``id`` of the module's.
+        for_input : bool
+            Whether the input's is wanted too.
 
         Returns
         -------
-        dict of int to Tensor
-            By stage, shape ``(batch, *stage.out_shape)``.
+        gradient : Tensor or None
+            Of the input, ``(batch, *in_shape)``.
+        parameter_gradients : dict of int to Tensor
+            By ``id``. A parameter of several stages gets their sum.
         """
-        wanted = {stage: self.gradient_of(stage) for stage in stages}
-        run = _Run(self, records, gradient, set(wanted.values()))
-        vectors = run.execute()
-        return {stage: vectors[value].reshape(records[stage].output.shape) for stage, value in wanted.items()}
+        asked = set(parameters)
+        own = [[key for key in record.parameters if key in asked] for record in records]
+        if not for_input and not any(own):
+            return None, {}
+        run = _Run(self, records, gradient, own, for_input)
+        run.execute()
+        found: dict[int, torch.Tensor] = {}
+        for part in run.parameter_gradients:
+            for key, value in part.items():
+                found[key] = found[key] + value if key in found else value
+        return run.input_gradient, found
 
 
 class _Run:
     """One pass of the steps over a batch.
 
     Steps that no product of matrices precedes, or that none follows, run on the whole batch by the operators' own
-    backward. The rest run in slices of samples: only there matrices exist.
+    backward, which gives their parameters' gradients as well. The rest run in slices of samples: only there matrices
+    exist.
     """
 
-    def __init__(self, scanner: Scanner, records: Sequence[Record], gradient: torch.Tensor, wanted: set[int]) -> None:
-        self.scanner, self.records, self.wanted = scanner, records, wanted
+    def __init__(
+        self,
+        scanner: Scanner,
+        records: Sequence[Record],
+        gradient: torch.Tensor,
+        parameters: Sequence[Sequence[int]],
+        for_input: bool,
+    ) -> None:
+        self.scanner, self.records, self.parameters, self.for_input = scanner, records, parameters, for_input
         self.batch = gradient.shape[0]
         self.vectors = {0: gradient}
-        self.steps = scanner.schedule.live_steps(wanted)
+        stages = [number for number, own in enumerate(parameters) if own] + ([0] if for_input else [])
+        self.wanted = {scanner.gradient_of(number) for number in stages}
+        self.steps = scanner.schedule.live_steps(self.wanted)
         self.before, self.sliced, self.after = _parts(self.steps, {step.out for step in self.steps if step.kind == "mm"})
+        self.parameter_gradients: list[dict[int, torch.Tensor]] = [{} for _ in records]
+        self.input_gradient: torch.Tensor | None = None
 
-    def execute(self) -> dict[int, torch.Tensor]:
-        """All vectors that are wanted or that lead to them, by value."""
+    def execute(self) -> None:
+        """Take all steps, and then the gradients that only need their own stage's."""
+        done = {self.scanner.stage_index(step.left) for step in (*self.before, *self.after)}
         self._by_operators(self.before)
-        if self.sliced and self.batch:
+        if self.sliced:
             self._in_slices()
-        elif self.sliced:
-            for step in self.sliced:
-                if step.kind == "mv":
-                    rows = self._pattern(step.left).shape[0]
-                    self.vectors[step.out] = self.vectors[0].new_zeros((0, rows))
         self._by_operators(self.after)
-        return self.vectors
+        for number, own in enumerate(self.parameters):
+            for_input = self.for_input and number == 0
+            hooked = bool(self.records[number].stage.operator._backward_hooks)
+            if number not in done and (own or for_input or hooked) and self.scanner.gradient_of(number) in self.vectors:
+                gradient = self.vectors[self.scanner.gradient_of(number)]
+                result, found = self.records[number].pull_back(gradient, own, for_input=for_input or hooked)
+                self.parameter_gradients[number] = found
+                if for_input:
+                    self.input_gradient = result
+                if hooked:
+                    _check_hook(self.records[number], gradient, result)
 
     def _record(self, value: int) -> Record:
         return self.records[self.scanner.stage_index(value)]
@@ -122,7 +154,10 @@ class _Run:
 
     def _by_operators(self, steps: Iterable[Step]) -> None:
         for step in steps:
-            self.vectors[step.out] = self._record(step.left).vjp(self.vectors[step.right])
+            number = self.scanner.stage_index(step.left)
+            self.vectors[step.out], self.parameter_gradients[number] = self.records[number].pull_back(
+                self.vectors[step.right], self.parameters[number], for_input=True
+            )
 
     def _in_slices(self) -> None:
         used_later = self.wanted | {step.right for step in self.after}
@@ -165,8 +200,7 @@ class _Run:
                 matrices[step.out] = SparseJacobian(plan.pattern, plan.multiply(left, right))
             else:
                 if step.right not in vectors:
-                    whole = self.vectors[step.right][samples]
-                    vectors[step.right] = whole.reshape(whole.shape[0], -1).T.contiguous()
+                    vectors[step.right] = batch_last(self.vectors[step.right][samples])
                 left_matrix = matrix(step.left)
                 vectors[step.out] = matvec(left_matrix.pattern, left_matrix.values, vectors[step.right])
                 if step.out in vectors_out:
@@ -211,6 +245,17 @@ def _parts(steps: Sequence[Step], products: set[int]) -> tuple[list[Step], list[
     return before, [step for step in steps if step.out in between], after
 
 
+def _check_hook(record: Record, gradient: torch.Tensor, result: torch.Tensor) -> None:
+    """Raise where a module's backward hook gives another gradient of its input than the Jacobian does."""
+    matrix = record.transposed_jacobian()
+    ours = matvec(matrix.pattern, matrix.values, batch_last(gradient)).T.reshape(result.shape)
+    if result.numel() and (ours - result).abs().max() > 1e-3 * result.abs().max():
+        raise RuntimeError(
+            f"{record.stage.path}: a backward hook changes the gradient, which a product of Jacobians cannot know; "
+            "use schedule='linear', or a module of its own"
+        )
+
+
 class ScanFunction(torch.autograd.Function):
     """The module as one node of autograd's graph: forward its own, backward by the scan."""
 
@@ -221,34 +266,15 @@ class ScanFunction(torch.autograd.Function):
         return ctx.records[-1].output.detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needed = [parameter for parameter, needs in zip(ctx.parameters, ctx.needs_input_grad[2:], strict=True) if needs]
-        x_gradient, found = pull_back(ctx.scanner, ctx.records, gradient, needed, ctx.needs_input_grad[1])
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True asks for gradients of gradients, which nn.Scan does not give; "
+                "call the module without Scan for those"
+            )
+        needed = [id(p) for p, needs in zip(ctx.parameters, ctx.needs_input_grad[2:], strict=True) if needs]
+        x_gradient, found = ctx.scanner.pull_back(ctx.records, gradient, needed, for_input=ctx.needs_input_grad[1])
         return (None, x_gradient, *(found.get(id(parameter)) for parameter in ctx.parameters))
-
-
-def pull_back(
-    scanner: Scanner, records: Sequence[Record], gradient: torch.Tensor, parameters: Sequence[torch.Tensor], for_input: bool
-) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-    """Gradients of the chain's input and of `parameters` (by their id), for a gradient of its output.
-
-    Each parameter's gradient needs only its stage's (equation 2.2); a parameter of several stages gets their sum.
-    """
-    asked = {id(parameter) for parameter in parameters}
-    own = {
-        number: [parameter for parameter in record.stage.parameters if id(parameter) in asked]
-        for number, record in enumerate(records)
-    }
-    stages = {number for number, mine in own.items() if mine} | ({0} if for_input else set())
-    gradients = scanner.gradients(records, gradient, stages)
-    found: dict[int, torch.Tensor] = {}
-    for number in sorted(stages):
-        for parameter, part in zip(own[number], records[number].parameter_gradients(gradients[number], own[number]), strict=True):
-            if part is not None:
-                found[id(parameter)] = found[id(parameter)] + part if id(parameter) in found else part
-    x_gradient = records[0].vjp(gradients[0]) if for_input else None
-    return x_gradient, found
 
 
 def vjp(
@@ -294,7 +320,7 @@ def vjp(
     y = records[-1].output.detach()
 
     def pullback(gradient: torch.Tensor) -> tuple[torch.Tensor]:
-        x_gradient, _ = pull_back(scanner, records, _checked(gradient, y), (), True)
+        x_gradient, _ = scanner.pull_back(records, _checked(gradient, y), (), for_input=True)
         assert x_gradient is not None
         return (x_gradient,)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ._chain import chain, check_input
 from ._scan import ScanFunction, Scanner
-from .schedule import Schedule
+from .schedule import Schedule, parse
 
 __all__ = ["Scan"]
 
@@ -34,6 +34,8 @@ class Scan(nn.Module):
 
     Raises
     ------
+    TypeError, ValueError
+        Where the schedule is none.
     UnsupportedOperatorError
         At the first forward pass with gradients, where an operator has no rule.
 
@@ -61,6 +63,7 @@ class Scan(nn.Module):
         memory_limit: int | None = None,
     ) -> None:
         super().__init__()
+        parse(schedule)
         self.module = module
         self.schedule = schedule
         self.pruned = pruned

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from ._chain import Chain
 
-__all__ = ["Complexity", "Schedule", "Step", "balanced", "blelloch", "linear", "resolve"]
+__all__ = ["Complexity", "Schedule", "Step", "balanced", "blelloch", "linear", "parse", "resolve"]
 
 #: The identity: never a matrix, and no value.
 IDENTITY = -1
@@ -364,22 +364,41 @@ def resolve(schedule: Schedule | str, n: int, chain: Chain | None = None) -> Sch
     ValueError
         Where the name is unknown, or the schedule is for another number of stages.
     """
+    name, number = parse(schedule)
     if isinstance(schedule, Schedule):
         if schedule.n != n:
             raise ValueError(f"the schedule is for {schedule.n} stages, but the chain has {n}; make one with n={n}")
         return schedule
+    if name == "linear":
+        return linear(n)
+    if name == "blelloch":
+        return blelloch(n, number)
+    if chain is None:
+        raise ValueError(f"schedule is {schedule!r}, which balances a chain; pass the chain")
+    return balanced(chain, 1 if number is None else number)
+
+
+def parse(schedule: Schedule | str) -> tuple[str, int | None]:
+    """A ``schedule=`` argument as its name and number, checked before there is a chain.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `resolve`.
+
+    Examples
+    --------
+    >>> parse("blelloch:2")
+    ('blelloch', 2)
+    """
+    if isinstance(schedule, Schedule):
+        return schedule.name, None
     if not isinstance(schedule, str):
         raise TypeError(f"schedule is a {type(schedule).__name__}; expected a Schedule or a name such as 'blelloch:2'")
-    name, _, argument = schedule.partition(":")
-    number = int(argument) if argument.isdecimal() else None
-    if schedule == "linear":
-        return linear(n)
-    if schedule == "blelloch" or (name == "blelloch" and number is not None):
-        return blelloch(n, number)
-    if chain is not None and schedule == "auto":
-        return balanced(chain, 1)
-    if chain is not None and name == "balanced" and number is not None:
-        return balanced(chain, number)
-    raise ValueError(
-        f"schedule is {schedule!r}; expected linear, blelloch, blelloch:LEVELS, balanced:WORKERS, auto or a Schedule"
-    )
+    name, colon, argument = schedule.partition(":")
+    plain = not colon and name in ("linear", "blelloch", "auto")
+    if not plain and not (name in ("blelloch", "balanced") and argument.isdecimal()):
+        raise ValueError(
+            f"schedule is {schedule!r}; expected linear, blelloch, blelloch:LEVELS, balanced:WORKERS, auto or a Schedule"
+        )
+    return name, int(argument) if colon else None

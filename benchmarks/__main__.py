@@ -1,0 +1,148 @@
+"""The command ``python -m benchmarks``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from jacsparse._output import check_writable
+
+from ._context import Context, device_problem
+from ._environment import environment
+from ._experiment import Experiment, Row
+from ._registry import EXPERIMENTS
+from ._report import write_report
+from ._results import Result, result_path, write
+from ._text import COLUMNS, cells
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="benchmarks",
+    help="Measure what the papers' tables and figures show, and how peers do.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Device(StrEnum):
+    """Where experiments run."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@app.command(name="list")
+def list_() -> None:
+    """Name the experiments, and say what each one reproduces."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, experiment in EXPERIMENTS.items():
+        table.add_row(name, f"{experiment.title} ({experiment.source})")
+    Console().print(table)
+
+
+@app.command()
+def run(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Experiments; all where none is named.")] = None,
+    device: Annotated[Device, typer.Option(help="Where to run them.")] = Device.cpu,
+    threads: Annotated[int | None, typer.Option(min=1, help="For everything, peers included; PyTorch's number.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out/benchmarks"),
+) -> None:
+    """Run experiments, and write a JSON file for each."""
+    try:
+        chosen = _chosen(names or list(EXPERIMENTS))
+        _check_folder(out, [result_path(out, experiment.name, device) for experiment in chosen])
+    except ValueError as error:
+        _fail(error)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    console = Console()
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        for number, experiment in enumerate(chosen):
+            task = progress.add_task(experiment.name)
+
+            def say(line: str, task: Any = task, experiment: Experiment = experiment, number: int = number) -> None:
+                place = f"{number + 1}/{len(chosen)}"
+                progress.update(task, description=f"{place} {experiment.name}: {line}")
+
+            result = _measured(experiment, Context(device=device, say=say))
+            progress.remove_task(task)
+            console.print(f"{experiment.name}: {experiment.summary(result.rows)}", markup=False, highlight=False)
+            console.print(_table(result.rows))
+            console.print(str(write(result, out)), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where `run` wrote its results.")]) -> None:
+    """Write a report with pictures from the results in a folder."""
+    try:
+        typer.echo(write_report(folder, EXPERIMENTS))
+    except (ValueError, OSError) as error:
+        _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    """An error of the user's is one line, and exit status 2."""
+    typer.echo(f"benchmarks: {error}", err=True)
+    raise typer.Exit(2)
+
+
+def _chosen(names: Sequence[str]) -> list[Experiment]:
+    unknown = [name for name in names if name not in EXPERIMENTS]
+    if unknown:
+        raise ValueError(f"no experiment is named {unknown[0]!r}; known are {', '.join(EXPERIMENTS)}")
+    return [EXPERIMENTS[name] for name in dict.fromkeys(names)]
+
+
+def _check_folder(folder: Path, files: Sequence[Path]) -> None:
+    """Make the folder; ValueError where it or a file in it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {folder} cannot be made: {error.strerror}; choose another folder") from error
+    for file in files:
+        check_writable(file)
+
+
+def _measured(experiment: Experiment, context: Context) -> Result:
+    date, begin, machine = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter(), environment()
+    problem = device_problem(context.device, experiment.devices)
+    if problem is not None:
+        rows, limits = [Row.missing(experiment.title, problem)], None
+    else:
+        limits = context.limits
+        rows = experiment.run(context)
+    seconds = time.perf_counter() - begin
+    return Result(experiment.name, str(context.device), date, seconds, machine, limits, tuple(rows))
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in (COLUMNS[0], COLUMNS[-1]) else "right")
+    group = ""
+    for row in rows:
+        if row.group != group:
+            group = row.group
+            table.add_section()
+            table.add_row(Text(group, style="bold"))
+        table.add_row(*map(Text, cells(row)))
+    return table
+
+
+if __name__ == "__main__":
+    app()

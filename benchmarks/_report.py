@@ -1,0 +1,128 @@
+"""A report of a folder of results: Markdown, and a picture for each experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ._experiment import Experiment, Row
+from ._results import Result, read, result_path
+from ._text import COLUMNS, amount, cells
+
+__all__ = ["DEVICES", "read_all", "write_report"]
+
+DEVICES = ("cpu", "cuda")
+
+
+def read_all(folder: Path, experiments: Mapping[str, Experiment]) -> dict[tuple[str, str], Result]:
+    """The results in a folder, by experiment and device.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where the folder does not exist, or holds no result.
+    ValueError
+        Where a result is damaged, or is another experiment's.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder; make one with: python -m benchmarks run --out {folder}")
+    found = {}
+    for name in experiments:
+        for device in DEVICES:
+            path = result_path(folder, name, device)
+            if not path.exists():
+                continue
+            result = read(path)
+            if (result.experiment, result.device) != (name, device):
+                raise ValueError(f"{path} holds the result of {result.experiment} on {result.device}; rename or delete it")
+            found[name, device] = result
+    if not found:
+        raise FileNotFoundError(f"{folder} holds no result; make some with: python -m benchmarks run --out {folder}")
+    return found
+
+
+def write_report(folder: Path, experiments: Mapping[str, Experiment]) -> Path:
+    """Write ``report.md`` and the pictures into a folder of results.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        As `read_all`.
+    """
+    results = read_all(folder, experiments)
+    lines = ["# Benchmarks", "", *_overview(experiments, results)]
+    for name, experiment in experiments.items():
+        for device in DEVICES:
+            if (name, device) in results:
+                lines += _section(experiment, results[name, device], folder)
+    path = folder / "report.md"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def _overview(experiments: Mapping[str, Experiment], results: Mapping[tuple[str, str], Result]) -> Iterable[str]:
+    yield from _table_head(("experiment", "reproduces", "device", "result"))
+    for name, experiment in experiments.items():
+        devices = [device for device in DEVICES if (name, device) in results]
+        if not devices:
+            yield _table_line((name, experiment.source, "", f"not measured: run `python -m benchmarks run {name}`"))
+        for device in devices:
+            yield _table_line((name, experiment.source, device, experiment.summary(results[name, device].rows)))
+    yield ""
+    yield (
+        "Each figure is the median of its runs; ratios are of medians, and in brackets of the fastest runs, which is what "
+        "is left of them on a machine that others use too. Floor: bytes over copy bandwidth, or flop over peak, both "
+        "measured in the same run."
+    )
+
+
+def _section(experiment: Experiment, result: Result, folder: Path) -> Iterable[str]:
+    yield from ("", f"## {experiment.title}", "", f"{experiment.source}. {_circumstances(result)}", "")
+    if any(not row.not_measured for row in result.rows):
+        yield from (_picture(experiment, result, folder), "")
+    yield from _tables(result.rows)
+
+
+def _picture(experiment: Experiment, result: Result, folder: Path) -> str:
+    path = result_path(folder, result.experiment, result.device).with_suffix(".png")
+    try:
+        experiment.figure(result.rows, path)
+    except ImportError as error:
+        return f"No picture: {error}."
+    return f"![{experiment.title}]({path.name})"
+
+
+def _circumstances(result: Result) -> str:
+    machine = result.environment
+    parts = [f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('threads')} threads"]
+    parts.append(f"{machine.get('memory_gib')} GiB, {', '.join(machine.get('vector_units') or ()) or 'no vector units'}")
+    if machine.get("gpu"):
+        parts.append(str(machine["gpu"]))
+    versions = machine.get("versions") or {}
+    parts.append(", ".join(f"{name} {version}" for name, version in versions.items()))
+    parts.append(f"run {result.date} in {amount(result.seconds, 's')}, load average before it {machine.get('load')}")
+    if result.limits is not None:
+        parts.append(
+            f"copy bandwidth {result.limits.copy_bandwidth / 1e9:.1f} GB/s, peak {result.limits.peak_flop / 1e9:,.0f} GFLOP/s"
+        )
+    return "; ".join(parts) + "."
+
+
+def _tables(rows: Sequence[Row]) -> Iterable[str]:
+    group = None
+    for row in rows:
+        if row.group != group:
+            group = row.group
+            yield from ("", f"### {group}" if group else "", "", *_table_head(COLUMNS))
+        elif row is rows[0]:
+            yield from _table_head(COLUMNS)
+        yield _table_line(cells(row))
+
+
+def _table_head(names: Sequence[str]) -> Iterable[str]:
+    yield _table_line(names)
+    yield _table_line(["---"] * len(names))
+
+
+def _table_line(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(text.replace('|', '∣') for text in texts)} |"

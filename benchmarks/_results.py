@@ -1,0 +1,138 @@
+"""Results as JSON files: one for each experiment and device, written whole or not at all, checked when read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from ._context import Limits
+from ._experiment import Comparison, Row
+
+__all__ = ["Result", "read", "result_path", "write"]
+
+#: Of the files; a later one that reads differently gets another number.
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run of an experiment gave.
+
+    Attributes
+    ----------
+    experiment, device : str
+        What ran, and where.
+    date : str
+        When it began: ISO 8601, UTC.
+    seconds : float
+        How long the experiment took.
+    environment : dict
+        Hardware and versions.
+    limits : Limits or None
+        Copy bandwidth and peak, measured in the same run; None where nothing was.
+    rows : tuple of Row
+        The figures.
+    """
+
+    experiment: str
+    device: str
+    date: str
+    seconds: float
+    environment: dict[str, Any]
+    limits: Limits | None
+    rows: tuple[Row, ...]
+
+
+def result_path(folder: Path, experiment: str, device: str) -> Path:
+    """Where the result of an experiment on a device is kept."""
+    return folder / f"{experiment}.{device}.json"
+
+
+def write(result: Result, folder: Path) -> Path:
+    """Write a result into a folder; the file appears whole or not at all."""
+    path = result_path(folder, result.experiment, result.device)
+    text = json.dumps({"format": FORMAT, **asdict(result)}, indent=1, allow_nan=False)
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        # Readable as any file of the user's is; mkstemp makes it private.
+        mask = os.umask(0)
+        os.umask(mask)
+        Path(temporary).chmod(0o666 & ~mask)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def read(path: Path) -> Result:
+    """Read a result that `write` wrote, checking all of it.
+
+    Raises
+    ------
+    ValueError
+        Where the file is damaged, or is no such result.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise ValueError(f"it is no benchmark result of format {FORMAT}")
+        content["limits"] = None if content.get("limits") is None else _made(Limits, content["limits"])
+        content["rows"] = tuple(_row(row) for row in _sequence(content, "rows"))
+        return _made(Result, content)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a benchmark result ({error}); delete it, or run the experiment again"
+        ) from error
+
+
+def _row(content: Any) -> Row:
+    if not isinstance(content, dict):
+        raise ValueError(f"a row is a {type(content).__name__}")
+    comparisons = tuple(_made(Comparison, item) for item in _sequence(content, "comparisons"))
+    row = _made(Row, {**content, "comparisons": comparisons})
+    if (row.median is None) != bool(row.not_measured):
+        raise ValueError(f"row {row.label!r} needs either a figure or a reason why it was not measured")
+    return row
+
+
+def _sequence(content: Mapping[str, Any], name: str) -> list[Any]:
+    values = content.get(name)
+    if not isinstance(values, list):
+        raise ValueError(f"{name} is no list")
+    return values
+
+
+Made = TypeVar("Made")
+
+
+def _made(kind: type[Made], content: Any) -> Made:
+    """An instance of a dataclass from plain values, all there and of the right types."""
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(content, dict) or set(content) != names:
+        raise ValueError(f"expected {', '.join(sorted(names))}")
+    for name, hint in get_type_hints(kind).items():
+        if name in names and not _fits(content[name], hint):
+            raise ValueError(f"{name} is {content[name]!r}")
+    return kind(**content)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    options = get_args(hint) if not isinstance(hint, type) else (hint,)
+    if getattr(hint, "__origin__", None) in (tuple, dict):
+        options = (hint.__origin__,)
+    if float in options:
+        options = (*options, int)
+    return any(isinstance(value, option) if isinstance(option, type) else value == option for option in options)

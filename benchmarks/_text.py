@@ -1,0 +1,66 @@
+"""Figures as text, for the terminal and the report."""
+
+from __future__ import annotations
+
+from ._experiment import Comparison, Row
+
+__all__ = ["amount", "cells", "comparison_text"]
+
+COLUMNS = ("what", "median", "quartiles", "fastest", "runs", "floor", "compared")
+
+
+def amount(value: float | None, unit: str) -> str:
+    """A figure with its unit, to three digits; times in the unit that suits them."""
+    if value is None:
+        return ""
+    if unit == "s":
+        for name, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)):
+            if abs(value) >= scale or name == "ns":
+                return f"{_digits(value / scale)} {name}"
+    return f"{_digits(value)} {unit}".rstrip()
+
+
+def _digits(value: float) -> str:
+    """Three digits at least, and all of a whole number."""
+    if float(value).is_integer() or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """A ratio, what is left of it in the fastest runs, its target and what the papers print."""
+    text = f"{comparison.text}: {_ratio(comparison.ratio)}"
+    remarks = []
+    if comparison.fastest is not None:
+        remarks.append(f"fastest {_ratio(comparison.fastest)}")
+    for sign, target in (("≥", comparison.at_least), ("≤", comparison.at_most)):
+        if target is not None:
+            remarks.append(f"target {sign} {_ratio(target)}: {'met' if comparison.met else 'missed'}")
+    if comparison.published is not None:
+        remarks.append(f"published {_ratio(comparison.published)}")
+    return f"{text} ({', '.join(remarks)})" if remarks else text
+
+
+def _ratio(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as the texts of `COLUMNS`."""
+    if row.not_measured:
+        return (row.label, "not measured", "", "", "", "", _joined(row.not_measured, row.note))
+    quartiles = "" if row.lower is None else f"{amount(row.lower, row.unit)} – {amount(row.upper, row.unit)}"
+    compared = "; ".join(comparison_text(comparison) for comparison in row.comparisons)
+    return (
+        row.label if row.quantity == "time" else f"{row.label} ({row.quantity})",
+        amount(row.median, row.unit),
+        quartiles,
+        amount(row.fastest, row.unit),
+        f"{row.runs:,}",
+        amount(row.floor, row.unit),
+        _joined(compared, row.note),
+    )
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)

@@ -1,0 +1,96 @@
+"""Counting the FLOP of pruned VGG-11, step by step: how long it takes, and the thesis' Figure 5.5."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import jacsparse
+from jacsparse import FlopReport
+from jacsparse._flop import BaselineStep, FlopStep
+
+from ._context import Context
+from ._experiment import Comparison, Experiment, Row
+from ._workloads import pruned_vgg11
+
+__all__ = ["FlopAnalysis"]
+
+#: Seconds that an analysis of observed structure may take.
+TARGET = 0.3
+
+
+@dataclass(frozen=True)
+class FlopAnalysis(Experiment):
+    """One sample, ``blelloch:2``; each run makes chain, patterns and counts anew.
+
+    Attributes
+    ----------
+    build : callable
+        Makes the network.
+    input_shape : tuple of int
+        Of a sample.
+    """
+
+    build: Callable[[], nn.Module] = pruned_vgg11
+    input_shape: tuple[int, ...] = (3, 32, 32)
+
+    name = "flop_analysis"
+    title = "Static FLOP analysis of pruned VGG-11"
+    source = "thesis, Figure 5.5"
+
+    def run(self, context: Context) -> list[Row]:
+        module = self.build()
+        inputs = torch.randn(1, *self.input_shape, generator=torch.Generator().manual_seed(0))
+
+        def observed() -> FlopReport:
+            return jacsparse.count_flop(module, self.input_shape, structure="observed", inputs=inputs)
+
+        def guaranteed() -> FlopReport:
+            return jacsparse.count_flop(module, self.input_shape, executed=False)
+
+        counted = observed()
+        found = context.times({"observed structure": observed, "guaranteed structure": guaranteed}, seconds=3 * context.seconds)
+        rows = [
+            Row.timed(f"analysis, {label}", timing, note="kernels compiled; chain, patterns and counts made anew")
+            for label, timing in found.items()
+        ]
+        assert rows[0].median is not None
+        ratio = Comparison(f"time / {TARGET} s", rows[0].median / TARGET, min(found["observed structure"].seconds) / TARGET, at_most=1)
+        rows[0] = Row.timed(
+            "analysis, observed structure",
+            found["observed structure"],
+            comparisons=(ratio,),
+            note=rows[0].note,
+            data=counted.to_dict(),
+        )
+        rows.append(
+            Row.missing("the authors' own analysis", "no package of it; 6.6 s when run once on two cores", role="peer")
+        )
+        return rows + [_total(report) for report in (counted, guaranteed())]
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        _report(rows[0].data).plot(path)
+
+
+def _total(report: FlopReport) -> Row:
+    note = f"critical path {report.critical_path:,.0f}; back-propagation {report.baseline_total:,.0f}"
+    live = sum(step.live for step in report.steps)
+    label = f"{report.schedule}, {report.structure} structure, {live} live steps"
+    return Row.of_value(label, report.total, "flop", group="What was counted", note=note)
+
+
+def _report(content: dict[str, Any]) -> FlopReport:
+    """The report that `FlopReport.to_dict` wrote down."""
+    return FlopReport(
+        content["schedule"],
+        content["structure"],
+        content["samples"],
+        tuple(FlopStep(**step) for step in content["steps"]),
+        None if content["input_gradient"] is None else FlopStep(**content["input_gradient"]),
+        tuple(BaselineStep(**step) for step in content["baseline"]),
+    )

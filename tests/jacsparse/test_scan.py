@@ -1,0 +1,400 @@
+"""Gradients by scan against autograd: every schedule, the input and every parameter."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import jacsparse
+from jacsparse._chain import Record
+from jacsparse._scan import Scanner
+from tests.helpers import close
+from tests.jacsparse.models import kaiming, lenet, small, vgg_features
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+def gradients(run: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, x: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
+    """Of the input and of every parameter that trains, as autograd sends them."""
+    module.zero_grad()
+    given_x = x.clone().requires_grad_()
+    run(given_x).backward(g)
+    assert given_x.grad is not None
+    return [given_x.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+
+def compare(module: nn.Module, x: torch.Tensor, schedule: object, vanishing: bool = False, **options: object) -> None:
+    with torch.no_grad():
+        y = module(x)
+    g = torch.randn_like(y)
+    expected = gradients(module, module, x, g)
+    scan = jacsparse.nn.Scan(module, schedule=schedule, **options)  # type: ignore[arg-type]
+    found = gradients(scan, module, x, g)
+    assert torch.equal(scan(x), y)
+    assert len(found) == len(expected)
+    for ours, reference in zip(found, expected, strict=True):
+        assert vanishing or reference.abs().max() > 1e-6
+        close(ours, reference, TOLERANCE[x.dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("schedule", ["linear", "blelloch:1", "blelloch:2", "auto"])
+def test_pruned_vgg_11(schedule: str, batch: int, dtype: torch.dtype) -> None:
+    if schedule == "blelloch:2" and batch == 16 and dtype == torch.float32:
+        pytest.skip("16 samples in float64 are the harder case")
+    compare(vgg_features().to(dtype), torch.randn(batch, 3, 32, 32, dtype=dtype), schedule)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("schedule", ["linear", "blelloch", "blelloch:1", "blelloch:2", "blelloch:3", "balanced:3", "auto"])
+def test_lenet_5(schedule: str, batch: int, dtype: torch.dtype) -> None:
+    compare(lenet().to(dtype), torch.randn(batch, 3, 32, 32, dtype=dtype), schedule)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "blelloch", "blelloch:1", "blelloch:2"])
+@pytest.mark.parametrize("batch", [1, 2, 5, 33])
+def test_small_network(schedule: str, batch: int) -> None:
+    compare(small().double(), torch.randn(batch, 2, 9, 9, dtype=torch.float64), schedule)
+
+
+@pytest.mark.parametrize("limit", [1, 40_000, 200_000])
+def test_slices_of_a_batch(limit: int) -> None:
+    compare(small().double(), torch.randn(37, 2, 9, 9, dtype=torch.float64), "blelloch", memory_limit=limit)
+
+
+def test_memory_of_a_batch_of_16() -> None:
+    """In slices, the whole process stays below 4 GB."""
+    code = """
+        import resource, torch, jacsparse
+        from tests.jacsparse.models import vgg_features
+        module, x = vgg_features(), torch.randn(16, 3, 32, 32)
+        jacsparse.nn.Scan(module, schedule="blelloch:2")(x).sum().backward()
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    """
+    output = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert int(output.stdout) < 4e9
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
+    """Random chains of operators that fit each other."""
+    channels, size = draw(st.integers(1, 3)), draw(st.integers(3, 7))
+    shape = (channels, size, size)
+    layers: list[nn.Module] = []
+    for _ in range(draw(st.integers(1, 7))):
+        kind = draw(st.sampled_from(["conv", "relu", "max", "avg", "norm", "identity"]))
+        if kind == "conv":
+            out = draw(st.integers(1, 3))
+            layers.append(nn.Conv2d(channels, out, 3, padding=1))
+            channels = out
+        elif kind == "norm":
+            layers.append(nn.BatchNorm2d(channels).eval())
+        else:
+            layers.append({"relu": nn.ReLU(), "max": nn.MaxPool2d(2, 1), "avg": nn.AvgPool2d(2, 1), "identity": nn.Identity()}[kind])
+            size -= kind in ("max", "avg")
+        if size == 1:
+            break
+    if draw(st.booleans()):
+        layers += [nn.Flatten(), nn.Linear(channels * size * size, draw(st.integers(1, 4)))]
+    return kaiming(nn.Sequential(*layers)).double().eval(), shape
+
+
+@given(chains(), st.sampled_from(["linear", "blelloch", "blelloch:1"]), st.integers(1, 4))
+@settings(max_examples=60)
+def test_drawn_chains(case: tuple[nn.Module, tuple[int, ...]], schedule: str, batch: int) -> None:
+    module, shape = case
+    compare(module, torch.randn(batch, *shape, dtype=torch.float64), schedule, vanishing=True)
+
+
+SCHEDULES = pytest.mark.parametrize("schedule", ["linear", "blelloch"])
+
+
+@SCHEDULES
+def test_pruning_masks(schedule: str) -> None:
+    module = lenet().double()
+    for part in module.modules():
+        if isinstance(part, (nn.Conv2d, nn.Linear)):
+            prune.l1_unstructured(part, "weight", 0.6)
+    compare(module, torch.randn(4, 3, 32, 32, dtype=torch.float64), schedule)
+
+
+@SCHEDULES
+def test_parametrisations(schedule: str) -> None:
+    module = small().double()
+    parametrizations.weight_norm(module[0])
+    parametrizations.weight_norm(module[8])
+    compare(module, torch.randn(4, 2, 9, 9, dtype=torch.float64), schedule)
+
+
+@SCHEDULES
+def test_frozen_parameters(schedule: str) -> None:
+    module = lenet().double()
+    module[0].requires_grad_(False)
+    module[2][0].bias.requires_grad_(False)
+    compare(module, torch.randn(4, 3, 32, 32, dtype=torch.float64), schedule)
+
+
+def test_frozen_front_needs_no_gradient_there() -> None:
+    module = lenet()
+    module[0].requires_grad_(False)
+    scan = jacsparse.nn.Scan(module, schedule="blelloch")
+    scan(torch.randn(2, 3, 32, 32)).sum().backward()
+    scanner = scan.scanner((3, 32, 32))
+    needed = scanner.schedule.live_steps([scanner.gradient_of(stage) for stage in range(6, 11)])
+    assert len(needed) < len(scanner.schedule.live_steps())
+
+
+@SCHEDULES
+def test_tensor_hooks_change_gradients_as_in_autograd(schedule: str) -> None:
+    module = small().double()
+    module[0].weight.register_hook(lambda gradient: gradient * 2)
+    compare(module, torch.randn(3, 2, 9, 9, dtype=torch.float64), schedule)
+
+
+@SCHEDULES
+def test_forward_and_backward_hooks_are_called(schedule: str) -> None:
+    module = small().double()
+    x = torch.randn(3, 2, 9, 9, dtype=torch.float64)
+    seen: dict[str, list[torch.Tensor]] = {"forward": [], "backward": []}
+    module[5].register_forward_hook(lambda _m, _i, output: seen["forward"].append(output.detach().clone()))
+    module[5].register_full_backward_hook(lambda _m, _i, output: seen["backward"].append(output[0].clone()))
+    module(x).sum().backward()
+    jacsparse.nn.Scan(module, schedule=schedule)(x).sum().backward()
+    for kind in ("forward", "backward"):
+        assert len(seen[kind]) == 2
+        close(seen[kind][1], seen[kind][0], 1e-10)
+
+
+def test_hooks_that_change_values_are_refused() -> None:
+    module = small().double()
+    handle = module[2].register_forward_hook(lambda _m, _i, output: output * 2)
+    with pytest.raises(RuntimeError, match="^2: a forward hook changes the module's input or output"):
+        jacsparse.nn.Scan(module)(torch.randn(1, 2, 9, 9, dtype=torch.float64))
+    handle.remove()
+    module[2].register_forward_pre_hook(lambda _m, args: (args[0] + 1,))
+    with pytest.raises(RuntimeError, match="^2: a forward hook"):
+        jacsparse.nn.Scan(module)(torch.randn(1, 2, 9, 9, dtype=torch.float64))
+
+
+def test_backward_hooks_that_change_gradients_are_refused() -> None:
+    module = small().double()
+    module[5].register_full_backward_hook(lambda _m, inputs, _o: (inputs[0] * 2,))
+    y = jacsparse.nn.Scan(module, schedule="blelloch")(torch.randn(2, 2, 9, 9, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="5: a backward hook changes the gradient"):
+        y.sum().backward()
+
+
+def test_container_hooks_are_refused() -> None:
+    module = lenet()
+    module[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="^0: hooks of a container are not run"):
+        jacsparse.nn.Scan(module)(torch.randn(1, 3, 32, 32))
+
+
+@SCHEDULES
+def test_active_dropout_keeps_its_draw(schedule: str) -> None:
+    module = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3)).double()
+    x, g = torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    torch.manual_seed(3)
+    expected = gradients(module, module, x, g)
+    torch.manual_seed(3)
+    found = gradients(jacsparse.nn.Scan(module, schedule=schedule, memory_limit=1), module, x, g)
+    for ours, reference in zip(found, expected, strict=True):
+        close(ours, reference, 1e-10)
+
+
+@SCHEDULES
+def test_a_module_used_twice(schedule: str) -> None:
+    shared = nn.Linear(5, 5)
+    compare(nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(5, 2)).double(), torch.randn(4, 5, dtype=torch.float64), schedule)
+
+
+def test_training_steps_follow_autograd() -> None:
+    """Weights move, plans stay: ten steps of two copies give the same losses."""
+    losses: list[list[float]] = []
+    for wrap in (lambda module: module, lambda module: jacsparse.nn.Scan(module, schedule="blelloch")):
+        torch.manual_seed(1)
+        module = small().double()
+        run, optimiser = wrap(module), torch.optim.SGD(module.parameters(), lr=0.05)
+        x, target = torch.randn(8, 2, 9, 9, dtype=torch.float64), torch.randint(3, (8,))
+        losses.append([])
+        for _ in range(10):
+            optimiser.zero_grad()
+            loss = nn.functional.cross_entropy(run(x), target)
+            loss.backward()
+            optimiser.step()
+            losses[-1].append(loss.item())
+    assert losses[0][-1] < losses[0][0] and max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-12
+
+
+def test_zero_weights_that_move_are_noticed() -> None:
+    module = nn.Sequential(nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with torch.no_grad():
+        module[1].weight[0, 0] = 0
+    scan, x = jacsparse.nn.Scan(module, schedule="blelloch"), torch.randn(3, 4, requires_grad=True)
+    scan(x).sum().backward()
+    with torch.no_grad():
+        module[1].weight[0, 0] = 1
+    with pytest.raises(RuntimeError, match=r"1\.weight: weights that were pruned or zero"):
+        scan(x).sum().backward()
+    scan.reset()
+    compare(module, x.detach(), "blelloch")
+    compare(module, x.detach(), "blelloch", pruned=False)
+
+
+def test_new_masks_make_new_patterns() -> None:
+    module = lenet()
+    scan, x = jacsparse.nn.Scan(module, schedule="blelloch"), torch.randn(2, 3, 32, 32)
+    scan(x).sum().backward()
+    dense = scan.scanner((3, 32, 32)).chain.stages[0].pattern.nnz
+    prune.l1_unstructured(module[0][0], "weight", 0.5)
+    scan(x).sum().backward()
+    assert scan.scanner((3, 32, 32)).chain.stages[0].pattern.nnz < dense
+
+
+def test_weights_changed_between_forward_and_backward_are_noticed() -> None:
+    module = nn.Sequential(nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    y = jacsparse.nn.Scan(module, schedule="blelloch")(torch.randn(3, 4, requires_grad=True))
+    with torch.no_grad():
+        module[1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place|modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_no_grad_and_eval_run_the_module_itself() -> None:
+    module = lenet()
+    scan = jacsparse.nn.Scan(module)
+    with torch.no_grad():
+        assert torch.equal(scan(torch.ones(1, 3, 32, 32)), module(torch.ones(1, 3, 32, 32)))
+    assert not scan._scanners
+    module.requires_grad_(False)
+    assert not scan(torch.ones(1, 3, 32, 32)).requires_grad
+
+
+def test_second_backward_and_accumulation() -> None:
+    module, x = small().double(), torch.randn(2, 2, 9, 9, dtype=torch.float64, requires_grad=True)
+    y = jacsparse.nn.Scan(module, schedule="blelloch")(x)
+    y.sum().backward(retain_graph=True)
+    assert x.grad is not None
+    first = x.grad.clone()
+    y.sum().backward()
+    close(x.grad, 2 * first, 1e-15)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    x = torch.randn(2, 2, 9, 9, requires_grad=True)
+    y = jacsparse.nn.Scan(small(), schedule="blelloch")(x)
+    with pytest.raises(RuntimeError, match="create_graph=True asks for gradients of gradients"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_empty_batch() -> None:
+    for schedule in ("linear", "blelloch"):
+        module, x = small(), torch.zeros(0, 2, 9, 9, requires_grad=True)
+        jacsparse.nn.Scan(module, schedule=schedule)(x).sum().backward()
+        assert x.grad is not None and x.grad.shape == x.shape
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in module.parameters())
+
+
+def test_chains_without_stages() -> None:
+    for module in (nn.Flatten(), nn.Sequential(), nn.Dropout().eval()):
+        x = torch.randn(2, 3, 4, requires_grad=True)
+        jacsparse.nn.Scan(module)(x).sum().backward()
+        assert torch.equal(x.grad, torch.ones_like(x))
+        y, pullback = jacsparse.vjp(module, x.detach())
+        assert torch.equal(pullback(torch.full_like(y, 2))[0], torch.full((2, 3, 4), 2.0))
+
+
+def test_vjp_is_torch_func_s() -> None:
+    module, x = lenet().double(), torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    y, pullback = jacsparse.vjp(module, x, schedule="blelloch:2")
+    expected_y, expected = torch.func.vjp(module, x)
+    assert torch.equal(y, expected_y) and not y.requires_grad
+    for _ in range(2):
+        g = torch.randn_like(y)
+        close(pullback(g)[0], expected(g)[0].detach(), 1e-10)
+    with pytest.raises(ValueError, match=r"the gradient is torch.float64 \(3, 4\); expected that of the output"):
+        pullback(g[:, :4])
+
+
+def test_backward_accumulates_and_refuses_randomness() -> None:
+    module, x = lenet().double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    g = torch.randn(2, 10, dtype=torch.float64)
+    expected = gradients(module, module, x, g)
+    module.zero_grad()
+    for times in (1, 2):
+        close(jacsparse.backward(module, x, g, schedule="blelloch"), expected[0], 1e-10)
+        for parameter, reference in zip(module.parameters(), expected[1:], strict=True):
+            close(parameter.grad, times * reference, 1e-10)
+    with pytest.raises(ValueError, match=r"^1: backward runs the forward again"):
+        jacsparse.backward(nn.Sequential(nn.ReLU(), nn.Dropout()), x, x)
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="batch normalisation in training mode"):
+        jacsparse.backward(nn.BatchNorm2d(3).double(), x, x)
+
+
+def test_graph_is_released() -> None:
+    module = lenet()
+    scan = jacsparse.nn.Scan(module, schedule="blelloch")
+    for _ in range(3):
+        scan(torch.randn(2, 3, 32, 32)).sum().backward()
+    gc.collect()
+    before = sum(type(thing) is Record for thing in gc.get_objects())
+    assert before == 0
+
+
+def test_state_dict_and_repr() -> None:
+    scan = jacsparse.nn.Scan(lenet(), schedule="blelloch:2")
+    assert set(scan.state_dict()) == {f"module.{name}" for name in lenet().state_dict()}
+    assert "schedule='blelloch:2'" in repr(scan)
+
+
+BAD_INPUTS = {
+    "integers": (torch.ones(1, 3, 32, 32, dtype=torch.int64), TypeError, "x is torch.int64; expected float32 or float64"),
+    "half": (torch.ones(1, 3, 32, 32).half(), TypeError, "x is torch.float16"),
+    "complex": (torch.ones(1, 3, 32, 32, dtype=torch.complex64), TypeError, "x is torch.complex64"),
+    "no batch": (torch.ones(7), ValueError, r"x has shape \(7,\); expected \(batch, \*sample\)"),
+    "device": (torch.ones(1, 3, 32, 32, device="meta"), ValueError, "x is on meta"),
+    "no tensor": ([1.0], TypeError, "x is a list; expected a torch.Tensor"),
+    "channels": (torch.ones(1, 4, 32, 32), ValueError, r"0\.0: an input of shape \(4, 32, 32\) does not fit Conv2d"),
+    "too small": (torch.ones(1, 3, 4, 4), ValueError, r"0\.0: an input of shape \(3, 4, 4\) does not fit"),
+    "zero size": (torch.ones(1, 3, 0, 32), ValueError, r"input_shape is \(3, 0, 32\)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_inputs(case: str) -> None:
+    x, error, message = BAD_INPUTS[case]
+    for run in (jacsparse.nn.Scan(lenet()), lambda x: jacsparse.vjp(lenet(), x), lambda x: jacsparse.jacobian(lenet(), x)):
+        with pytest.raises(error, match=message):
+            run(x)
+
+
+def test_non_contiguous_and_nan_inputs() -> None:
+    module = small().double()
+    x = torch.randn(3, 9, 9, 2, dtype=torch.float64).permute(0, 3, 1, 2)
+    compare(module, x, "blelloch")
+    poisoned = x.clone()
+    poisoned[1, 0, 3, 3] = float("nan")
+    scan = jacsparse.nn.Scan(module, schedule="blelloch")
+    clean, dirty = (gradients(scan, module, case, torch.ones(3, 3, dtype=torch.float64))[0] for case in (x, poisoned))
+    assert torch.equal(clean[[0, 2]], dirty[[0, 2]]), "a NaN stays in its sample"
+
+
+def test_bad_schedule_is_named_at_the_call() -> None:
+    with pytest.raises(ValueError, match="schedule is 'fast'"):
+        jacsparse.nn.Scan(lenet(), schedule="fast")
+    assert Scanner(jacsparse.chain(lenet(), (3, 32, 32)), "blelloch:2").schedule.name == "blelloch:2"
+
+

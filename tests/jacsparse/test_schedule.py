@@ -1,0 +1,139 @@
+"""Schedules: right for every n and every number of levels, and of the complexity that the thesis derives."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from torch import nn
+
+import jacsparse
+from jacsparse.schedule import Schedule, balanced, blelloch, blocked, linear, resolve
+
+
+def gradients(schedule: Schedule, matrices: list[np.ndarray], vector: np.ndarray) -> list[np.ndarray]:
+    """The schedule's steps over small matrices; values[i] for the scan's array, as its docstring says."""
+    values = {0: vector, **{place + 1: matrix for place, matrix in enumerate(matrices)}}
+    for step in schedule.steps:
+        if step.kind == "move":
+            continue
+        assert step.out not in values, "a value is made once"
+        assert (values[step.right].ndim == 1) == (step.kind == "mv")
+        values[step.out] = values[step.left] @ values[step.right]
+    return [values[value] for value in schedule.gradients]
+
+
+def problem(n: int) -> tuple[list[np.ndarray], np.ndarray, list[np.ndarray]]:
+    rng = np.random.default_rng(n)
+    sizes = rng.integers(1, 5, n + 1)
+    # Place j holds the transposed Jacobian of stage n + 1 - j: it leads from x_{n+1-j} to x_{n-j}.
+    matrices = [rng.integers(-3, 4, (sizes[place + 1], sizes[place])).astype(object) for place in range(n)]
+    vector = rng.integers(-3, 4, sizes[0]).astype(object)
+    expected = [vector]
+    for matrix in matrices[:-1]:
+        expected.append(matrix @ expected[-1])
+    return matrices, vector, expected if n else []
+
+
+@pytest.mark.parametrize("n", range(41))
+def test_every_schedule_is_exact(n: int) -> None:
+    matrices, vector, expected = problem(n)
+    schedules = [linear(n), blelloch(n), *(blelloch(n, levels) for levels in range(7))]
+    schedules += [blocked(n, [0, *cuts]) for cuts in ([], [1], [n // 2], [n // 3, 2 * n // 3]) if n > 6 or not cuts]
+    for schedule in schedules:
+        found = gradients(schedule, matrices, vector)
+        assert len(found) == n and all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+        live = {step.out for step in schedule.live_steps()}
+        assert all(step.live == (step.out in live) for step in schedule.products)
+
+
+def test_algorithm_1_as_printed() -> None:
+    """Its own loops, over the thesis' own operator, count the products and where each is."""
+    for n in range(1, 41):
+        a: list[object] = [("v",), *range(1, n + 1)]
+        counted = []
+        for d in range(math.ceil(math.log2(n + 1)) - 1):
+            counted += [(d, "up")] * len(range(0, n - 2**d + 1, 2 ** (d + 1)))
+        down = 0
+        a = [1] * (n + 1)
+        a[n] = 0  # the identity
+        for d in range(math.ceil(math.log2(n + 1)) - 1, -1, -1):
+            for i in range(0, n - 2**d + 1, 2 ** (d + 1)):
+                left, right = i + 2**d - 1, min(i + 2 ** (d + 1) - 1, n)
+                down += a[right] == 1
+                a[left], a[right] = a[right], 1
+        schedule = blelloch(n)
+        up = [step for step in schedule.products if step.phase == "up"]
+        assert len(up) == len(counted)
+        # The linear middle of a full scan is the last step of the up-sweep and the first of the down-sweep.
+        assert len(schedule.products) - len(up) == down
+
+
+def test_pruned_vgg_11_has_34_steps() -> None:
+    schedule = blelloch(21, levels=2)
+    assert len(schedule.products) == 34
+    dead = [step for step in schedule.products if not step.live]
+    assert [(step.left, step.right, step.kind, step.phase) for step in dead] == [(21, 20, "mm", "up")]
+    assert [step.kind for step in schedule.products].count("mm") == 14
+
+
+@pytest.mark.parametrize("n", [7, 21, 63, 255, 1023])
+def test_complexity_with_unlimited_workers(n: int) -> None:
+    """Equation 3.3: logarithmic steps; equation 3.4: linear work."""
+    scan, line = blelloch(n).complexity(n + 1), linear(n).complexity(n + 1)
+    levels = math.ceil(math.log2(n + 1))
+    assert levels <= scan.steps <= 2 * levels
+    assert n - 1 <= scan.work <= 2 * n
+    assert line.steps == line.work == n - 1
+    assert scan.space == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 64, 500])
+def test_complexity_with_few_workers(workers: int) -> None:
+    n = 1023
+    scan = blelloch(n).complexity(workers)
+    order = n / workers + math.log2(workers)
+    assert 0.5 * order <= scan.steps <= 3 * order + 2 * math.log2(n)
+    assert scan.work == blelloch(n).complexity(1).work == blelloch(n).complexity(1).steps
+    # Section 3.6: the space of max(n/p, 1) Jacobians.
+    assert scan.space == max(1, math.ceil((n - 1) / workers))
+
+
+def test_balanced_uses_workers_where_it_pays() -> None:
+    chain = jacsparse.chain(nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1) for _ in range(12))), (2, 6, 6))
+    assert [step.kind for step in balanced(chain, 1).products] == ["mv"] * 11
+    scales = jacsparse.chain(nn.Sequential(*(nn.ReLU() for _ in range(40))), (50,))
+    schedule = balanced(scales, 4)
+    assert any(step.kind == "mm" for step in schedule.products)
+    assert schedule.complexity(4).steps < linear(40).complexity(4).steps
+
+
+def test_names() -> None:
+    assert resolve("linear", 5) == linear(5) and resolve("blelloch", 5) == blelloch(5)
+    assert resolve("blelloch:2", 5) == blelloch(5, 2)
+    chain = jacsparse.chain(nn.Sequential(nn.ReLU(), nn.ReLU()), (3,))
+    assert resolve("auto", 2, chain) == balanced(chain, 1)
+    assert resolve(linear(2), 2) == linear(2)
+    for name in ("", "blelloch:", "blelloch:-1", "blelloch:x", "linear:2", "fast", "balanced"):
+        with pytest.raises(ValueError, match="expected linear, blelloch"):
+            resolve(name, 5)
+    with pytest.raises(ValueError, match="schedule is 'auto', which balances a chain"):
+        resolve("auto", 5)
+    with pytest.raises(ValueError, match="the schedule is for 4 stages, but the chain has 5"):
+        resolve(linear(4), 5)
+    with pytest.raises(TypeError, match="schedule is a int"):
+        resolve(3, 5)  # type: ignore[arg-type]
+
+
+def test_bad_arguments() -> None:
+    for n in (-1, 2.0, True, "3"):
+        with pytest.raises(ValueError, match="n is"):
+            linear(n)  # type: ignore[arg-type]
+    for levels in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="levels is"):
+            blelloch(3, levels)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="workers is 0"):
+        linear(3).complexity(0)
+    with pytest.raises(ValueError, match="workers is 0"):
+        balanced(jacsparse.chain(nn.ReLU(), (3,)), 0)
