@@ -1,0 +1,180 @@
+"""The FLOP report against SciPy, step by step, and its totals by the design's definitions."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from torch import nn
+
+import jacsparse
+from jacsparse import FlopReport, count_flop
+from jacsparse.schedule import Schedule, balanced, blelloch, linear
+from tests.jacsparse.models import kaiming, lenet, small, vgg_features
+
+
+def scipy_matrices(module: nn.Module, shape: tuple[int, ...], x: torch.Tensor | None) -> list[scipy.sparse.csr_array]:
+    """The transposed Jacobians' patterns as SciPy matrices of ones: guaranteed, or observed on one sample."""
+    chain = jacsparse.chain(module, shape)
+    if x is None:
+        return [stage.pattern.to_scipy().astype(np.int64) for stage in chain]
+    matrices = []
+    for record in chain.run(x):
+        matrix = record.transposed_jacobian().to_scipy()
+        if record.stage.call.operator not in ("aten.conv2d", "aten.linear", "aten.batch_norm", "aten.avg_pool2d"):
+            matrix.eliminate_zeros()
+        matrices.append((matrix != 0).astype(np.int64))
+    return matrices
+
+
+def check_against_scipy(report: FlopReport, schedule: Schedule, matrices: list[scipy.sparse.csr_array]) -> None:
+    """Every step's shape, FLOP and nnz, by products of matrices of ones: a product's sum is the pairs that meet."""
+    n = schedule.n
+    values = {n - stage: matrix for stage, matrix in enumerate(matrices)}
+    values[0] = scipy.sparse.csr_array(np.ones((matrices[-1].shape[1], 1), dtype=np.int64))
+    assert len(report.steps) == len(schedule.products)
+    for step, counted in zip(schedule.products, report.steps, strict=True):
+        left, right = values[step.left], values[step.right]
+        product = left @ right
+        assert (counted.m, counted.k, counted.n) == (*left.shape, right.shape[1])
+        assert counted.flop == 2 * product.sum() and counted.nnz == product.nnz
+        assert (counted.level, counted.phase, counted.kind, counted.live) == (step.level, step.phase, step.kind, step.live)
+        product.data[:] = 1
+        values[step.out] = product
+    last = values[n] @ values[schedule.gradients[-1]]
+    assert report.input_gradient.flop == 2 * last.sum() and report.input_gradient.nnz == last.nnz
+
+
+def random_chain(n: int) -> tuple[nn.Module, tuple[int, ...]]:
+    """A chain of n stages over 2 × 4 × 4 samples, half of its weights zero."""
+    generator = np.random.default_rng(n)
+    layers: list[nn.Module] = []
+    for _ in range(n):
+        kind = generator.integers(4)
+        layers.append([nn.ReLU(), nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(3, 1, 1), nn.AvgPool2d(3, 1, 1)][kind])
+    module = kaiming(nn.Sequential(*layers))
+    with torch.no_grad():
+        for part in module:
+            if isinstance(part, nn.Conv2d):
+                part.weight.mul_(torch.rand_like(part.weight) < 0.5)
+    return module, (2, 4, 4)
+
+
+@pytest.mark.parametrize("n", range(1, 41))
+def test_every_step_equals_scipy(n: int) -> None:
+    module, shape = random_chain(n)
+    x = torch.randn(1, *shape)
+    guaranteed, observed = scipy_matrices(module, shape, None), scipy_matrices(module, shape, x)
+    for schedule in (linear(n), *(blelloch(n, levels) for levels in range(7))):
+        check_against_scipy(count_flop(module, shape, schedule=schedule), schedule, guaranteed)
+        check_against_scipy(
+            count_flop(module, shape, schedule=schedule, structure="observed", inputs=x), schedule, observed
+        )
+
+
+def test_pruned_vgg_11_equals_scipy() -> None:
+    module, x = vgg_features(), torch.randn(1, 3, 32, 32)
+    schedule = blelloch(21, 2)
+    report = count_flop(module, (3, 32, 32), structure="observed", inputs=x)
+    assert len(report.steps) == 34 and sum(step.live for step in report.steps) == 33
+    check_against_scipy(report, schedule, scipy_matrices(module, (3, 32, 32), x))
+    # Published (section 5.3, DESIGN): the guaranteed structure costs several times as much.
+    assert 4 < count_flop(module, (3, 32, 32)).total / report.total < 12
+
+
+def test_counts_are_averaged_over_samples() -> None:
+    module, x = small(), torch.randn(3, 2, 9, 9)
+    reports = [count_flop(module, (2, 9, 9), structure="observed", inputs=sample[None]) for sample in x]
+    together = count_flop(module, (2, 9, 9), structure="observed", inputs=x)
+    assert together.samples == 3 and together.structure == "observed"
+    for number, step in enumerate(together.steps):
+        assert step.flop == pytest.approx(np.mean([report.steps[number].flop for report in reports]), rel=1e-12)
+        assert step.nnz == pytest.approx(np.mean([report.steps[number].nnz for report in reports]), rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "blelloch", "blelloch:1", "blelloch:2"])
+def test_critical_path_and_totals(schedule: str) -> None:
+    report = count_flop(lenet(), (3, 32, 32), schedule=schedule)
+    levels = defaultdict(list)
+    for step in report.steps:
+        if step.live:
+            levels[step.level, step.phase].append(step.flop)
+    expected = sum(sum(flops) if phase == "middle" else max(flops) for (_, phase), flops in levels.items())
+    assert report.critical_path == expected
+    assert report.total == sum(step.flop for step in report.steps if step.live)
+    assert not any(step.critical and not step.live for step in report.steps)
+
+
+def test_baseline_counts_gradient_operators() -> None:
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3))
+    report = count_flop(module, (1, 6, 6))
+    found = {step.stage: (step.flop, step.m, step.n, step.live) for step in report.baseline}
+    assert found == {
+        "4": (2 * 8 * 3, 8, 3, True),
+        "2": (32 + 8, 32, 8, True),
+        "1": (32 + 32, 32, 32, True),
+        "0": (2 * 16 * 9 * 2, 36, 32, False),
+    }
+    assert report.baseline_total == 2 * 8 * 3 + 40 + 64
+    x = torch.randn(1, 1, 6, 6)
+    observed = count_flop(module, (1, 6, 6), structure="observed", inputs=x)
+    active = int((module[1](module[0](x)) > 0).sum())
+    assert [step.flop for step in observed.baseline][1:3] == [40, 32 + active]
+
+
+def test_executed_work() -> None:
+    """The scan multiplies over the guaranteed structure and with full vectors, whatever was observed."""
+    module, x = small(), torch.randn(2, 2, 9, 9)
+    guaranteed = count_flop(module, (2, 9, 9), schedule="blelloch")
+    observed = count_flop(module, (2, 9, 9), schedule="blelloch", structure="observed", inputs=x, executed=True)
+    plain = count_flop(module, (2, 9, 9), schedule="blelloch", structure="observed", inputs=x)
+    for sure, seen, unasked in zip(guaranteed.steps, observed.steps, plain.steps, strict=True):
+        assert sure.executed == seen.executed >= seen.flop and unasked.executed is None
+        assert sure.executed == sure.flop if sure.kind == "mm" else sure.executed >= sure.flop
+    plans = jacsparse.nn.Scan(module, schedule="blelloch").scanner((2, 9, 9)).plans
+    live = [step.executed for step in guaranteed.steps if step.kind == "mm" and step.live]
+    assert live == [plan.flop for plan in plans.values()]
+
+
+def test_reports_are_written(tmp_path: Path) -> None:
+    report = count_flop(lenet(), (3, 32, 32))
+    report.save_json(tmp_path / "r.json")
+    loaded = json.loads((tmp_path / "r.json").read_text())
+    assert loaded["total"] == report.total and len(loaded["steps"]) == len(report.steps)
+    assert loaded["structure"] == "guaranteed"
+    report.save_csv(tmp_path / "r.csv")
+    rows = list(csv.DictReader((tmp_path / "r.csv").open()))
+    assert len(rows) == len(report.steps) + 1 and rows[-1]["phase"] == "input"
+    assert float(rows[0]["flop"]) == report.steps[0].flop
+    report.plot(tmp_path / "r.png")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_short_chains() -> None:
+    assert count_flop(nn.Flatten(), (3, 4)).steps == ()
+    one = count_flop(nn.Linear(3, 2), (3,))
+    assert one.steps == () and one.input_gradient.flop == 12 and one.total == one.critical_path == 0
+    balanced_report = count_flop(lenet(), (3, 32, 32), schedule=balanced(jacsparse.chain(lenet(), (3, 32, 32)), 2))
+    assert balanced_report.total > 0
+
+
+def test_bad_arguments() -> None:
+    module = lenet()
+    with pytest.raises(ValueError, match="structure is 'real'"):
+        count_flop(module, (3, 32, 32), structure="real")
+    with pytest.raises(ValueError, match="structure='observed' needs inputs"):
+        count_flop(module, (3, 32, 32), structure="observed")
+    with pytest.raises(ValueError, match="pass structure='observed'"):
+        count_flop(module, (3, 32, 32), inputs=torch.zeros(1, 3, 32, 32))
+    with pytest.raises(ValueError, match="inputs is an empty batch"):
+        count_flop(module, (3, 32, 32), structure="observed", inputs=torch.zeros(0, 3, 32, 32))
+    with pytest.raises(ValueError, match=r"inputs has shape \(1, 1, 32, 32\); expected \(batch, 3, 32, 32\)"):
+        count_flop(module, (3, 32, 32), structure="observed", inputs=torch.zeros(1, 1, 32, 32))
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"^1: Tanh has no pattern"):
+        count_flop(nn.Sequential(nn.ReLU(), nn.Tanh()), (3,))

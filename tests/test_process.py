@@ -1,0 +1,146 @@
+"""What a process sees: light imports, compiled kernels kept, read-only homes, forks and data loaders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PRODUCT = """
+    import numpy as np, torch, jacsparse
+    from jacsparse.spgemm import _slots
+    rng = np.random.default_rng(0)
+    a = jacsparse.jacobian_pattern(torch.nn.Conv2d(2, 3, 3), (2, 8, 8))
+    plan = jacsparse.plan_product(a.T, a)
+    values = plan.multiply(rng.standard_normal(a.nnz), rng.standard_normal(a.nnz))
+"""
+
+
+def run(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints, with the checkout on its path."""
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_is_light() -> None:
+    loaded = run("""
+        import sys, jacsparse
+        print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numba", "cupy", "matplotlib", "scipy"}))
+        jacsparse.schedule.blelloch(21, 2)
+        print("numba" in sys.modules)
+    """)
+    assert loaded.split() == ["False"]
+
+
+def test_help_loads_no_library() -> None:
+    code = """
+        import sys
+        sys.argv = ["jacsparse", "--help"]
+        from jacsparse.__main__ import main
+        try:
+            main()
+        except SystemExit:
+            pass
+        print("LOADED", *({"torch", "numba", "numpy", "matplotlib", "cupy"} & set(sys.modules)))
+    """
+    assert run(code).splitlines()[-1] == "LOADED"
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    code = PRODUCT + """
+    misses = 0
+    for module in (_slots, jacsparse.spgemm._symbolic, jacsparse.patterns._convolution):
+        for thing in vars(module).values():
+            misses += sum(getattr(getattr(thing, "stats", None), "cache_misses", {}).values())
+    print(misses)
+    """
+    environment = {"JACSPARSE_CACHE_DIR": str(tmp_path / "cache")}
+    assert int(run(code, **environment)) > 3
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.nb?")}
+    assert int(run(code, **environment)) == 0
+    assert files and {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.nb?")} == files
+
+
+def test_an_edited_kernel_gets_a_fresh_cache(tmp_path: Path) -> None:
+    for folder in ("jacsparse", "patterns", "spgemm"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "setup.cfg", tmp_path)
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        sys.path.remove("") if "" in sys.path else None
+        from jacsparse.patterns._runtime import __file__ as home, kernel_cache
+        assert home.startswith({str(tmp_path)!r}), home
+        print(kernel_cache())
+    """
+    environment = {"JACSPARSE_CACHE_DIR": str(tmp_path / "cache")}
+    before = run(code, **environment)
+    with (tmp_path / "spgemm" / "_lanes.py").open("a") as file:
+        file.write("\n# edited\n")
+    assert run(code, **environment) != before
+
+
+@pytest.mark.parametrize("variable", ["JACSPARSE_CACHE_DIR", "HOME"])
+def test_nowhere_to_keep_kernels(variable: str, tmp_path: Path) -> None:
+    """A path under a file cannot be made, even by root."""
+    (tmp_path / "file").write_text("")
+    environment = {variable: str(tmp_path / "file" / "home"), "XDG_CACHE_HOME": ""}
+    code = PRODUCT + """
+    from jacsparse.patterns._runtime import kernel_cache
+    print(kernel_cache(), values.shape == (plan.pattern.nnz,))
+    """
+    if variable == "HOME":
+        environment["JACSPARSE_CACHE_DIR"] = ""
+    assert run(code, **environment).split() == ["None", "True"]
+
+
+def test_a_forked_child_computes() -> None:
+    code = PRODUCT + """
+    import os
+    torch.set_num_threads(2)
+    from jacsparse.patterns import _runtime
+    _runtime.SERIAL_WORK = 0
+    big = jacsparse.jacobian_pattern(torch.nn.Conv2d(4, 8, 3), (4, 16, 16))
+    plan = jacsparse.plan_product(big.T, big)
+    x = rng.standard_normal(big.nnz)
+    expected = plan.multiply(x, x)
+    child = os.fork()
+    if child == 0:
+        same = np.array_equal(plan.multiply(x, x), expected)
+        os._exit(0 if same else 1)
+    print(os.waitpid(child, 0)[1])
+    """
+    assert run(code).split() == ["0"]
+
+
+def test_a_data_loader_with_workers() -> None:
+    code = PRODUCT + """
+    from torch.utils.data import DataLoader, Dataset
+
+    class Products(Dataset):
+        def __len__(self): return 8
+        def __getitem__(self, number):
+            x = np.random.default_rng(number).standard_normal(a.nnz)
+            return plan.multiply(x, x)
+
+    alone = torch.stack([torch.from_numpy(Products()[n]) for n in range(8)])
+    loaded = torch.cat(list(DataLoader(Products(), batch_size=4, num_workers=2)))
+    print(torch.equal(alone, loaded))
+    """
+    assert run(code).split() == ["True"]
+
