@@ -18,7 +18,7 @@ __all__ = ["boundaries"]
 def boundaries(chain: Chain, workers: int) -> list[int]:
     """Places of the scan's array at which blocks begin, for the least predicted time; ``[0]`` where no split pays.
 
-    The cost of a matrix-vector step is its matrix' entries, that of a block's reduction the multiply-adds of its products.
+    The cost of a matrix-vector step is its matrix' entries, that of a block's reduction its products' multiply-adds.
     A reduction that alone takes longer than going linearly is not looked at: its patterns would be the largest.
     """
     n = len(chain)
@@ -60,7 +60,7 @@ def boundaries(chain: Chain, workers: int) -> list[int]:
 
 
 def _reductions(matrices: list, limit: int) -> dict[tuple[int, int], tuple[int, int]]:
-    """For blocks of at least two places whose reduction costs less than `limit`: that cost, and the product's entries."""
+    """For blocks of at least two places whose reduction costs less than `limit`: that, and the product's entries."""
     found = {}
     for begin in range(1, len(matrices)):
         product, cost = matrices[begin], 0

@@ -79,9 +79,7 @@ class Stage:
                 y = _called(module, own if module is self.operator else {}, given, path)
                 if module is self.operator:
                     operator_input, operator_output = given.detach(), y.detach()
-        parameters = {
-            id(parameter): own[name] for name, parameter in self.operator.named_parameters() if name in own
-        }
+        parameters = {id(parameter): own[name] for name, parameter in self.operator.named_parameters() if name in own}
         return Record(self, leaf, y, parameters, operator_input, operator_output, arguments_of(self.operator))
 
     def __repr__(self) -> str:
@@ -147,7 +145,7 @@ class Record:
         return self.input.shape[0]
 
     def vjp(self, gradient: torch.Tensor) -> torch.Tensor:
-        """``Jᵀ g`` for each sample: ``(batch, *out_shape)`` to ``(batch, *in_shape)``, by the operator's own backward."""
+        """``Jᵀ g`` for each sample, ``(batch, *out_shape)`` to ``(batch, *in_shape)``: the operator's own backward."""
         return self.pull_back(gradient, (), for_input=True)[0]
 
     def pull_back(
@@ -158,6 +156,7 @@ class Record:
         Parameters
         ----------
         gradient : Tensor, (batch, *out_shape)
+            Of the output.
         parameters : sequence of int
             Which, by the ``id`` of the module's.
         for_input : bool
@@ -332,7 +331,9 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     except TypeError:
         sizes = ()
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"input_shape is {shape!r}; expected the sizes of one sample, without the batch, each at least 1")
+        raise ValueError(
+            f"input_shape is {shape!r}; expected the sizes of one sample, without the batch, each at least 1"
+        )
     return sizes
 
 

@@ -46,12 +46,16 @@ def _root(
 @app.command()
 def flop(
     model: Model,
-    input: Input = "3,32,32",  # noqa: A002  (the option's name)
+    input: Input = "3,32,32",
     prune: Prune = 0.0,
     checkpoint: Checkpoint = None,
     part: Annotated[str | None, typer.Option(help="Submodule to analyse; vgg11: features, as in the thesis.")] = None,
-    schedule: Annotated[str, typer.Option(help="linear, blelloch, blelloch:LEVELS, balanced:WORKERS or auto.")] = "blelloch:2",
-    data: Annotated[str | None, typer.Option(help="Observe the zeros of these data: digits, cifar10:DIR, random.")] = None,
+    schedule: Annotated[
+        str, typer.Option(help="linear, blelloch, blelloch:LEVELS, balanced:WORKERS or auto.")
+    ] = "blelloch:2",
+    data: Annotated[
+        str | None, typer.Option(help="Observe the zeros of these data: digits, cifar10:DIR, random.")
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="How many samples to observe.")] = 4,
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the steps to this file.")] = None,
@@ -94,7 +98,7 @@ def jacobian(
     model: Model,
     layer: Layer,
     out: Annotated[Path, typer.Option(help="SciPy matrix to write (.npz, for scipy.sparse.load_npz).")],
-    input: Input = "3,32,32",  # noqa: A002
+    input: Input = "3,32,32",
     prune: Prune = 0.0,
     checkpoint: Checkpoint = None,
     data: Annotated[str, typer.Option(help="Where the sample is from: digits, cifar10:DIR or random.")] = "random",
@@ -123,7 +127,7 @@ def jacobian(
 def spy(
     model: Model,
     layer: Layer,
-    input: Input = "3,32,32",  # noqa: A002
+    input: Input = "3,32,32",
     prune: Prune = 0.0,
     checkpoint: Checkpoint = None,
     transposed: Annotated[bool, typer.Option("--transposed", help="Show the transposed Jacobian.")] = False,
@@ -236,7 +240,9 @@ def _print_report(report: FlopReport, name: str, data: str | None) -> None:
     from rich.table import Table
 
     console = Console()
-    structure = "guaranteed structure" if not report.samples else f"structure observed on {report.samples} samples of {data}"
+    structure = (
+        "guaranteed structure" if not report.samples else f"structure observed on {report.samples} samples of {data}"
+    )
     table = Table(
         title=f"{name}: {report.schedule}, {structure}",
         caption="* on the critical path; dead steps are in Algorithm 1 as printed, and are not executed",

@@ -73,12 +73,19 @@ def _caches() -> list[tuple[str, str]]:
                  "set JACSPARSE_CACHE_DIR to a folder that can")]  # fmt: skip
     size = sum(file.stat().st_size for file in Path(kernels).rglob("*.nb[ci]"))
     free = shutil.disk_usage(kernels).free
-    return [("cache", f"{cache_directory()}"), ("compiled kernels", f"{size / 2**20:.1f} MiB, {free / 2**30:.0f} GiB free")]
+    return [
+        ("cache", f"{cache_directory()}"),
+        ("compiled kernels", f"{size / 2**20:.1f} MiB, {free / 2**30:.0f} GiB free"),
+    ]
 
 
 def _optional() -> list[tuple[str, str]]:
     lines = []
     for name, purpose, remedy in _OPTIONAL:
         lines.append((name, _version(name) or f"not installed ({purpose}): {remedy}"))
-    cupy = "installed" if importlib.util.find_spec("cupy") else "not installed (CUDA kernels): pip install 'jacsparse[gpu]'"
+    cupy = (
+        "installed"
+        if importlib.util.find_spec("cupy")
+        else "not installed (CUDA kernels): pip install 'jacsparse[gpu]'"
+    )
     return [*lines, ("CuPy", cupy)]

@@ -89,8 +89,8 @@ class BaselineStep:
     m, n : int
         Shape of the transposed Jacobian.
     flop : float
-        ``2·nnz`` for convolution, linear and average pooling, ``n + nnz`` for an elementwise operator, rows + columns for
-        max-pooling.
+        ``2·nnz`` for convolution, linear and average pooling, ``n + nnz`` for an elementwise operator, rows + columns
+        for max-pooling.
     live : bool
         False for the first stage, which only the input's gradient needs.
     """
@@ -205,8 +205,8 @@ def count_flop(
     schedule : Schedule or str
         Whose steps are counted.
     structure : {"guaranteed", "observed"}
-        ``guaranteed`` counts what may be other than zero on any input, ``observed`` what is so on `inputs`: the zeros of
-        ReLU and pooling are left out, sample by sample, and counts averaged (Figure 5.5 does so).
+        ``guaranteed`` counts what may be other than zero on any input, ``observed`` what is so on `inputs`: the zeros
+        of ReLU and pooling are left out, sample by sample, and counts averaged (Figure 5.5 does so).
     inputs : Tensor, (batch, *input_shape), optional
         For the observed structure.
     executed : bool, optional
@@ -238,7 +238,9 @@ def count_flop(
     plan = resolve(schedule, len(stages), stages)
     if structure == "guaranteed":
         if inputs is not None:
-            raise ValueError("inputs are given, but the guaranteed structure does not depend on them; pass structure='observed'")
+            raise ValueError(
+                "inputs are given, but the guaranteed structure does not depend on them; pass structure='observed'"
+            )
         counts = _Counts(plan, [stage.pattern for stage in stages]).run()
         return _report(plan, stages, structure, 0, [counts], counts if executed is not False else None)
     if inputs is None:
@@ -306,7 +308,9 @@ class _Counts:
     def run(self) -> _Counts:
         """Count all products, dead ones included, and the input's gradient."""
         for step in self.schedule.products:
-            self.steps.append(self._product(step) if step.kind == "mm" else self._apply(step.left, step.right, step.out))
+            self.steps.append(
+                self._product(step) if step.kind == "mm" else self._apply(step.left, step.right, step.out)
+            )
         if self.schedule.n:
             self.input_gradient = self._apply(self.schedule.n, self.schedule.gradients[-1], None)
         return self
@@ -406,9 +410,7 @@ def _baseline(stages: Chain, observed: Sequence[Sequence[Pattern]]) -> Iterable[
         stage = stages.stages[number]
         nnz = float(np.mean([patterns[number].nnz for patterns in observed]))
         rows, columns = stage.pattern.shape
-        yield BaselineStep(
-            stage.path, stage.call.operator, rows, columns, _operator_flop(stage, nnz), live=number > 0
-        )
+        yield BaselineStep(stage.path, stage.call.operator, rows, columns, _operator_flop(stage, nnz), live=number > 0)
 
 
 def _operator_flop(stage: Stage, nnz: float) -> float:

@@ -83,11 +83,11 @@ class SparseJacobian:
         return product[:, 0] if other.ndim == 1 and self.batch == 1 else product
 
     def jvp(self, v: torch.Tensor) -> torch.Tensor:
-        """``J v`` for each sample: ``(batch, in_size)``, or any shape with as many elements, to ``(batch, out_size)``."""
+        """``J v`` for each sample: ``(batch, in_size)``, or a shape with as many elements, to ``(batch, out_size)``."""
         return _applied(self, "v", v)
 
     def vjp(self, g: torch.Tensor) -> torch.Tensor:
-        """``Jᵀ g`` for each sample: ``(batch, out_size)``, or any shape with as many elements, to ``(batch, in_size)``."""
+        """``Jᵀ g`` of each sample: ``(batch, out_size)``, or a shape with as many elements, to ``(batch, in_size)``."""
         return _applied(self.T, "g", g)
 
     def as_linear_operator(self, sample: int | None = None) -> scipy.sparse.linalg.LinearOperator:
@@ -146,7 +146,9 @@ def _applied(matrix: SparseJacobian, name: str, vectors: torch.Tensor) -> torch.
     if not isinstance(vectors, torch.Tensor):
         raise TypeError(f"{name} is a {type(vectors).__name__}; expected a torch.Tensor")
     if vectors.ndim < 2 or vectors[:1].numel() != columns * min(1, len(vectors)):
-        raise ValueError(f"{name} has shape {tuple(vectors.shape)}; expected (batch, *shape) with {columns} elements a sample")
+        raise ValueError(
+            f"{name} has shape {tuple(vectors.shape)}; expected (batch, *shape) with {columns} elements a sample"
+        )
     flat = vectors.detach().reshape(len(vectors), columns)
     if matrix.batch not in (1, len(vectors)):
         raise ValueError(f"{name} has a batch of {len(vectors)}, the Jacobian one of {matrix.batch}")

@@ -169,7 +169,8 @@ class Kept:
         weight = getattr(module, self.name).detach()
         if bool(weight.masked_fill(self.mask, 0).any()):
             raise RuntimeError(
-                f"{path}.{self.name}: weights that were pruned or zero when the pattern was made are not zero any more; "
-                "make the chain or the scan again, keep them zero by a mask (torch.nn.utils.prune), or pass pruned=False"
+                f"{path}.{self.name}: weights that were pruned or zero when the pattern was made are not zero "
+                "any more; make the chain again (Scan.reset), keep them zero by a mask (torch.nn.utils.prune), "
+                "or pass pruned=False"
             )
         self._source, self._version = source, source._version

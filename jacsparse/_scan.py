@@ -122,7 +122,9 @@ class _Run:
         stages = [number for number, own in enumerate(parameters) if own] + ([0] if for_input else [])
         self.wanted = {scanner.gradient_of(number) for number in stages}
         self.steps = scanner.schedule.live_steps(self.wanted)
-        self.before, self.sliced, self.after = _parts(self.steps, {step.out for step in self.steps if step.kind == "mm"})
+        self.before, self.sliced, self.after = _parts(
+            self.steps, {step.out for step in self.steps if step.kind == "mm"}
+        )
         self.parameter_gradients: list[dict[int, torch.Tensor]] = [{} for _ in records]
         self.input_gradient: torch.Tensor | None = None
 
@@ -329,7 +331,11 @@ def vjp(
 
 def _checked(gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if not isinstance(gradient, torch.Tensor) or gradient.shape != y.shape or gradient.dtype != y.dtype:
-        what = f"{gradient.dtype} {tuple(gradient.shape)}" if isinstance(gradient, torch.Tensor) else type(gradient).__name__
+        what = (
+            f"{gradient.dtype} {tuple(gradient.shape)}"
+            if isinstance(gradient, torch.Tensor)
+            else type(gradient).__name__
+        )
         raise ValueError(f"the gradient is {what}; expected that of the output: {y.dtype} {tuple(y.shape)}")
     return gradient.detach()
 
@@ -364,7 +370,9 @@ def backward(
     check_input("x", x)
     for path, part in module.named_modules():
         if part.training and isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-            raise ValueError(f"{path or type(part).__name__}: backward runs the forward again, which would drop others; call .eval()")
+            raise ValueError(
+                f"{path or type(part).__name__}: backward runs the forward again, which would drop others; call .eval()"
+            )
     given = x.detach().requires_grad_()
     y = Scan(module, schedule=schedule)(given)
     y.backward(_checked(grad_output, y))

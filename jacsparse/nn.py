@@ -25,12 +25,13 @@ class Scan(nn.Module):
     module : Module
         A chain of operators: one, or ``nn.Sequential``, nested at will.
     schedule : Schedule or str
-        In which order products are taken: ``linear`` is back-propagation itself, ``blelloch`` or ``blelloch:LEVELS`` the
-        thesis' Algorithm 1, ``auto`` the one of least predicted time.
+        In which order products are taken: ``linear`` is back-propagation itself, ``blelloch`` or ``blelloch:LEVELS``
+        the thesis' Algorithm 1, ``auto`` the one of least predicted time.
     pruned : bool
         Whether pruned weights leave no entry in the Jacobians.
     memory_limit : int, optional
-        Bytes of Jacobians' values to hold at once; the batch is run in slices that keep within it. 1 GiB where left out.
+        Bytes of Jacobians' values to hold at once; the batch is run in slices that keep within it. 1 GiB where left
+        out.
 
     Raises
     ------
@@ -82,7 +83,7 @@ class Scan(nn.Module):
         return ScanFunction.apply(scanner, x, *parameters)
 
     def scanner(self, input_shape: tuple[int, ...]) -> Scanner:
-        """Chain, schedule and plans for inputs of that shape, without the batch; kept until the module's structure changes."""
+        """Chain, schedule and plans for inputs of that shape, without the batch; kept until the structure changes."""
         key = (input_shape, self._fingerprint())
         if key not in self._scanners:
             # Those of another mode or another pruning are not needed again soon, and their plans may be large.

@@ -7,8 +7,8 @@ The gradient of a loss with respect to every stage's output is an exclusive scan
 where ``J_i = ∂x_i/∂x_{i-1}``. A schedule is a way to evaluate that scan: a list of steps in static single assignment,
 grouped in levels of independent ones. The scan runs the very steps that the FLOP report counts.
 
-Values are numbered: 0 to n are the elements of `a`, the rest are results of steps. A step's ``left`` and ``right`` are in
-the order of the matrix product, ``out = left · right``, so that `left` is the factor closer to the network's input.
+Values are numbered: 0 to n are the elements of `a`, the rest are results of steps. A step's ``left`` and ``right`` are
+in the order of the matrix product, ``out = left · right``: `left` is the factor closer to the network's input.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Schedule:
     def complexity(self, workers: int) -> Complexity:
         """Run the live steps on `workers` workers, each step taking one unit of time.
 
-        At each unit the workers take, in the schedule's order, steps whose factors are there. A matrix is held until its
-        last use, and the matrices are spread evenly over the workers.
+        At each unit the workers take, in the schedule's order, steps whose factors are there. A matrix is held until
+        its last use, and the matrices are spread evenly over the workers.
 
         Raises
         ------
@@ -318,7 +318,7 @@ def balanced(chain: Chain, workers: int) -> Schedule:
 
 
 def blocked(n: int, boundaries: Sequence[int]) -> Schedule:
-    """Blocks of the places of `a` that begin at `boundaries` (the first at 0, with the gradient), reduced side by side."""
+    """Blocks of the places of `a` that begin at `boundaries` (at 0 the one with the gradient), reduced side by side."""
     if len(boundaries) < 2:
         return replace(linear(n), name="balanced")
     record = _Recorder(n)
@@ -350,8 +350,8 @@ def resolve(schedule: Schedule | str, n: int, chain: Chain | None = None) -> Sch
     Parameters
     ----------
     schedule : Schedule or str
-        A schedule, or ``linear``, ``blelloch``, ``blelloch:LEVELS``, ``balanced:WORKERS`` or ``auto``: balanced for the workers
-        that run steps side by side. One device is one worker, since each step already uses all of it.
+        A schedule, or ``linear``, ``blelloch``, ``blelloch:LEVELS``, ``balanced:WORKERS`` or ``auto``: balanced for the
+        workers that run steps side by side. One device is one worker, since each step already uses all of it.
     n : int
         Stages.
     chain : Chain, optional
@@ -399,6 +399,7 @@ def parse(schedule: Schedule | str) -> tuple[str, int | None]:
     plain = not colon and name in ("linear", "blelloch", "auto")
     if not plain and not (name in ("blelloch", "balanced") and argument.isdecimal()):
         raise ValueError(
-            f"schedule is {schedule!r}; expected linear, blelloch, blelloch:LEVELS, balanced:WORKERS, auto or a Schedule"
+            f"schedule is {schedule!r}; expected linear, blelloch, blelloch:LEVELS, balanced:WORKERS, auto, "
+            "or a Schedule"
         )
     return name, int(argument) if colon else None

@@ -23,7 +23,7 @@ def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any]) -
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            np.savez(file, header=header, **arrays)
+            np.savez(file, **{"header": header, **arrays})  # type: ignore[arg-type]
         # Readable as any file of the user's is; mkstemp makes it private.
         mask = os.umask(0)
         os.umask(mask)
@@ -60,4 +60,3 @@ def read(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
     if found != kind:
         raise ValueError(f"{path} holds a {found}, not a {kind}")
     return {**header, **content}
-

@@ -70,7 +70,9 @@ class Sliding:
     @functools.cached_property
     def sources(self) -> np.ndarray:
         """Input position under each output position and tap, -1 outside; shape ``(windows, kernel)``."""
-        positions = np.arange(self.windows)[:, None] * self.stride - self.before + np.arange(self.kernel) * self.dilation
+        positions = (
+            np.arange(self.windows)[:, None] * self.stride - self.before + np.arange(self.kernel) * self.dilation
+        )
         return np.where((positions >= 0) & (positions < self.size), positions, -1)
 
     @functools.cached_property
@@ -93,12 +95,12 @@ def joined(tables: list[np.ndarray], sizes: list[int]) -> np.ndarray:
     for axis, size in zip(tables, sizes, strict=True):
         outer, inner = table[:, None, :, None], axis[None, :, None, :]
         table = np.where((outer < 0) | (inner < 0), -1, outer * size + inner)
-        table = table.reshape(table.shape[0] * table.shape[1], table.shape[2] * table.shape[3])
+        table = table.reshape(outer.shape[0] * axis.shape[0], outer.shape[2] * axis.shape[1])
     return table.astype(np.int32)
 
 
 @kernel
-def _expand(first, last, indptr, cell_start, cell_tap, cell_base, step, positions, out):  # type: ignore[no-untyped-def]
+def _expand(first, last, indptr, cell_start, cell_tap, cell_base, step, positions, out):
     """Write ``base + step · position`` for each cell of each row whose tap meets a position."""
     places = positions.shape[0]
     for row in range(first, last):
@@ -187,7 +189,7 @@ class Convolution(Structure):
 
     @functools.cached_property
     def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """For each row channel its kept weights in the order of their columns: starts, column channels, taps, weights."""
+        """Each row channel's kept weights in the order of their columns: starts, column channels, taps, weights."""
         out_channels, inner, taps = self.weight_shape
         out_channel, in_channel, tap = self._places
         if not self.transposed:
@@ -261,18 +263,20 @@ class Convolution(Structure):
             out_channels,
             in_channels,
             groups,
-            tuple(Sliding(*axis) for axis in axes),
+            tuple(axes),
             kept.tobytes() if description.get("pruned") else None,
             bool(description.get("transposed")),
         )
         expected = -(-int(np.prod(structure.weight_shape)) // 8)
         if structure.kept is not None and len(structure.kept) != expected:
-            raise ValueError(f"kept has {len(structure.kept)} bytes; a mask over {structure.weight_shape} needs {expected}")
+            raise ValueError(
+                f"kept has {len(structure.kept)} bytes; a mask over {structure.weight_shape} needs {expected}"
+            )
         return structure
 
 
-def restored_axes(description: Mapping[str, Any], width: int) -> list[list[int]]:
-    """The rows of the array ``axes``, checked: the numbers of `Sliding` in order."""
+def restored_axes(description: Mapping[str, Any], width: int) -> list[Sliding]:
+    """The axes that the array ``axes`` describes, checked: a row each, the numbers of `Sliding` in order."""
     axes = description.get("axes")
     if not isinstance(axes, np.ndarray) or axes.dtype != np.int64 or axes.ndim != 2 or axes.shape[1] != width:
         raise ValueError(f"axes is not an int64 array with {width} columns")
@@ -280,11 +284,11 @@ def restored_axes(description: Mapping[str, Any], width: int) -> list[list[int]]
     fine = (size >= 0) & (taps >= 1) & (stride >= 1) & (before >= 0) & (after >= 0) & (dilation >= 1)
     if not fine.all() or (axes >= 2**31).any():
         raise ValueError(f"axes holds {axes[np.argmin(fine)].tolist()}, which describes no sliding window")
-    return axes.tolist()
+    return [Sliding(*row[:6], *map(bool, row[6:])) for row in axes.tolist()]
 
 
 def pairs(values: Any, count: int) -> tuple[int, ...]:
-    """An argument of PyTorch that may be one number for all of `count` axes, or a sequence of one or `count` numbers."""
+    """An argument of PyTorch that may be one number for all of `count` axes, or a sequence of one or of `count`."""
     values = tuple(values) if isinstance(values, (list, tuple)) else (values,)
     return tuple(itertools.islice(itertools.cycle(values), count))
 
@@ -343,7 +347,9 @@ class _LinearRule(Rule):
 
     def check(self, call: Call) -> None:
         if len(call.in_shape) != 1:
-            raise call.unsupported(f"Linear on an input of shape {call.in_shape}", "flatten the input to one axis first")
+            raise call.unsupported(
+                f"Linear on an input of shape {call.in_shape}", "flatten the input to one axis first"
+            )
 
     def pattern(self, call: Call) -> Pattern:
         out_features, in_features = call["weight"].shape

@@ -73,7 +73,7 @@ class Pattern:
 
     @property
     def sparsity(self) -> float:
-        """Share of the matrix that is guaranteed to be zero (thesis, section 3.3); 0 where the matrix has no element."""
+        """Share of the matrix that is guaranteed to be zero (thesis, section 3.3); 0 where it has no element."""
         rows, columns = self.shape
         return 1.0 - self.nnz / (rows * columns) if rows and columns else 0.0
 
@@ -129,7 +129,9 @@ class Pattern:
         """
         values = np.ones(self.nnz, dtype=np.bool_) if values is None else np.asarray(values)
         if values.shape != (self.nnz,):
-            raise ValueError(f"values has shape {values.shape}; this pattern has {self.nnz} entries: expected ({self.nnz},)")
+            raise ValueError(
+                f"values has shape {values.shape}; this pattern has {self.nnz} entries: expected ({self.nnz},)"
+            )
         # Copies: SciPy sorts and sums in place.
         return scipy.sparse.csr_array((values, self.indices.copy(), self.indptr.copy()), shape=self.shape)
 
@@ -144,7 +146,9 @@ class Pattern:
         True
         """
         if not scipy.sparse.issparse(matrix) or matrix.ndim != 2:
-            raise TypeError(f"matrix is a {type(matrix).__name__}; expected a two-dimensional SciPy sparse matrix or array")
+            raise TypeError(
+                f"matrix is a {type(matrix).__name__}; expected a two-dimensional SciPy sparse matrix or array"
+            )
         matrix = scipy.sparse.csr_array(matrix, copy=True)
         matrix.sum_duplicates()
         return cls(matrix.shape, matrix.indptr, matrix.indices)
@@ -171,7 +175,9 @@ class Pattern:
     def _from_content(cls, content: dict[str, Any], source: str) -> Self:
         kind = Structure.known.get(str(content.get("structure")))
         if kind is None:
-            raise ValueError(f"{source}: unknown structure {content.get('structure')!r}; known are {', '.join(Structure.known)}")
+            raise ValueError(
+                f"{source}: unknown structure {content.get('structure')!r}; known are {', '.join(Structure.known)}"
+            )
         try:
             return cls.of(kind.restore(content))
         except (TypeError, ValueError, OverflowError) as error:

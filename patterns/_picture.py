@@ -13,7 +13,7 @@ _DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 
 
 @kernel
-def _mark(first, last, indptr, indices, rows, columns, dots):  # type: ignore[no-untyped-def]
+def _mark(first, last, indptr, indices, rows, columns, dots):
     for row in range(first, last):
         line = row * dots.shape[0] // rows
         for entry in range(indptr[row], indptr[row + 1]):
@@ -21,7 +21,7 @@ def _mark(first, last, indptr, indices, rows, columns, dots):  # type: ignore[no
 
 
 def dots(shape: tuple[int, int], indptr: np.ndarray, indices: np.ndarray, limit: tuple[int, int]) -> np.ndarray:
-    """Which cells of a grid over the matrix hold an entry; the grid has the matrix' proportions and at most `limit` cells."""
+    """Which cells of a grid over the matrix hold an entry; it has the matrix' proportions and at most `limit` cells."""
     rows, columns = shape
     scale = max(rows / limit[0], columns / limit[1], 1.0)
     grid = np.zeros((max(1, round(rows / scale)), max(1, round(columns / scale))), dtype=np.bool_)

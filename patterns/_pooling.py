@@ -151,8 +151,13 @@ class Pooling(Structure):
                 raise ValueError("axes holds a size below 0 or beyond 2^31")
             axes = tuple(Adaptive(*row) for row in table.tolist())
         else:
-            axes = tuple(Sliding(*row[:6], ceil_mode=bool(row[6])) for row in restored_axes(description, 7))
-        return cls(natural(description, "channels"), axes, bool(description.get("selects")), bool(description.get("transposed")))
+            axes = tuple(restored_axes(description, 7))
+        return cls(
+            natural(description, "channels"),
+            axes,
+            bool(description.get("selects")),
+            bool(description.get("transposed")),
+        )
 
 
 def _rows(indptr: np.ndarray) -> np.ndarray:
@@ -265,7 +270,9 @@ class _AdaptiveAvgPoolRule(_AveragePoolRule):
     """``aten.adaptive_avg_pool2d``."""
 
     def axes(self, call: Call) -> tuple[Adaptive, ...]:
-        return tuple(Adaptive(size, windows) for size, windows in zip(call.in_shape[1:], call.out_shape[1:], strict=True))
+        return tuple(
+            Adaptive(size, windows) for size, windows in zip(call.in_shape[1:], call.out_shape[1:], strict=True)
+        )
 
     def divisors(self, call: Call) -> np.ndarray:
         return _areas([(axis.sources >= 0).sum(axis=1) for axis in self.axes(call)])

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,7 @@ def kernel_cache() -> Path | None:
     another file included, starts a fresh one.
     """
     here = Path(__file__).parent
-    sources = {
-        path for package in _PACKAGES for path in (here.parent / package).glob("*.py")
-    }
+    sources = {path for package in _PACKAGES for path in (here.parent / package).glob("*.py")}
     digest = hashlib.blake2b(digest_size=10)
     for path in sorted(sources | {Path(__file__)}):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -109,6 +108,8 @@ def split(work: np.ndarray | int, parts: int) -> list[int]:
     ----------
     work : ndarray of int, shape (rows + 1,), or int
         Running total of the rows' work, starting at 0; or the number of rows that are all alike.
+    parts : int
+        How many ranges at most.
 
     Examples
     --------
@@ -134,6 +135,8 @@ def run_rows(kernel: Callable[..., Any], work: np.ndarray | int, *args: Any, lan
         Compiled by `kernel`; must write only what belongs to its rows.
     work : ndarray of int, shape (rows + 1,), or int
         Running total of the rows' work, in elementary operations for one lane; or the number of rows of one each.
+    *args
+        Passed on.
     lanes : int
         How many samples each elementary operation handles.
     """
@@ -143,7 +146,7 @@ def run_rows(kernel: Callable[..., Any], work: np.ndarray | int, *args: Any, lan
         kernel(0, rows, *args)
         return
     bounds = split(work, RANGES_PER_THREAD * workers)
-    ranges = iter(list(zip(bounds[:-1], bounds[1:], strict=True)))
+    ranges = iter(list(pairwise(bounds)))
 
     def drain() -> None:
         # `next` on a shared list iterator is atomic: each range is taken once, by whoever is free.

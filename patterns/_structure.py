@@ -16,7 +16,18 @@ from typing import Any, ClassVar
 import numpy as np
 import scipy.sparse
 
-__all__ = ["Csr", "Diagonal", "Full", "Identity", "Structure", "checked_shape", "frozen", "index_dtype", "natural", "row_starts"]
+__all__ = [
+    "Csr",
+    "Diagonal",
+    "Full",
+    "Identity",
+    "Structure",
+    "checked_shape",
+    "frozen",
+    "index_dtype",
+    "natural",
+    "row_starts",
+]
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
@@ -207,7 +218,9 @@ class Csr(Structure):
             (np.ones(self.nnz, dtype=np.bool_), self.indices, self.indptr), shape=self.shape
         ).tocsc()
         dtype = self.indices.dtype
-        return Csr(self.columns, self.rows, frozen(transpose.indptr.astype(dtype)), frozen(transpose.indices.astype(dtype)))
+        return Csr(
+            self.columns, self.rows, frozen(transpose.indptr.astype(dtype)), frozen(transpose.indices.astype(dtype))
+        )
 
     def row_counts(self) -> np.ndarray:
         return np.diff(self.indptr).astype(np.int64)
@@ -235,7 +248,7 @@ class Csr(Structure):
         TypeError
             Where an array does not hold integers.
         ValueError
-            Where the arrays are no CSR pattern of that shape with sorted, distinct indices; the message names the place.
+            Where the arrays are no CSR pattern of that shape with sorted, distinct indices; it names the place.
         """
         rows, columns = checked_shape(shape)
         indptr, indices = _integers("indptr", indptr), _integers("indices", indices)

@@ -17,33 +17,33 @@ __all__ = ["batch_last", "positive", "selected", "take"]
 
 
 @kernel
-def _take(first, last, source, place, out):  # type: ignore[no-untyped-def]
+def _take(first, last, source, place, out):
     for entry in range(first, last):
         out[entry] = source[place[entry]]
 
 
 @kernel
-def _positive(first, last, source, out):  # type: ignore[no-untyped-def]
+def _positive(first, last, source, out):
     for entry in range(first, last):
         # Not `> 0`: PyTorch lets the gradient of a NaN pass.
         out[entry] = 0 if source[entry] <= 0 else 1
 
 
 @kernel
-def _positive_batch(first, last, source, out):  # type: ignore[no-untyped-def]
+def _positive_batch(first, last, source, out):
     for entry in range(first, last):
         for sample in range(out.shape[1]):
             out[entry, sample] = 0 if source[sample, entry] <= 0 else 1
 
 
 @kernel
-def _selected(first, last, winner, window, position, out):  # type: ignore[no-untyped-def]
+def _selected(first, last, winner, window, position, out):
     for entry in range(first, last):
         out[entry] = 1 if winner[window[entry]] == position[entry] else 0
 
 
 @kernel
-def _selected_batch(first, last, winner, window, position, out):  # type: ignore[no-untyped-def]
+def _selected_batch(first, last, winner, window, position, out):
     for entry in range(first, last):
         for sample in range(out.shape[1]):
             out[entry, sample] = 1 if winner[sample, window[entry]] == position[entry] else 0

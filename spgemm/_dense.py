@@ -16,7 +16,7 @@ __all__ = ["Dense"]
 
 
 @kernel
-def _sparse_full(first, last, indptr, indices, columns, order, c_indptr, a, a_batch, b, b_batch, c, batch):  # type: ignore[no-untyped-def]
+def _sparse_full(first, last, indptr, indices, columns, order, c_indptr, a, a_batch, b, b_batch, c, batch):
     for row in range(first, last):
         start = np.int64(c_indptr[row]) * batch
         c[start : np.int64(c_indptr[row + 1]) * batch] = 0
@@ -33,7 +33,7 @@ def _sparse_full(first, last, indptr, indices, columns, order, c_indptr, a, a_ba
 
 
 @kernel
-def _full_sparse(first, last, inner, indptr, place, a, a_batch, b, b_batch, c, columns, batch):  # type: ignore[no-untyped-def]
+def _full_sparse(first, last, inner, indptr, place, a, a_batch, b, b_batch, c, columns, batch):
     for row in range(first, last):
         start = np.int64(row) * columns * batch
         c[start : start + columns * batch] = 0
@@ -95,4 +95,6 @@ class Dense(Method):
             run_rows(_sparse_full, self.work, *indices, *flat, batch, lanes=batch)
         else:
             work = np.arange(rows + 1) * self.product.b.nnz
-            run_rows(_full_sparse, work, inner, self.product.b.indptr, self.place, *flat, self.columns, batch, lanes=batch)
+            run_rows(
+                _full_sparse, work, inner, self.product.b.indptr, self.place, *flat, self.columns, batch, lanes=batch
+            )

@@ -43,7 +43,7 @@ def _add_to(context: Any, builder: Any, array_type: Any, array: Any, place: Any,
 
 
 @intrinsic(prefer_literal=True)
-def _add_product(typing_context, c, c_place, a, a_place, b, b_place, lanes):  # type: ignore[no-untyped-def]
+def _add_product(typing_context, c, c_place, a, a_place, b, b_place, lanes):
     """``c[c_place + l] += a[a_place + l] * b[b_place + l]`` for each of a literal number of lanes."""
     width = lanes.literal_value
 
@@ -58,7 +58,7 @@ def _add_product(typing_context, c, c_place, a, a_place, b, b_place, lanes):  # 
 
 
 @intrinsic(prefer_literal=True)
-def _add_scaled(typing_context, c, c_place, scale, b, b_place, lanes):  # type: ignore[no-untyped-def]
+def _add_scaled(typing_context, c, c_place, scale, b, b_place, lanes):
     """``c[c_place + l] += scale * b[b_place + l]`` for each of a literal number of lanes."""
     width = lanes.literal_value
 
@@ -81,7 +81,7 @@ def unsigned(indices: np.ndarray) -> np.ndarray:
 
 
 @inlined
-def block_width(left):  # type: ignore[no-untyped-def]
+def block_width(left):
     """How many of the `left` remaining samples the next block takes."""
     if left >= 16:
         return 16
@@ -89,7 +89,7 @@ def block_width(left):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def accumulate_row(c, at_c, c_step, slots, first, last, a, at_a, a_batch, b, at_b, b_batch, width):  # type: ignore[no-untyped-def]
+def accumulate_row(c, at_c, c_step, slots, first, last, a, at_a, a_batch, b, at_b, b_batch, width):
     """Add one entry of A times a row of B, for one block of samples; `slots` are unsigned.
 
     ``c[at_c + slots[q] * c_step] += a[at_a] * b[at_b + (q - first) * b_batch]`` for each ``q`` from `first` to `last`,

@@ -14,7 +14,7 @@ __all__ = ["matvec"]
 
 
 @kernel
-def _matvec_one(first, last, indptr, indices, values, x, y):  # type: ignore[no-untyped-def]
+def _matvec_one(first, last, indptr, indices, values, x, y):
     for row in range(first, last):
         total = y.dtype.type(0)
         for entry in range(indptr[row], indptr[row + 1]):
@@ -23,7 +23,7 @@ def _matvec_one(first, last, indptr, indices, values, x, y):  # type: ignore[no-
 
 
 @kernel
-def _matvec(first, last, indptr, indices, values, values_batch, x, x_batch, y, batch):  # type: ignore[no-untyped-def]
+def _matvec(first, last, indptr, indices, values, values_batch, x, x_batch, y, batch):
     for row in range(first, last):
         at = np.int64(row) * batch
         y[at : at + batch] = 0

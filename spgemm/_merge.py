@@ -16,7 +16,7 @@ __all__ = ["Merge"]
 
 
 @kernel
-def _count_pairs(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices, starts):  # type: ignore[no-untyped-def]
+def _count_pairs(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices, starts):
     counts = np.zeros(columns, np.int64)
     for row in range(first, last):
         for p in range(a_indptr[row], a_indptr[row + 1]):
@@ -29,7 +29,9 @@ def _count_pairs(first, last, a_indptr, a_indices, b_indptr, b_indices, columns,
 
 
 @kernel
-def _list_pairs(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices, starts, left, right):  # type: ignore[no-untyped-def]
+def _list_pairs(
+    first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices, starts, left, right
+):
     following = np.empty(columns, np.int64)
     for row in range(first, last):
         for entry in range(c_indptr[row], c_indptr[row + 1]):
@@ -44,7 +46,7 @@ def _list_pairs(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, 
 
 
 @kernel
-def _multiply(first, last, starts, left, right, a, a_batch, b, b_batch, c, batch):  # type: ignore[no-untyped-def]
+def _multiply(first, last, starts, left, right, a, a_batch, b, b_batch, c, batch):
     for entry in range(first, last):
         at_c = np.int64(entry) * batch
         c[at_c : at_c + batch] = 0

@@ -44,7 +44,9 @@ def view(name: str, values: Any, rows: int, what: str = "entries") -> np.ndarray
     if array.ndim == 1:
         array = array[:, None]
     if array.ndim != 2 or array.shape[0] != rows:
-        raise ValueError(f"{name} has shape {tuple(values.shape)}; expected ({rows}, batch) or ({rows},) for {rows} {what}")
+        raise ValueError(
+            f"{name} has shape {tuple(values.shape)}; expected ({rows}, batch) or ({rows},) for {rows} {what}"
+        )
     return np.ascontiguousarray(array)
 
 

@@ -142,13 +142,14 @@ class ProductPlan:
             part = {key.removeprefix(name): value for key, value in content.items() if key.startswith(name)}
             factors.append(Pattern._from_content(part, str(path)))
         try:
-            return plan_product(*factors, method=content.get("method"))
+            return plan_product(*factors, method=str(content.get("method")))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: no valid product plan: {error}") from error
 
     def __repr__(self) -> str:
         (m, k), n = self.a.shape, self.b.shape[1]
-        return f"<ProductPlan {m} × {k} × {n}, {self.method}, flop {self.flop:,}, nnz {self.pattern.nnz:,}, {self.nbytes:,} bytes>"
+        size = f"flop {self.flop:,}, nnz {self.pattern.nnz:,}, {self.nbytes:,} bytes"
+        return f"<ProductPlan {m} × {k} × {n}, {self.method}, {size}>"
 
 
 def plan_product(a: Pattern, b: Pattern, *, method: str = "auto", memory_limit: int | None = None) -> ProductPlan:
@@ -159,9 +160,9 @@ def plan_product(a: Pattern, b: Pattern, *, method: str = "auto", memory_limit: 
     a, b : Pattern
         Of the factors, shapes ``(m, k)`` and ``(k, n)``.
     method : str
-        ``scale`` (a factor is diagonal), ``select`` (a factor is max-pooling's transposed Jacobian), ``dense`` (a factor is
-        full), ``slots`` (a place in C's row for each multiply-add: the fastest), ``merge`` (a list of pairs for each
-        entry of C), ``rowwise`` (no memory for each multiply-add), or ``auto``: the first of scale, select, dense,
+        ``select`` (a factor is max-pooling's transposed Jacobian), ``scale`` (a factor is diagonal), ``dense`` (one
+        is full), ``slots`` (a place in C's row for each multiply-add: the fastest), ``merge`` (a list of pairs for each
+        entry of C), ``rowwise`` (no memory for each multiply-add), or ``auto``: the first of select, scale, dense,
         slots and rowwise that applies and keeps within `memory_limit`.
     memory_limit : int, optional
         Bytes of index arrays that ``auto`` may hold beside the patterns; 2 GiB where left out.
@@ -208,5 +209,3 @@ def _best(product: Product, limit: int) -> type[Method]:
         if method.obstacle(product) is None and method.index_nbytes(product) <= limit:
             return method
     return METHODS["rowwise"]
-
-

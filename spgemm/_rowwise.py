@@ -15,7 +15,7 @@ __all__ = ["Rowwise"]
 
 
 @kernel
-def _multiply_one(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices, a, b, c):  # type: ignore[no-untyped-def]
+def _multiply_one(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices, a, b, c):
     sums = np.zeros(columns, c.dtype)
     for row in range(first, last):
         for p in range(a_indptr[row], a_indptr[row + 1]):
@@ -33,7 +33,23 @@ def _multiply_one(first, last, a_indptr, a_indices, b_indptr, b_indices, columns
 
 
 @kernel
-def _multiply(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices, a, a_batch, b, b_batch, c, batch):  # type: ignore[no-untyped-def]  # noqa: E501
+def _multiply(
+    first,
+    last,
+    a_indptr,
+    a_indices,
+    b_indptr,
+    b_indices,
+    columns,
+    c_indptr,
+    c_indices,
+    a,
+    a_batch,
+    b,
+    b_batch,
+    c,
+    batch,
+):
     lane = 0
     while lane < batch:
         width = block_width(batch - lane)

@@ -15,7 +15,7 @@ __all__ = ["Scale"]
 
 
 @kernel
-def _scale_rows(first, last, indptr, diagonal, values, c):  # type: ignore[no-untyped-def]
+def _scale_rows(first, last, indptr, diagonal, values, c):
     batch = c.shape[1]
     for row in range(first, last):
         for entry in range(indptr[row], indptr[row + 1]):
@@ -25,7 +25,7 @@ def _scale_rows(first, last, indptr, diagonal, values, c):  # type: ignore[no-un
 
 
 @kernel
-def _scale_columns(first, last, indices, diagonal, values, c):  # type: ignore[no-untyped-def]
+def _scale_columns(first, last, indices, diagonal, values, c):
     batch = c.shape[1]
     for entry in range(first, last):
         column = indices[entry]

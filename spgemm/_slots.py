@@ -21,7 +21,7 @@ __all__ = ["Select", "Slots"]
 
 
 @kernel
-def _find_slots(first, last, work, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices, slot):  # type: ignore[no-untyped-def]
+def _find_slots(first, last, work, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices, slot):
     place = np.empty(columns, slot.dtype)
     for row in range(first, last):
         start = c_indptr[row]
@@ -36,7 +36,7 @@ def _find_slots(first, last, work, a_indptr, a_indices, b_indptr, b_indices, col
 
 
 @kernel
-def _multiply_one(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, slot, a, b, c):  # type: ignore[no-untyped-def]
+def _multiply_one(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, slot, a, b, c):
     for row in range(first, last):
         c_row = c[c_indptr[row] : c_indptr[row + 1]]
         c_row[:] = 0
@@ -52,7 +52,7 @@ def _multiply_one(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, sl
 
 
 @kernel
-def _multiply(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, slot, a, a_batch, b, b_batch, c, batch):  # type: ignore[no-untyped-def]
+def _multiply(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, slot, a, a_batch, b, b_batch, c, batch):
     for row in range(first, last):
         start = np.int64(c_indptr[row]) * batch
         c[start : np.int64(c_indptr[row + 1]) * batch] = 0
@@ -91,7 +91,17 @@ class Slots(Method):
         self.work = product.work
         slot = np.empty(product.multiply_adds, dtype=self._slot_dtype(product))
         run_rows(
-            _find_slots, self.work, self.work, a.indptr, a.indices, b.indptr, b.indices, b.shape[1], c.indptr, c.indices, slot
+            _find_slots,
+            self.work,
+            self.work,
+            a.indptr,
+            a.indices,
+            b.indptr,
+            b.indices,
+            b.shape[1],
+            c.indptr,
+            c.indices,
+            slot,
         )
         self.slot = frozen(slot)
         self.indices = (self.work, a.indptr, a.indices, b.indptr, c.indptr, self.slot)
@@ -106,7 +116,7 @@ class Slots(Method):
 
 
 @kernel
-def _select_left(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, slot, winner, b, b_batch, c, batch):  # type: ignore[no-untyped-def]
+def _select_left(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, slot, winner, b, b_batch, c, batch):
     for row in range(first, last):
         start = np.int64(c_indptr[row]) * batch
         c[start : np.int64(c_indptr[row + 1]) * batch] = 0
@@ -124,7 +134,9 @@ def _select_left(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, slo
 
 
 @kernel
-def _select_right(first, last, work, a_indptr, a_indices, b_indptr, b_indices, c_indptr, slot, a, a_batch, winner, c, batch):  # type: ignore[no-untyped-def]
+def _select_right(
+    first, last, work, a_indptr, a_indices, b_indptr, b_indices, c_indptr, slot, a, a_batch, winner, c, batch
+):
     for row in range(first, last):
         start = np.int64(c_indptr[row]) * batch
         c[start : np.int64(c_indptr[row + 1]) * batch] = 0
@@ -171,14 +183,16 @@ class Select(Method):
         self.work, self.slot = slots.work, slots.slot
         self.left = _selects(product.a.structure)
         a, b, c = product.a, product.b, product.c
-        if self.left:
-            self.indices = (self.work, a.indptr, a.indices, b.indptr, c.indptr, self.slot)
-        else:
-            self.indices = (self.work, a.indptr, a.indices, b.indptr, b.indices, c.indptr, self.slot)
+        windows = () if self.left else (b.indices,)
+        self.indices = (self.work, a.indptr, a.indices, b.indptr, *windows, c.indptr, self.slot)
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
         batch = c.shape[1]
         if self.left:
-            run_rows(_select_left, self.work, *self.indices, a, b.reshape(-1), b.shape[1], c.reshape(-1), batch, lanes=batch)
+            run_rows(
+                _select_left, self.work, *self.indices, a, b.reshape(-1), b.shape[1], c.reshape(-1), batch, lanes=batch
+            )
         else:
-            run_rows(_select_right, self.work, *self.indices, a.reshape(-1), a.shape[1], b, c.reshape(-1), batch, lanes=batch)
+            run_rows(
+                _select_right, self.work, *self.indices, a.reshape(-1), a.shape[1], b, c.reshape(-1), batch, lanes=batch
+            )

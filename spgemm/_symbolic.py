@@ -22,7 +22,7 @@ __all__ = ["check_shapes", "meeting", "multiply_adds", "product_meeting", "produ
 
 
 @intrinsic
-def _population(typing_context, word):  # type: ignore[no-untyped-def]
+def _population(typing_context, word):
     """Number of set bits of a word."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -32,7 +32,7 @@ def _population(typing_context, word):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _lowest(typing_context, word):  # type: ignore[no-untyped-def]
+def _lowest(typing_context, word):
     """Place of the lowest set bit of a word that is not zero."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -42,7 +42,7 @@ def _lowest(typing_context, word):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _row_work(first, last, a_indptr, a_indices, b_counts, work):  # type: ignore[no-untyped-def]
+def _row_work(first, last, a_indptr, a_indices, b_counts, work):
     for row in range(first, last):
         total = 0
         for p in range(a_indptr[row], a_indptr[row + 1]):
@@ -51,7 +51,7 @@ def _row_work(first, last, a_indptr, a_indices, b_counts, work):  # type: ignore
 
 
 @kernel
-def _count(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, counts):  # type: ignore[no-untyped-def]
+def _count(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, counts):
     one = np.uint64(1)
     words = (columns + 63) >> 6
     bits = np.zeros(words, np.uint64)
@@ -69,7 +69,7 @@ def _count(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, count
 
 
 @kernel
-def _fill(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices):  # type: ignore[no-untyped-def]
+def _fill(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices):
     one = np.uint64(1)
     words = (columns + 63) >> 6
     bits = np.zeros(words, np.uint64)
@@ -90,7 +90,7 @@ def _fill(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indp
 
 
 @kernel
-def _meet(first, last, indptr, indices, held, pairs):  # type: ignore[no-untyped-def]
+def _meet(first, last, indptr, indices, held, pairs):
     for row in range(first, last):
         total = 0
         for entry in range(indptr[row], indptr[row + 1]):
@@ -99,7 +99,7 @@ def _meet(first, last, indptr, indices, held, pairs):  # type: ignore[no-untyped
 
 
 @kernel
-def _count_and_meet(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, held, counts, pairs):  # type: ignore[no-untyped-def]
+def _count_and_meet(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, held, counts, pairs):
     one = np.uint64(1)
     words = (columns + 63) >> 6
     bits = np.zeros(words, np.uint64)
@@ -123,7 +123,8 @@ def check_shapes(a: Pattern, b: Pattern) -> None:
     """Raise ValueError where ``a @ b`` does not exist."""
     if a.shape[1] != b.shape[0]:
         raise ValueError(
-            f"a is {a.shape[0]} × {a.shape[1]} and b is {b.shape[0]} × {b.shape[1]}: a's columns must be as many as b's rows"
+            f"a is {a.shape[0]} × {a.shape[1]} and b is {b.shape[0]} × {b.shape[1]}: "
+            "a's columns must be as many as b's rows"
         )
 
 
@@ -197,6 +198,7 @@ def meeting(a: Pattern, held: np.ndarray) -> np.ndarray:
     a : Pattern
         ``(m, n)``.
     held : ndarray of bool, (n,)
+        Of the vector.
 
     Returns
     -------

@@ -55,7 +55,16 @@ def environment(folder: Path) -> Path:
 
 
 def pip(python: Path, *arguments: object) -> None:
-    command = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+    ]
     subprocess.run([*command, "--no-deps", "--no-build-isolation", *map(str, arguments)], check=True)
 
 
@@ -71,7 +80,10 @@ def use(python: Path | str, folder: Path) -> str:
 @pytest.mark.parametrize("way", ["editable", "strict editable", "wheel"])
 def test_installed(way: str, tmp_path: Path) -> None:
     source, python = checkout(tmp_path), environment(tmp_path)
-    options = {"editable": ["--editable"], "strict editable": ["--config-settings", "editable_mode=strict", "--editable"]}
+    options = {
+        "editable": ["--editable"],
+        "strict editable": ["--config-settings", "editable_mode=strict", "--editable"],
+    }
     pip(python, *options.get(way, []), source)
     if way == "wheel":
         shutil.rmtree(source)
@@ -88,7 +100,11 @@ def test_plain_checkout(tmp_path: Path) -> None:
     source = checkout(tmp_path)
     code = USE.partition("    for name in")[0] + "    print(jacsparse.__file__)"
     result = subprocess.run(
-        [str(environment(tmp_path)), "-c", textwrap.dedent(code)], cwd=source, capture_output=True, text=True, check=False
+        [str(environment(tmp_path)), "-c", textwrap.dedent(code)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()).parent == source / "jacsparse"

@@ -37,7 +37,9 @@ def vgg_features(share: float = 0.97) -> nn.Sequential:
 def lenet() -> nn.Sequential:
     return kaiming(
         nn.Sequential(
-            nn.Sequential(nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Sequential(
+                nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)
+            ),
             nn.Flatten(),
             nn.Sequential(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
         )

@@ -44,7 +44,12 @@ def check_against_scipy(report: FlopReport, schedule: Schedule, matrices: list[s
         product = left @ right
         assert (counted.m, counted.k, counted.n) == (*left.shape, right.shape[1])
         assert counted.flop == 2 * product.sum() and counted.nnz == product.nnz
-        assert (counted.level, counted.phase, counted.kind, counted.live) == (step.level, step.phase, step.kind, step.live)
+        assert (counted.level, counted.phase, counted.kind, counted.live) == (
+            step.level,
+            step.phase,
+            step.kind,
+            step.live,
+        )
         product.data[:] = 1
         values[step.out] = product
     last = values[n] @ values[schedule.gradients[-1]]

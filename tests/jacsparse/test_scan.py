@@ -24,7 +24,9 @@ from tests.jacsparse.models import kaiming, lenet, small, vgg_features
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 
-def gradients(run: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, x: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
+def gradients(
+    run: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, x: torch.Tensor, g: torch.Tensor
+) -> list[torch.Tensor]:
     """Of the input and of every parameter that trains, as autograd sends them."""
     module.zero_grad()
     given_x = x.clone().requires_grad_()
@@ -58,7 +60,9 @@ def test_pruned_vgg_11(schedule: str, batch: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("batch", [1, 16])
-@pytest.mark.parametrize("schedule", ["linear", "blelloch", "blelloch:1", "blelloch:2", "blelloch:3", "balanced:3", "auto"])
+@pytest.mark.parametrize(
+    "schedule", ["linear", "blelloch", "blelloch:1", "blelloch:2", "blelloch:3", "balanced:3", "auto"]
+)
 def test_lenet_5(schedule: str, batch: int, dtype: torch.dtype) -> None:
     compare(lenet().to(dtype), torch.randn(batch, 3, 32, 32, dtype=dtype), schedule)
 
@@ -102,7 +106,11 @@ def chains(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
         elif kind == "norm":
             layers.append(nn.BatchNorm2d(channels).eval())
         else:
-            layers.append({"relu": nn.ReLU(), "max": nn.MaxPool2d(2, 1), "avg": nn.AvgPool2d(2, 1), "identity": nn.Identity()}[kind])
+            layers.append(
+                {"relu": nn.ReLU(), "max": nn.MaxPool2d(2, 1), "avg": nn.AvgPool2d(2, 1), "identity": nn.Identity()}[
+                    kind
+                ]
+            )
             size -= kind in ("max", "avg")
         if size == 1:
             break
@@ -180,11 +188,11 @@ def test_forward_and_backward_hooks_are_called(schedule: str) -> None:
 def test_hooks_that_change_values_are_refused() -> None:
     module = small().double()
     handle = module[2].register_forward_hook(lambda _m, _i, output: output * 2)
-    with pytest.raises(RuntimeError, match="^2: a forward hook changes the module's input or output"):
+    with pytest.raises(RuntimeError, match=r"^2: a forward hook changes the module's input or output"):
         jacsparse.nn.Scan(module)(torch.randn(1, 2, 9, 9, dtype=torch.float64))
     handle.remove()
     module[2].register_forward_pre_hook(lambda _m, args: (args[0] + 1,))
-    with pytest.raises(RuntimeError, match="^2: a forward hook"):
+    with pytest.raises(RuntimeError, match=r"^2: a forward hook"):
         jacsparse.nn.Scan(module)(torch.randn(1, 2, 9, 9, dtype=torch.float64))
 
 
@@ -199,7 +207,7 @@ def test_backward_hooks_that_change_gradients_are_refused() -> None:
 def test_container_hooks_are_refused() -> None:
     module = lenet()
     module[0].register_forward_hook(lambda *_: None)
-    with pytest.raises(jacsparse.UnsupportedOperatorError, match="^0: hooks of a container are not run"):
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"^0: hooks of a container are not run"):
         jacsparse.nn.Scan(module)(torch.randn(1, 3, 32, 32))
 
 
@@ -218,7 +226,11 @@ def test_active_dropout_keeps_its_draw(schedule: str) -> None:
 @SCHEDULES
 def test_a_module_used_twice(schedule: str) -> None:
     shared = nn.Linear(5, 5)
-    compare(nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(5, 2)).double(), torch.randn(4, 5, dtype=torch.float64), schedule)
+    compare(
+        nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(5, 2)).double(),
+        torch.randn(4, 5, dtype=torch.float64),
+        schedule,
+    )
 
 
 def test_training_steps_follow_autograd() -> None:
@@ -269,7 +281,7 @@ def test_weights_changed_between_forward_and_backward_are_noticed() -> None:
     y = jacsparse.nn.Scan(module, schedule="blelloch")(torch.randn(3, 4, requires_grad=True))
     with torch.no_grad():
         module[1].weight.mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place|modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
         y.sum().backward()
 
 
@@ -361,7 +373,11 @@ def test_state_dict_and_repr() -> None:
 
 
 BAD_INPUTS = {
-    "integers": (torch.ones(1, 3, 32, 32, dtype=torch.int64), TypeError, "x is torch.int64; expected float32 or float64"),
+    "integers": (
+        torch.ones(1, 3, 32, 32, dtype=torch.int64),
+        TypeError,
+        "x is torch.int64; expected float32 or float64",
+    ),
     "half": (torch.ones(1, 3, 32, 32).half(), TypeError, "x is torch.float16"),
     "complex": (torch.ones(1, 3, 32, 32, dtype=torch.complex64), TypeError, "x is torch.complex64"),
     "no batch": (torch.ones(7), ValueError, r"x has shape \(7,\); expected \(batch, \*sample\)"),
@@ -376,7 +392,11 @@ BAD_INPUTS = {
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_bad_inputs(case: str) -> None:
     x, error, message = BAD_INPUTS[case]
-    for run in (jacsparse.nn.Scan(lenet()), lambda x: jacsparse.vjp(lenet(), x), lambda x: jacsparse.jacobian(lenet(), x)):
+    for run in (
+        jacsparse.nn.Scan(lenet()),
+        lambda x: jacsparse.vjp(lenet(), x),
+        lambda x: jacsparse.jacobian(lenet(), x),
+    ):
         with pytest.raises(error, match=message):
             run(x)
 
@@ -396,5 +416,3 @@ def test_bad_schedule_is_named_at_the_call() -> None:
     with pytest.raises(ValueError, match="schedule is 'fast'"):
         jacsparse.nn.Scan(lenet(), schedule="fast")
     assert Scanner(jacsparse.chain(lenet(), (3, 32, 32)), "blelloch:2").schedule.name == "blelloch:2"
-
-

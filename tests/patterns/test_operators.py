@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from jacsparse.patterns import Convolution, Pattern, Pooling
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
 import jacsparse
-from jacsparse.patterns import Convolution, Pattern, Pooling
 from tests.helpers import autograd_jacobian
 
 sizes = st.integers(1, 7)
@@ -34,7 +34,12 @@ def fits(module: nn.Module, shape: tuple[int, ...]) -> bool:
         return True
     # A dilated window may lie wholly in the padding; PyTorch's backward then writes outside its tensor.
     spread = functional.max_pool2d(
-        torch.zeros((1, *shape)) - 1, module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode
+        torch.zeros((1, *shape)) - 1,
+        module.kernel_size,
+        module.stride,
+        module.padding,
+        module.dilation,
+        module.ceil_mode,
     )
     return bool(torch.isfinite(spread).all())
 
@@ -150,7 +155,9 @@ def test_operator_equals_autograd(operator: str, data: st.DataObject) -> None:
 
 
 @given(convolutions() | linears(), st.floats(0, 1), st.booleans(), seeds)
-def test_pruned_weights_leave_no_entry(case: tuple[nn.Module, tuple[int, ...]], share: float, mask: bool, seed: int) -> None:
+def test_pruned_weights_leave_no_entry(
+    case: tuple[nn.Module, tuple[int, ...]], share: float, mask: bool, seed: int
+) -> None:
     module, shape = case
     assume(fits(module, shape))
     generator = torch.Generator().manual_seed(seed)
@@ -192,7 +199,9 @@ def test_max_pooling_pattern_is_tight(case: tuple[nn.Module, tuple[int, ...]]) -
 def test_active_dropout_has_the_jacobian_of_its_own_draw() -> None:
     module = nn.Dropout(0.5)
     (record,) = jacsparse.chain(module, (40,)).run(torch.zeros(3, 40, dtype=torch.float64))
-    (expected,) = torch.autograd.grad(record.output, record.input, torch.ones(3, 40, dtype=torch.float64), retain_graph=True)
+    (expected,) = torch.autograd.grad(
+        record.output, record.input, torch.ones(3, 40, dtype=torch.float64), retain_graph=True
+    )
     assert torch.equal(record.transposed_jacobian().values, expected.T)
     assert {0.0, 2.0} == set(expected.flatten().tolist())
 
@@ -230,7 +239,10 @@ def test_structure_knows_counts_and_digest_without_indices(case: tuple[nn.Module
     assume(fits(module, shape))
     pattern = jacsparse.jacobian_pattern(module, shape)
     assert isinstance(pattern.structure, (Convolution, Pooling))
-    for structure, matrix in ((pattern.structure, pattern.to_scipy()), (pattern.T.structure, pattern.to_scipy().T.tocsr())):
+    for structure, matrix in (
+        (pattern.structure, pattern.to_scipy()),
+        (pattern.T.structure, pattern.to_scipy().T.tocsr()),
+    ):
         assert structure.nnz == matrix.nnz and structure.shape == matrix.shape
         assert structure.row_counts().tolist() == matrix.sum(axis=1, dtype=int).tolist()
         assert structure.column_counts().tolist() == matrix.sum(axis=0, dtype=int).tolist()

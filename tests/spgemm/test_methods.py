@@ -11,11 +11,11 @@ import scipy.sparse
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jacsparse.patterns import Diagonal, Full, Identity, Pooling, Sliding
+from jacsparse.spgemm import METHODS, matvec, meeting, multiply_adds, product_meeting, product_pattern
 
 import jacsparse
 from jacsparse import Pattern, ProductPlan, plan_product
-from jacsparse.patterns import Diagonal, Full, Identity, Pooling, Sliding
-from jacsparse.spgemm import METHODS, matvec, meeting, multiply_adds, product_meeting, product_pattern
 
 BATCHES = st.sampled_from([(1, 1), (1, 3), (3, 1), (5, 5), (16, 1), (1, 37), (21, 21)])
 dtypes = st.sampled_from([np.float32, np.float64])
@@ -58,13 +58,17 @@ def looped(a: Pattern, b: Pattern, a_values: np.ndarray, b_values: np.ndarray, c
                 sums[place] = sums.get(place, 0.0) + wide[0][p] * wide[1][q]
     rows = np.repeat(np.arange(c.shape[0]), np.diff(c.indptr))
     assert set(sums) == {(int(row), int(column)) for row, column in zip(rows, c.indices, strict=True)}
-    return np.array([sums[int(row), int(column)] for row, column in zip(rows, c.indices, strict=True)]).reshape(c.nnz, batch)
+    return np.array([sums[int(row), int(column)] for row, column in zip(rows, c.indices, strict=True)]).reshape(
+        c.nnz, batch
+    )
 
 
 @pytest.mark.parametrize("method", [*sorted(METHODS), "auto"])
 @given(pair=factors(), batches=BATCHES, dtype=dtypes, seed=st.integers(0, 2**31))
 @settings(max_examples=100)
-def test_method_equals_loop(method: str, pair: tuple[Pattern, Pattern], batches: tuple[int, int], dtype: type, seed: int) -> None:
+def test_method_equals_loop(
+    method: str, pair: tuple[Pattern, Pattern], batches: tuple[int, int], dtype: type, seed: int
+) -> None:
     a, b = pair
     rng = np.random.default_rng(seed)
     try:
@@ -102,13 +106,18 @@ def test_symbolic_phase_equals_scipy(pair: tuple[Pattern, Pattern]) -> None:
 @given(factors(), BATCHES, dtypes, st.integers(0, 2**31))
 def test_matvec_equals_dense(pair: tuple[Pattern, Pattern], batches: tuple[int, int], dtype: type, seed: int) -> None:
     pattern, rng = pair[0], np.random.default_rng(seed)
-    values, x = values_of(rng, pattern, batches[0], dtype), rng.standard_normal((pattern.shape[1], batches[1])).astype(dtype)
+    values, x = (
+        values_of(rng, pattern, batches[0], dtype),
+        rng.standard_normal((pattern.shape[1], batches[1])).astype(dtype),
+    )
     batch = max(batches)
     dense = np.stack([pattern.to_scipy(values[:, s if batches[0] > 1 else 0]).toarray() for s in range(batch)], axis=2)
     expected = np.einsum("mnb,nb->mb", dense.astype(np.float64), np.broadcast_to(x, (len(x), batch)))
     found = matvec(pattern, values, x)
     assert found.dtype == dtype and found.shape == expected.shape
-    assert np.allclose(found, expected, rtol=0, atol=(1e-5 if dtype == np.float32 else 1e-13) * np.abs(expected).max(initial=1))
+    assert np.allclose(
+        found, expected, rtol=0, atol=(1e-5 if dtype == np.float32 else 1e-13) * np.abs(expected).max(initial=1)
+    )
 
 
 def pooling_factors(left: bool, overlap: bool) -> tuple[Pattern, Pattern]:
@@ -133,13 +142,18 @@ def test_selection_equals_one_hot_values(left: bool, overlap: bool, batch: int, 
     offset = rng.integers(0, np.diff(windows.indptr)[:, None], (windows.shape[0], batch))
     winners = windows.indices[windows.indptr[:-1][:, None] + offset].astype(np.int32)
     one_hot = np.stack(
-        [scipy.sparse.csr_array((np.ones(len(w)), (w, np.arange(len(w)))), shape=selecting.shape).toarray() for w in winners.T],
+        [
+            scipy.sparse.csr_array((np.ones(len(w)), (w, np.arange(len(w)))), shape=selecting.shape).toarray()
+            for w in winners.T
+        ],
         axis=2,
     )
     rows = np.repeat(np.arange(selecting.shape[0]), np.diff(selecting.indptr))
     selecting_values = one_hot[rows, selecting.indices]
     values = rng.standard_normal((ordinary.nnz, other))
-    expected = plan_product(a, b, method="slots").multiply(*((selecting_values, values) if left else (values, selecting_values)))
+    expected = plan_product(a, b, method="slots").multiply(
+        *((selecting_values, values) if left else (values, selecting_values))
+    )
     plan = plan_product(a, b)
     assert plan.method == "select"
     found = plan.multiply(*((winners, values) if left else (values, winners)))
@@ -151,7 +165,10 @@ def test_selection_equals_one_hot_values(left: bool, overlap: bool, batch: int, 
 def test_a_scaled_selection_is_no_selection() -> None:
     selecting, _ = pooling_factors(True, False)
     plan = plan_product(Pattern.of(Diagonal(selecting.shape[0])), selecting)
-    assert plan.pattern == selecting and plan_product(plan.pattern, Pattern.of(Full(selecting.shape[1], 2))).method == "dense"
+    assert (
+        plan.pattern == selecting
+        and plan_product(plan.pattern, Pattern.of(Full(selecting.shape[1], 2))).method == "dense"
+    )
 
 
 def test_auto_keeps_to_the_memory_limit() -> None:
@@ -200,7 +217,9 @@ def test_bits_do_not_depend_on_threads_batch_or_method() -> None:
             assert again.pattern == plan.pattern
             assert np.array_equal(again.multiply(a_values, b_values), expected)
             for method in ("rowwise", "merge"):
-                assert np.array_equal(plan_product(plan.a, plan.b, method=method).multiply(a_values, b_values), expected)
+                assert np.array_equal(
+                    plan_product(plan.a, plan.b, method=method).multiply(a_values, b_values), expected
+                )
     finally:
         torch.set_num_threads(1)
     for sample in range(5):
@@ -214,8 +233,7 @@ def test_eight_threads_at_once() -> None:
     results: list[np.ndarray] = []
 
     def work() -> None:
-        for _ in range(5):
-            results.append(plan_product(plan.a, plan.b).multiply(a_values, b_values))
+        results.extend(plan_product(plan.a, plan.b).multiply(a_values, b_values) for _ in range(5))
 
     torch.set_num_threads(2)
     try:
