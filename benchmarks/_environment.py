@@ -14,7 +14,20 @@ __all__ = ["environment"]
 
 _PACKAGES = ("torch", "numpy", "numba", "scipy", "mkl", "sparse_dot_mkl", "python-graphblas")
 # Vector units: what decides how fast numbers move.
-_VECTOR = ("sse4.2", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "amx-tile", "neon", "sve", "sve2")
+_VECTOR = (
+    "sse4.2",
+    "avx",
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512vnni",
+    "amx-tile",
+    "neon",
+    "sve",
+    "sve2",
+)
 
 
 def environment() -> dict[str, Any]:

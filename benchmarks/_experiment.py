@@ -104,9 +104,7 @@ class Row:
         """A row of times, each divided by `per`: by the samples that one run handles, say."""
         lower, median, upper = (float(time) for time in np.quantile(timing.seconds, (0.25, 0.5, 0.75)) / per)
         fastest = min(timing.seconds) / per
-        return cls(
-            label=label, median=median, lower=lower, upper=upper, fastest=fastest, runs=timing.runs, **rest
-        )
+        return cls(label=label, median=median, lower=lower, upper=upper, fastest=fastest, runs=timing.runs, **rest)
 
     @classmethod
     def of_value(cls, label: str, value: float, quantity: str, unit: str = "", **rest: Any) -> Self:
@@ -158,10 +156,12 @@ class Experiment(ABC):
         """Draw what was measured, into a PNG file."""
 
     def summary(self, rows: Sequence[Row]) -> str:
-        """One line: how much was measured, and which targets were met."""
+        """One line: how much was measured, and how many targets were met."""
         missing = sum(bool(row.not_measured) for row in rows)
+        if missing == len(rows):
+            return f"not measured: {'; '.join(dict.fromkeys(row.not_measured for row in rows))}"
         targets = [met for row in rows for comparison in row.comparisons if (met := comparison.met) is not None]
-        parts = [f"{len(rows) - missing} rows"]
+        parts = [f"{len(rows) - missing} figures"]
         if missing:
             parts.append(f"{missing} not measured")
         if targets:

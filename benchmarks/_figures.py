@@ -18,7 +18,7 @@ _NAMES = {"ours": "jacsparse", "peer": "peer", "reference": "reference"}
 
 
 def bars(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Times as bars over a logarithmic axis, grouped, with quartiles and the hardware's floor; nothing else is drawn."""
+    """Times as bars over a logarithmic axis, grouped, with quartiles and the hardware's floor."""
     timed = [row for row in rows if row.median is not None and row.unit == "s"]
     lines = _lines(timed)
     figure, axes = new_figure(8.0, 1.0 + 0.24 * max(4, len(lines)))

@@ -19,7 +19,15 @@ __all__ = ["Reuse", "library_path"]
 
 _GENERAL, _LOWER, _NON_UNIT, _NON_TRANSPOSE = 20, 40, 50, 10
 _FINALIZE, _FULL_WITHOUT_VALUES = 92, 93
-_STATUS = ("success", "not initialised", "out of memory", "invalid value", "execution failed", "internal error", "not supported")
+_STATUS = (
+    "success",
+    "not initialised",
+    "out of memory",
+    "invalid value",
+    "execution failed",
+    "internal error",
+    "not supported",
+)
 
 
 class _Descriptor(ctypes.Structure):
@@ -68,7 +76,9 @@ class Reuse:
 
     def _created(self, matrix: scipy.sparse.csr_array) -> ctypes.c_void_p:
         if matrix.data.dtype != np.float32 or matrix.indices.dtype != np.int32 or matrix.indptr.dtype != np.int32:
-            raise TypeError(f"expected float32 values and int32 indices, not {matrix.data.dtype} and {matrix.indices.dtype}")
+            raise TypeError(
+                f"expected float32 values and int32 indices, not {matrix.data.dtype} and {matrix.indices.dtype}"
+            )
         handle = ctypes.c_void_p()
         starts = matrix.indptr.ctypes.data
         arrays = (starts, starts + matrix.indptr.itemsize, matrix.indices.ctypes.data, matrix.data.ctypes.data)

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse
@@ -18,7 +18,7 @@ __all__ = ["MKL_REUSE", "PEERS", "SCIPY", "Peer"]
 
 SCIPY, MKL_REUSE = "SciPy A @ B", "MKL, structure reused (sp2m)"
 
-Matrix = scipy.sparse.csr_array
+Matrix: TypeAlias = scipy.sparse.csr_array
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ def _torch(a: Matrix, b: Matrix, threads: int) -> Peer:
 
 
 def _torch_csr(matrix: Matrix) -> torch.Tensor:
-    arrays = (torch.from_numpy(array) for array in (matrix.indptr, matrix.indices, matrix.data))
+    indptr, indices, values = (torch.from_numpy(array) for array in (matrix.indptr, matrix.indices, matrix.data))
     with warnings.catch_warnings():
         # That CSR tensors are in beta state, and that their invariants are not checked.
         warnings.simplefilter("ignore", UserWarning)
-        return torch.sparse_csr_tensor(*arrays, size=matrix.shape)
+        return torch.sparse_csr_tensor(indptr, indices, values, size=matrix.shape)
 
 
 def _graphblas(a: Matrix, b: Matrix, threads: int) -> Peer:
@@ -73,7 +73,7 @@ def _mkl_product(a: Matrix, b: Matrix, threads: int) -> Peer:
     # Where sparse_dot_mkl looks first; it does not know the wheel's folder.
     os.environ.setdefault("MKL_RT", str(_mkl.library_path()))
     try:
-        import sparse_dot_mkl
+        import sparse_dot_mkl  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError("sparse_dot_mkl is not installed: pip install sparse_dot_mkl") from error
     sparse_dot_mkl.mkl_set_num_threads(threads)
@@ -90,8 +90,8 @@ def _mkl_reuse(a: Matrix, b: Matrix, threads: int) -> Peer:
     return Peer(product.multiply, lambda _: product.to_scipy())
 
 
-#: Each prepares a product of two float32 matrices with int32 indices, for a number of threads; ImportError where the peer
-#: is not installed.
+#: Each prepares a product of two float32 matrices with int32 indices, for a number of threads; ImportError where the
+#: peer is not installed.
 PEERS: dict[str, Callable[[Matrix, Matrix, int], Peer]] = {
     SCIPY: _scipy,
     "PyTorch CSR A @ B": _torch,

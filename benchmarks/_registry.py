@@ -11,6 +11,5 @@ from .spgemm import Spgemm
 __all__ = ["EXPERIMENTS"]
 
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment
-    for experiment in (JacobianGeneration(), Spgemm(), FlopAnalysis(), LenetConvergence())
+    experiment.name: experiment for experiment in (JacobianGeneration(), Spgemm(), FlopAnalysis(), LenetConvergence())
 }

@@ -34,7 +34,9 @@ def read_all(folder: Path, experiments: Mapping[str, Experiment]) -> dict[tuple[
                 continue
             result = read(path)
             if (result.experiment, result.device) != (name, device):
-                raise ValueError(f"{path} holds the result of {result.experiment} on {result.device}; rename or delete it")
+                raise ValueError(
+                    f"{path} holds the result of {result.experiment} on {result.device}; rename or delete it"
+                )
             found[name, device] = result
     if not found:
         raise FileNotFoundError(f"{folder} holds no result; make some with: python -m benchmarks run --out {folder}")
@@ -70,16 +72,16 @@ def _overview(experiments: Mapping[str, Experiment], results: Mapping[tuple[str,
             yield _table_line((name, experiment.source, device, experiment.summary(results[name, device].rows)))
     yield ""
     yield (
-        "Each figure is the median of its runs; ratios are of medians, and in brackets of the fastest runs, which is what "
-        "is left of them on a machine that others use too. Floor: bytes over copy bandwidth, or flop over peak, both "
+        "Each figure is the median of its runs; ratios are of medians, and in brackets of the fastest runs: what is "
+        "left of them on a machine that others use too. Floor: bytes over copy bandwidth, or flop over peak, both "
         "measured in the same run."
     )
 
 
 def _section(experiment: Experiment, result: Result, folder: Path) -> Iterable[str]:
-    yield from ("", f"## {experiment.title}", "", f"{experiment.source}. {_circumstances(result)}", "")
+    yield from ("", f"## {experiment.title}", "", f"{experiment.source}. {_circumstances(result)}")
     if any(not row.not_measured for row in result.rows):
-        yield from (_picture(experiment, result, folder), "")
+        yield from ("", _picture(experiment, result, folder))
     yield from _tables(result.rows)
 
 
@@ -95,16 +97,18 @@ def _picture(experiment: Experiment, result: Result, folder: Path) -> str:
 def _circumstances(result: Result) -> str:
     machine = result.environment
     parts = [f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('threads')} threads"]
-    parts.append(f"{machine.get('memory_gib')} GiB, {', '.join(machine.get('vector_units') or ()) or 'no vector units'}")
+    parts.append(
+        f"{machine.get('memory_gib')} GiB, {', '.join(machine.get('vector_units') or ()) or 'no vector units'}"
+    )
     if machine.get("gpu"):
         parts.append(str(machine["gpu"]))
     versions = machine.get("versions") or {}
     parts.append(", ".join(f"{name} {version}" for name, version in versions.items()))
     parts.append(f"run {result.date} in {amount(result.seconds, 's')}, load average before it {machine.get('load')}")
-    if result.limits is not None:
-        parts.append(
-            f"copy bandwidth {result.limits.copy_bandwidth / 1e9:.1f} GB/s, peak {result.limits.peak_flop / 1e9:,.0f} GFLOP/s"
-        )
+    limits = result.limits
+    if limits is not None:
+        bandwidth, peak = limits.copy_bandwidth / 1e9, limits.peak_flop / 1e9
+        parts.append(f"copy bandwidth {bandwidth:.1f} GB/s, peak {peak:,.0f} GFLOP/s")
     return "; ".join(parts) + "."
 
 
@@ -113,9 +117,8 @@ def _tables(rows: Sequence[Row]) -> Iterable[str]:
     for row in rows:
         if row.group != group:
             group = row.group
-            yield from ("", f"### {group}" if group else "", "", *_table_head(COLUMNS))
-        elif row is rows[0]:
-            yield from _table_head(COLUMNS)
+            yield from ("", f"### {group}") if group else ()
+            yield from ("", *_table_head(COLUMNS))
         yield _table_line(cells(row))
 
 

@@ -96,7 +96,7 @@ def read(path: Path) -> Result:
 
 def _row(content: Any) -> Row:
     if not isinstance(content, dict):
-        raise ValueError(f"a row is a {type(content).__name__}")
+        raise TypeError(f"a row is a {type(content).__name__}")
     comparisons = tuple(_made(Comparison, item) for item in _sequence(content, "comparisons"))
     row = _made(Row, {**content, "comparisons": comparisons})
     if (row.median is None) != bool(row.not_measured):
@@ -107,7 +107,7 @@ def _row(content: Any) -> Row:
 def _sequence(content: Mapping[str, Any], name: str) -> list[Any]:
     values = content.get(name)
     if not isinstance(values, list):
-        raise ValueError(f"{name} is no list")
+        raise TypeError(f"{name} is no list")
     return values
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ._experiment import Comparison, Row
 
-__all__ = ["amount", "cells", "comparison_text"]
+__all__ = ["COLUMNS", "amount", "cells", "comparison_text"]
 
 COLUMNS = ("what", "median", "quartiles", "fastest", "runs", "floor", "compared")
 

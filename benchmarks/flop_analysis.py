@@ -54,13 +54,17 @@ class FlopAnalysis(Experiment):
             return jacsparse.count_flop(module, self.input_shape, executed=False)
 
         counted = observed()
-        found = context.times({"observed structure": observed, "guaranteed structure": guaranteed}, seconds=3 * context.seconds)
+        found = context.times(
+            {"observed structure": observed, "guaranteed structure": guaranteed}, seconds=3 * context.seconds
+        )
         rows = [
             Row.timed(f"analysis, {label}", timing, note="kernels compiled; chain, patterns and counts made anew")
             for label, timing in found.items()
         ]
         assert rows[0].median is not None
-        ratio = Comparison(f"time / {TARGET} s", rows[0].median / TARGET, min(found["observed structure"].seconds) / TARGET, at_most=1)
+        ratio = Comparison(
+            f"time / {TARGET} s", rows[0].median / TARGET, min(found["observed structure"].seconds) / TARGET, at_most=1
+        )
         rows[0] = Row.timed(
             "analysis, observed structure",
             found["observed structure"],

@@ -12,10 +12,10 @@ from unittest import mock
 
 import numpy as np
 import torch
+from jacsparse.patterns import Pattern, _runtime, _values
 from torch import nn
 
 from jacsparse import chain
-from jacsparse.patterns import Pattern, _values
 
 from ._context import Context
 from ._experiment import Experiment, Row, compare
@@ -160,7 +160,7 @@ def _size_row(pattern: Pattern, group: str) -> Row:
 def _kernel_runs(call: Callable[[], object]) -> list[Callable[[], None]]:
     """The kernels that a call runs, each as a function that runs it again on the very same arrays."""
     runs: list[Callable[[], None]] = []
-    original = _values.run_rows
+    original = _runtime.run_rows
 
     def note(*args: Any, **options: Any) -> None:
         original(*args, **options)

@@ -1,4 +1,4 @@
-"""Products of two sparse matrices with patterns known ahead: pruned VGG-11's, against SciPy, PyTorch, GraphBLAS and MKL."""
+"""Pruned VGG-11's products of two sparse matrices, planned ahead: against SciPy, PyTorch, GraphBLAS and MKL."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ def _one_product(left: SparseJacobian, right: SparseJacobian, group: str, batch:
         rows.append(Row.timed(f"plan, {method}", plan_times[method], group=group))
         alone = Row.timed(method, found[method])
         goal = method == "slots"
-        compared = () if scipy is None else compare(f"SciPy / {method}", scipy, alone, **({"at_least": 10.0} if goal else {}))
+        compared = (
+            () if scipy is None else compare(f"SciPy / {method}", scipy, alone, **({"at_least": 10.0} if goal else {}))
+        )
         if reuse is not None:
             compared += compare(f"MKL reuse / {method}", reuse, alone, **({"at_least": 1.3} if goal else {}))
         floor = context.limits.floor(_moved(plan, (left.values, right.values), 1), plan.flop)
@@ -204,7 +206,7 @@ def _step(
     winners: dict[int, torch.Tensor | None],
     context: Context,
 ) -> list[Row]:
-    """One product of the schedule, ours and SciPy's; its values go into `jacobians`, for the products that need them."""
+    """One product of the schedule, ours and SciPy's; its values go into `jacobians`, for later products."""
     missing = [value for value in (step.left, step.right) if value not in jacobians]
     if missing:
         return [Row.missing("multiply", "a factor was too large to be made", group=group)]
@@ -217,7 +219,10 @@ def _step(
     a_values = _operand(step.left, plan.selects_left, jacobians, winners)
     b_values = _operand(step.right, plan.selects_right, jacobians, winners)
     out = torch.empty((plan.pattern.nnz, 1))
-    functions = {f"plan, {plan.method}": _planning(a, b, "auto"), plan.method: _multiplication(plan, a_values, b_values, out)}
+    functions = {
+        f"plan, {plan.method}": _planning(a, b, "auto"),
+        plan.method: _multiplication(plan, a_values, b_values, out),
+    }
     # SciPy holds the product's indices and values twice while it sorts them out.
     scipy_needs = 2 * 8 * plan.pattern.nnz
     if scipy_needs <= _available() // 2:

@@ -78,7 +78,7 @@ class Stage:
                 given = y.clone() if getattr(module, "inplace", False) else y
                 y = _called(module, own if module is self.operator else {}, given, path)
                 if module is self.operator:
-                    operator_input, operator_output = given.detach(), y.detach()
+                    operator_input, operator_output = given, y
         parameters = {id(parameter): own[name] for name, parameter in self.operator.named_parameters() if name in own}
         return Record(self, leaf, y, parameters, operator_input, operator_output, arguments_of(self.operator))
 
@@ -197,8 +197,9 @@ class Record:
         return replace(
             stage.call,
             arguments=self._arguments,
-            input=self._operator_input[samples],
-            output=self._operator_output[samples],
+            input=self._operator_input.detach()[samples],
+            output=self._operator_output.detach()[samples],
+            node=self._operator_output.grad_fn if samples == slice(None) else None,
             vjp=lambda gradient: self._operator_vjp(gradient, samples),
         )
 

@@ -102,9 +102,9 @@ class Schedule:
     --------
     >>> schedule = blelloch(3)
     >>> [(step.out, step.left, step.right, step.kind) for step in schedule.steps if step.live and step.kind != "move"]
-    [(4, 1, 0, 'mv'), (7, 2, 4, 'mv')]
+    [(4, 1, 0, 'mv'), (6, 2, 4, 'mv')]
     >>> schedule.gradients
-    (0, 4, 7)
+    (0, 4, 6)
     """
 
     name: str

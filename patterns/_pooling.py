@@ -21,7 +21,7 @@ from ._convolution import Sliding, joined, pairs, restored_axes
 from ._pattern import Pattern
 from ._rules import Call, Rule, add_rule
 from ._structure import Arrays, Structure, frozen, index_dtype, natural, row_starts
-from ._values import batch_last, selected, take
+from ._values import batch_last, placed, selected, take
 
 __all__ = ["Adaptive", "Pooling"]
 
@@ -112,6 +112,17 @@ class Pooling(Structure):
         )
 
     @functools.cached_property
+    def entry_of_position(self) -> np.ndarray | None:
+        """The entry of each position among its channel's, where no two windows overlap; None where some do."""
+        indptr, indices = self._single
+        positions = _rows(indptr) if self.transposed else indices
+        if len(np.unique(positions)) < len(positions):
+            return None
+        entries = np.zeros(self._single_shape[1], dtype=np.uint32)
+        entries[positions] = np.arange(len(positions))
+        return frozen(entries)
+
+    @functools.cached_property
     def entry_windows(self) -> np.ndarray:
         """Window of each entry, all channels counted through; int32 or int64, shape ``(nnz,)``."""
         indptr, indices = self.csr()
@@ -195,6 +206,9 @@ class _MaxPoolRule(Rule):
     def winners(self, call: Call) -> torch.Tensor:
         """Position within its channel that wins each window, int64, ``(batch, *out_shape)``."""
         assert call.input is not None
+        saved = getattr(call.node, "_saved_result1", None)
+        if isinstance(saved, torch.Tensor) and saved.shape == (len(call.input), *call.out_shape):
+            return saved
         _, winners = functional.max_pool2d(
             call.input.detach(),
             call["kernel_size"],
@@ -208,8 +222,11 @@ class _MaxPoolRule(Rule):
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert isinstance(pattern.structure, Pooling) and call.input is not None
-        structure = pattern.structure
-        return selected(self.winners(call), structure.entry_windows, structure.entry_positions, call.input.dtype)
+        structure, dtype = pattern.structure, call.input.dtype
+        if structure.entry_of_position is not None:
+            entries = pattern.nnz // max(1, structure.channels)
+            return placed(self.winners(call), structure.entry_of_position, entries, dtype)
+        return selected(self.winners(call), structure.entry_windows, structure.entry_positions, dtype)
 
     transposed_values = values
 

@@ -37,6 +37,8 @@ class Call:
         For weights of which some are pruned: which are kept, bool, by the argument's name.
     input, output : Tensor or None
         ``(batch, *shape)``; None while only shapes are known.
+    node : Any
+        Autograd's node of the output, which has what the forward pass saved; None where there is none.
     vjp : callable or None
         ``vjp(gradient of output) -> gradient of input``, both ``(batch, *shape)``.
     """
@@ -49,6 +51,7 @@ class Call:
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     input: torch.Tensor | None = None
     output: torch.Tensor | None = None
+    node: Any = None
     vjp: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> Any:

@@ -25,8 +25,10 @@ from numba.core import config as numba_config
 
 __all__ = ["cache_directory", "inlined", "kernel", "kernel_cache", "run_rows", "split", "threads"]
 
-# Below this many elementary operations (about 20 µs), waking a thread costs more than it saves.
+# Below this many elementary operations (about 50 µs), waking a thread costs more than it saves.
 SERIAL_WORK = 40_000
+# Elements that a flat loop handles in the time of one elementary operation.
+SIMD = 8
 # Ranges per thread: a slow thread then hands over its last ones instead of being waited for.
 RANGES_PER_THREAD = 4
 
@@ -134,14 +136,15 @@ def run_rows(kernel: Callable[..., Any], work: np.ndarray | int, *args: Any, lan
     kernel : callable
         Compiled by `kernel`; must write only what belongs to its rows.
     work : ndarray of int, shape (rows + 1,), or int
-        Running total of the rows' work, in elementary operations for one lane; or the number of rows of one each.
+        Running total of the rows' work, in elementary operations for one lane; or the number of elements
+        of a flat loop.
     *args
         Passed on.
     lanes : int
         How many samples each elementary operation handles.
     """
     workers = threads()
-    rows, total = (work, work) if isinstance(work, int) else (len(work) - 1, int(work[-1]))
+    rows, total = (work, work // SIMD) if isinstance(work, int) else (len(work) - 1, int(work[-1]))
     if workers == 1 or rows < 2 or total * lanes < SERIAL_WORK:
         kernel(0, rows, *args)
         return

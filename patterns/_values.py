@@ -11,22 +11,25 @@ import math
 import numpy as np
 import torch
 
-from ._runtime import kernel, run_rows
+from ._runtime import SIMD, kernel, run_rows
 
-__all__ = ["batch_last", "positive", "selected", "take"]
+__all__ = ["batch_last", "placed", "positive", "selected", "take"]
 
 
 @kernel
 def _take(first, last, source, place, out):
-    for entry in range(first, last):
+    place, out = place[first:last], out[first:last]
+    for entry in range(len(out)):
         out[entry] = source[place[entry]]
 
 
 @kernel
 def _positive(first, last, source, out):
-    for entry in range(first, last):
+    source, out = source[first:last], out[first:last]
+    zero, one = out.dtype.type(0), out.dtype.type(1)
+    for entry in range(len(out)):
         # Not `> 0`: PyTorch lets the gradient of a NaN pass.
-        out[entry] = 0 if source[entry] <= 0 else 1
+        out[entry] = zero if source[entry] <= zero else one
 
 
 @kernel
@@ -38,8 +41,31 @@ def _positive_batch(first, last, source, out):
 
 @kernel
 def _selected(first, last, winner, window, position, out):
-    for entry in range(first, last):
-        out[entry] = 1 if winner[window[entry]] == position[entry] else 0
+    window, position, out = window[first:last], position[first:last], out[first:last]
+    zero, one = out.dtype.type(0), out.dtype.type(1)
+    for entry in range(len(out)):
+        out[entry] = one if winner[window[entry]] == position[entry] else zero
+
+
+@kernel
+def _placed(first, last, winner, windows, entry, entries, out):
+    one = out.dtype.type(1)
+    for channel in range(first, last):
+        own = out[channel * entries : (channel + 1) * entries]
+        own[:] = 0
+        winners = winner[channel * windows : (channel + 1) * windows]
+        for window in range(len(winners)):
+            own[entry[winners[window]]] = one
+
+
+@kernel
+def _placed_batch(first, last, winner, windows, entry, entries, out):
+    for channel in range(first, last):
+        start = channel * entries
+        out[start : start + entries] = 0
+        for window in range(channel * windows, (channel + 1) * windows):
+            for sample in range(out.shape[1]):
+                out[start + np.int64(entry[winner[sample, window]]), sample] = 1
 
 
 @kernel
@@ -86,6 +112,33 @@ def selected(winner: torch.Tensor, window: np.ndarray, position: np.ndarray, dty
     else:
         places = _flat(winner).reshape(batch, windows)
         run_rows(_selected_batch, len(window), places, window, position, out.numpy(), lanes=batch)
+    return out
+
+
+def placed(winner: torch.Tensor, entry: np.ndarray, entries: int, dtype: torch.dtype) -> torch.Tensor:
+    """As `selected`, for windows that do not overlap: zeros, and a one at each winner.
+
+    Parameters
+    ----------
+    winner : Tensor of int64, (batch, channels, ...)
+        Position in its channel that wins each window.
+    entry : ndarray of uint32, (positions,)
+        The one entry of each position of a channel, among the channel's.
+    entries : int
+        Of a channel.
+    dtype : torch.dtype
+        Of the result, ``(channels · entries, batch)``.
+    """
+    batch, windows = _sizes(winner)
+    channels = winner.shape[1]
+    out = torch.empty((channels * entries, batch), dtype=dtype)
+    work = np.arange(channels + 1) * (entries // SIMD)
+    # Unsigned: a signed place might be a negative one, which would be a check for each.
+    places, sizes = _flat(winner).view(np.uint64), (windows // max(1, channels), entry, entries)
+    if batch == 1:
+        run_rows(_placed, work, places, *sizes, out.numpy().reshape(-1))
+    else:
+        run_rows(_placed_batch, work, places.reshape(batch, windows), *sizes, out.numpy(), lanes=batch)
     return out
 
 

@@ -1,0 +1,72 @@
+"""Networks to work on, their pruning, their data and their training."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._checkpoint import load_checkpoint, load_weights, save_checkpoint
+    from ._data import Dataset, load_data
+    from ._lenet import LeNet5
+    from ._progress import Progress, progress_bar
+    from ._pruning import prunable, prune_weights, pruned_fraction
+    from ._registry import MODELS, build
+    from ._settings import TrainSettings, default_settings
+    from ._train import TrainResult, evaluate, train
+    from ._vgg import VGG11
+
+__all__ = [
+    "MODELS",
+    "VGG11",
+    "Dataset",
+    "LeNet5",
+    "Progress",
+    "TrainResult",
+    "TrainSettings",
+    "build",
+    "default_settings",
+    "evaluate",
+    "load_checkpoint",
+    "load_data",
+    "load_weights",
+    "progress_bar",
+    "prunable",
+    "prune_weights",
+    "pruned_fraction",
+    "save_checkpoint",
+    "train",
+]
+
+# Imported when first used: who asks for a model loads neither matplotlib nor scikit-learn.
+_HOMES = {
+    "load_checkpoint": "_checkpoint",
+    "load_weights": "_checkpoint",
+    "save_checkpoint": "_checkpoint",
+    "Dataset": "_data",
+    "load_data": "_data",
+    "LeNet5": "_lenet",
+    "Progress": "_progress",
+    "progress_bar": "_progress",
+    "prunable": "_pruning",
+    "prune_weights": "_pruning",
+    "pruned_fraction": "_pruning",
+    "MODELS": "_registry",
+    "build": "_registry",
+    "TrainSettings": "_settings",
+    "default_settings": "_settings",
+    "TrainResult": "_train",
+    "evaluate": "_train",
+    "train": "_train",
+    "VGG11": "_vgg",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,125 @@
+"""Images to train on: digits that need no download, and CIFAR from files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+__all__ = ["DATA", "Dataset", "load_data", "split_spec"]
+
+#: Names of data sets; those of CIFAR are followed by a folder.
+DATA = ("digits", "cifar10", "cifar100")
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images of 3 × 32 × 32 and their labels.
+
+    Attributes
+    ----------
+    train_images, test_images : Tensor, (n, 3, 32, 32)
+        float32; each channel of the training images has mean 0 and standard deviation 1.
+    train_labels, test_labels : Tensor, (n,)
+        int64, from 0.
+    classes : int
+        How many.
+    source : str
+        The data set's name.
+    mean, std : tuple of float
+        Of the training images' channels, in units of their brightest value, before they were normalised.
+    mirrors : bool
+        Whether an image's mirror image is one of the same class.
+    """
+
+    train_images: torch.Tensor
+    train_labels: torch.Tensor
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+    classes: int
+    source: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    mirrors: bool = False
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.train_labels):,} images to train on, {len(self.test_labels):,} to test"
+        return f"<Dataset {self.source}: {sizes}, {self.classes} classes>"
+
+
+def load_data(spec: str = "digits") -> Dataset:
+    """Load a data set.
+
+    Parameters
+    ----------
+    spec : str
+        ``digits``: scikit-learn's 1797 handwritten digits of 8 × 8, resized; every run has the same 360 to test.
+        ``cifar10:DIR``, ``cifar100:DIR``: the binary version, unpacked in that folder, from
+        https://www.cs.toronto.edu/~kriz/cifar.html; CIFAR-100 with its fine labels.
+
+    Raises
+    ------
+    ValueError
+        Where there is no such data set, or its files are damaged.
+    FileNotFoundError
+        Where files are missing; the message says which, and where they are to be had.
+    ImportError
+        Where the digits are asked for and scikit-learn is not installed.
+
+    Examples
+    --------
+    >>> load_data("digits")
+    <Dataset digits: 1,437 images to train on, 360 to test, 10 classes>
+    """
+    name, folder = split_spec(spec)
+    if folder is None:
+        return _digits()
+    from ._cifar import load_cifar
+
+    return load_cifar(name, folder)
+
+
+def split_spec(spec: str) -> tuple[str, Path | None]:
+    """Name and folder of a data set.
+
+    Raises
+    ------
+    ValueError
+        Where there is no such data set, or the folder is missing or too much.
+
+    Examples
+    --------
+    >>> split_spec("digits")
+    ('digits', None)
+    """
+    name, colon, folder = spec.partition(":") if isinstance(spec, str) else (spec, "", "")
+    if name not in DATA or (name == "digits" and colon) or (name != "digits" and not folder):
+        raise ValueError(f"data is {spec!r}; expected digits, cifar10:DIR or cifar100:DIR")
+    return name, Path(folder).expanduser() if folder else None
+
+
+def _digits() -> Dataset:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("the digits come with scikit-learn: pip install 'jacsparse[data]'") from error
+    bunch = load_digits()
+    images = torch.from_numpy(bunch.images).float().unsqueeze(1) / 16
+    images = functional.interpolate(images, size=(32, 32), mode="bilinear", align_corners=False)
+    labels = torch.from_numpy(bunch.target).long()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    images, labels, train = images[order], labels[order], len(labels) * 4 // 5
+    mean, std = images[:train].mean(), images[:train].std()
+    images = ((images - mean) / std).repeat(1, 3, 1, 1)
+    return Dataset(
+        images[:train],
+        labels[:train],
+        images[train:],
+        labels[train:],
+        classes=10,
+        source="digits",
+        mean=(mean.item(),) * 3,
+        std=(std.item(),) * 3,
+    )

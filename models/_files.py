@@ -1,0 +1,59 @@
+"""Files that are written: checked before long work, and whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["check_writable", "replacing"]
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError where a file could not be written, now rather than after hours of work.
+
+    Raises
+    ------
+    FileNotFoundError, NotADirectoryError
+        Where the folder is missing, or is none.
+    IsADirectoryError
+        Where there is a folder in the file's place.
+    PermissionError
+        Where the folder takes no new file.
+    """
+    folder = path.parent
+    if not folder.exists():
+        try:
+            blocked = next(above for above in folder.parents if above.exists() and not above.is_dir())
+        except StopIteration:
+            raise FileNotFoundError(f"cannot write {path}: there is no folder {folder}; make it: mkdir -p {folder}") from None
+        raise NotADirectoryError(f"cannot write {path}: {blocked} is a file, not a folder; choose another place")
+    if not folder.is_dir():
+        raise NotADirectoryError(f"cannot write {path}: {folder} is a file, not a folder; choose another place")
+    if path.is_dir():
+        raise IsADirectoryError(f"cannot write {path}: it is a folder; add a file's name")
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}."):
+            pass
+    except OSError as error:
+        raise PermissionError(f"cannot write {path}: {error.strerror or error}; choose another place") from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place when all went well, and vanishes when not."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        # Readable as any file of the user's is; mkstemp makes it private.
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

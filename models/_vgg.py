@@ -1,0 +1,83 @@
+"""VGG-11 for images of 32 × 32."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import nn
+
+from ._checks import check_count, check_number
+
+__all__ = ["VGG11"]
+
+# Channels of each convolution; None is a max-pooling.
+_FEATURES = (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
+
+
+class VGG11(nn.Sequential):
+    """VGG-11 without batch normalisation: `features`, the convolutional part, `flatten` and `classifier`.
+
+    Parameters
+    ----------
+    num_classes : int
+        Outputs.
+    in_channels : int
+        Of the images, ``(batch, in_channels, 32, 32)``.
+    dropout : float
+        Share of the classifier's hidden units that each training step drops, in [0, 1).
+
+    Raises
+    ------
+    ValueError
+        Where an argument does not fit.
+
+    Notes
+    -----
+    Configuration A of Simonyan and Zisserman (2015). The five poolings leave 512 features of a 32 × 32 image, so the
+    classifier's hidden layers have 512 units rather than 4096. Weights are drawn as He et al. (2015) do, or nothing
+    would pass eleven layers without normalisation. `features` is the chain of 21 stages that the thesis scans.
+
+    Examples
+    --------
+    >>> import jacsparse
+    >>> len(jacsparse.chain(VGG11().features, (3, 32, 32)))
+    21
+    """
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 3, dropout: float = 0.5) -> None:
+        options = {
+            "num_classes": check_count("num_classes", num_classes),
+            "in_channels": check_count("in_channels", in_channels),
+            "dropout": check_number("dropout", dropout, 0, 1),
+        }
+        super().__init__(
+            OrderedDict(
+                features=_features(in_channels), flatten=nn.Flatten(), classifier=_classifier(num_classes, dropout)
+            )
+        )
+        self.options = options
+        _initialise(self)
+
+
+def _features(channels: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for width in _FEATURES:
+        if width is None:
+            layers.append(nn.MaxPool2d(2))
+        else:
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+    return nn.Sequential(*layers)
+
+
+def _classifier(num_classes: int, dropout: float) -> nn.Sequential:
+    hidden = [(nn.Linear(512, 512), nn.ReLU(), nn.Dropout(dropout)) for _ in range(2)]
+    return nn.Sequential(*hidden[0], *hidden[1], nn.Linear(512, num_classes))
+
+
+def _initialise(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, (nn.Conv2d, nn.Linear)):
+            nn.init.kaiming_normal_(part.weight, nonlinearity="relu")
+            assert part.bias is not None
+            nn.init.zeros_(part.bias)

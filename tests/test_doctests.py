@@ -1,0 +1,42 @@
+"""Every example in a docstring, and those of the README, run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import jacsparse
+
+README = Path(__file__).parent.parent / "README.md"
+PACKAGES = ("jacsparse", "jacsparse.patterns", "jacsparse.spgemm", "jacsparse.models")
+
+
+def modules() -> list[str]:
+    names = []
+    for package in PACKAGES:
+        folder = Path(importlib.import_module(package).__file__ or "").parent
+        names += [f"{package}.{module.name}" for module in pkgutil.iter_modules([str(folder)])]
+    return sorted({*PACKAGES, *names} - {"jacsparse.__main__"})
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples(name: str) -> None:
+    torch.manual_seed(0)
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+def test_readme() -> None:
+    torch.manual_seed(0)
+    assert doctest.testfile(str(README), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
+
+
+def test_public_names_have_examples() -> None:
+    for name in jacsparse.__all__:
+        thing = getattr(jacsparse, name)
+        assert getattr(thing, "__doc__", None) or name == "__version__", name
