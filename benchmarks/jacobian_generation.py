@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from jacsparse import chain
 from ._context import Context
 from ._experiment import Experiment, Row, compare
 from ._figures import bars
+from ._text import amount
 
 __all__ = ["JacobianGeneration"]
 
@@ -116,13 +117,10 @@ class JacobianGeneration(Experiment):
         def row(label: str, key: str, **rest: Any) -> Row:
             return Row.timed(label, found[key], group=operator.name, **rest)
 
-        floor = context.limits.floor(2 * 4 * pattern.nnz)
         copy = row("copy of as many bytes", "copy", role="reference")
-        values = row("values, kernel alone", "values", floor=floor)
-        values = row(
-            "values, kernel alone", "values", floor=floor, comparisons=compare("kernel / copy", values, copy, at_most=4)
-        )
-        call_alone = row("call from tensors", "call")
+        values = row("values, kernel alone", "values", floor=copy.fastest)
+        values = replace(values, comparisons=compare("kernel / copy", values, copy, at_most=4))
+        call = row("call from tensors", "call", floor=copy.fastest)
         share = columns.count / columns.total
         autograd = row(
             "autograd, a column at a time",
@@ -133,16 +131,15 @@ class JacobianGeneration(Experiment):
             f"{np.median(found['autograd'].seconds) / columns.count * 1e6:.1f} µs a column",
         )
         targets = {"at_least": operator.target, "published": operator.published}
-        assert call_alone.median is not None and values.median is not None
+        assert call.median is not None and values.median is not None
         return [
             _size_row(pattern, operator.name),
             row("pattern, from nothing", "pattern"),
             values,
-            row(
-                "call from tensors",
-                "call",
-                note=f"{(call_alone.median - values.median) * 1e6:.0f} µs more than the kernel",
-                comparisons=compare("autograd / call", autograd, call_alone, **targets),
+            replace(
+                call,
+                note=f"{amount(call.median - values.median, 's')} more than the kernel",
+                comparisons=compare("autograd / call", autograd, call, **targets),
             ),
             row("pattern and values, from nothing", "both"),
             copy,

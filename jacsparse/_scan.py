@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -125,6 +126,7 @@ class _Run:
         self.before, self.sliced, self.after = _parts(
             self.steps, {step.out for step in self.steps if step.kind == "mm"}
         )
+        self.memory: dict[int, torch.Tensor] = {}
         self.parameter_gradients: list[dict[int, torch.Tensor]] = [{} for _ in records]
         self.input_gradient: torch.Tensor | None = None
 
@@ -199,7 +201,8 @@ class _Run:
             if step.kind == "mm":
                 plan = self.scanner.plans[step.out]
                 left, right = operand(step.left, plan.selects_left), operand(step.right, plan.selects_right)
-                matrices[step.out] = SparseJacobian(plan.pattern, plan.multiply(left, right))
+                out = self._memory(step.out, (plan.pattern.nnz, max(left.shape[1], right.shape[1])))
+                matrices[step.out] = SparseJacobian(plan.pattern, plan.multiply(left, right, out=out))
             else:
                 if step.right not in vectors:
                     vectors[step.right] = batch_last(self.vectors[step.right][samples])
@@ -212,22 +215,20 @@ class _Run:
                     matrices.pop(value, None)
                     vectors.pop(value, None)
 
+    def _memory(self, value: int, shape: tuple[int, int]) -> torch.Tensor:
+        """Memory for a product's values, the same in each slice: fresh pages would cost as much as the product."""
+        if value not in self.memory:
+            self.memory[value] = self.vectors[0].new_empty(math.prod(shape))
+        return self.memory[value][: math.prod(shape)].view(shape)
+
     def _slice_size(self) -> int:
-        """As many samples as fit the memory limit: values of matrices, from their making to their last use."""
-        itemsize = self.vectors[0].element_size()
-        last_use = {value: number for number, step in enumerate(self.sliced) for value in (step.left, step.right)}
-        held: dict[int, int] = {}
-        peak = 0
-        for number, step in enumerate(self.sliced):
-            matrices = (step.left, step.right, step.out) if step.kind == "mm" else (step.left,)
-            held.update({value: self._pattern(value).nnz * itemsize for value in matrices})
-            peak = max(peak, sum(held.values()))
-            for value in (step.left, step.right):
-                if last_use[value] == number:
-                    held.pop(value, None)
-        size = max(1, min(self.batch, self.scanner.memory_limit // max(1, peak)))
-        # Whole vectors of samples, where there are several.
-        return size if size < 16 or size == self.batch else size // 16 * 16
+        """As many samples as fit the memory limit with the values of all matrices."""
+        products = {step.out for step in self.sliced if step.kind == "mm"}
+        matrices = products | {step.left for step in self.sliced} | {step.right for step in self.sliced if step.kind == "mm"}
+        total = sum(self._pattern(value).nnz for value in matrices) * self.vectors[0].element_size()
+        size = max(1, min(self.batch, self.scanner.memory_limit // max(1, total)))
+        # Whole vectors of samples, or one at a time.
+        return size if size == self.batch else size // 16 * 16 or size // 4 * 4 or 1
 
 
 def _parts(steps: Sequence[Step], products: set[int]) -> tuple[list[Step], list[Step], list[Step]]:

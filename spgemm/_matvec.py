@@ -8,6 +8,7 @@ import numpy as np
 
 from ..patterns import Diagonal, Full, Pattern
 from ..patterns._runtime import kernel, run_rows
+from ._lanes import unsigned
 from ._operands import result, same_batch, view
 
 __all__ = ["matvec"]
@@ -16,10 +17,19 @@ __all__ = ["matvec"]
 @kernel
 def _matvec_one(first, last, indptr, indices, values, x, y):
     for row in range(first, last):
-        total = y.dtype.type(0)
-        for entry in range(indptr[row], indptr[row + 1]):
-            total += values[entry] * x[indices[entry]]
-        y[row] = total
+        places = indices[indptr[row] : indptr[row + 1]]
+        entries = values[indptr[row] : indptr[row + 1]]
+        # Four sums, so that an addition need not wait for the one before it.
+        one, two, three, four = y.dtype.type(0), y.dtype.type(0), y.dtype.type(0), y.dtype.type(0)
+        for group in range(len(places) // 4):
+            at = 4 * group
+            one += entries[at] * x[places[at]]
+            two += entries[at + 1] * x[places[at + 1]]
+            three += entries[at + 2] * x[places[at + 2]]
+            four += entries[at + 3] * x[places[at + 3]]
+        for at in range(len(places) // 4 * 4, len(places)):
+            one += entries[at] * x[places[at]]
+        y[row] = (one + two) + (three + four)
 
 
 @kernel
@@ -74,7 +84,8 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
     elif isinstance(pattern.structure, Full):
         _full(left.reshape(m, n, left.shape[1]), right, y)
     elif batch == 1:
-        run_rows(_matvec_one, pattern.indptr, pattern.indptr, pattern.indices, left[:, 0], right[:, 0], y.reshape(-1))
+        indices = unsigned(pattern.indices)
+        run_rows(_matvec_one, pattern.indptr, pattern.indptr, indices, left.reshape(-1), right.reshape(-1), y.reshape(-1))
     else:
         flat = (left.reshape(-1), left.shape[1], right.reshape(-1), right.shape[1], y.reshape(-1), batch)
         run_rows(_matvec, pattern.indptr, pattern.indptr, pattern.indices, *flat, lanes=batch)
