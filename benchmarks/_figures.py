@@ -35,7 +35,7 @@ def bars(rows: Sequence[Row], path: Path, title: str) -> None:
     axes.margins(x=0.12)
     axes.grid(axis="x", alpha=0.25)
     axes.set_title(title, fontsize=10)
-    _legend(axes, {row.role for row in timed}, any(row.floor for row in timed))
+    _legend(figure, {row.role for row in timed}, any(row.floor for row in timed))
     save_figure(figure, path)
 
 
@@ -64,7 +64,7 @@ def _bar(axes: Any, place: int, row: Row) -> None:
     )
 
 
-def _legend(axes: Any, roles: set[str], floors: bool) -> None:
+def _legend(figure: Any, roles: set[str], floors: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -72,4 +72,4 @@ def _legend(axes: Any, roles: set[str], floors: bool) -> None:
     if floors:
         handles.append(Line2D([], [], color="black", linewidth=2, marker="|", linestyle="none", label="floor"))
     if handles:
-        axes.legend(handles=handles, fontsize=8, frameon=False, loc="lower right")
+        figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=len(handles))

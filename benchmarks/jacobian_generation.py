@@ -16,8 +16,9 @@ from jacsparse.patterns import Pattern, _runtime, _values
 from torch import nn
 
 from jacsparse import chain
+from jacsparse._chain import Record
 
-from ._context import Context
+from ._context import Context, Timing
 from ._experiment import Experiment, Row, compare
 from ._figures import bars
 from ._text import amount
@@ -86,65 +87,74 @@ class JacobianGeneration(Experiment):
 
     def _operator(self, operator: _Operator, context: Context) -> list[Row]:
         shape = (operator.channels, self.size, self.size)
-        module = operator.build()
-        (record,) = chain(module, shape).run(torch.randn(1, *shape))
-        stage = record.stage
-        pattern, rule, call = stage.pattern, stage.rule, record._call(slice(None))
-        kernels = _kernel_runs(lambda: rule.transposed_values(call, pattern))
-        source, target = torch.ones(pattern.nnz), torch.empty(pattern.nnz)
+        (record,) = chain(operator.build(), shape).run(torch.randn(1, *shape))
         columns = _Columns(record.input, record.output, self.columns)
         columns.check(record.transposed_jacobian().to_scipy())
+        named = replace(context, say=lambda line: context.say(f"{operator.name}, {line}"))
+        return _rows(operator, record.stage.pattern, columns, named.times(_functions(record, columns)))
 
-        def fresh() -> Pattern:
-            made = rule.pattern(stage.call).T
-            _ = made.indices
-            return made
 
-        say = context.say
-        context.say = lambda line: say(f"{operator.name}, {line}")
-        found = context.times(
-            {
-                "pattern": fresh,
-                "values": lambda: [run() for run in kernels],
-                "call": record.transposed_jacobian,
-                "both": lambda: rule.transposed_values(call, fresh()),
-                "copy": lambda: target.copy_(source),
-                "autograd": columns.run,
-            }
+def _functions(record: Record, columns: _Columns) -> dict[str, Callable[[], object]]:
+    """What is timed: each part of making the Jacobian, a copy of as many bytes, and autograd."""
+    stage, prepared = record.stage, record._call(slice(None))
+    pattern, rule = stage.pattern, stage.rule
+    kernels = _kernel_runs(lambda: rule.transposed_values(prepared, pattern))
+    source, target = torch.ones(pattern.nnz), torch.empty(pattern.nnz)
+
+    def fresh() -> Pattern:
+        made = rule.pattern(stage.call).T
+        _ = made.indices
+        return made
+
+    return {
+        "pattern": fresh,
+        "kernel": lambda: [run() for run in kernels],
+        "call": record.transposed_jacobian,
+        "both": lambda: rule.transposed_values(prepared, fresh()),
+        "copy": lambda: target.copy_(source),
+        "autograd": columns.run,
+        "backward": columns.run_backward,
+    }
+
+
+def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, found: dict[str, Timing]) -> list[Row]:
+    def row(label: str, key: str, **rest: Any) -> Row:
+        return Row.timed(label, found[key], group=operator.name, **rest)
+
+    copy = row("copy of as many bytes", "copy", role="reference")
+    kernel = row("values, kernel alone", "kernel", floor=copy.fastest)
+    call = row("call from tensors", "call", floor=copy.fastest)
+    autograd, backward = (
+        row(label, key, per=columns.count / columns.total, role="peer")
+        for label, key in (
+            ("autograd, grad() of each output", "autograd"),
+            ("autograd, backward() of each output", "backward"),
         )
-        context.say = say
-
-        def row(label: str, key: str, **rest: Any) -> Row:
-            return Row.timed(label, found[key], group=operator.name, **rest)
-
-        copy = row("copy of as many bytes", "copy", role="reference")
-        values = row("values, kernel alone", "values", floor=copy.fastest)
-        values = replace(values, comparisons=compare("kernel / copy", values, copy, at_most=4))
-        call = row("call from tensors", "call", floor=copy.fastest)
-        share = columns.count / columns.total
-        autograd = row(
-            "autograd, a column at a time",
-            "autograd",
-            per=share,
-            role="peer",
-            note=f"{columns.count} of {columns.total:,} columns, the rest extrapolated; "
-            f"{np.median(found['autograd'].seconds) / columns.count * 1e6:.1f} µs a column",
-        )
-        targets = {"at_least": operator.target, "published": operator.published}
-        assert call.median is not None and values.median is not None
-        return [
-            _size_row(pattern, operator.name),
-            row("pattern, from nothing", "pattern"),
-            values,
-            replace(
-                call,
-                note=f"{amount(call.median - values.median, 's')} more than the kernel",
-                comparisons=compare("autograd / call", autograd, call, **targets),
+    )
+    assert call.median is not None and kernel.median is not None
+    overhead = amount(call.median - kernel.median, "s")
+    return [
+        _size_row(pattern, operator.name),
+        row("pattern, from nothing", "pattern"),
+        replace(kernel, comparisons=compare("kernel / copy", kernel, copy, at_most=4)),
+        replace(
+            call,
+            note=f"{overhead} more than the kernel",
+            comparisons=(
+                *compare("grad() / call", autograd, call, at_least=operator.target, published=operator.published),
+                *compare("backward() / call", backward, call),
             ),
-            row("pattern and values, from nothing", "both"),
-            copy,
-            autograd,
-        ]
+        ),
+        row("pattern and values, from nothing", "both"),
+        copy,
+        *(replace(peer, note=_sample_note(peer, columns)) for peer in (autograd, backward)),
+    ]
+
+
+def _sample_note(row: Row, columns: _Columns) -> str:
+    assert row.median is not None
+    each = amount(row.median / columns.total, "s")
+    return f"{columns.count} of {columns.total:,} columns, {each} each, the rest extrapolated"
 
 
 def _size_row(pattern: Pattern, group: str) -> Row:
@@ -193,6 +203,13 @@ class _Columns:
         """All chosen columns."""
         for number in self.chosen:
             self.column(number)
+
+    def run_backward(self) -> None:
+        """All chosen columns as ``backward`` gives them, into ``.grad``: with the gradients of the weights."""
+        outputs = self.y.view(-1)
+        for number in self.chosen:
+            self.x.grad = None
+            outputs[number].backward(retain_graph=True)
 
     def check(self, transposed: Any) -> None:
         """Raise RuntimeError where a column of ours is another one."""

@@ -11,7 +11,7 @@ def main() -> None:
 
     try:
         app()
-    except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
+    except (ValueError, TypeError, OSError, ImportError, NotImplementedError, FloatingPointError) as error:
         print(f"jacsparse: {error}", file=sys.stderr)
         sys.exit(2)
 

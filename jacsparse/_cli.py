@@ -142,6 +142,46 @@ def spy(
 
 
 @app.command()
+def train(
+    task: Annotated[str, typer.Argument(help="lenet5 or vgg11; what is not given is as in the thesis.")],
+    out: Annotated[Path, typer.Option(help="Checkpoint (.safetensors); curves are written beside it as .csv and .png.")],
+    data: Annotated[str | None, typer.Option(help="digits, cifar10:DIR or cifar100:DIR.")] = None,
+    backward: Annotated[str, typer.Option(help="bp or scan.")] = "bp",
+    schedule: Annotated[str | None, typer.Option(help="Of the scan, as for flop.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Of the training.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of one iteration.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd or adam.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Of SGD.")] = None,
+    prune: Annotated[float | None, typer.Option(help="Share of all weights to prune after training, as in 0.97.")] = None,
+    scope: Annotated[str | None, typer.Option(help="Prune that share per layer or global.")] = None,
+    retrain_epochs: Annotated[int | None, typer.Option(help="After pruning.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, order, augmentation and dropout.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
+) -> None:
+    """Train a model, by back-propagation or by scan; prune and retrain it."""
+    from dataclasses import replace
+
+    from . import models
+
+    given = {
+        "data": data, "backward": backward, "schedule": schedule, "epochs": epochs, "batch": batch,
+        "optimizer": optimizer, "lr": lr, "momentum": momentum, "prune": prune, "scope": scope,
+        "retrain_epochs": retrain_epochs, "seed": seed, "out": out,
+    }  # fmt: skip
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if prune == 0:
+        chosen.setdefault("retrain_epochs", 0)
+    settings = replace(models.default_settings(task), **chosen)
+    with models.progress_bar() as progress:
+        result = models.train(settings, resume=resume, progress=progress)
+    for phase, accuracy in result.accuracy.items():
+        typer.echo(f"{phase}: {accuracy:.1%} of the test samples right")
+    for path in settings.outputs:
+        typer.echo(path)
+
+
+@app.command()
 def doctor() -> None:
     """Say what is installed, what is missing and how to get it."""
     from ._doctor import report
@@ -153,7 +193,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     from ._chain import check_shape
 
     try:
-        sizes = [int(size) for size in text.split(",")]
+        sizes = tuple(int(size) for size in text.split(","))
     except ValueError:
         raise ValueError(f"--input is {text!r}; expected sizes of one sample, as in 3,32,32") from None
     return check_shape(sizes)

@@ -25,7 +25,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> float:
     """`value` where it is a number in [low, high), or (low, high); else raise ValueError."""
-    fits = isinstance(value, Real) and not isinstance(value, bool) and low <= value < high
-    if not fits or (open_low and value == low):
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not low <= number < high or (open_low and number == low):
         raise ValueError(f"{name} is {value!r}; expected a number in {'(' if open_low else '['}{low:g}, {high:g})")
-    return float(value)
+    return number

@@ -112,8 +112,8 @@ def _found(name: str, layout: _Layout, folder: Path) -> Path:
 
 def _remedy(name: str, layout: _Layout) -> str:
     return (
-        f"download the binary version, {layout.archive}, from {_PAGE}, unpack it with tar -xzf {layout.archive} and pass "
-        f"{name}:DIR, the folder {layout.folder} that it makes or the one around it"
+        f"download the binary version, {layout.archive}, from {_PAGE}, unpack it with tar -xzf {layout.archive} and "
+        f"pass {name}:DIR, the folder {layout.folder} that it makes or the one around it"
     )
 
 
@@ -138,8 +138,8 @@ def _records(path: Path, layout: _Layout) -> np.ndarray:
         wrong = np.flatnonzero(records[:, column] >= classes)
         if len(wrong):
             raise ValueError(
-                f"{path}: record {wrong[0]} has {what} {records[wrong[0], column]}; expected 0 to {classes - 1}: the file "
-                f"is damaged; unpack {layout.archive} from {_PAGE} again"
+                f"{path}: record {wrong[0]} has {what} {records[wrong[0], column]}; expected 0 to {classes - 1}: "
+                f"the file is damaged; unpack {layout.archive} from {_PAGE} again"
             )
     return records
 

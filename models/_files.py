@@ -28,7 +28,9 @@ def check_writable(path: Path) -> None:
         try:
             blocked = next(above for above in folder.parents if above.exists() and not above.is_dir())
         except StopIteration:
-            raise FileNotFoundError(f"cannot write {path}: there is no folder {folder}; make it: mkdir -p {folder}") from None
+            raise FileNotFoundError(
+                f"cannot write {path}: there is no folder {folder}; make it: mkdir -p {folder}"
+            ) from None
         raise NotADirectoryError(f"cannot write {path}: {blocked} is a file, not a folder; choose another place")
     if not folder.is_dir():
         raise NotADirectoryError(f"cannot write {path}: {folder} is a file, not a folder; choose another place")

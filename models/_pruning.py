@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.utils import prune
@@ -69,13 +71,17 @@ def prune_weights(module: nn.Module, fraction: float, scope: str = "layer", *, r
     check_one_of("scope", scope, SCOPES)
     layers = prunable(module)
     if not layers:
-        raise ValueError(f"{type(module).__name__} has no convolution and no linear layer, so there is nothing to prune")
+        raise ValueError(
+            f"{type(module).__name__} has no convolution and no linear layer, so there is nothing to prune"
+        )
     magnitudes = [_magnitudes(part) for _, part in layers]
     if scope == "global":
         kept = _kept(torch.cat(magnitudes), fraction, "the module").split([len(values) for values in magnitudes])
     else:
-        kept = tuple(_kept(values, fraction, path or type(part).__name__)
-                     for (path, part), values in zip(layers, magnitudes, strict=True))
+        kept = tuple(
+            _kept(values, fraction, path or type(part).__name__)
+            for (path, part), values in zip(layers, magnitudes, strict=True)
+        )
     for (_, part), mask in zip(layers, kept, strict=True):
         _mask(part, mask, rescale)
 
@@ -94,7 +100,7 @@ def pruned_fraction(module: nn.Module) -> float:
     return sum(int(mask.sum()) for mask in masks) / max(1, sum(len(mask) for mask in masks))
 
 
-def _magnitudes(layer: nn.Module) -> torch.Tensor:
+def _magnitudes(layer: Any) -> torch.Tensor:
     """Of a layer's weights, flat; -1 where a weight is pruned."""
     refresh_weights(layer)
     values = layer.weight.detach().abs().flatten()
@@ -117,10 +123,10 @@ def _kept(magnitudes: torch.Tensor, fraction: float, name: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _mask(layer: nn.Module, kept: torch.Tensor, rescale: bool) -> None:
+def _mask(layer: Any, kept: torch.Tensor, rescale: bool) -> None:
     norm = layer.weight.norm()
     mask = kept.reshape(layer.weight.shape)
-    if prune.is_pruned(layer) and hasattr(layer, "weight_mask"):
+    if hasattr(layer, "weight_mask"):
         # The parameter stays the one that an optimiser knows.
         layer.weight_mask.copy_(mask)
         refresh_weights(layer)

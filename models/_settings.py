@@ -1,0 +1,173 @@
+"""What a training is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jacsparse.schedule import parse
+
+from ._checks import check_count, check_number, check_one_of
+from ._data import split_spec
+from ._pruning import SCOPES
+from ._registry import MODELS
+
+__all__ = ["TrainSettings", "default_settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """What a training is told. `default_settings` has the values for each task; change some by ``dataclasses.replace``.
+
+    Attributes
+    ----------
+    task : {"lenet5", "vgg11"}
+        The model.
+    data : str
+        As `load_data` takes it: ``digits``, ``cifar10:DIR`` or ``cifar100:DIR``.
+    out : path-like or None
+        The checkpoint, a ``.safetensors`` file, written after each epoch; the loss curves go beside it, as ``.csv``
+        and, at the end, as ``.png``. What is there is replaced. None writes nothing.
+    backward : {"bp", "scan"}
+        PyTorch's back-propagation, or `jacsparse.nn.Scan`.
+    schedule : str
+        Of the scan.
+    epochs, batch : int
+        Of the training; samples of one iteration.
+    optimizer : {"sgd", "adam"}
+        Of ``torch.optim``.
+    lr, momentum, weight_decay : float
+        The optimiser's; Adam has no momentum to set.
+    decay : {"constant", "cosine"}
+        Whether the learning rate stays, or goes to zero along a half cosine in each phase.
+    augment : bool
+        Whether training images are shifted by up to 4 pixels and, where their classes allow it, mirrored, at random.
+    prune : float
+        The fraction of all convolution and linear weights that is pruned after training, in [0, 1); 0 for none.
+    scope : {"layer", "global"}
+        As `prune_weights` takes it.
+    rescale : bool
+        As `prune_weights` takes it.
+    retrain_epochs : int
+        After pruning.
+    retrain_lr : float or None
+        Where it is not `lr`.
+    seed : int
+        Of weights, order, augmentation and dropout.
+    options : mapping
+        Of the model, as `build` takes them, but for its classes.
+    plot : bool
+        Whether the curves are drawn.
+
+    Raises
+    ------
+    ValueError
+        Where one is out of its range.
+    """
+
+    task: str
+    data: str = "digits"
+    out: Path | str | None = None
+    backward: str = "bp"
+    schedule: str = "auto"
+    epochs: int
+    batch: int
+    optimizer: str = "sgd"
+    lr: float
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    decay: str = "constant"
+    augment: bool = False
+    prune: float = 0.0
+    scope: str = "layer"
+    rescale: bool = False
+    retrain_epochs: int = 0
+    retrain_lr: float | None = None
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    plot: bool = True
+
+    def __post_init__(self) -> None:
+        check_one_of("task", self.task, MODELS)
+        split_spec(self.data)
+        check_one_of("backward", self.backward, ("bp", "scan"))
+        parse(self.schedule)
+        check_one_of("optimizer", self.optimizer, ("adam", "sgd"))
+        check_one_of("decay", self.decay, ("constant", "cosine"))
+        check_one_of("scope", self.scope, SCOPES)
+        for name, least in (("epochs", 1), ("batch", 1), ("retrain_epochs", 0), ("seed", 0)):
+            check_count(name, getattr(self, name), least)
+        check_number("lr", self.lr, 0, open_low=True)
+        if self.retrain_lr is not None:
+            check_number("retrain_lr", self.retrain_lr, 0, open_low=True)
+        check_number("momentum", self.momentum, 0, 1)
+        check_number("weight_decay", self.weight_decay, 0)
+        check_number("the fraction to prune", self.prune, 0, 1)
+        if self.retrain_epochs and not self.prune:
+            raise ValueError(
+                f"retrain_epochs is {self.retrain_epochs}, but nothing is pruned; set prune, as in 0.97, or no epochs"
+            )
+        if self.out is not None and Path(self.out).suffix != ".safetensors":
+            raise ValueError(f"out is {str(self.out)!r}; expected a file that ends in .safetensors")
+
+    @property
+    def outputs(self) -> tuple[Path, ...]:
+        """The files that are written: the checkpoint, the curves as text and, where they are drawn, as a picture."""
+        if self.out is None:
+            return ()
+        out = Path(self.out)
+        return (out, out.with_suffix(".csv"), *([out.with_suffix(".png")] if self.plot else []))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What decides the numbers, as plain values: all but what is written, and where the data lie."""
+        values = asdict(self)
+        values["options"] = dict(self.options)
+        values["data"] = split_spec(self.data)[0]
+        return {name: value for name, value in values.items() if name not in ("out", "plot")}
+
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "lenet5": {"epochs": 50, "batch": 256, "lr": 0.001, "momentum": 0.9},
+    "vgg11": {
+        "epochs": 100,
+        "batch": 128,
+        "lr": 0.05,
+        "momentum": 0.9,
+        "weight_decay": 5e-4,
+        "decay": "cosine",
+        "augment": True,
+        "prune": 0.97,
+        "retrain_epochs": 100,
+    },
+}
+
+
+def default_settings(task: str) -> TrainSettings:
+    """The thesis' settings for a task.
+
+    LeNet-5: batches of 256, SGD with learning rate 0.001 and momentum 0.9 (section 3.5); Figure 3.4 shows about 9000
+    iterations, which are 50 epochs of CIFAR-10. VGG-11: 100 epochs, 97 % of all convolution and linear weights pruned,
+    layer by layer, 100 epochs of retraining, published as 90.1 % and 88.9 % on CIFAR-10 (section 4.3). The thesis does
+    not say how VGG-11 was optimised; batches of 128, SGD from 0.05 along a cosine, weight decay 0.0005 and shifted and
+    mirrored images are this library's choice.
+
+    Parameters
+    ----------
+    task : {"lenet5", "vgg11"}
+        The model.
+
+    Raises
+    ------
+    ValueError
+        Where there is no such task.
+
+    Examples
+    --------
+    >>> settings = default_settings("vgg11")
+    >>> settings.epochs, settings.prune, settings.retrain_epochs
+    (100, 0.97, 100)
+    """
+    check_one_of("task", task, _DEFAULTS)
+    return TrainSettings(task=task, **_DEFAULTS[task])

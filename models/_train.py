@@ -1,0 +1,352 @@
+"""Training: by back-propagation or by scan, with pruning and retraining, to be resumed where it was broken off."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ._checkpoint import Checkpoint, model_of, read_checkpoint, save_checkpoint
+from ._curves import PHASES, Point, from_tensor, plot_curves, save_csv, to_tensor
+from ._data import Dataset, load_data
+from ._files import check_writable
+from ._progress import Progress
+from ._pruning import prune_weights
+from ._registry import build
+from ._settings import TrainSettings
+
+__all__ = ["TrainResult", "evaluate", "train"]
+
+#: By how many pixels augmentation shifts.
+_SHIFT = 4
+_TEST_BATCH = 256
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What came out of a training.
+
+    Attributes
+    ----------
+    model : Module
+        In eval mode.
+    points : list of Point
+        The loss curves, a point each iteration.
+    accuracy : dict of str to float
+        On the test images: ``trained``, and where weights were pruned ``pruned``, right after, and ``retrained``.
+    """
+
+    model: nn.Module
+    points: list[Point]
+    accuracy: dict[str, float]
+
+
+def train(
+    settings: TrainSettings,
+    *,
+    data: Dataset | None = None,
+    resume: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> TrainResult:
+    """Train a model, prune it and retrain it.
+
+    What is drawn at random comes from the settings' seed: the same settings give the same curves on one machine, and a
+    training that is resumed gives those of one that was not broken off. The caller's random state is left alone.
+
+    Parameters
+    ----------
+    settings : TrainSettings
+        As `default_settings` has them, or changed.
+    data : Dataset, optional
+        What to train on in place of what ``settings.data`` names.
+    resume : bool
+        Whether to go on from the checkpoint ``settings.out``, after the last epoch that it holds.
+    progress : callable, optional
+        Takes a `Progress` after each iteration and each epoch; `progress_bar` makes one.
+
+    Raises
+    ------
+    ValueError
+        Where the checkpoint to resume is damaged or of other settings, or the data do not fit.
+    OSError
+        Where outputs cannot be written, or the checkpoint or the data are missing: before any work is done.
+    ImportError
+        Where the curves are to be drawn and matplotlib is not installed, likewise.
+    FloatingPointError
+        Where the loss is not finite.
+
+    Examples
+    --------
+    >>> import dataclasses
+    >>> from jacsparse.models import default_settings
+    >>> settings = dataclasses.replace(default_settings("lenet5"), epochs=1, optimizer="adam")
+    >>> len(train(settings).points)
+    6
+    """
+    _check_outputs(settings)
+    checkpoint = _checkpoint_of(settings) if resume else None
+    data = load_data(settings.data) if data is None else data
+    # The caller's random state comes back at the end.
+    with torch.random.fork_rng(devices=[]):
+        run = _Run.begin(settings, data) if checkpoint is None else _Run.resume(settings, data, checkpoint)
+        run.execute(progress or (lambda _: None))
+    if settings.plot and settings.out is not None:
+        plot_curves(run.points, settings.outputs[2], _title(settings, data, run.accuracy))
+    return TrainResult(run.model.eval(), run.points, run.accuracy)
+
+
+@torch.no_grad()
+def evaluate(module: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """Mean cross-entropy loss, and the share of images that the module labels right, in eval mode.
+
+    Examples
+    --------
+    >>> evaluate(nn.Identity(), torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([1, 0]))[1]
+    0.5
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    loss, right = 0.0, 0
+    for begin in range(0, len(labels), _TEST_BATCH):
+        chosen = slice(begin, begin + _TEST_BATCH)
+        scores = module(images[chosen])
+        loss += functional.cross_entropy(scores, labels[chosen], reduction="sum").item()
+        right += int((scores.argmax(1) == labels[chosen]).sum())
+    for part, mode in modes:
+        part.training = mode
+    return loss / len(labels), right / len(labels)
+
+
+def _check_outputs(settings: TrainSettings) -> None:
+    for path in settings.outputs:
+        check_writable(path)
+    if settings.plot and settings.out is not None:
+        from jacsparse._figures import new_figure
+
+        new_figure()
+
+
+def _checkpoint_of(settings: TrainSettings) -> Checkpoint:
+    """The checkpoint to resume, where it is of a training with the same settings."""
+    if settings.out is None:
+        raise ValueError("out is None, so there is no checkpoint to resume; name the file as out")
+    path = Path(settings.out)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint {path} to resume; train without resume first")
+    checkpoint = read_checkpoint(path)
+    before, now = checkpoint.metadata.get("settings"), settings.to_dict()
+    if not isinstance(before, dict) or not checkpoint.state:
+        raise ValueError(
+            f"{path} holds {checkpoint.model}, but no training to resume; train without resume, to another file"
+        )
+    other = [f"{name} {before.get(name)!r}, not {value!r}" for name, value in now.items() if before.get(name) != value]
+    if other:
+        raise ValueError(
+            f"{path} is of {checkpoint.model} trained with {', '.join(other)}; resume with the same settings, or train "
+            "without resume, to another file"
+        )
+    return checkpoint
+
+
+def _title(settings: TrainSettings, data: Dataset, accuracy: dict[str, float]) -> str:
+    figures = ", ".join(f"{name} {value:.1%}" for name, value in accuracy.items())
+    backward = "back-propagation" if settings.backward == "bp" else f"scan, {settings.schedule}"
+    return f"{settings.task} on {data.source}, {backward}; test accuracy: {figures}"
+
+
+@dataclass
+class _Run:
+    """A training under way.
+
+    Attributes
+    ----------
+    runner : Module
+        What is called: the model, or the scan around it.
+    done : int
+        Epochs, of both phases.
+    """
+
+    settings: TrainSettings
+    data: Dataset
+    model: nn.Module
+    runner: nn.Module
+    done: int = 0
+    points: list[Point] = field(default_factory=list)
+    accuracy: dict[str, float] = field(default_factory=dict)
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = _optimizer(self.settings, self.model)
+
+    @classmethod
+    def begin(cls, settings: TrainSettings, data: Dataset) -> _Run:
+        torch.manual_seed(settings.seed)
+        model = build(
+            settings.task,
+            **{"in_channels": data.train_images.shape[1], **settings.options, "num_classes": data.classes},
+        )
+        return cls(settings, data, model, _runner(settings, model))
+
+    @classmethod
+    def resume(cls, settings: TrainSettings, data: Dataset, checkpoint: Checkpoint) -> _Run:
+        try:
+            run = cls._restored(settings, data, checkpoint)
+        except (KeyError, IndexError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{checkpoint.path} cannot be resumed ({error!r}); it is damaged: train again without resume"
+            ) from error
+        if checkpoint.metadata["options"]["num_classes"] != data.classes:
+            raise ValueError(
+                f"{checkpoint.path} holds {checkpoint.model}, but the data have {data.classes} classes; "
+                "resume with the data that it was trained on"
+            )
+        return run
+
+    @classmethod
+    def _restored(cls, settings: TrainSettings, data: Dataset, checkpoint: Checkpoint) -> _Run:
+        model = model_of(checkpoint)
+        state, metadata = dict(checkpoint.state), checkpoint.metadata
+        points, random = from_tensor(state.pop("points")), state.pop("random")
+        run = cls(settings, data, model, _runner(settings, model), metadata["epoch"], points, metadata["accuracy"])
+        _load_optimizer(run.optimizer, state)
+        torch.set_rng_state(random)
+        return run
+
+    def execute(self, progress: Callable[[Progress], None]) -> None:
+        """All epochs that are left."""
+        settings = self.settings
+        while self.done < settings.epochs + settings.retrain_epochs:
+            if self.done == settings.epochs:
+                self._prune()
+            phase = PHASES[self.done >= settings.epochs]
+            self._epoch(phase, progress)
+            self._save()
+        if settings.prune and not settings.retrain_epochs and "pruned" not in self.accuracy:
+            self._prune()
+            self._save()
+
+    def _prune(self) -> None:
+        prune_weights(self.model, self.settings.prune, self.settings.scope, rescale=self.settings.rescale)
+        self.accuracy["pruned"] = self._test()[1]
+        self.optimizer = _optimizer(self.settings, self.model)
+
+    def _test(self) -> tuple[float, float]:
+        return evaluate(self.model, self.data.test_images, self.data.test_labels)
+
+    def _epoch(self, phase: str, progress: Callable[[Progress], None]) -> None:
+        settings = self.settings
+        epochs = settings.epochs if phase == "train" else settings.retrain_epochs
+        epoch = self.done + 1 - (0 if phase == "train" else settings.epochs)
+        batches = list(torch.randperm(len(self.data.train_labels)).split(settings.batch))
+        self.model.train()
+        for number, chosen in enumerate(batches, 1):
+            self._set_rate(phase, ((epoch - 1) * len(batches) + number - 1) / (epochs * len(batches)))
+            begin = time.perf_counter()
+            loss = self._step(chosen)
+            seconds = time.perf_counter() - begin + (self.points[-1].seconds if self.points else 0.0)
+            if not math.isfinite(loss):
+                raise FloatingPointError(
+                    f"the loss is {loss} in {phase} epoch {epoch}, iteration {number}; lower the learning rate, "
+                    f"{self.optimizer.param_groups[0]['lr']:.3g} there"
+                )
+            self.points.append(Point(phase, epoch, len(self.points) + 1, seconds, loss))
+            progress(Progress(phase, epoch, epochs, number, len(batches), loss))
+        self.done += 1
+        test_loss, accuracy = self._test()
+        last = self.points[-1]
+        self.points[-1] = Point(phase, epoch, last.iteration, last.seconds, last.train_loss, test_loss, accuracy)
+        self.accuracy["trained" if phase == "train" else "retrained"] = accuracy
+        progress(Progress(phase, epoch, epochs, len(batches), len(batches), last.train_loss, accuracy))
+
+    def _set_rate(self, phase: str, done: float) -> None:
+        """The learning rate, where that share of the phase is done."""
+        settings = self.settings
+        rate = settings.lr if phase == "train" or settings.retrain_lr is None else settings.retrain_lr
+        if settings.decay == "cosine":
+            rate *= 0.5 * (1 + math.cos(math.pi * done))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _step(self, chosen: torch.Tensor) -> float:
+        images, labels = self.data.train_images[chosen], self.data.train_labels[chosen]
+        if self.settings.augment:
+            images = _augmented(images, self.data.mirrors)
+        self.optimizer.zero_grad()
+        loss = functional.cross_entropy(self.runner(images), labels)
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def _save(self) -> None:
+        if self.settings.out is None:
+            return
+        metadata = {
+            "source": self.data.source,
+            "classes": self.data.classes,
+            "mean": self.data.mean,
+            "std": self.data.std,
+            "epoch": self.done,
+            "accuracy": self.accuracy,
+            "settings": self.settings.to_dict(),
+        }
+        state = {
+            "points": to_tensor(self.points),
+            "random": torch.get_rng_state(),
+            **dict(_optimizer_state(self.optimizer)),
+        }
+        save_checkpoint(self.settings.out, self.model, metadata=metadata, state=state)
+        save_csv(self.points, self.settings.outputs[1])
+
+
+def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
+    if settings.backward == "bp":
+        return model
+    from jacsparse.nn import Scan
+
+    return Scan(model, schedule=settings.schedule)
+
+
+def _optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    return torch.optim.SGD(
+        model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+    )
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the optimiser remembers of each parameter, by the parameter's number and the optimiser's name for it."""
+    for number, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            if value is not None:
+                yield f"optimizer/{number}/{name}", value
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, torch.Tensor]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    values: dict[int, dict[str, Any]] = {}
+    for key, value in state.items():
+        _, number, name = key.split("/")
+        if value.shape not in (parameters[int(number)].shape, ()):
+            raise KeyError(f"{key} is {tuple(value.shape)}, its parameter {tuple(parameters[int(number)].shape)}")
+        values.setdefault(int(number), {})[name] = value
+    optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _augmented(images: torch.Tensor, mirrors: bool) -> torch.Tensor:
+    """Each image shifted by its own offset, its border repeated, and half of them mirrored where that is allowed."""
+    batch, channels, height, width = images.shape
+    padded = functional.pad(images, (_SHIFT,) * 4, mode="replicate")
+    rows = torch.randint(2 * _SHIFT + 1, (batch, 1)) + torch.arange(height)
+    columns = torch.randint(2 * _SHIFT + 1, (batch, 1)) + torch.arange(width)
+    if mirrors:
+        columns = torch.where(torch.rand(batch, 1) < 0.5, columns.flip(1), columns)
+    samples, planes = torch.arange(batch)[:, None, None, None], torch.arange(channels)[None, :, None, None]
+    return padded[samples, planes, rows[:, None, :, None], columns[:, None, None, :]]

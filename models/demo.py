@@ -1,0 +1,197 @@
+"""The demo: VGG-11 is trained on digits, pruned, retrained, analysed and checked, in a few minutes on two cores.
+
+Run as ``python -m jacsparse.models.demo --out DIR``; it ends with 1 where a check fails, with 2 where it cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from torch import nn
+
+    from jacsparse._flop import FlopReport
+
+    from ._data import Dataset
+    from ._settings import TrainSettings
+
+__all__ = ["main"]
+
+_SCHEDULE = "blelloch:2"
+_PRUNED = 0.97
+#: Test images that the FLOP are counted on.
+_OBSERVED = 4
+#: What the demo promises: accuracy, how much of it pruning may cost, and how near the scan's gradient is to autograd's.
+_LEAST_ACCURACY, _MOST_LOST, _TOLERANCE = 0.90, 0.03, 1e-10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; the result is the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m jacsparse.models.demo", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the checkpoint and the pictures")
+    parser.add_argument("--seed", type=int, default=0, help="of the training")
+    given = parser.parse_args(arguments)
+    from rich.console import Console
+
+    try:
+        return _run(given.out, given.seed, Console(highlight=False))
+    except (OSError, ValueError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(out: Path, seed: int, console: Console) -> int:
+    from ._data import load_data
+    from ._progress import progress_bar
+    from ._train import train
+
+    begin = time.perf_counter()
+    settings = _settings(out, seed)
+    _prepare(out)
+    data = load_data(settings.data)
+    console.print(
+        f"VGG-11 on {data.source}: {settings.epochs} epochs, {_PRUNED:.0%} of each layer's weights pruned and the"
+    )
+    console.print(f"rest rescaled to the layer's norm, {settings.retrain_epochs} epochs of retraining")
+    with progress_bar(console) as progress:
+        result = train(settings, data=data, progress=progress)
+    console.print(f"counting the FLOP of its convolutional part on {_OBSERVED} test images ...")
+    report = _flop(result.model, data)
+    report.plot(out / "flop.png")
+    console.print("comparing the scan's gradients with autograd's ...")
+    difference = _difference(result.model, data.test_images[:2])
+    _show_flop(report, console)
+    passed = _show_verdict(result.accuracy, difference, console)
+    for path in (*settings.outputs, out / "flop.png"):
+        console.print(f"  {path}", soft_wrap=True)
+    console.print(f"{time.perf_counter() - begin:.0f} s")
+    return 0 if passed else 1
+
+
+def _settings(out: Path, seed: int) -> TrainSettings:
+    """A recipe that is quick on a small data set, unlike the thesis', which `default_settings` has."""
+    from ._settings import TrainSettings
+
+    return TrainSettings(
+        task="vgg11",
+        out=out / "vgg11.safetensors",
+        epochs=4,
+        batch=32,
+        optimizer="adam",
+        lr=3e-4,
+        decay="cosine",
+        prune=_PRUNED,
+        rescale=True,
+        retrain_epochs=4,
+        retrain_lr=1e-3,
+        seed=seed,
+        options={"dropout": 0.0},
+    )
+
+
+def _prepare(out: Path) -> None:
+    from ._files import check_writable
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotADirectoryError(
+            f"cannot make the folder {out}: {error.strerror}; choose another with --out"
+        ) from error
+    check_writable(out / "flop.png")
+
+
+def _flop(model: nn.Module, data: Dataset) -> FlopReport:
+    from jacsparse._flop import count_flop
+
+    features = model.get_submodule("features")
+    images = data.test_images[:_OBSERVED]
+    return count_flop(features, images.shape[1:], schedule=_SCHEDULE, structure="observed", inputs=images)
+
+
+def _difference(model: nn.Module, images: torch.Tensor) -> float:
+    """The largest difference between gradients by scan and by autograd, of the input and each parameter.
+
+    Each is relative to the largest entry of autograd's gradient; float64.
+    """
+    from jacsparse.nn import Scan
+
+    # In place: a pruned module cannot be copied once it has run.
+    model = model.double().eval()
+    expected = _gradients(model, model, images.double())
+    found = _gradients(Scan(model, schedule=_SCHEDULE), model, images.double())
+    return max(
+        float((a - b).abs().max() / b.abs().max()) if b.any() else float(a.abs().max())
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def _gradients(runner: nn.Module, model: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    images = images.clone().requires_grad_()
+    loss = runner(images).square().sum()
+    return torch.autograd.grad(loss, [images, *model.parameters()])
+
+
+def _show_flop(report: FlopReport, console: Console) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=f"FLOP of one sample's backward pass, {report.schedule}, on real activations", box=box.SIMPLE_HEAD
+    )
+    table.add_column()
+    table.add_column("FLOP", justify="right")
+    table.add_column("of back-propagation's", justify="right")
+    live = sum(step.live for step in report.steps)
+    for name, value in (
+        ("back-propagation, all gradient operators", report.baseline_total),
+        (f"scan, all {live} live steps of {len(report.steps)}", report.total),
+        ("scan, critical path", report.critical_path),
+    ):
+        table.add_row(name, f"{value:,.0f}", f"{value / report.baseline_total:.2f}")
+    console.print(table)
+
+
+def _show_verdict(accuracy: dict[str, float], difference: float, console: Console) -> bool:
+    """Print each check with its figures; whether all passed."""
+    from rich import box
+    from rich.table import Table
+
+    before, after = accuracy["trained"], accuracy["retrained"]
+    checks = (
+        ("test accuracy before pruning", f"{before:.1%}", "", True),
+        (f"with {_PRUNED:.0%} pruned, not retrained", f"{accuracy['pruned']:.1%}", "", True),
+        ("retrained", f"{after:.1%}", f"at least {_LEAST_ACCURACY:.0%}", after >= _LEAST_ACCURACY),
+        (
+            "lost by pruning",
+            f"{(before - after) * 100:.1f} points",
+            f"at most {_MOST_LOST * 100:.0f}",
+            before - after <= _MOST_LOST,
+        ),
+        (
+            "scan's gradient against autograd's, float64",
+            f"{difference:.1e}",
+            f"at most {_TOLERANCE:.0e}",
+            difference <= _TOLERANCE,
+        ),
+    )
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("check", "measured", "asked", ""):
+        table.add_column(column)
+    for name, measured, asked, passed in checks:
+        table.add_row(name, measured, asked, ("passed" if passed else "FAILED") if asked else "")
+    console.print(table)
+    return all(passed for *_, passed in checks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

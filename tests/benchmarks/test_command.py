@@ -1,0 +1,236 @@
+"""``python -m benchmarks``: list, run and report, on an experiment that takes no time."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from benchmarks import __main__ as command
+from benchmarks._context import Context, Limits
+from benchmarks._experiment import Comparison, Experiment, Row, compare
+from benchmarks._figures import bars
+from benchmarks._results import read
+from benchmarks._text import amount, cells
+
+FIRST_PICTURE_BYTES = b"\x89PNG"
+
+
+class Dummy(Experiment):
+    name = "dummy"
+    title = "Adding ones"
+    source = "no paper"
+
+    def run(self, context: Context) -> list[Row]:
+        ones = torch.ones(10)
+        found = context.times({"add": lambda: ones + ones, "multiply": lambda: ones * ones}, seconds=0.01)
+        slow = Row.timed("multiply", found["multiply"], group="ones", role="peer")
+        fast = Row.timed("add", found["add"], group="ones", floor=context.limits.floor(80))
+        fast = Row.timed(
+            "add", found["add"], group="ones", comparisons=compare("multiply / add", slow, fast, at_least=1e-9)
+        )
+        return [fast, slow, Row.missing("a peer | of ours", "pip install peer", group="ones")]
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        bars(rows, path, self.title)
+
+
+@pytest.fixture(autouse=True)
+def _only_dummy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Context, "limits", Limits(1e10, 1e11))
+    experiments = {"dummy": Dummy()}
+    monkeypatch.setattr(command, "EXPERIMENTS", experiments)
+
+
+def call(*args: object) -> Result:
+    return CliRunner().invoke(command.app, list(map(str, args)))
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    assert call("run", "dummy", "--out", tmp_path).exit_code == 0
+    return tmp_path / "dummy.cpu.json"
+
+
+def test_list_names_each_experiment() -> None:
+    answer = call("list")
+    assert answer.exit_code == 0
+    assert "dummy" in answer.output and "no paper" in answer.output
+
+
+def test_run_writes_one_file_and_says_what_was_measured(tmp_path: Path) -> None:
+    answer = call("run", "--out", tmp_path / "new" / "folder")
+    assert answer.exit_code == 0, answer.output
+    assert "2 figures, 1 not measured, 1 of 1 targets met" in answer.output
+    assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == ["dummy.cpu.json"]
+
+
+def test_result_holds_figures_hardware_and_versions_but_no_host(measured: Path) -> None:
+    text = measured.read_text()
+    content = json.loads(text)
+    assert content["format"] == 1 and content["experiment"] == "dummy" and content["device"] == "cpu"
+    row = content["rows"][0]
+    assert row["lower"] <= row["median"] <= row["upper"] and row["fastest"] <= row["median"] and row["runs"] > 1
+    assert row["comparisons"][0]["at_least"] == 1e-9
+    assert content["rows"][2]["not_measured"] == "pip install peer" and content["rows"][2]["median"] is None
+    assert {"cpu", "cores", "threads", "memory_gib", "vector_units", "gpu", "versions"} <= set(content["environment"])
+    assert {"python", "jacsparse", "torch", "numpy", "numba", "scipy"} <= set(content["environment"]["versions"])
+    assert content["limits"] == {"copy_bandwidth": 1e10, "peak_flop": 1e11}
+    assert str(Path.home()) not in text and str(measured.parent) not in text
+    assert platform.node() not in text or platform.node() in platform.machine()
+
+
+def test_result_reads_back_as_it_was_written(measured: Path) -> None:
+    result = read(measured)
+    assert [row.label for row in result.rows] == ["add", "multiply", "a peer | of ours"]
+    assert isinstance(result.rows[0].comparisons[0], Comparison) and result.rows[0].comparisons[0].met
+
+
+def test_report_shows_figures_and_what_was_not_measured(measured: Path) -> None:
+    for _ in range(2):
+        answer = call("report", measured.parent)
+        assert answer.exit_code == 0, answer.output
+    text = (measured.parent / "report.md").read_text()
+    assert "| a peer ∣ of ours | not measured |" in text and "pip install peer" in text
+    assert "![Adding ones](dummy.cpu.png)" in text and "copy bandwidth 10.0 GB/s" in text
+    assert (measured.parent / "dummy.cpu.png").read_bytes()[:4] == FIRST_PICTURE_BYTES
+
+
+def test_report_names_experiments_that_were_not_run(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(Dummy):
+        name = "other"
+
+    monkeypatch.setattr(command, "EXPERIMENTS", {"dummy": Dummy(), "other": Other()})
+    assert call("report", measured.parent).exit_code == 0
+    assert "not measured: run `python -m benchmarks run other`" in (measured.parent / "report.md").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA device")
+def test_cuda_without_a_device_is_not_measured(tmp_path: Path) -> None:
+    answer = call("run", "dummy", "--device", "cuda", "--out", tmp_path)
+    assert answer.exit_code == 0
+    assert "no CUDA device that PyTorch sees" in answer.output
+    (row,) = read(tmp_path / "dummy.cuda.json").rows
+    assert row.not_measured == "no CUDA device that PyTorch sees" and row.median is None
+    assert call("report", tmp_path).exit_code == 0
+    assert "no CUDA device that PyTorch sees" in (tmp_path / "report.md").read_text()
+
+
+def test_a_device_that_an_experiment_does_not_run_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
+    assert call("run", "dummy", "--device", "cuda", "--out", tmp_path).exit_code == 0
+    assert read(tmp_path / "dummy.cuda.json").rows[0].not_measured == "this experiment runs on cpu only"
+
+
+def test_unknown_name_is_told_the_known_ones(tmp_path: Path) -> None:
+    answer = call("run", "dummy", "nonsense", "--out", tmp_path)
+    assert answer.exit_code == 2
+    assert "'nonsense'" in answer.output and "known are dummy" in answer.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("args", [("--device", "tpu"), ("--threads", "0"), ("--threads", "many")])
+def test_malformed_options_are_refused(tmp_path: Path, args: tuple[str, ...]) -> None:
+    assert call("run", "dummy", *args, "--out", tmp_path).exit_code == 2
+
+
+def test_a_place_that_cannot_be_written_is_noticed_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Dummy, "run", lambda *_: pytest.fail("it ran"))
+    file = tmp_path / "file"
+    file.touch()
+    (tmp_path / "results" / "dummy.cpu.json").mkdir(parents=True)
+    for out in (file, file / "below", tmp_path / "results"):
+        answer = call("run", "dummy", "--out", out)
+        assert answer.exit_code == 2 and str(out) in answer.output.replace("\n", ""), answer.output
+
+
+def test_threads_reach_experiment_and_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    assert call("run", "dummy", "--threads", "3", "--out", tmp_path).exit_code == 0
+    assert seen[0] == 3
+
+
+@pytest.mark.parametrize("folder", ["missing", "."])
+def test_report_without_results_says_how_to_make_some(tmp_path: Path, folder: str) -> None:
+    answer = call("report", tmp_path / folder)
+    assert answer.exit_code == 2 and "python -m benchmarks run" in answer.output
+
+
+def _edited(edit: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
+    def apply(text: str) -> str:
+        content = json.loads(text)
+        edit(content)
+        return json.dumps(content)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: "[" * 10_000,
+        lambda text: '"\\ud800',
+        _edited(lambda content: content.update(format=2)),
+        _edited(lambda content: content.pop("rows")),
+        _edited(lambda content: content.update(rows={})),
+        _edited(lambda content: content.update(rows=[3])),
+        _edited(lambda content: content.update(more=1)),
+        _edited(lambda content: content.update(seconds="long")),
+        _edited(lambda content: content.update(environment=None)),
+        _edited(lambda content: content.update(limits={"copy_bandwidth": 1.0})),
+        _edited(lambda content: content["rows"][0].update(median=float("nan"))),
+        _edited(lambda content: content["rows"][0].update(median=None)),
+        _edited(lambda content: content["rows"][0].update(role="friend")),
+        _edited(lambda content: content["rows"][0].update(runs=True)),
+        _edited(lambda content: content["rows"][0].pop("label")),
+        _edited(lambda content: content["rows"][0].update(comparisons=[{"text": "a"}])),
+        _edited(lambda content: content["rows"][2].update(not_measured="")),
+    ],
+)
+def test_report_names_the_damaged_file(measured: Path, damage: Callable[[str], str]) -> None:
+    measured.write_text(damage(measured.read_text()))
+    answer = call("report", measured.parent)
+    assert answer.exit_code == 2
+    assert measured.name in answer.output.replace("\n", "") and "run the experiment again" in answer.output
+    assert not (measured.parent / "report.md").exists()
+
+
+def test_report_refuses_a_file_that_is_another_experiments(measured: Path) -> None:
+    measured.write_text(measured.read_text().replace('"dummy"', '"other"'))
+    answer = call("report", measured.parent)
+    assert answer.exit_code == 2 and "other on cpu" in answer.output
+
+
+def test_bytes_that_are_no_text_are_a_damaged_file(measured: Path) -> None:
+    measured.write_bytes(b"\xff\xfe\x00")
+    assert call("report", measured.parent).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [(2.5, "s", "2.5 s"), (0.0123, "s", "12.3 ms"), (4.56e-6, "s", "4.56 µs"), (3e-10, "s", "0.3 ns"), (None, "s", "")]
+    + [(1234567, "", "1,234,567"), (0.5, "loss", "0.5 loss"), (1.234e-7, "loss", "1.23e-07 loss")],
+)
+def test_amounts(value: float | None, unit: str, text: str) -> None:
+    assert amount(value, unit) == text
+
+
+def test_comparison_says_target_and_what_is_published() -> None:
+    comparison = Comparison("a / b", 9.5, 11.0, at_least=10.0, published=8300.0)
+    text = cells(Row.of_value("x", 1.0, "count", comparisons=(comparison,)))[-1]
+    assert text == "a / b: 9.5 (fastest 11, target ≥ 10: missed, published 8,300)"
+    assert Comparison("c", 1.0).met is None
+    assert Comparison("c", 1.0, at_most=1.0).met

@@ -1,0 +1,175 @@
+"""Each experiment on something small: its rows, its picture, and peers that are missing or wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from benchmarks import _peers, spgemm
+from benchmarks._context import Context, Limits
+from benchmarks._experiment import Experiment, Row
+from benchmarks._peers import PEERS, Peer
+from benchmarks._registry import EXPERIMENTS
+from benchmarks._results import Result, read, write
+from benchmarks.flop_analysis import FlopAnalysis
+from benchmarks.jacobian_generation import JacobianGeneration
+from benchmarks.lenet_convergence import LenetConvergence, loss_curves
+from benchmarks.spgemm import Spgemm
+
+
+def small_network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    for layer in (layers[0], layers[2]):
+        prune.l1_unstructured(layer, "weight", 0.5)
+    return nn.Sequential(*layers)
+
+
+SMALL: list[Experiment] = [
+    JacobianGeneration(size=6, columns=3),
+    Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
+    FlopAnalysis(build=small_network, input_shape=(2, 6, 6)),
+    LenetConvergence(iterations=2, double_iterations=2, batch=4),
+]
+
+
+@pytest.fixture
+def context(monkeypatch: pytest.MonkeyPatch) -> Context:
+    monkeypatch.setattr(Context, "limits", Limits(1e10, 1e11))
+    monkeypatch.setattr(spgemm, "_PAUSE", 0.0)
+    return Context(seconds=0.002, rounds=1)
+
+
+def test_each_experiment_has_a_small_form_here() -> None:
+    assert [experiment.name for experiment in SMALL] == list(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("experiment", SMALL, ids=lambda experiment: experiment.name)
+def test_rows_can_be_kept_and_drawn(experiment: Experiment, context: Context, tmp_path: Path) -> None:
+    rows = experiment.run(context)
+    path = write(Result(experiment.name, "cpu", "today", 1.0, {}, context.limits, tuple(rows)), tmp_path)
+    kept = read(path).rows
+    assert kept == tuple(rows)
+    assert all(row.median is not None and row.median >= 0 for row in kept if not row.not_measured)
+    experiment.figure(kept, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def _named(rows: list[Row], label: str) -> Row:
+    return next(row for row in rows if row.label == label)
+
+
+def test_jacobian_rows_give_size_and_ratios(context: Context) -> None:
+    rows = JacobianGeneration(size=32, columns=1).run(context)
+    sizes = [row for row in rows if row.label == "entries"]
+    assert [row.median for row in sizes] == [1_696_512, 65_536, 65_536]
+    assert [round(row.data["sparsity"], 5) for row in sizes] == [0.99157, 0.99998, 0.99994]
+    published = [row.comparisons[0].published for row in rows if row.label == "call from tensors"]
+    assert published == [8.3e3, 1.2e6, 1.5e5]
+
+
+def test_a_wrong_jacobian_is_not_timed(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import jacobian_generation
+
+    monkeypatch.setattr(jacobian_generation._Columns, "column", lambda self, _: torch.full_like(self.x, 7.0))
+    with pytest.raises(RuntimeError, match="differs from autograd's"):
+        JacobianGeneration(size=4, columns=2).run(context)
+
+
+def test_a_missing_peer_is_a_row_that_says_so(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> Peer:
+        raise ImportError("peer is not installed: pip install peer")
+
+    def wrong(a: Any, b: Any, threads: int) -> Peer:
+        return Peer(lambda: a @ b, lambda product: 2 * product)
+
+    monkeypatch.setattr(spgemm, "PEERS", {"missing": missing, "wrong": wrong})
+    rows = Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=2).run(context)
+    assert _named(rows, "missing").not_measured == "peer is not installed: pip install peer"
+    assert _named(rows, "wrong").not_measured.startswith("its product differs from ours by")
+    assert _named(rows, "multiply, slots").comparisons == ()
+
+
+def test_products_too_large_for_memory_are_left_out(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spgemm, "_available", lambda: 1000)
+    rows = Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=2).run(context)
+    assert "GiB" in _named(rows, "multiply, slots, batch 2").not_measured
+    assert any(row.label == "multiply" and "GiB" in row.not_measured for row in rows)
+    assert any(row.not_measured == "a factor was too large to be made" for row in rows)
+
+
+@pytest.mark.parametrize("label", PEERS)
+def test_peers_multiply_what_they_are_given(label: str) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (
+        scipy.sparse.csr_array(rng.random(shape) * (rng.random(shape) < 0.4)).astype(np.float32)
+        for shape in ((7, 9), (9, 5))
+    )
+    try:
+        peer = PEERS[label](a, b, 1)
+    except ImportError as error:
+        pytest.skip(str(error))
+    for _ in range(2):
+        found = peer.to_scipy(peer.multiply())
+        assert np.allclose(found.toarray(), (a @ b).toarray(), rtol=1e-5)
+
+
+def test_structure_reuse_of_mkl_sees_new_values() -> None:
+    from benchmarks import _mkl
+
+    try:
+        _mkl.library_path()
+    except ImportError as error:
+        pytest.skip(str(error))
+    a = scipy.sparse.csr_array(np.array([[1.0, 2.0], [0.0, 3.0]], dtype=np.float32))
+    product = _mkl.Reuse(a, a.copy(), 1)
+    a.data[:] = 10
+    product.multiply()
+    assert product.to_scipy().toarray().tolist() == [[10.0, 50.0], [0.0, 30.0]]
+    with pytest.raises(TypeError, match="float32"):
+        _mkl.Reuse(a.astype(np.float64), a, 1)
+
+
+def test_mkl_without_the_wheel_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    with pytest.raises(ImportError, match="pip install mkl"):
+        _peers.PEERS[_peers.MKL_REUSE](*2 * [scipy.sparse.eye_array(2, format="csr", dtype=np.float32)], 1)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.float64, 1e-9)])
+def test_scan_and_back_propagation_train_alike(dtype: torch.dtype, tolerance: float) -> None:
+    baseline, scan = loss_curves(30, dtype, batch=16)
+    assert len(baseline.train) == len(scan.train) == 30 and len(scan.test) == 2
+    assert max(abs(one - other) for one, other in zip(baseline.train, scan.train, strict=True)) <= tolerance
+    assert len(set(scan.train)) == 30
+
+
+def test_say_hears_of_the_progress() -> None:
+    heard: list[str] = []
+    loss_curves(2, torch.float32, batch=2, schedule="linear", say=heard.append)
+    assert heard == ["torch.float32: iteration 1 of 2", "torch.float32: iteration 2 of 2"]
+
+
+def test_functions_take_turns() -> None:
+    order: list[str] = []
+
+    def record(name: str) -> Callable[[], None]:
+        return lambda: order.append(name)
+
+    found = Context(seconds=1e-6, rounds=3).times({"a": record("a"), "b": record("b")})
+    turns = [name for name, before in zip(order, ["", *order[:-1]], strict=True) if name != before]
+    assert turns == ["a", "b"] * 4
+    assert all(timing.runs >= len(timing.seconds) >= 3 for timing in found.values())

@@ -1,0 +1,151 @@
+"""The command line, as a person types it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from torch import nn
+
+import jacsparse
+from jacsparse.__main__ import main
+from jacsparse.models import build
+
+
+@pytest.fixture
+def jac(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run a command; its exit status, output and errors."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["jacsparse", *map(str, words)])
+        monkeypatch.setenv("COLUMNS", "200")
+        status = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = int(end.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def custom_model() -> nn.Module:
+    """What the tests name as package.module:factory."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
+
+
+def test_version_and_help(jac) -> None:
+    assert jac("--version")[1].strip() == jacsparse.__version__
+    status, out, _ = jac("flop", "--help")
+    assert status == 0 and "--schedule" in out and "--plot" in out
+
+
+def test_flop_of_pruned_vgg_11(jac, tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "csv", "png")}
+    status, out, err = jac(
+        "flop", "vgg11", "--prune", 0.97, "--data", "digits", "--samples", 1,
+        "--json", files["json"], "--csv", files["csv"], "--plot", files["png"],
+    )  # fmt: skip
+    assert status == 0, err
+    assert "vgg11.features: blelloch:2, structure observed on 1 samples of digits" in out
+    assert "all 33 live steps of 34" in out and "critical path" in out and "back-propagation" in out
+    report = json.loads(files["json"].read_text())
+    assert len(report["steps"]) == 34 and report["structure"] == "observed"
+    assert all(step["executed"] is not None for step in report["steps"])
+    assert len(list(csv.DictReader(files["csv"].open()))) == 35
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_flop_of_a_factory(jac) -> None:
+    status, out, err = jac("flop", "tests.jacsparse.test_cli:custom_model", "--input", "3,8,8", "--schedule", "blelloch")
+    assert status == 0, err
+    assert "guaranteed structure" in out and "J1ᵀ" in out
+    # The dead step of Algorithm 1 is shown, and marked.
+    assert "dead" in out
+
+
+def test_flop_of_a_part(jac) -> None:
+    _, out, _ = jac("flop", "lenet5", "--part", "features", "--schedule", "linear")
+    assert "lenet5.features: linear" in out
+    status, _, err = jac("flop", "lenet5", "--part", "head")
+    assert status == 2 and "--part is 'head'" in err
+
+
+def test_jacobian_is_written_for_scipy(jac, tmp_path: Path) -> None:
+    status, out, err = jac("jacobian", "lenet5", "--layer", "features.0", "--out", tmp_path / "J.npz", "--seed", 3)
+    assert status == 0, err
+    matrix = scipy.sparse.load_npz(tmp_path / "J.npz")
+    torch.manual_seed(3)
+    layer = build("lenet5").get_submodule("features.0")
+    expected = jacsparse.jacobian(layer, torch.zeros(1, 3, 32, 32)).to_scipy()
+    assert np.array_equal(matrix.toarray(), expected.toarray()) and "nnz" in out
+
+
+def test_spy(jac) -> None:
+    status, out, _ = jac("spy", "lenet5", "--layer", "features.0")
+    assert status == 0 and out.startswith("features.0: 4704 × 3072, nnz 352,800") and "⢷" in out
+    _, out, _ = jac("spy", "lenet5", "--layer", "features.0", "--transposed")
+    assert out.startswith("features.0: 3072 × 4704")
+
+
+def test_doctor(jac) -> None:
+    status, out, _ = jac("doctor")
+    assert status == 0
+    for word in ("Python", "torch", "threads", "cache", "GPU", "matplotlib"):
+        assert word in out
+    assert "jacsparse[gpu]" in out or "installed" in out
+
+
+def test_checkpoints_are_taken(jac, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    status, _, err = jac(
+        "train", "lenet5", "--epochs", 1, "--out", path, "--seed", 1, "--backward", "scan", "--schedule", "linear"
+    )
+    assert status == 0, err
+    status, out, err = jac("flop", "lenet5", "--checkpoint", path, "--schedule", "linear")
+    assert status == 0, err
+    status, _, err = jac("flop", "vgg11", "--checkpoint", path)
+    assert status == 2 and "lenet5" in err and "vgg11" in err
+
+
+BAD = {
+    "model": (["flop", "vgg99"], "vgg99"),
+    "factory": (["flop", "nowhere.at_all:f"], "model 'nowhere.at_all:f' cannot be loaded"),
+    "factory's value": (["flop", "math:sqrt"], ""),
+    "input": (["flop", "lenet5", "--input", "3,x"], "--input is '3,x'"),
+    "input zero": (["flop", "lenet5", "--input", "0,32,32"], "input_shape is (0, 32, 32)"),
+    "input shape": (["flop", "lenet5", "--input", "1,32,32"], "features.0: an input of shape (1, 32, 32) does not fit"),
+    "prune": (["flop", "lenet5", "--prune", "1.0"], "1.0"),
+    "prune negative": (["flop", "lenet5", "--prune", "-0.1"], "-0.1"),
+    "schedule": (["flop", "lenet5", "--schedule", "fast"], "schedule is 'fast'"),
+    "data": (["flop", "lenet5", "--data", "cake"], "cake"),
+    "data missing": (["flop", "lenet5", "--data", "cifar10:/nowhere"], "/nowhere"),
+    "checkpoint missing": (["flop", "lenet5", "--checkpoint", "/nowhere/w.safetensors"], "/nowhere/w.safetensors"),
+    "output": (["flop", "lenet5", "--json", "/nowhere/r.json"], "/nowhere"),
+    "layer": (["spy", "lenet5", "--layer", "conv9"], "--layer is 'conv9'; the model's operators are features.0"),
+    "ending": (["jacobian", "lenet5", "--layer", "features.0", "--out", "J.txt"], "name a file that ends in .npz"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_words(jac, case: str) -> None:
+    words, message = BAD[case]
+    status, out, err = jac(*words)
+    assert status == 2 and message in err
+    assert "Traceback" not in err and not out
+
+
+def test_an_unwritable_output_is_noticed_first(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr(jacsparse, "count_flop", never, raising=False)
+    status, _, err = jac("flop", "lenet5", "--plot", "/nowhere/figure.png")
+    assert status == 2 and "cannot be written" in err or "cannot write" in err
