@@ -280,38 +280,56 @@ def _print_report(report: FlopReport, name: str, data: str | None) -> None:
     from rich.table import Table
 
     console = Console()
-    structure = (
-        "guaranteed structure" if not report.samples else f"structure observed on {report.samples} samples of {data}"
-    )
+    structure = "guaranteed structure" if not report.samples else f"structure observed, {data}, {report.samples} samples"
     table = Table(
         title=f"{name}: {report.schedule}, {structure}",
-        caption="* on the critical path; dead steps are in Algorithm 1 as printed, and are not executed",
+        caption="L: level. run: what the scan executes, over the guaranteed structure.\n"
+        "*: critical path. dead: in Algorithm 1 as printed, counted but not run.",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    for column in ("level", "phase", "kind", "left", "right"):
-        table.add_column(column)
-    for column in ("m × k × n", "sparsity", "FLOP", "executed", ""):
-        table.add_column(column, justify="right")
+    for column in ("L", "phase", "", "product"):
+        table.add_column(column, no_wrap=True)
+    for column in ("m×k×n", "sparse", "FLOP", "run", ""):
+        table.add_column(column, justify="right", no_wrap=True)
     for step in report.steps:
         table.add_row(*_cells(step), style="dim" if not step.live else "")
     if report.input_gradient is not None:
         table.add_section()
         table.add_row(*_cells(report.input_gradient))
     console.print(table)
-    totals = Table(box=None, show_header=False, padding=(0, 2))
     live = sum(step.live for step in report.steps)
-    for label, value in (
-        (f"all {live} live steps of {len(report.steps)}", report.total),
-        ("critical path", report.critical_path),
-        ("back-propagation, all gradient operators", report.baseline_total),
-    ):
-        totals.add_row(label, f"{value:,.0f} FLOP")
+    totals = Table(box=None, show_header=False, padding=(0, 2))
+    totals.add_row(f"all {live} live steps of {len(report.steps)}", f"{report.total:,.0f} FLOP")
+    totals.add_row("critical path", f"{report.critical_path:,.0f} FLOP")
+    totals.add_row("back-propagation, all gradient operators", f"{report.baseline_total:,.0f} FLOP")
     console.print(totals)
 
 
 def _cells(step: FlopStep) -> tuple[str, ...]:
-    executed = "" if step.executed is None else f"{step.executed:,.0f}"
     mark = "dead" if not step.live else "*" if step.critical else ""
-    shape = f"{step.m} × {step.k} × {step.n}"
-    cells = (str(step.level), step.phase, step.kind, step.left, step.right, shape)
-    return (*cells, f"{step.sparsity:.5f}", f"{step.flop:,.0f}", executed if step.live else "", mark)
+    return (
+        str(step.level),
+        step.phase,
+        step.kind,
+        f"{step.left}·{step.right}",
+        f"{step.m}×{step.k}×{step.n}",
+        f"{step.sparsity:.4f}",
+        _short(step.flop),
+        _short(step.executed) if step.live and step.executed is not None else "",
+        mark,
+    )
+
+
+def _short(count: float) -> str:
+    """A count in three digits, for a table; files have all of them.
+
+    Examples
+    --------
+    >>> _short(326_301_528), _short(4096.0), _short(12.5)
+    ('326 M', '4.10 k', '12.5')
+    """
+    for scale, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if count >= scale:
+            return f"{count / scale:#.3g}".removesuffix(".") + unit
+    return f"{count:g}"

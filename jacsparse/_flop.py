@@ -38,7 +38,7 @@ class FlopStep:
     kind : {"mm", "mv"}
         Matrix times matrix, or matrix times vector.
     left, right : str
-        The factors: ranges of the stages that they span, as in ``J17..J16``, or ``grad``.
+        The factors: the stages that they span, as in ``J16-17ᵀ``, or a gradient, as in ``∇x15``.
     m, k, n : int
         Shapes: ``(m, k)`` times ``(k, n)``.
     flop : float
@@ -393,15 +393,15 @@ def _critical(steps: Sequence[FlopStep]) -> Iterable[FlopStep]:
 
 def _names(plan: Schedule) -> dict[int, str]:
     """Each value by the Jacobians that it spans, numbered by their stages from 1; vectors as the gradient of x_i."""
-    names = {0: f"grad x{plan.n}"}
+    names = {0: f"∇x{plan.n}"}
     spans = {place: (plan.n + 1 - place, plan.n + 1 - place) for place in range(1, plan.n + 1)}
     for step in plan.products:
         if step.kind == "mm":
             spans[step.out] = (spans[step.left][0], spans[step.right][1])
         else:
-            names[step.out] = f"grad x{spans[step.left][0] - 1}"
+            names[step.out] = f"∇x{spans[step.left][0] - 1}"
     for value, (low, high) in spans.items():
-        names[value] = f"J{low}ᵀ" if low == high else f"J{low}ᵀ…J{high}ᵀ"
+        names[value] = f"J{low}ᵀ" if low == high else f"J{low}-{high}ᵀ"
     return names
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,7 @@ class Dummy(Experiment):
         found = context.times({"add": lambda: ones + ones, "multiply": lambda: ones * ones}, seconds=0.01)
         slow = Row.timed("multiply", found["multiply"], group="ones", role="peer")
         fast = Row.timed("add", found["add"], group="ones", floor=context.limits.floor(80))
-        fast = Row.timed(
-            "add", found["add"], group="ones", comparisons=compare("multiply / add", slow, fast, at_least=1e-9)
-        )
+        fast = replace(fast, comparisons=compare("multiply / add", slow, fast, at_least=1e-9))
         return [fast, slow, Row.missing("a peer | of ours", "pip install peer", group="ones")]
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
@@ -221,8 +220,16 @@ def test_bytes_that_are_no_text_are_a_damaged_file(measured: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
-    [(2.5, "s", "2.5 s"), (0.0123, "s", "12.3 ms"), (4.56e-6, "s", "4.56 µs"), (3e-10, "s", "0.3 ns"), (None, "s", "")]
-    + [(1234567, "", "1,234,567"), (0.5, "loss", "0.5 loss"), (1.234e-7, "loss", "1.23e-07 loss")],
+    [
+        (2.5, "s", "2.5 s"),
+        (0.0123, "s", "12.3 ms"),
+        (4.56e-6, "s", "4.56 µs"),
+        (3e-10, "s", "0.3 ns"),
+        (None, "s", ""),
+        (1234567, "", "1,234,567"),
+        (0.5, "loss", "0.5 loss"),
+        (1.234e-7, "loss", "1.23e-07 loss"),
+    ],
 )
 def test_amounts(value: float | None, unit: str, text: str) -> None:
     assert amount(value, unit) == text

@@ -54,7 +54,7 @@ def test_flop_of_pruned_vgg_11(jac, tmp_path: Path) -> None:
         "--json", files["json"], "--csv", files["csv"], "--plot", files["png"],
     )  # fmt: skip
     assert status == 0, err
-    assert "vgg11.features: blelloch:2, structure observed on 1 samples of digits" in out
+    assert "vgg11.features: blelloch:2, structure observed, digits, 1 samples" in out
     assert "all 33 live steps of 34" in out and "critical path" in out and "back-propagation" in out
     report = json.loads(files["json"].read_text())
     assert len(report["steps"]) == 34 and report["structure"] == "observed"
@@ -66,7 +66,7 @@ def test_flop_of_pruned_vgg_11(jac, tmp_path: Path) -> None:
 def test_flop_of_a_factory(jac) -> None:
     status, out, err = jac("flop", "tests.jacsparse.test_cli:custom_model", "--input", "3,8,8", "--schedule", "blelloch")
     assert status == 0, err
-    assert "guaranteed structure" in out and "J1ᵀ" in out
+    assert "guaranteed structure" in out and "J1ᵀ·" in out
     # The dead step of Algorithm 1 is shown, and marked.
     assert "dead" in out
 

@@ -1,0 +1,90 @@
+"""The built-in models: shapes, stages, options and light imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import jacsparse
+from jacsparse import models
+from jacsparse.models import MODELS, VGG11, LeNet5, build
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("classes", "channels"), [(10, 3), (100, 1)])
+def test_shapes(name: str, classes: int, channels: int) -> None:
+    model = build(name, num_classes=classes, in_channels=channels)
+    assert isinstance(model, MODELS[name])
+    assert model(torch.randn(2, channels, 32, 32)).shape == (2, classes)
+
+
+def test_stages_of_the_thesis() -> None:
+    stages = jacsparse.chain(VGG11().features, (3, 32, 32))
+    operators = [stage.call.operator.removeprefix("aten.") for stage in stages]
+    assert len(stages) == 21
+    assert [operators.count(name) for name in ("conv2d", "relu", "max_pool2d")] == [8, 8, 5]
+    assert [part.out_channels for part in VGG11().features if isinstance(part, nn.Conv2d)] == [
+        64, 128, 256, 256, 512, 512, 512, 512,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "stages"), [(VGG11(), 26), (VGG11().train(), 28), (LeNet5(), 11)])
+def test_the_whole_model_is_a_chain(model: nn.Module, stages: int) -> None:
+    if stages == 26:
+        model.eval()
+    assert len(jacsparse.chain(model, (3, 32, 32))) == stages
+
+
+def test_signals_pass_a_fresh_vgg11() -> None:
+    with torch.no_grad():
+        scores = VGG11().eval()(torch.randn(16, 3, 32, 32))
+    assert scores.std(0).mean() > 0.05
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_seed_decides_the_weights(name: str) -> None:
+    def drawn(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return next(build(name).parameters())
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("vgg16", {}, "model is 'vgg16'; expected one of lenet5, vgg11"),
+        ("lenet5", {"dropout": 0.5}, "lenet5 has no option 'dropout'; it has num_classes, in_channels"),
+        ("vgg11", {"num_classes": 0}, "num_classes is 0; expected an integer of at least 1"),
+        ("vgg11", {"num_classes": 10.0}, "num_classes is 10.0"),
+        ("lenet5", {"in_channels": True}, "in_channels is True"),
+        ("vgg11", {"dropout": 1.0}, r"dropout is 1.0; expected a number in \[0, 1\)"),
+        ("vgg11", {"dropout": float("nan")}, "dropout is nan"),
+    ],
+)
+def test_bad_options(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(name, **options)
+
+
+def test_imports_are_light() -> None:
+    code = """
+        import sys, jacsparse.models
+        assert not {"torch", "sklearn", "matplotlib"} & set(sys.modules)
+        assert set(jacsparse.models.__all__) <= set(dir(jacsparse.models))
+        for name in jacsparse.models.__all__:
+            getattr(jacsparse.models, name)
+        assert not {"sklearn", "matplotlib", "rich"} & set(sys.modules)
+    """
+    lines = "\n".join(line.strip() if not line.startswith(" " * 12) else line[8:] for line in code.splitlines())
+    subprocess.run([sys.executable, "-c", lines], check=True)
+
+
+def test_unknown_names_are_no_attributes() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'ResNet'"):
+        _ = models.ResNet
