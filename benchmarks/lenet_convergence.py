@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from jacsparse.models import Dataset, LeNet5, load_data
 from torch import nn
 from torch.nn import functional
 
@@ -15,7 +16,6 @@ from jacsparse.nn import Scan
 
 from ._context import Context, Timing
 from ._experiment import Comparison, Experiment, Row, compare
-from ._workloads import Digits, digits, lenet5
 
 __all__ = ["Curve", "LenetConvergence", "loss_curves"]
 
@@ -74,8 +74,9 @@ def loss_curves(
     -------
     baseline, scan : Curve
     """
-    data = digits(dtype)
-    models = (lenet5(dtype, seed), Scan(lenet5(dtype, seed), schedule=schedule))
+    data = load_data("digits")
+    data = replace(data, train_images=data.train_images.to(dtype), test_images=data.test_images.to(dtype))
+    models = (_lenet5(dtype, seed), Scan(_lenet5(dtype, seed), schedule=schedule))
     optimizers = [torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM) for model in models]
     curves = (Curve(), Curve())
     generator = torch.Generator().manual_seed(seed)
@@ -91,6 +92,11 @@ def loss_curves(
     return curves
 
 
+def _lenet5(dtype: torch.dtype, seed: int) -> LeNet5:
+    torch.manual_seed(seed)
+    return LeNet5().to(dtype)
+
+
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor) -> float:
     loss = functional.cross_entropy(model(images), labels)
     optimizer.zero_grad()
@@ -100,7 +106,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tens
 
 
 @torch.no_grad()
-def _test_loss(model: nn.Module, data: Digits) -> float:
+def _test_loss(model: nn.Module, data: Dataset) -> float:
     return functional.cross_entropy(model(data.test_images), data.test_labels).item()
 
 

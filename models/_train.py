@@ -196,9 +196,10 @@ class _Run:
 
     @classmethod
     def resume(cls, settings: TrainSettings, data: Dataset, checkpoint: Checkpoint) -> _Run:
+        model = model_of(checkpoint)
         try:
-            run = cls._restored(settings, data, checkpoint)
-        except (KeyError, IndexError, RuntimeError, TypeError) as error:
+            run = cls._restored(settings, data, checkpoint, model)
+        except (KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{checkpoint.path} cannot be resumed ({error!r}); it is damaged: train again without resume"
             ) from error
@@ -210,8 +211,7 @@ class _Run:
         return run
 
     @classmethod
-    def _restored(cls, settings: TrainSettings, data: Dataset, checkpoint: Checkpoint) -> _Run:
-        model = model_of(checkpoint)
+    def _restored(cls, settings: TrainSettings, data: Dataset, checkpoint: Checkpoint, model: nn.Module) -> _Run:
         state, metadata = dict(checkpoint.state), checkpoint.metadata
         points, random = from_tensor(state.pop("points")), state.pop("random")
         run = cls(settings, data, model, _runner(settings, model), metadata["epoch"], points, metadata["accuracy"])

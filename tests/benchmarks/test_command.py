@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,21 +40,30 @@ class Dummy(Experiment):
         bars(rows, path, self.title)
 
 
-@pytest.fixture(autouse=True)
-def _only_dummy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Context, "limits", Limits(1e10, 1e11))
-    experiments = {"dummy": Dummy()}
-    monkeypatch.setattr(command, "EXPERIMENTS", experiments)
+@pytest.fixture(autouse=True, scope="module")
+def _only_dummy() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Context, "limits", Limits(1e10, 1e11))
+        patch.setattr(command, "EXPERIMENTS", {"dummy": Dummy()})
+        yield
 
 
 def call(*args: object) -> Result:
     return CliRunner().invoke(command.app, list(map(str, args)))
 
 
+@pytest.fixture(scope="module")
+def result_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("results")
+    assert call("run", "dummy", "--out", folder).exit_code == 0
+    return (folder / "dummy.cpu.json").read_text()
+
+
 @pytest.fixture
-def measured(tmp_path: Path) -> Path:
-    assert call("run", "dummy", "--out", tmp_path).exit_code == 0
-    return tmp_path / "dummy.cpu.json"
+def measured(tmp_path: Path, result_text: str) -> Path:
+    path = tmp_path / "dummy.cpu.json"
+    path.write_text(result_text)
+    return path
 
 
 def test_list_names_each_experiment() -> None:

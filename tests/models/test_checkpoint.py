@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
-from torch.nn.utils import prune
-
 from jacsparse.models import (
     VGG11,
     LeNet5,
@@ -23,6 +20,8 @@ from jacsparse.models import (
     pruned_fraction,
     save_checkpoint,
 )
+from torch import nn
+from torch.nn.utils import prune
 
 
 @pytest.fixture

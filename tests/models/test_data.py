@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from jacsparse.models import Dataset, _cifar, load_data
 
 RECORDS = 20

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from jacsparse.models import TrainSettings, demo
 
 PICTURES = ("flop.png", "vgg11.png", "vgg11.csv", "vgg11.safetensors")

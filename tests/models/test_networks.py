@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
+from jacsparse.models import MODELS, VGG11, LeNet5, build
 from torch import nn
 
 import jacsparse
 from jacsparse import models
-from jacsparse.models import MODELS, VGG11, LeNet5, build
 
 
 @pytest.mark.parametrize("name", MODELS)
