@@ -96,7 +96,7 @@ def _picture(experiment: Experiment, result: Result, folder: Path) -> str:
 
 def _circumstances(result: Result) -> str:
     machine = result.environment
-    parts = [f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('threads')} threads"]
+    parts = [f"{machine.get('cpu')}, {machine.get('cores')} core(s), {machine.get('threads')} thread(s)"]
     parts.append(
         f"{machine.get('memory_gib')} GiB, {', '.join(machine.get('vector_units') or ()) or 'no vector units'}"
     )

@@ -144,7 +144,9 @@ def spy(
 @app.command()
 def train(
     task: Annotated[str, typer.Argument(help="lenet5 or vgg11; what is not given is as in the thesis.")],
-    out: Annotated[Path, typer.Option(help="Checkpoint (.safetensors); curves are written beside it as .csv and .png.")],
+    out: Annotated[
+        Path, typer.Option(help="Checkpoint (.safetensors); curves are written beside it as .csv and .png.")
+    ],
     data: Annotated[str | None, typer.Option(help="digits, cifar10:DIR or cifar100:DIR.")] = None,
     backward: Annotated[str, typer.Option(help="bp or scan.")] = "bp",
     schedule: Annotated[str | None, typer.Option(help="Of the scan, as for flop.")] = None,
@@ -153,7 +155,9 @@ def train(
     optimizer: Annotated[str | None, typer.Option(help="sgd or adam.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     momentum: Annotated[float | None, typer.Option(help="Of SGD.")] = None,
-    prune: Annotated[float | None, typer.Option(help="Share of all weights to prune after training, as in 0.97.")] = None,
+    prune: Annotated[
+        float | None, typer.Option(help="Share of all weights to prune after training, as in 0.97.")
+    ] = None,
     scope: Annotated[str | None, typer.Option(help="Prune that share per layer or global.")] = None,
     retrain_epochs: Annotated[int | None, typer.Option(help="After pruning.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order, augmentation and dropout.")] = None,
@@ -280,7 +284,9 @@ def _print_report(report: FlopReport, name: str, data: str | None) -> None:
     from rich.table import Table
 
     console = Console()
-    structure = "guaranteed structure" if not report.samples else f"structure observed, {data}, {report.samples} samples"
+    structure = (
+        "guaranteed structure" if not report.samples else f"structure observed, {data}, {report.samples} samples"
+    )
     table = Table(
         title=f"{name}: {report.schedule}, {structure}",
         caption="L: level. run: what the scan executes, over the guaranteed structure.\n"

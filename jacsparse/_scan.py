@@ -224,7 +224,9 @@ class _Run:
     def _slice_size(self) -> int:
         """As many samples as fit the memory limit with the values of all matrices."""
         products = {step.out for step in self.sliced if step.kind == "mm"}
-        matrices = products | {step.left for step in self.sliced} | {step.right for step in self.sliced if step.kind == "mm"}
+        matrices = (
+            products | {step.left for step in self.sliced} | {step.right for step in self.sliced if step.kind == "mm"}
+        )
         total = sum(self._pattern(value).nnz for value in matrices) * self.vectors[0].element_size()
         size = max(1, min(self.batch, self.scanner.memory_limit // max(1, total)))
         # Whole vectors of samples, or one at a time.

@@ -151,9 +151,9 @@ def default_settings(task: str) -> TrainSettings:
     LeNet-5: batches of 256, SGD with learning rate 0.001 and momentum 0.9 (section 3.5); Figure 3.4 shows about 9000
     iterations, which are 50 epochs of CIFAR-10. VGG-11: 100 epochs, 97 % of all convolution and linear weights pruned,
     layer by layer, 100 epochs of retraining, published as 90.1 % and 88.9 % on CIFAR-10 (section 4.3). The thesis does
-    not say how VGG-11 was optimised; this library's choice is SGD with learning rate 0.01, momentum 0.9 and weight decay
-    0.0005, as Simonyan and Zisserman trained it, in batches of 128, the rate going to zero along a cosine; images shifted
-    and mirrored; and what pruning leaves rescaled, without which eleven layers may pass on too little to learn again.
+    not say how VGG-11 was optimised. This library's choice is SGD with learning rate 0.01, momentum 0.9 and weight
+    decay 0.0005, as Simonyan and Zisserman trained it, in batches of 128, the rate going to zero along a cosine; images
+    shifted and mirrored; and what pruning leaves rescaled, or eleven layers may pass on too little to learn it again.
 
     Parameters
     ----------

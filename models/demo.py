@@ -90,7 +90,7 @@ def _settings(out: Path, seed: int) -> TrainSettings:
         prune=_PRUNED,
         rescale=True,
         retrain_epochs=4,
-        retrain_lr=1e-3,
+        retrain_lr=2e-3,
         seed=seed,
         options={"dropout": 0.0},
     )

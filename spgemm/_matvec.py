@@ -85,7 +85,9 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
         _full(left.reshape(m, n, left.shape[1]), right, y)
     elif batch == 1:
         indices = unsigned(pattern.indices)
-        run_rows(_matvec_one, pattern.indptr, pattern.indptr, indices, left.reshape(-1), right.reshape(-1), y.reshape(-1))
+        run_rows(
+            _matvec_one, pattern.indptr, pattern.indptr, indices, left.reshape(-1), right.reshape(-1), y.reshape(-1)
+        )
     else:
         flat = (left.reshape(-1), left.shape[1], right.reshape(-1), right.shape[1], y.reshape(-1), batch)
         run_rows(_matvec, pattern.indptr, pattern.indptr, pattern.indices, *flat, lanes=batch)
