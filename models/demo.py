@@ -6,6 +6,7 @@ Run as ``python -m jacsparse.models.demo --out DIR``; it ends with 1 where a che
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -194,4 +195,6 @@ def _show_verdict(accuracy: dict[str, float], difference: float, console: Consol
 
 
 if __name__ == "__main__":
+    # Before PyTorch is loaded: threads that wait by spinning cost a factor of four where cores are shared.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.exit(main())
