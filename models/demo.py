@@ -58,9 +58,9 @@ def _run(out: Path, seed: int, console: Console) -> int:
     _prepare(out)
     data = load_data(settings.data)
     console.print(
-        f"VGG-11 on {data.source}: {settings.epochs} epochs, {_PRUNED:.0%} of each layer's weights pruned and the"
+        f"VGG-11 on {data.source}: {settings.epochs} epochs; {_PRUNED:.0%} of each layer's weights pruned and the rest "
+        f"rescaled to the layer's norm; {settings.retrain_epochs} epochs of retraining"
     )
-    console.print(f"rest rescaled to the layer's norm, {settings.retrain_epochs} epochs of retraining")
     with progress_bar(console) as progress:
         result = train(settings, data=data, progress=progress)
     console.print(f"counting the FLOP of its convolutional part on {_OBSERVED} test images ...")
@@ -154,7 +154,7 @@ def _show_flop(report: FlopReport, console: Console) -> None:
     table.add_column("of back-propagation's", justify="right")
     live = sum(step.live for step in report.steps)
     for name, value in (
-        ("back-propagation, all gradient operators", report.baseline_total),
+        ("back-propagation, all operators", report.baseline_total),
         (f"scan, all {live} live steps of {len(report.steps)}", report.total),
         ("scan, critical path", report.critical_path),
     ):
@@ -179,7 +179,7 @@ def _show_verdict(accuracy: dict[str, float], difference: float, console: Consol
             before - after <= _MOST_LOST,
         ),
         (
-            "scan's gradient against autograd's, float64",
+            "scan's gradient, to autograd's",
             f"{difference:.1e}",
             f"at most {_TOLERANCE:.0e}",
             difference <= _TOLERANCE,
