@@ -32,7 +32,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	rm -rf build/types && mkdir -p build/types/jacsparse
 	cp -R jacsparse/. build/types/jacsparse && cp -R patterns spgemm models build/types/jacsparse
-	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p jacsparse
+	cp -R benchmarks build/types
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p jacsparse -p benchmarks
 
 bench: $(STAMP)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,bench]'

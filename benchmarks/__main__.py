@@ -11,13 +11,12 @@ from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
+from jacsparse.patterns._files import check_writable
 from rich import box
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
-
-from jacsparse._output import check_writable
 
 from ._context import Context, device_problem
 from ._environment import environment
@@ -69,7 +68,7 @@ def run(
     try:
         chosen = _chosen(names or list(EXPERIMENTS))
         _check_folder(out, [result_path(out, experiment.name, device) for experiment in chosen])
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         _fail(error)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -113,11 +112,11 @@ def _chosen(names: Sequence[str]) -> list[Experiment]:
 
 
 def _check_folder(folder: Path, files: Sequence[Path]) -> None:
-    """Make the folder; ValueError where it or a file in it cannot be written."""
+    """Make the folder; OSError where it or a file in it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out {folder} cannot be made: {error.strerror}; choose another folder") from error
+        raise OSError(f"--out {folder} cannot be made: {error.strerror}; choose another folder") from error
     for file in files:
         check_writable(file)
 

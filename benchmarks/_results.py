@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
+
+from jacsparse.patterns._files import replacing
 
 from ._context import Limits
 from ._experiment import Comparison, Row
@@ -58,18 +58,8 @@ def write(result: Result, folder: Path) -> Path:
     """Write a result into a folder; the file appears whole or not at all."""
     path = result_path(folder, result.experiment, result.device)
     text = json.dumps({"format": FORMAT, **asdict(result)}, indent=1, allow_nan=False)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        # Readable as any file of the user's is; mkstemp makes it private.
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(temporary).chmod(0o666 & ~mask)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
     return path
 
 

@@ -12,6 +12,6 @@ __all__ = ["pruned_vgg11"]
 def pruned_vgg11() -> nn.Module:
     """VGG-11's convolutional part, 21 stages: random weights from one seed, the smallest 97 % of each layer pruned."""
     torch.manual_seed(0)
-    features = VGG11().features
+    features = VGG11().get_submodule("features")
     prune_weights(features, 0.97)
     return features.eval()

@@ -194,12 +194,14 @@ class Record:
                 )
         for kept in stage.kept:
             kept.check(stage.operator, stage.path)
+        given, made = self._operator_input.detach(), self._operator_output.detach()
+        whole = samples == slice(None)
         return replace(
             stage.call,
             arguments=self._arguments,
-            input=self._operator_input.detach()[samples],
-            output=self._operator_output.detach()[samples],
-            node=self._operator_output.grad_fn if samples == slice(None) else None,
+            input=given if whole else given[samples],
+            output=made if whole else made[samples],
+            node=self._operator_output.grad_fn if whole else None,
             vjp=lambda gradient: self._operator_vjp(gradient, samples),
         )
 

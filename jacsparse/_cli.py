@@ -64,7 +64,7 @@ def flop(
 ) -> None:
     """Count the FLOP of one sample's backward pass, by scan and by back-propagation."""
     from . import count_flop
-    from ._output import check_writable
+    from .patterns._files import check_writable
 
     for path in (json, csv, plot):
         if path is not None:
@@ -108,7 +108,7 @@ def jacobian(
     import scipy.sparse
 
     from ._chain import chain
-    from ._output import check_writable
+    from .patterns._files import check_writable
 
     check_writable(out)
     if out.suffix != ".npz":

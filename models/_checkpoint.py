@@ -12,13 +12,13 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
+from jacsparse.patterns._files import check_writable, replacing
 from torch import nn
 from torch.nn.utils import prune
 
 from jacsparse._modules import refresh_weights
 
 from ._checks import check_count, check_one_of
-from ._files import check_writable, replacing
 from ._pruning import pruned_fraction
 from ._registry import MODELS, build, describe, name_of
 

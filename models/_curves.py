@@ -9,8 +9,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 import torch
-
-from ._files import replacing
+from jacsparse.patterns._files import replacing
 
 __all__ = ["PHASES", "Point", "from_tensor", "plot_curves", "save_csv", "to_tensor"]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jacsparse.patterns._files import check_writable
 from torch import nn
 from torch.nn import functional
 
 from ._checkpoint import Checkpoint, model_of, read_checkpoint, save_checkpoint
 from ._curves import PHASES, Point, from_tensor, plot_curves, save_csv, to_tensor
 from ._data import Dataset, load_data
-from ._files import check_writable
 from ._progress import Progress
 from ._pruning import prune_weights
 from ._registry import build

@@ -98,7 +98,7 @@ def _settings(out: Path, seed: int) -> TrainSettings:
 
 
 def _prepare(out: Path) -> None:
-    from ._files import check_writable
+    from jacsparse.patterns._files import check_writable
 
     try:
         out.mkdir(parents=True, exist_ok=True)

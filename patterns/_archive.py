@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ._files import replacing
+
 __all__ = ["read", "write"]
 
 
 def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any]) -> None:
     """Write arrays and plain values as an archive of that kind; the file appears whole or not at all."""
-    path = Path(path)
     arrays = {name: value for name, value in content.items() if isinstance(value, np.ndarray)}
     plain = {name: value for name, value in content.items() if not isinstance(value, np.ndarray)}
     header = np.frombuffer(json.dumps({"jacsparse": kind, **plain}).encode(), dtype=np.uint8)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, **{"header": header, **arrays})  # type: ignore[arg-type]
-        # Readable as any file of the user's is; mkstemp makes it private.
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(temporary).chmod(0o666 & ~mask)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **{"header": header, **arrays})  # type: ignore[arg-type]
 
 
 def read(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:

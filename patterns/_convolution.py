@@ -10,6 +10,10 @@ the channel outermost, the Jacobian is a sum of Kronecker products (shapes ``C_o
 In row ``(c, o)`` the entries sort by channel ``d`` and then by tap; in row ``(d, i)`` of the transpose by channel ``c``
 and then by *falling* tap. Both follow from ``i = o·stride - padding + k·dilation``. No sorting is ever needed.
 
+Places where the same taps meet a position are of one *kind*: inside the image there is one for each remainder of the
+stride, and a few more along its edges. All rows of a channel whose places are of one kind hold the same weights, and
+their columns differ by a shift. So each row is a copy of its kind's, which is what makes values as fast as memory.
+
 Thesis, section 3.4 and Algorithms 2 to 4, which give the 3×3, padding 1 case and keep positions that wrap around.
 """
 
@@ -28,7 +32,7 @@ from ._pattern import Pattern
 from ._rules import Call, Rule, add_rule
 from ._runtime import kernel, run_rows
 from ._structure import Arrays, Full, Structure, frozen, index_dtype, natural, row_starts
-from ._values import take
+from ._values import repeat_rows, take
 
 __all__ = ["Convolution", "Sliding"]
 
@@ -100,7 +104,7 @@ def joined(tables: list[np.ndarray], sizes: list[int]) -> np.ndarray:
 
 
 @kernel
-def _expand(first, last, indptr, cell_start, cell_tap, cell_base, step, positions, out):
+def _cells_met(first, last, indptr, cell_start, cell_tap, cell_base, step, positions, out):
     """Write ``base + step · position`` for each cell of each row whose tap meets a position."""
     places = positions.shape[0]
     for row in range(first, last):
@@ -210,33 +214,82 @@ class Convolution(Structure):
         out_channel, within, tap = np.unravel_index(self._weights, self.weight_shape)
         return out_channel, out_channel // max(1, out_channels // self.groups) * inner + within, tap
 
-    def row_counts(self) -> np.ndarray:
+    @functools.cached_property
+    def _kinds(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first place of each kind, and the kind of each place; as many kinds as places where all differ."""
+        firsts, kinds = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        for axis in self.axes:
+            met = (axis.targets if self.transposed else axis.sources) >= 0
+            _, first, kind = np.unique(met, axis=0, return_index=True, return_inverse=True)
+            # Numbered as they appear.
+            order = np.argsort(first)
+            firsts = (firsts[:, None] * len(met) + first[order]).ravel()
+            kinds = (kinds[:, None] * len(order) + np.argsort(order)[kind.reshape(-1)]).ravel()
+        return firsts, kinds
+
+    def _counts(self, positions: np.ndarray) -> np.ndarray:
+        """Entries of each channel's row at each of some places, which are rows of `positions`."""
         out_channel, in_channel, tap = self._places
         channels, row = (self.in_channels, in_channel) if self.transposed else (self.out_channels, out_channel)
         kept = np.bincount(row * self.taps + tap, minlength=channels * self.taps).reshape(channels, self.taps)
         # As floats, for BLAS; exact far beyond any number of weights.
-        return np.asarray(kept.astype(np.float64) @ (self.positions >= 0).T).astype(np.int64).ravel()
+        return np.asarray(kept.astype(np.float64) @ (positions >= 0).T).astype(np.int64).ravel()
+
+    def row_counts(self) -> np.ndarray:
+        return self._counts(self.positions)
 
     @functools.cached_property
     def _indptr(self) -> np.ndarray:
         return frozen(row_starts(self.row_counts(), index_dtype(self.nnz, *self.shape)))
 
-    def _expanded(self, base: np.ndarray, step: int, dtype: Any) -> np.ndarray:
-        starts, _, tap, _ = self._cells
-        out = np.empty(self.nnz, dtype=dtype)
-        run_rows(_expand, self._indptr, self._indptr, starts, tap, base, step, self.positions, out)
+    @functools.cached_property
+    def _templates(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the row of each channel and kind starts among all of them; and where each row finds its own."""
+        firsts, kinds = self._kinds
+        starts = row_starts(self._counts(self.positions[firsts]), np.int64)
+        channels = np.arange(self.in_channels if self.transposed else self.out_channels)[:, None]
+        return starts, starts[:-1][(channels * len(firsts) + kinds).ravel()]
+
+    def _of_templates(self, base: np.ndarray, step: int, dtype: Any) -> np.ndarray:
+        """``base + step · position`` for each entry of each channel's row at the first place of each kind."""
+        starts, _ = self._templates
+        firsts, _ = self._kinds
+        cells, _, tap, _ = self._cells
+        out = np.empty(int(starts[-1]), dtype=dtype)
+        run_rows(_cells_met, starts, starts, cells, tap, base, step, self.positions[firsts], out)
         return frozen(out)
 
     def csr(self) -> Arrays:
         _, column, _, _ = self._cells
-        positions = self.shape[1] // (self.out_channels if self.transposed else self.in_channels)
-        return self._indptr, self._expanded(column * positions, 1, self._indptr.dtype)
+        positions, dtype = self.positions, self._indptr.dtype
+        columns = self.shape[1] // (self.out_channels if self.transposed else self.in_channels)
+        firsts, kinds = self._kinds
+        # By how much the columns at a place lie behind those at the first place of its kind: the same for each tap.
+        tap = (positions >= 0).argmax(axis=1)
+        shift = positions[np.arange(len(tap)), tap] - positions[firsts[kinds], tap]
+        channels = self.in_channels if self.transposed else self.out_channels
+        template = self._of_templates(column * columns, 1, dtype)
+        out = np.empty(self.nnz, dtype=dtype)
+        _, start = self._templates
+        repeat_rows(template, start, self._indptr, out, np.tile(shift.astype(dtype), channels))
+        return self._indptr, frozen(out)
 
     @functools.cached_property
-    def gather(self) -> np.ndarray:
-        """For each entry the place of its weight in the flattened weight, as narrow an integer as that allows."""
+    def _gather(self) -> np.ndarray:
+        """The place in the flattened weight of each entry of each channel's row of each kind, as narrow as can be."""
         _, _, _, weight = self._cells
-        return self._expanded(weight, 0, np.min_scalar_type(max(0, int(np.prod(self.weight_shape)) - 1)))
+        return self._of_templates(weight, 0, np.min_scalar_type(max(0, int(np.prod(self.weight_shape)) - 1)))
+
+    def values(self, weight: torch.Tensor) -> torch.Tensor:
+        """The entries' values, ``(nnz, 1)``, from a weight of `weight_shape` in C order."""
+        template = take(weight, self._gather)
+        if len(template) == self.nnz:
+            # No two rows are alike: the templates are the rows.
+            return template
+        out = torch.empty((self.nnz, 1), dtype=weight.dtype)
+        _, start = self._templates
+        repeat_rows(template.numpy().reshape(-1), start, self._indptr, out.numpy().reshape(-1))
+        return out
 
     def describe(self) -> Mapping[str, Any]:
         axes = [(a.size, a.kernel, a.stride, a.before, a.after, a.dilation) for a in self.axes]
@@ -316,7 +369,7 @@ class _ConvolutionRule(Rule):
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert isinstance(pattern.structure, Convolution)
-        return take(call["weight"], pattern.structure.gather)
+        return pattern.structure.values(call["weight"])
 
     # The structure knows its orientation, and so the order of its weights.
     transposed_values = values
@@ -360,10 +413,10 @@ class _LinearRule(Rule):
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         if isinstance(pattern.structure, Convolution):
-            return take(call["weight"], pattern.structure.gather)
+            return pattern.structure.values(call["weight"])
         return call["weight"].detach().reshape(-1, 1)
 
     def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         if isinstance(pattern.structure, Convolution):
-            return take(call["weight"], pattern.structure.gather)
+            return pattern.structure.values(call["weight"])
         return call["weight"].detach().T.reshape(-1, 1)

@@ -25,8 +25,10 @@ from numba.core import config as numba_config
 
 __all__ = ["cache_directory", "inlined", "kernel", "kernel_cache", "run_rows", "split", "threads"]
 
-# Below this many elementary operations (about 50 µs), waking a thread costs more than it saves.
-SERIAL_WORK = 40_000
+# Below this many elementary operations (about 100 µs), waking a thread costs more than it saves.
+SERIAL_WORK = 80_000
+# Elementary operations that a row takes beside those of its entries.
+ROW_WORK = 4
 # Elements that a flat loop handles in the time of one elementary operation.
 SIMD = 8
 # Ranges per thread: a slow thread then hands over its last ones instead of being waited for.
@@ -143,9 +145,12 @@ def run_rows(kernel: Callable[..., Any], work: np.ndarray | int, *args: Any, lan
     lanes : int
         How many samples each elementary operation handles.
     """
-    workers = threads()
-    rows, total = (work, work // SIMD) if isinstance(work, int) else (len(work) - 1, int(work[-1]))
-    if workers == 1 or rows < 2 or total * lanes < SERIAL_WORK:
+    if isinstance(work, int):
+        rows, total = work, work // SIMD
+    else:
+        rows = len(work) - 1
+        total = int(work[-1]) + ROW_WORK * rows
+    if total * lanes < SERIAL_WORK or rows < 2 or (workers := threads()) == 1:
         kernel(0, rows, *args)
         return
     bounds = split(work, RANGES_PER_THREAD * workers)

@@ -137,20 +137,22 @@ def _select_left(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, slo
 def _select_right(
     first, last, work, a_indptr, a_indices, b_indptr, b_indices, c_indptr, slot, a, a_batch, winner, c, batch
 ):
+    zero = c.dtype.type(0)
     for row in range(first, last):
         start = np.int64(c_indptr[row]) * batch
-        c[start : np.int64(c_indptr[row + 1]) * batch] = 0
+        for place in range(start, np.int64(c_indptr[row + 1]) * batch):
+            c[place] = zero
         t = work[row]
         for p in range(a_indptr[row], a_indptr[row + 1]):
             k = a_indices[p]
-            at_a = np.int64(p) * a_batch
             for q in range(b_indptr[k], b_indptr[k + 1]):
                 window = b_indices[q]
-                at_c = start + np.int64(slot[t]) * batch
+                at_a, at_c = np.int64(p) * a_batch, start + np.int64(slot[t]) * batch
                 t += 1
                 for lane in range(batch):
-                    if winner[window, lane] == k:
-                        c[at_c + lane] += a[at_a + (lane if a_batch > 1 else 0)]
+                    # Without a branch: which way it goes is anybody's guess.
+                    value = a[at_a + (lane if a_batch > 1 else 0)]
+                    c[at_c + lane] += value if winner[window, lane] == k else zero
 
 
 def _selects(structure: object) -> bool:

@@ -151,4 +151,4 @@ def test_an_unwritable_output_is_noticed_first(jac, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(jacsparse, "count_flop", never, raising=False)
     status, _, err = jac("flop", "lenet5", "--plot", "/nowhere/figure.png")
-    assert status == 2 and "cannot be written" in err
+    assert status == 2 and "cannot write /nowhere/figure.png: there is no folder /nowhere" in err

@@ -11,7 +11,7 @@ from pathlib import Path
 __all__ = ["check_writable", "replacing"]
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise OSError where a file could not be written, now rather than after hours of work.
 
     Raises
@@ -23,29 +23,25 @@ def check_writable(path: Path) -> None:
     PermissionError
         Where the folder takes no new file.
     """
+    path = Path(path)
     folder = path.parent
-    if not folder.exists():
-        try:
-            blocked = next(above for above in folder.parents if above.exists() and not above.is_dir())
-        except StopIteration:
-            raise FileNotFoundError(
-                f"cannot write {path}: there is no folder {folder}; make it: mkdir -p {folder}"
-            ) from None
-        raise NotADirectoryError(f"cannot write {path}: {blocked} is a file, not a folder; choose another place")
-    if not folder.is_dir():
-        raise NotADirectoryError(f"cannot write {path}: {folder} is a file, not a folder; choose another place")
     if path.is_dir():
         raise IsADirectoryError(f"cannot write {path}: it is a folder; add a file's name")
+    blocked = next((above for above in path.parents if above.exists() and not above.is_dir()), None)
+    if blocked is not None:
+        raise NotADirectoryError(f"cannot write {path}: {blocked} is a file, not a folder; choose another place")
+    if not folder.exists():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {folder}; make it: mkdir -p {folder}")
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}."):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise PermissionError(f"cannot write {path}: {error.strerror or error}; choose another place") from error
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place when all went well, and vanishes when not."""
+    path = Path(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
     os.close(handle)
     temporary = Path(name)
