@@ -207,7 +207,7 @@ def _step(
         return [Row.missing(f"{name}: multiply", "a factor was too large to be made", group=group)]
     left, right = jacobians[step.left], jacobians[step.right]
     a, b = left.pattern, right.pattern
-    plan = plan_product(a, b)
+    plan = plan_product(a, b, winners=True)
     needed = plan.nbytes + 8 * plan.pattern.nnz
     if needed > _available() // 2:
         return [Row.missing(f"{name}: multiply", f"it needs {needed / 2**30:.1f} GiB", group=group)]

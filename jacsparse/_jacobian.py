@@ -72,10 +72,7 @@ class SparseJacobian:
     def __matmul__(self, other: Any) -> Any:
         """``J @ K`` for a SparseJacobian, or ``J @ v`` for dense vectors ``(n,)`` or ``(n, batch)``, the batch last."""
         if isinstance(other, SparseJacobian):
-            plan = plan_product(self.pattern, other.pattern, method="auto")
-            if plan.method == "select":
-                # Its values would be winners; here they are ordinary.
-                plan = plan_product(self.pattern, other.pattern, method="slots")
+            plan = plan_product(self.pattern, other.pattern)
             return SparseJacobian(plan.pattern, plan.multiply(self.values, other.values))
         if not isinstance(other, torch.Tensor):
             return NotImplemented

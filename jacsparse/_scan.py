@@ -17,10 +17,10 @@ from .patterns._values import batch_last
 from .schedule import Schedule, Step, resolve
 from .spgemm import ProductPlan, matvec, plan_product
 
-__all__ = ["DEFAULT_MEMORY_LIMIT", "Scanner", "backward", "vjp"]
+__all__ = ["Scanner", "backward", "vjp"]
 
-#: Bytes of values that a scan holds at once; larger batches are run in slices.
-DEFAULT_MEMORY_LIMIT = 2**30
+#: Bytes of values that a scan holds at once, larger batches being run in slices; and bytes of its plans' index arrays.
+MEMORY_LIMIT = 2**30
 
 
 class Scanner:
@@ -33,13 +33,18 @@ class Scanner:
     schedule : Schedule or str
         As `jacsparse.schedule.resolve` takes it.
     memory_limit : int, optional
-        Bytes of values to hold at once; 1 GiB where left out.
+        Bytes of values to hold at once, and of the plans' index arrays; 1 GiB where left out.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where the schedule is none or does not fit, or the limit is no number of bytes.
     """
 
     def __init__(self, chain: Chain, schedule: Schedule | str = "auto", memory_limit: int | None = None) -> None:
         self.chain = chain
         self.schedule = resolve(schedule, len(chain), chain)
-        self.memory_limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else memory_limit
+        self.memory_limit = MEMORY_LIMIT if memory_limit is None else memory_limit
 
     def stage_index(self, value: int) -> int:
         """The stage, from 0, whose transposed Jacobian is this value of the schedule."""
@@ -54,6 +59,7 @@ class Scanner:
         """The plan of each live product of two matrices, by the value that it makes."""
         patterns: dict[int, Pattern] = {}
         plans: dict[int, ProductPlan] = {}
+        left_over = self.memory_limit
         for step in self.schedule.live_steps():
             if step.kind != "mm":
                 continue
@@ -61,8 +67,9 @@ class Scanner:
                 patterns[value] if value in patterns else self.chain.stages[self.stage_index(value)].pattern
                 for value in (step.left, step.right)
             )
-            plans[step.out] = plan_product(left, right)
-            patterns[step.out] = plans[step.out].pattern
+            plan = plan_product(left, right, memory_limit=left_over, winners=True)
+            plans[step.out], patterns[step.out] = plan, plan.pattern
+            left_over = max(0, left_over - plan.nbytes)
         return plans
 
     def pull_back(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ._files import replacing
+from ._files import check_writable, replacing
 
 __all__ = ["read", "write"]
 
@@ -20,6 +21,7 @@ def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any]) -
     arrays = {name: value for name, value in content.items() if isinstance(value, np.ndarray)}
     plain = {name: value for name, value in content.items() if not isinstance(value, np.ndarray)}
     header = np.frombuffer(json.dumps({"jacsparse": kind, **plain}).encode(), dtype=np.uint8)
+    check_writable(path)
     with replacing(path) as temporary, temporary.open("wb") as file:
         np.savez(file, **{"header": header, **arrays})  # type: ignore[arg-type]
 
@@ -35,9 +37,11 @@ def read(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
         Where the file is no archive of that kind, truncated or damaged.
     """
     path = Path(path)
-    if not path.exists():
+    if not path.is_file():
         raise FileNotFoundError(f"no file {path}; expected a {kind} saved by jacsparse")
     try:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is no archive")
         with np.load(path, allow_pickle=False) as archive:
             content = {name: archive[name] for name in archive.files}
         header = json.loads(content.pop("header").tobytes().decode())

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,10 +32,13 @@ import torch
 from ._pattern import Pattern
 from ._rules import Call, Rule, add_rule
 from ._runtime import kernel, run_rows
-from ._structure import Arrays, Full, Structure, frozen, index_dtype, natural, row_starts
+from ._structure import Arrays, Full, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
 from ._values import repeat_rows, take
 
 __all__ = ["Convolution", "Sliding"]
+
+#: Positions times taps along one axis: beyond, a file describes what no memory holds.
+LARGEST_TABLE = 2**28
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def joined(tables: list[np.ndarray], sizes: list[int]) -> np.ndarray:
         outer, inner = table[:, None, :, None], axis[None, :, None, :]
         table = np.where((outer < 0) | (inner < 0), -1, outer * size + inner)
         table = table.reshape(outer.shape[0] * axis.shape[0], outer.shape[2] * axis.shape[1])
-    return table.astype(np.int32)
+    return table.astype(index_dtype(0, 0, math.prod(sizes)))
 
 
 @kernel
@@ -144,7 +148,7 @@ class Convolution(Structure):
 
     @property
     def taps(self) -> int:
-        return int(np.prod([axis.kernel for axis in self.axes], dtype=np.int64))
+        return math.prod(axis.kernel for axis in self.axes)
 
     @property
     def weight_shape(self) -> tuple[int, int, int]:
@@ -158,25 +162,26 @@ class Convolution(Structure):
         if self.kept is None:
             return np.ones(shape, dtype=np.bool_)
         bits = np.frombuffer(self.kept, dtype=np.uint8)
-        return np.unpackbits(bits, count=int(np.prod(shape))).view(np.bool_).reshape(shape)
+        return np.unpackbits(bits, count=math.prod(shape)).view(np.bool_).reshape(shape)
 
     @property
     def shape(self) -> tuple[int, int]:
-        out = self.out_channels * int(np.prod([axis.windows for axis in self.axes], dtype=np.int64))
-        into = self.in_channels * int(np.prod([axis.size for axis in self.axes], dtype=np.int64))
+        out = self.out_channels * math.prod(axis.windows for axis in self.axes)
+        into = self.in_channels * math.prod(axis.size for axis in self.axes)
         return (into, out) if self.transposed else (out, into)
 
     @functools.cached_property
     def _weights(self) -> np.ndarray:
         """Places of the kept weights in the flattened weight, ascending."""
-        return np.arange(int(np.prod(self.weight_shape))) if self.kept is None else np.flatnonzero(self.mask)
+        return np.arange(math.prod(self.weight_shape)) if self.kept is None else np.flatnonzero(self.mask)
 
     @functools.cached_property
     def nnz(self) -> int:
-        met = np.ones(1, dtype=np.int64)
+        # Python's integers: a file may ask for more than any other holds.
+        met = np.ones(1, dtype=object)
         for axis in self.axes:
-            met = np.outer(met, (axis.sources >= 0).sum(axis=0)).ravel()
-        return int(np.bincount(self._weights % self.taps, minlength=self.taps) @ met)
+            met = np.outer(met, (axis.sources >= 0).sum(axis=0).astype(object)).ravel()
+        return int(np.bincount(self._weights % self.taps, minlength=self.taps).astype(object) @ met)
 
     @functools.cached_property
     def T(self) -> Convolution:
@@ -236,7 +241,8 @@ class Convolution(Structure):
         return np.asarray(kept.astype(np.float64) @ (positions >= 0).T).astype(np.int64).ravel()
 
     def row_counts(self) -> np.ndarray:
-        return self._counts(self.positions)
+        firsts, kinds = self._kinds
+        return self._counts(self.positions[firsts]).reshape(-1, len(firsts))[:, kinds].ravel()
 
     @functools.cached_property
     def _indptr(self) -> np.ndarray:
@@ -262,7 +268,7 @@ class Convolution(Structure):
     def csr(self) -> Arrays:
         _, column, _, _ = self._cells
         positions, dtype = self.positions, self._indptr.dtype
-        columns = self.shape[1] // (self.out_channels if self.transposed else self.in_channels)
+        columns = self.shape[1] // max(1, self.out_channels if self.transposed else self.in_channels)
         firsts, kinds = self._kinds
         # By how much the columns at a place lie behind those at the first place of its kind: the same for each tap.
         tap = (positions >= 0).argmax(axis=1)
@@ -278,7 +284,7 @@ class Convolution(Structure):
     def _gather(self) -> np.ndarray:
         """The place in the flattened weight of each entry of each channel's row of each kind, as narrow as can be."""
         _, _, _, weight = self._cells
-        return self._of_templates(weight, 0, np.min_scalar_type(max(0, int(np.prod(self.weight_shape)) - 1)))
+        return self._of_templates(weight, 0, np.min_scalar_type(max(0, math.prod(self.weight_shape) - 1)))
 
     def values(self, weight: torch.Tensor) -> torch.Tensor:
         """The entries' values, ``(nnz, 1)``, from a weight of `weight_shape` in C order."""
@@ -292,12 +298,11 @@ class Convolution(Structure):
         return out
 
     def describe(self) -> Mapping[str, Any]:
-        axes = [(a.size, a.kernel, a.stride, a.before, a.after, a.dilation) for a in self.axes]
         return {
             "out_channels": self.out_channels,
             "in_channels": self.in_channels,
             "groups": self.groups,
-            "axes": np.array(axes, dtype=np.int64).reshape(len(axes), 6),
+            "axes": described_axes(self.axes),
             "pruned": self.kept is not None,
             "kept": np.frombuffer(self.kept or b"", dtype=np.uint8),
             "transposed": self.transposed,
@@ -308,7 +313,7 @@ class Convolution(Structure):
         out_channels, in_channels, groups = (natural(description, n) for n in ("out_channels", "in_channels", "groups"))
         if not groups or out_channels % groups or in_channels % groups:
             raise ValueError(f"groups is {groups}; it must divide {out_channels} and {in_channels} channels")
-        axes = restored_axes(description, 6)
+        axes = restored_axes(description)
         kept = description.get("kept")
         if not isinstance(kept, np.ndarray) or kept.dtype != np.uint8 or kept.ndim != 1:
             raise ValueError("kept is not an array of bytes")
@@ -316,11 +321,12 @@ class Convolution(Structure):
             out_channels,
             in_channels,
             groups,
-            tuple(axes),
-            kept.tobytes() if description.get("pruned") else None,
-            bool(description.get("transposed")),
+            axes,
+            kept.tobytes() if flag(description, "pruned") else None,
+            flag(description, "transposed"),
         )
-        expected = -(-int(np.prod(structure.weight_shape)) // 8)
+        check_size(structure, math.prod(structure.weight_shape))
+        expected = -(-math.prod(structure.weight_shape) // 8)
         if structure.kept is not None and len(structure.kept) != expected:
             raise ValueError(
                 f"kept has {len(structure.kept)} bytes; a mask over {structure.weight_shape} needs {expected}"
@@ -328,16 +334,27 @@ class Convolution(Structure):
         return structure
 
 
-def restored_axes(description: Mapping[str, Any], width: int) -> list[Sliding]:
-    """The axes that the array ``axes`` describes, checked: a row each, the numbers of `Sliding` in order."""
+def described_axes(axes: tuple[Sliding, ...]) -> np.ndarray:
+    """A row of numbers for each axis, in the order of `Sliding`."""
+    rows = [(a.size, a.kernel, a.stride, a.before, a.after, a.dilation, a.ceil_mode) for a in axes]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 7)
+
+
+def restored_axes(description: Mapping[str, Any]) -> tuple[Sliding, ...]:
+    """What `described_axes` described, checked."""
     axes = description.get("axes")
-    if not isinstance(axes, np.ndarray) or axes.dtype != np.int64 or axes.ndim != 2 or axes.shape[1] != width:
-        raise ValueError(f"axes is not an int64 array with {width} columns")
-    size, taps, stride, before, after, dilation = (axes[:, column] for column in range(6))
+    if not isinstance(axes, np.ndarray) or axes.dtype != np.int64 or axes.ndim != 2 or axes.shape[1] != 7:
+        raise ValueError("axes is not an int64 array with 7 columns")
+    size, taps, stride, before, after, dilation, ceil_mode = axes.T
     fine = (size >= 0) & (taps >= 1) & (stride >= 1) & (before >= 0) & (after >= 0) & (dilation >= 1)
-    if not fine.all() or (axes >= 2**31).any():
+    fine &= (axes < 2**31).all(axis=1) & (ceil_mode >= 0) & (ceil_mode <= 1)
+    if not fine.all():
         raise ValueError(f"axes holds {axes[np.argmin(fine)].tolist()}, which describes no sliding window")
-    return [Sliding(*row[:6], *map(bool, row[6:])) for row in axes.tolist()]
+    restored = tuple(Sliding(*row[:6], bool(row[6])) for row in axes.tolist())
+    tables = [max(axis.size, axis.windows) * axis.kernel for axis in restored]
+    if max(tables, default=0) > LARGEST_TABLE:
+        raise ValueError(f"axes holds {axes[np.argmax(tables)].tolist()}, which is too large for any tensor")
+    return restored
 
 
 def pairs(values: Any, count: int) -> tuple[int, ...]:
@@ -414,7 +431,8 @@ class _LinearRule(Rule):
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         if isinstance(pattern.structure, Convolution):
             return pattern.structure.values(call["weight"])
-        return call["weight"].detach().reshape(-1, 1)
+        # A copy: values stay what they are when the weight goes on training.
+        return call["weight"].detach().reshape(-1, 1).clone()
 
     def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         if isinstance(pattern.structure, Convolution):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,16 +42,13 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place when all went well, and vanishes when not."""
-    path = Path(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
+    # Where a link leads, so that the link stays one.
+    path = Path(path).resolve()
+    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")
+    # Readable as any new file of the user's is, which tempfile's are not; and nobody else's.
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield temporary
-        # Readable as any file of the user's is; mkstemp makes it private.
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -30,11 +30,6 @@ class Pattern:
     indices : array of int, shape (nnz,)
         Columns, sorted and distinct in each row. Both arrays are copied.
 
-    Attributes
-    ----------
-    structure : Structure
-        What is known of the pattern without its indices.
-
     Raises
     ------
     TypeError
@@ -52,14 +47,19 @@ class Pattern:
     """
 
     def __init__(self, shape: tuple[int, int], indptr: Any, indices: Any) -> None:
-        self.structure: Structure = Csr.checked(shape, indptr, indices)
+        self._structure: Structure = Csr.checked(shape, indptr, indices)
 
     @classmethod
     def of(cls, structure: Structure) -> Self:
         """The pattern of a structure that is known to be right."""
         pattern = cls.__new__(cls)
-        pattern.structure = structure
+        pattern._structure = structure
         return pattern
+
+    @property
+    def structure(self) -> Structure:
+        """What is known of the pattern without its indices."""
+        return self._structure
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -127,12 +127,12 @@ class Pattern:
         values : array, shape (nnz,), optional
             Values of the entries; ones of type bool where left out.
         """
-        values = np.ones(self.nnz, dtype=np.bool_) if values is None else np.asarray(values)
+        values = np.ones(self.nnz, dtype=np.bool_) if values is None else np.array(values)
         if values.shape != (self.nnz,):
             raise ValueError(
                 f"values has shape {values.shape}; this pattern has {self.nnz} entries: expected ({self.nnz},)"
             )
-        # Copies: SciPy sorts and sums in place.
+        # Copies all: SciPy sorts, sums and drops entries in place.
         return scipy.sparse.csr_array((values, self.indices.copy(), self.indptr.copy()), shape=self.shape)
 
     @classmethod
@@ -180,7 +180,7 @@ class Pattern:
             )
         try:
             return cls.of(kind.restore(content))
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError, MemoryError) as error:
             raise ValueError(f"{source}: no valid pattern: {error}") from error
 
     def __eq__(self, other: object) -> bool:

@@ -8,6 +8,7 @@ window's divisor. Max-pooling *selects*: for each sample a row has a single one,
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +18,10 @@ import scipy.sparse
 import torch
 from torch.nn import functional
 
-from ._convolution import Sliding, joined, pairs, restored_axes
+from ._convolution import LARGEST_TABLE, Sliding, described_axes, joined, pairs, restored_axes
 from ._pattern import Pattern
 from ._rules import Call, Rule, add_rule
-from ._structure import Arrays, Structure, frozen, index_dtype, natural, row_starts
+from ._structure import Arrays, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
 from ._values import batch_last, placed, selected, take
 
 __all__ = ["Adaptive", "Pooling"]
@@ -72,12 +73,11 @@ class Pooling(Structure):
 
     @property
     def _single_shape(self) -> tuple[int, int]:
-        windows = np.prod([axis.windows for axis in self.axes], dtype=np.int64)
-        return int(windows), int(np.prod([axis.size for axis in self.axes], dtype=np.int64))
+        return math.prod(axis.windows for axis in self.axes), math.prod(axis.size for axis in self.axes)
 
     @functools.cached_property
     def nnz(self) -> int:
-        return self.channels * int(np.prod([(axis.sources >= 0).sum() for axis in self.axes], dtype=np.int64))
+        return self.channels * math.prod(int((axis.sources >= 0).sum()) for axis in self.axes)
 
     @functools.cached_property
     def T(self) -> Pooling:
@@ -133,20 +133,15 @@ class Pooling(Structure):
         """Input position of each entry within its channel, shape ``(nnz,)``."""
         indptr, indices = self._single
         positions = _rows(indptr) if self.transposed else indices
-        return frozen(np.tile(positions.astype(np.int32), self.channels))
+        return frozen(np.tile(positions.astype(index_dtype(0, 0, self._single_shape[1])), self.channels))
 
     def describe(self) -> Mapping[str, Any]:
-        adaptive = any(isinstance(axis, Adaptive) for axis in self.axes)
-        axes = [
-            (a.size, a.windows)
-            if isinstance(a, Adaptive)
-            else (a.size, a.kernel, a.stride, a.before, a.after, a.dilation, a.ceil_mode)
-            for a in self.axes
-        ]
+        adaptive = [(axis.size, axis.windows) for axis in self.axes if isinstance(axis, Adaptive)]
+        sliding = tuple(axis for axis in self.axes if isinstance(axis, Sliding))
         return {
             "channels": self.channels,
-            "axes": np.array(axes, dtype=np.int64).reshape(len(axes), 2 if adaptive else 7),
-            "adaptive": adaptive,
+            "axes": np.array(adaptive, dtype=np.int64) if adaptive else described_axes(sliding),
+            "adaptive": bool(adaptive),
             "selects": self.selects,
             "transposed": self.transposed,
         }
@@ -154,21 +149,19 @@ class Pooling(Structure):
     @classmethod
     def restore(cls, description: Mapping[str, Any]) -> Pooling:
         axes: tuple[Any, ...]
-        if description.get("adaptive"):
+        if flag(description, "adaptive"):
             table = description.get("axes")
             if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 2:
                 raise ValueError("axes is not an int64 array with 2 columns")
-            if (table < 0).any() or (table >= 2**31).any():
-                raise ValueError("axes holds a size below 0 or beyond 2^31")
+            if (table < 0).any() or (table > LARGEST_TABLE).any():
+                raise ValueError(f"axes holds a size below 0 or beyond {LARGEST_TABLE}")
             axes = tuple(Adaptive(*row) for row in table.tolist())
         else:
-            axes = tuple(restored_axes(description, 7))
-        return cls(
-            natural(description, "channels"),
-            axes,
-            bool(description.get("selects")),
-            bool(description.get("transposed")),
-        )
+            axes = restored_axes(description)
+        channels = natural(description, "channels")
+        structure = cls(channels, axes, flag(description, "selects"), flag(description, "transposed"))
+        check_size(structure)
+        return structure
 
 
 def _rows(indptr: np.ndarray) -> np.ndarray:
@@ -206,7 +199,11 @@ class _MaxPoolRule(Rule):
     def winners(self, call: Call) -> torch.Tensor:
         """Position within its channel that wins each window, int64, ``(batch, *out_shape)``."""
         assert call.input is not None
-        saved = getattr(call.node, "_saved_result1", None)
+        try:
+            saved = getattr(call.node, "_saved_result1", None)
+        except RuntimeError:
+            # A backward pass has freed it.
+            saved = None
         if isinstance(saved, torch.Tensor) and saved.shape == (len(call.input), *call.out_shape):
             return saved
         _, winners = functional.max_pool2d(

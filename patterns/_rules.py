@@ -62,11 +62,6 @@ class Call:
         """Elements of one sample of the input."""
         return math.prod(self.in_shape)
 
-    @property
-    def out_size(self) -> int:
-        """Elements of one sample of the output."""
-        return math.prod(self.out_shape)
-
     def unsupported(self, what: str, remedy: str) -> UnsupportedOperatorError:
         """An error that names the operator's path, what is not supported and what to do."""
         return UnsupportedOperatorError(f"{self.path or self.operator}: {what}; {remedy}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 from numba.core import config as numba_config
 
 __all__ = ["cache_directory", "inlined", "kernel", "kernel_cache", "run_rows", "split", "threads"]
@@ -34,8 +34,8 @@ SIMD = 8
 # Ranges per thread: a slow thread then hands over its last ones instead of being waited for.
 RANGES_PER_THREAD = 4
 
-# The folders that hold kernels.
-_PACKAGES = ("patterns", "spgemm")
+# The folders that hold kernels; the last one's place in a checkout and where the package is installed.
+_PACKAGES = ("patterns", "spgemm", "jacsparse/recurrence", "recurrence")
 
 
 def cache_directory() -> Path:
@@ -73,26 +73,23 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` at its first call, without the GIL, and keep the machine code in `kernel_cache`."""
     directory = kernel_cache()
     if directory is None:
-        return numba.njit(nogil=True)(function)
+        return numba.njit(nogil=True, error_model="numpy")(function)
     # Numba reads the directory once, while it decorates; other users of Numba keep theirs.
     before, numba_config.CACHE_DIR = numba_config.CACHE_DIR, str(directory)
     try:
-        return numba.njit(nogil=True, cache=True)(function)
+        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
     finally:
         numba_config.CACHE_DIR = before
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` into each kernel that calls it."""
-    return numba.njit(forceinline=True)(function)
+    return numba.njit(forceinline=True, error_model="numpy")(function)
 
 
 def threads() -> int:
-    """How many threads kernels run on: PyTorch's number where PyTorch is loaded, else the usable cores."""
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "get_num_threads"):
-        return int(torch.get_num_threads())
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many threads kernels run on: PyTorch's number."""
+    return int(torch.get_num_threads())
 
 
 @functools.cache

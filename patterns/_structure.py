@@ -22,7 +22,8 @@ __all__ = [
     "Full",
     "Identity",
     "Structure",
-    "checked_shape",
+    "check_size",
+    "flag",
     "frozen",
     "index_dtype",
     "natural",
@@ -120,6 +121,20 @@ def natural(description: Mapping[str, Any], name: str) -> int:
     return value
 
 
+def flag(description: Mapping[str, Any], name: str) -> bool:
+    value = description.get(name)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; expected true or false")
+    return value
+
+
+def check_size(structure: Structure, *others: int) -> None:
+    """Raise ValueError where a description from outside is of a matrix that 64-bit integers cannot count."""
+    largest = max(*structure.shape, *others)
+    if largest >= 2**62 or structure.nnz >= 2**62:
+        raise ValueError(f"{structure.shape[0]} × {structure.shape[1]} is too large for any matrix")
+
+
 @dataclass(frozen=True)
 class Diagonal(Structure):
     """The diagonal of an n × n matrix: what an elementwise operator's Jacobian may fill."""
@@ -150,7 +165,9 @@ class Diagonal(Structure):
 
     @classmethod
     def restore(cls, description: Mapping[str, Any]) -> Diagonal:
-        return cls(natural(description, "n"))
+        structure = cls(natural(description, "n"))
+        check_size(structure)
+        return structure
 
 
 @dataclass(frozen=True)
@@ -192,7 +209,9 @@ class Full(Structure):
 
     @classmethod
     def restore(cls, description: Mapping[str, Any]) -> Full:
-        return cls(natural(description, "m"), natural(description, "n"))
+        structure = cls(natural(description, "m"), natural(description, "n"))
+        check_size(structure)
+        return structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,7 +269,7 @@ class Csr(Structure):
         ValueError
             Where the arrays are no CSR pattern of that shape with sorted, distinct indices; it names the place.
         """
-        rows, columns = checked_shape(shape)
+        rows, columns = _checked_shape(shape)
         indptr, indices = _integers("indptr", indptr), _integers("indices", indices)
         if len(indptr) != rows + 1:
             raise ValueError(f"indptr has {len(indptr)} elements; a matrix of {rows} rows needs {rows + 1}")
@@ -281,12 +300,12 @@ class Csr(Structure):
         return cls(rows, columns, frozen(indptr.astype(dtype)), frozen(indices.astype(dtype)))
 
 
-def checked_shape(shape: Any) -> tuple[int, int]:
+def _checked_shape(shape: Any) -> tuple[int, int]:
     """`shape` as a pair of natural numbers."""
     try:
         rows, columns = shape
         whole = int(rows) == rows >= 0 and int(columns) == columns >= 0
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         whole = False
     if not whole:
         raise ValueError(f"shape is {shape!r}; expected a pair (rows, columns) of integers of at least 0")

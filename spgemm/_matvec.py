@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..patterns import Diagonal, Full, Pattern
 from ..patterns._runtime import kernel, run_rows
@@ -95,7 +96,8 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
 
 
 def _full(values: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    matrices, vectors, out = torch.from_numpy(values), torch.from_numpy(x), torch.from_numpy(y)
     if values.shape[2] == 1:
-        y[...] = values[:, :, 0] @ x
+        torch.matmul(matrices[:, :, 0], vectors, out=out)
     else:
-        np.einsum("mnb,nb->mb", values, np.broadcast_to(x, (x.shape[0], values.shape[2])), out=y)
+        out.copy_(torch.einsum("mnb,nb->mb", matrices, vectors.expand(-1, values.shape[2])))

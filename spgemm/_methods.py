@@ -3,7 +3,7 @@
 Each method is built once from the patterns (the symbolic phase) and then only moves numbers. All have one shape, so
 that a test or a benchmark runs over `METHODS`. Values are arrays ``(nnz, batch)``, C-contiguous, or ``(nnz, 1)`` where
 all samples share them. Kernels work on rows of `C`, add in the order of A's and B's entries and hold no lock, so that
-results are the same bits on any number of threads, whatever the method.
+results are the same bits on any number of threads, whatever the method; but for two full factors, which are BLAS's.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ class Product:
         self.a, self.b, self.c = a, b, c
         self.multiply_adds = multiply_adds
         self._work = work
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of an array with a 64-bit integer for each row, and one more."""
+        return 8 * (self.a.shape[0] + 1)
 
     @property
     def work(self) -> np.ndarray:
@@ -57,10 +62,6 @@ class Method(ABC):
     @abstractmethod
     def __init__(self, product: Product) -> None:
         """The symbolic phase."""
-
-    def workspace_nbytes(self, batch: int, itemsize: int) -> int:
-        """Bytes that each thread needs while it multiplies."""
-        return 0
 
     @abstractmethod
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:

@@ -42,7 +42,7 @@ class ProductPlan:
         self.method = method.name
         self._method = method(product)
         self.nbytes = method.index_nbytes(product)
-        """Bytes of the index arrays that the plan holds beside the three patterns'."""
+        """Bytes of the index arrays that the plan holds beside those of the three patterns."""
 
     def multiply(self, a_values: Any, b_values: Any, *, out: Any = None) -> Any:
         """Values of the product.
@@ -51,7 +51,8 @@ class ProductPlan:
         ----------
         a_values, b_values : array or Tensor, (nnz, batch) or (nnz,)
             float32 or float64 both, NumPy arrays or CPU tensors both. A batch of 1 is shared by all samples. For the
-            method ``select``, the selecting factor's values are its winners: int32, ``(windows, batch)``.
+            method ``select``, the selecting factor's values are its winners: int32, ``(windows, batch)``, the row that
+            each window selects, in every sample; what is no row of its window selects nothing.
         out : array or Tensor, optional
             Contiguous memory for the result; nothing else is then allocated.
 
@@ -67,7 +68,7 @@ class ProductPlan:
         Notes
         -----
         The same bits on any number of threads and for any batch: multiply-adds are added in the order of A's and B's
-        entries. A guaranteed zero of the product stays zero whatever the factors hold; at a stored entry, zero times
+        entries; but for two full factors, whose sums are in the order that BLAS takes. A guaranteed zero of the product stays zero whatever the factors hold; at a stored entry, zero times
         infinity is NaN.
 
         Examples
@@ -101,14 +102,12 @@ class ProductPlan:
     def _view(self, name: str, values: Any, pattern: Pattern, selects: bool) -> np.ndarray:
         if not selects:
             return view(name, values, pattern.nnz)
-        array = np.asarray(values)
-        windows = pattern.shape[1]
-        if array.dtype != np.int32 or array.ndim != 2 or array.shape[0] != windows:
-            raise ValueError(
-                f"{name} has shape {array.shape}, dtype {array.dtype}; the method select takes winners: "
-                f"int32, ({windows}, batch)"
-            )
-        return np.ascontiguousarray(array)
+        try:
+            return view(name, values, pattern.shape[1], "windows", (np.dtype(np.int32),))
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"{error}: the method select takes winners; for ordinary values, plan with another method"
+            ) from None
 
     def _selected_batch(self, left: np.ndarray, right: np.ndarray) -> tuple[int, np.dtype]:
         winners, values = (left, right) if self.selects_left else (right, left)
@@ -141,9 +140,12 @@ class ProductPlan:
         for name in ("a.", "b."):
             part = {key.removeprefix(name): value for key, value in content.items() if key.startswith(name)}
             factors.append(Pattern._from_content(part, str(path)))
+        method = content.get("method")
         try:
-            return plan_product(*factors, method=str(content.get("method")))
-        except (TypeError, ValueError) as error:
+            if method not in METHODS:
+                raise ValueError(f"method is {method!r}")
+            return plan_product(*factors, method=method)
+        except (TypeError, ValueError, OverflowError, MemoryError) as error:
             raise ValueError(f"{path}: no valid product plan: {error}") from error
 
     def __repr__(self) -> str:
@@ -152,7 +154,9 @@ class ProductPlan:
         return f"<ProductPlan {m} × {k} × {n}, {self.method}, {size}>"
 
 
-def plan_product(a: Pattern, b: Pattern, *, method: str = "auto", memory_limit: int | None = None) -> ProductPlan:
+def plan_product(
+    a: Pattern, b: Pattern, *, method: str = "auto", memory_limit: int | None = None, winners: bool = False
+) -> ProductPlan:
     """Plan the product ``C = A B`` of two patterns: the symbolic phase, done once.
 
     Parameters
@@ -162,10 +166,12 @@ def plan_product(a: Pattern, b: Pattern, *, method: str = "auto", memory_limit: 
     method : str
         ``select`` (a factor is max-pooling's transposed Jacobian), ``scale`` (a factor is diagonal), ``dense`` (one
         is full), ``slots`` (a place in C's row for each multiply-add: the fastest), ``merge`` (a list of pairs for each
-        entry of C), ``rowwise`` (no memory for each multiply-add), or ``auto``: the first of select, scale, dense,
-        slots and rowwise that applies and keeps within `memory_limit`.
+        entry of C), ``rowwise`` (no memory for each multiply-add), or ``auto``: the first of scale, dense, slots and
+        rowwise that applies and keeps within `memory_limit`.
     memory_limit : int, optional
         Bytes of index arrays that ``auto`` may hold beside the patterns; 2 GiB where left out.
+    winners : bool
+        Whether a factor that selects will be given by its winners: ``auto`` then tries select first.
 
     Raises
     ------
@@ -186,15 +192,16 @@ def plan_product(a: Pattern, b: Pattern, *, method: str = "auto", memory_limit: 
             raise TypeError(f"{name} is a {type(factor).__name__}; expected a Pattern (Pattern.from_scipy makes one)")
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method is {method!r}; expected auto or one of {', '.join(sorted(METHODS))}")
-    if memory_limit is not None and memory_limit < 0:
-        raise ValueError(f"memory_limit is {memory_limit}; expected a number of bytes of at least 0, or None")
+    limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else memory_limit
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+        raise ValueError(f"memory_limit is {memory_limit!r}; expected a number of bytes of at least 0, or None")
     check_shapes(a, b)
     closed = any(isinstance(factor.structure, (Diagonal, Full)) for factor in (a, b))
     work = None if closed else row_work(a, b)
-    product = Product(a, b, product_pattern(a, b, work), multiply_adds(a, b), work)
+    count = multiply_adds(a, b) if work is None else int(work[-1])
+    product = Product(a, b, product_pattern(a, b, work), count, work)
     if method == "auto":
-        limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else memory_limit
-        return ProductPlan(product, _best(product, limit))
+        return ProductPlan(product, _best(product, limit, winners))
     chosen = METHODS[method]
     obstacle = chosen.obstacle(product)
     if obstacle:
@@ -202,9 +209,9 @@ def plan_product(a: Pattern, b: Pattern, *, method: str = "auto", memory_limit: 
     return ProductPlan(product, chosen)
 
 
-def _best(product: Product, limit: int) -> type[Method]:
+def _best(product: Product, limit: int, winners: bool) -> type[Method]:
     """The first method in order of speed that applies and fits."""
-    for name in ("select", "scale", "dense", "slots"):
+    for name in (*(["select"] if winners else []), "scale", "dense", "slots"):
         method = METHODS[name]
         if method.obstacle(product) is None and method.index_nbytes(product) <= limit:
             return method

@@ -80,14 +80,11 @@ class Rowwise(Method):
 
     @classmethod
     def index_nbytes(cls, product: Product) -> int:
-        return 0
+        return product.row_nbytes
 
     def __init__(self, product: Product) -> None:
         self.product = product
         self.work = product.work
-
-    def workspace_nbytes(self, batch: int, itemsize: int) -> int:
-        return min(batch, 16) * self.product.c.shape[1] * itemsize
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
         product, batch = self.product, c.shape[1]

@@ -6,8 +6,9 @@ Floor: the other factor's values read once and written once, and one index for e
 from __future__ import annotations
 
 import numpy as np
+import torch
 
-from ..patterns import Diagonal, Pattern
+from ..patterns import Diagonal, Full, Pattern
 from ..patterns._runtime import kernel, run_rows
 from ._methods import Method, Product
 
@@ -55,7 +56,13 @@ class Scale(Method):
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
         batch = c.shape[1]
-        if self.left:
-            run_rows(_scale_rows, self.other.indptr, self.other.indptr, a, b, c, lanes=batch)
+        diagonal, values = (a, b) if self.left else (b, a)
+        if isinstance(self.other.structure, Full):
+            # Its rows and columns are found by arithmetic.
+            scale = torch.from_numpy(diagonal).unsqueeze(1 if self.left else 0)
+            matrix = torch.from_numpy(values).reshape(*self.other.shape, -1)
+            torch.mul(scale, matrix, out=torch.from_numpy(c).reshape(*self.other.shape, batch))
+        elif self.left:
+            run_rows(_scale_rows, self.other.indptr, self.other.indptr, diagonal, values, c, lanes=batch)
         else:
-            run_rows(_scale_columns, self.other.nnz, self.other.indices, b, a, c, lanes=batch)
+            run_rows(_scale_columns, self.other.nnz, self.other.indices, diagonal, values, c, lanes=batch)

@@ -84,7 +84,7 @@ class Slots(Method):
 
     @classmethod
     def index_nbytes(cls, product: Product) -> int:
-        return product.multiply_adds * cls._slot_dtype(product).itemsize
+        return product.multiply_adds * cls._slot_dtype(product).itemsize + product.row_nbytes
 
     def __init__(self, product: Product) -> None:
         a, b, c = product.a, product.b, product.c

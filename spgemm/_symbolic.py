@@ -15,7 +15,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ..patterns import Csr, Diagonal, Full, Identity, Pattern
-from ..patterns._runtime import kernel, run_rows
+from ..patterns._runtime import inlined, kernel, run_rows
 from ..patterns._structure import frozen, index_dtype, row_starts
 
 __all__ = ["check_shapes", "meeting", "multiply_adds", "product_meeting", "product_pattern", "row_work"]
@@ -50,19 +50,30 @@ def _row_work(first, last, a_indptr, a_indices, b_counts, work):
         work[row] = total
 
 
+@inlined
+def _mark(row, a_indptr, a_indices, b_indptr, b_indices, bits):
+    """Set the bits of the columns of a row of the product; the words between which they lie."""
+    one = np.uint64(1)
+    low, high = len(bits), 0
+    for p in range(a_indptr[row], a_indptr[row + 1]):
+        k = a_indices[p]
+        begin, end = b_indptr[k], b_indptr[k + 1]
+        if begin < end:
+            # A row's columns are sorted.
+            low, high = min(low, b_indices[begin] >> 6), max(high, (b_indices[end - 1] >> 6) + 1)
+        for q in range(begin, end):
+            column = b_indices[q]
+            bits[column >> 6] |= one << np.uint64(column & 63)
+    return low, high
+
+
 @kernel
 def _count(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, counts):
-    one = np.uint64(1)
-    words = (columns + 63) >> 6
-    bits = np.zeros(words, np.uint64)
+    bits = np.zeros((columns + 63) >> 6, np.uint64)
     for row in range(first, last):
-        for p in range(a_indptr[row], a_indptr[row + 1]):
-            k = a_indices[p]
-            for q in range(b_indptr[k], b_indptr[k + 1]):
-                column = b_indices[q]
-                bits[column >> 6] |= one << np.uint64(column & 63)
+        low, high = _mark(row, a_indptr, a_indices, b_indptr, b_indices, bits)
         total = np.uint64(0)
-        for word in range(words):
+        for word in range(low, high):
             total += _population(bits[word])
             bits[word] = 0
         counts[row] = total
@@ -71,16 +82,11 @@ def _count(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, count
 @kernel
 def _fill(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices):
     one = np.uint64(1)
-    words = (columns + 63) >> 6
-    bits = np.zeros(words, np.uint64)
+    bits = np.zeros((columns + 63) >> 6, np.uint64)
     for row in range(first, last):
-        for p in range(a_indptr[row], a_indptr[row + 1]):
-            k = a_indices[p]
-            for q in range(b_indptr[k], b_indptr[k + 1]):
-                column = b_indices[q]
-                bits[column >> 6] |= one << np.uint64(column & 63)
+        low, high = _mark(row, a_indptr, a_indices, b_indptr, b_indices, bits)
         entry = c_indptr[row]
-        for word in range(words):
+        for word in range(low, high):
             left = bits[word]
             bits[word] = 0
             while left:
@@ -100,18 +106,12 @@ def _meet(first, last, indptr, indices, held, pairs):
 
 @kernel
 def _count_and_meet(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, held, counts, pairs):
-    one = np.uint64(1)
-    words = (columns + 63) >> 6
-    bits = np.zeros(words, np.uint64)
+    bits = np.zeros((columns + 63) >> 6, np.uint64)
     for row in range(first, last):
-        for p in range(a_indptr[row], a_indptr[row + 1]):
-            k = a_indices[p]
-            for q in range(b_indptr[k], b_indptr[k + 1]):
-                column = b_indices[q]
-                bits[column >> 6] |= one << np.uint64(column & 63)
+        low, high = _mark(row, a_indptr, a_indices, b_indptr, b_indices, bits)
         total = np.uint64(0)
         met = np.uint64(0)
-        for word in range(words):
+        for word in range(low, high):
             total += _population(bits[word])
             met += _population(bits[word] & held[word])
             bits[word] = 0
@@ -130,6 +130,8 @@ def check_shapes(a: Pattern, b: Pattern) -> None:
 
 def multiply_adds(a: Pattern, b: Pattern) -> int:
     """Pairs of stored entries that meet in ``a @ b``; needs no index of a structured factor."""
+    if isinstance(a.structure, Full) or isinstance(b.structure, Full):
+        return a.shape[0] * b.nnz if isinstance(a.structure, Full) else a.nnz * b.shape[1]
     if isinstance(a.structure, Csr):
         # Its columns would have to be counted, which one thread does; its rows are looked through by all.
         return int(row_work(a, b)[-1])
@@ -171,9 +173,9 @@ def _scaled(pattern: Pattern) -> Pattern:
 
 def _full_product(a: Pattern, b: Pattern) -> Pattern:
     """A factor is full: an entry wherever a's row and b's column hold anything at all."""
-    (rows, inner), (_, columns) = a.shape, b.shape
+    rows, columns = a.shape[0], b.shape[1]
     held_rows = a.structure.row_counts() > 0
-    held_columns = np.flatnonzero(b.structure.column_counts() > 0) if inner else np.zeros(0, np.int64)
+    held_columns = np.flatnonzero(b.structure.column_counts() > 0)
     if held_rows.all() and len(held_columns) == columns:
         return Pattern.of(Full(rows, columns))
     nnz = int(held_rows.sum()) * len(held_columns)
@@ -205,6 +207,7 @@ def meeting(a: Pattern, held: np.ndarray) -> np.ndarray:
     ndarray of int64, (m,)
         Their sum is the multiply-adds of ``a @ v``; the result holds an entry where it is not zero.
     """
+    _check_held(a.shape[1], held)
     if isinstance(a.structure, Diagonal):
         return held.astype(np.int64)
     if isinstance(a.structure, Full):
@@ -216,6 +219,8 @@ def meeting(a: Pattern, held: np.ndarray) -> np.ndarray:
 
 def product_meeting(a: Pattern, b: Pattern, held: np.ndarray) -> tuple[int, np.ndarray]:
     """The entries of ``a @ b``, and `meeting` of that product, without writing its pattern down."""
+    check_shapes(a, b)
+    _check_held(b.shape[1], held)
     if any(isinstance(factor.structure, (Diagonal, Full)) for factor in (a, b)):
         product = product_pattern(a, b)
         return product.nnz, meeting(product, held)
@@ -227,3 +232,8 @@ def product_meeting(a: Pattern, b: Pattern, held: np.ndarray) -> tuple[int, np.n
     factors = (a.indptr, a.indices, b.indptr, b.indices, columns)
     run_rows(_count_and_meet, row_work(a, b), *factors, words.view(np.uint64), counts, pairs)
     return int(counts.sum()), pairs
+
+
+def _check_held(columns: int, held: np.ndarray) -> None:
+    if held.shape != (columns,) or held.dtype != np.bool_:
+        raise ValueError(f"held has shape {held.shape}, dtype {held.dtype}; expected ({columns},) of bool")

@@ -153,6 +153,7 @@ def saved(tmp_path: Path, **content: object) -> Path:
 
 
 CONVOLUTION = b'{"jacsparse": "pattern", "structure": "Convolution", '
+PLAIN = b'"out_channels": 1, "in_channels": 1, "groups": 1, "pruned": false, "transposed": false}'
 HOSTILE = {
     "no header": {"indptr": np.zeros(1)},
     "header no JSON": {"header": b"{"},
@@ -170,17 +171,40 @@ HOSTILE = {
     },
     "groups do not divide": {
         "header": CONVOLUTION + b'"out_channels": 3, "in_channels": 3, "groups": 2}',
-        "axes": np.zeros((0, 6), np.int64),
+        "axes": np.zeros((0, 7), np.int64),
         "kept": np.zeros(0, np.uint8),
     },
     "stride zero": {
         "header": CONVOLUTION + b'"out_channels": 1, "in_channels": 1, "groups": 1}',
-        "axes": np.array([[4, 2, 0, 0, 0, 1]]),
+        "axes": np.array([[4, 2, 0, 0, 0, 1, 0]]),
         "kept": np.zeros(0, np.uint8),
+    },
+    "more columns than 64 bits count": {
+        "header": CONVOLUTION + PLAIN,
+        "axes": np.array([[65536, 2, 1, 0, 0, 65535, 0]] * 4),
+        "kept": np.zeros(0, np.uint8),
+    },
+    "more channels than 64 bits count": {
+        "header": CONVOLUTION + PLAIN.replace(b"1", b"4294967296"),
+        "axes": np.array([[4, 2, 1, 0, 0, 1, 0]]),
+        "kept": np.zeros(0, np.uint8),
+    },
+    "an axis that fills all memory": {
+        "header": CONVOLUTION + PLAIN,
+        "axes": np.array([[2**31 - 1, 2**30, 1, 0, 0, 1, 0]]),
+        "kept": np.zeros(0, np.uint8),
+    },
+    "a flag in words": {
+        "header": CONVOLUTION + PLAIN.replace(b"false", b'"false"'),
+        "axes": np.array([[4, 2, 1, 0, 0, 1, 0]]),
+        "kept": np.zeros(0, np.uint8),
+    },
+    "full beyond 64 bits": {
+        "header": b'{"jacsparse": "pattern", "structure": "Full", "m": 4294967296, "n": 4294967296}'
     },
     "mask too short": {
         "header": CONVOLUTION + b'"out_channels": 9, "in_channels": 9, "groups": 1, "pruned": true}',
-        "axes": np.zeros((0, 6), np.int64),
+        "axes": np.zeros((0, 7), np.int64),
         "kept": np.zeros(1, np.uint8),
     },
     "pooling axes missing": {"header": b'{"jacsparse": "pattern", "structure": "Pooling", "channels": 1}'},
@@ -195,6 +219,46 @@ HOSTILE = {
 def test_hostile_files(case: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"edited\.npz"):
         Pattern.load(saved(tmp_path, **HOSTILE[case]))
+
+
+def test_the_error_names_the_axis_that_is_wrong(tmp_path: Path) -> None:
+    axes = np.array([[4, 1, 1, 0, 0, 1, 0], [2**31, 1, 1, 0, 0, 1, 0]])
+    path = saved(tmp_path, header=CONVOLUTION + PLAIN, axes=axes, kept=np.zeros(0, np.uint8))
+    with pytest.raises(ValueError, match=r"axes holds \[2147483648, 1"):
+        Pattern.load(path)
+
+
+def test_indices_are_wide_where_a_dimension_is() -> None:
+    axis = Sliding(65536, 2, dilation=65535)
+    pattern = Pattern.of(Convolution(1, 1, 1, (axis, axis)))
+    assert pattern.shape == (1, 2**32) and pattern.indices.dtype == np.int64
+    assert pattern.indices.tolist() == [0, 65535, 65535 * 65536, 2**32 - 1]
+    pooling = Pattern.of(Pooling(1, (Sliding(65536, 1, 32768),) * 2))
+    assert pooling.indices.tolist() == [0, 32768, 32768 * 65536, 32768 * 65537]
+
+
+@pytest.mark.parametrize("channels", [(0, 3), (3, 0), (0, 0)])
+def test_no_channels(channels: tuple[int, int]) -> None:
+    pattern = Pattern.of(Convolution(*channels, 1, (Sliding(4, 3),)))
+    assert pattern.nnz == len(pattern.indices) == len(pattern.T.indices) == 0
+
+
+def test_a_ceiled_convolution_keeps_its_windows(tmp_path: Path) -> None:
+    plain, ceiled = (Pattern.of(Convolution(1, 1, 1, (Sliding(5, 2, 2, ceil_mode=mode),))) for mode in (False, True))
+    assert plain.digest != ceiled.digest
+    ceiled.save(tmp_path / "p.npz")
+    assert Pattern.load(tmp_path / "p.npz") == ceiled
+
+
+def test_a_pattern_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        Pattern.of(Diagonal(2)).structure = Diagonal(3)  # type: ignore[misc]
+
+
+def test_scipy_matrices_are_copies() -> None:
+    pattern, values = Pattern.of(Diagonal(3)), np.array([1.0, 0.0, 1.0])
+    pattern.to_scipy(values).eliminate_zeros()
+    assert values.tolist() == [1, 0, 1]
 
 
 def test_pickled_objects_are_not_read(tmp_path: Path) -> None:
@@ -240,8 +304,18 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
         Pattern.load(tmp_path / "zip.npz")
 
 
+def test_a_link_stays_one_and_files_are_as_readable_as_any(tmp_path: Path) -> None:
+    (tmp_path / "link.npz").symlink_to(tmp_path / "p.npz")
+    Pattern.of(Diagonal(2)).save(tmp_path / "link.npz")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "link.npz").is_symlink() and Pattern.load(tmp_path / "p.npz").nnz == 2
+    assert (tmp_path / "p.npz").stat().st_mode == (tmp_path / "other").stat().st_mode
+    with pytest.raises(FileNotFoundError, match="no file"):
+        Pattern.load(tmp_path)
+
+
 def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
         Pattern.of(Diagonal(2)).save(tmp_path / "no" / "p.npz")
     target = tmp_path / "p.npz"
     Pattern.of(Diagonal(2)).save(target)

@@ -154,11 +154,12 @@ def test_selection_equals_one_hot_values(left: bool, overlap: bool, batch: int, 
     expected = plan_product(a, b, method="slots").multiply(
         *((selecting_values, values) if left else (values, selecting_values))
     )
-    plan = plan_product(a, b)
+    assert plan_product(a, b).method == "slots"
+    plan = plan_product(a, b, winners=True)
     assert plan.method == "select"
     found = plan.multiply(*((winners, values) if left else (values, winners)))
     assert np.array_equal(found, expected)
-    with pytest.raises(ValueError, match="the method select takes winners: int32"):
+    with pytest.raises(TypeError, match="expected int32: the method select takes winners; for ordinary values, plan"):
         plan.multiply(*((selecting_values, values) if left else (values, selecting_values)))
 
 
@@ -175,9 +176,9 @@ def test_auto_keeps_to_the_memory_limit() -> None:
     rng = np.random.default_rng(0)
     a, b = random_pattern(rng, 40, 40, 0.3), random_pattern(rng, 40, 40, 0.3)
     slots = plan_product(a, b)
-    assert slots.method == "slots" and slots.nbytes == slots.flop // 2
+    assert slots.method == "slots" and slots.nbytes == slots.flop // 2 + 8 * 41
     limited = plan_product(a, b, memory_limit=slots.nbytes - 1)
-    assert limited.method == "rowwise" and limited.nbytes == 0
+    assert limited.method == "rowwise" and limited.nbytes == 8 * 41
     values = values_of(rng, a, 3, np.float64), values_of(rng, b, 3, np.float64)
     assert np.array_equal(slots.multiply(*values), limited.multiply(*values))
 
@@ -301,6 +302,8 @@ def test_bad_plans() -> None:
         plan_product(a, a.to_scipy())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="memory_limit is -1"):
         plan_product(a, a, memory_limit=-1)
+    with pytest.raises(ValueError, match="memory_limit is '1G'"):
+        plan_product(a, a, memory_limit="1G")  # type: ignore[arg-type]
 
 
 VALUES = np.ones((3, 2), dtype=np.float32)
@@ -315,6 +318,8 @@ BAD_VALUES = {
     "mixed kinds": (VALUES, torch.ones(3, 2), TypeError, "the operands mix NumPy arrays and PyTorch tensors"),
     "device": (torch.ones(3, 2, device="meta"), torch.ones(3, 2), ValueError, "a_values is on meta"),
     "grad": (torch.ones(3, 2, requires_grad=True), torch.ones(3, 2), ValueError, "a_values requires grad"),
+    "bfloat16": (torch.ones(3, 2).bfloat16(), torch.ones(3, 2), TypeError, "a_values has dtype torch.bfloat16"),
+    "masked": (np.ma.masked_less(VALUES, 0), VALUES, TypeError, "a_values is a masked array"),
     "sparse": (torch.ones(3, 2).to_sparse(), torch.ones(3, 2), TypeError, "a_values has layout"),
 }
 
@@ -334,6 +339,13 @@ def test_bad_out() -> None:
             plan.multiply(VALUES, VALUES, out=out)
     with pytest.raises(TypeError, match="out is a Tensor, but the operands are not"):
         plan.multiply(VALUES, VALUES, out=torch.zeros(3, 2))
+    with pytest.raises(TypeError, match="out is a list"):
+        plan.multiply(VALUES, VALUES, out=[0.0] * 6)
+    values = torch.from_numpy(VALUES)
+    with pytest.raises(ValueError, match="out requires grad"):
+        plan.multiply(values, values, out=torch.zeros(3, 2, requires_grad=True))
+    with pytest.raises(ValueError, match="out is on meta"):
+        plan.multiply(values, values, out=torch.zeros(3, 2, device="meta"))
     mine = VALUES.copy()
     with pytest.raises(ValueError, match="out overlaps an operand"):
         plan.multiply(mine, VALUES, out=mine)
@@ -341,3 +353,36 @@ def test_bad_out() -> None:
 
 def test_public_names() -> None:
     assert jacsparse.plan_product is plan_product and jacsparse.ProductPlan is ProductPlan
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("left", [True, False])
+def test_a_diagonal_scales_a_full_matrix_without_its_indices(left: bool, batch: int) -> None:
+    full, rng = Pattern.of(Full(7, 5)), np.random.default_rng(0)
+    diagonal = Pattern.of(Diagonal(7 if left else 5))
+    plan = plan_product(diagonal, full) if left else plan_product(full, diagonal)
+    d, values = rng.standard_normal((diagonal.nnz, batch)), rng.standard_normal((35, 1))
+    found = plan.multiply(d, values) if left else plan.multiply(values, d)
+    expected = (d[:, None] if left else d[None]) * values.reshape(7, 5, 1)
+    assert plan.method == "scale" and "_csr" not in full.__dict__
+    assert np.array_equal(found, expected.reshape(35, batch))
+
+
+def test_wide_products_take_time_for_their_entries_alone() -> None:
+    # A bitmap of all columns for each row would be 2.5 GB to look through.
+    n = 200_000
+    a, b = (Pattern((n, n), np.arange(n + 1), np.random.default_rng(seed).permutation(n)) for seed in (0, 1))
+    assert np.array_equal(product_pattern(a, b).indices, b.indices[a.indices])
+
+
+def test_huge_full_factors_are_counted_exactly() -> None:
+    side = Pattern.of(Full(2**22, 2**22))
+    assert multiply_adds(side, side) == 2**66
+
+
+def test_held_must_fit() -> None:
+    pattern = Pattern((1, 3), [0, 3], [0, 1, 2])
+    with pytest.raises(ValueError, match=r"held has shape \(1,\), dtype bool; expected \(3,\)"):
+        meeting(pattern, np.ones(1, dtype=bool))
+    with pytest.raises(ValueError, match="held has shape"):
+        product_meeting(pattern, Pattern.of(Diagonal(3)), np.ones(9, dtype=bool))
