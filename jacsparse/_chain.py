@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ._jacobian import SparseJacobian
-from ._modules import Kept, arguments_of, call_of, is_inactive, is_known, refresh_weights
+from ._modules import Kept, arguments_of, call_of, is_inactive, is_known, refresh_weights, twin, undrawn
 from .patterns import Call, Pattern, Rule, UnsupportedOperatorError, rule_for
 
 __all__ = ["Chain", "Record", "Stage", "chain", "check_input", "check_shape"]
@@ -65,42 +65,56 @@ class Stage:
             Where a hook changes what a module takes or gives: the operator's Jacobian would be another one.
         """
         # Parameters of the record's own: the user's hooks on theirs are for autograd to call, once, not for the stage.
+        self._check_alike(x)
         own = {
-            name: parameter.detach().requires_grad_()
-            for name, parameter in self.operator.named_parameters()
+            id(parameter): parameter.detach().requires_grad_()
+            for parameter in self.operator.parameters()
             if parameter.requires_grad
         }
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             y = operator_input = operator_output = leaf
+            hooked, arguments = False, {}
             for path, module in self.modules:
                 # An in-place operator would overwrite the stage's input, which the stage before may need.
                 given = y.clone() if getattr(module, "inplace", False) else y
-                y = _called(module, own if module is self.operator else {}, given, path)
+                running = twin(module, own)
+                y = _called(running, given, path)
+                hooked |= _pulls(running, y)
                 if module is self.operator:
-                    operator_input, operator_output = given, y
-        parameters = {id(parameter): own[name] for name, parameter in self.operator.named_parameters() if name in own}
-        return Record(self, leaf, y, parameters, operator_input, operator_output, arguments_of(self.operator))
+                    operator_input, operator_output, arguments = given, y, arguments_of(running)
+        if y.dtype != x.dtype:
+            raise TypeError(f"{self.path} makes {y.dtype} of {x.dtype}; run it outside torch.autocast")
+        return Record(self, leaf, y, own, operator_input, operator_output, arguments, hooked)
+
+    def _check_alike(self, x: torch.Tensor) -> None:
+        for name, tensor in (*self.operator.named_parameters(), *self.operator.named_buffers()):
+            if tensor.device != x.device:
+                raise ValueError(f"{self.path}.{name} is on {tensor.device}, its input on {x.device}; move one of them")
+            if tensor.is_floating_point() and tensor.dtype != x.dtype:
+                raise TypeError(f"{self.path}.{name} is {tensor.dtype}, its input {x.dtype}; convert one of them")
+
+    def keeping(self, kept: Sequence[Kept]) -> Stage:
+        """The same stage with a pattern that leaves out what these weights do."""
+        some = tuple(weight for weight in kept if not bool(weight.mask.all()))
+        return replace(self, call=replace(self.call, kept={weight.name: weight.mask for weight in some}), kept=some)
 
     def __repr__(self) -> str:
         return f"<Stage {self.path}: {self.call.operator}, {self.in_shape} to {self.out_shape}>"
 
 
-def _called(module: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor, path: str) -> torch.Tensor:
-    """``module(x)`` with these parameters, hooks and all, where no hook changes what goes in or comes out."""
-    run = functools.partial(torch.func.functional_call, module, parameters) if parameters else module
-    if not (module._forward_hooks or module._forward_pre_hooks):
-        return run(x)
+def _called(module: nn.Module, x: torch.Tensor, path: str) -> torch.Tensor:
+    """``module(x)``, hooks and all, where no hook changes what goes in or comes out."""
     seen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+    forward = module.forward
 
-    def look(_: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        seen.append((args[0], output, output._version))
+    def look(taken: torch.Tensor) -> torch.Tensor:
+        output = forward(taken)
+        seen.append((taken, output, output._version))
+        return output
 
-    handle = module.register_forward_hook(look, prepend=True)
-    try:
-        y = run(x)
-    finally:
-        handle.remove()
+    module.forward = look
+    y = module(x)
     taken, given, version = seen[0]
     if not _same(taken, x) or not _same(given, y) or y._version != version:
         raise RuntimeError(
@@ -108,6 +122,13 @@ def _called(module: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Ten
             "make the change in a module of its own"
         )
     return y
+
+
+def _pulls(module: nn.Module, y: torch.Tensor) -> bool:
+    """Whether a hook is run when a gradient passes through the module."""
+    everywhere = nn.modules.module
+    hooks = (module._backward_hooks, module._backward_pre_hooks, y._backward_hooks)
+    return any((*hooks, everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks))
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -135,9 +156,24 @@ class Record:
     _operator_output: torch.Tensor = field(repr=False)
     #: The operator's arguments: its weights as pruning hooks and parametrisations made them for this forward.
     _arguments: dict[str, Any] = field(repr=False)
+    #: Whether a hook sees gradients on their way through.
+    hooked: bool = False
 
     def __post_init__(self) -> None:
-        self._versions = {name: self._arguments[name]._version for name in self.stage.rule.weights}
+        # No derivative depends on what is only added.
+        self._versions = {
+            name: value._version
+            for name, value in self._arguments.items()
+            if isinstance(value, torch.Tensor) and name not in ("bias", "running_mean")
+        }
+
+    def adapted(self) -> Record:
+        """The same record, of a stage whose pattern leaves out what is zero in the weights of this forward."""
+        if all(kept.holds(self._arguments[kept.name]) for kept in self.stage.kept):
+            return self
+        # Masks are in the stage's key: what does not hold is what was zero by chance.
+        kept = [Kept(name, self._arguments[name], None) for name in self.stage.rule.weights]
+        return replace(self, stage=self.stage.keeping(kept))
 
     @property
     def batch(self) -> int:
@@ -193,7 +229,12 @@ class Record:
                     f"{stage.path}.{name} was changed in place between forward and backward; run the forward again"
                 )
         for kept in stage.kept:
-            kept.check(stage.operator, stage.path)
+            if not kept.holds(self._arguments[kept.name]):
+                raise RuntimeError(
+                    f"{stage.path}.{kept.name}: weights that were pruned or zero when the pattern was made are not "
+                    "zero any more; make the chain again, keep them zero by a mask (torch.nn.utils.prune), or pass "
+                    "pruned=False"
+                )
         given, made = self._operator_input.detach(), self._operator_output.detach()
         whole = samples == slice(None)
         return replace(
@@ -241,11 +282,19 @@ class Chain:
 
     def run(self, x: torch.Tensor) -> list[Record]:
         """Forward for a batch: what each stage computed, each with a graph of its own."""
-        records = []
+        check_input("x", x, self.in_shape)
+        records: list[Record] = []
         for stage in self.stages:
             records.append(stage.run(x))
             x = records[-1].output
         return records
+
+    def adapted(self, records: Sequence[Record]) -> tuple[Chain, list[Record]]:
+        """A chain whose patterns hold for the weights that made these records, and the records as its own."""
+        own = [record.adapted() for record in records]
+        if all(new is old for new, old in zip(own, records, strict=True)):
+            return self, own
+        return Chain(self.module, [record.stage for record in own], self.in_shape, self.out_shape), own
 
     def __repr__(self) -> str:
         lines = [f"<Chain of {len(self)} stages, {self.in_shape} to {self.out_shape}>"]
@@ -273,8 +322,10 @@ def chain(module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True)
     ------
     UnsupportedOperatorError
         Where an operator has no rule; the message begins with its path in the model.
+    TypeError
+        Where `module` is no Module.
     ValueError
-        Where the input shape does not fit.
+        Where the input shape does not fit, or a parameter is not on the CPU.
 
     Examples
     --------
@@ -282,22 +333,29 @@ def chain(module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True)
     >>> [stage.path for stage in chain(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()), (3, 8, 8))]
     ['0', '1']
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
     shape = check_shape(input_shape)
     in_shape = shape
     stages: list[Stage] = []
     waiting: list[tuple[str, nn.Module]] = []
     for path, leaf in _leaves(module, ""):
-        refresh_weights(leaf)
-        call = call_of(leaf, shape, path=path)
+        for name, parameter in leaf.named_parameters():
+            if parameter.device.type != "cpu":
+                raise ValueError(f"{path}.{name} is on {parameter.device}; this runs on the CPU: move it with .cpu()")
+        with undrawn():
+            current = twin(leaf, aside=True)
+            refresh_weights(current)
+        call = call_of(current, shape, path=path)
         waiting.append((path, leaf))
         if not is_inactive(leaf):
             rule = rule_for(call)
-            kept = [Kept(leaf, name) for name in rule.weights] if pruned else []
-            kept = [weight for weight in kept if not bool(weight.mask.all())]
-            call = replace(call, kept={weight.name: weight.mask for weight in kept})
-            rule.check(call)
             start = stages[-1].out_shape if stages else in_shape
-            stages.append(Stage(path, tuple(waiting), leaf, start, call.out_shape, call, tuple(kept)))
+            stage = Stage(path, tuple(waiting), leaf, start, call.out_shape, call)
+            if pruned:
+                stage = stage.keeping([Kept.of(current, name) for name in rule.weights])
+            rule.check(stage.call)
+            stages.append(stage)
             waiting = []
         shape = call.out_shape
     if waiting and stages:
@@ -356,6 +414,10 @@ def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> t
         raise TypeError(f"{name} is {x.dtype}; expected float32 or float64: convert it with {name}.float()")
     if x.device.type != "cpu":
         raise ValueError(f"{name} is on {x.device}; this runs on the CPU: move it, and the module, with .cpu()")
+    if torch.is_inference_mode_enabled() or x.is_inference():
+        raise RuntimeError(f"{name} has no gradient in torch.inference_mode; use torch.no_grad instead")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} has layout {x.layout}; expected a dense tensor: {name}.to_dense()")
     if x.ndim < 2:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, *sample)")
     if shape is not None and tuple(x.shape[1:]) != shape:

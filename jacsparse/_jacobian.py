@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import scipy.sparse
@@ -50,6 +52,10 @@ class SparseJacobian:
     def __post_init__(self) -> None:
         if not isinstance(self.values, torch.Tensor):
             raise TypeError(f"values is a {type(self.values).__name__}; expected a torch.Tensor")
+        if self.values.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"values has dtype {self.values.dtype}; expected float32 or float64")
+        if self.values.device.type != "cpu":
+            raise ValueError(f"values is on {self.values.device}; this runs on the CPU: move it with values.cpu()")
         if self.values.ndim != 2 or self.values.shape[0] != self.pattern.nnz:
             raise ValueError(f"values has shape {tuple(self.values.shape)}; expected ({self.pattern.nnz}, batch)")
 
@@ -123,13 +129,20 @@ class SparseJacobian:
         return torch.from_numpy(self.to_scipy(sample).toarray())
 
     def _sample(self, sample: int | None) -> torch.Tensor:
+        values = self.values.detach()
         if sample is None:
             if self.batch != 1:
-                raise ValueError(f"this Jacobian has {self.batch} samples; say which one: sample=0 to {self.batch - 1}")
-            sample = 0
-        if not -self.batch <= sample < self.batch and self.batch != 1:
-            raise IndexError(f"sample is {sample}; this Jacobian has {self.batch}")
-        return self.values[:, 0 if self.batch == 1 else sample].contiguous()
+                some = f"say which one: sample=0 to {self.batch - 1}" if self.batch else "there is none to be had"
+                raise ValueError(f"this Jacobian has {self.batch} samples; {some}")
+            return values[:, 0].contiguous()
+        try:
+            number = index(sample)
+        except TypeError:
+            raise TypeError(f"sample is {sample!r}; expected an integer, or None where there is one sample") from None
+        # Values that all samples share are every sample's.
+        if self.batch != 1 and not -self.batch <= number < self.batch:
+            raise IndexError(f"sample is {number}; this Jacobian has {self.batch}")
+        return values[:, 0 if self.batch == 1 else number].contiguous()
 
     def __repr__(self) -> str:
         return f"<SparseJacobian {self.pattern.summary()}, batch {self.batch}, {self.values.dtype}>"
@@ -239,7 +252,7 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
     check_input("x", x)
     stages = chain(module, tuple(x.shape[1:]), pruned=pruned)
     if not len(stages):
-        size = x[:1].numel() if len(x) else 0
+        size = math.prod(stages.in_shape)
         return SparseJacobian(Pattern.of(Identity(size)), torch.ones((size, 1), dtype=x.dtype))
     records = stages.run(x)
     result = records[0].jacobian()

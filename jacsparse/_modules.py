@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils import parametrize
 
 from .patterns import Call, UnsupportedOperatorError
 
-__all__ = ["Kept", "arguments_of", "call_of", "is_inactive", "is_known", "refresh_weights"]
+__all__ = [
+    "Kept",
+    "arguments_of",
+    "call_of",
+    "is_inactive",
+    "is_known",
+    "refresh_weights",
+    "settings_of",
+    "twin",
+    "undrawn",
+]
 
 Arguments = dict[str, Any]
 
@@ -102,10 +114,63 @@ def is_inactive(module: nn.Module) -> bool:
 
 
 def refresh_weights(module: nn.Module) -> None:
-    """Let the pruning hooks set the module's weights, as they do before each forward."""
+    """Let the hooks that make weights out of others, pruning's above all, set them as they do before each forward."""
     for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, BasePruningMethod):
+        if _makes_weights(hook):
             hook(module, None)
+
+
+def _makes_weights(hook: object) -> bool:
+    """Whether a hook is PyTorch's own, of pruning, weight or spectral normalisation: it writes to its module."""
+    return type(hook).__module__.startswith("torch.nn.utils.")
+
+
+def twin(module: nn.Module, parameters: Mapping[int, torch.Tensor] | None = None, *, aside: bool = False) -> nn.Module:
+    """A module that computes what `module` computes, out of other parameters: `module` is not touched, nor its users.
+
+    Parametrised weights are made once, here, and stay what they are.
+
+    Parameters
+    ----------
+    module : Module
+        The original. Its hooks are run, and are given it.
+    parameters : mapping of int to Tensor, optional
+        What takes a parameter's place, by its ``id``.
+    aside : bool
+        Whether what `module` would change in itself, as spectral normalisation does, is changed in copies.
+    """
+    other = object.__new__(type(module))
+    fields = other.__dict__
+    fields.update(module.__dict__)
+    given = parameters or {}
+    fields["_parameters"] = {name: given.get(id(value), value) for name, value in module._parameters.items()}
+    if aside:
+        fields["_buffers"] = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
+    fields["_modules"] = {
+        name: None if child is None else twin(child, parameters, aside=aside) for name, child in module._modules.items()
+    }
+    for kind in _HOOKS:
+        hooks = {key: hook if _makes_weights(hook) else _given(hook, module) for key, hook in fields[kind].items()}
+        fields[kind] = OrderedDict(hooks)
+    if parametrize.is_parametrized(module):
+        made = {name: weight() for name, weight in fields["_modules"].pop("parametrizations").items()}
+        other.__class__ = parametrize.type_before_parametrizations(module)
+        fields.update(made)
+    return other
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _given(hook: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    return lambda _, *args, **options: hook(module, *args, **options)
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Random numbers that are drawn meanwhile are drawn again afterwards."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        yield
 
 
 def arguments_of(module: nn.Module) -> Arguments:
@@ -113,6 +178,16 @@ def arguments_of(module: nn.Module) -> Arguments:
     kind = _known_type(module)
     assert kind is not None
     return _LOWERINGS[kind].arguments(module)
+
+
+def settings_of(module: nn.Module) -> tuple[Any, ...]:
+    """All that a chain takes from the module itself, but for its weights' values."""
+    kind = _known_type(module)
+    names = () if kind is None else _LOWERINGS[kind].names
+    plain = tuple(value for name in names if not isinstance(value := module.__dict__.get(name), torch.Tensor))
+    shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module._parameters.items() if p is not None)
+    hooked = kind is None and any(module.__dict__[hooks] for hooks in _HOOKS)
+    return type(module), module.training, getattr(module, "p", None), str(plain), shapes, hooked
 
 
 def call_of(module: nn.Module, in_shape: tuple[int, ...], *, path: str) -> Call:
@@ -129,7 +204,8 @@ def call_of(module: nn.Module, in_shape: tuple[int, ...], *, path: str) -> Call:
     if kind is None:
         raise UnsupportedOperatorError(
             f"{path}: {type(module).__name__} has no pattern; supported are "
-            f"{', '.join(sorted(known.__name__ for known in _LOWERINGS))} and nn.Sequential of them"
+            f"{', '.join(sorted(known.__name__ for known in _LOWERINGS))} and nn.Sequential of them: build the model "
+            "of these"
         )
     lowering = _LOWERINGS[kind]
     call = Call(lowering.operator, lowering.arguments(module), in_shape, (), path)
@@ -149,28 +225,33 @@ class Kept:
     """Which elements of a weight a pattern keeps, and whether that still holds.
 
     An element is left out where a pruning mask says so; without a mask, where it is exactly zero.
+
+    Parameters
+    ----------
+    name : str
+        The weight's.
+    weight : Tensor
+        As the module computes it.
+    mask : Tensor or None
+        Pruning's.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, name: str, weight: torch.Tensor, mask: torch.Tensor | None) -> None:
         self.name = name
-        self._source = self._current(module)
-        self._version = self._source._version
-        self.mask = (self._source != 0).detach()
+        self.mask = ((weight if mask is None else mask) != 0).detach()
+        self._seen = (weight, weight._version)
 
-    def _current(self, module: nn.Module) -> torch.Tensor:
-        mask = getattr(module, f"{self.name}_mask", None)
-        return mask if isinstance(mask, torch.Tensor) else getattr(module, self.name)
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Kept:
+        """Of a module whose weights are refreshed."""
+        mask = getattr(module, f"{name}_mask", None)
+        return cls(name, getattr(module, name), mask if isinstance(mask, torch.Tensor) else None)
 
-    def check(self, module: nn.Module, path: str) -> None:
-        """Raise RuntimeError where an element that was left out is not zero any more."""
-        source = self._current(module)
-        if source is self._source and source._version == self._version:
-            return
-        weight = getattr(module, self.name).detach()
-        if bool(weight.masked_fill(self.mask, 0).any()):
-            raise RuntimeError(
-                f"{path}.{self.name}: weights that were pruned or zero when the pattern was made are not zero "
-                "any more; make the chain again (Scan.reset), keep them zero by a mask (torch.nn.utils.prune), "
-                "or pass pruned=False"
-            )
-        self._source, self._version = source, source._version
+    def holds(self, weight: torch.Tensor) -> bool:
+        """Whether all elements that were left out are zero in this weight."""
+        seen, version = self._seen
+        if weight is not seen or weight._version != version:
+            if bool(weight.detach().masked_fill(self.mask, 0).any()):
+                return False
+            self._seen = (weight, weight._version)
+        return True

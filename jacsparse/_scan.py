@@ -23,6 +23,15 @@ __all__ = ["Scanner", "backward", "vjp"]
 MEMORY_LIMIT = 2**30
 
 
+def check_limit(memory_limit: int | None) -> int:
+    """`memory_limit`, or what it is where left out; ValueError where it is no number of bytes."""
+    if memory_limit is None:
+        return MEMORY_LIMIT
+    if not isinstance(memory_limit, int) or isinstance(memory_limit, bool) or memory_limit < 0:
+        raise ValueError(f"memory_limit is {memory_limit!r}; expected a number of bytes of at least 0, or None")
+    return memory_limit
+
+
 class Scanner:
     """A chain, a schedule for it and the plans of its products: everything that is decided before the numbers.
 
@@ -44,11 +53,12 @@ class Scanner:
     def __init__(self, chain: Chain, schedule: Schedule | str = "auto", memory_limit: int | None = None) -> None:
         self.chain = chain
         self.schedule = resolve(schedule, len(chain), chain)
-        self.memory_limit = MEMORY_LIMIT if memory_limit is None else memory_limit
+        self.memory_limit = check_limit(memory_limit)
 
-    def stage_index(self, value: int) -> int:
-        """The stage, from 0, whose transposed Jacobian is this value of the schedule."""
-        return len(self.chain) - value
+    @functools.cached_property
+    def stages_of(self) -> dict[int, int]:
+        """The stage, from 0, of each value of the schedule that is a stage's transposed Jacobian."""
+        return {value: len(self.chain) - value for value in range(1, len(self.chain) + 1)}
 
     def gradient_of(self, stage: int) -> int:
         """The value of the schedule that is the gradient of a stage's output."""
@@ -64,7 +74,7 @@ class Scanner:
             if step.kind != "mm":
                 continue
             left, right = (
-                patterns[value] if value in patterns else self.chain.stages[self.stage_index(value)].pattern
+                patterns[value] if value in patterns else self.chain.stages[self.stages_of[value]].pattern
                 for value in (step.left, step.right)
             )
             plan = plan_product(left, right, memory_limit=left_over, winners=True)
@@ -127,7 +137,8 @@ class _Run:
         self.scanner, self.records, self.parameters, self.for_input = scanner, records, parameters, for_input
         self.batch = gradient.shape[0]
         self.vectors = {0: gradient}
-        stages = [number for number, own in enumerate(parameters) if own] + ([0] if for_input else [])
+        stages = [number for number, own in enumerate(parameters) if own or records[number].hooked]
+        stages += [0] if for_input else []
         self.wanted = {scanner.gradient_of(number) for number in stages}
         self.steps = scanner.schedule.live_steps(self.wanted)
         self.before, self.sliced, self.after = _parts(
@@ -135,29 +146,37 @@ class _Run:
         )
         self.memory: dict[int, torch.Tensor] = {}
         self.parameter_gradients: list[dict[int, torch.Tensor]] = [{} for _ in records]
+        # The gradients of the stages' inputs that their own backward gave.
+        self.pulled: dict[int, torch.Tensor] = {}
         self.input_gradient: torch.Tensor | None = None
 
     def execute(self) -> None:
         """Take all steps, and then the gradients that only need their own stage's."""
-        done = {self.scanner.stage_index(step.left) for step in (*self.before, *self.after)}
         self._by_operators(self.before)
         if self.sliced:
             self._in_slices()
         self._by_operators(self.after)
         for number, own in enumerate(self.parameters):
-            for_input = self.for_input and number == 0
-            hooked = bool(self.records[number].stage.operator._backward_hooks)
-            if number not in done and (own or for_input or hooked) and self.scanner.gradient_of(number) in self.vectors:
-                gradient = self.vectors[self.scanner.gradient_of(number)]
-                result, found = self.records[number].pull_back(gradient, own, for_input=for_input or hooked)
-                self.parameter_gradients[number] = found
-                if for_input:
-                    self.input_gradient = result
-                if hooked:
-                    _check_hook(self.records[number], gradient, result)
+            for_input = (self.for_input and number == 0) or self.records[number].hooked
+            if number not in self.pulled and (own or for_input):
+                self._pull_back(number, self.vectors[self.scanner.gradient_of(number)], for_input=for_input)
+        if self.for_input:
+            self.input_gradient = self.pulled[0]
+        for step in self.sliced:
+            for value in {step.left, step.right} & self.scanner.stages_of.keys():
+                number = self.scanner.stages_of[value]
+                if self.records[number].hooked:
+                    gradient = self.vectors[self.scanner.gradient_of(number)]
+                    _check_hook(self.records[number], gradient, self.pulled[number])
+
+    def _pull_back(self, number: int, gradient: torch.Tensor, *, for_input: bool) -> torch.Tensor:
+        """A stage's own backward, hooks and all."""
+        found = self.records[number].pull_back(gradient, self.parameters[number], for_input=for_input)
+        self.pulled[number], self.parameter_gradients[number] = found
+        return self.pulled[number]
 
     def _record(self, value: int) -> Record:
-        return self.records[self.scanner.stage_index(value)]
+        return self.records[self.scanner.stages_of[value]]
 
     def _pattern(self, value: int) -> Pattern:
         plan = self.scanner.plans.get(value)
@@ -165,10 +184,8 @@ class _Run:
 
     def _by_operators(self, steps: Iterable[Step]) -> None:
         for step in steps:
-            number = self.scanner.stage_index(step.left)
-            self.vectors[step.out], self.parameter_gradients[number] = self.records[number].pull_back(
-                self.vectors[step.right], self.parameters[number], for_input=True
-            )
+            number = self.scanner.stages_of[step.left]
+            self.vectors[step.out] = self._pull_back(number, self.vectors[step.right], for_input=True)
 
     def _in_slices(self) -> None:
         used_later = self.wanted | {step.right for step in self.after}
@@ -268,14 +285,31 @@ def _check_hook(record: Record, gradient: torch.Tensor, result: torch.Tensor) ->
         )
 
 
-class ScanFunction(torch.autograd.Function):
-    """The module as one node of autograd's graph: forward its own, backward by the scan."""
+def scanned(scanner: Scanner, records: list[Record], x: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
+    """The output of a forward pass as one node of autograd's graph, whose backward pass is the scan.
 
+    The records live as long as what autograd saves: until the backward pass, unless the graph is retained.
+    """
+
+    def unpack(held: list[Record]) -> torch.Tensor:
+        handle = torch.empty(0)
+        handle.records = held  # type: ignore[attr-defined]
+        return handle
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: records, unpack):
+        output: torch.Tensor = _Scanned.apply(scanner, records[-1].output.detach(), x, *parameters)
+    return output
+
+
+class _Scanned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scanner: Scanner, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, scanner: Scanner, output: torch.Tensor, x: torch.Tensor, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         ctx.scanner, ctx.parameters = scanner, parameters
-        ctx.records = scanner.chain.run(x)
-        return ctx.records[-1].output.detach()
+        # In whose place the hooks of `scanned` keep the records.
+        ctx.save_for_backward(x.new_empty(0))
+        return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -284,9 +318,10 @@ class ScanFunction(torch.autograd.Function):
                 "create_graph=True asks for gradients of gradients, which nn.Scan does not give; "
                 "call the module without Scan for those"
             )
-        needed = [id(p) for p, needs in zip(ctx.parameters, ctx.needs_input_grad[2:], strict=True) if needs]
-        x_gradient, found = ctx.scanner.pull_back(ctx.records, gradient, needed, for_input=ctx.needs_input_grad[1])
-        return (None, x_gradient, *(found.get(id(parameter)) for parameter in ctx.parameters))
+        (handle,) = ctx.saved_tensors
+        needed = [id(p) for p, needs in zip(ctx.parameters, ctx.needs_input_grad[3:], strict=True) if needs]
+        x_gradient, found = ctx.scanner.pull_back(handle.records, gradient, needed, for_input=ctx.needs_input_grad[2])
+        return (None, None, x_gradient, *(found.get(id(parameter)) for parameter in ctx.parameters))
 
 
 def vjp(
@@ -340,13 +375,14 @@ def vjp(
 
 
 def _checked(gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    if not isinstance(gradient, torch.Tensor) or gradient.shape != y.shape or gradient.dtype != y.dtype:
-        what = (
-            f"{gradient.dtype} {tuple(gradient.shape)}"
-            if isinstance(gradient, torch.Tensor)
-            else type(gradient).__name__
+    if not isinstance(gradient, torch.Tensor):
+        raise TypeError(f"the gradient is a {type(gradient).__name__}; expected a torch.Tensor")
+    ours, expected = ((tensor.dtype, tuple(tensor.shape), str(tensor.device)) for tensor in (gradient, y))
+    if ours != expected:
+        raise ValueError(
+            f"the gradient is {ours[0]} {ours[1]} on {ours[2]}; expected that of the output: "
+            f"{expected[0]} {expected[1]} on {expected[2]}"
         )
-        raise ValueError(f"the gradient is {what}; expected that of the output: {y.dtype} {tuple(y.shape)}")
     return gradient.detach()
 
 

@@ -8,10 +8,14 @@ import torch
 from torch import nn
 
 from ._chain import chain, check_input
-from ._scan import ScanFunction, Scanner
+from ._modules import settings_of
+from ._scan import Scanner, check_limit, scanned
 from .schedule import Schedule, parse
 
 __all__ = ["Scan"]
+
+# For how many input shapes plans are kept.
+_SHAPES = 8
 
 
 class Scan(nn.Module):
@@ -65,6 +69,9 @@ class Scan(nn.Module):
     ) -> None:
         super().__init__()
         parse(schedule)
+        check_limit(memory_limit)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
         self.module = module
         self.schedule = schedule
         self.pruned = pruned
@@ -77,32 +84,47 @@ class Scan(nn.Module):
         if not torch.is_grad_enabled() or not (parameters or getattr(x, "requires_grad", False)):
             return self.module(x)
         check_input("x", x)
-        scanner = self.scanner(tuple(x.shape[1:]))
+        key = (tuple(x.shape[1:]), self._fingerprint())
+        scanner = self._scanner(key)
         if not len(scanner.chain):
             return self.module(x)
-        return ScanFunction.apply(scanner, x, *parameters)
+        adapted, records = scanner.chain.adapted(scanner.chain.run(x))
+        if adapted is not scanner.chain:
+            # Weights that were zero when the patterns were made have moved since.
+            scanner = self._keep(key, Scanner(adapted, self.schedule, self.memory_limit))
+        return scanned(scanner, records, x, parameters)
 
     def scanner(self, input_shape: tuple[int, ...]) -> Scanner:
         """Chain, schedule and plans for inputs of that shape, without the batch; kept until the structure changes."""
-        key = (input_shape, self._fingerprint())
-        if key not in self._scanners:
-            # Those of another mode or another pruning are not needed again soon, and their plans may be large.
-            self._scanners = {old: scanner for old, scanner in self._scanners.items() if old[1] == key[1]}
-            self._scanners[key] = Scanner(
-                chain(self.module, input_shape, pruned=self.pruned), self.schedule, self.memory_limit
-            )
-        return self._scanners[key]
+        return self._scanner((input_shape, self._fingerprint()))
+
+    def _scanner(self, key: tuple[tuple[int, ...], Any]) -> Scanner:
+        found = self._scanners.get(key)
+        if found is None:
+            stages = chain(self.module, key[0], pruned=self.pruned)
+            found = Scanner(stages, self.schedule, self.memory_limit)
+        return self._keep(key, found)
+
+    def _keep(self, key: tuple[tuple[int, ...], Any], scanner: Scanner) -> Scanner:
+        """Keep a scanner, the last ones only: plans may be large, and those of another structure are of no use."""
+        kept = {old: other for old, other in self._scanners.items() if old[1] == key[1] and old != key}
+        self._scanners = {**dict(list(kept.items())[1 - _SHAPES :]), key: scanner}
+        return scanner
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and files make patterns and plans of their own.
+        return {**self.__dict__, "_scanners": {}}
 
     def reset(self) -> None:
         """Forget patterns and plans; the next forward makes them again, from the weights as they then are."""
         self._scanners = {}
 
     def _fingerprint(self) -> tuple[Any, ...]:
-        """What patterns depend on besides the architecture: modes and pruning masks."""
-        marks = []
-        for part in self.module.modules():
+        """What a chain takes from the module: which operators it runs, their settings, modes and pruning masks."""
+        marks: list[Any] = []
+        for path, part in self.module.named_modules(remove_duplicate=False):
             masks = [mask for name, mask in part._buffers.items() if name.endswith("_mask") and mask is not None]
-            marks.append((part.training, *((id(mask), mask._version) for mask in masks)))
+            marks.append((path, id(part), *settings_of(part), *((id(mask), mask._version) for mask in masks)))
         return tuple(marks)
 
     def extra_repr(self) -> str:

@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -143,8 +144,7 @@ class Schedule:
         >>> blelloch(1023).complexity(2048).steps, linear(1023).complexity(2048).steps
         (18, 1022)
         """
-        if workers < 1:
-            raise ValueError(f"workers is {workers}; expected at least 1")
+        workers = _natural("workers", workers, 1)
         steps = self.live_steps()
         made = {step.out: step for step in steps}
         uses = Counter(factor for step in steps for factor in (step.left, step.right))
@@ -175,12 +175,16 @@ class Schedule:
             peak = max(peak, held)
         return Complexity(workers, time, len(steps), max(1, -(-peak // workers)))
 
-    def levels(self) -> list[tuple[int, list[Step]]]:
-        """The steps by level, in order."""
-        groups: dict[int, list[Step]] = {}
-        for step in self.steps:
-            groups.setdefault(step.level, []).append(step)
-        return sorted(groups.items())
+
+def _natural(name: str, value: int, least: int) -> int:
+    """`value` as an int; ValueError where it is none of at least `least`."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")
+    return number
 
 
 class _Recorder:
@@ -190,9 +194,7 @@ class _Recorder:
     """
 
     def __init__(self, n: int) -> None:
-        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-            raise ValueError(f"n is {n!r}; expected a number of stages of at least 0")
-        self.n = n
+        self.n = n = _natural("n", n, 0)
         self.a = list(range(n + 1))
         self.vectors = {0}
         self.steps: list[Step] = []
@@ -259,8 +261,8 @@ def blelloch(n: int, levels: int | None = None) -> Schedule:
     >>> len(schedule.products), len(schedule.live_steps())
     (34, 33)
     """
-    if levels is not None and (not isinstance(levels, int) or isinstance(levels, bool) or levels < 0):
-        raise ValueError(f"levels is {levels!r}; expected an integer of at least 0, or None for all")
+    if levels is not None:
+        levels = _natural("levels", levels, 0)
     record = _Recorder(n)
     a = record.a
     all_levels = max(0, math.ceil(math.log2(n + 1)) - 1)
@@ -312,8 +314,9 @@ def balanced(chain: Chain, workers: int) -> Schedule:
     """
     from ._balance import boundaries
 
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise ValueError(f"workers is {workers!r}; expected an integer of at least 1")
+    workers = _natural("workers", workers, 1)
+    if not hasattr(chain, "stages"):
+        raise TypeError(f"chain is a {type(chain).__name__}; make one with jacsparse.chain(module, input_shape)")
     return blocked(len(chain), boundaries(chain, workers))
 
 
@@ -397,7 +400,8 @@ def parse(schedule: Schedule | str) -> tuple[str, int | None]:
         raise TypeError(f"schedule is a {type(schedule).__name__}; expected a Schedule or a name such as 'blelloch:2'")
     name, colon, argument = schedule.partition(":")
     plain = not colon and name in ("linear", "blelloch", "auto")
-    if not plain and not (name in ("blelloch", "balanced") and argument.isdecimal()):
+    numbered = name in ("blelloch", "balanced") and argument.isascii() and argument.isdecimal()
+    if not plain and not (numbered and int(argument) >= (name == "balanced")):
         raise ValueError(
             f"schedule is {schedule!r}; expected linear, blelloch, blelloch:LEVELS, balanced:WORKERS, auto, "
             "or a Schedule"
