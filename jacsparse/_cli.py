@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ._chain import Stage
     from ._flop import FlopReport, FlopStep
 
 __all__ = ["app"]
@@ -29,7 +28,7 @@ Input = Annotated[str, typer.Option("--input", help="Sizes of one sample, as in 
 Layer = Annotated[str, typer.Option("--layer", help="Path of an operator in the model, as in features.0.")]
 Prune = Annotated[float, typer.Option(help="Share of the weights of each convolution and linear layer to prune.")]
 Checkpoint = Annotated[Path | None, typer.Option(help="Weights, as a safetensors file of `jacsparse train`.")]
-Seed = Annotated[int, typer.Option(help="Of the random weights and inputs.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random weights and inputs.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -56,7 +55,7 @@ def flop(
     data: Annotated[
         str | None, typer.Option(help="Observe the zeros of these data: digits, cifar10:DIR, random.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="How many samples to observe.")] = 4,
+    samples: Annotated[int | None, typer.Option(min=1, help="How many samples to observe; 4.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the steps to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the thesis' Figure 5.5 into this file.")] = None,
@@ -64,23 +63,26 @@ def flop(
 ) -> None:
     """Count the FLOP of one sample's backward pass, by scan and by back-propagation."""
     from . import count_flop
-    from .patterns._files import check_writable
+    from ._figures import check_figure
 
-    for path in (json, csv, plot):
-        if path is not None:
-            check_writable(path)
+    _check_outputs(json, csv, plot)
+    if plot is not None:
+        check_figure(plot)
+    if samples is not None and data is None:
+        raise ValueError("--samples says how many to observe, but not of what; add --data, as in --data digits")
     shape = _sizes(input)
     module, default_part = _model(model, prune, checkpoint, seed)
     chosen = part if part is not None else default_part
-    observed = _samples(data, samples, shape, seed) if data else None
+    x = _samples("random" if data is None else data, (samples or 4) if data is not None else 1, shape, seed, module)
+    analysed, x = _part(module, chosen, "--part", x)
     with _progress() as bar:
-        task = bar.add_task("observing samples" if data else "counting", total=samples if data else None)
+        task = bar.add_task("observing samples" if data else "counting", total=len(x) if data else None)
         report = count_flop(
-            _submodule(module, chosen),
-            shape,
+            analysed,
+            tuple(x.shape[1:]),
             schedule=schedule,
             structure="observed" if data else "guaranteed",
-            inputs=observed,
+            inputs=x if data else None,
             executed=True,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
@@ -107,19 +109,17 @@ def jacobian(
     """Write the Jacobian of one operator of a model, for one sample."""
     import scipy.sparse
 
-    from ._chain import chain
-    from .patterns._files import check_writable
+    from ._jacobian import jacobian as jacobian_of
+    from .patterns._files import replacing
 
-    check_writable(out)
+    _check_outputs(out)
     if out.suffix != ".npz":
         raise ValueError(f"--out is {out}; name a file that ends in .npz")
-    shape = _sizes(input)
     module, _ = _model(model, prune, checkpoint, seed)
-    stages = chain(module.eval(), shape)
-    number = [stage.path for stage in stages].index(_stage(stages.stages, layer).path)
-    records = stages.run(_samples(data, 1, shape, seed))
-    matrix = records[number].jacobian()
-    scipy.sparse.save_npz(out, matrix.to_scipy())
+    operator, x = _part(module, layer, "--layer", _samples(data, 1, _sizes(input), seed, module))
+    matrix = jacobian_of(operator, x)
+    with replacing(out) as temporary:
+        scipy.sparse.save_npz(temporary, matrix.to_scipy())
     typer.echo(f"{layer}: {matrix.pattern.summary()}\n{out}")
 
 
@@ -134,11 +134,12 @@ def spy(
     seed: Seed = 0,
 ) -> None:
     """Show where one operator's Jacobian may be other than zero."""
-    from ._chain import chain
+    from ._jacobian import jacobian_pattern
 
     module, _ = _model(model, prune, checkpoint, seed)
-    stage = _stage(chain(module.eval(), _sizes(input)).stages, layer)
-    typer.echo(f"{stage.path}: {stage.pattern if transposed else stage.pattern.T}")
+    operator, x = _part(module, layer, "--layer", _samples("random", 1, _sizes(input), seed, module))
+    pattern = jacobian_pattern(operator, tuple(x.shape[1:]))
+    typer.echo(f"{layer}: {pattern.T if transposed else pattern}")
 
 
 @app.command()
@@ -160,7 +161,9 @@ def train(
     ] = None,
     scope: Annotated[str | None, typer.Option(help="Prune that share per layer or global.")] = None,
     retrain_epochs: Annotated[int | None, typer.Option(help="After pruning.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights, order, augmentation and dropout.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Of weights, order, augmentation and dropout.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
 ) -> None:
     """Train a model, by back-propagation or by scan; prune and retrain it."""
@@ -212,13 +215,22 @@ def _model(name: str, prune: float, checkpoint: Path | None, seed: int) -> tuple
     torch.manual_seed(seed)
     if ":" in name:
         module, part = _from_factory(name), None
+        if checkpoint is not None:
+            models.load_weights(module, checkpoint)
+    elif checkpoint is not None:
+        module, metadata = models.load_checkpoint(checkpoint)
+        part = _FEATURES.get(name)
+        if metadata["model"] != name:
+            raise ValueError(f"{checkpoint} holds {metadata['model']}, not {name}; name the model that it holds")
     else:
-        module, part = models.build(name), "features" if name == "vgg11" else None
-    if checkpoint is not None:
-        models.load_weights(module, checkpoint)
+        module, part = models.build(name), _FEATURES.get(name)
     if prune:
         models.prune_weights(module, prune)
     return module.eval(), part
+
+
+#: The convolutional parts that the thesis analyses.
+_FEATURES = {"vgg11": "features"}
 
 
 def _from_factory(name: str) -> nn.Module:
@@ -229,46 +241,83 @@ def _from_factory(name: str) -> nn.Module:
     from torch import nn
 
     home, _, attribute = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
     try:
         factory = getattr(importlib.import_module(home), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model {name!r} cannot be loaded: {error}; expected package.module:factory") from error
+        module = factory if isinstance(factory, nn.Module) else factory()
+    except Exception as error:
+        # The user's own code: whatever it raises.
+        raise ValueError(
+            f"model {name!r} cannot be made ({type(error).__name__}: {error}); expected package.module:factory, where "
+            "factory() gives a torch.nn.Module"
+        ) from error
     finally:
-        sys.path.pop(0)
-    module = factory if isinstance(factory, nn.Module) else factory()
+        sys.path.remove(here)
     if not isinstance(module, nn.Module):
         raise TypeError(f"model {name!r} gave a {type(module).__name__}; expected a torch.nn.Module")
     return module
 
 
-def _submodule(module: nn.Module, path: str | None) -> nn.Module:
+class _ReachedError(Exception):
+    """No error: carries a submodule's input out of the model."""
+
+
+def _part(module: nn.Module, path: str | None, option: str, x: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
+    """A submodule, and what it is given when the model is given `x`."""
+    import torch
+
     if not path:
-        return module
+        return module, x
     try:
-        return module.get_submodule(path)
-    except AttributeError as error:
-        raise ValueError(f"--part is {path!r}, but {error}") from error
+        part = module.get_submodule(path)
+    except AttributeError:
+        known = ", ".join(name for name, _ in module.named_modules() if name)
+        raise ValueError(f"{option} is {path!r}; the model's parts are {known}") from None
+
+    def reached(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        raise _ReachedError(args[0])
+
+    handle = part.register_forward_pre_hook(reached)
+    try:
+        with torch.no_grad():
+            module(x)
+    except _ReachedError as stop:
+        given: torch.Tensor = stop.args[0]
+        return part, given
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ValueError(f"an input of shape {tuple(x.shape[1:])} does not get to {path}: {error}") from error
+    finally:
+        handle.remove()
+    raise ValueError(f"{option} is {path!r}, which the model does not run; name a part that it does")
 
 
-def _stage(stages: tuple[Stage, ...], layer: str) -> Stage:
-    for stage in stages:
-        if stage.path == layer:
-            return stage
-    raise ValueError(f"--layer is {layer!r}; the model's operators are {', '.join(stage.path for stage in stages)}")
+def _check_outputs(*paths: Path | None) -> None:
+    """Raise where a file cannot be written, or would be written twice: before the work."""
+    from .patterns._files import check_writable
+
+    given = [path for path in paths if path is not None]
+    for number, path in enumerate(given):
+        if path.resolve() in (other.resolve() for other in given[:number]):
+            raise ValueError(f"{path} would be written twice; name another file")
+        check_writable(path)
 
 
-def _samples(data: str | None, count: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def _samples(data: str, count: int, shape: tuple[int, ...], seed: int, module: nn.Module) -> torch.Tensor:
+    """Inputs of the model's dtype."""
     import torch
 
     from . import models
 
-    if data in (None, "random"):
-        return torch.randn((count, *shape), generator=torch.Generator().manual_seed(seed))
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    if data == "random":
+        return torch.randn((count, *shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
     images = models.load_data(data).test_images
     if tuple(images.shape[1:]) != shape:
         raise ValueError(f"--data {data} has samples of shape {tuple(images.shape[1:])}, --input is {shape}")
-    return images[:count]
+    if count > len(images):
+        raise ValueError(f"--samples is {count}, but {data} has {len(images)} test images")
+    return images[:count].to(dtype)
 
 
 def _progress() -> Any:

@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .patterns._files import replacing
+
 if TYPE_CHECKING:
     from ._flop import FlopReport
 
-__all__ = ["flop_figure", "new_figure", "save_figure"]
+__all__ = ["check_figure", "flop_figure", "new_figure", "save_figure"]
 
 # Distinguishable in print and with any colour vision (Okabe and Ito).
 BLUE, ORANGE, GREEN = "#0072b2", "#e69f00", "#009e73"
@@ -35,9 +37,27 @@ def new_figure(width: float = 7.0, height: float = 4.5) -> tuple[Any, Any]:
     return figure, axes
 
 
+def check_figure(path: str | os.PathLike[str]) -> None:
+    """Raise where no figure can be drawn into a file of that name.
+
+    Raises
+    ------
+    ImportError
+        Where matplotlib is not installed.
+    ValueError
+        Where the file's ending names no format.
+    """
+    figure, _ = new_figure()
+    formats = figure.canvas.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".") not in formats:
+        raise ValueError(f"{path} names no format of a figure; end it in one of {', '.join(sorted(formats))}")
+
+
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     """Write the figure; the file's ending says in which format."""
-    figure.savefig(Path(path), dpi=150)
+    check_figure(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150)
 
 
 def flop_figure(report: FlopReport, path: str | os.PathLike[str]) -> None:
@@ -65,7 +85,10 @@ def flop_figure(report: FlopReport, path: str | os.PathLike[str]) -> None:
         marker="s",
         label="back-propagation, gradient operator",
     )
-    axes.set(xscale="log", yscale="log")
+    # Logarithms of something: a single operator has no step.
+    counts = [step.flop for step in report.steps if step.live] + [step.flop for step in live]
+    if max(counts, default=0) > 0:
+        axes.set(xscale="log", yscale="log")
     axes.set_xlabel("size of the step if nothing were sparse (m·k·n; m·n for back-propagation)")
     axes.set_ylabel("FLOP per sample")
     counted = "guaranteed structure" if not report.samples else f"structure observed on {report.samples} sample(s)"

@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import nn
 
 from ._chain import Chain, Stage, chain, check_input
 from .patterns import Csr, Diagonal, Pattern, Pooling
+from .patterns._files import replacing
 from .patterns._structure import frozen, row_starts
 from .schedule import Schedule, Step, resolve
 from .spgemm import meeting, multiply_adds, product_meeting, product_pattern
@@ -161,12 +161,13 @@ class FlopReport:
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict` to a file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the steps to a file, a line each; the input's gradient last."""
         steps = [*self.steps, *([self.input_gradient] if self.input_gradient else [])]
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
+        with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, fieldnames=list(FlopStep.__dataclass_fields__))
             writer.writeheader()
             writer.writerows(asdict(step) for step in steps)
@@ -271,9 +272,8 @@ def _observed(stages: Chain, x: torch.Tensor) -> list[Pattern]:
 
 def _without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:
     kept = values != 0
-    counts = np.add.reduceat(np.append(kept, False), pattern.indptr[:-1], dtype=np.int64) if len(kept) else kept
-    counts = np.where(np.diff(pattern.indptr) > 0, counts, 0)
-    indptr = row_starts(counts, pattern.indptr.dtype)
+    # How many are kept before each entry, taken where rows start.
+    indptr = row_starts(kept, pattern.indptr.dtype)[pattern.indptr]
     return Pattern.of(Csr(*pattern.shape, frozen(indptr), frozen(pattern.indices[kept])))
 
 

@@ -115,9 +115,10 @@ def is_inactive(module: nn.Module) -> bool:
 
 def refresh_weights(module: nn.Module) -> None:
     """Let the hooks that make weights out of others, pruning's above all, set them as they do before each forward."""
-    for hook in module._forward_pre_hooks.values():
-        if _makes_weights(hook):
-            hook(module, None)
+    with torch.no_grad():
+        for hook in module._forward_pre_hooks.values():
+            if _makes_weights(hook):
+                hook(module, None)
 
 
 def _makes_weights(hook: object) -> bool:

@@ -147,8 +147,12 @@ def model_of(checkpoint: Checkpoint) -> nn.Module:
     """The model in a checkpoint."""
     name, options = checkpoint.metadata["model"], checkpoint.metadata["options"]
     # Without memory first: the options may ask for any size, the file's tensors cannot.
-    with torch.device("meta"):
-        _check_fits(build(name, **options), checkpoint)
+    try:
+        with torch.device("meta"):
+            empty = build(name, **options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{checkpoint.path} has options that no model takes: {error}") from error
+    _check_fits(empty, checkpoint)
     module = build(name, **options)
     _load(module, checkpoint)
     return module

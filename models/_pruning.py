@@ -74,6 +74,8 @@ def prune_weights(module: nn.Module, fraction: float, scope: str = "layer", *, r
         raise ValueError(
             f"{type(module).__name__} has no convolution and no linear layer, so there is nothing to prune"
         )
+    for path, part in layers:
+        _check_weight(path or type(part).__name__, part)
     magnitudes = [_magnitudes(part) for _, part in layers]
     if scope == "global":
         kept = _kept(torch.cat(magnitudes), fraction, "the module").split([len(values) for values in magnitudes])
@@ -98,6 +100,16 @@ def pruned_fraction(module: nn.Module) -> float:
     """
     masks = [_magnitudes(part) < 0 for _, part in prunable(module)]
     return sum(int(mask.sum()) for mask in masks) / max(1, sum(len(mask) for mask in masks))
+
+
+def _check_weight(path: str, layer: nn.Module) -> None:
+    own = layer._parameters.get("weight", layer._parameters.get("weight_orig"))
+    if own is None:
+        raise ValueError(
+            f"{path}.weight is computed from other parameters and cannot be masked; remove its parametrisation first"
+        )
+    if bool(own.isnan().any()):
+        raise ValueError(f"{path}.weight holds NaN, which has no magnitude; start from weights that are numbers")
 
 
 def _magnitudes(layer: Any) -> torch.Tensor:

@@ -97,14 +97,21 @@ class TrainSettings:
         check_one_of("optimizer", self.optimizer, ("adam", "sgd"))
         check_one_of("decay", self.decay, ("constant", "cosine"))
         check_one_of("scope", self.scope, SCOPES)
-        for name, least in (("epochs", 1), ("batch", 1), ("retrain_epochs", 0), ("seed", 0)):
-            check_count(name, getattr(self, name), least)
-        check_number("lr", self.lr, 0, open_low=True)
+        checked: dict[str, Any] = {
+            name: check_count(name, getattr(self, name), least)
+            for name, least in (("epochs", 1), ("batch", 1), ("retrain_epochs", 0), ("seed", 0))
+        }
+        checked["lr"] = check_number("lr", self.lr, 0, open_low=True)
         if self.retrain_lr is not None:
-            check_number("retrain_lr", self.retrain_lr, 0, open_low=True)
-        check_number("momentum", self.momentum, 0, 1)
-        check_number("weight_decay", self.weight_decay, 0)
-        check_number("the fraction to prune", self.prune, 0, 1)
+            checked["retrain_lr"] = check_number("retrain_lr", self.retrain_lr, 0, open_low=True)
+        checked["momentum"] = check_number("momentum", self.momentum, 0, 1)
+        checked["weight_decay"] = check_number("weight_decay", self.weight_decay, 0)
+        checked["prune"] = check_number("the fraction to prune", self.prune, 0, 1)
+        for name, value in checked.items():
+            # Plain numbers, whatever kind was given: a checkpoint holds them as JSON.
+            object.__setattr__(self, name, value)
+        if not isinstance(self.options, Mapping):
+            raise TypeError(f"options is {self.options!r}; expected a mapping of names to values")
         if self.retrain_epochs and not self.prune:
             raise ValueError(
                 f"retrain_epochs is {self.retrain_epochs}, but nothing is pruned; set prune, as in 0.97, or no epochs"

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from ._checkpoint import Checkpoint, model_of, read_checkpoint, save_checkpoint
+from ._checks import check_count, check_number
 from ._curves import PHASES, Point, from_tensor, plot_curves, save_csv, to_tensor
 from ._data import Dataset, load_data
 from ._progress import Progress
@@ -111,16 +112,20 @@ def evaluate(module: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> t
     >>> evaluate(nn.Identity(), torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([1, 0]))[1]
     0.5
     """
+    if not len(labels) or len(images) != len(labels):
+        raise ValueError(f"there are {len(images)} images and {len(labels)} labels; expected as many of both, and some")
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     loss, right = 0.0, 0
-    for begin in range(0, len(labels), _TEST_BATCH):
-        chosen = slice(begin, begin + _TEST_BATCH)
-        scores = module(images[chosen])
-        loss += functional.cross_entropy(scores, labels[chosen], reduction="sum").item()
-        right += int((scores.argmax(1) == labels[chosen]).sum())
-    for part, mode in modes:
-        part.training = mode
+    try:
+        for begin in range(0, len(labels), _TEST_BATCH):
+            chosen = slice(begin, begin + _TEST_BATCH)
+            scores = module(images[chosen])
+            loss += functional.cross_entropy(scores, labels[chosen], reduction="sum").item()
+            right += int((scores.argmax(1) == labels[chosen]).sum())
+    finally:
+        for part, mode in modes:
+            part.training = mode
     return loss / len(labels), right / len(labels)
 
 
@@ -203,10 +208,11 @@ class _Run:
             raise ValueError(
                 f"{checkpoint.path} cannot be resumed ({error!r}); it is damaged: train again without resume"
             ) from error
-        if checkpoint.metadata["options"]["num_classes"] != data.classes:
+        options = checkpoint.metadata["options"]
+        if (options["num_classes"], options["in_channels"]) != (data.classes, data.train_images.shape[1]):
             raise ValueError(
-                f"{checkpoint.path} holds {checkpoint.model}, but the data have {data.classes} classes; "
-                "resume with the data that it was trained on"
+                f"{checkpoint.path} holds {checkpoint.model}, but the data have {data.classes} classes and "
+                f"{data.train_images.shape[1]} channels; resume with the data that it was trained on"
             )
         return run
 
@@ -214,7 +220,11 @@ class _Run:
     def _restored(cls, settings: TrainSettings, data: Dataset, checkpoint: Checkpoint, model: nn.Module) -> _Run:
         state, metadata = dict(checkpoint.state), checkpoint.metadata
         points, random = from_tensor(state.pop("points")), state.pop("random")
-        run = cls(settings, data, model, _runner(settings, model), metadata["epoch"], points, metadata["accuracy"])
+        done = check_count("epoch", metadata["epoch"], 1)
+        accuracy = {str(name): check_number(name, value, 0, 2) for name, value in metadata["accuracy"].items()}
+        if done > settings.epochs + settings.retrain_epochs or (done > settings.epochs and not metadata["pruned"]):
+            raise ValueError(f"after {done} epochs, {metadata['pruned']:.3g} of its weights are pruned")
+        run = cls(settings, data, model, _runner(settings, model), done, points, accuracy)
         _load_optimizer(run.optimizer, state)
         torch.set_rng_state(random)
         return run

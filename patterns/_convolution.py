@@ -350,7 +350,8 @@ def restored_axes(description: Mapping[str, Any]) -> tuple[Sliding, ...]:
     fine &= (axes < 2**31).all(axis=1) & (ceil_mode >= 0) & (ceil_mode <= 1)
     if not fine.all():
         raise ValueError(f"axes holds {axes[np.argmin(fine)].tolist()}, which describes no sliding window")
-    restored = tuple(Sliding(*row[:6], bool(row[6])) for row in axes.tolist())
+    columns = (size, taps, stride, before, after, dilation, ceil_mode != 0)
+    restored = tuple(Sliding(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
     tables = [max(axis.size, axis.windows) * axis.kernel for axis in restored]
     if max(tables, default=0) > LARGEST_TABLE:
         raise ValueError(f"axes holds {axes[np.argmax(tables)].tolist()}, which is too large for any tensor")

@@ -123,7 +123,7 @@ def natural(description: Mapping[str, Any], name: str) -> int:
 
 def flag(description: Mapping[str, Any], name: str) -> bool:
     value = description.get(name)
-    if not isinstance(value, bool):
+    if value is not True and value is not False:
         raise ValueError(f"{name} is {value!r}; expected true or false")
     return value
 

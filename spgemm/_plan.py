@@ -68,8 +68,8 @@ class ProductPlan:
         Notes
         -----
         The same bits on any number of threads and for any batch: multiply-adds are added in the order of A's and B's
-        entries; but for two full factors, whose sums are in the order that BLAS takes. A guaranteed zero of the product stays zero whatever the factors hold; at a stored entry, zero times
-        infinity is NaN.
+        entries; but for two full factors, whose sums are in the order that BLAS takes. A guaranteed zero of the product
+        stays zero whatever the factors hold; at a stored entry, zero times infinity is NaN.
 
         Examples
         --------

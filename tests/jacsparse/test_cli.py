@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from jacsparse.models import build
+from jacsparse.models import build, save_checkpoint
 from torch import nn
 
 import jacsparse
@@ -40,6 +40,16 @@ def jac(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 def custom_model() -> nn.Module:
     """What the tests name as package.module:factory."""
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
+
+
+def unknown_at_the_end() -> nn.Module:
+    """A model of which only the first operator has a pattern."""
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Softsign())
+
+
+def double_model() -> nn.Module:
+    """A model in float64."""
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU()).double()
 
 
 def test_version_and_help(jac) -> None:
@@ -120,11 +130,20 @@ def test_checkpoints_are_taken(jac, tmp_path: Path) -> None:
 
 BAD = {
     "model": (["flop", "vgg99"], "vgg99"),
-    "factory": (["flop", "nowhere.at_all:f"], "model 'nowhere.at_all:f' cannot be loaded"),
-    "factory's value": (["flop", "math:sqrt"], ""),
+    "factory": (["flop", "nowhere.at_all:f"], "model 'nowhere.at_all:f' cannot be made (ModuleNotFoundError"),
+    "factory's arguments": (["flop", "math:sqrt"], "model 'math:sqrt' cannot be made (TypeError: math.sqrt() takes"),
+    "factory's value": (["flop", "time:time"], "model 'time:time' gave a float; expected a torch.nn.Module"),
+    "factory without a module": (["flop", ":f"], "model ':f' cannot be made"),
+    "seed": (["flop", "lenet5", "--seed", "99999999999999999999"], "--seed"),
+    "no data": (["flop", "lenet5", "--data", ""], "data is ''"),
+    "samples of nothing": (["flop", "lenet5", "--samples", "3"], "add --data"),
+    "more samples than there are": (["flop", "lenet5", "--data", "digits", "--samples", "99999"], "--samples is 99999"),
+    "figure's ending": (["flop", "lenet5", "--plot", "fig.xyz"], "fig.xyz names no format of a figure"),
+    "two outputs, one file": (["flop", "lenet5", "--json", "r.txt", "--csv", "./r.txt"], "would be written twice"),
+    "part": (["flop", "lenet5", "--part", "head"], "--part is 'head'; the model's parts are features"),
     "input": (["flop", "lenet5", "--input", "3,x"], "--input is '3,x'"),
     "input zero": (["flop", "lenet5", "--input", "0,32,32"], "input_shape is (0, 32, 32)"),
-    "input shape": (["flop", "lenet5", "--input", "1,32,32"], "features.0: an input of shape (1, 32, 32) does not fit"),
+    "input shape": (["flop", "lenet5", "--input", "1,32,32"], "0: an input of shape (1, 32, 32) does not fit"),
     "prune": (["flop", "lenet5", "--prune", "1.0"], "1.0"),
     "prune negative": (["flop", "lenet5", "--prune", "-0.1"], "-0.1"),
     "schedule": (["flop", "lenet5", "--schedule", "fast"], "schedule is 'fast'"),
@@ -132,7 +151,7 @@ BAD = {
     "data missing": (["flop", "lenet5", "--data", "cifar10:/nowhere"], "/nowhere"),
     "checkpoint missing": (["flop", "lenet5", "--checkpoint", "/nowhere/w.safetensors"], "/nowhere/w.safetensors"),
     "output": (["flop", "lenet5", "--json", "/nowhere/r.json"], "/nowhere"),
-    "layer": (["spy", "lenet5", "--layer", "conv9"], "--layer is 'conv9'; the model's operators are features.0"),
+    "layer": (["spy", "lenet5", "--layer", "conv9"], "--layer is 'conv9'; the model's parts are features, features.0"),
     "ending": (["jacobian", "lenet5", "--layer", "features.0", "--out", "J.txt"], "name a file that ends in .npz"),
 }
 
@@ -152,3 +171,31 @@ def test_an_unwritable_output_is_noticed_first(jac, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(jacsparse, "count_flop", never, raising=False)
     status, _, err = jac("flop", "lenet5", "--plot", "/nowhere/figure.png")
     assert status == 2 and "cannot write /nowhere/figure.png: there is no folder /nowhere" in err
+
+
+def test_a_part_is_given_what_the_model_gives_it(jac) -> None:
+    status, out, err = jac("flop", "lenet5", "--part", "classifier", "--schedule", "linear", "--data", "digits")
+    assert status == 0 and "lenet5.classifier: linear, structure observed" in out, err
+
+
+def test_a_layer_needs_no_other_one_to_be_known(jac) -> None:
+    status, out, err = jac("spy", "tests.jacsparse.test_cli:unknown_at_the_end", "--layer", "0", "--input", "2,6,6")
+    assert status == 0 and out.startswith("0: 48 × 72, nnz"), err
+
+
+def test_a_double_model(jac) -> None:
+    words = ("tests.jacsparse.test_cli:double_model", "--input", "2,6,6", "--schedule", "linear", "--data", "random")
+    status, _, err = jac("flop", *words)
+    assert status == 0, err
+
+
+def test_a_checkpoint_of_another_size(jac, tmp_path: Path) -> None:
+    path = tmp_path / "hundred.safetensors"
+    save_checkpoint(path, build("lenet5", num_classes=100))
+    status, out, err = jac("flop", "lenet5", "--checkpoint", path, "--schedule", "linear", "--part", "classifier")
+    assert status == 0 and "100" in out, err
+
+
+def test_a_figure_of_a_single_stage(tmp_path: Path) -> None:
+    jacsparse.count_flop(torch.nn.Linear(4, 3), (4,)).plot(tmp_path / "f.png")
+    assert (tmp_path / "f.png").exists()

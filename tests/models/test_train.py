@@ -383,5 +383,5 @@ def test_damaged_training_state(
 
 def test_resumed_with_other_classes(settings: TrainSettings, data: Dataset) -> None:
     train(settings, data=data)
-    with pytest.raises(ValueError, match="but the data have 100 classes; resume with the data"):
+    with pytest.raises(ValueError, match="but the data have 100 classes and 3 channels; resume with the data"):
         train(settings, data=dataclasses.replace(data, classes=100), resume=True)
