@@ -52,8 +52,11 @@ def loss_curves(
     schedule: str = "blelloch",
     seed: int = 0,
     say: Callable[[str], None] = lambda _: None,
-) -> tuple[Curve, Curve]:
-    """Train LeNet-5 on digits twice, from the same weights over the same batches: by back-propagation and by scan.
+) -> tuple[Curve, Curve, Curve]:
+    """Train LeNet-5 on digits, from the same weights over the same batches: by back-propagation and by scan.
+
+    And once more by back-propagation, with the samples of each batch in another order: what the order of a sum, and so
+    rounding, does to a training.
 
     Parameters
     ----------
@@ -72,22 +75,23 @@ def loss_curves(
 
     Returns
     -------
-    baseline, scan : Curve
+    baseline, scan, reordered : Curve
     """
     data = load_data("digits")
     data = replace(data, train_images=data.train_images.to(dtype), test_images=data.test_images.to(dtype))
-    models = (_lenet5(dtype, seed), Scan(_lenet5(dtype, seed), schedule=schedule))
+    models = (_lenet5(dtype, seed), Scan(_lenet5(dtype, seed), schedule=schedule), _lenet5(dtype, seed))
     optimizers = [torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM) for model in models]
-    curves = (Curve(), Curve())
+    curves = (Curve(), Curve(), Curve())
     generator = torch.Generator().manual_seed(seed)
     for iteration in range(iterations):
         say(f"{dtype}: iteration {iteration + 1} of {iterations}")
         chosen = torch.randint(len(data.train_labels), (batch,), generator=generator)
-        for model, optimizer, curve in zip(models, optimizers, curves, strict=True):
+        orders = (chosen, chosen, chosen.flip(0))
+        for model, optimizer, curve, order in zip(models, optimizers, curves, orders, strict=True):
             if iteration % TEST_EVERY == 0:
                 curve.test.append(_test_loss(model, data))
             begin = time.perf_counter()
-            curve.train.append(_step(model, optimizer, data.train_images[chosen], data.train_labels[chosen]))
+            curve.train.append(_step(model, optimizer, data.train_images[order], data.train_labels[order]))
             curve.seconds.append(time.perf_counter() - begin)
     return curves
 
@@ -164,8 +168,20 @@ class LenetConvergence(Experiment):
         save_figure(figure, path)
 
 
-def _rows(baseline: Curve, scan: Curve, name: str, group: str, tolerance: float) -> list[Row]:
-    difference = max(abs(one - other) for one, other in zip(baseline.train, scan.train, strict=True))
+def _difference(one: Curve, other: Curve) -> float:
+    """The largest between the losses of two trainings."""
+    return max(abs(a - b) for a, b in zip(one.train, other.train, strict=True))
+
+
+def _rows(baseline: Curve, scan: Curve, reordered: Curve, name: str, group: str, tolerance: float) -> list[Row]:
+    difference = _difference(baseline, scan)
+    rounding = Row.of_value(
+        f"back-propagation's own, samples of each batch in another order, {name}",
+        _difference(baseline, reordered),
+        "loss",
+        group=group,
+        role="reference",
+    )
     # A single batch's loss goes up and down: the mean of a few says where training stands.
     few = max(1, min(10, len(scan.train) // 2))
     left = sum(scan.train[-few:]) / sum(scan.train[:few])
@@ -186,6 +202,7 @@ def _rows(baseline: Curve, scan: Curve, name: str, group: str, tolerance: float)
             comparisons=(Comparison(f"difference / {tolerance:g}", difference / tolerance, at_most=1),),
             data=curves,
         ),
+        rounding,
         Row.of_value(
             f"loss of the last {few} iterations over that of the first {few}, {name}",
             left,

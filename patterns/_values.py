@@ -101,11 +101,14 @@ def take(source: torch.Tensor, place: np.ndarray) -> torch.Tensor:
 
 
 def repeat_rows(
-    source: np.ndarray, start: np.ndarray, indptr: np.ndarray, out: np.ndarray, shift: np.ndarray | None = None
+    source: np.ndarray,
+    start: np.ndarray,
+    indptr: np.ndarray,
+    work: np.ndarray,
+    out: np.ndarray,
+    shift: np.ndarray | None = None,
 ) -> None:
     """Fill each row of `out` with what `source` holds from ``start[row]`` on, plus ``shift[row]`` where given."""
-    # Runs of consecutive elements: four times as fast as a flat loop that looks each one up.
-    work = indptr // (4 * SIMD)
     if shift is None:
         run_rows(_repeat, work, source, start, indptr, out)
     else:

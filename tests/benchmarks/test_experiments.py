@@ -153,7 +153,7 @@ def test_mkl_without_the_wheel_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.float64, 1e-9)])
 def test_scan_and_back_propagation_train_alike(dtype: torch.dtype, tolerance: float) -> None:
-    baseline, scan = loss_curves(30, dtype, batch=4)
+    baseline, scan, _ = loss_curves(30, dtype, batch=32)
     assert len(baseline.train) == len(scan.train) == 30 and len(scan.test) == 2
     assert max(abs(one - other) for one, other in zip(baseline.train, scan.train, strict=True)) <= tolerance
     assert len(set(scan.train)) == 30
