@@ -14,12 +14,13 @@ if (_ROOT / "setup.cfg").exists():
     __path__.append(str(_ROOT))
 
 if TYPE_CHECKING:
-    from . import nn, schedule
+    from . import nn, recurrence, schedule
     from ._chain import Chain, Stage, chain
     from ._flop import FlopReport, count_flop
     from ._jacobian import SparseJacobian, jacobian, jacobian_pattern
     from ._scan import backward, vjp
     from .patterns import Pattern, UnsupportedOperatorError
+    from .recurrence import linear_recurrence
     from .spgemm import ProductPlan, plan_product
 
 __all__ = [
@@ -36,8 +37,10 @@ __all__ = [
     "count_flop",
     "jacobian",
     "jacobian_pattern",
+    "linear_recurrence",
     "nn",
     "plan_product",
+    "recurrence",
     "schedule",
     "vjp",
 ]
@@ -52,6 +55,7 @@ _HOMES = {
     "SparseJacobian": "_jacobian",
     "jacobian": "_jacobian",
     "jacobian_pattern": "_jacobian",
+    "linear_recurrence": "recurrence",
     "backward": "_scan",
     "vjp": "_scan",
     "Pattern": "patterns",
@@ -62,7 +66,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("nn", "schedule", "patterns", "spgemm", "models"):
+    if name in ("nn", "recurrence", "schedule", "patterns", "spgemm", "models"):
         return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
         return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

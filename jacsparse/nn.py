@@ -1,4 +1,4 @@
-"""Modules whose backward pass is a scan."""
+"""Modules whose backward pass is a scan: of any chain of operators, and recurrent layers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import nn
 from ._chain import chain, check_input
 from ._modules import settings_of
 from ._scan import Scanner, check_limit, scanned
+from .recurrence import GRU, LSTM, RNN
 from .schedule import Schedule, parse
 
-__all__ = ["Scan"]
+__all__ = ["GRU", "LSTM", "RNN", "Scan"]
 
 # For how many input shapes plans are kept.
 _SHAPES = 8

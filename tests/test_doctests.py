@@ -13,7 +13,7 @@ import torch
 import jacsparse
 
 README = Path(__file__).parent.parent / "README.md"
-PACKAGES = ("jacsparse", "jacsparse.patterns", "jacsparse.spgemm", "jacsparse.models")
+PACKAGES = ("jacsparse", "jacsparse.recurrence", "jacsparse.patterns", "jacsparse.spgemm", "jacsparse.models")
 
 
 def modules() -> list[str]:

@@ -1,0 +1,384 @@
+"""Kernels of recurrent cells: forward keeping the gates, and backward, each over runs of consecutive steps.
+
+A *run* is some consecutive steps of one sample in one direction of time: a whole sequence, or a chunk of it. Step ``i``
+of run ``r`` is at time ``t = begin[r] + i * direction``, in row ``offset[t] + sample[r]`` of the arrays that have a row
+for each time and sample, as a `PackedSequence` orders them. Runs come longest first and are taken `ROWS` at a time:
+those share their passes over the weights, and each one's arithmetic is the same whichever others it is with.
+
+Weights are padded: ``w[k, g * width + j]`` is what element ``k`` of the state weighs in element ``j`` of gate ``g``
+(forward), or what element ``k`` of gate ``g``, row ``g * width + k``, weighs in element ``j`` of the state (backward).
+
+All loops over elements are over whole arrays by a plain index, for LLVM to vectorise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..patterns._runtime import inlined, kernel
+from ._vector import ROWS, copy_elements, multiply_rows, sigmoid, tanh
+
+__all__ = ["gru_backward", "gru_forward", "lstm_backward", "lstm_forward", "rnn_backward", "rnn_forward"]
+
+
+@inlined
+def _row(sample, begin, direction, offset, run, step):
+    """In which row a run's step is."""
+    return offset[begin[run] + step * direction] + sample[run]
+
+
+@inlined
+def _scratch(width, like):
+    return np.zeros(ROWS * width, like.dtype)
+
+
+@kernel
+def rnn_forward(first, last, sample, begin, count, direction, offset, x, w, relu, start, out, end):
+    """``h = tanh(x + W h)``, or ReLU; `start` and `end` are the runs' first and last states."""
+    size, width = start.shape[1], w.shape[1]
+    zero = x.dtype.type(0)
+    starts, ends, weights, entered, shown = (
+        start.reshape(-1),
+        end.reshape(-1),
+        w.reshape(-1),
+        x.reshape(-1),
+        out.reshape(-1),
+    )
+    state, total = _scratch(width, x), _scratch(width, x)
+    for block in range(first, last):
+        run = block * ROWS
+        rows = min(ROWS, len(sample) - run)
+        for r in range(rows):
+            copy_elements(state, r * width, starts, (run + r) * size, size)
+        active = rows
+        for step in range(count[run]):
+            while count[run + active - 1] <= step:
+                active -= 1
+            for r in range(active):
+                row = _row(sample, begin, direction, offset, run + r, step)
+                copy_elements(total, r * width, entered, row * size, size)
+            multiply_rows(total, 0, width, weights, 0, width, state, 0, width, size, width, active)
+            if relu:
+                for i in range(active * width):
+                    state[i] = zero if total[i] < zero else total[i]
+            else:
+                for i in range(active * width):
+                    state[i] = tanh(total[i])
+            for r in range(active):
+                row = _row(sample, begin, direction, offset, run + r, step)
+                copy_elements(shown, row * size, state, r * width, size)
+        for r in range(rows):
+            copy_elements(ends, (run + r) * size, state, r * width, size)
+
+
+@kernel
+def rnn_backward(
+    first, last, sample, begin, count, direction, offset, h, w, relu, grad_out, grad_end, grad_gates, grad_start
+):
+    """``v_t = g_t + Wᵀ (v_{t+1} ∘ f'_{t+1})``: writes ``v ∘ f'`` of each step, and each run's gradient of its start.
+
+    `grad_out` or `grad_gates` without rows: there are no gradients of outputs, or those of gates are not wanted.
+    """
+    size, width = grad_end.shape[1], w.shape[1]
+    zero, one = h.dtype.type(0), h.dtype.type(1)
+    weights, outputs, added, written = w.reshape(-1), h.reshape(-1), grad_out.reshape(-1), grad_gates.reshape(-1)
+    ends, starts = grad_end.reshape(-1), grad_start.reshape(-1)
+    v, g, d, state = _scratch(width, h), _scratch(width, h), _scratch(width, h), _scratch(width, h)
+    for block in range(first, last):
+        run = block * ROWS
+        rows = min(ROWS, len(sample) - run)
+        for r in range(rows):
+            copy_elements(v, r * width, ends, (run + r) * size, size)
+        active = rows
+        for back in range(count[run]):
+            while count[run + active - 1] <= back:
+                active -= 1
+            for r in range(active):
+                row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
+                copy_elements(state, r * width, outputs, row * size, size)
+                if len(added):
+                    copy_elements(g, r * width, added, row * size, size)
+            if relu:
+                for i in range(active * width):
+                    d[i] = v[i] + g[i] if state[i] > zero else zero
+            else:
+                for i in range(active * width):
+                    d[i] = (v[i] + g[i]) * (one - state[i] * state[i])
+            if len(written):
+                for r in range(active):
+                    row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
+                    copy_elements(written, row * size, d, r * width, size)
+            for i in range(active * width):
+                v[i] = zero
+            multiply_rows(v, 0, width, weights, 0, width, d, 0, width, size, width, active)
+        for r in range(rows):
+            copy_elements(starts, (run + r) * size, v, r * width, size)
+
+
+@kernel
+def gru_forward(first, last, sample, begin, count, direction, offset, x, w, bias, start, out, gates, end):
+    """Equation 4.3: ``r = σ(x_r + W_r h)``, ``z = σ(x_z + W_z h)``, ``n = tanh(x_n + r (W_n h + b))``.
+
+    ``h ← n + z (h - n)``. Where `gates` has rows, r, z, n and ``m = W_n h + b`` are kept there.
+    """
+    size, width = start.shape[1], w.shape[1] // 3
+    starts, ends, weights, entered, shown = (
+        start.reshape(-1),
+        end.reshape(-1),
+        w.reshape(-1),
+        x.reshape(-1),
+        out.reshape(-1),
+    )
+    keep = gates.reshape(-1)
+    state, reset, update = _scratch(width, x), _scratch(width, x), _scratch(width, x)
+    fresh, inner = _scratch(width, x), _scratch(width, x)
+    for block in range(first, last):
+        run = block * ROWS
+        rows = min(ROWS, len(sample) - run)
+        for r in range(rows):
+            copy_elements(state, r * width, starts, (run + r) * size, size)
+        active = rows
+        for step in range(count[run]):
+            while count[run + active - 1] <= step:
+                active -= 1
+            for r in range(active):
+                at = 3 * size * _row(sample, begin, direction, offset, run + r, step)
+                copy_elements(reset, r * width, entered, at, size)
+                copy_elements(update, r * width, entered, at + size, size)
+                copy_elements(fresh, r * width, entered, at + 2 * size, size)
+                copy_elements(inner, r * width, bias, 0, size)
+            multiply_rows(reset, 0, width, weights, 0, 3 * width, state, 0, width, size, width, active)
+            multiply_rows(update, 0, width, weights, width, 3 * width, state, 0, width, size, width, active)
+            multiply_rows(inner, 0, width, weights, 2 * width, 3 * width, state, 0, width, size, width, active)
+            for i in range(active * width):
+                reset[i] = sigmoid(reset[i])
+            for i in range(active * width):
+                update[i] = sigmoid(update[i])
+            for i in range(active * width):
+                fresh[i] = tanh(fresh[i] + reset[i] * inner[i])
+            for i in range(active * width):
+                state[i] = fresh[i] + update[i] * (state[i] - fresh[i])
+            for r in range(active):
+                row = _row(sample, begin, direction, offset, run + r, step)
+                copy_elements(shown, row * size, state, r * width, size)
+                if len(keep):
+                    copy_elements(keep, 4 * row * size, reset, r * width, size)
+                    copy_elements(keep, (4 * row + 1) * size, update, r * width, size)
+                    copy_elements(keep, (4 * row + 2) * size, fresh, r * width, size)
+                    copy_elements(keep, (4 * row + 3) * size, inner, r * width, size)
+        for r in range(rows):
+            copy_elements(ends, (run + r) * size, state, r * width, size)
+
+
+@kernel
+def gru_backward(
+    first,
+    last,
+    sample,
+    begin,
+    count,
+    direction,
+    offset,
+    h,
+    gates,
+    initial,
+    edge,
+    w,
+    grad_out,
+    grad_end,
+    grad_gates,
+    grad_start,
+):
+    """Writes the gradients of what enters r, z, n and of ``m``; `initial` is the state before time ``edge[sample]``."""
+    size, width = grad_end.shape[1], w.shape[1]
+    one, part = h.dtype.type(1), width * width
+    weights, outputs, first_states, keep = w.reshape(-1), h.reshape(-1), initial.reshape(-1), gates.reshape(-1)
+    added, written = grad_out.reshape(-1), grad_gates.reshape(-1)
+    ends, starts = grad_end.reshape(-1), grad_start.reshape(-1)
+    v, g, before = _scratch(width, h), _scratch(width, h), _scratch(width, h)
+    reset, update, fresh, inner = _scratch(width, h), _scratch(width, h), _scratch(width, h), _scratch(width, h)
+    for block in range(first, last):
+        run = block * ROWS
+        rows = min(ROWS, len(sample) - run)
+        for r in range(rows):
+            copy_elements(v, r * width, ends, (run + r) * size, size)
+        active = rows
+        for back in range(count[run]):
+            while count[run + active - 1] <= back:
+                active -= 1
+            for r in range(active):
+                own, time = sample[run + r], begin[run + r] + (count[run + r] - 1 - back) * direction
+                row = offset[time] + own
+                copy_elements(reset, r * width, keep, 4 * row * size, size)
+                copy_elements(update, r * width, keep, (4 * row + 1) * size, size)
+                copy_elements(fresh, r * width, keep, (4 * row + 2) * size, size)
+                copy_elements(inner, r * width, keep, (4 * row + 3) * size, size)
+                if time == edge[own]:
+                    copy_elements(before, r * width, first_states, own * size, size)
+                else:
+                    copy_elements(before, r * width, outputs, (offset[time - direction] + own) * size, size)
+                if len(added):
+                    copy_elements(g, r * width, added, row * size, size)
+            for i in range(active * width):
+                grad = v[i] + g[i]
+                grad_fresh = grad * (one - update[i]) * (one - fresh[i] * fresh[i])
+                v[i] = grad * update[i]
+                update[i] = grad * (before[i] - fresh[i]) * update[i] * (one - update[i])
+                fresh[i] = grad_fresh
+                grad_inner = grad_fresh * reset[i]
+                reset[i] = grad_inner * inner[i] * (one - reset[i])
+                inner[i] = grad_inner
+            if len(written):
+                for r in range(active):
+                    row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
+                    copy_elements(written, 4 * row * size, reset, r * width, size)
+                    copy_elements(written, (4 * row + 1) * size, update, r * width, size)
+                    copy_elements(written, (4 * row + 2) * size, fresh, r * width, size)
+                    copy_elements(written, (4 * row + 3) * size, inner, r * width, size)
+            multiply_rows(v, 0, width, weights, 0, width, reset, 0, width, size, width, active)
+            multiply_rows(v, 0, width, weights, part, width, update, 0, width, size, width, active)
+            multiply_rows(v, 0, width, weights, 2 * part, width, inner, 0, width, size, width, active)
+        for r in range(rows):
+            copy_elements(starts, (run + r) * size, v, r * width, size)
+
+
+@kernel
+def lstm_forward(first, last, sample, begin, count, direction, offset, x, w, start, out, gates, end):
+    """``c ← σ(f) c + σ(i) tanh(g)``, ``h ← σ(o) tanh(c)``; states hold h and then c.
+
+    Where `gates` has rows, i, f, g, o and c are kept there.
+    """
+    size, width = start.shape[1] // 2, w.shape[1] // 4
+    starts, ends, weights, entered, shown = (
+        start.reshape(-1),
+        end.reshape(-1),
+        w.reshape(-1),
+        x.reshape(-1),
+        out.reshape(-1),
+    )
+    keep = gates.reshape(-1)
+    state, cell = _scratch(width, x), _scratch(width, x)
+    enter, forget, fresh, leave = _scratch(width, x), _scratch(width, x), _scratch(width, x), _scratch(width, x)
+    for block in range(first, last):
+        run = block * ROWS
+        rows = min(ROWS, len(sample) - run)
+        for r in range(rows):
+            copy_elements(state, r * width, starts, 2 * (run + r) * size, size)
+            copy_elements(cell, r * width, starts, (2 * (run + r) + 1) * size, size)
+        active = rows
+        for step in range(count[run]):
+            while count[run + active - 1] <= step:
+                active -= 1
+            for r in range(active):
+                at = 4 * size * _row(sample, begin, direction, offset, run + r, step)
+                copy_elements(enter, r * width, entered, at, size)
+                copy_elements(forget, r * width, entered, at + size, size)
+                copy_elements(fresh, r * width, entered, at + 2 * size, size)
+                copy_elements(leave, r * width, entered, at + 3 * size, size)
+            multiply_rows(enter, 0, width, weights, 0, 4 * width, state, 0, width, size, width, active)
+            multiply_rows(forget, 0, width, weights, width, 4 * width, state, 0, width, size, width, active)
+            multiply_rows(fresh, 0, width, weights, 2 * width, 4 * width, state, 0, width, size, width, active)
+            multiply_rows(leave, 0, width, weights, 3 * width, 4 * width, state, 0, width, size, width, active)
+            for i in range(active * width):
+                enter[i] = sigmoid(enter[i])
+            for i in range(active * width):
+                forget[i] = sigmoid(forget[i])
+            for i in range(active * width):
+                fresh[i] = tanh(fresh[i])
+            for i in range(active * width):
+                leave[i] = sigmoid(leave[i])
+            for i in range(active * width):
+                cell[i] = forget[i] * cell[i] + enter[i] * fresh[i]
+            for i in range(active * width):
+                state[i] = leave[i] * tanh(cell[i])
+            for r in range(active):
+                row = _row(sample, begin, direction, offset, run + r, step)
+                copy_elements(shown, row * size, state, r * width, size)
+                if len(keep):
+                    copy_elements(keep, 5 * row * size, enter, r * width, size)
+                    copy_elements(keep, (5 * row + 1) * size, forget, r * width, size)
+                    copy_elements(keep, (5 * row + 2) * size, fresh, r * width, size)
+                    copy_elements(keep, (5 * row + 3) * size, leave, r * width, size)
+                    copy_elements(keep, (5 * row + 4) * size, cell, r * width, size)
+        for r in range(rows):
+            copy_elements(ends, 2 * (run + r) * size, state, r * width, size)
+            copy_elements(ends, (2 * (run + r) + 1) * size, cell, r * width, size)
+
+
+@kernel
+def lstm_backward(
+    first,
+    last,
+    sample,
+    begin,
+    count,
+    direction,
+    offset,
+    gates,
+    initial,
+    edge,
+    w,
+    grad_out,
+    grad_end,
+    grad_gates,
+    grad_start,
+):
+    """Writes the gradients of what enters i, f, g and o; `initial` is the state before time ``edge[sample]``."""
+    size, width = grad_end.shape[1] // 2, w.shape[1]
+    zero, one, part = gates.dtype.type(0), gates.dtype.type(1), width * width
+    weights, first_states, keep = w.reshape(-1), initial.reshape(-1), gates.reshape(-1)
+    added, written = grad_out.reshape(-1), grad_gates.reshape(-1)
+    ends, starts = grad_end.reshape(-1), grad_start.reshape(-1)
+    v, cell_v, g, before = _scratch(width, w), _scratch(width, w), _scratch(width, w), _scratch(width, w)
+    enter, forget, fresh = _scratch(width, w), _scratch(width, w), _scratch(width, w)
+    leave, cell = _scratch(width, w), _scratch(width, w)
+    for block in range(first, last):
+        run = block * ROWS
+        rows = min(ROWS, len(sample) - run)
+        for r in range(rows):
+            copy_elements(v, r * width, ends, 2 * (run + r) * size, size)
+            copy_elements(cell_v, r * width, ends, (2 * (run + r) + 1) * size, size)
+        active = rows
+        for back in range(count[run]):
+            while count[run + active - 1] <= back:
+                active -= 1
+            for r in range(active):
+                own, time = sample[run + r], begin[run + r] + (count[run + r] - 1 - back) * direction
+                row = offset[time] + own
+                copy_elements(enter, r * width, keep, 5 * row * size, size)
+                copy_elements(forget, r * width, keep, (5 * row + 1) * size, size)
+                copy_elements(fresh, r * width, keep, (5 * row + 2) * size, size)
+                copy_elements(leave, r * width, keep, (5 * row + 3) * size, size)
+                copy_elements(cell, r * width, keep, (5 * row + 4) * size, size)
+                if time == edge[own]:
+                    copy_elements(before, r * width, first_states, (2 * own + 1) * size, size)
+                else:
+                    copy_elements(before, r * width, keep, (5 * (offset[time - direction] + own) + 4) * size, size)
+                if len(added):
+                    copy_elements(g, r * width, added, row * size, size)
+            for i in range(active * width):
+                cell[i] = tanh(cell[i])
+            for i in range(active * width):
+                grad = v[i] + g[i]
+                grad_cell = cell_v[i] + grad * leave[i] * (one - cell[i] * cell[i])
+                cell_v[i] = grad_cell * forget[i]
+                grad_enter = grad_cell * fresh[i] * enter[i] * (one - enter[i])
+                fresh[i] = grad_cell * enter[i] * (one - fresh[i] * fresh[i])
+                enter[i] = grad_enter
+                forget[i] = grad_cell * before[i] * forget[i] * (one - forget[i])
+                leave[i] = grad * cell[i] * leave[i] * (one - leave[i])
+                v[i] = zero
+            if len(written):
+                for r in range(active):
+                    row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
+                    copy_elements(written, 4 * row * size, enter, r * width, size)
+                    copy_elements(written, (4 * row + 1) * size, forget, r * width, size)
+                    copy_elements(written, (4 * row + 2) * size, fresh, r * width, size)
+                    copy_elements(written, (4 * row + 3) * size, leave, r * width, size)
+            multiply_rows(v, 0, width, weights, 0, width, enter, 0, width, size, width, active)
+            multiply_rows(v, 0, width, weights, part, width, forget, 0, width, size, width, active)
+            multiply_rows(v, 0, width, weights, 2 * part, width, fresh, 0, width, size, width, active)
+            multiply_rows(v, 0, width, weights, 3 * part, width, leave, 0, width, size, width, active)
+        for r in range(rows):
+            copy_elements(starts, 2 * (run + r) * size, v, r * width, size)
+            copy_elements(starts, (2 * (run + r) + 1) * size, cell_v, r * width, size)

@@ -1,0 +1,533 @@
+"""`linear_recurrence`: ``h_t = A_t h_{t-1} + b_t``, differentiable in all its arguments."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ..patterns import Pattern
+from ..patterns._runtime import run_rows
+from ..spgemm import matvec, plan_product
+from . import _linear_kernels as kernels
+from ._chunks import Chunks
+from ._once import once
+from ._runs import Runs, Sequences
+from ._sweeps import Report, Sweep, composed, relax
+from ._vector import padded
+
+__all__ = ["Blocks", "Dense", "Diagonal", "Scaled", "Sparse", "linear_recurrence"]
+
+SCHEDULES = ("auto", "linear", "chunked", "blelloch", "relaxed")
+
+#: Steps of a chunk where none are given.
+CHUNK = 128
+
+
+class Blocks(ABC):
+    """The matrices ``A_t`` of a recurrence, n × n, in one of several forms.
+
+    Attributes
+    ----------
+    size : int
+        n.
+    """
+
+    #: What the matrices are made of, in the order of the constructor's arguments.
+    tensors: tuple[torch.Tensor, ...]
+    size: int
+    _kernels: ClassVar[tuple[Any, Any]]
+
+    @property
+    @abstractmethod
+    def time(self) -> int:
+        """Steps."""
+
+    @property
+    @abstractmethod
+    def batch(self) -> int:
+        """Samples; 1 where all share the matrices."""
+
+    @abstractmethod
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Blocks:
+        """The same form made of other tensors."""
+
+    @abstractmethod
+    def dense(self) -> torch.Tensor:
+        """``(time, batch, n, n)``."""
+
+    @abstractmethod
+    def gradients(self, v: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gradients of `tensors` from those of the states and the states before, both ``(time, batch, n)``."""
+
+    @abstractmethod
+    def arrays(self, *, adjoint: bool) -> tuple[Any, ...]:
+        """What the kernel takes."""
+
+    @abstractmethod
+    def step_work(self) -> int:
+        """Elementary operations of a step of a sample."""
+
+    def run(
+        self,
+        runs: Runs,
+        added: torch.Tensor | None,
+        start: torch.Tensor,
+        out: torch.Tensor | None,
+        *,
+        adjoint: bool,
+    ) -> torch.Tensor:
+        """Take runs from first to last states, or back."""
+        end = torch.empty_like(start)
+        empty = np.empty((0, 0), dtype=start.numpy().dtype)
+        arrays = (
+            *self.arrays(adjoint=adjoint),
+            empty if added is None else added.numpy().reshape(-1, self.size),
+            start.numpy(),
+            empty if out is None else out.numpy().reshape(-1, self.size),
+            end.numpy(),
+        )
+        table = (runs.sample, runs.begin, runs.count, runs.direction, runs.sequences.batch)
+        work = np.append(0, np.cumsum(runs.count * self.step_work()))
+        run_rows(self._kernels[adjoint], work, *table, *arrays)
+        return end
+
+
+def _checked(name: str, value: Any, ndim: int, sizes: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
+    if value.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
+    if value.device.type != "cpu":
+        raise ValueError(f"{name} is on {value.device}; this runs on the CPU: move it with .cpu()")
+    if value.ndim != ndim:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {sizes}")
+    return value
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().contiguous().numpy()
+
+
+class Dense(Blocks):
+    """Full matrices.
+
+    Parameters
+    ----------
+    blocks : Tensor, (time, batch, n, n)
+        ``A_t`` of each sample; a batch of 1 is shared by all.
+    """
+
+    _kernels = (kernels.dense_sweep, kernels.dense_adjoint)
+
+    def __init__(self, blocks: torch.Tensor) -> None:
+        self.blocks = _checked("blocks", blocks, 4, "(time, batch, n, n)")
+        if blocks.shape[2] != blocks.shape[3]:
+            raise ValueError(f"blocks has shape {tuple(blocks.shape)}; expected square matrices, (time, batch, n, n)")
+        self.tensors, self.size = (blocks,), blocks.shape[3]
+
+    @property
+    def time(self) -> int:
+        return self.blocks.shape[0]
+
+    @property
+    def batch(self) -> int:
+        return self.blocks.shape[1]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Dense:
+        return Dense(*tensors)
+
+    def dense(self) -> torch.Tensor:
+        return self.blocks
+
+    def gradients(self, v: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outer = v.unsqueeze(3) * before.unsqueeze(2)
+        return (outer.sum(dim=1, keepdim=True) if self.batch == 1 else outer,)
+
+    def arrays(self, *, adjoint: bool) -> tuple[Any, ...]:
+        return _array(self.blocks), self.batch == 1
+
+    def step_work(self) -> int:
+        return self.size * (self.size // 8 + 4)
+
+
+class Diagonal(Blocks):
+    """Diagonal matrices.
+
+    Parameters
+    ----------
+    d : Tensor, (time, batch, n)
+        ``A_t = diag(d_t)``; a batch of 1 is shared by all.
+    """
+
+    _kernels = (kernels.diagonal_sweep, kernels.diagonal_adjoint)
+
+    def __init__(self, d: torch.Tensor) -> None:
+        self.d = _checked("d", d, 3, "(time, batch, n)")
+        self.tensors, self.size = (d,), d.shape[2]
+
+    @property
+    def time(self) -> int:
+        return self.d.shape[0]
+
+    @property
+    def batch(self) -> int:
+        return self.d.shape[1]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Diagonal:
+        return Diagonal(*tensors)
+
+    def dense(self) -> torch.Tensor:
+        return torch.diag_embed(self.d)
+
+    def gradients(self, v: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = v * before
+        return (found.sum(dim=1, keepdim=True) if self.batch == 1 else found,)
+
+    def arrays(self, *, adjoint: bool) -> tuple[Any, ...]:
+        return _array(self.d), self.batch == 1
+
+    def step_work(self) -> int:
+        return self.size // 8 + 4
+
+
+class Scaled(Blocks):
+    """One matrix with its columns scaled, never multiplied out: what a plain RNN's Jacobians are.
+
+    Parameters
+    ----------
+    W : Tensor, (n, n)
+        Common to all steps and samples.
+    d : Tensor, (time, batch, n)
+        ``A_t = W diag(d_t)``; a batch of 1 is shared by all.
+    """
+
+    _kernels = (kernels.scaled_sweep, kernels.scaled_adjoint)
+
+    def __init__(self, W: torch.Tensor, d: torch.Tensor) -> None:
+        self.W, self.d = _checked("W", W, 2, "(n, n)"), _checked("d", d, 3, "(time, batch, n)")
+        if tuple(W.shape) != (d.shape[2], d.shape[2]):
+            raise ValueError(f"W has shape {tuple(W.shape)}; expected ({d.shape[2]}, {d.shape[2]}), as d has columns")
+        if W.dtype != d.dtype:
+            raise TypeError(f"W is {W.dtype} and d is {d.dtype}; convert one of them")
+        self.tensors, self.size = (W, d), d.shape[2]
+
+    @property
+    def time(self) -> int:
+        return self.d.shape[0]
+
+    @property
+    def batch(self) -> int:
+        return self.d.shape[1]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Scaled:
+        return Scaled(*tensors)
+
+    def dense(self) -> torch.Tensor:
+        return self.W * self.d.unsqueeze(2)
+
+    def gradients(self, v: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scaled = (self.d * before).reshape(-1, self.size)
+        found = (v @ self.W) * before
+        return (
+            v.reshape(-1, self.size).T @ scaled,
+            found.sum(dim=1, keepdim=True) if self.batch == 1 else found,
+        )
+
+    def arrays(self, *, adjoint: bool) -> tuple[Any, ...]:
+        rows = np.zeros((self.size, padded(self.size)), dtype=_array(self.W).dtype)
+        rows[:, : self.size] = _array(self.W if adjoint else self.W.T)
+        return rows, _array(self.d), self.batch == 1
+
+    def step_work(self) -> int:
+        return self.size * (self.size // 8 + 2)
+
+
+class Sparse(Blocks):
+    """Sparse matrices that share one pattern: what a pruned recurrent network's Jacobians are.
+
+    Parameters
+    ----------
+    pattern : Pattern
+        n × n.
+    values : Tensor, (time, nnz, batch)
+        Of each step; a batch of 1 is shared by all samples.
+    """
+
+    _kernels = (kernels.sparse_sweep, kernels.sparse_adjoint)
+
+    def __init__(self, pattern: Pattern, values: torch.Tensor) -> None:
+        if not isinstance(pattern, Pattern):
+            raise TypeError(f"pattern is a {type(pattern).__name__}; expected a Pattern")
+        if pattern.shape[0] != pattern.shape[1]:
+            raise ValueError(f"pattern is {pattern.shape[0]} × {pattern.shape[1]}; expected a square one")
+        self.pattern, self.values = pattern, _checked("values", values, 3, "(time, nnz, batch)")
+        if values.shape[1] != pattern.nnz:
+            raise ValueError(f"values has shape {tuple(values.shape)}; expected (time, {pattern.nnz}, batch)")
+        self.tensors, self.size = (values,), pattern.shape[0]
+
+    @property
+    def time(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def batch(self) -> int:
+        return self.values.shape[2]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Sparse:
+        return Sparse(self.pattern, *tensors)
+
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and column of each entry."""
+        rows = np.repeat(np.arange(self.size), np.diff(self.pattern.indptr))
+        return torch.from_numpy(rows), torch.from_numpy(self.pattern.indices.astype(np.int64))
+
+    def dense(self) -> torch.Tensor:
+        blocks = self.values.new_zeros(self.time, self.batch, self.size, self.size)
+        rows, columns = self._places()
+        blocks[:, :, rows, columns] = self.values.transpose(1, 2)
+        return blocks
+
+    def gradients(self, v: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows, columns = self._places()
+        found = (v[:, :, rows] * before[:, :, columns]).transpose(1, 2)
+        return (found.sum(dim=2, keepdim=True) if self.batch == 1 else found,)
+
+    def arrays(self, *, adjoint: bool) -> tuple[Any, ...]:
+        return self.pattern.indptr, self.pattern.indices, _array(self.values)
+
+    def step_work(self) -> int:
+        return self.pattern.nnz + 4 * self.size
+
+
+@dataclass
+class _Linear(Sweep):
+    """A linear recurrence, or its adjoint."""
+
+    blocks: Blocks
+    added: torch.Tensor | None
+    out: torch.Tensor
+    adjoint: bool
+
+    def run(self, runs: Runs, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
+        return self.blocks.run(runs, self.added, start, self.out if record else None, adjoint=self.adjoint)
+
+    def matrices(self, runs: Runs) -> torch.Tensor:
+        size = self.blocks.size
+        units = torch.eye(size, dtype=self.out.dtype).repeat(len(runs), 1)
+        ends = self.blocks.run(runs.repeat(size), None, units, None, adjoint=self.adjoint)
+        return ends.reshape(len(runs), size, size)
+
+
+def linear_recurrence(
+    A: Blocks,
+    b: torch.Tensor,
+    h0: torch.Tensor | None = None,
+    *,
+    reverse: bool = False,
+    schedule: str = "auto",
+    reports: list[Report] | None = None,
+) -> torch.Tensor:
+    """Solve ``h_t = A_t h_{t-1} + b_t`` for all t, differentiably.
+
+    Parameters
+    ----------
+    A : Dense, Diagonal, Scaled or Sparse
+        The matrices, n × n, of each step.
+    b : Tensor, (time, batch, n)
+        What is added; float32 or float64.
+    h0 : Tensor, (batch, n), optional
+        The state before the first step; zeros where left out.
+    reverse : bool
+        Whether to go from the last step to the first: ``h_t = A_t h_{t+1} + b_t``.
+    schedule : str
+        ``linear``: step after step, samples side by side. ``chunked`` or ``chunked:STEPS``: what each chunk of steps
+        does to a state, as a matrix, side by side; then the states at the boundaries; then every chunk by itself.
+        ``blelloch``: a parallel scan over single steps. ``relaxed`` or ``relaxed:STEPS``: chunks from guessed states,
+        again from the neighbours' results until they agree; chunked where they do not. ``auto``: linear, since no
+        other does less work on the same number of workers.
+    reports : list, optional
+        Takes a `Report` of this solution, and later of its gradient's.
+
+    Returns
+    -------
+    Tensor, (time, batch, n)
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where a tensor's kind, dtype, device or shape does not fit, or the schedule is unknown.
+
+    Notes
+    -----
+    The adjoint, ``v_t = g_t + A_{t+1}ᵀ v_{t+1}``, is a linear recurrence too, solved by the same schedule; thesis,
+    section 3.1, with a loss at every step.
+
+    Examples
+    --------
+    >>> import torch
+    >>> d = torch.full((4, 1, 1), 0.5, requires_grad=True)
+    >>> h = linear_recurrence(Diagonal(d), torch.ones(4, 1, 1))
+    >>> h.flatten().tolist()
+    [1.0, 1.5, 1.75, 1.875]
+    >>> h[-1].backward()
+    >>> d.grad.flatten().tolist()
+    [0.0, 0.25, 0.75, 1.75]
+    """
+    if not isinstance(A, Blocks):
+        raise TypeError(f"A is a {type(A).__name__}; expected Dense, Diagonal, Scaled or Sparse")
+    _checked("b", b, 3, "(time, batch, n)")
+    time, batch, size = b.shape
+    if (A.time, A.size) != (time, size) or A.batch not in (1, batch):
+        raise ValueError(
+            f"A has {A.time} steps of {A.batch} samples, {A.size} × {A.size}, and b has shape {tuple(b.shape)}; "
+            f"expected {time} steps of {batch} samples or 1, {size} × {size}"
+        )
+    if h0 is not None:
+        _checked("h0", h0, 2, "(batch, n)")
+        if tuple(h0.shape) != (batch, size):
+            raise ValueError(f"h0 has shape {tuple(h0.shape)}; expected ({batch}, {size})")
+    start = b.new_zeros(batch, size) if h0 is None else h0
+    for name, tensor in (("h0", start), *((type(A).__name__, tensor) for tensor in A.tensors)):
+        if tensor.dtype != b.dtype:
+            raise TypeError(f"{name} is {tensor.dtype} and b is {b.dtype}; convert one of them")
+    _parse(schedule)
+    found: torch.Tensor = _Recurrence.apply(A, -1 if reverse else 1, schedule, reports, b, start, *A.tensors)
+    return found
+
+
+def _parse(schedule: str) -> tuple[str, int]:
+    """The schedule's name, and the steps of a chunk."""
+    name, colon, argument = schedule.partition(":") if isinstance(schedule, str) else ("", "", "")
+    numbered = name in ("chunked", "relaxed") and argument.isascii() and argument.isdecimal() and int(argument) > 0
+    if name not in SCHEDULES or (colon and not numbered):
+        raise ValueError(
+            f"schedule is {schedule!r}; expected auto, linear, blelloch, chunked or relaxed, these two also with the "
+            "steps of a chunk, as in chunked:128"
+        )
+    return name, int(argument) if colon else CHUNK
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        A: Blocks,
+        direction: int,
+        schedule: str,
+        reports: list[Report] | None,
+        b: torch.Tensor,
+        h0: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        h = torch.empty_like(b, memory_format=torch.contiguous_format)
+        sweep = _Linear(A, b.detach().contiguous(), h, False)
+        _solve(sweep, h0.detach().contiguous(), direction, schedule, reports)
+        ctx.form, ctx.direction, ctx.schedule, ctx.reports = A, direction, schedule, reports
+        ctx.save_for_backward(h, b, h0, *tensors)
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        h, b, h0, *tensors = ctx.saved_tensors
+        with torch.no_grad():
+            A = ctx.form.with_tensors([tensor.detach() for tensor in tensors])
+            v = torch.empty_like(h)
+            sweep = _Linear(A, gradient.contiguous(), v, True)
+            first = _solve(sweep, torch.zeros_like(h0), ctx.direction, ctx.schedule, ctx.reports)
+            before = torch.cat([h0[None], h[:-1]] if ctx.direction > 0 else [h[1:], h0[None]])[: len(h)]
+            found: Sequence[torch.Tensor | None] = [None] * len(tensors)
+            if any(ctx.needs_input_grad[6:]):
+                found = A.gradients(v, before)
+        message = "linear_recurrence cannot be differentiated twice; write the recurrence as a loop for that"
+        return (None, None, None, None, *once([v, first, *found], [b, h0, *tensors], message))
+
+
+def _solve(
+    sweep: _Linear, start: torch.Tensor, direction: int, schedule: str, reports: list[Report] | None
+) -> torch.Tensor:
+    """Fill ``sweep.out``; the last state, or the gradient of the first one."""
+    time, batch = sweep.out.shape[:2]
+    name, length = _parse(schedule)
+    report = Report("backward" if sweep.adjoint else "forward")
+    if reports is not None:
+        reports.append(report)
+    if not sweep.out.numel():
+        report.methods = ["linear"]
+        return start.clone()
+    sequences = Sequences.equal(time, batch)
+    if name in ("auto", "linear"):
+        report.methods, report.chunk, report.sweeps = ["linear"], time, 1
+        report.reason = "least work" if name == "auto" else ""
+        return sweep.run(sequences.whole(direction), start)
+    report.chunk = length = 1 if name == "blelloch" else length
+    chunks = Chunks(sequences, direction, length, backward=sweep.adjoint)
+    if name == "relaxed":
+        guess = chunks.starts(start.new_zeros(len(chunks.runs), start.shape[1]), start)
+        found = relax(sweep, chunks, start, guess, "relaxed", report)
+        if not found.late.any():
+            return found.ends[chunks.last]
+        name = "chunked"
+    report.methods.append(name)
+    report.sweeps += 2
+    if name == "blelloch" and isinstance(sweep.blocks, Sparse):
+        starts = _planned(sweep, sweep.blocks, start, direction)
+        place, sample = (torch.from_numpy(array) for array in (chunks.place, chunks.runs.sample))
+        return sweep.run(chunks.runs, starts[place, sample])[chunks.last]
+    return composed(sweep, chunks, start, tree=name == "blelloch")
+
+
+def _planned(sweep: _Linear, blocks: Sparse, start: torch.Tensor, direction: int) -> torch.Tensor:
+    """The states before each step, in the order of the steps, by a scan over planned sparse products."""
+    pattern, values = blocks.pattern, blocks.values.detach().transpose(0, 1)
+    assert sweep.added is not None
+    values = values.expand(-1, -1, len(start))
+    offsets = sweep.added.permute(2, 0, 1)
+    if (direction < 0) != sweep.adjoint:
+        values, offsets = values.flip(1), offsets.flip(1)
+    if sweep.adjoint:
+        values, pattern = values[torch.from_numpy(pattern.transposition.astype(np.int64))], pattern.T
+        # The adjoint adds before it multiplies.
+        offsets = _times(pattern, values, offsets)
+    # In float64, as `compose`.
+    operands = (values.double().contiguous(), offsets.double().contiguous(), start.T.double().contiguous())
+    return _scan(pattern, *operands).permute(1, 2, 0)[:-1].to(start.dtype).contiguous()
+
+
+def _scan(pattern: Pattern, values: torch.Tensor, offsets: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """As `compose` with a tree, ``s ← A_i s + offset_i`` for sparse ``A_i``: ``(n, steps + 1, batch)``.
+
+    All products of a level have the same patterns: one plan, and its batch are the pairs and the samples.
+    """
+    steps = values.shape[1]
+    states = state.new_empty((len(state), steps + 1, state.shape[1]))
+    if steps == 0:
+        states[:, 0] = state
+        return states
+    if steps == 1:
+        states[:, :1] = state[:, None]
+    else:
+        early, late = slice(0, steps - 1, 2), slice(1, None, 2)
+        plan = plan_product(pattern, pattern)
+        pairs = steps // 2
+        joint = plan.multiply(_flat(values[:, late]), _flat(values[:, early]))
+        joint = joint.reshape(plan.pattern.nnz, pairs, values.shape[2])
+        shifts = _times(pattern, values[:, late], offsets[:, early]) + offsets[:, late]
+        states[:, 0 : 2 * pairs + 1 : 2] = _scan(plan.pattern, joint, shifts, state)
+    states[:, 1::2] = _times(pattern, values[:, 0::2], states[:, 0:steps:2]) + offsets[:, 0::2]
+    return states
+
+
+def _times(pattern: Pattern, values: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """The products of ``(nnz, steps, batch)`` matrices with ``(n, steps, batch)`` vectors."""
+    found: torch.Tensor = matvec(pattern, _flat(values), _flat(vectors))
+    return found.reshape(pattern.shape[0], *vectors.shape[1:])
+
+
+def _flat(values: torch.Tensor) -> torch.Tensor:
+    """``(rows, steps, batch)`` as ``(rows, steps · batch)``."""
+    return values.reshape(values.shape[0], values.shape[1] * values.shape[2])

@@ -1,0 +1,268 @@
+"""Kernels of linear recurrences over runs of steps: ``h_t = A_t h_{t-1} + b_t``, and its adjoint.
+
+The adjoint goes through a run's steps the other way: ``v_t = g_t + (what came)``, and ``A_tᵀ v_t`` goes on. `b`, `out`
+or their like without rows are left out. Runs are as in `_kernels`; `shared` says that all samples have the same blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from ..patterns._runtime import inlined, kernel
+from ._vector import LANES, copy_elements, multiply_rows
+
+__all__ = [
+    "dense_adjoint",
+    "dense_sweep",
+    "diagonal_adjoint",
+    "diagonal_sweep",
+    "scaled_adjoint",
+    "scaled_sweep",
+    "sparse_adjoint",
+    "sparse_sweep",
+]
+
+
+@intrinsic
+def _dot(typing_context, a, at_a, b, at_b, count):
+    """``Σ_i a[at_a + i] * b[at_b + i]``: `LANES` sums side by side, added in a fixed order."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        left_, place_a, right_, place_b, size = args
+        left = context.make_array(a)(context, builder, left_).data
+        right = context.make_array(b)(context, builder, right_).data
+        element, integer = context.get_data_type(a.dtype), size.type
+        vector, alignment = ir.VectorType(element, LANES), context.get_abi_alignment(element)
+        zero = ir.Constant(element, 0.0)
+        sums = cgutils.alloca_once_value(builder, ir.Constant(vector, [zero] * LANES))
+        rest = cgutils.alloca_once_value(builder, zero)
+
+        def wide(data: Any, place: Any) -> Any:
+            loaded = builder.load(builder.bitcast(builder.gep(data, [place]), vector.as_pointer()))
+            loaded.align = alignment
+            return loaded
+
+        lanes = ir.Constant(integer, LANES)
+        groups = builder.sdiv(size, lanes)
+        with cgutils.for_range(builder, groups, intp=integer) as loop:
+            at = builder.mul(loop.index, lanes)
+            term = builder.fmul(wide(left, builder.add(place_a, at)), wide(right, builder.add(place_b, at)))
+            builder.store(builder.fadd(builder.load(sums), term), sums)
+        done = builder.mul(groups, lanes)
+        with cgutils.for_range(builder, builder.sub(size, done), intp=integer) as loop:
+            at = builder.add(done, loop.index)
+            one = builder.load(builder.gep(left, [builder.add(place_a, at)]))
+            other = builder.load(builder.gep(right, [builder.add(place_b, at)]))
+            builder.store(builder.fadd(builder.load(rest), builder.fmul(one, other)), rest)
+        total, found = builder.load(rest), builder.load(sums)
+        for lane in range(LANES):
+            total = builder.fadd(total, builder.extract_element(found, ir.Constant(ir.IntType(32), lane)))
+        return total
+
+    integer = types.intp
+    return a.dtype(a, integer, b, integer, integer), generate
+
+
+@inlined
+def _block(time, sample, batch, shared):
+    """Which block a step has."""
+    return time if shared else time * batch + sample
+
+
+@kernel
+def dense_sweep(first, last, sample, begin, count, direction, batch, blocks, shared, b, start, out, end):
+    size = start.shape[1]
+    flat, added, shown = blocks.reshape(-1), b.reshape(-1), out.reshape(-1)
+    starts, ends = start.reshape(-1), end.reshape(-1)
+    state, fresh = np.zeros(size, start.dtype), np.zeros(size, start.dtype)
+    for run in range(first, last):
+        copy_elements(state, 0, starts, run * size, size)
+        for step in range(count[run]):
+            time = begin[run] + step * direction
+            row = (time * batch + sample[run]) * size
+            at = _block(time, sample[run], batch, shared) * size * size
+            for i in range(size):
+                fresh[i] = _dot(flat, at + i * size, state, 0, size)
+            if len(added):
+                for i in range(size):
+                    fresh[i] += added[row + i]
+            copy_elements(state, 0, fresh, 0, size)
+            if len(shown):
+                copy_elements(shown, row, state, 0, size)
+        copy_elements(ends, run * size, state, 0, size)
+
+
+@kernel
+def dense_adjoint(first, last, sample, begin, count, direction, batch, blocks, shared, g, start, out, end):
+    size = start.shape[1]
+    flat, added, shown = blocks.reshape(-1), g.reshape(-1), out.reshape(-1)
+    starts, ends = start.reshape(-1), end.reshape(-1)
+    state, v = np.zeros(size, start.dtype), np.zeros(size, start.dtype)
+    for run in range(first, last):
+        copy_elements(state, 0, starts, run * size, size)
+        for back in range(count[run]):
+            time = begin[run] + (count[run] - 1 - back) * direction
+            row = (time * batch + sample[run]) * size
+            at = _block(time, sample[run], batch, shared) * size * size
+            copy_elements(v, 0, state, 0, size)
+            if len(added):
+                for i in range(size):
+                    v[i] += added[row + i]
+            if len(shown):
+                copy_elements(shown, row, v, 0, size)
+            for i in range(size):
+                state[i] = 0
+            for k in range(size):
+                weights = flat[at + k * size : at + (k + 1) * size]
+                for i in range(size):
+                    state[i] += weights[i] * v[k]
+        copy_elements(ends, run * size, state, 0, size)
+
+
+@kernel
+def diagonal_sweep(first, last, sample, begin, count, direction, batch, d, shared, b, start, out, end):
+    size = start.shape[1]
+    flat, added, shown = d.reshape(-1), b.reshape(-1), out.reshape(-1)
+    for run in range(first, last):
+        state = end[run]
+        for i in range(size):
+            state[i] = start[run, i]
+        for step in range(count[run]):
+            time = begin[run] + step * direction
+            row = (time * batch + sample[run]) * size
+            at = _block(time, sample[run], batch, shared) * size
+            scale = flat[at : at + size]
+            for i in range(size):
+                state[i] = scale[i] * state[i]
+            if len(added):
+                own = added[row : row + size]
+                for i in range(size):
+                    state[i] += own[i]
+            if len(shown):
+                copy_elements(shown, row, state, 0, size)
+
+
+@kernel
+def diagonal_adjoint(first, last, sample, begin, count, direction, batch, d, shared, g, start, out, end):
+    size = start.shape[1]
+    flat, added, shown = d.reshape(-1), g.reshape(-1), out.reshape(-1)
+    for run in range(first, last):
+        state = end[run]
+        for i in range(size):
+            state[i] = start[run, i]
+        for back in range(count[run]):
+            time = begin[run] + (count[run] - 1 - back) * direction
+            row = (time * batch + sample[run]) * size
+            at = _block(time, sample[run], batch, shared) * size
+            if len(added):
+                own = added[row : row + size]
+                for i in range(size):
+                    state[i] += own[i]
+            if len(shown):
+                copy_elements(shown, row, state, 0, size)
+            scale = flat[at : at + size]
+            for i in range(size):
+                state[i] = scale[i] * state[i]
+
+
+@kernel
+def scaled_sweep(first, last, sample, begin, count, direction, batch, w, d, shared, b, start, out, end):
+    """``A_t = W diag(d_t)``; `w` has a padded row for each column of ``W``."""
+    size, width = start.shape[1], w.shape[1]
+    weights, flat, added, shown = w.reshape(-1), d.reshape(-1), b.reshape(-1), out.reshape(-1)
+    starts, ends = start.reshape(-1), end.reshape(-1)
+    state, scale = np.zeros(width, start.dtype), np.zeros(width, start.dtype)
+    for run in range(first, last):
+        copy_elements(state, 0, starts, run * size, size)
+        for step in range(count[run]):
+            time = begin[run] + step * direction
+            row = (time * batch + sample[run]) * size
+            copy_elements(scale, 0, flat, _block(time, sample[run], batch, shared) * size, size)
+            for i in range(width):
+                scale[i] = scale[i] * state[i]
+                state[i] = 0
+            if len(added):
+                copy_elements(state, 0, added, row, size)
+            multiply_rows(state, 0, width, weights, 0, width, scale, 0, width, size, width, 1)
+            if len(shown):
+                copy_elements(shown, row, state, 0, size)
+        copy_elements(ends, run * size, state, 0, size)
+
+
+@kernel
+def scaled_adjoint(first, last, sample, begin, count, direction, batch, w, d, shared, g, start, out, end):
+    """``A_tᵀ = diag(d_t) Wᵀ``; `w` has a padded row for each row of ``W``."""
+    size, width = start.shape[1], w.shape[1]
+    weights, flat, added, shown = w.reshape(-1), d.reshape(-1), g.reshape(-1), out.reshape(-1)
+    starts, ends = start.reshape(-1), end.reshape(-1)
+    state, scale, own = np.zeros(width, start.dtype), np.zeros(width, start.dtype), np.zeros(width, start.dtype)
+    for run in range(first, last):
+        copy_elements(state, 0, starts, run * size, size)
+        for back in range(count[run]):
+            time = begin[run] + (count[run] - 1 - back) * direction
+            row = (time * batch + sample[run]) * size
+            if len(added):
+                copy_elements(own, 0, added, row, size)
+            for i in range(width):
+                own[i] = own[i] + state[i]
+                state[i] = 0
+            if len(shown):
+                copy_elements(shown, row, own, 0, size)
+            multiply_rows(state, 0, width, weights, 0, width, own, 0, width, size, width, 1)
+            copy_elements(scale, 0, flat, _block(time, sample[run], batch, shared) * size, size)
+            for i in range(width):
+                state[i] = scale[i] * state[i]
+                own[i] = 0
+        copy_elements(ends, run * size, state, 0, size)
+
+
+@kernel
+def sparse_sweep(first, last, sample, begin, count, direction, batch, indptr, indices, values, b, start, out, end):
+    """`values` has shape ``(time, nnz, batch or 1)``."""
+    size = start.shape[1]
+    added, shown = b.reshape(-1), out.reshape(-1)
+    starts, ends = start.reshape(-1), end.reshape(-1)
+    state, fresh = np.zeros(size, start.dtype), np.zeros(size, start.dtype)
+    for run in range(first, last):
+        copy_elements(state, 0, starts, run * size, size)
+        own = sample[run] if values.shape[2] > 1 else 0
+        for step in range(count[run]):
+            time = begin[run] + step * direction
+            row = (time * batch + sample[run]) * size
+            for i in range(size):
+                total = added[row + i] if len(added) else start.dtype.type(0)
+                for entry in range(indptr[i], indptr[i + 1]):
+                    total += values[time, entry, own] * state[indices[entry]]
+                fresh[i] = total
+            copy_elements(state, 0, fresh, 0, size)
+            if len(shown):
+                copy_elements(shown, row, state, 0, size)
+        copy_elements(ends, run * size, state, 0, size)
+
+
+@kernel
+def sparse_adjoint(first, last, sample, begin, count, direction, batch, indptr, indices, values, g, start, out, end):
+    size = start.shape[1]
+    added, shown = g.reshape(-1), out.reshape(-1)
+    starts, ends = start.reshape(-1), end.reshape(-1)
+    state, v = np.zeros(size, start.dtype), np.zeros(size, start.dtype)
+    for run in range(first, last):
+        copy_elements(state, 0, starts, run * size, size)
+        own = sample[run] if values.shape[2] > 1 else 0
+        for back in range(count[run]):
+            time = begin[run] + (count[run] - 1 - back) * direction
+            row = (time * batch + sample[run]) * size
+            for i in range(size):
+                v[i] = state[i] + (added[row + i] if len(added) else start.dtype.type(0))
+                state[i] = 0
+            if len(shown):
+                copy_elements(shown, row, v, 0, size)
+            for i in range(size):
+                for entry in range(indptr[i], indptr[i + 1]):
+                    state[indices[entry]] += values[time, entry, own] * v[i]
+        copy_elements(ends, run * size, state, 0, size)

@@ -1,0 +1,290 @@
+"""Drop-in recurrent layers: `torch.nn`'s RNN, GRU and LSTM, computed by fused kernels and scans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence
+
+from ._cells import CELLS
+from ._function import run_layer
+from ._runs import Sequences
+from ._sweeps import FORWARD, SCHEDULES, Options, Report
+
+__all__ = ["GRU", "LSTM", "RNN"]
+
+
+class _Recurrent(nn.RNNBase):
+    """What the layers share: everything but their kind of cell."""
+
+    def _set_up(self, schedule: str, forward: str, chunk: int) -> None:
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}")
+        if forward not in FORWARD:
+            raise ValueError(f"forward is {forward!r}; expected one of {', '.join(FORWARD)}")
+        if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+            raise ValueError(f"chunk is {chunk!r}; expected a number of steps of at least 1")
+        if self.proj_size:
+            raise ValueError(
+                f"proj_size is {self.proj_size}, which is not supported; use torch.nn.LSTM for projections"
+            )
+        self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
+        self.reports: list[Report] = []
+        self.boundaries: list[torch.Tensor | None] = []
+
+    @torch.compiler.disable
+    def forward(self, input: Any, hx: Any = None, *, warm: Sequence[torch.Tensor | None] | None = None) -> Any:
+        """As `torch.nn`'s layer: outputs and last states of sequences, padded, packed or a single one.
+
+        Parameters
+        ----------
+        input : Tensor or PackedSequence
+            ``(time, batch, features)``, ``(batch, time, features)`` where `batch_first`, or ``(time, features)``.
+        hx : Tensor, or pair of them for LSTM, optional
+            First states, ``(layers · directions, batch, hidden)``; zeros where left out.
+        warm : list of Tensor, optional
+            `boundaries` of an earlier pass over the same samples.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where an argument's kind, dtype, device or shape does not fit; the message names it.
+        """
+        x, sequences, packed = self._sequences(input)
+        single = packed is None and input.ndim == 2
+        initial = self._initial(hx, x, sequences, packed, single)
+        reports: list[Report] = []
+        boundaries: list[torch.Tensor | None] = []
+        ends = []
+        directions = (1, -1) if self.bidirectional else (1,)
+        for layer in range(self.num_layers):
+            outputs = []
+            for number, direction in enumerate(directions):
+                place = layer * len(directions) + number
+                options = Options(
+                    self.forward_method, self.schedule, self.chunk, self._warm(warm, place), reports, None
+                )
+                output, end = run_layer(
+                    CELLS[self.mode],
+                    sequences,
+                    direction,
+                    x,
+                    initial[place],
+                    self._parameters_of(layer, number),
+                    options,
+                )
+                outputs.append(output)
+                ends.append(end)
+                boundaries.append(options.boundaries)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+            if self.dropout and self.training and layer < self.num_layers - 1:
+                x = functional.dropout(x, self.dropout)
+        self.reports, self.boundaries = reports, boundaries
+        return self._shown(x, sequences, packed, single), self._last(torch.stack(ends), packed, single)
+
+    def _sequences(self, given: Any) -> tuple[torch.Tensor, Sequences, PackedSequence | None]:
+        """The input as rows, and whose they are."""
+        packed = given if isinstance(given, PackedSequence) else None
+        x = given.data if packed is not None else given
+        self._check_tensor("input", x)
+        if packed is not None:
+            if x.ndim != 2 or x.shape[1] != self.input_size:
+                raise ValueError(f"input.data has shape {tuple(x.shape)}; expected (steps, {self.input_size})")
+            return x, _packed(packed.batch_sizes, len(x)), packed
+        if x.ndim not in (2, 3) or x.shape[-1] != self.input_size:
+            expected = "batch, time" if self.batch_first else "time, batch"
+            raise ValueError(
+                f"input has shape {tuple(x.shape)}; expected ({expected}, {self.input_size}) or "
+                f"(time, {self.input_size}) for a single sequence"
+            )
+        if x.ndim == 2:
+            x = x.unsqueeze(1)
+        elif self.batch_first:
+            x = x.transpose(0, 1)
+        time, batch = x.shape[:2]
+        if not time:
+            raise ValueError(f"input has shape {tuple(given.shape)}: no steps; expected at least one")
+        return x.reshape(time * batch, self.input_size), Sequences.equal(time, batch), None
+
+    def _check_tensor(self, name: str, value: object) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
+        weight = self.weight_hh_l0
+        if value.device.type != "cpu" or weight.device.type != "cpu":
+            raise ValueError(
+                f"{name} is on {value.device} and the weights are on {weight.device}; this runs on the CPU: move them "
+                "with .cpu()"
+            )
+        if value.dtype != weight.dtype:
+            raise TypeError(f"{name} is {value.dtype} and the weights are {weight.dtype}; convert one of them")
+        if value.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
+        if value.layout != torch.strided:
+            raise TypeError(f"{name} has layout {value.layout}; expected a dense tensor")
+
+    def _initial(
+        self, hx: Any, x: torch.Tensor, sequences: Sequences, packed: PackedSequence | None, single: bool
+    ) -> list[torch.Tensor]:
+        """First states of each layer and direction, ``(batch, states · hidden)``."""
+        places, batch = self.num_layers * (2 if self.bidirectional else 1), sequences.batch
+        states = CELLS[self.mode].states
+        if hx is None:
+            return [x.new_zeros(batch, states * self.hidden_size)] * places
+        parts = hx if states > 1 else (hx,)
+        if not isinstance(parts, tuple | list) or len(parts) != states:
+            raise TypeError(f"hx is a {type(hx).__name__}; expected a pair of tensors, the hidden and the cell states")
+        shape = (places, self.hidden_size) if single else (places, batch, self.hidden_size)
+        for name, part in zip(("hx",) if states == 1 else ("hx[0]", "hx[1]"), parts, strict=True):
+            self._check_tensor(name, part)
+            if tuple(part.shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(part.shape)}; expected {shape}")
+        joint = torch.cat([part.unsqueeze(1) if single else part for part in parts], dim=2)
+        if packed is not None and packed.sorted_indices is not None:
+            joint = joint.index_select(1, packed.sorted_indices)
+        return list(joint)
+
+    def _parameters_of(self, layer: int, number: int) -> tuple[torch.Tensor | None, ...]:
+        suffix = f"_l{layer}{'_reverse' if number else ''}"
+        names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if self.bias else ()))
+        found = [getattr(self, name + suffix) for name in names]
+        return (*found, *([] if self.bias else [None, None]))
+
+    def _warm(self, warm: Sequence[torch.Tensor | None] | None, place: int) -> torch.Tensor | None:
+        if warm is None:
+            return None
+        expected = self.num_layers * (2 if self.bidirectional else 1)
+        if len(warm) != expected:
+            raise ValueError(f"warm has {len(warm)} entries; expected {expected}: `boundaries` of an earlier pass")
+        return warm[place]
+
+    def _shown(
+        self, x: torch.Tensor, sequences: Sequences, packed: PackedSequence | None, single: bool
+    ) -> torch.Tensor | PackedSequence:
+        if packed is not None:
+            return PackedSequence(x, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+        output = x.reshape(sequences.time, sequences.batch, x.shape[1])
+        if single:
+            return output.squeeze(1)
+        return output.transpose(0, 1) if self.batch_first else output
+
+    def _last(self, ends: torch.Tensor, packed: PackedSequence | None, single: bool) -> Any:
+        if packed is not None and packed.unsorted_indices is not None:
+            ends = ends.index_select(1, packed.unsorted_indices)
+        parts = tuple(part.squeeze(1) if single else part.contiguous() for part in ends.split(self.hidden_size, dim=2))
+        return parts if len(parts) > 1 else parts[0]
+
+    def extra_repr(self) -> str:
+        """The arguments that are not the defaults."""
+        added = f"schedule={self.schedule!r}, forward={self.forward_method!r}"
+        return f"{super().extra_repr()}, {added}"
+
+
+def _packed(batch_sizes: torch.Tensor, steps: int) -> Sequences:
+    sizes = batch_sizes.tolist()
+    falling = all(one >= other for one, other in pairwise(sizes))
+    if not sizes or min(sizes) < 1 or not falling or sum(sizes) != steps:
+        raise ValueError(
+            f"batch_sizes of the packed input are {sizes}, its data have {steps} steps; make it with "
+            "torch.nn.utils.rnn.pack_padded_sequence"
+        )
+    return Sequences.packed(batch_sizes)
+
+
+class RNN(_Recurrent, nn.RNN):
+    """`torch.nn.RNN`, ``h_t = tanh(W_ih x_t + b_ih + W_hh h_{t-1} + b_hh)`` or ReLU, by fused kernels and scans.
+
+    Takes `torch.nn.RNN`'s arguments, and its state_dict, either way. On the CPU, float32 and float64.
+
+    Parameters
+    ----------
+    *args, **options
+        As `torch.nn.RNN` takes them.
+    schedule : {"auto", "linear", "chunked", "blelloch", "relaxed"}
+        How the gradients of the hidden states are found: step after step; in chunks composed by a scan over their
+        transfer matrices; by a Blelloch scan over single steps; or in chunks from guessed gradients at their
+        boundaries, again from the neighbours' results until they agree. ``auto`` says in `reports` what it chose.
+    forward : {"sequential", "parallel", "relaxed", "newton"}
+        How the hidden states are found: step after step, or in chunks from guessed states. ``parallel`` begins relaxed
+        and changes to Newton's method (multiple shooting) when that does not converge; what still does not is finished
+        step after step. The result is the sequential one within rounding.
+    chunk : int
+        Steps of a chunk.
+
+    Attributes
+    ----------
+    reports : list of Report
+        How the recurrences of the last pass were solved: the methods, the sweeps and what was left at the boundaries.
+    boundaries : list of Tensor
+        After a parallel forward pass the states at the chunks' boundaries, by layer and direction: passed as ``warm``
+        to a pass over the same samples, they are where guessing begins.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is unknown, or asks for projections.
+
+    Notes
+    -----
+    Thesis, equation 4.2; Naumov, sections 3.3 and 3.4, for the chunks. Gradients of gradients are not supported, and
+    say so.
+
+    Examples
+    --------
+    >>> import torch
+    >>> rnn = RNN(3, 20)
+    >>> output, last = rnn(torch.randn(1000, 16, 3))
+    >>> output.shape, last.shape
+    (torch.Size([1000, 16, 20]), torch.Size([1, 16, 20]))
+    >>> output.sum().backward()
+    >>> [report.methods for report in rnn.reports]
+    [['sequential'], ['linear']]
+    """
+
+    def __init__(
+        self, *args: Any, schedule: str = "auto", forward: str = "sequential", chunk: int = 128, **options: Any
+    ) -> None:
+        nn.RNN.__init__(self, *args, **options)
+        self._set_up(schedule, forward, chunk)
+
+
+class GRU(_Recurrent, nn.GRU):
+    """`torch.nn.GRU` (thesis, equations 4.3 and 4.4), with the arguments and attributes that `RNN` adds.
+
+    Examples
+    --------
+    >>> import torch
+    >>> gru = GRU(3, 20, forward="parallel")
+    >>> output, last = gru(torch.randn(1000, 2, 3))
+    >>> gru.reports[0].methods, gru.reports[0].sweeps
+    (['relaxed'], 2)
+    """
+
+    def __init__(
+        self, *args: Any, schedule: str = "auto", forward: str = "sequential", chunk: int = 128, **options: Any
+    ) -> None:
+        nn.GRU.__init__(self, *args, **options)
+        self._set_up(schedule, forward, chunk)
+
+
+class LSTM(_Recurrent, nn.LSTM):
+    """`torch.nn.LSTM` without projections, with the arguments and attributes that `RNN` adds.
+
+    Examples
+    --------
+    >>> import torch
+    >>> lstm = LSTM(3, 20, num_layers=2, bidirectional=True)
+    >>> output, (h, c) = lstm(torch.randn(7, 2, 3))
+    >>> output.shape, c.shape
+    (torch.Size([7, 2, 40]), torch.Size([4, 2, 20]))
+    """
+
+    def __init__(
+        self, *args: Any, schedule: str = "auto", forward: str = "sequential", chunk: int = 128, **options: Any
+    ) -> None:
+        nn.LSTM.__init__(self, *args, **options)
+        self._set_up(schedule, forward, chunk)

@@ -1,0 +1,155 @@
+"""Where the steps of a batch of sequences lie in memory, and the runs that kernels take them in."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ._vector import ROWS
+
+__all__ = ["Runs", "Sequences"]
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """A batch of sequences, the longest first, as rows of a matrix: all samples' first steps, then all second ones, ...
+
+    That is how a `PackedSequence` lies in memory, and a ``(time, batch, ...)`` tensor where all are equally long.
+
+    Attributes
+    ----------
+    offset : ndarray of int64, (time + 1,)
+        The row in which each time's steps start.
+    lengths : ndarray of int64, (batch,)
+        Steps of each sample, none shorter than the next one.
+    """
+
+    offset: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def equal(cls, time: int, batch: int) -> Sequences:
+        """`batch` sequences of `time` steps."""
+        return cls(np.arange(time + 1) * batch, np.full(batch, time))
+
+    @classmethod
+    def packed(cls, batch_sizes: torch.Tensor) -> Sequences:
+        """What a `PackedSequence` of these batch sizes holds."""
+        sizes = batch_sizes.numpy()
+        batch = int(sizes[0])
+        return cls(np.append(0, np.cumsum(sizes)), (sizes[:, None] > np.arange(batch)).sum(axis=0))
+
+    @property
+    def batch(self) -> int:
+        """Samples."""
+        return len(self.lengths)
+
+    @property
+    def time(self) -> int:
+        """Steps of the longest sample."""
+        return len(self.offset) - 1
+
+    @property
+    def steps(self) -> int:
+        """Of all samples together: rows."""
+        return int(self.offset[-1])
+
+    @functools.cached_property
+    def _times(self) -> np.ndarray:
+        return np.repeat(np.arange(self.time), np.diff(self.offset))
+
+    @functools.cached_property
+    def sample(self) -> np.ndarray:
+        """Whose step each row is."""
+        return np.arange(self.steps) - self.offset[self._times]
+
+    @functools.cached_property
+    def previous(self) -> np.ndarray:
+        """The row of the same sample's step before each row's, -1 for none."""
+        return np.where(self._times > 0, self.offset[self._times - 1] + self.sample, -1)
+
+    @functools.cached_property
+    def next(self) -> np.ndarray:
+        """The row of the same sample's step after each row's, -1 for none."""
+        after = np.full(self.steps, -1)
+        held = self.previous >= 0
+        after[self.previous[held]] = np.flatnonzero(held)
+        return after
+
+    def before(self, direction: int) -> np.ndarray:
+        """The row of the step that comes before each row's in a direction of time, -1 for none."""
+        return self.previous if direction > 0 else self.next
+
+    def edges(self, direction: int) -> np.ndarray:
+        """The time at which each sample begins, in a direction of time."""
+        return np.zeros_like(self.lengths) if direction > 0 else self.lengths - 1
+
+    def whole(self, direction: int) -> Runs:
+        """One run for each sample."""
+        return Runs(self, direction, np.arange(self.batch), np.zeros(self.batch, np.int64), self.lengths)
+
+    def chunks(self, direction: int, length: int) -> Runs:
+        """Runs of `length` steps and, at each sample's end, of what is left; the longest first."""
+        counts = -(-self.lengths // length)
+        sample = np.repeat(np.arange(self.batch), counts)
+        chunk = np.arange(len(sample)) - np.repeat(np.cumsum(counts) - counts, counts)
+        size = np.minimum(length, self.lengths[sample] - chunk * length)
+        order = np.argsort(-size, kind="stable")
+        return Runs(self, direction, sample[order], chunk[order] * length, size[order])
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Some consecutive steps of one sample each, the longest first.
+
+    Attributes
+    ----------
+    sequences : Sequences
+        Whose steps they are.
+    direction : int
+        1 where a step's state comes from the time before it, -1 where it comes from the time after it.
+    sample : ndarray of int64, (runs,)
+        Whose steps.
+    first : ndarray of int64, (runs,)
+        How many steps of the sample come before the run, in its direction.
+    count : ndarray of int64, (runs,)
+        Steps.
+    """
+
+    sequences: Sequences
+    direction: int
+    sample: np.ndarray
+    first: np.ndarray
+    count: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+    @functools.cached_property
+    def begin(self) -> np.ndarray:
+        """The time of each run's first step."""
+        if self.direction > 0:
+            return self.first
+        return self.sequences.lengths[self.sample] - 1 - self.first
+
+    @property
+    def table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, np.ndarray]:
+        """As kernels take them."""
+        return self.sample, self.begin, self.count, self.direction, self.sequences.offset
+
+    def work(self, step: int) -> np.ndarray:
+        """Running total of the blocks' work, for `run_rows`, where each step takes so many elementary operations."""
+        blocks = np.add.reduceat(self.count, np.arange(0, len(self), ROWS)) if len(self) else self.count
+        return np.append(0, np.cumsum(blocks * step))
+
+    def take(self, chosen: np.ndarray) -> Runs:
+        """Some of the runs, in an order that keeps the longest first."""
+        return Runs(self.sequences, self.direction, self.sample[chosen], self.first[chosen], self.count[chosen])
+
+    def repeat(self, times: int) -> Runs:
+        """Each run so many times."""
+        return self.take(np.repeat(np.arange(len(self)), times))

@@ -1,0 +1,345 @@
+"""How the recurrences of a layer are solved: step after step, in chunks side by side, or by guessing and correcting.
+
+A *sweep* takes runs of steps from the states that it is given. One sweep over whole samples is the sequential solution.
+Over chunks, the states at their boundaries have to be found first:
+
+- ``chunked`` (and ``blelloch``, whose chunks are single steps) composes what the chunks do to a state, which for the
+  gradients' recurrence is affine: matrices, and a scan over them;
+- ``relaxed`` guesses them and sweeps again from where the neighbours got to, Naumov's hybrid of a direct and an
+  iterative method (section 3.4): in a contracting network a chunk forgets its start, and two sweeps are enough;
+- ``newton`` corrects the guesses by the chunks' derivatives: multiple shooting.
+
+After ``k`` sweeps the first ``k`` chunks are the sequential ones bit for bit. What has not settled when sweeps stop
+helping is finished sequentially, sample by sample: the answer is the sequential one within the tolerance, always.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..patterns._runtime import threads
+from ._cells import Cell, Kept, Weights
+from ._chunks import Chunks
+from ._runs import Runs, Sequences
+from ._vector import ROWS
+
+__all__ = [
+    "FORWARD",
+    "SCHEDULES",
+    "Found",
+    "Options",
+    "Report",
+    "Sweep",
+    "composed",
+    "relax",
+    "solve_backward",
+    "solve_forward",
+]
+
+FORWARD = ("sequential", "parallel", "relaxed", "newton")
+SCHEDULES = ("auto", "linear", "chunked", "blelloch", "relaxed")
+
+#: Sweeps after which guessing is given up.
+MOST_SWEEPS = 20
+
+
+@dataclass
+class Report:
+    """How one recurrence was solved.
+
+    Attributes
+    ----------
+    recurrence : {"forward", "backward"}
+        Of states or of their gradients.
+    methods : list of str
+        What was used, in order: ``linear``, ``chunked``, ``blelloch``, ``relaxed``, ``newton``, ``sequential``.
+    chunk : int
+        Steps of a chunk.
+    sweeps : int
+        How often chunks were run, all or some.
+    defects : list of float
+        After each sweep how far the guess of a chunk's first state was from the next one, at most, as a share of the
+        largest state: from where the chunk before it got to or, in Newton's method, from what that makes of it.
+    fallback_samples, fallback_steps : int
+        What was finished sequentially.
+    reason : str
+        Why ``auto`` chose as it did.
+    """
+
+    recurrence: str
+    methods: list[str] = field(default_factory=list)
+    chunk: int = 0
+    sweeps: int = 0
+    defects: list[float] = field(default_factory=list)
+    fallback_samples: int = 0
+    fallback_steps: int = 0
+    reason: str = ""
+
+
+@dataclass
+class Options:
+    """How a layer's recurrences are solved, and how they were.
+
+    Attributes
+    ----------
+    forward : str
+        One of `FORWARD`.
+    schedule : str
+        Of the gradients' recurrence: one of `SCHEDULES`.
+    chunk : int
+        Steps of a chunk.
+    warm : Tensor or None
+        First states of the chunks, ``(chunks of all samples, states · size)``, to begin guessing with.
+    reports : list of Report
+        Added to by each solution.
+    boundaries : Tensor or None
+        The chunks' first states that were found, for a later `warm`.
+    """
+
+    forward: str = "sequential"
+    schedule: str = "auto"
+    chunk: int = 128
+    warm: torch.Tensor | None = None
+    reports: list[Report] = field(default_factory=list)
+    boundaries: torch.Tensor | None = None
+
+
+class Sweep:
+    """One recurrence: runs of steps, from states to states."""
+
+    def run(self, runs: Runs, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
+        """Take runs from first to last states; what happens on the way is recorded, unless it is not wanted."""
+        raise NotImplementedError
+
+    def matrices(self, runs: Runs) -> torch.Tensor:
+        """For each run ``M`` with ``d(last state) = d(first state) @ M``, ``(runs, state, state)``."""
+        raise NotImplementedError
+
+    def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
+        """The nearest states that the recurrence can reach from `edge`."""
+        return states
+
+    def scale(self, largest: torch.Tensor) -> torch.Tensor:
+        """What a step at a boundary is compared with, where states are at most so large."""
+        return largest
+
+
+@dataclass
+class _Forward(Sweep):
+    cell: Cell
+    weights: Weights
+    entered: torch.Tensor
+    kept: Kept
+
+    def run(self, runs: Runs, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
+        return self.cell.forward(runs, self.entered, self.weights, start, self.kept)
+
+    def matrices(self, runs: Runs) -> torch.Tensor:
+        # Row j is the gradient of element j of the last state.
+        return _units(self.cell, self.weights, self.kept, runs).transpose(1, 2)
+
+    def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
+        return self.cell.limit(states, edge)
+
+    def scale(self, largest: torch.Tensor) -> torch.Tensor:
+        # What enters the gates is of the order of one, however small the states are.
+        return largest.clamp(min=1)
+
+
+@dataclass
+class _Backward(Sweep):
+    cell: Cell
+    weights: Weights
+    kept: Kept
+    grad_output: torch.Tensor | None
+    grad_gates: torch.Tensor
+
+    def run(self, runs: Runs, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
+        gates = self.grad_gates if record else None
+        return self.cell.backward(runs, self.weights, self.kept, self.grad_output, start, gates)
+
+    def matrices(self, runs: Runs) -> torch.Tensor:
+        return _units(self.cell, self.weights, self.kept, runs)
+
+
+def _units(cell: Cell, weights: Weights, kept: Kept, runs: Runs) -> torch.Tensor:
+    """What each unit vector at a run's end is at its start, as rows, ``(runs, state, state)``."""
+    size = cell.states * weights.size
+    units = torch.eye(size, dtype=weights.hidden.dtype).repeat(len(runs), 1)
+    return cell.backward(runs.repeat(size), weights, kept, None, units, None).reshape(len(runs), size, size)
+
+
+def solve_forward(
+    cell: Cell,
+    sequences: Sequences,
+    direction: int,
+    entered: torch.Tensor,
+    weights: Weights,
+    kept: Kept,
+    options: Options,
+) -> torch.Tensor:
+    """Fill what the forward pass keeps; returns the last states."""
+    sweep = _Forward(cell, weights, entered, kept)
+    if options.forward == "sequential" or sequences.time <= options.chunk:
+        options.reports.append(Report("forward", ["sequential"], sequences.time, 1))
+        return sweep.run(sequences.whole(direction), kept.initial)
+    chunks = Chunks(sequences, direction, options.chunk)
+    report = Report("forward", chunk=options.chunk)
+    options.reports.append(report)
+    guess = _warm(options.warm, chunks, kept.initial)
+    found = relax(sweep, chunks, kept.initial, guess, options.forward, report)
+    options.boundaries = found.wanted
+    return _finish(sweep, chunks, found, report) if found.late.any() else found.ends[chunks.last]
+
+
+def solve_backward(
+    cell: Cell,
+    sequences: Sequences,
+    direction: int,
+    weights: Weights,
+    kept: Kept,
+    grad_output: torch.Tensor | None,
+    grad_end: torch.Tensor,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of the gates, ``(rows, columns)``, and of the first states."""
+    grad_gates = grad_end.new_empty(sequences.steps, cell.grad_width * weights.size)
+    sweep = _Backward(cell, weights, kept, grad_output, grad_gates)
+    schedule, reason = choose(options.schedule, sequences, options.chunk)
+    report = Report("backward", reason=reason)
+    options.reports.append(report)
+    if schedule == "linear":
+        report.methods, report.chunk, report.sweeps = ["linear"], sequences.time, 1
+        return grad_gates, sweep.run(sequences.whole(direction), grad_end)
+    report.chunk = 1 if schedule == "blelloch" else options.chunk
+    chunks = Chunks(sequences, direction, report.chunk, backward=True)
+    if schedule == "relaxed":
+        guess = chunks.starts(grad_end.new_zeros(len(chunks.runs), grad_end.shape[1]), grad_end)
+        found = relax(sweep, chunks, grad_end, guess, "relaxed", report)
+        if not found.late.any():
+            return grad_gates, found.ends[chunks.last]
+        schedule = "chunked"
+    report.methods.append(schedule)
+    report.sweeps += 2
+    return grad_gates, composed(sweep, chunks, grad_end, tree=schedule == "blelloch")
+
+
+def choose(schedule: str, sequences: Sequences, chunk: int) -> tuple[str, str]:
+    """What ``auto`` means for these sequences on this machine, and why."""
+    if schedule != "auto":
+        return schedule, ""
+    blocks, workers = -(-sequences.batch // ROWS), threads()
+    # Two sweeps over chunks that fill all workers, against one over samples that may not.
+    if 2.5 * blocks < workers * math.ceil(blocks / workers) and sequences.time >= 4 * chunk:
+        return "relaxed", f"{sequences.batch} samples alone leave some of {workers} workers idle"
+    return "linear", f"{sequences.batch} samples of {sequences.time} steps on {workers} workers"
+
+
+def _warm(warm: torch.Tensor | None, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
+    """First states to begin with: those of an earlier pass where they fit, else zeros."""
+    shape = (len(chunks.runs), edge.shape[1])
+    zeros = edge.new_zeros(shape)
+    if warm is None:
+        return chunks.starts(zeros, edge)
+    if warm.shape != shape or warm.dtype != edge.dtype:
+        raise ValueError(
+            f"the warm start holds states {tuple(warm.shape)} of {warm.dtype}; these sequences have "
+            f"{shape} of {edge.dtype}: pass what a pass over as many steps gave"
+        )
+    first = torch.from_numpy(chunks.place == 0)[:, None]
+    finite = torch.where(warm.isfinite(), warm, zeros)
+    return torch.where(first, chunks.starts(zeros, edge), finite)
+
+
+def composed(sweep: Sweep, chunks: Chunks, edge: torch.Tensor, *, tree: bool) -> torch.Tensor:
+    """An affine recurrence, by the matrices of its chunks."""
+    runs = chunks.runs
+    offsets = sweep.run(runs, edge.new_zeros(len(runs), edge.shape[1]), record=False)
+    starts = chunks.solve(sweep.matrices(runs), offsets, edge, tree=tree)
+    return sweep.run(runs, starts)[chunks.last]
+
+
+@dataclass
+class Found:
+    """Where guessing got to.
+
+    Attributes
+    ----------
+    ends, wanted : Tensor, (runs, state)
+        The runs' last states, and the first ones that follow from them.
+    late : Tensor of bool, (runs,)
+        Of the samples that did not settle, the runs that were taken from another first state than that.
+    """
+
+    ends: torch.Tensor
+    wanted: torch.Tensor
+    late: torch.Tensor
+
+
+def relax(sweep: Sweep, chunks: Chunks, edge: torch.Tensor, start: torch.Tensor, method: str, report: Report) -> Found:
+    """Sweeps from guessed first states until they fit, or sweeps stop helping."""
+    runs, sample = chunks.runs, torch.from_numpy(chunks.runs.sample)
+    own = torch.from_numpy(chunks.place == 0)[:, None]
+    tolerance, least = 8 * torch.finfo(edge.dtype).eps, torch.finfo(edge.dtype).tiny
+    newton, before = method == "newton", math.inf
+    ends = sweep.run(runs, start)
+    report.sweeps = 1
+    report.methods.append("newton" if newton else "relaxed")
+    # Samples that sweeps may still help: a NaN would go on by a chunk a sweep.
+    hopeful = torch.ones(len(edge), dtype=torch.bool)
+    while True:
+        wanted = chunks.starts(ends, edge)
+        following = wanted
+        if newton:
+            matrices = sweep.matrices(runs)
+            offsets = ends - (start.unsqueeze(1) @ matrices).squeeze(1)
+            solved = sweep.limit(chunks.solve(matrices, offsets, edge, tree=False), edge[sample])
+            following = torch.where(solved.isfinite() & ~own, solved, wanted)
+        # How far the guesses still are to move: for Newton's method, with all that boundaries do to later ones.
+        scale = sweep.scale(_largest(wanted, sample, len(edge)))
+        move = (following - start).abs().amax(dim=1) / scale[sample].clamp(min=least)
+        hopeful &= _largest(move[:, None], sample, len(edge)).isfinite()
+        defect = float(move[hopeful[sample]].amax()) if hopeful.any() else 0.0
+        stuck = defect > (0.5 if newton else 0.1) * before and defect > tolerance
+        before = defect
+        if stuck and method == "parallel" and not newton:
+            newton, before = True, math.inf
+            report.methods.append("newton")
+            continue
+        report.defects.append(defect)
+        if defect <= tolerance or stuck or report.sweeps >= MOST_SWEEPS:
+            settled = _largest(move[:, None], sample, len(edge)) <= tolerance
+            # Where it did not settle, only what is the sequential solution bit for bit is kept.
+            return Found(ends, wanted, (wanted != start).any(dim=1) & ~settled[sample])
+        # A run whose first state is right already need not be taken again.
+        again = torch.nonzero((following != start).any(dim=1) & hopeful[sample]).flatten()
+        start[again] = following[again]
+        ends[again] = sweep.run(runs.take(again.numpy()), following[again])
+        report.sweeps += 1
+
+
+def _largest(values: torch.Tensor, sample: torch.Tensor, batch: int) -> torch.Tensor:
+    """The largest of each sample's values, in size; infinity where one is NaN."""
+    largest = values.abs().amax(dim=1).nan_to_num(nan=math.inf)
+    return largest.new_zeros(batch).scatter_reduce_(0, sample, largest, "amax")
+
+
+def _finish(sweep: Sweep, chunks: Chunks, found: Found, report: Report) -> torch.Tensor:
+    """Take each sample that has not settled sequentially, from its first chunk that does not fit; the last states."""
+    runs, late = chunks.runs, np.flatnonzero(found.late.numpy())
+    # Of each sample the first.
+    late = late[np.argsort(chunks.place[late], kind="stable")]
+    sample, first = np.unique(runs.sample[late], return_index=True)
+    late = late[first]
+    left = chunks.sequences.lengths[sample] - runs.first[late]
+    order = np.argsort(-left, kind="stable")
+    rest = Runs(chunks.sequences, runs.direction, sample[order], runs.first[late][order], left[order])
+    last = found.ends[chunks.last]
+    last[torch.from_numpy(rest.sample)] = sweep.run(rest, found.wanted[torch.from_numpy(late[order])])
+    report.methods.append("sequential")
+    report.fallback_samples, report.fallback_steps = len(sample), int(left.sum())
+    return last

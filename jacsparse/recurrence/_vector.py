@@ -1,0 +1,262 @@
+"""What recurrent kernels compute with: products of small matrices in registers, tanh and the sigmoid on vectors.
+
+States lie in rows that are padded to whole vectors, so that no loop has a remainder. `multiply_rows` keeps a few rows'
+sums in registers while it runs through their common matrix. `tanh` and `sigmoid` are written without branches, for LLVM
+to vectorise; libm's are neither that nor the same on every system.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, overload
+
+from ..patterns._runtime import inlined
+
+__all__ = ["LANES", "ROWS", "copy_elements", "multiply_rows", "padded", "sigmoid", "tanh"]
+
+#: Rows are padded to a multiple of as many elements.
+LANES = 8
+#: As many rows share one pass over their matrix.
+ROWS = 4
+
+
+def padded(size: int) -> int:
+    """The next multiple of `LANES`.
+
+    Examples
+    --------
+    >>> padded(20)
+    24
+    """
+    return -(-size // LANES) * LANES
+
+
+@intrinsic(prefer_literal=True)
+def _multiply_block(typing_context, out, at_out, out_step, w, at_w, w_step, x, at_x, x_step, depth, rows, lanes):
+    """``out[at_out + r*out_step + l] += Σ_k w[at_w + k*w_step + l] * x[at_x + r*x_step + k]``.
+
+    For a literal number of rows ``r`` and of lanes ``l``; the sums over ``k`` stay in registers.
+    """
+    count, width = rows.literal_value, lanes.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array_types = (signature.args[0], signature.args[3], signature.args[6])
+        out_data, w_data, x_data = (
+            context.make_array(kind)(context, builder, args[place]).data
+            for kind, place in zip(array_types, (0, 3, 6), strict=True)
+        )
+        _, at_out, out_step, _, at_w, w_step, _, at_x, x_step, depth_, _, _ = args
+        element = context.get_data_type(array_types[0].dtype)
+        alignment = context.get_abi_alignment(element)
+        vector, integer = ir.VectorType(element, width), at_out.type
+        undefined = ir.Constant(vector, ir.Undefined)
+        first_lane = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
+
+        def place_of(data: Any, place: Any) -> Any:
+            return builder.bitcast(builder.gep(data, [place]), vector.as_pointer())
+
+        def shifted(place: Any, step: Any, number: int) -> Any:
+            return builder.add(place, builder.mul(step, ir.Constant(integer, number)))
+
+        places = [place_of(out_data, shifted(at_out, out_step, row)) for row in range(count)]
+        sums = []
+        for place in places:
+            total = cgutils.alloca_once(builder, vector)
+            loaded = builder.load(place)
+            loaded.align = alignment
+            builder.store(loaded, total)
+            sums.append(total)
+        starts = [shifted(at_x, x_step, row) for row in range(count)]
+        with cgutils.for_range(builder, depth_, intp=integer) as loop:
+            weights = builder.load(place_of(w_data, builder.add(at_w, builder.mul(loop.index, w_step))))
+            weights.align = alignment
+            for start, total in zip(starts, sums, strict=True):
+                factor = builder.load(builder.gep(x_data, [builder.add(start, loop.index)]))
+                single = builder.insert_element(undefined, factor, ir.Constant(ir.IntType(32), 0))
+                spread = builder.shuffle_vector(single, undefined, first_lane)
+                term = builder.fmul(weights, spread, flags=("contract",))
+                builder.store(builder.fadd(builder.load(total), term, flags=("contract",)), total)
+        for place, total in zip(places, sums, strict=True):
+            builder.store(builder.load(total), place).align = alignment
+        return context.get_dummy_value()
+
+    integer = types.intp
+    arguments = (out, integer, integer, w, integer, integer, x, integer, integer, integer, rows, lanes)
+    return types.void(*arguments), generate
+
+
+@inlined
+def multiply_rows(out, at_out, out_step, w, at_w, w_step, x, at_x, x_step, depth, width, rows):
+    """Add to `rows` rows of `out` the products of as many rows of `x` with one matrix.
+
+    ``out[at_out + r*out_step + j] += Σ_k w[at_w + k*w_step + j] * x[at_x + r*x_step + k]`` for `width` columns ``j``, a
+    multiple of `LANES`, and `depth` terms ``k``. Sums run in the order of ``k``, however many rows there are.
+    """
+    row = 0
+    while row < rows:
+        four = rows - row >= 4
+        to, source = at_out + row * out_step, at_x + row * x_step
+        column = 0
+        if w.itemsize == 4:
+            while width - column >= 16:
+                at = at_w + column
+                if four:
+                    _multiply_block(out, to + column, out_step, w, at, w_step, x, source, x_step, depth, 4, 16)
+                else:
+                    _multiply_block(out, to + column, out_step, w, at, w_step, x, source, x_step, depth, 1, 16)
+                column += 16
+        while column < width:
+            at = at_w + column
+            if four:
+                _multiply_block(out, to + column, out_step, w, at, w_step, x, source, x_step, depth, 4, 8)
+            else:
+                _multiply_block(out, to + column, out_step, w, at, w_step, x, source, x_step, depth, 1, 8)
+            column += 8
+        row += 4 if four else 1
+
+
+@intrinsic
+def copy_elements(typing_context, out, at_out, source, at_source, count):
+    """``out[at_out + i] = source[at_source + i]`` for `count` elements of two contiguous arrays."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, place, source_, from_, count_ = args
+        target = context.make_array(out)(context, builder, to).data
+        origin = context.make_array(source)(context, builder, source_).data
+        size = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(out.dtype)))
+        cgutils.raw_memcpy(builder, builder.gep(target, [place]), builder.gep(origin, [from_]), count_, size)
+        return context.get_dummy_value()
+
+    integer = types.intp
+    return types.void(out, integer, source, integer, integer), generate
+
+
+@intrinsic
+def _bits(typing_context, x):
+    """A float's bits as an unsigned integer."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(x.bitwidth))
+
+    return (types.uint32 if x == types.float32 else types.uint64)(x), generate
+
+
+@intrinsic
+def _from_bits(typing_context, x):
+    """The float that an unsigned integer holds the bits of."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType() if x.bitwidth == 32 else ir.DoubleType())
+
+    return (types.float32 if x.bitwidth == 32 else types.float64)(x), generate
+
+
+# exp(y) = 2^k (1 + q) with k = round(y / ln 2), and q = exp(r) - 1 for the rest r of at most ln(2)/2, by its series.
+# Adding 1.5 · 2^(digits of the significand) rounds, and leaves k in the lowest bits. ln 2 is taken away in two parts.
+
+
+@inlined
+def _parts_single(y):
+    shifted = y * np.float32(1.4426950408889634) + np.float32(12582912.0)
+    k = shifted - np.float32(12582912.0)
+    r = y - k * np.float32(0.693359375)
+    r = r - k * np.float32(-2.12194440e-4)
+    power = _from_bits(np.uint32((_bits(shifted) << np.uint32(23)) + np.uint32(0x3F800000)))
+    q = np.float32(1 / 5040)
+    q = q * r + np.float32(1 / 720)
+    q = q * r + np.float32(1 / 120)
+    q = q * r + np.float32(1 / 24)
+    q = q * r + np.float32(1 / 6)
+    q = q * r + np.float32(1 / 2)
+    return q * r * r + r, power
+
+
+@inlined
+def _parts_double(y):
+    shifted = y * 1.4426950408889634 + 6755399441055744.0
+    k = shifted - 6755399441055744.0
+    r = y - k * 6.93147180369123816490e-01
+    r = r - k * 1.90821492927058770002e-10
+    power = _from_bits(np.uint64((_bits(shifted) << np.uint64(52)) + np.uint64(0x3FF0000000000000)))
+    q = 1 / 6227020800
+    q = q * r + 1 / 479001600
+    q = q * r + 1 / 39916800
+    q = q * r + 1 / 3628800
+    q = q * r + 1 / 362880
+    q = q * r + 1 / 40320
+    q = q * r + 1 / 5040
+    q = q * r + 1 / 720
+    q = q * r + 1 / 120
+    q = q * r + 1 / 24
+    q = q * r + 1 / 6
+    q = q * r + 1 / 2
+    return q * r * r + r, power
+
+
+@inlined
+def _tanh_single(x):
+    size = abs(x)
+    # Written so that a NaN stays one.
+    size = np.float32(10) if size > np.float32(10) else size
+    q, power = _parts_single(size + size)
+    # exp(2|x|) - 1, without the digits that a subtraction would lose near zero.
+    grown = power * q + (power - np.float32(1))
+    value = grown / (grown + np.float32(2))
+    return _from_bits(np.uint32(_bits(value) | (_bits(x) & np.uint32(0x80000000))))
+
+
+@inlined
+def _tanh_double(x):
+    size = abs(x)
+    size = 20.0 if size > 20.0 else size
+    q, power = _parts_double(size + size)
+    grown = power * q + (power - 1.0)
+    value = grown / (grown + 2.0)
+    return _from_bits(np.uint64(_bits(value) | (_bits(x) & np.uint64(0x8000000000000000))))
+
+
+@inlined
+def _sigmoid_single(x):
+    size = abs(x)
+    size = np.float32(87) if size > np.float32(87) else size
+    q, power = _parts_single(-size)
+    small = power * q + power
+    one = np.float32(1)
+    return (small if x < np.float32(0) else one) / (one + small)
+
+
+@inlined
+def _sigmoid_double(x):
+    size = abs(x)
+    size = 708.0 if size > 708.0 else size
+    q, power = _parts_double(-size)
+    small = power * q + power
+    return (small if x < 0.0 else 1.0) / (1.0 + small)
+
+
+def tanh(x: float) -> float:
+    """Hyperbolic tangent within 2 units in the last place; in kernels, of float32 or float64."""
+    raise NotImplementedError("for kernels only")
+
+
+def sigmoid(x: float) -> float:
+    """``1 / (1 + exp(-x))`` within 2 units in the last place; in kernels, of float32 or float64."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(tanh, jit_options={"forceinline": True, "error_model": "numpy"})
+def _tanh(x):
+    if x == types.float32:
+        return lambda x: _tanh_single(x)
+    return lambda x: _tanh_double(x)
+
+
+@overload(sigmoid, jit_options={"forceinline": True, "error_model": "numpy"})
+def _sigmoid(x):
+    if x == types.float32:
+        return lambda x: _sigmoid_single(x)
+    return lambda x: _sigmoid_double(x)

@@ -1,0 +1,185 @@
+"""linear_recurrence against a plain loop: every form of A, every schedule, both directions, gradients too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jacsparse
+from jacsparse import Pattern, linear_recurrence
+from jacsparse.recurrence import Dense, Diagonal, Report, Scaled, Sparse
+from tests.helpers import close
+
+SCHEDULES = ["auto", "linear", "chunked:3", "chunked", "blelloch", "relaxed:4"]
+FORMS = ["dense", "diagonal", "scaled", "sparse"]
+
+
+def blocks(form: str, time: int, batch: int, n: int, dtype: torch.dtype = torch.float64) -> Any:
+    """Matrices that neither grow nor shrink a state much."""
+    scale = max(1, n) ** -0.5
+    if form == "dense":
+        return Dense((scale * torch.randn(time, batch, n, n, dtype=dtype)).requires_grad_())
+    if form == "diagonal":
+        return Diagonal(torch.randn(time, batch, n, dtype=dtype).requires_grad_())
+    if form == "scaled":
+        W = (scale * torch.randn(n, n, dtype=dtype)).requires_grad_()
+        return Scaled(W, torch.rand(time, batch, n, dtype=dtype).requires_grad_())
+    pattern = Pattern.from_scipy(scipy.sparse.random(n, n, 0.4, random_state=n, format="csr"))
+    return Sparse(pattern, torch.randn(time, pattern.nnz, batch, dtype=dtype).requires_grad_())
+
+
+def loop(A: Any, b: torch.Tensor, h0: torch.Tensor, reverse: bool) -> torch.Tensor:
+    matrices, state, states = A.dense(), h0, [None] * len(b)
+    for t in reversed(range(len(b))) if reverse else range(len(b)):
+        state = torch.einsum("bij,bj->bi", matrices[t].expand(b.shape[1], -1, -1), state) + b[t]
+        states[t] = state
+    return torch.stack(states)  # type: ignore[arg-type]
+
+
+@given(
+    form=st.sampled_from(FORMS),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(1, 12)),
+    schedule=st.sampled_from(SCHEDULES),
+    shared=st.booleans(),
+    reverse=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=150)
+def test_equals_a_loop(
+    form: str, sizes: tuple[int, int, int], schedule: str, shared: bool, reverse: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    time, batch, n = sizes
+    A = blocks(form, time, 1 if shared else batch, n)
+    b, h0 = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((time, batch, n), (batch, n)))
+    expected = loop(A, b, h0, reverse)
+    g = torch.randn_like(expected)
+    reports: list[Report] = []
+    found = linear_recurrence(A, b, h0, reverse=reverse, schedule=schedule, reports=reports)
+    sources = [b, h0, *A.tensors]
+    references = torch.autograd.grad(expected, sources, g, allow_unused=True)
+    for ours, reference in zip([found, *torch.autograd.grad(found, sources, g)], [expected, *references], strict=True):
+        wanted = torch.zeros_like(ours) if reference is None else reference
+        largest = wanted.abs().max().item() if wanted.numel() else 0.0
+        assert not ours.numel() or (ours - wanted).abs().max() <= 1e-10 * largest
+    assert [report.recurrence for report in reports] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("form", FORMS)
+def test_gradcheck(form: str, schedule: str) -> None:
+    A = blocks(form, 7, 2, 3)
+    b, h0 = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((7, 2, 3), (2, 3)))
+    assert torch.autograd.gradcheck(
+        lambda b, h0, *tensors: linear_recurrence(A.with_tensors(tensors), b, h0, schedule=schedule),
+        (b, h0, *A.tensors),
+    )
+
+
+def trained_blocks(time: int) -> Scaled:
+    """The Jacobians of an RNN of 20 units along a sequence."""
+    torch.manual_seed(0)
+    rnn = jacsparse.nn.RNN(1, 20)
+    with torch.no_grad():
+        h = rnn(torch.randn(time, 1, 1))[0]
+    return Scaled(rnn.weight_hh_l0.detach().T.contiguous(), 1 - h.square())
+
+
+@pytest.mark.parametrize("where", ["all", "last"])
+@pytest.mark.parametrize("schedule", ["chunked", "chunked:32", "chunked:256", "blelloch", "relaxed"])
+@pytest.mark.parametrize("kind", ["trained", "orthogonal"])
+def test_long_sequences_stay_as_accurate_as_a_loop(kind: str, schedule: str, where: str) -> None:
+    time, n = 30_000, 20
+    if kind == "orthogonal":
+        A: Any = Dense(torch.linalg.qr(torch.randn(n, n))[0].expand(time, 1, n, n).contiguous())
+    else:
+        A = trained_blocks(time)
+    b = torch.randn(time, 1, n)
+    if where == "last":
+        # A loss on the last state alone.
+        b[1:] = 0
+    wide = linear_recurrence(A.with_tensors([t.double() for t in A.tensors]), b.double())
+    scale = wide.abs().max()
+    sequential, found = (
+        (linear_recurrence(A, b, schedule=name).double() - wide).abs().max() / scale for name in ("linear", schedule)
+    )
+    assert found <= max(10 * float(sequential), 1e-6)
+
+
+def test_edges() -> None:
+    for shape in ((0, 2, 3), (4, 0, 3), (4, 2, 0)):
+        b = torch.zeros(shape, requires_grad=True)
+        for schedule in SCHEDULES:
+            h = linear_recurrence(Dense(torch.zeros(shape[0], shape[1], shape[2], shape[2])), b, schedule=schedule)
+            assert h.shape == shape
+            h.sum().backward()
+
+
+def test_strided_operands() -> None:
+    A, b = blocks("dense", 5, 2, 3), torch.randn(3, 2, 5, dtype=torch.float64).permute(2, 1, 0)
+    close(linear_recurrence(A, b), loop(A, b, torch.zeros(2, 3, dtype=torch.float64), False), 1e-12)
+
+
+def test_a_nan_stays_in_its_sample() -> None:
+    A, b = blocks("scaled", 50, 3, 4), torch.randn(50, 3, 4, dtype=torch.float64)
+    clean = linear_recurrence(A, b)
+    b[20, 1] = float("nan")
+    for schedule in SCHEDULES:
+        found = linear_recurrence(A, b, schedule=schedule)
+        close(found[:, [0, 2]], clean[:, [0, 2]], 1e-12)
+        assert bool(found[20:, 1].isnan().all())
+
+
+def test_relaxed_falls_back_where_nothing_contracts() -> None:
+    A = Dense(1.05 * torch.linalg.qr(torch.randn(40, 1, 4, 4, dtype=torch.float64))[0])
+    b, reports = torch.randn(40, 1, 4, dtype=torch.float64), []
+    found = linear_recurrence(A, b, schedule="relaxed:4", reports=reports)
+    close(found, loop(A, b, torch.zeros(1, 4, dtype=torch.float64), False), 1e-12)
+    assert reports[0].methods == ["relaxed", "chunked"]
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    A, b = blocks("diagonal", 4, 1, 2), torch.randn(4, 1, 2, dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(linear_recurrence(A, b).sum(), b, create_graph=True)
+    with pytest.raises(NotImplementedError, match="linear_recurrence cannot be differentiated twice"):
+        first.sum().backward()
+
+
+ONES = torch.ones(4, 2, 3)
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "A": (
+        lambda: linear_recurrence(ONES, ONES),
+        TypeError,
+        "A is a Tensor; expected Dense, Diagonal",
+    ),
+    "b's rank": (lambda: linear_recurrence(Diagonal(ONES), ONES[0]), ValueError, r"b has shape \(2, 3\)"),
+    "b's dtype": (lambda: linear_recurrence(Diagonal(ONES), ONES.long()), TypeError, r"b is torch\.int64"),
+    "b's device": (lambda: linear_recurrence(Diagonal(ONES), ONES.to("meta")), ValueError, "b is on meta"),
+    "steps": (lambda: linear_recurrence(Diagonal(ONES[:3]), ONES), ValueError, "A has 3 steps of 2 samples, 3 × 3"),
+    "h0": (lambda: linear_recurrence(Diagonal(ONES), ONES, ONES[0, :1]), ValueError, r"h0 has shape \(1, 3\)"),
+    "mixed": (lambda: linear_recurrence(Diagonal(ONES), ONES.double()), TypeError, "convert one of them"),
+    "schedule": (lambda: linear_recurrence(Diagonal(ONES), ONES, schedule="fast"), ValueError, "schedule is 'fast'"),
+    "chunk": (lambda: linear_recurrence(Diagonal(ONES), ONES, schedule="chunked:0"), ValueError, "schedule is"),
+    "square": (lambda: Dense(torch.ones(4, 2, 3, 5)), ValueError, "expected square matrices"),
+    "W": (lambda: Scaled(torch.ones(2, 2), ONES), ValueError, r"W has shape \(2, 2\); expected \(3, 3\)"),
+    "pattern": (lambda: Sparse(np.eye(3), ONES), TypeError, "pattern is a ndarray; expected a Pattern"),
+    "values": (
+        lambda: Sparse(Pattern.from_scipy(scipy.sparse.eye(3)), torch.ones(4, 2, 1)),
+        ValueError,
+        r"values has shape \(4, 2, 1\); expected \(time, 3, batch\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case: str) -> None:
+    call, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        call()

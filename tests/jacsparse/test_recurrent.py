@@ -1,0 +1,462 @@
+"""jacsparse.nn's RNN, GRU and LSTM against torch.nn's: outputs and gradients, every schedule and kind of input."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+
+import jacsparse
+from jacsparse.recurrence._vector import sigmoid, tanh
+from tests.helpers import close
+
+KINDS = {
+    "RNN": (jacsparse.nn.RNN, nn.RNN, {}),
+    "RNN relu": (jacsparse.nn.RNN, nn.RNN, {"nonlinearity": "relu"}),
+    "GRU": (jacsparse.nn.GRU, nn.GRU, {}),
+    "LSTM": (jacsparse.nn.LSTM, nn.LSTM, {}),
+}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+SOLUTIONS = [
+    {"schedule": "linear"},
+    {"schedule": "chunked"},
+    {"schedule": "blelloch"},
+    {"schedule": "relaxed"},
+    {"schedule": "auto", "forward": "parallel"},
+    {"schedule": "auto", "forward": "relaxed"},
+    {"schedule": "auto", "forward": "newton"},
+]
+FULL = os.environ.get("JACSPARSE_TESTS") == "full"
+ALL = pytest.mark.parametrize("kind", KINDS)
+
+
+def pair(kind: str, *args: Any, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Ours and PyTorch's layer with the same weights."""
+    ours, theirs, more = KINDS[kind]
+    added = {name: options.pop(name) for name in ("schedule", "forward", "chunk") if name in options}
+    reference = theirs(*args, **more, **options).to(dtype)
+    layer = ours(*args, **more, **options, **added).to(dtype)
+    layer.load_state_dict(reference.state_dict())
+    return layer, reference
+
+
+def padded(output: torch.Tensor | PackedSequence) -> torch.Tensor:
+    return pad_packed_sequence(output)[0] if isinstance(output, PackedSequence) else output
+
+
+def outcome(
+    layer: nn.Module, given: Callable[[], Any], leaves: list[torch.Tensor], hx: Any, loss: str = "all"
+) -> list[torch.Tensor]:
+    """Outputs, last states and the gradients of all leaves and parameters."""
+    output, last = layer(given(), hx)
+    output, last = padded(output), torch.cat(last) if isinstance(last, tuple) else last
+    generator = torch.Generator().manual_seed(7)
+    weigh = lambda tensor: (tensor * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)).sum()  # noqa: E731
+    total = weigh(last) if loss == "last" else weigh(output) + (weigh(last) if loss == "all" else 0)
+    gradients = torch.autograd.grad(total, [*leaves, *layer.parameters()], allow_unused=True)
+    kept = [
+        torch.zeros_like(x) if g is None else g for g, x in zip(gradients, [*leaves, *layer.parameters()], strict=True)
+    ]
+    return [output.detach(), last.detach(), *kept]
+
+
+def compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for ours, reference in zip(found, expected, strict=True):
+        assert ours.shape == reference.shape and ours.dtype == reference.dtype
+        largest = reference.abs().max().item() if reference.numel() else 0.0
+        difference = (ours - reference).abs().max().item() if reference.numel() else 0.0
+        assert difference <= TOLERANCE[ours.dtype] * largest, (ours.shape, difference, largest)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    batch, time = draw(st.integers(1, 9)), draw(st.integers(1, 64))
+    return {
+        "sizes": (draw(st.integers(1, 9)), draw(st.integers(1, 64)), draw(st.integers(1, 3))),
+        "options": {
+            "bias": draw(st.booleans()),
+            "batch_first": draw(st.booleans()),
+            "bidirectional": draw(st.booleans()),
+            "chunk": draw(st.sampled_from([4, 16, 64])),
+            **draw(st.sampled_from(SOLUTIONS)),
+        },
+        "shape": (time, batch),
+        "lengths": draw(st.none() | st.lists(st.integers(1, time), min_size=batch, max_size=batch)),
+        "states": draw(st.booleans()),
+        "loss": draw(st.sampled_from(["all", "outputs", "last"])),
+        "dtype": draw(st.sampled_from([torch.float64, torch.float64, torch.float32])),
+        "seed": draw(st.integers(0, 2**31)),
+    }
+
+
+@ALL
+@given(case=cases())
+@settings(max_examples=200 if FULL else 60)
+def test_drawn_layers(kind: str, case: dict[str, Any]) -> None:
+    torch.manual_seed(case["seed"])
+    (features, hidden, layers), dtype, options = case["sizes"], case["dtype"], case["options"]
+    layer, reference = pair(kind, features, hidden, layers, dtype=dtype, **options)
+    time, batch = case["shape"]
+    x = torch.randn(time, batch, features, dtype=dtype, requires_grad=True)
+    leaves, hx = [x], None
+    if case["states"]:
+        directions = layers * (2 if options["bidirectional"] else 1)
+        parts = [torch.randn(directions, batch, hidden, dtype=dtype, requires_grad=True) for _ in range(2)]
+        parts = parts if kind == "LSTM" else parts[:1]
+        leaves, hx = [x, *parts], tuple(parts) if kind == "LSTM" else parts[0]
+
+    def given() -> Any:
+        laid = x.transpose(0, 1) if options["batch_first"] else x
+        if case["lengths"] is None:
+            return laid
+        return pack_padded_sequence(laid, case["lengths"], options["batch_first"], enforce_sorted=False)
+
+    compare(outcome(layer, given, leaves, hx, case["loss"]), outcome(reference, given, leaves, hx, case["loss"]))
+
+
+@ALL
+def test_a_single_sequence(kind: str) -> None:
+    layer, reference = pair(kind, 3, 7, 2, bidirectional=True)
+    x = torch.randn(11, 3, dtype=torch.float64, requires_grad=True)
+    parts = [torch.randn(4, 7, dtype=torch.float64) for _ in range(2)]
+    for hx in (None, tuple(parts) if kind == "LSTM" else parts[0]):
+        compare(outcome(layer, lambda: x, [x], hx), outcome(reference, lambda: x, [x], hx))
+
+
+@ALL
+def test_an_empty_batch(kind: str) -> None:
+    layer, _ = pair(kind, 3, 5, 2)
+    output, last = layer(torch.zeros(4, 0, 3, dtype=torch.float64))
+    assert output.shape == (4, 0, 5) and (last[0] if kind == "LSTM" else last).shape == (2, 0, 5)
+    output.sum().backward()
+    assert all(not parameter.grad.any() for parameter in layer.parameters())
+
+
+@ALL
+def test_packed_without_an_order_given(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4)
+    steps = [torch.randn(n, 3, dtype=torch.float64) for n in (5, 4, 4, 1)]
+    compare(
+        outcome(layer, lambda: pack_sequence(steps), [], None),
+        outcome(reference, lambda: pack_sequence(steps), [], None),
+    )
+
+
+@ALL
+def test_dropout_between_layers(kind: str) -> None:
+    layer, reference = pair(kind, 3, 6, 3, dropout=0.4)
+    x = torch.randn(5, 4, 3, dtype=torch.float64, requires_grad=True)
+    found = []
+    for run in (layer, reference):
+        torch.manual_seed(3)
+        found.append(outcome(run, lambda: x, [x], None))
+    assert found[0][0].shape == found[1][0].shape
+    layer.eval(), reference.eval()
+    compare(outcome(layer, lambda: x, [x], None), outcome(reference, lambda: x, [x], None))
+
+
+@ALL
+def test_state_dicts_go_both_ways(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4, 2, bidirectional=True)
+    assert list(layer.state_dict()) == list(reference.state_dict())
+    reference.load_state_dict(layer.state_dict())
+    assert isinstance(layer, type(reference))
+    torch.manual_seed(1)
+    ours = KINDS[kind][0](3, 4, **KINDS[kind][2])
+    torch.manual_seed(1)
+    theirs = KINDS[kind][1](3, 4, **KINDS[kind][2])
+    # Initialised alike, too.
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@ALL
+def test_frozen_weights_and_inputs(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4, 2)
+    for run in (layer, reference):
+        run.weight_hh_l0.requires_grad_(False)
+        run.bias_ih_l1.requires_grad_(False)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    for run in (layer, reference):
+        run(x)[0].square().sum().backward()
+    for ours, theirs in zip(layer.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            close(ours.grad, theirs.grad, 1e-10)
+
+
+@ALL
+def test_no_grad_keeps_nothing(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    with torch.no_grad():
+        output, _ = layer(x)
+        close(output, reference(x)[0], 1e-12)
+    assert not output.requires_grad and output.grad_fn is None
+
+
+@ALL
+def test_hooks_and_anomaly_mode(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
+    for run in (layer, reference):
+        run.weight_hh_l0.register_hook(lambda gradient: gradient * 3)
+        run.register_forward_hook(lambda _m, _i, output: (output[0] * 2, output[1]))
+    with torch.autograd.detect_anomaly(check_nan=True):
+        compare(outcome(layer, lambda: x, [x], None), outcome(reference, lambda: x, [x], None))
+
+
+@ALL
+def test_gradient_checkpointing(kind: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layer, _ = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), [x, *layer.parameters()])
+    for reentrant in (False, True):
+        output = checkpoint(lambda given: layer(given)[0], x, use_reentrant=reentrant)
+        output.square().sum().backward()
+        for ours, reference in zip([x, *layer.parameters()], expected, strict=True):
+            close(ours.grad, reference, 1e-12)
+            ours.grad = None
+
+
+@ALL
+def test_gradients_of_gradients_are_refused(kind: str) -> None:
+    layer, _ = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
+    first = torch.autograd.grad(layer(x)[0].sum(), [x, *layer.parameters()], create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"cannot be differentiated twice; use torch\.nn's layer"):
+        torch.autograd.grad(first[0].square().sum(), layer.weight_hh_l0)
+    with pytest.raises(NotImplementedError, match="cannot be differentiated twice"):
+        first[2].square().sum().backward()
+
+
+def test_compiled_around() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = jacsparse.nn.GRU(3, 5), nn.Linear(5, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.relu(self.rnn(x * 2)[0])).sum()
+
+    model = Model()
+    x = torch.randn(4, 2, 3)
+    compiled = torch.compile(model, backend="eager")
+    expected, found = torch.autograd.grad(model(x), list(model.parameters())), None
+    found = torch.autograd.grad(compiled(x), list(model.parameters()))
+    for ours, reference in zip(found, expected, strict=True):
+        close(ours, reference, 1e-6)
+
+
+def test_copies_train_by_themselves() -> None:
+    layer = jacsparse.nn.GRU(3, 4, forward="parallel")
+    layer(torch.randn(5, 2, 3))[0].sum().backward()
+    other = copy.deepcopy(layer)
+    other(torch.randn(5, 2, 3))[0].sum().backward()
+    assert torch.equal(other.weight_hh_l0, layer.weight_hh_l0) and other.weight_hh_l0 is not layer.weight_hh_l0
+
+
+def test_the_same_bits_on_any_number_of_threads_and_for_any_batch() -> None:
+    layer = jacsparse.nn.LSTM(3, 20)
+    x, states = torch.randn(50, 33, 3), torch.zeros(1, 33, 20, requires_grad=True)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            output = layer(x, (states, states))[0]
+            found.append((output.detach(), torch.autograd.grad(output.sum(), states)[0]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for result in found for one, other in zip(result, found[0], strict=True))
+    # The kernel's arithmetic for a sample is the same whichever samples it is with.
+    alone = torch.cat([layer(x[:, s : s + 1])[0] for s in range(33)], dim=1)
+    assert (alone - found[0][0]).abs().max() < 1e-6
+
+
+# Elementary functions.
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_activations_are_accurate(dtype: type) -> None:
+    import numba
+
+    @numba.njit(error_model="numpy")
+    def apply(x, first, second):  # type: ignore[no-untyped-def]
+        for i in range(len(x)):
+            first[i], second[i] = tanh(x[i]), sigmoid(x[i])
+
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e30, -1e30]
+    x = np.concatenate([np.linspace(-30, 30, 20001), np.logspace(-20, 1, 2001), -np.logspace(-20, 1, 2001), special])
+    x = x.astype(dtype)
+    first, second = np.empty_like(x), np.empty_like(x)
+    apply(x, first, second)
+    wide = x.astype(np.longdouble)
+    with np.errstate(over="ignore"):
+        for found, expected in ((first, np.tanh(wide)), (second, 1 / (1 + np.exp(-wide)))):
+            ordinary = np.isfinite(x)
+            error = np.abs(found - expected)[ordinary]
+            assert (error <= 2 * np.finfo(dtype).eps * np.abs(expected[ordinary]) + 2 * np.finfo(dtype).tiny).all()
+    assert np.isnan(first[-3]) and np.isnan(second[-3])
+    assert first[-5:-3].tolist() == [1, -1] and second[-5] == 1 and second[-4] < 1e-30
+    assert np.signbit(first[-6])
+
+
+# Parallel solutions.
+
+
+@pytest.mark.parametrize("time", [1000, 10_000])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_few_sweeps_at_the_weights_of_the_beginning(kind: str, time: int) -> None:
+    layer, _ = pair(kind, 20, 20, dtype=torch.float32, forward="parallel", schedule="relaxed")
+    layer(torch.randn(time, 4, 20))[0].sum().backward()
+    assert [report.methods for report in layer.reports] == [["relaxed"], ["relaxed"]]
+    assert all(report.sweeps <= 3 and report.fallback_steps == 0 for report in layer.reports)
+
+
+@torch.no_grad()
+def rescaled(layer: nn.Module, reference: nn.Module, change: str) -> None:
+    weight = reference.weight_hh_l0
+    size = weight.shape[1]
+    if change.startswith("radius"):
+        for block in weight.split(size):
+            block.mul_(float(change.split()[1]) / torch.linalg.eigvals(block).abs().max())
+    elif change == "times 4":
+        weight.mul_(4)
+    else:
+        for block in weight.split(size):
+            block.copy_(0.999 * torch.linalg.qr(torch.randn_like(block))[0])
+    layer.load_state_dict(reference.state_dict())
+
+
+@pytest.mark.parametrize("change", ["radius 1.5", "radius 2.5", "times 4", "orthogonal"])
+@pytest.mark.parametrize("solution", [{"forward": "parallel", "schedule": "relaxed"}, {"forward": "newton"}])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_networks_that_do_not_contract(kind: str, solution: dict[str, str], change: str) -> None:
+    layer, reference = pair(kind, 5, 20, chunk=32, **solution)
+    rescaled(layer, reference, change)
+    # Ours step after step: where a network is chaotic, PyTorch's own rounding leads elsewhere.
+    sequential, _ = pair(kind, 5, 20)
+    sequential.load_state_dict(reference.state_dict())
+    x = (0.5 * torch.randn(300, 3, 5, dtype=torch.float64)).requires_grad_()
+    output, expected = layer(x)[0], sequential(x)[0]
+    gradient, wanted = (torch.autograd.grad(result.sum(), x)[0] for result in (output, expected))
+    report = layer.reports[0]
+    assert report.defects[-1] <= 1e-14 or (report.methods[-1] == "sequential" and report.fallback_steps > 0)
+    close(output, expected, 1e-10)
+    assert (gradient - wanted).abs().max() <= 1e-8 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_a_nan_in_one_sample_harms_no_other(kind: str) -> None:
+    layer, reference = pair(kind, 3, 8, chunk=16, forward="parallel", schedule="relaxed")
+    x = torch.randn(100, 3, 3, dtype=torch.float64)
+    x[40, 1] = float("nan")
+    outputs = []
+    for run in (layer, reference):
+        given = x.clone().requires_grad_()
+        output, _ = run(given)
+        output[:, [0, 2]].sum().backward()
+        outputs.append((output.detach(), given.grad))
+    (output, gradient), (expected, wanted) = outputs
+    assert torch.equal(output.isnan(), expected.isnan()) and bool(output[40:, 1].isnan().all())
+    for sample in (0, 2):
+        close(output[:, sample], expected[:, sample], 1e-12)
+        close(gradient[:, sample], wanted[:, sample], 1e-10)
+    assert layer.reports[0].fallback_samples == 1
+
+
+def test_a_warm_start_saves_a_sweep() -> None:
+    layer, reference = pair("GRU", 3, 8, chunk=16, forward="relaxed")
+    x = torch.randn(200, 2, 3, dtype=torch.float64)
+    expected, _ = reference(x)
+    close(layer(x)[0], expected, 1e-12)
+    cold, boundaries = layer.reports[0].sweeps, layer.boundaries
+    close(layer(x, warm=boundaries)[0], expected, 1e-12)
+    assert layer.reports[0].sweeps < cold
+    with pytest.raises(ValueError, match="the warm start holds states"):
+        layer(x[:50], warm=boundaries)
+    with pytest.raises(ValueError, match="warm has 2 entries; expected 1"):
+        layer(x, warm=boundaries * 2)
+
+
+def test_auto_says_what_it_chose() -> None:
+    layer = jacsparse.nn.GRU(3, 4)
+    layer(torch.randn(10, 4, 3))[0].sum().backward()
+    assert layer.reports[1].methods == ["linear"] and "4 samples of 10 steps" in layer.reports[1].reason
+
+
+# Bad input.
+
+
+def bad_inputs() -> dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]]:
+    x = torch.randn(5, 2, 3)
+    packed = pack_padded_sequence(x, [5, 2])
+    return {
+        "rank": (lambda run: run(torch.randn(1, 5, 2, 3)), ValueError, r"input has shape \(1, 5, 2, 3\)"),
+        "features": (lambda run: run(torch.randn(5, 2, 4)), ValueError, r"expected \(time, batch, 3\)"),
+        "no steps": (lambda run: run(torch.randn(0, 2, 3)), ValueError, "no steps; expected at least one"),
+        "dtype": (lambda run: run(x.double()), TypeError, "input is torch.float64 and the weights are torch.float32"),
+        "integers": (lambda run: run(x.long()), TypeError, "input is torch.int64"),
+        "device": (lambda run: run(x.to("meta")), ValueError, "input is on meta"),
+        "list": (lambda run: run([1.0]), TypeError, "input is a list"),
+        "sparse": (lambda run: run(x.to_sparse()), TypeError, "input has layout"),
+        "states' shape": (
+            lambda run: run(x, torch.zeros(1, 3, 4)),
+            ValueError,
+            r"hx has shape .*; expected \(1, 2, 4\)",
+        ),
+        "states' dtype": (lambda run: run(x, torch.zeros(1, 2, 4).double()), TypeError, "hx is torch.float64"),
+        "packed features": (
+            lambda run: run(pack_padded_sequence(torch.randn(5, 2, 4), [5, 2])),
+            ValueError,
+            r"input.data has shape \(7, 4\); expected \(steps, 3\)",
+        ),
+        "unsorted packed": (
+            lambda run: run(PackedSequence(packed.data, torch.tensor([1, 2, 2, 1, 1]))),
+            ValueError,
+            r"batch_sizes of the packed input are \[1, 2, 2, 1, 1\]",
+        ),
+        "empty packed": (
+            lambda run: run(PackedSequence(torch.zeros(0, 3), torch.tensor([], dtype=torch.int64))),
+            ValueError,
+            "batch_sizes of the packed input are",
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", bad_inputs())
+def test_bad_inputs(case: str) -> None:
+    call, error, message = bad_inputs()[case]
+    with pytest.raises(error, match=message):
+        call(jacsparse.nn.GRU(3, 4))
+
+
+def test_bad_states_of_lstm() -> None:
+    with pytest.raises(TypeError, match="hx is a Tensor; expected a pair of tensors"):
+        jacsparse.nn.LSTM(3, 4)(torch.randn(5, 2, 3), torch.zeros(1, 2, 4))
+    with pytest.raises(ValueError, match=r"hx\[1\] has shape"):
+        jacsparse.nn.LSTM(3, 4)(torch.randn(5, 2, 3), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 5)))
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="schedule is 'fast'; expected one of auto, linear"):
+        jacsparse.nn.RNN(3, 4, schedule="fast")
+    with pytest.raises(ValueError, match="forward is 'fast'; expected one of sequential, parallel"):
+        jacsparse.nn.GRU(3, 4, forward="fast")
+    with pytest.raises(ValueError, match="chunk is 0; expected a number of steps"):
+        jacsparse.nn.GRU(3, 4, chunk=0)
+    with pytest.raises(ValueError, match=r"proj_size is 2, which is not supported; use torch\.nn\.LSTM"):
+        jacsparse.nn.LSTM(3, 4, proj_size=2)
+    with pytest.raises(ValueError, match="Unknown nonlinearity"):
+        jacsparse.nn.RNN(3, 4, nonlinearity="sine")
