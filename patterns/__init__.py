@@ -4,6 +4,7 @@ from . import _elementwise  # noqa: F401  (registers its rules)
 from ._convolution import Convolution, Sliding
 from ._pattern import Pattern
 from ._pooling import Adaptive, Pooling
+from ._recurrent import state_jacobian_pattern, state_jacobian_values
 from ._rules import Call, Rule, UnsupportedOperatorError, add_rule, rule_for
 from ._structure import Csr, Diagonal, Full, Identity, Structure
 
@@ -23,4 +24,6 @@ __all__ = [
     "UnsupportedOperatorError",
     "add_rule",
     "rule_for",
+    "state_jacobian_pattern",
+    "state_jacobian_values",
 ]

@@ -17,7 +17,7 @@ from . import _kernels
 from ._runs import Runs
 from ._vector import padded
 
-__all__ = ["CELLS", "Cell", "Kept", "Weights"]
+__all__ = ["CELLS", "Cell", "Kept", "Weights", "preceding"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +125,25 @@ class Cell(ABC):
         may be left out.
         """
 
+    @property
+    @abstractmethod
+    def mode(self) -> str:
+        """`torch.nn`'s name of it."""
+
+    @abstractmethod
+    def state(self, kept: Kept, before: np.ndarray, sample: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What each row computed, as `state_jacobian_values` takes it.
+
+        Parameters
+        ----------
+        kept : Kept
+            What the forward pass kept.
+        before : ndarray of int, (rows,)
+            The row of the step before, -1 for a sample's first one.
+        sample : Tensor of int64, (rows,)
+            Whose step each is.
+        """
+
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         """The nearest states that can be reached from `edge`, both ``(runs, states · size)``."""
         return states
@@ -138,6 +157,12 @@ class Cell(ABC):
         return self.gates * (size * -(-size // 8) + 4 * size)
 
 
+def preceding(states: torch.Tensor, initial: torch.Tensor, before: np.ndarray, sample: torch.Tensor) -> torch.Tensor:
+    """The state before each row: another row's, or the sample's own."""
+    rows = torch.from_numpy(before)
+    return torch.where((rows < 0)[:, None], initial[sample], states[rows.clamp(min=0)])
+
+
 def _or_nothing(tensor: torch.Tensor | None, like: torch.Tensor) -> np.ndarray:
     return np.empty((0, 0), dtype=like.numpy().dtype) if tensor is None else tensor.numpy()
 
@@ -146,6 +171,13 @@ def _or_nothing(tensor: torch.Tensor | None, like: torch.Tensor) -> np.ndarray:
 class _RnnCell(Cell):
     relu: bool = False
     gates = grad_width = 1
+
+    @property
+    def mode(self) -> str:
+        return "RNN_RELU" if self.relu else "RNN_TANH"
+
+    def state(self, kept: Kept, before: np.ndarray, sample: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"h": kept.output}
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         return states.clamp(min=0) if self.relu else states.clamp(-1, 1)
@@ -193,6 +225,11 @@ class _GruCell(Cell):
     gates = 3
     grad_width = 4
     kept = 4
+    mode = "GRU"
+
+    def state(self, kept: Kept, before: np.ndarray, sample: torch.Tensor) -> dict[str, torch.Tensor]:
+        computed = dict(zip("rznm", kept.gates.chunk(4, dim=1), strict=True))
+        return {**computed, "before": preceding(kept.output, kept.initial, before, sample)}
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         # Between the state before and a tanh.
@@ -254,6 +291,12 @@ class _LstmCell(Cell):
     gates = grad_width = 4
     states = 2
     kept = 5
+    mode = "LSTM"
+
+    def state(self, kept: Kept, before: np.ndarray, sample: torch.Tensor) -> dict[str, torch.Tensor]:
+        computed = dict(zip("ifgoc", kept.gates.chunk(5, dim=1), strict=True))
+        first = kept.initial[:, kept.output.shape[1] :]
+        return {**computed, "before": preceding(computed["c"], first, before, sample)}
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         # The cell's own state has no bound.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._cells import Cell, Kept, Weights
+from ._cells import Cell, Kept, Weights, preceding
 from ._once import once
 from ._runs import Sequences
 from ._sweeps import Options, solve_backward, solve_forward
@@ -141,11 +141,6 @@ def _hidden_gradient(
             for part in recurrent
         ]
     else:
-        rows = torch.from_numpy(sequences.before(direction))
-        states = kept.output[rows.clamp(min=0)]
-        first = rows < 0
-        # In the order of the rows, which for the samples' first steps is not that of the samples.
-        sample = torch.from_numpy(sequences.sample)[first]
-        states[first] = initial[sample]
+        states = preceding(kept.output, initial, sequences.before(direction), torch.from_numpy(sequences.sample))
         parts = [grad_gates[:, part].T @ states for part in recurrent]
     return torch.cat(parts) if len(parts) > 1 else parts[0]

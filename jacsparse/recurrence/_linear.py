@@ -12,10 +12,10 @@ import torch
 
 from ..patterns import Pattern
 from ..patterns._runtime import run_rows
-from ..spgemm import matvec, plan_product
 from . import _linear_kernels as kernels
 from ._chunks import Chunks
 from ._once import once
+from ._planned import scan, times
 from ._runs import Runs, Sequences
 from ._sweeps import Report, Sweep, composed, relax
 from ._vector import padded
@@ -492,42 +492,7 @@ def _planned(sweep: _Linear, blocks: Sparse, start: torch.Tensor, direction: int
     if sweep.adjoint:
         values, pattern = values[torch.from_numpy(pattern.transposition.astype(np.int64))], pattern.T
         # The adjoint adds before it multiplies.
-        offsets = _times(pattern, values, offsets)
+        offsets = times(pattern, values, offsets)
     # In float64, as `compose`.
     operands = (values.double().contiguous(), offsets.double().contiguous(), start.T.double().contiguous())
-    return _scan(pattern, *operands).permute(1, 2, 0)[:-1].to(start.dtype).contiguous()
-
-
-def _scan(pattern: Pattern, values: torch.Tensor, offsets: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """As `compose` with a tree, ``s ← A_i s + offset_i`` for sparse ``A_i``: ``(n, steps + 1, batch)``.
-
-    All products of a level have the same patterns: one plan, and its batch are the pairs and the samples.
-    """
-    steps = values.shape[1]
-    states = state.new_empty((len(state), steps + 1, state.shape[1]))
-    if steps == 0:
-        states[:, 0] = state
-        return states
-    if steps == 1:
-        states[:, :1] = state[:, None]
-    else:
-        early, late = slice(0, steps - 1, 2), slice(1, None, 2)
-        plan = plan_product(pattern, pattern)
-        pairs = steps // 2
-        joint = plan.multiply(_flat(values[:, late]), _flat(values[:, early]))
-        joint = joint.reshape(plan.pattern.nnz, pairs, values.shape[2])
-        shifts = _times(pattern, values[:, late], offsets[:, early]) + offsets[:, late]
-        states[:, 0 : 2 * pairs + 1 : 2] = _scan(plan.pattern, joint, shifts, state)
-    states[:, 1::2] = _times(pattern, values[:, 0::2], states[:, 0:steps:2]) + offsets[:, 0::2]
-    return states
-
-
-def _times(pattern: Pattern, values: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """The products of ``(nnz, steps, batch)`` matrices with ``(n, steps, batch)`` vectors."""
-    found: torch.Tensor = matvec(pattern, _flat(values), _flat(vectors))
-    return found.reshape(pattern.shape[0], *vectors.shape[1:])
-
-
-def _flat(values: torch.Tensor) -> torch.Tensor:
-    """``(rows, steps, batch)`` as ``(rows, steps · batch)``."""
-    return values.reshape(values.shape[0], values.shape[1] * values.shape[2])
+    return scan(pattern, *operands).permute(1, 2, 0)[:-1].to(start.dtype).contiguous()

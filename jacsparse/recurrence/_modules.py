@@ -204,10 +204,11 @@ class RNN(_Recurrent, nn.RNN):
     ----------
     *args, **options
         As `torch.nn.RNN` takes them.
-    schedule : {"auto", "linear", "chunked", "blelloch", "relaxed"}
+    schedule : {"auto", "linear", "chunked", "blelloch", "planned", "relaxed"}
         How the gradients of the hidden states are found: step after step; in chunks composed by a scan over their
-        transfer matrices; by a Blelloch scan over single steps; or in chunks from guessed gradients at their
-        boundaries, again from the neighbours' results until they agree. ``auto`` says in `reports` what it chose.
+        transfer matrices; by a Blelloch scan over single steps, whose matrices are full or, ``planned``, as sparse as
+        the recurrent weights are pruned; or in chunks from guessed gradients at their boundaries, again from the
+        neighbours' results until they agree. ``auto`` says in `reports` what it chose.
     forward : {"sequential", "parallel", "relaxed", "newton"}
         How the hidden states are found: step after step, or in chunks from guessed states. ``parallel`` begins relaxed
         and changes to Newton's method (multiple shooting) when that does not converge; what still does not is finished

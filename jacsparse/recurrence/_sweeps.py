@@ -4,7 +4,8 @@ A *sweep* takes runs of steps from the states that it is given. One sweep over w
 Over chunks, the states at their boundaries have to be found first:
 
 - ``chunked`` (and ``blelloch``, whose chunks are single steps) composes what the chunks do to a state, which for the
-  gradients' recurrence is affine: matrices, and a scan over them;
+  gradients' recurrence is affine: matrices, and a scan over them; ``planned`` does so for the sparse matrices of a
+  pruned layer, whose products are planned once;
 - ``relaxed`` guesses them and sweeps again from where the neighbours got to, Naumov's hybrid of a direct and an
   iterative method (section 3.4): in a contracting network a chunk forgets its start, and two sweeps are enough;
 - ``newton`` corrects the guesses by the chunks' derivatives: multiple shooting.
@@ -21,9 +22,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..patterns import state_jacobian_pattern, state_jacobian_values
 from ..patterns._runtime import threads
 from ._cells import Cell, Kept, Weights
 from ._chunks import Chunks
+from ._planned import scan, times
 from ._runs import Runs, Sequences
 from ._vector import ROWS
 
@@ -41,7 +44,7 @@ __all__ = [
 ]
 
 FORWARD = ("sequential", "parallel", "relaxed", "newton")
-SCHEDULES = ("auto", "linear", "chunked", "blelloch", "relaxed")
+SCHEDULES = ("auto", "linear", "chunked", "blelloch", "planned", "relaxed")
 
 #: Sweeps after which guessing is given up.
 MOST_SWEEPS = 20
@@ -215,7 +218,7 @@ def solve_backward(
     if schedule == "linear":
         report.methods, report.chunk, report.sweeps = ["linear"], sequences.time, 1
         return grad_gates, sweep.run(sequences.whole(direction), grad_end)
-    report.chunk = 1 if schedule == "blelloch" else options.chunk
+    report.chunk = 1 if schedule in ("blelloch", "planned") else options.chunk
     chunks = Chunks(sequences, direction, report.chunk, backward=True)
     if schedule == "relaxed":
         guess = chunks.starts(grad_end.new_zeros(len(chunks.runs), grad_end.shape[1]), grad_end)
@@ -225,7 +228,31 @@ def solve_backward(
         schedule = "chunked"
     report.methods.append(schedule)
     report.sweeps += 2
+    if schedule == "planned":
+        return grad_gates, sweep.run(chunks.runs, _planned(sweep, chunks, grad_end))[chunks.last]
     return grad_gates, composed(sweep, chunks, grad_end, tree=schedule == "blelloch")
+
+
+def _planned(sweep: _Backward, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
+    """The gradients at the ends of single steps, by a scan over sparse Jacobians."""
+    cell, weights, sequences = sweep.cell, sweep.weights, chunks.sequences
+    pattern = state_jacobian_pattern(cell.mode, weights.hidden.numpy() != 0)
+    state = cell.state(sweep.kept, sequences.before(chunks.runs.direction), torch.from_numpy(sequences.sample))
+    values = state_jacobian_values(cell.mode, weights.hidden, pattern, state)
+    values = values[torch.from_numpy(pattern.transposition.astype(np.int64))]
+    # In the order in which gradients get to them; what comes after a sample's last step reaches nothing.
+    rows = torch.zeros(chunks.table.shape, dtype=torch.int64)
+    rows[torch.from_numpy(chunks.place), torch.from_numpy(chunks.runs.sample)] = torch.from_numpy(
+        sequences.offset[chunks.runs.begin] + chunks.runs.sample
+    )
+    values = values[:, rows].double()
+    added = edge.new_zeros(sequences.steps, edge.shape[1])
+    if sweep.grad_output is not None:
+        added[:, : weights.size] = sweep.grad_output
+    offsets = times(pattern.T, values, added[rows].permute(2, 0, 1).double().contiguous())
+    states = scan(pattern.T, values, offsets, edge.T.double().contiguous())[:, :-1].to(edge.dtype)
+    place, sample = torch.from_numpy(chunks.place), torch.from_numpy(chunks.runs.sample)
+    return states[:, place, sample].T.contiguous()
 
 
 def choose(schedule: str, sequences: Sequences, chunk: int) -> tuple[str, str]:

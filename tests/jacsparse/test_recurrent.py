@@ -30,6 +30,7 @@ SOLUTIONS = [
     {"schedule": "linear"},
     {"schedule": "chunked"},
     {"schedule": "blelloch"},
+    {"schedule": "planned"},
     {"schedule": "relaxed"},
     {"schedule": "auto", "forward": "parallel"},
     {"schedule": "auto", "forward": "relaxed"},
@@ -205,6 +206,7 @@ def test_no_grad_keeps_nothing(kind: str) -> None:
 
 
 @ALL
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_hooks_and_anomaly_mode(kind: str) -> None:
     layer, reference = pair(kind, 3, 4)
     x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
@@ -374,6 +376,17 @@ def test_a_nan_in_one_sample_harms_no_other(kind: str) -> None:
         close(output[:, sample], expected[:, sample], 1e-12)
         close(gradient[:, sample], wanted[:, sample], 1e-10)
     assert layer.reports[0].fallback_samples == 1
+
+
+@ALL
+def test_pruned_layers_scan_sparse_jacobians(kind: str) -> None:
+    layer, reference = pair(kind, 3, 12, schedule="planned")
+    with torch.no_grad():
+        reference.weight_hh_l0.mul_(torch.rand_like(reference.weight_hh_l0) < 0.05)
+    layer.load_state_dict(reference.state_dict())
+    x = torch.randn(37, 4, 3, dtype=torch.float64, requires_grad=True)
+    compare(outcome(layer, lambda: x, [x], None), outcome(reference, lambda: x, [x], None))
+    assert layer.reports[1].methods == ["planned"]
 
 
 def test_a_warm_start_saves_a_sweep() -> None:
