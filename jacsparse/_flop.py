@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from .patterns._structure import frozen, row_starts
 from .schedule import Schedule, Step, resolve
 from .spgemm import meeting, multiply_adds, product_meeting, product_pattern
 
-__all__ = ["BaselineStep", "FlopReport", "FlopStep", "count_flop"]
+__all__ = ["BaselineStep", "FlopReport", "FlopStep", "Subject", "count_flop", "without_zeros"]
 
 
 @dataclass(frozen=True)
@@ -200,9 +201,10 @@ def count_flop(
     Parameters
     ----------
     module : Module
-        A chain of operators: one, or ``nn.Sequential``.
+        A chain of operators: one, or ``nn.Sequential``. Or an ``nn.RNN``, ``nn.GRU`` or ``nn.LSTM`` of one layer in one
+        direction: a chain of its steps.
     input_shape : sequence of int
-        Without the batch axis.
+        Without the batch axis; ``(time, features)`` for a recurrent layer.
     schedule : Schedule or str
         Whose steps are counted.
     structure : {"guaranteed", "observed"}
@@ -235,42 +237,77 @@ def count_flop(
     """
     if structure not in ("guaranteed", "observed"):
         raise ValueError(f"structure is {structure!r}; expected 'guaranteed' or 'observed'")
-    stages = chain(module, input_shape)
-    plan = resolve(schedule, len(stages), stages)
+    if isinstance(module, nn.RNNBase):
+        from .recurrence import flop_subject
+
+        subject = flop_subject(module, input_shape)
+    else:
+        subject = _chain_subject(module, input_shape)
+    plan = resolve(schedule, len(subject.transposed), subject.chain)
     if structure == "guaranteed":
         if inputs is not None:
             raise ValueError(
                 "inputs are given, but the guaranteed structure does not depend on them; pass structure='observed'"
             )
-        counts = _Counts(plan, [stage.pattern for stage in stages]).run()
-        return _report(plan, stages, structure, 0, [counts], counts if executed is not False else None)
+        counts = _Counts(plan, subject.transposed).run()
+        return _report(plan, subject, structure, 0, [counts], counts if executed is not False else None)
     if inputs is None:
         raise ValueError("structure='observed' needs inputs: a batch to observe")
-    check_input("inputs", inputs, stages.in_shape)
+    check_input("inputs", inputs, subject.in_shape)
     if not len(inputs):
         raise ValueError("inputs is an empty batch; the observed structure needs at least one sample")
-    guaranteed = _Counts(plan, [stage.pattern for stage in stages]).run() if executed else None
+    guaranteed = _Counts(plan, subject.transposed).run() if executed else None
     samples = []
     for number in range(len(inputs)):
-        samples.append(_Counts(plan, _observed(stages, inputs[number : number + 1])).run())
+        samples.append(_Counts(plan, subject.observe(inputs[number : number + 1])).run())
         if progress is not None:
             progress(number + 1, len(inputs))
-    return _report(plan, stages, structure, len(inputs), samples, guaranteed)
+    return _report(plan, subject, structure, len(inputs), samples, guaranteed)
 
 
-def _observed(stages: Chain, x: torch.Tensor) -> list[Pattern]:
-    """The transposed Jacobians' entries that are not zero for one sample."""
-    patterns = []
-    for record in stages.run(x):
-        pattern = record.stage.pattern
-        if not record.stage.rule.shared:
-            values = record.transposed_jacobian().values[:, 0].numpy()
-            pattern = _without_zeros(pattern, values)
-        patterns.append(pattern)
-    return patterns
+@dataclass(frozen=True)
+class Subject:
+    """What is counted: a sequence of operators, the one next to the input first.
+
+    Attributes
+    ----------
+    in_shape : tuple of int
+        Of a sample.
+    transposed : list of Pattern
+        Of the transposed Jacobians.
+    operators : list of (str, str, callable)
+        Of each the path, the name and what back-propagation's gradient operator takes for so many observed entries.
+    observe : callable
+        The patterns of the entries that are not zero for one sample, ``(1, *in_shape)``.
+    chain : Chain or None
+        What ``balanced`` schedules balance.
+    """
+
+    in_shape: tuple[int, ...]
+    transposed: list[Pattern]
+    operators: Sequence[tuple[str, str, Callable[[float], float]]]
+    observe: Callable[[torch.Tensor], list[Pattern]]
+    chain: Chain | None = None
 
 
-def _without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:
+def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
+    stages = chain(module, input_shape)
+
+    def observe(x: torch.Tensor) -> list[Pattern]:
+        patterns = []
+        for record in stages.run(x):
+            pattern = record.stage.pattern
+            if not record.stage.rule.shared:
+                pattern = without_zeros(pattern, record.transposed_jacobian().values[:, 0].numpy())
+            patterns.append(pattern)
+        return patterns
+
+    operators = [(stage.path, stage.call.operator, partial(_operator_flop, stage)) for stage in stages]
+    return Subject(stages.in_shape, [stage.pattern for stage in stages], operators, observe, stages)
+
+
+def without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:
+    """The entries of a pattern whose values are not zero."""
     kept = values != 0
     # How many are kept before each entry, taken where rows start.
     indptr = row_starts(kept, pattern.indptr.dtype)[pattern.indptr]
@@ -341,7 +378,12 @@ class _Counts:
 
 
 def _report(
-    plan: Schedule, stages: Chain, structure: str, samples: int, counts: Sequence[_Counts], guaranteed: _Counts | None
+    plan: Schedule,
+    subject: Subject,
+    structure: str,
+    samples: int,
+    counts: Sequence[_Counts],
+    guaranteed: _Counts | None,
 ) -> FlopReport:
     names = _names(plan)
 
@@ -377,7 +419,7 @@ def _report(
         final = Step(-2, plan.n, plan.gradients[-1], "mv", depth, "down")
         mine = [count.input_gradient for count in counts if count.input_gradient is not None]
         last = step_of(final, mine, guaranteed.input_gradient if guaranteed else None, "input")
-    baseline = tuple(_baseline(stages, [count.transposed for count in counts]))
+    baseline = tuple(_baseline(subject, [count.transposed for count in counts]))
     return FlopReport(plan.name, structure, samples, tuple(_critical(steps)), last, baseline)
 
 
@@ -405,12 +447,11 @@ def _names(plan: Schedule) -> dict[int, str]:
     return names
 
 
-def _baseline(stages: Chain, observed: Sequence[Sequence[Pattern]]) -> Iterable[BaselineStep]:
-    for number in reversed(range(len(stages))):
-        stage = stages.stages[number]
+def _baseline(subject: Subject, observed: Sequence[Sequence[Pattern]]) -> Iterable[BaselineStep]:
+    for number in reversed(range(len(subject.operators))):
+        path, operator, flop = subject.operators[number]
         nnz = float(np.mean([patterns[number].nnz for patterns in observed]))
-        rows, columns = stage.pattern.shape
-        yield BaselineStep(stage.path, stage.call.operator, rows, columns, _operator_flop(stage, nnz), live=number > 0)
+        yield BaselineStep(path, operator, *subject.transposed[number].shape, flop(nnz), live=number > 0)
 
 
 def _operator_flop(stage: Stage, nnz: float) -> float:

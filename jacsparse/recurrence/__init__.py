@@ -1,7 +1,8 @@
 """Recurrences: cells as fused kernels over runs of steps, linear recurrences, and the schedules that solve both."""
 
+from ._flop import flop_subject
 from ._linear import Dense, Diagonal, Scaled, Sparse, linear_recurrence
 from ._modules import GRU, LSTM, RNN
 from ._sweeps import Report
 
-__all__ = ["GRU", "LSTM", "RNN", "Dense", "Diagonal", "Report", "Scaled", "Sparse", "linear_recurrence"]
+__all__ = ["GRU", "LSTM", "RNN", "Dense", "Diagonal", "Report", "Scaled", "Sparse", "flop_subject", "linear_recurrence"]

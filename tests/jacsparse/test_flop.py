@@ -183,3 +183,66 @@ def test_bad_arguments() -> None:
         count_flop(module, (3, 32, 32), structure="observed", inputs=torch.zeros(1, 1, 32, 32))
     with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"^1: Tanh has no pattern"):
         count_flop(nn.Sequential(nn.ReLU(), nn.Tanh()), (3,))
+
+
+# Recurrent layers: chains of their steps.
+
+
+def pruned_layer(kind: type[nn.RNNBase], density: float = 0.1, **options: object) -> nn.RNNBase:
+    torch.manual_seed(0)
+    layer = kind(3, 16, **options)
+    with torch.no_grad():
+        layer.weight_hh_l0.mul_(torch.rand_like(layer.weight_hh_l0) < density)
+    return layer
+
+
+def state_jacobian(layer: nn.RNNBase, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """Of a step, by autograd."""
+
+    def step(state: torch.Tensor) -> torch.Tensor:
+        if isinstance(layer, nn.LSTM):
+            _, (h, c) = layer(x[None], (state[None, :16], state[None, 16:]))
+            return torch.cat([h[0], c[0]])
+        return layer(x[None], state[None])[1][0]
+
+    return torch.autograd.functional.jacobian(step, state)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "blelloch", "blelloch:2"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_equal_scipy(kind: type[nn.RNNBase], schedule: str) -> None:
+    layer, time = pruned_layer(kind), 9
+    matrix = state_jacobian(layer, torch.randn(3), torch.randn(32 if kind is nn.LSTM else 16))
+    transposed = scipy.sparse.csr_array((matrix.T != 0).numpy().astype(np.int64))
+    report = jacsparse.count_flop(layer, (time, 3), schedule=schedule)
+    plan = jacsparse.schedule.resolve(schedule, time)
+    matrices = dict.fromkeys(range(1, time + 1), transposed)
+    vectors = {0: np.ones(transposed.shape[1], dtype=np.int64)}
+    for step, counted in zip(plan.products, report.steps, strict=True):
+        left = matrices[step.left]
+        if step.kind == "mm":
+            right = matrices[step.right]
+            pairs = int((left.sum(axis=0) * right.sum(axis=1)).sum())
+            matrices[step.out] = scipy.sparse.csr_array(((left @ right) != 0).astype(np.int64))
+            assert counted.nnz == matrices[step.out].nnz
+        else:
+            met = left @ vectors[step.right]
+            pairs, vectors[step.out] = int(met.sum()), (met > 0).astype(np.int64)
+        assert counted.flop == 2 * pairs
+    assert len(report.baseline) == time
+    assert all(step.flop == 2 * int((layer.weight_hh_l0 != 0).sum()) for step in report.baseline)
+
+
+def test_recurrent_layers_observed() -> None:
+    layer = pruned_layer(nn.RNN, nonlinearity="relu")
+    x = torch.randn(2, 7, 3)
+    guaranteed = jacsparse.count_flop(layer, (7, 3), schedule="linear")
+    observed = jacsparse.count_flop(layer, (7, 3), schedule="linear", structure="observed", inputs=x)
+    assert 0 < observed.total < guaranteed.total
+
+
+def test_recurrent_layers_that_are_no_chain() -> None:
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="is no chain of steps"):
+        jacsparse.count_flop(nn.GRU(3, 4, num_layers=2), (5, 3))
+    with pytest.raises(ValueError, match=r"input_shape is \(5, 4\); expected \(time, 3\)"):
+        jacsparse.count_flop(nn.GRU(3, 4), (5, 4))
