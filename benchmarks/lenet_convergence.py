@@ -78,7 +78,7 @@ def loss_curves(
     baseline, scan, reordered : Curve
     """
     data = load_data("digits")
-    data = replace(data, train_images=data.train_images.to(dtype), test_images=data.test_images.to(dtype))
+    data = replace(data, train_inputs=data.train_inputs.to(dtype), test_inputs=data.test_inputs.to(dtype))
     models = (_lenet5(dtype, seed), Scan(_lenet5(dtype, seed), schedule=schedule), _lenet5(dtype, seed))
     optimizers = [torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM) for model in models]
     curves = (Curve(), Curve(), Curve())
@@ -91,7 +91,7 @@ def loss_curves(
             if iteration % TEST_EVERY == 0:
                 curve.test.append(_test_loss(model, data))
             begin = time.perf_counter()
-            curve.train.append(_step(model, optimizer, data.train_images[order], data.train_labels[order]))
+            curve.train.append(_step(model, optimizer, data.train_inputs[order], data.train_labels[order]))
             curve.seconds.append(time.perf_counter() - begin)
     return curves
 
@@ -111,7 +111,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tens
 
 @torch.no_grad()
 def _test_loss(model: nn.Module, data: Dataset) -> float:
-    return functional.cross_entropy(model(data.test_images), data.test_labels).item()
+    return functional.cross_entropy(model(data.test_inputs), data.test_labels).item()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[str, typer.Argument(help="A built-in name (vgg11, lenet5) or package.module:factory.")]
+Model = Annotated[str, typer.Argument(help="A built-in name (vgg11, lenet5, ...) or package.module:factory.")]
 Input = Annotated[str, typer.Option("--input", help="Sizes of one sample, as in 3,32,32.")]
 Layer = Annotated[str, typer.Option("--layer", help="Path of an operator in the model, as in features.0.")]
 Prune = Annotated[float, typer.Option(help="Share of the weights of each convolution and linear layer to prune.")]
@@ -144,11 +144,11 @@ def spy(
 
 @app.command()
 def train(
-    task: Annotated[str, typer.Argument(help="lenet5 or vgg11; what is not given is as in the thesis.")],
+    task: Annotated[str, typer.Argument(help="bitstream, lenet5 or vgg11; what is not given is as in the thesis.")],
     out: Annotated[
         Path, typer.Option(help="Checkpoint (.safetensors); curves are written beside it as .csv and .png.")
     ],
-    data: Annotated[str | None, typer.Option(help="digits, cifar10:DIR or cifar100:DIR.")] = None,
+    data: Annotated[str | None, typer.Option(help="digits, cifar10:DIR, cifar100:DIR or bitstream:STEPS.")] = None,
     backward: Annotated[str, typer.Option(help="bp or scan.")] = "bp",
     schedule: Annotated[str | None, typer.Option(help="Of the scan, as for flop.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Of the training.")] = None,
@@ -312,7 +312,7 @@ def _samples(data: str, count: int, shape: tuple[int, ...], seed: int, module: n
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     if data == "random":
         return torch.randn((count, *shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
-    images = models.load_data(data).test_images
+    images = models.load_data(data).test_inputs
     if tuple(images.shape[1:]) != shape:
         raise ValueError(f"--data {data} has samples of shape {tuple(images.shape[1:])}, --input is {shape}")
     if count > len(images):

@@ -6,11 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ._bitstream import bitstreams
     from ._checkpoint import load_checkpoint, load_weights, save_checkpoint
     from ._data import Dataset, load_data
     from ._lenet import LeNet5
     from ._progress import Progress, progress_bar
     from ._pruning import prunable, prune_weights, pruned_fraction
+    from ._recurrent import BitstreamRNN, InstrumentGRU
     from ._registry import MODELS, build
     from ._settings import TrainSettings, default_settings
     from ._train import TrainResult, evaluate, train
@@ -19,11 +21,14 @@ if TYPE_CHECKING:
 __all__ = [
     "MODELS",
     "VGG11",
+    "BitstreamRNN",
     "Dataset",
+    "InstrumentGRU",
     "LeNet5",
     "Progress",
     "TrainResult",
     "TrainSettings",
+    "bitstreams",
     "build",
     "default_settings",
     "evaluate",
@@ -40,6 +45,9 @@ __all__ = [
 
 # Imported when first used: who asks for a model loads neither matplotlib nor scikit-learn.
 _HOMES = {
+    "bitstreams": "_bitstream",
+    "BitstreamRNN": "_recurrent",
+    "InstrumentGRU": "_recurrent",
     "load_checkpoint": "_checkpoint",
     "load_weights": "_checkpoint",
     "save_checkpoint": "_checkpoint",

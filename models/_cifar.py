@@ -80,13 +80,13 @@ def load_cifar(name: str, folder: Path) -> Dataset:
     folder = _found(name, layout, folder)
     for file in (*layout.train, *layout.test):
         _check_size(folder / file, layout)
-    train_images, train_labels = _read(folder, layout.train, layout)
-    test_images, test_labels = _read(folder, layout.test, layout)
-    mean, std = _moments(train_images)
+    train_inputs, train_labels = _read(folder, layout.train, layout)
+    test_inputs, test_labels = _read(folder, layout.test, layout)
+    mean, std = _moments(train_inputs)
     return Dataset(
-        _normalised(train_images, mean, std),
+        _normalised(train_inputs, mean, std),
         torch.from_numpy(train_labels),
-        _normalised(test_images, mean, std),
+        _normalised(test_inputs, mean, std),
         torch.from_numpy(test_labels),
         classes=layout.labels[-1][1],
         source=name,

@@ -1,4 +1,4 @@
-"""Images to train on: digits that need no download, and CIFAR from files."""
+"""What to train on: digits that need no download, CIFAR from files, bitstreams."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.nn import functional
 
 __all__ = ["DATA", "Dataset", "load_data", "split_spec"]
 
-#: Names of data sets; those of CIFAR are followed by a folder.
-DATA = ("digits", "cifar10", "cifar100")
+#: Names of data sets, and what follows each after a colon.
+DATA = {"digits": None, "cifar10": "DIR", "cifar100": "DIR", "bitstream": "STEPS"}
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images of 3 × 32 × 32 and their labels.
+    """Images of 3 × 32 × 32, or sequences, and their labels.
 
     Attributes
     ----------
-    train_images, test_images : Tensor, (n, 3, 32, 32)
-        float32; each channel of the training images has mean 0 and standard deviation 1.
+    train_inputs, test_inputs : Tensor, (n, 3, 32, 32) or (n, features, time)
+        float32; each channel of the training images has mean 0 and standard deviation 1. Bits are uint8.
     train_labels, test_labels : Tensor, (n,)
         int64, from 0.
     classes : int
@@ -29,14 +29,15 @@ class Dataset:
     source : str
         The data set's name.
     mean, std : tuple of float
-        Of the training images' channels, in units of their brightest value, before they were normalised.
+        Of the training images' channels, in units of their brightest value, before they were normalised; empty where
+        nothing was.
     mirrors : bool
         Whether an image's mirror image is one of the same class.
     """
 
-    train_images: torch.Tensor
+    train_inputs: torch.Tensor
     train_labels: torch.Tensor
-    test_images: torch.Tensor
+    test_inputs: torch.Tensor
     test_labels: torch.Tensor
     classes: int
     source: str
@@ -45,7 +46,8 @@ class Dataset:
     mirrors: bool = False
 
     def __repr__(self) -> str:
-        sizes = f"{len(self.train_labels):,} images to train on, {len(self.test_labels):,} to test"
+        kind = "images" if self.train_inputs.ndim == 4 else "sequences"
+        sizes = f"{len(self.train_labels):,} {kind} to train on, {len(self.test_labels):,} to test"
         return f"<Dataset {self.source}: {sizes}, {self.classes} classes>"
 
 
@@ -58,6 +60,7 @@ def load_data(spec: str = "digits") -> Dataset:
         ``digits``: scikit-learn's 1797 handwritten digits of 8 × 8, resized; every run has the same 360 to test.
         ``cifar10:DIR``, ``cifar100:DIR``: the binary version, unpacked in that folder, from
         https://www.cs.toronto.edu/~kriz/cifar.html; CIFAR-100 with its fine labels.
+        ``bitstream:STEPS``: random bits, as `bitstreams` draws them.
 
     Raises
     ------
@@ -73,31 +76,39 @@ def load_data(spec: str = "digits") -> Dataset:
     >>> load_data("digits")
     <Dataset digits: 1,437 images to train on, 360 to test, 10 classes>
     """
-    name, folder = split_spec(spec)
-    if folder is None:
+    name, rest = split_spec(spec)
+    if name == "digits":
         return _digits()
+    if name == "bitstream":
+        from ._bitstream import bitstreams
+
+        return bitstreams(int(rest))
     from ._cifar import load_cifar
 
-    return load_cifar(name, folder)
+    return load_cifar(name, Path(rest).expanduser())
 
 
-def split_spec(spec: str) -> tuple[str, Path | None]:
-    """Name and folder of a data set.
+def split_spec(spec: str) -> tuple[str, str]:
+    """Name of a data set, and what follows it.
 
     Raises
     ------
     ValueError
-        Where there is no such data set, or the folder is missing or too much.
+        Where there is no such data set, or what follows is missing, too much or no number.
 
     Examples
     --------
-    >>> split_spec("digits")
-    ('digits', None)
+    >>> split_spec("bitstream:1000")
+    ('bitstream', '1000')
     """
-    name, colon, folder = spec.partition(":") if isinstance(spec, str) else (spec, "", "")
-    if name not in DATA or (name == "digits" and colon) or (name != "digits" and not folder):
-        raise ValueError(f"data is {spec!r}; expected digits, cifar10:DIR or cifar100:DIR")
-    return name, Path(folder).expanduser() if folder else None
+    name, colon, rest = spec.partition(":") if isinstance(spec, str) else ("", "", "")
+    fits = bool(rest) if DATA.get(name) else not colon
+    if DATA.get(name) == "STEPS":
+        fits = rest.isascii() and rest.isdecimal() and int(rest) > 0
+    if name not in DATA or not fits:
+        known = [f"{name}:{more}" if more else name for name, more in DATA.items()]
+        raise ValueError(f"data is {spec!r}; expected {', '.join(known[:-1])} or {known[-1]}")
+    return name, rest
 
 
 def _digits() -> Dataset:

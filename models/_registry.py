@@ -9,12 +9,18 @@ from torch import nn
 
 from ._checks import check_one_of
 from ._lenet import LeNet5
+from ._recurrent import BitstreamRNN, InstrumentGRU
 from ._vgg import VGG11
 
 __all__ = ["MODELS", "build", "describe", "name_of"]
 
 #: The built-in models; each remembers what it was built with as `options`.
-MODELS: dict[str, type[nn.Module]] = {"lenet5": LeNet5, "vgg11": VGG11}
+MODELS: dict[str, type[nn.Module]] = {
+    "bitstream": BitstreamRNN,
+    "irmas": InstrumentGRU,
+    "lenet5": LeNet5,
+    "vgg11": VGG11,
+}
 
 
 def build(name: str, **options: Any) -> nn.Module:
@@ -22,10 +28,10 @@ def build(name: str, **options: Any) -> nn.Module:
 
     Parameters
     ----------
-    name : {"lenet5", "vgg11"}
+    name : {"bitstream", "irmas", "lenet5", "vgg11"}
         Which one.
     **options
-        Of its class: `num_classes`, `in_channels`, and for ``vgg11`` `dropout`.
+        Of its class: `num_classes`, `in_channels`, for ``vgg11`` `dropout`, for the recurrent ones `hidden_size`.
 
     Raises
     ------

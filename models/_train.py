@@ -20,6 +20,7 @@ from ._curves import PHASES, Point, from_tensor, plot_curves, save_csv, to_tenso
 from ._data import Dataset, load_data
 from ._progress import Progress
 from ._pruning import prune_weights
+from ._recurrent import SequenceClassifier
 from ._registry import build
 from ._settings import TrainSettings
 
@@ -120,7 +121,7 @@ def evaluate(module: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> t
     try:
         for begin in range(0, len(labels), _TEST_BATCH):
             chosen = slice(begin, begin + _TEST_BATCH)
-            scores = module(images[chosen])
+            scores = module(_floating(images[chosen]))
             loss += functional.cross_entropy(scores, labels[chosen], reduction="sum").item()
             right += int((scores.argmax(1) == labels[chosen]).sum())
     finally:
@@ -195,7 +196,7 @@ class _Run:
         torch.manual_seed(settings.seed)
         model = build(
             settings.task,
-            **{"in_channels": data.train_images.shape[1], **settings.options, "num_classes": data.classes},
+            **{"in_channels": data.train_inputs.shape[1], **settings.options, "num_classes": data.classes},
         )
         return cls(settings, data, model, _runner(settings, model))
 
@@ -209,10 +210,10 @@ class _Run:
                 f"{checkpoint.path} cannot be resumed ({error!r}); it is damaged: train again without resume"
             ) from error
         options = checkpoint.metadata["options"]
-        if (options["num_classes"], options["in_channels"]) != (data.classes, data.train_images.shape[1]):
+        if (options["num_classes"], options["in_channels"]) != (data.classes, data.train_inputs.shape[1]):
             raise ValueError(
                 f"{checkpoint.path} holds {checkpoint.model}, but the data have {data.classes} classes and "
-                f"{data.train_images.shape[1]} channels; resume with the data that it was trained on"
+                f"{data.train_inputs.shape[1]} channels; resume with the data that it was trained on"
             )
         return run
 
@@ -248,7 +249,7 @@ class _Run:
         self.optimizer = _optimizer(self.settings, self.model)
 
     def _test(self) -> tuple[float, float]:
-        return evaluate(self.model, self.data.test_images, self.data.test_labels)
+        return evaluate(self.model, self.data.test_inputs, self.data.test_labels)
 
     def _epoch(self, phase: str, progress: Callable[[Progress], None]) -> None:
         settings = self.settings
@@ -285,7 +286,7 @@ class _Run:
             group["lr"] = rate
 
     def _step(self, chosen: torch.Tensor) -> float:
-        images, labels = self.data.train_images[chosen], self.data.train_labels[chosen]
+        images, labels = _floating(self.data.train_inputs[chosen]), self.data.train_labels[chosen]
         if self.settings.augment:
             images = _augmented(images, self.data.mirrors)
         self.optimizer.zero_grad()
@@ -315,12 +316,22 @@ class _Run:
         save_csv(self.points, self.settings.outputs[1])
 
 
+def _floating(inputs: torch.Tensor) -> torch.Tensor:
+    """Bits as numbers; what is a number stays what it is."""
+    return inputs if inputs.is_floating_point() else inputs.float()
+
+
 def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
     if settings.backward == "bp":
         return model
-    from jacsparse.nn import Scan
+    from jacsparse import nn as scanned
 
-    return Scan(model, schedule=settings.schedule)
+    if not isinstance(model, SequenceClassifier):
+        return scanned.Scan(model, schedule=settings.schedule)
+    layers = {nn.RNN: scanned.RNN, nn.GRU: scanned.GRU, nn.LSTM: scanned.LSTM}
+    # In its place: the parameters, and so checkpoints, are the same ones.
+    model.rnn = layers[model.layer].of(model.rnn, schedule=settings.schedule)
+    return model
 
 
 def _optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:

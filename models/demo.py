@@ -67,7 +67,7 @@ def _run(out: Path, seed: int, console: Console) -> int:
     report = _flop(result.model, data)
     report.plot(out / "flop.png")
     console.print("comparing the scan's gradients with autograd's ...")
-    difference = _difference(result.model, data.test_images[:2])
+    difference = _difference(result.model, data.test_inputs[:2])
     _show_flop(report, console)
     passed = _show_verdict(result.accuracy, difference, console)
     for path in (*settings.outputs, out / "flop.png"):
@@ -113,7 +113,7 @@ def _flop(model: nn.Module, data: Dataset) -> FlopReport:
     from jacsparse._flop import count_flop
 
     features = model.get_submodule("features")
-    images = data.test_images[:_OBSERVED]
+    images = data.test_inputs[:_OBSERVED]
     return count_flop(features, images.shape[1:], schedule=_SCHEDULE, structure="observed", inputs=images)
 
 

@@ -3,6 +3,18 @@
 from ._flop import flop_subject
 from ._linear import Dense, Diagonal, Scaled, Sparse, linear_recurrence
 from ._modules import GRU, LSTM, RNN
-from ._sweeps import Report
+from ._sweeps import SCHEDULES, Report
 
-__all__ = ["GRU", "LSTM", "RNN", "Dense", "Diagonal", "Report", "Scaled", "Sparse", "flop_subject", "linear_recurrence"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "SCHEDULES",
+    "Dense",
+    "Diagonal",
+    "Report",
+    "Scaled",
+    "Sparse",
+    "flop_subject",
+    "linear_recurrence",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -36,6 +36,26 @@ class _Recurrent(nn.RNNBase):
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
         self.reports: list[Report] = []
         self.boundaries: list[torch.Tensor | None] = []
+
+    @classmethod
+    def of(cls, layer: nn.RNNBase, *, schedule: str = "auto", forward: str = "sequential", chunk: int = 128) -> Self:
+        """A layer of `torch.nn` as one of ours, whose parameters are the same objects.
+
+        Raises
+        ------
+        TypeError
+            Where it is a layer of another kind.
+        """
+        kind = next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn"))
+        if not isinstance(layer, kind) or type(layer).forward not in (kind.forward, _Recurrent.forward):
+            raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.{kind.__name__}")
+        other = cls.__new__(cls)
+        nn.Module.__init__(other)
+        other.__dict__.update(layer.__dict__)
+        other._parameters = dict(layer._parameters)
+        other._set_up(schedule, forward, chunk)
+        other._init_flat_weights()
+        return other
 
     @torch.compiler.disable
     def forward(self, input: Any, hx: Any = None, *, warm: Sequence[torch.Tensor | None] | None = None) -> Any:

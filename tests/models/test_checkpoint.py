@@ -158,7 +158,7 @@ def test_not_of_this_library(path: Path) -> None:
     ("changes", "message"),
     [
         ({"format": 2}, "its format is 2, this jacsparse reads 1"),
-        ({"model": "alexnet"}, "model is 'alexnet'; expected one of lenet5, vgg11"),
+        ({"model": "alexnet"}, "model is 'alexnet'; expected one of bitstream, "),
         ({"options": {}}, "'num_classes'"),
         ({"options": {"num_classes": -1, "in_channels": 3}}, "num_classes is -1"),
         ({"pruned": None}, "cannot be used"),
@@ -199,7 +199,7 @@ def test_bad_tensors(path: Path, pruned: LeNet5, changes: dict[str, torch.Tensor
 
 
 def test_only_built_in_models(path: Path) -> None:
-    with pytest.raises(TypeError, match="the module is a Linear; checkpoints hold lenet5, vgg11"):
+    with pytest.raises(TypeError, match="the module is a Linear; checkpoints hold bitstream, irmas, lenet5, vgg11"):
         save_checkpoint(path, nn.Linear(2, 2))
 
 

@@ -51,7 +51,7 @@ def test_cifar(name: str, below: bool, tmp_path: Path) -> None:
     assert data.test_labels.tolist() == test[:, len(layout.labels) - 1].tolist()
     assert (data.classes, data.source, data.mirrors) == (layout.labels[-1][1], name, True)
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (data.mean, data.std))
-    for images, records in ((data.train_images, train), (data.test_images, test)):
+    for images, records in ((data.train_inputs, train), (data.test_inputs, test)):
         pixels = records[:, len(layout.labels) :].reshape(-1, 3, 32, 32)
         restored = ((images * std + mean) * 255).round()
         assert torch.equal(restored.to(torch.uint8), torch.from_numpy(pixels))
@@ -59,12 +59,12 @@ def test_cifar(name: str, below: bool, tmp_path: Path) -> None:
 
 
 def check_normalised(data: Dataset) -> None:
-    for images, labels in ((data.train_images, data.train_labels), (data.test_images, data.test_labels)):
+    for images, labels in ((data.train_inputs, data.train_labels), (data.test_inputs, data.test_labels)):
         assert images.dtype == torch.float32
         assert labels.dtype == torch.int64
         assert images.shape == (len(labels), 3, 32, 32)
-    torch.testing.assert_close(data.train_images.mean((0, 2, 3)), torch.zeros(3), atol=1e-4, rtol=0)
-    torch.testing.assert_close(data.train_images.std((0, 2, 3)), torch.ones(3), atol=1e-3, rtol=0)
+    torch.testing.assert_close(data.train_inputs.mean((0, 2, 3)), torch.zeros(3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(data.train_inputs.std((0, 2, 3)), torch.ones(3), atol=1e-3, rtol=0)
 
 
 @pytest.mark.usefixtures("small")
@@ -72,7 +72,7 @@ def test_an_even_channel_is_not_divided_by_zero(tmp_path: Path) -> None:
     layout = _cifar._LAYOUTS["cifar10"]
     for file in (*layout.train, *layout.test):
         np.zeros((RECORDS, layout.record_size), np.uint8).tofile(tmp_path / file)
-    assert bool((load_data(f"cifar10:{tmp_path}").train_images == 0).all())
+    assert bool((load_data(f"cifar10:{tmp_path}").train_inputs == 0).all())
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
@@ -141,7 +141,7 @@ def test_wrong_label(name: str, file: str, column: int, value: int, message: str
 
 @pytest.mark.parametrize("spec", ["mnist", "", "cifar10", "cifar10:", "digits:/tmp", "CIFAR10:/tmp", None, 10])
 def test_unknown_data(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"data is .*; expected digits, cifar10:DIR or cifar100:DIR"):
+    with pytest.raises(ValueError, match=r"data is .*; expected digits, cifar10:DIR, cifar100:DIR or bitstream:STEPS"):
         load_data(spec)
 
 
@@ -149,9 +149,9 @@ def test_digits() -> None:
     data, again = load_data(), load_data("digits")
     check_normalised(data)
     assert (len(data.train_labels), len(data.test_labels), data.classes, data.mirrors) == (1437, 360, 10, False)
-    assert torch.equal(data.test_images, again.test_images)
+    assert torch.equal(data.test_inputs, again.test_inputs)
     assert set(data.train_labels.tolist()) == set(data.test_labels.tolist()) == set(range(10))
-    assert torch.equal(data.train_images[:, 0], data.train_images[:, 2])
+    assert torch.equal(data.train_inputs[:, 0], data.train_inputs[:, 2])
 
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from jacsparse.models import MODELS, VGG11, LeNet5, build
+from jacsparse.models._recurrent import SequenceClassifier
 from torch import nn
 
 import jacsparse
@@ -19,7 +20,8 @@ from jacsparse import models
 def test_shapes(name: str, classes: int, channels: int) -> None:
     model = build(name, num_classes=classes, in_channels=channels)
     assert isinstance(model, MODELS[name])
-    assert model(torch.randn(2, channels, 32, 32)).shape == (2, classes)
+    sample = (channels, 32) if isinstance(model, SequenceClassifier) else (channels, 32, 32)
+    assert model(torch.randn(2, *sample)).shape == (2, classes)
 
 
 def test_stages_of_the_thesis() -> None:
@@ -58,7 +60,7 @@ def test_the_seed_decides_the_weights(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("vgg16", {}, "model is 'vgg16'; expected one of lenet5, vgg11"),
+        ("vgg16", {}, "model is 'vgg16'; expected one of bitstream, "),
         ("lenet5", {"dropout": 0.5}, "lenet5 has no option 'dropout'; it has num_classes, in_channels"),
         ("vgg11", {"num_classes": 0}, "num_classes is 0; expected an integer of at least 1"),
         ("vgg11", {"num_classes": 10.0}, "num_classes is 10.0"),

@@ -39,9 +39,9 @@ def data() -> Dataset:
     whole = load_data("digits")
     return dataclasses.replace(
         whole,
-        train_images=whole.train_images[:40],
+        train_inputs=whole.train_inputs[:40],
         train_labels=whole.train_labels[:40],
-        test_images=whole.test_images[:20],
+        test_inputs=whole.test_inputs[:20],
         test_labels=whole.test_labels[:20],
     )
 
@@ -173,7 +173,7 @@ def test_resumed_as_if_never_broken_off(settings: TrainSettings, data: Dataset, 
 
 
 def test_dropout_is_resumed_too(settings: TrainSettings, data: Dataset) -> None:
-    few = dataclasses.replace(data, train_images=data.train_images[:4], train_labels=data.train_labels[:4])
+    few = dataclasses.replace(data, train_inputs=data.train_inputs[:4], train_labels=data.train_labels[:4])
     settings = dataclasses.replace(settings, task="vgg11", batch=4, prune=0.0, retrain_epochs=0)
     whole = train(dataclasses.replace(settings, out=None), data=few)
 
@@ -262,8 +262,8 @@ def test_curves_as_tensors_and_pictures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "vgg16"}, "task is 'vgg16'; expected one of lenet5, vgg11"),
-        ({"data": "mnist"}, "data is 'mnist'; expected digits, cifar10:DIR or cifar100:DIR"),
+        ({"task": "vgg16"}, "task is 'vgg16'; expected one of bitstream, "),
+        ({"data": "mnist"}, "data is 'mnist'; expected digits, cifar10:DIR, cifar100:DIR or bitstream:STEPS"),
         ({"backward": "forward"}, "backward is 'forward'; expected one of bp, scan"),
         ({"schedule": "brent"}, "schedule"),
         ({"optimizer": "lion"}, "optimizer is 'lion'"),
@@ -289,7 +289,7 @@ def test_bad_settings(settings: TrainSettings, changes: dict[str, Any], message:
 
 
 def test_unknown_task() -> None:
-    with pytest.raises(ValueError, match="task is 'resnet20'; expected one of lenet5, vgg11"):
+    with pytest.raises(ValueError, match="task is 'resnet20'; expected one of bitstream, "):
         default_settings("resnet20")
 
 

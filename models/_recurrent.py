@@ -1,0 +1,81 @@
+"""Recurrent classifiers of whole sequences: the thesis' RNN for bitstreams and GRU for instruments."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ._checks import check_count
+
+__all__ = ["BitstreamRNN", "InstrumentGRU", "SequenceClassifier"]
+
+
+class SequenceClassifier(nn.Module):
+    """A recurrent layer, `rnn`, and a linear one, `head`, on its last hidden state.
+
+    Parameters
+    ----------
+    num_classes : int
+        Outputs.
+    in_channels : int
+        Features of a step; inputs have shape ``(batch, in_channels, time)``.
+    hidden_size : int
+        Of the state.
+
+    Raises
+    ------
+    ValueError
+        Where an argument does not fit.
+    """
+
+    layer: ClassVar[type[nn.RNNBase]]
+
+    def __init__(self, num_classes: int, in_channels: int, hidden_size: int = 20) -> None:
+        super().__init__()
+        self.options = {
+            "num_classes": check_count("num_classes", num_classes),
+            "in_channels": check_count("in_channels", in_channels),
+            "hidden_size": check_count("hidden_size", hidden_size),
+        }
+        parts = OrderedDict(rnn=self.layer(in_channels, hidden_size), head=nn.Linear(hidden_size, num_classes))
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores, ``(batch, num_classes)``."""
+        _, last = self.rnn(x.permute(2, 0, 1))
+        scores: torch.Tensor = self.head(last[-1])
+        return scores
+
+
+class BitstreamRNN(SequenceClassifier):
+    """The vanilla RNN of section 4.1: 20 units, tanh.
+
+    Examples
+    --------
+    >>> BitstreamRNN()(torch.zeros(2, 1, 30)).shape
+    torch.Size([2, 10])
+    """
+
+    layer = nn.RNN
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1, hidden_size: int = 20) -> None:
+        super().__init__(num_classes, in_channels, hidden_size)
+
+
+class InstrumentGRU(SequenceClassifier):
+    """The GRU of section 4.2: 20 units.
+
+    Examples
+    --------
+    >>> InstrumentGRU()(torch.zeros(2, 38, 259)).shape
+    torch.Size([2, 11])
+    """
+
+    layer = nn.GRU
+
+    def __init__(self, num_classes: int = 11, in_channels: int = 38, hidden_size: int = 20) -> None:
+        super().__init__(num_classes, in_channels, hidden_size)
