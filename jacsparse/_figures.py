@@ -17,8 +17,8 @@ __all__ = ["check_figure", "flop_figure", "new_figure", "save_figure"]
 BLUE, ORANGE, GREEN = "#0072b2", "#e69f00", "#009e73"
 
 
-def new_figure(width: float = 7.0, height: float = 4.5) -> tuple[Any, Any]:
-    """A figure and its axes, drawn without a display.
+def new_figure(width: float = 7.0, height: float = 4.5, *, columns: int = 1) -> tuple[Any, Any]:
+    """A figure and its axes, drawn without a display; an array of axes where there are several side by side.
 
     Raises
     ------
@@ -32,8 +32,9 @@ def new_figure(width: float = 7.0, height: float = 4.5) -> tuple[Any, Any]:
         raise ImportError("figures need matplotlib: pip install 'jacsparse[plot]'") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
+    axes = figure.subplots(1, columns)
+    for panel in figure.axes:
+        panel.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from jacsparse.patterns._files import replacing
@@ -71,30 +72,36 @@ def save_csv(points: Iterable[Point], path: Path) -> None:
 
 
 def plot_curves(points: Sequence[Point], path: Path, title: str) -> None:
-    """Draw training and test loss over iterations, and where weights were pruned (Figure 3.4)."""
-    from jacsparse._figures import BLUE, ORANGE, new_figure, save_figure
+    """Draw training and test loss, and where weights were pruned: over iterations, and over time (Figures 3.4, 5.1)."""
+    from jacsparse._figures import new_figure, save_figure
 
-    figure, axes = new_figure()
-    iterations = [point.iteration for point in points]
-    axes.plot(
-        iterations, [point.train_loss for point in points], color=BLUE, linewidth=0.8, label="training, each batch"
-    )
+    figure, panels = new_figure(10.0, 4.2, columns=2)
+    for axes, place, label in zip(panels, ("iteration", "seconds"), ("iterations", "seconds of training"), strict=True):
+        _draw(axes, points, place)
+        axes.set_xlabel(label)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+    panels[0].set_ylabel("cross-entropy loss")
+    panels[0].legend(fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=10)
+    save_figure(figure, path)
+
+
+def _draw(axes: Any, points: Sequence[Point], place: str) -> None:
+    from jacsparse._figures import BLUE, ORANGE
+
+    places = [getattr(point, place) for point in points]
+    axes.plot(places, [point.train_loss for point in points], color=BLUE, linewidth=0.8, label="training, each batch")
     tests = [point for point in points if not math.isnan(point.test_loss)]
     axes.plot(
-        [point.iteration for point in tests],
+        [getattr(point, place) for point in tests],
         [point.test_loss for point in tests],
         color=ORANGE,
         marker="o",
         markersize=4,
         label="test, each epoch",
     )
-    begin = next((point.iteration for point in points if point.phase == "retrain"), None)
-    if begin is not None:
-        axes.axvline(begin - 0.5, color="black", linestyle="--", linewidth=0.8, label="pruning")
-    axes.set(xlabel="iterations", ylabel="cross-entropy loss")
-    axes.set_ylim(bottom=0)
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=8, frameon=False)
-    with replacing(path) as temporary:
-        save_figure(figure, temporary)
+    first = next((number for number, point in enumerate(points) if point.phase == "retrain"), 0)
+    if first:
+        between = (places[first - 1] + places[first]) / 2
+        axes.axvline(between, color="black", linestyle="--", linewidth=0.8, label="pruning")

@@ -38,12 +38,10 @@ def test_the_thesis_settings() -> None:
     assert isinstance(model.rnn, nn.RNN) and model.rnn.hidden_size == 20 and model.head.in_features == 20
 
 
-@pytest.mark.parametrize(
-    "spec", ["bitstream", "bitstream:", "bitstream:0", "bitstream:-3", "bitstream:many", "bitstream:²"]
-)
-def test_bad_lengths(spec: str) -> None:
-    with pytest.raises(ValueError, match="data is .*; expected digits, .* or bitstream:STEPS"):
-        load_data(spec)
+@pytest.mark.parametrize("length", ["", ":", ":0", ":-3", ":many", ":²"])
+def test_bad_lengths(length: str) -> None:
+    with pytest.raises(ValueError, match=r"data is .*; expected digits, .* or bitstream:STEPS"):
+        load_data(f"bitstream{length}")
 
 
 @pytest.mark.parametrize("schedule", ["auto", "chunked", "relaxed"])
