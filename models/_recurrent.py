@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import ClassVar
 
 import torch
@@ -31,7 +30,9 @@ class SequenceClassifier(nn.Module):
         Where an argument does not fit.
     """
 
-    layer: ClassVar[type[nn.RNNBase]]
+    layer: ClassVar[type[nn.RNN] | type[nn.GRU]]
+    rnn: nn.RNNBase
+    head: nn.Linear
 
     def __init__(self, num_classes: int, in_channels: int, hidden_size: int = 20) -> None:
         super().__init__()
@@ -40,9 +41,8 @@ class SequenceClassifier(nn.Module):
             "in_channels": check_count("in_channels", in_channels),
             "hidden_size": check_count("hidden_size", hidden_size),
         }
-        parts = OrderedDict(rnn=self.layer(in_channels, hidden_size), head=nn.Linear(hidden_size, num_classes))
-        for name, part in parts.items():
-            self.add_module(name, part)
+        self.rnn = self.layer(in_channels, hidden_size)
+        self.head = nn.Linear(hidden_size, num_classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Scores, ``(batch, num_classes)``."""

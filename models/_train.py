@@ -328,9 +328,9 @@ def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
 
     if not isinstance(model, SequenceClassifier):
         return scanned.Scan(model, schedule=settings.schedule)
-    layers = {nn.RNN: scanned.RNN, nn.GRU: scanned.GRU, nn.LSTM: scanned.LSTM}
+    ours = scanned.GRU if model.layer is nn.GRU else scanned.RNN
     # In its place: the parameters, and so checkpoints, are the same ones.
-    model.rnn = layers[model.layer].of(model.rnn, schedule=settings.schedule)
+    model.rnn = ours.of(model.rnn, schedule=settings.schedule)
     return model
 
 

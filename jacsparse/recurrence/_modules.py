@@ -46,7 +46,7 @@ class _Recurrent(nn.RNNBase):
         TypeError
             Where it is a layer of another kind.
         """
-        kind = next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn"))
+        kind: type[Any] = next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn"))
         if not isinstance(layer, kind) or type(layer).forward not in (kind.forward, _Recurrent.forward):
             raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.{kind.__name__}")
         other = cls.__new__(cls)
