@@ -144,11 +144,17 @@ def spy(
 
 @app.command()
 def train(
-    task: Annotated[str, typer.Argument(help="bitstream, lenet5 or vgg11; what is not given is as in the thesis.")],
+    task: Annotated[
+        str, typer.Argument(help="bitstream, irmas, lenet5 or vgg11; what is not given is as in the thesis.")
+    ],
     out: Annotated[
         Path, typer.Option(help="Checkpoint (.safetensors); curves are written beside it as .csv and .png.")
     ],
-    data: Annotated[str | None, typer.Option(help="digits, cifar10:DIR, cifar100:DIR or bitstream:STEPS.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="digits, cifar10:DIR, cifar100:DIR, bitstream:STEPS, irmas:DIR or tones.")
+    ] = None,
+    features: Annotated[str | None, typer.Option(help="Of sounds: S, M or L, as in Table 4.2.")] = None,
+    skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out sounds that cannot be used.")] = False,
     backward: Annotated[str, typer.Option(help="bp or scan.")] = "bp",
     schedule: Annotated[str | None, typer.Option(help="Of the scan, as for flop.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Of the training.")] = None,
@@ -172,9 +178,10 @@ def train(
     from . import models
 
     given = {
-        "data": data, "backward": backward, "schedule": schedule, "epochs": epochs, "batch": batch,
-        "optimizer": optimizer, "lr": lr, "momentum": momentum, "prune": prune, "scope": scope,
-        "retrain_epochs": retrain_epochs, "seed": seed, "out": out,
+        "data": data, "features": features, "skip_damaged": skip_damaged or None, "backward": backward,
+        "schedule": schedule, "epochs": epochs, "batch": batch, "optimizer": optimizer, "lr": lr,
+        "momentum": momentum, "prune": prune, "scope": scope, "retrain_epochs": retrain_epochs, "seed": seed,
+        "out": out,
     }  # fmt: skip
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if prune == 0:

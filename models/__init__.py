@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from ._bitstream import bitstreams
     from ._checkpoint import load_checkpoint, load_weights, save_checkpoint
     from ._data import Dataset, load_data
+    from ._irmas import load_irmas
     from ._lenet import LeNet5
     from ._progress import Progress, progress_bar
     from ._pruning import prunable, prune_weights, pruned_fraction
     from ._recurrent import BitstreamRNN, InstrumentGRU
     from ._registry import MODELS, build
     from ._settings import TrainSettings, default_settings
+    from ._tones import write_tones
     from ._train import TrainResult, evaluate, train
     from ._vgg import VGG11
 
@@ -34,6 +36,7 @@ __all__ = [
     "evaluate",
     "load_checkpoint",
     "load_data",
+    "load_irmas",
     "load_weights",
     "progress_bar",
     "prunable",
@@ -41,6 +44,7 @@ __all__ = [
     "pruned_fraction",
     "save_checkpoint",
     "train",
+    "write_tones",
 ]
 
 # Imported when first used: who asks for a model loads neither matplotlib nor scikit-learn.
@@ -54,6 +58,8 @@ _HOMES = {
     "Dataset": "_data",
     "load_data": "_data",
     "LeNet5": "_lenet",
+    "load_irmas": "_irmas",
+    "write_tones": "_tones",
     "Progress": "_progress",
     "progress_bar": "_progress",
     "prunable": "_pruning",

@@ -1,4 +1,4 @@
-"""What to train on: digits that need no download, CIFAR from files, bitstreams."""
+"""What to train on: digits that need no download, CIFAR and IRMAS from files, bitstreams and tones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 __all__ = ["DATA", "Dataset", "load_data", "split_spec"]
 
 #: Names of data sets, and what follows each after a colon.
-DATA = {"digits": None, "cifar10": "DIR", "cifar100": "DIR", "bitstream": "STEPS"}
+DATA = {"digits": None, "cifar10": "DIR", "cifar100": "DIR", "bitstream": "STEPS", "irmas": "DIR", "tones": None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Dataset:
         return f"<Dataset {self.source}: {sizes}, {self.classes} classes>"
 
 
-def load_data(spec: str = "digits") -> Dataset:
+def load_data(spec: str = "digits", *, features: str = "S", skip_damaged: bool = False) -> Dataset:
     """Load a data set.
 
     Parameters
@@ -61,6 +61,12 @@ def load_data(spec: str = "digits") -> Dataset:
         ``cifar10:DIR``, ``cifar100:DIR``: the binary version, unpacked in that folder, from
         https://www.cs.toronto.edu/~kriz/cifar.html; CIFAR-100 with its fine labels.
         ``bitstream:STEPS``: random bits, as `bitstreams` draws them.
+        ``irmas:DIR``: IRMAS' training data, unpacked in that folder, as `load_irmas` reads them; ``tones``: a small
+        made-up set in their place.
+    features : {"S", "M", "L"}
+        Row of the thesis' Table 4.2, for sounds.
+    skip_damaged : bool
+        Whether sounds that cannot be used are left out.
 
     Raises
     ------
@@ -69,7 +75,7 @@ def load_data(spec: str = "digits") -> Dataset:
     FileNotFoundError
         Where files are missing; the message says which, and where they are to be had.
     ImportError
-        Where the digits are asked for and scikit-learn is not installed.
+        Where the digits are asked for and scikit-learn is not installed, or sounds and librosa is not.
 
     Examples
     --------
@@ -83,6 +89,14 @@ def load_data(spec: str = "digits") -> Dataset:
         from ._bitstream import bitstreams
 
         return bitstreams(int(rest))
+    if name == "tones":
+        from ._tones import tones
+
+        return tones(features)
+    if name == "irmas":
+        from ._irmas import load_irmas
+
+        return load_irmas(Path(rest).expanduser(), features, skip_damaged=skip_damaged)
     from ._cifar import load_cifar
 
     return load_cifar(name, Path(rest).expanduser())

@@ -28,7 +28,12 @@ class TrainSettings:
     task : {"bitstream", "irmas", "lenet5", "vgg11"}
         The model.
     data : str
-        As `load_data` takes it: ``digits``, ``cifar10:DIR``, ``cifar100:DIR`` or ``bitstream:STEPS``.
+        As `load_data` takes it: ``digits``, ``cifar10:DIR``, ``cifar100:DIR``, ``bitstream:STEPS``, ``irmas:DIR`` or
+        ``tones``.
+    features : {"S", "M", "L"}
+        Of sounds, as `load_data` takes it.
+    skip_damaged : bool
+        Whether sounds that cannot be used are left out.
     out : path-like or None
         The checkpoint, a ``.safetensors`` file, written after each epoch; the loss curves go beside it, as ``.csv``
         and, at the end, as ``.png``. What is there is replaced. None writes nothing.
@@ -71,6 +76,8 @@ class TrainSettings:
 
     task: str
     data: str = "digits"
+    features: str = "S"
+    skip_damaged: bool = False
     out: Path | str | None = None
     backward: str = "bp"
     schedule: str = "auto"
@@ -94,6 +101,7 @@ class TrainSettings:
     def __post_init__(self) -> None:
         check_one_of("task", self.task, MODELS)
         split_spec(self.data)
+        check_one_of("features", self.features, ("L", "M", "S"))
         check_one_of("backward", self.backward, ("bp", "scan"))
         if issubclass(MODELS[self.task], SequenceClassifier):
             check_one_of("schedule", self.schedule, SCHEDULES)
@@ -142,6 +150,7 @@ class TrainSettings:
 
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    "irmas": {"data": "tones", "epochs": 400, "batch": 16, "optimizer": "adam", "lr": 3e-5},
     "bitstream": {"data": "bitstream:1000", "epochs": 50, "batch": 16, "optimizer": "adam", "lr": 3e-5},
     "lenet5": {"epochs": 50, "batch": 256, "lr": 0.001, "momentum": 0.9},
     "vgg11": {
@@ -168,11 +177,12 @@ def default_settings(task: str) -> TrainSettings:
     not say how VGG-11 was optimised. This library's choice is SGD with learning rate 0.01, momentum 0.9 and weight
     decay 0.0005, as Simonyan and Zisserman trained it, in batches of 128, the rate going to zero along a cosine; images
     shifted and mirrored; and what pruning leaves rescaled, or eleven layers may pass on too little to learn it again.
-    Bitstreams: 1000 bits, batches of 16, Adam with learning rate 0.00003, 50 epochs (section 4.1, Figure 5.1).
+    Bitstreams: 1000 bits, batches of 16, Adam with learning rate 0.00003, 50 epochs (section 4.1, Figure 5.1). IRMAS:
+    likewise, 400 epochs (section 4.2); the data are made-up tones until ``data`` says where the real ones are.
 
     Parameters
     ----------
-    task : {"bitstream", "lenet5", "vgg11"}
+    task : {"bitstream", "irmas", "lenet5", "vgg11"}
         The model.
 
     Raises

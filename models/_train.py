@@ -94,7 +94,8 @@ def train(
     """
     _check_outputs(settings)
     checkpoint = _checkpoint_of(settings) if resume else None
-    data = load_data(settings.data) if data is None else data
+    if data is None:
+        data = load_data(settings.data, features=settings.features, skip_damaged=settings.skip_damaged)
     # The caller's random state comes back at the end.
     with torch.random.fork_rng(devices=[]):
         run = _Run.begin(settings, data) if checkpoint is None else _Run.resume(settings, data, checkpoint)
