@@ -17,7 +17,7 @@ __all__ = ["tones", "write_tones"]
 def write_tones(
     folder: Path, *, recordings: int = 8, excerpts: int = 2, rate: int = 44_100, seed: int = 0, seconds: float = 3.0
 ) -> None:
-    """Write stereo WAV files of tones that differ in their overtones, attack, vibrato and noise, as instruments do.
+    """Write stereo WAV files of phrases that differ in melody, rhythm, attack and overtones, as instruments do.
 
     Parameters
     ----------
@@ -37,25 +37,33 @@ def write_tones(
     rng = np.random.default_rng(seed)
     time = np.arange(round(rate * seconds)) / rate
     for number, instrument in enumerate(INSTRUMENTS):
-        # What makes a timbre, the same for all its notes.
-        character = np.random.default_rng(1000 + number)
-        overtones = character.dirichlet(np.full(12, 0.6))
-        attack, decay, vibrato, noise = character.uniform([0.005, 0.2, 0, 0.001], [0.2, 2.0, 0.02, 0.03])
         home = folder / instrument
         home.mkdir(parents=True, exist_ok=True)
         for recording in range(recordings):
             for excerpt in range(1, excerpts + 1):
-                wave = np.zeros((2, len(time)))
-                for start in np.arange(0, seconds, 0.75):
-                    pitch, side = 110 * 2 ** rng.uniform(0, 2), rng.uniform(0.3, 0.7)
-                    after = np.clip(time - start, 0, None)
-                    envelope = (1 - np.exp(-after / attack)) * np.exp(-after / decay)
-                    phase = 2 * np.pi * pitch * (after + vibrato / 5 * np.sin(2 * np.pi * 5 * after))
-                    tone = envelope * sum(part * np.sin((k + 1) * phase) for k, part in enumerate(overtones))
-                    wave += np.stack([side * tone, (1 - side) * tone])
-                wave += noise * rng.standard_normal(wave.shape)
+                wave = _melody(number, time, rng)
                 samples = (0.9 * wave / np.abs(wave).max() * np.iinfo(np.int16).max).astype(np.int16)
                 wavfile.write(home / f"[{instrument}]{recording:04d}__{excerpt}.wav", rate, samples.T)
+
+
+def _melody(number: int, time: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """An instrument's phrase of four notes again and again, in any key and from any note on, ``(2, samples)``.
+
+    Features forget what does not change along a sound: it is by the phrase that instruments differ, and its rhythm.
+    """
+    # The same for all of the instrument's recordings.
+    own = np.random.default_rng(1000 + number)
+    overtones, phrase = own.dirichlet(np.full(12, 0.6)), own.uniform(-1, 1, 4)
+    pause, attack, decay = 0.2 + 0.05 * number, own.uniform(0.005, 0.1), own.uniform(0.1, 0.6)
+    key, first = 110 * 2 ** rng.uniform(0.8, 1.2), int(rng.integers(len(phrase)))
+    wave = 0.005 * rng.standard_normal((2, len(time)))
+    for note, start in enumerate(np.arange(rng.uniform(0, pause), time[-1], pause)):
+        after = np.clip(time - start, 0, None)
+        pitch, side = key * 2 ** phrase[(first + note) % len(phrase)], rng.uniform(0.4, 0.6)
+        tone = sum(part * np.sin(2 * np.pi * pitch * (k + 1) * after) for k, part in enumerate(overtones))
+        tone = tone * (1 - np.exp(-after / attack)) * np.exp(-after / decay)
+        wave += np.stack([side * tone, (1 - side) * tone])
+    return wave
 
 
 def tones(features: str = "S") -> Dataset:
@@ -67,4 +75,4 @@ def tones(features: str = "S") -> Dataset:
             write_tones(Path(folder))
             return extracted(Path(folder), features)
 
-    return kept(f"tones-1-{features}", make).dataset(f"tones, set {features}")
+    return kept(f"tones-2-{features}", make).dataset(f"tones, set {features}")
