@@ -73,7 +73,7 @@ def _mkl_product(a: Matrix, b: Matrix, threads: int) -> Peer:
     # Where sparse_dot_mkl looks first; it does not know the wheel's folder.
     os.environ.setdefault("MKL_RT", str(_mkl.library_path()))
     try:
-        import sparse_dot_mkl  # type: ignore[import-untyped]
+        import sparse_dot_mkl
     except ImportError as error:
         raise ImportError("sparse_dot_mkl is not installed: pip install sparse_dot_mkl") from error
     sparse_dot_mkl.mkl_set_num_threads(threads)
