@@ -5,16 +5,17 @@ A cell knows nothing of schedules: it runs *runs* of steps forward and backward,
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ..patterns._runtime import run_rows
 from . import _kernels
-from ._runs import Runs
+from ._runs import Runs, rows_of
 from ._vector import padded
 
 __all__ = ["CELLS", "Cell", "Kept", "Weights", "preceding"]
@@ -44,6 +45,7 @@ class Weights:
         """Elements of the state."""
         return self.hidden.shape[1]
 
+    @functools.cached_property
     def forward_rows(self) -> np.ndarray:
         """The hidden weight as forward kernels take it, ``(size, gates · width)``: a row for each state element."""
         gates, width = self.hidden.shape[0] // max(1, self.size), padded(self.size)
@@ -51,6 +53,7 @@ class Weights:
         rows[:, :, : self.size] = self.hidden.numpy().reshape(gates, self.size, self.size).transpose(2, 0, 1)
         return rows.reshape(self.size, gates * width)
 
+    @functools.cached_property
     def backward_rows(self) -> np.ndarray:
         """The hidden weight as backward kernels take it, ``(gates · width, width)``: a row for each gate element."""
         gates, width = self.hidden.shape[0] // max(1, self.size), padded(self.size)
@@ -96,11 +99,15 @@ class Cell(ABC):
     kept: ClassVar[int] = 0
     grad_width: ClassVar[int]
 
-    @abstractmethod
+    #: Forward and backward.
+    _kernels: ClassVar[tuple[Any, Any]]
+
     def enter(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """What enters the gates from the input, ``(rows, gates · size)``: one matrix product for all steps."""
+        if weights.bias is None or weights.hidden_bias is None:
+            return x @ weights.input.T
+        return torch.addmm(self._entering(weights.bias, weights.hidden_bias), x, weights.input.T)
 
-    @abstractmethod
     def forward(
         self, runs: Runs, entered: torch.Tensor, weights: Weights, start: torch.Tensor, kept: Kept
     ) -> torch.Tensor:
@@ -108,8 +115,13 @@ class Cell(ABC):
 
         Writes ``kept.output`` and ``kept.gates`` on the way.
         """
+        end = torch.empty_like(start)
+        written = (kept.output, kept.gates) if self.kept else (kept.output,)
+        arrays = (*self._forward_constants(weights), *(tensor.numpy() for tensor in (start, *written, end)))
+        work = runs.work(self._step_work(weights.size))
+        run_rows(self._kernels[0], work, *runs.table, entered.numpy(), weights.forward_rows, *arrays)
+        return end
 
-    @abstractmethod
     def backward(
         self,
         runs: Runs,
@@ -121,9 +133,30 @@ class Cell(ABC):
     ) -> torch.Tensor:
         """Take the gradients of the runs' last states back to their first ones.
 
-        Adds `grad_output`, ``(rows, size)``, on the way, and writes `grad_gates`, ``(rows, gates_grad · size)``; either
+        Adds `grad_output`, ``(rows, size)``, on the way, and writes `grad_gates`, ``(rows, grad_width · size)``; either
         may be left out.
         """
+        grad_start = torch.empty_like(grad_end)
+        gradients = (rows_of(tensor, grad_end) for tensor in (grad_output, grad_end, grad_gates, grad_start))
+        arrays = (*self._history(runs, kept), weights.backward_rows, *self._backward_constants(), *gradients)
+        run_rows(self._kernels[1], runs.work(self._step_work(weights.size)), *runs.table, *arrays)
+        return grad_start
+
+    def _entering(self, bias: torch.Tensor, hidden_bias: torch.Tensor) -> torch.Tensor:
+        """What both biases add to what enters."""
+        return bias + hidden_bias
+
+    def _forward_constants(self, weights: Weights) -> tuple[Any, ...]:
+        """What the forward kernel takes after the weights."""
+        return ()
+
+    def _backward_constants(self) -> tuple[Any, ...]:
+        """What the backward kernel takes after the weights."""
+        return ()
+
+    def _history(self, runs: Runs, kept: Kept) -> tuple[Any, ...]:
+        """What the backward kernel reads of the forward pass."""
+        return kept.gates.numpy(), kept.initial.numpy(), runs.sequences.edges(runs.direction)
 
     @property
     @abstractmethod
@@ -163,14 +196,11 @@ def preceding(states: torch.Tensor, initial: torch.Tensor, before: np.ndarray, s
     return torch.where((rows < 0)[:, None], initial[sample], states[rows.clamp(min=0)])
 
 
-def _or_nothing(tensor: torch.Tensor | None, like: torch.Tensor) -> np.ndarray:
-    return np.empty((0, 0), dtype=like.numpy().dtype) if tensor is None else tensor.numpy()
-
-
 @dataclass(frozen=True)
 class _RnnCell(Cell):
     relu: bool = False
     gates = grad_width = 1
+    _kernels = (_kernels.rnn_forward, _kernels.rnn_backward)
 
     @property
     def mode(self) -> str:
@@ -182,42 +212,14 @@ class _RnnCell(Cell):
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         return states.clamp(min=0) if self.relu else states.clamp(-1, 1)
 
-    def enter(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        if weights.bias is None or weights.hidden_bias is None:
-            return x @ weights.input.T
-        return torch.addmm(weights.bias + weights.hidden_bias, x, weights.input.T)
+    def _forward_constants(self, weights: Weights) -> tuple[Any, ...]:
+        return (self.relu,)
 
-    def forward(
-        self, runs: Runs, entered: torch.Tensor, weights: Weights, start: torch.Tensor, kept: Kept
-    ) -> torch.Tensor:
-        end = torch.empty_like(start)
-        arrays = (entered.numpy(), weights.forward_rows(), self.relu, start.numpy(), kept.output.numpy(), end.numpy())
-        run_rows(_kernels.rnn_forward, runs.work(self._step_work(weights.size)), *runs.table, *arrays)
-        return end
+    def _backward_constants(self) -> tuple[Any, ...]:
+        return (self.relu,)
 
-    def backward(
-        self,
-        runs: Runs,
-        weights: Weights,
-        kept: Kept,
-        grad_output: torch.Tensor | None,
-        grad_end: torch.Tensor,
-        grad_gates: torch.Tensor | None,
-    ) -> torch.Tensor:
-        grad_start = torch.empty_like(grad_end)
-        run_rows(
-            _kernels.rnn_backward,
-            runs.work(self._step_work(weights.size)),
-            *runs.table,
-            kept.output.numpy(),
-            weights.backward_rows(),
-            self.relu,
-            _or_nothing(grad_output, grad_end),
-            grad_end.numpy(),
-            _or_nothing(grad_gates, grad_end),
-            grad_start.numpy(),
-        )
-        return grad_start
+    def _history(self, runs: Runs, kept: Kept) -> tuple[Any, ...]:
+        return (kept.output.numpy(),)
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,7 @@ class _GruCell(Cell):
     grad_width = 4
     kept = 4
     mode = "GRU"
+    _kernels = (_kernels.gru_forward, _kernels.gru_backward)
 
     def state(self, kept: Kept, before: np.ndarray, sample: torch.Tensor) -> dict[str, torch.Tensor]:
         computed = dict(zip("rznm", kept.gates.chunk(4, dim=1), strict=True))
@@ -240,50 +243,18 @@ class _GruCell(Cell):
         # r, z and n from the input; r, z and m = W_n h + b from the state.
         return slice(0, 3 * size), [slice(0, 2 * size), slice(3 * size, 4 * size)]
 
-    def enter(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        if weights.bias is None or weights.hidden_bias is None:
-            return x @ weights.input.T
-        bias = weights.bias.clone()
+    def _entering(self, bias: torch.Tensor, hidden_bias: torch.Tensor) -> torch.Tensor:
         # n's hidden bias is inside the product with r.
-        bias[: 2 * weights.size] += weights.hidden_bias[: 2 * weights.size]
-        return torch.addmm(bias, x, weights.input.T)
+        outside = len(bias) // 3 * 2
+        return torch.cat([bias[:outside] + hidden_bias[:outside], bias[outside:]])
 
-    def forward(
-        self, runs: Runs, entered: torch.Tensor, weights: Weights, start: torch.Tensor, kept: Kept
-    ) -> torch.Tensor:
-        end = torch.empty_like(start)
+    def _forward_constants(self, weights: Weights) -> tuple[Any, ...]:
         size = weights.size
-        bias = start.new_zeros(size) if weights.hidden_bias is None else weights.hidden_bias[2 * size :]
-        arrays = (bias.numpy(), start.numpy(), kept.output.numpy(), kept.gates.numpy(), end.numpy())
-        work = runs.work(self._step_work(size))
-        run_rows(_kernels.gru_forward, work, *runs.table, entered.numpy(), weights.forward_rows(), *arrays)
-        return end
+        bias = weights.hidden.new_zeros(size) if weights.hidden_bias is None else weights.hidden_bias[2 * size :]
+        return (bias.numpy(),)
 
-    def backward(
-        self,
-        runs: Runs,
-        weights: Weights,
-        kept: Kept,
-        grad_output: torch.Tensor | None,
-        grad_end: torch.Tensor,
-        grad_gates: torch.Tensor | None,
-    ) -> torch.Tensor:
-        grad_start = torch.empty_like(grad_end)
-        run_rows(
-            _kernels.gru_backward,
-            runs.work(self._step_work(weights.size)),
-            *runs.table,
-            kept.output.numpy(),
-            kept.gates.numpy(),
-            kept.initial.numpy(),
-            runs.sequences.edges(runs.direction),
-            weights.backward_rows(),
-            _or_nothing(grad_output, grad_end),
-            grad_end.numpy(),
-            _or_nothing(grad_gates, grad_end),
-            grad_start.numpy(),
-        )
-        return grad_start
+    def _history(self, runs: Runs, kept: Kept) -> tuple[Any, ...]:
+        return (kept.output.numpy(), *super()._history(runs, kept))
 
 
 @dataclass(frozen=True)
@@ -292,6 +263,7 @@ class _LstmCell(Cell):
     states = 2
     kept = 5
     mode = "LSTM"
+    _kernels = (_kernels.lstm_forward, _kernels.lstm_backward)
 
     def state(self, kept: Kept, before: np.ndarray, sample: torch.Tensor) -> dict[str, torch.Tensor]:
         computed = dict(zip("ifgoc", kept.gates.chunk(5, dim=1), strict=True))
@@ -302,45 +274,6 @@ class _LstmCell(Cell):
         # The cell's own state has no bound.
         size = states.shape[1] // 2
         return torch.cat([states[:, :size].clamp(-1, 1), states[:, size:]], dim=1)
-
-    def enter(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        if weights.bias is None or weights.hidden_bias is None:
-            return x @ weights.input.T
-        return torch.addmm(weights.bias + weights.hidden_bias, x, weights.input.T)
-
-    def forward(
-        self, runs: Runs, entered: torch.Tensor, weights: Weights, start: torch.Tensor, kept: Kept
-    ) -> torch.Tensor:
-        end = torch.empty_like(start)
-        arrays = (start.numpy(), kept.output.numpy(), kept.gates.numpy(), end.numpy())
-        work = runs.work(self._step_work(weights.size))
-        run_rows(_kernels.lstm_forward, work, *runs.table, entered.numpy(), weights.forward_rows(), *arrays)
-        return end
-
-    def backward(
-        self,
-        runs: Runs,
-        weights: Weights,
-        kept: Kept,
-        grad_output: torch.Tensor | None,
-        grad_end: torch.Tensor,
-        grad_gates: torch.Tensor | None,
-    ) -> torch.Tensor:
-        grad_start = torch.empty_like(grad_end)
-        run_rows(
-            _kernels.lstm_backward,
-            runs.work(self._step_work(weights.size)),
-            *runs.table,
-            kept.gates.numpy(),
-            kept.initial.numpy(),
-            runs.sequences.edges(runs.direction),
-            weights.backward_rows(),
-            _or_nothing(grad_output, grad_end),
-            grad_end.numpy(),
-            _or_nothing(grad_gates, grad_end),
-            grad_start.numpy(),
-        )
-        return grad_start
 
 
 #: By the modes of `torch.nn`.

@@ -64,6 +64,10 @@ class Chunks:
         before = torch.from_numpy(self.before)
         return torch.where((before < 0)[:, None], own, ends[before.clamp(min=0)])
 
+    def guess(self, edge: torch.Tensor) -> torch.Tensor:
+        """First states to begin with: zeros, and the samples' own where they are known."""
+        return self.starts(edge.new_zeros(len(self.runs), edge.shape[1]), edge)
+
     def solve(self, matrices: torch.Tensor, offsets: torch.Tensor, edge: torch.Tensor, *, tree: bool) -> torch.Tensor:
         """Each run's first state, where a run takes a state ``s`` to ``s @ matrices[run] + offsets[run]``.
 

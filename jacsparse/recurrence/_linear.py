@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from . import _linear_kernels as kernels
 from ._chunks import Chunks
 from ._once import once
 from ._planned import scan, times
-from ._runs import Runs, Sequences
-from ._sweeps import Report, Sweep, composed, relax
+from ._runs import Runs, Sequences, rows_of
+from ._sweeps import Report, Sweep, solve_affine
 from ._vector import padded
 
 __all__ = ["Blocks", "Dense", "Diagonal", "Scaled", "Sparse", "linear_recurrence"]
@@ -43,18 +43,18 @@ class Blocks(ABC):
     _kernels: ClassVar[tuple[Any, Any]]
 
     @property
-    @abstractmethod
     def time(self) -> int:
         """Steps."""
+        return self.tensors[-1].shape[0]
 
     @property
-    @abstractmethod
     def batch(self) -> int:
         """Samples; 1 where all share the matrices."""
+        return self.tensors[-1].shape[1]
 
-    @abstractmethod
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Blocks:
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Self:
         """The same form made of other tensors."""
+        return type(self)(*tensors)
 
     @abstractmethod
     def dense(self) -> torch.Tensor:
@@ -83,14 +83,8 @@ class Blocks(ABC):
     ) -> torch.Tensor:
         """Take runs from first to last states, or back."""
         end = torch.empty_like(start)
-        empty = np.empty((0, 0), dtype=start.numpy().dtype)
-        arrays = (
-            *self.arrays(adjoint=adjoint),
-            empty if added is None else added.numpy().reshape(-1, self.size),
-            start.numpy(),
-            empty if out is None else out.numpy().reshape(-1, self.size),
-            end.numpy(),
-        )
+        states = (rows_of(tensor, start) for tensor in (added, start, out, end))
+        arrays = (*self.arrays(adjoint=adjoint), *states)
         table = (runs.sample, runs.begin, runs.count, runs.direction, runs.sequences.batch)
         work = np.append(0, np.cumsum(runs.count * self.step_work()))
         run_rows(self._kernels[adjoint], work, *table, *arrays)
@@ -130,17 +124,6 @@ class Dense(Blocks):
             raise ValueError(f"blocks has shape {tuple(blocks.shape)}; expected square matrices, (time, batch, n, n)")
         self.tensors, self.size = (blocks,), blocks.shape[3]
 
-    @property
-    def time(self) -> int:
-        return self.blocks.shape[0]
-
-    @property
-    def batch(self) -> int:
-        return self.blocks.shape[1]
-
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Dense:
-        return Dense(*tensors)
-
     def dense(self) -> torch.Tensor:
         return self.blocks
 
@@ -169,17 +152,6 @@ class Diagonal(Blocks):
     def __init__(self, d: torch.Tensor) -> None:
         self.d = _checked("d", d, 3, "(time, batch, n)")
         self.tensors, self.size = (d,), d.shape[2]
-
-    @property
-    def time(self) -> int:
-        return self.d.shape[0]
-
-    @property
-    def batch(self) -> int:
-        return self.d.shape[1]
-
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Diagonal:
-        return Diagonal(*tensors)
 
     def dense(self) -> torch.Tensor:
         return torch.diag_embed(self.d)
@@ -215,17 +187,6 @@ class Scaled(Blocks):
         if W.dtype != d.dtype:
             raise TypeError(f"W is {W.dtype} and d is {d.dtype}; convert one of them")
         self.tensors, self.size = (W, d), d.shape[2]
-
-    @property
-    def time(self) -> int:
-        return self.d.shape[0]
-
-    @property
-    def batch(self) -> int:
-        return self.d.shape[1]
-
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Scaled:
-        return Scaled(*tensors)
 
     def dense(self) -> torch.Tensor:
         return self.W * self.d.unsqueeze(2)
@@ -271,15 +232,11 @@ class Sparse(Blocks):
         self.tensors, self.size = (values,), pattern.shape[0]
 
     @property
-    def time(self) -> int:
-        return self.values.shape[0]
-
-    @property
     def batch(self) -> int:
         return self.values.shape[2]
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Sparse:
-        return Sparse(self.pattern, *tensors)
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Self:
+        return type(self)(self.pattern, *tensors)
 
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and column of each entry."""
@@ -321,6 +278,12 @@ class _Linear(Sweep):
         units = torch.eye(size, dtype=self.out.dtype).repeat(len(runs), 1)
         ends = self.blocks.run(runs.repeat(size), None, units, None, adjoint=self.adjoint)
         return ends.reshape(len(runs), size, size)
+
+    def starts(self, chunks: Chunks, edge: torch.Tensor, schedule: str) -> torch.Tensor:
+        if schedule == "blelloch" and isinstance(self.blocks, Sparse):
+            states = _planned(self, self.blocks, edge, chunks.runs.direction)
+            return states[torch.from_numpy(chunks.place), torch.from_numpy(chunks.runs.sample)]
+        return super().starts(chunks, edge, schedule)
 
 
 def linear_recurrence(
@@ -460,25 +423,9 @@ def _solve(
         report.methods = ["linear"]
         return start.clone()
     sequences = Sequences.equal(time, batch)
-    if name in ("auto", "linear"):
-        report.methods, report.chunk, report.sweeps = ["linear"], time, 1
-        report.reason = "least work" if name == "auto" else ""
-        return sweep.run(sequences.whole(direction), start)
-    report.chunk = length = 1 if name == "blelloch" else length
-    chunks = Chunks(sequences, direction, length, backward=sweep.adjoint)
-    if name == "relaxed":
-        guess = chunks.starts(start.new_zeros(len(chunks.runs), start.shape[1]), start)
-        found = relax(sweep, chunks, start, guess, "relaxed", report)
-        if not found.late.any():
-            return found.ends[chunks.last]
-        name = "chunked"
-    report.methods.append(name)
-    report.sweeps += 2
-    if name == "blelloch" and isinstance(sweep.blocks, Sparse):
-        starts = _planned(sweep, sweep.blocks, start, direction)
-        place, sample = (torch.from_numpy(array) for array in (chunks.place, chunks.runs.sample))
-        return sweep.run(chunks.runs, starts[place, sample])[chunks.last]
-    return composed(sweep, chunks, start, tree=name == "blelloch")
+    report.reason = "least work" if name == "auto" else ""
+    schedule = "linear" if name == "auto" else name
+    return solve_affine(sweep, sequences, direction, start, schedule, length, report, backward=sweep.adjoint)
 
 
 def _planned(sweep: _Linear, blocks: Sparse, start: torch.Tensor, direction: int) -> torch.Tensor:

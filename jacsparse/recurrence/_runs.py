@@ -10,7 +10,7 @@ import torch
 
 from ._vector import ROWS
 
-__all__ = ["Runs", "Sequences"]
+__all__ = ["Runs", "Sequences", "rows_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,3 +153,10 @@ class Runs:
     def repeat(self, times: int) -> Runs:
         """Each run so many times."""
         return self.take(np.repeat(np.arange(len(self)), times))
+
+
+def rows_of(tensor: torch.Tensor | None, like: torch.Tensor) -> np.ndarray:
+    """A tensor as rows, as kernels take it; without rows where there is none."""
+    if tensor is None:
+        return np.empty((0, 0), dtype=like.numpy().dtype)
+    return tensor.numpy().reshape(-1, tensor.shape[-1]) if tensor.ndim > 2 else tensor.numpy()

@@ -17,6 +17,7 @@ helping is finished sequentially, sample by sample: the answer is the sequential
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,12 +34,10 @@ from ._vector import ROWS
 __all__ = [
     "FORWARD",
     "SCHEDULES",
-    "Found",
     "Options",
     "Report",
     "Sweep",
-    "composed",
-    "relax",
+    "solve_affine",
     "solve_backward",
     "solve_forward",
 ]
@@ -111,16 +110,22 @@ class Options:
     boundaries: torch.Tensor | None = None
 
 
-class Sweep:
+class Sweep(ABC):
     """One recurrence: runs of steps, from states to states."""
 
+    @abstractmethod
     def run(self, runs: Runs, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
         """Take runs from first to last states; what happens on the way is recorded, unless it is not wanted."""
-        raise NotImplementedError
 
+    @abstractmethod
     def matrices(self, runs: Runs) -> torch.Tensor:
         """For each run ``M`` with ``d(last state) = d(first state) @ M``, ``(runs, state, state)``."""
-        raise NotImplementedError
+
+    def starts(self, chunks: Chunks, edge: torch.Tensor, schedule: str) -> torch.Tensor:
+        """The chunks' first states, ``(runs, state)``, where the recurrence is affine: by the chunks' matrices."""
+        runs = chunks.runs
+        offsets = self.run(runs, edge.new_zeros(len(runs), edge.shape[1]), record=False)
+        return chunks.solve(self.matrices(runs), offsets, edge, tree=schedule == "blelloch")
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         """The nearest states that the recurrence can reach from `edge`."""
@@ -168,6 +173,9 @@ class _Backward(Sweep):
     def matrices(self, runs: Runs) -> torch.Tensor:
         return _units(self.cell, self.weights, self.kept, runs)
 
+    def starts(self, chunks: Chunks, edge: torch.Tensor, schedule: str) -> torch.Tensor:
+        return _planned(self, chunks, edge) if schedule == "planned" else super().starts(chunks, edge, schedule)
+
 
 def _units(cell: Cell, weights: Weights, kept: Kept, runs: Runs) -> torch.Tensor:
     """What each unit vector at a run's end is at its start, as rows, ``(runs, state, state)``."""
@@ -194,7 +202,7 @@ def solve_forward(
     report = Report("forward", chunk=options.chunk)
     options.reports.append(report)
     guess = _warm(options.warm, chunks, kept.initial)
-    found = relax(sweep, chunks, kept.initial, guess, options.forward, report)
+    found = _relax(sweep, chunks, kept.initial, guess, options.forward, report)
     options.boundaries = found.wanted
     return _finish(sweep, chunks, found, report) if found.late.any() else found.ends[chunks.last]
 
@@ -215,22 +223,36 @@ def solve_backward(
     schedule, reason = choose(options.schedule, sequences, options.chunk)
     report = Report("backward", reason=reason)
     options.reports.append(report)
+    return grad_gates, solve_affine(
+        sweep, sequences, direction, grad_end, schedule, options.chunk, report, backward=True
+    )
+
+
+def solve_affine(
+    sweep: Sweep,
+    sequences: Sequences,
+    direction: int,
+    edge: torch.Tensor,
+    schedule: str,
+    length: int,
+    report: Report,
+    *,
+    backward: bool,
+) -> torch.Tensor:
+    """Solve an affine recurrence from the samples' states `edge`, by a schedule of `SCHEDULES`; the last states."""
     if schedule == "linear":
         report.methods, report.chunk, report.sweeps = ["linear"], sequences.time, 1
-        return grad_gates, sweep.run(sequences.whole(direction), grad_end)
-    report.chunk = 1 if schedule in ("blelloch", "planned") else options.chunk
-    chunks = Chunks(sequences, direction, report.chunk, backward=True)
+        return sweep.run(sequences.whole(direction), edge)
+    report.chunk = 1 if schedule in ("blelloch", "planned") else length
+    chunks = Chunks(sequences, direction, report.chunk, backward=backward)
     if schedule == "relaxed":
-        guess = chunks.starts(grad_end.new_zeros(len(chunks.runs), grad_end.shape[1]), grad_end)
-        found = relax(sweep, chunks, grad_end, guess, "relaxed", report)
+        found = _relax(sweep, chunks, edge, chunks.guess(edge), "relaxed", report)
         if not found.late.any():
-            return grad_gates, found.ends[chunks.last]
+            return found.ends[chunks.last]
         schedule = "chunked"
     report.methods.append(schedule)
     report.sweeps += 2
-    if schedule == "planned":
-        return grad_gates, sweep.run(chunks.runs, _planned(sweep, chunks, grad_end))[chunks.last]
-    return grad_gates, composed(sweep, chunks, grad_end, tree=schedule == "blelloch")
+    return sweep.run(chunks.runs, sweep.starts(chunks, edge, schedule))[chunks.last]
 
 
 def _planned(sweep: _Backward, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
@@ -268,30 +290,19 @@ def choose(schedule: str, sequences: Sequences, chunk: int) -> tuple[str, str]:
 
 def _warm(warm: torch.Tensor | None, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
     """First states to begin with: those of an earlier pass where they fit, else zeros."""
-    shape = (len(chunks.runs), edge.shape[1])
-    zeros = edge.new_zeros(shape)
+    guess, shape = chunks.guess(edge), (len(chunks.runs), edge.shape[1])
     if warm is None:
-        return chunks.starts(zeros, edge)
+        return guess
     if warm.shape != shape or warm.dtype != edge.dtype:
         raise ValueError(
             f"the warm start holds states {tuple(warm.shape)} of {warm.dtype}; these sequences have "
             f"{shape} of {edge.dtype}: pass what a pass over as many steps gave"
         )
-    first = torch.from_numpy(chunks.place == 0)[:, None]
-    finite = torch.where(warm.isfinite(), warm, zeros)
-    return torch.where(first, chunks.starts(zeros, edge), finite)
-
-
-def composed(sweep: Sweep, chunks: Chunks, edge: torch.Tensor, *, tree: bool) -> torch.Tensor:
-    """An affine recurrence, by the matrices of its chunks."""
-    runs = chunks.runs
-    offsets = sweep.run(runs, edge.new_zeros(len(runs), edge.shape[1]), record=False)
-    starts = chunks.solve(sweep.matrices(runs), offsets, edge, tree=tree)
-    return sweep.run(runs, starts)[chunks.last]
+    return torch.where(torch.from_numpy(chunks.place > 0)[:, None] & warm.isfinite(), warm, guess)
 
 
 @dataclass
-class Found:
+class _Found:
     """Where guessing got to.
 
     Attributes
@@ -307,7 +318,9 @@ class Found:
     late: torch.Tensor
 
 
-def relax(sweep: Sweep, chunks: Chunks, edge: torch.Tensor, start: torch.Tensor, method: str, report: Report) -> Found:
+def _relax(
+    sweep: Sweep, chunks: Chunks, edge: torch.Tensor, start: torch.Tensor, method: str, report: Report
+) -> _Found:
     """Sweeps from guessed first states until they fit, or sweeps stop helping."""
     runs, sample = chunks.runs, torch.from_numpy(chunks.runs.sample)
     own = torch.from_numpy(chunks.place == 0)[:, None]
@@ -341,7 +354,7 @@ def relax(sweep: Sweep, chunks: Chunks, edge: torch.Tensor, start: torch.Tensor,
         if defect <= tolerance or stuck or report.sweeps >= MOST_SWEEPS:
             settled = _largest(move[:, None], sample, len(edge)) <= tolerance
             # Where it did not settle, only what is the sequential solution bit for bit is kept.
-            return Found(ends, wanted, (wanted != start).any(dim=1) & ~settled[sample])
+            return _Found(ends, wanted, (wanted != start).any(dim=1) & ~settled[sample])
         # A run whose first state is right already need not be taken again.
         again = torch.nonzero((following != start).any(dim=1) & hopeful[sample]).flatten()
         start[again] = following[again]
@@ -355,7 +368,7 @@ def _largest(values: torch.Tensor, sample: torch.Tensor, batch: int) -> torch.Te
     return largest.new_zeros(batch).scatter_reduce_(0, sample, largest, "amax")
 
 
-def _finish(sweep: Sweep, chunks: Chunks, found: Found, report: Report) -> torch.Tensor:
+def _finish(sweep: Sweep, chunks: Chunks, found: _Found, report: Report) -> torch.Tensor:
     """Take each sample that has not settled sequentially, from its first chunk that does not fit; the last states."""
     runs, late = chunks.runs, np.flatnonzero(found.late.numpy())
     # Of each sample the first.
