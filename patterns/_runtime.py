@@ -2,12 +2,14 @@
 
 A kernel is a Numba function over a range of rows, ``kernel(first, last, *arrays)``. It holds no lock and writes
 only what its rows own, so any split of the rows over any number of threads gives the same bits. `run_rows` makes that
-split by work, and runs it on as many threads as PyTorch uses. Plain threads are all that is needed: unlike Numba's own
-threading layers they survive a fork, and any number of callers may run kernels at once.
+split by work, and runs it on as many threads as PyTorch uses: on PyTorch's own OpenMP threads where its runtime lets
+us, for they wait awake, and others would compete with them for the cores. A forked child, which has none of them, uses
+plain threads. Either way any number of callers may run kernels at once.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -92,14 +94,62 @@ def threads() -> int:
     return int(torch.get_num_threads())
 
 
+# What an OpenMP thread runs; its argument is not used.
+_Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@functools.cache
+def _openmp() -> Callable[..., Any] | None:
+    """``GOMP_parallel(body, argument, threads, flags)`` of the OpenMP runtime that PyTorch runs on, if it has one."""
+    try:
+        # Looked up through the library that needs it, which finds whichever runtime this is.
+        parallel = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes, parallel.restype = (_Body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    return parallel
+
+
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="jacsparse")
 
 
+def _after_fork() -> None:
+    """A forked child has the team's and the pool's objects, but none of their threads."""
+    global _openmp
+    _openmp = functools.cache(lambda: None)
+    _pool.cache_clear()
+
+
 if hasattr(os, "register_at_fork"):
-    # A forked child has the pool object, but none of its threads.
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _on_each(workers: int, task: Callable[[], None]) -> None:
+    """Call `task` on so many threads at once, this one among them."""
+    parallel = _openmp()
+    if parallel is not None:
+        errors: list[BaseException] = []
+
+        def body(_: Any) -> None:
+            try:
+                task()
+            except BaseException as error:
+                errors.append(error)
+
+        parallel(_Body(body), None, workers, 0)
+        if errors:
+            raise errors[0]
+        return
+    helpers = [_pool().submit(task) for _ in range(workers - 1)]
+    try:
+        task()
+    finally:
+        for helper in helpers:
+            # A helper that has not begun has nothing left to do.
+            if not helper.cancel():
+                helper.result()
 
 
 def split(work: np.ndarray | int, parts: int) -> list[int]:
@@ -158,12 +208,4 @@ def run_rows(kernel: Callable[..., Any], work: np.ndarray | int, *args: Any, lan
         for first, last in ranges:
             kernel(first, last, *args)
 
-    pool = _pool()
-    helpers = [pool.submit(drain) for _ in range(workers - 1)]
-    try:
-        drain()
-    finally:
-        for helper in helpers:
-            # A helper that has not begun has nothing left to do.
-            if not helper.cancel():
-                helper.result()
+    _on_each(workers, drain)

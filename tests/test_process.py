@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
+from jacsparse.patterns import _runtime
 
 ROOT = Path(__file__).parent.parent
 
@@ -113,6 +115,26 @@ def test_nowhere_to_keep_kernels(variable: str, tmp_path: Path) -> None:
     if variable == "HOME":
         environment["JACSPARSE_CACHE_DIR"] = ""
     assert run(code, **environment).split() == ["None", "True"]
+
+
+@pytest.mark.parametrize("threads", ["openmp", "plain"])
+def test_an_error_in_a_helping_thread_is_raised(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if threads == "plain":
+        monkeypatch.setattr(_runtime, "_openmp", lambda: None)
+    elif _runtime._openmp() is None:
+        pytest.skip("PyTorch's OpenMP runtime has no GOMP_parallel")
+    together, names = threading.Barrier(2, timeout=10), []
+
+    def task() -> None:
+        together.wait()
+        names.append(threading.get_ident())
+        if threading.get_ident() != main:
+            raise ValueError("of a helper")
+
+    main = threading.get_ident()
+    with pytest.raises(ValueError, match="of a helper"):
+        _runtime._on_each(2, task)
+    assert len(set(names)) == 2
 
 
 def test_a_forked_child_computes() -> None:

@@ -2,8 +2,9 @@
 
 A *run* is some consecutive steps of one sample in one direction of time: a whole sequence, or a chunk of it. Step ``i``
 of run ``r`` is at time ``t = begin[r] + i * direction``, in row ``offset[t] + sample[r]`` of the arrays that have a row
-for each time and sample, as a `PackedSequence` orders them. Runs come longest first and are taken `ROWS` at a time:
-those share their passes over the weights, and each one's arithmetic is the same whichever others it is with.
+for each time and sample, as a `PackedSequence` orders them. Runs come longest first and are taken `together`, at most
+`ROWS`, at a time: those share their passes over the weights, and each one's arithmetic is the same whichever others it
+is with.
 
 Weights are padded: ``w[k, g * width + j]`` is what element ``k`` of the state weighs in element ``j`` of gate ``g``
 (forward), or what element ``k`` of gate ``g``, row ``g * width + k``, weighs in element ``j`` of the state (backward).
@@ -33,7 +34,7 @@ def _scratch(width, like):
 
 
 @kernel
-def rnn_forward(first, last, sample, begin, count, direction, offset, x, w, relu, start, out, end):
+def rnn_forward(first, last, sample, begin, count, direction, offset, together, x, w, relu, start, out, end):
     """``h = tanh(x + W h)``, or ReLU; `start` and `end` are the runs' first and last states."""
     size, width = start.shape[1], w.shape[1]
     zero = x.dtype.type(0)
@@ -46,8 +47,8 @@ def rnn_forward(first, last, sample, begin, count, direction, offset, x, w, relu
     )
     state, total = _scratch(width, x), _scratch(width, x)
     for block in range(first, last):
-        run = block * ROWS
-        rows = min(ROWS, len(sample) - run)
+        run = block * together
+        rows = min(together, len(sample) - run)
         for r in range(rows):
             copy_elements(state, r * width, starts, (run + r) * size, size)
         active = rows
@@ -73,7 +74,21 @@ def rnn_forward(first, last, sample, begin, count, direction, offset, x, w, relu
 
 @kernel
 def rnn_backward(
-    first, last, sample, begin, count, direction, offset, h, w, relu, grad_out, grad_end, grad_gates, grad_start
+    first,
+    last,
+    sample,
+    begin,
+    count,
+    direction,
+    offset,
+    together,
+    h,
+    w,
+    relu,
+    grad_out,
+    grad_end,
+    grad_gates,
+    grad_start,
 ):
     """``v_t = g_t + Wᵀ (v_{t+1} ∘ f'_{t+1})``: writes ``v ∘ f'`` of each step, and each run's gradient of its start.
 
@@ -85,8 +100,8 @@ def rnn_backward(
     ends, starts = grad_end.reshape(-1), grad_start.reshape(-1)
     v, g, d, state = _scratch(width, h), _scratch(width, h), _scratch(width, h), _scratch(width, h)
     for block in range(first, last):
-        run = block * ROWS
-        rows = min(ROWS, len(sample) - run)
+        run = block * together
+        rows = min(together, len(sample) - run)
         for r in range(rows):
             copy_elements(v, r * width, ends, (run + r) * size, size)
         active = rows
@@ -116,7 +131,7 @@ def rnn_backward(
 
 
 @kernel
-def gru_forward(first, last, sample, begin, count, direction, offset, x, w, bias, start, out, gates, end):
+def gru_forward(first, last, sample, begin, count, direction, offset, together, x, w, bias, start, out, gates, end):
     """Equation 4.3: ``r = σ(x_r + W_r h)``, ``z = σ(x_z + W_z h)``, ``n = tanh(x_n + r (W_n h + b))``.
 
     ``h ← n + z (h - n)``. Where `gates` has rows, r, z, n and ``m = W_n h + b`` are kept there.
@@ -133,8 +148,8 @@ def gru_forward(first, last, sample, begin, count, direction, offset, x, w, bias
     state, reset, update = _scratch(width, x), _scratch(width, x), _scratch(width, x)
     fresh, inner = _scratch(width, x), _scratch(width, x)
     for block in range(first, last):
-        run = block * ROWS
-        rows = min(ROWS, len(sample) - run)
+        run = block * together
+        rows = min(together, len(sample) - run)
         for r in range(rows):
             copy_elements(state, r * width, starts, (run + r) * size, size)
         active = rows
@@ -179,6 +194,7 @@ def gru_backward(
     count,
     direction,
     offset,
+    together,
     h,
     gates,
     initial,
@@ -198,8 +214,8 @@ def gru_backward(
     v, g, before = _scratch(width, h), _scratch(width, h), _scratch(width, h)
     reset, update, fresh, inner = _scratch(width, h), _scratch(width, h), _scratch(width, h), _scratch(width, h)
     for block in range(first, last):
-        run = block * ROWS
-        rows = min(ROWS, len(sample) - run)
+        run = block * together
+        rows = min(together, len(sample) - run)
         for r in range(rows):
             copy_elements(v, r * width, ends, (run + r) * size, size)
         active = rows
@@ -243,7 +259,7 @@ def gru_backward(
 
 
 @kernel
-def lstm_forward(first, last, sample, begin, count, direction, offset, x, w, start, out, gates, end):
+def lstm_forward(first, last, sample, begin, count, direction, offset, together, x, w, start, out, gates, end):
     """``c ← σ(f) c + σ(i) tanh(g)``, ``h ← σ(o) tanh(c)``; states hold h and then c.
 
     Where `gates` has rows, i, f, g, o and c are kept there.
@@ -260,8 +276,8 @@ def lstm_forward(first, last, sample, begin, count, direction, offset, x, w, sta
     state, cell = _scratch(width, x), _scratch(width, x)
     enter, forget, fresh, leave = _scratch(width, x), _scratch(width, x), _scratch(width, x), _scratch(width, x)
     for block in range(first, last):
-        run = block * ROWS
-        rows = min(ROWS, len(sample) - run)
+        run = block * together
+        rows = min(together, len(sample) - run)
         for r in range(rows):
             copy_elements(state, r * width, starts, 2 * (run + r) * size, size)
             copy_elements(cell, r * width, starts, (2 * (run + r) + 1) * size, size)
@@ -314,6 +330,7 @@ def lstm_backward(
     count,
     direction,
     offset,
+    together,
     gates,
     initial,
     edge,
@@ -333,8 +350,8 @@ def lstm_backward(
     enter, forget, fresh = _scratch(width, w), _scratch(width, w), _scratch(width, w)
     leave, cell = _scratch(width, w), _scratch(width, w)
     for block in range(first, last):
-        run = block * ROWS
-        rows = min(ROWS, len(sample) - run)
+        run = block * together
+        rows = min(together, len(sample) - run)
         for r in range(rows):
             copy_elements(v, r * width, ends, 2 * (run + r) * size, size)
             copy_elements(cell_v, r * width, ends, (2 * (run + r) + 1) * size, size)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..patterns._runtime import threads
 from ._vector import ROWS
 
 __all__ = ["Runs", "Sequences", "rows_of"]
@@ -136,14 +137,24 @@ class Runs:
             return self.first
         return self.sequences.lengths[self.sample] - 1 - self.first
 
+    @functools.cached_property
+    def together(self) -> int:
+        """How many runs kernels take at a time: `ROWS`, or half as many where a thread would be left idle."""
+        return ROWS if len(self) > ROWS // 2 * threads() else ROWS // 2
+
     @property
-    def table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, np.ndarray]:
+    def blocks(self) -> int:
+        """How often they are taken."""
+        return -(-len(self) // self.together)
+
+    @property
+    def table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, np.ndarray, int]:
         """As kernels take them."""
-        return self.sample, self.begin, self.count, self.direction, self.sequences.offset
+        return self.sample, self.begin, self.count, self.direction, self.sequences.offset, self.together
 
     def work(self, step: int) -> np.ndarray:
         """Running total of the blocks' work, for `run_rows`, where each step takes so many elementary operations."""
-        blocks = np.add.reduceat(self.count, np.arange(0, len(self), ROWS)) if len(self) else self.count
+        blocks = np.add.reduceat(self.count, np.arange(0, len(self), self.together)) if len(self) else self.count
         return np.append(0, np.cumsum(blocks * step))
 
     def take(self, chosen: np.ndarray) -> Runs:

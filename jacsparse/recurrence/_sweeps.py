@@ -29,7 +29,6 @@ from ._cells import Cell, Kept, Weights
 from ._chunks import Chunks
 from ._planned import scan, times
 from ._runs import Runs, Sequences
-from ._vector import ROWS
 
 __all__ = [
     "FORWARD",
@@ -281,7 +280,7 @@ def choose(schedule: str, sequences: Sequences, chunk: int) -> tuple[str, str]:
     """What ``auto`` means for these sequences on this machine, and why."""
     if schedule != "auto":
         return schedule, ""
-    blocks, workers = -(-sequences.batch // ROWS), threads()
+    blocks, workers = sequences.whole(1).blocks, threads()
     # Two sweeps over chunks that fill all workers, against one over samples that may not.
     if 2.5 * blocks < workers * math.ceil(blocks / workers) and sequences.time >= 4 * chunk:
         return "relaxed", f"{sequences.batch} samples alone leave some of {workers} workers idle"

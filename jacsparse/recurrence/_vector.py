@@ -20,8 +20,8 @@ __all__ = ["LANES", "ROWS", "copy_elements", "multiply_rows", "padded", "sigmoid
 
 #: Rows are padded to a multiple of as many elements.
 LANES = 8
-#: As many rows share one pass over their matrix.
-ROWS = 4
+#: As many rows share one pass over their matrix, and their sums stay in registers; half as many almost as well.
+ROWS = 8
 
 
 def padded(size: int) -> int:
@@ -98,41 +98,62 @@ def multiply_rows(out, at_out, out_step, w, at_w, w_step, x, at_x, x_step, depth
     """
     row = 0
     while row < rows:
-        four = rows - row >= 4
+        left = rows - row
         to, source = at_out + row * out_step, at_x + row * x_step
         column = 0
         if w.itemsize == 4:
             while width - column >= 16:
                 at = at_w + column
-                if four:
+                if left >= 8:
+                    _multiply_block(out, to + column, out_step, w, at, w_step, x, source, x_step, depth, 8, 16)
+                elif left >= 4:
                     _multiply_block(out, to + column, out_step, w, at, w_step, x, source, x_step, depth, 4, 16)
                 else:
                     _multiply_block(out, to + column, out_step, w, at, w_step, x, source, x_step, depth, 1, 16)
                 column += 16
         while column < width:
             at = at_w + column
-            if four:
+            if left >= 8:
+                _multiply_block(out, to + column, out_step, w, at, w_step, x, source, x_step, depth, 8, 8)
+            elif left >= 4:
                 _multiply_block(out, to + column, out_step, w, at, w_step, x, source, x_step, depth, 4, 8)
             else:
                 _multiply_block(out, to + column, out_step, w, at, w_step, x, source, x_step, depth, 1, 8)
             column += 8
-        row += 4 if four else 1
+        row += 8 if left >= 8 else 4 if left >= 4 else 1
 
 
 @intrinsic
-def copy_elements(typing_context, out, at_out, source, at_source, count):
-    """``out[at_out + i] = source[at_source + i]`` for `count` elements of two contiguous arrays."""
+def _copy_lanes(typing_context, out, at_out, source, at_source):
+    """``out[at_out + i] = source[at_source + i]`` for `LANES` elements of two contiguous arrays."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to, place, source_, from_, count_ = args
+        to, place, source_, from_ = args
+        element = context.get_data_type(out.dtype)
+        alignment, pointer = context.get_abi_alignment(element), ir.VectorType(element, LANES).as_pointer()
         target = context.make_array(out)(context, builder, to).data
         origin = context.make_array(source)(context, builder, source_).data
-        size = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(out.dtype)))
-        cgutils.raw_memcpy(builder, builder.gep(target, [place]), builder.gep(origin, [from_]), count_, size)
+        loaded = builder.load(builder.bitcast(builder.gep(origin, [from_]), pointer))
+        loaded.align = alignment
+        builder.store(loaded, builder.bitcast(builder.gep(target, [place]), pointer)).align = alignment
         return context.get_dummy_value()
 
     integer = types.intp
-    return types.void(out, integer, source, integer, integer), generate
+    return types.void(out, integer, source, integer), generate
+
+
+@inlined
+def copy_elements(out, at_out, source, at_source, count):
+    """``out[at_out + i] = source[at_source + i]`` for `count` elements of two contiguous arrays."""
+    if count < LANES:
+        for i in range(count):
+            out[at_out + i] = source[at_source + i]
+        return
+    for i in range(0, count - LANES + 1, LANES):
+        _copy_lanes(out, at_out + i, source, at_source + i)
+    if count % LANES:
+        # The last ones, some of them again.
+        _copy_lanes(out, at_out + count - LANES, source, at_source + count - LANES)
 
 
 @intrinsic
