@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch.utils.benchmark import Timer
@@ -70,6 +72,12 @@ class Context:
     seconds: float = 1.0
     rounds: int = 3
     say: Callable[[str], None] = lambda _: None
+
+    def under(self, heading: str) -> Self:
+        """The same, whose lines begin with a heading."""
+        other = copy.copy(self)
+        other.say = lambda line: self.say(f"{heading}: {line}")
+        return other
 
     @property
     def threads(self) -> int:

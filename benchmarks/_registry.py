@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from ._experiment import Experiment
 from .flop_analysis import FlopAnalysis
+from .gru_breakdown import GruBreakdown
 from .jacobian_generation import JacobianGeneration
 from .lenet_convergence import LenetConvergence
+from .recurrent_convergence import RecurrentConvergence
+from .rnn_sensitivity import RnnSensitivity
 from .spgemm import Spgemm
 
 __all__ = ["EXPERIMENTS"]
 
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment for experiment in (JacobianGeneration(), Spgemm(), FlopAnalysis(), LenetConvergence())
+    experiment.name: experiment
+    for experiment in (
+        JacobianGeneration(),
+        Spgemm(),
+        FlopAnalysis(),
+        LenetConvergence(),
+        RnnSensitivity(),
+        GruBreakdown(),
+        RecurrentConvergence(),
+    )
 }

@@ -93,8 +93,8 @@ class JacobianGeneration(Experiment):
         (record,) = chain(operator.build(), shape).run(torch.randn(1, *shape))
         columns = _Columns(record.input, record.output, self.columns)
         columns.check(record.transposed_jacobian().to_scipy())
-        named = replace(context, say=lambda line: context.say(f"{operator.name}, {line}"))
-        return _rows(operator, record.stage.pattern, columns, named.times(_functions(record, columns)))
+        found = context.under(operator.name).times(_functions(record, columns))
+        return _rows(operator, record.stage.pattern, columns, found)
 
 
 def _functions(record: Record, columns: _Columns) -> dict[str, Callable[[], object]]:

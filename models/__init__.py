@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ._lenet import LeNet5
     from ._progress import Progress, progress_bar
     from ._pruning import prunable, prune_weights, pruned_fraction
-    from ._recurrent import BitstreamRNN, InstrumentGRU
+    from ._recurrent import BitstreamRNN, InstrumentGRU, SequenceClassifier
     from ._registry import MODELS, build
     from ._settings import TrainSettings, default_settings
     from ._tones import write_tones
@@ -28,6 +28,7 @@ __all__ = [
     "InstrumentGRU",
     "LeNet5",
     "Progress",
+    "SequenceClassifier",
     "TrainResult",
     "TrainSettings",
     "bitstreams",
@@ -52,6 +53,7 @@ _HOMES = {
     "bitstreams": "_bitstream",
     "BitstreamRNN": "_recurrent",
     "InstrumentGRU": "_recurrent",
+    "SequenceClassifier": "_recurrent",
     "load_checkpoint": "_checkpoint",
     "load_weights": "_checkpoint",
     "save_checkpoint": "_checkpoint",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from jacsparse.models import BitstreamRNN, bitstreams
 from torch import nn
 from torch.nn.utils import prune
 
@@ -21,8 +22,11 @@ from benchmarks._peers import PEERS, Peer
 from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import Result, read, write
 from benchmarks.flop_analysis import FlopAnalysis
+from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.jacobian_generation import JacobianGeneration
 from benchmarks.lenet_convergence import LenetConvergence, loss_curves
+from benchmarks.recurrent_convergence import RecurrentConvergence, Task
+from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.spgemm import Spgemm
 
 
@@ -36,11 +40,15 @@ def small_network() -> nn.Sequential:
     return nn.Sequential(*layers, nn.MaxPool2d(2))
 
 
+SMALL_TASK = Task("bits", lambda: bitstreams(6, train=40, test=10), BitstreamRNN, 1e-2, 3, 0.9, 2.17)
 SMALL: list[Experiment] = [
     JacobianGeneration(size=6, columns=3),
     Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
     FlopAnalysis(build=small_network, input_shape=(2, 6, 6)),
     LenetConvergence(iterations=2, batch=4),
+    RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
+    GruBreakdown(sets=(("S", 5, 3), ("L", 7, 2)), batches=(2, 3)),
+    RecurrentConvergence(tasks=(SMALL_TASK, replace(SMALL_TASK, name="once more"))),
 ]
 
 
@@ -162,7 +170,7 @@ def test_scan_and_back_propagation_train_alike(dtype: torch.dtype, tolerance: fl
 def test_say_hears_of_the_progress() -> None:
     heard: list[str] = []
     loss_curves(2, torch.float32, batch=2, schedule="linear", say=heard.append)
-    assert heard == ["torch.float32: iteration 1 of 2", "torch.float32: iteration 2 of 2"]
+    assert heard == ["iteration 1 of 2", "iteration 2 of 2"]
 
 
 def test_functions_take_turns() -> None:

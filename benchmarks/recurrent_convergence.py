@@ -1,0 +1,131 @@
+"""Training recurrent classifiers by back-propagation and by scan from one seed: Figures 5.1 and 5.3."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jacsparse.models import BitstreamRNN, Dataset, InstrumentGRU, SequenceClassifier, load_data
+from torch import nn
+
+import jacsparse
+
+from ._context import Context
+from ._curves import Curve, curve_rows, train_side_by_side
+from ._experiment import Experiment, Row
+
+__all__ = ["RecurrentConvergence", "Task"]
+
+_BATCH = 16
+
+
+@dataclass(frozen=True)
+class Task:
+    """One training.
+
+    Attributes
+    ----------
+    name : str
+        In the report.
+    data : callable
+        Makes its Dataset.
+    model : type of SequenceClassifier
+        What is trained.
+    learning_rate : float
+        Of Adam; higher than the thesis' 3e-5, so that the loss falls within minutes.
+    iterations : int
+        Steps.
+    falls_to : float
+        To which share of its first value the loss should fall.
+    published : float or None
+        How many times as fast the thesis trained by scan, on a GPU.
+    """
+
+    name: str
+    data: Callable[[], Dataset]
+    model: type[SequenceClassifier]
+    learning_rate: float
+    iterations: int
+    falls_to: float
+    published: float | None = None
+
+
+_TASKS = (
+    Task("RNN on bitstreams", lambda: load_data("bitstream:1000"), BitstreamRNN, 3e-4, 600, 0.9, 2.17),
+    Task("GRU on instrument-like tones", lambda: load_data("tones"), InstrumentGRU, 3e-3, 300, 0.5),
+)
+
+
+@dataclass(frozen=True)
+class RecurrentConvergence(Experiment):
+    """Losses of both trainings, float32, over time.
+
+    Attributes
+    ----------
+    tasks : tuple of Task
+        What is trained.
+    """
+
+    tasks: tuple[Task, ...] = _TASKS
+
+    name = "recurrent_convergence"
+    title = "Training recurrent classifiers by back-propagation and by scan"
+    source = "thesis, Figures 5.1 and 5.3: fewer iterations of larger steps, and made-up tones instead of IRMAS"
+
+    def run(self, context: Context) -> list[Row]:
+        return [row for task in self.tasks for row in _rows(task, context.under(task.name))]
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        from jacsparse._figures import BLUE, ORANGE, new_figure, save_figure
+
+        drawn = [row for row in rows if row.data]
+        figure, panels = new_figure(10.0, 4.2, columns=max(1, len(drawn)))
+        for axes, row in zip(panels if len(drawn) > 1 else [panels], drawn, strict=False):
+            for name, label, colour in (
+                ("baseline", "back-propagation", ORANGE),
+                ("scan", "scan", BLUE),
+            ):
+                _draw(axes, Curve(**row.data[name]), label, colour)
+            axes.set(xlabel="seconds of training", ylabel="loss, mean of 20 iterations")
+            axes.set_title(row.group.replace(": ", "\n", 1), fontsize=8)
+            axes.grid(alpha=0.25)
+            axes.legend(fontsize=8, frameon=False)
+        figure.suptitle(self.title, fontsize=10)
+        save_figure(figure, path)
+
+
+def _rows(task: Task, context: Context) -> list[Row]:
+    settings = f"batch {_BATCH}, Adam, learning rate {task.learning_rate:g}"
+    group = f"{task.name}: {task.iterations:,} iterations, {settings}"
+    try:
+        data = task.data()
+    except ImportError as error:
+        return [Row.missing(f"losses, {task.name}", str(error), group=group)]
+    curves = train_side_by_side(
+        functools.partial(task.model, data.classes, data.train_inputs.shape[1]),
+        _scanned,
+        functools.partial(torch.optim.Adam, lr=task.learning_rate),
+        replace(data, train_inputs=data.train_inputs.float(), test_inputs=data.test_inputs.float()),
+        task.iterations,
+        batch=_BATCH,
+        say=context.say,
+    )
+    published = None if task.published is None else {"published": task.published}
+    return curve_rows(*curves, name=task.name, group=group, tolerance=1e-3, falls_to=task.falls_to, published=published)
+
+
+def _scanned(model: nn.Module) -> nn.Module:
+    assert isinstance(model, SequenceClassifier)
+    model.rnn = getattr(jacsparse.nn, model.rnn.mode.split("_")[0]).of(model.rnn)
+    return model
+
+
+def _draw(axes: Any, curve: Curve, label: str, colour: str) -> None:
+    seconds = torch.tensor(curve.seconds).cumsum(0)
+    window = min(20, len(seconds))
+    means = torch.tensor(curve.train).unfold(0, window, 1).mean(1)
+    axes.plot(seconds[window - 1 :], means, color=colour, label=label)
