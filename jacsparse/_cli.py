@@ -50,7 +50,7 @@ def flop(
     checkpoint: Checkpoint = None,
     part: Annotated[str | None, typer.Option(help="Submodule to analyse; vgg11: features, as in the thesis.")] = None,
     schedule: Annotated[
-        str, typer.Option(help="linear, blelloch, blelloch:LEVELS, balanced:WORKERS or auto.")
+        str, typer.Option(help="linear, blelloch, blelloch:LEVELS, chunked:LENGTH, balanced:WORKERS or auto.")
     ] = "blelloch:2",
     data: Annotated[
         str | None, typer.Option(help="Observe the zeros of these data: digits, cifar10:DIR, random.")

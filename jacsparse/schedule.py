@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from ._chain import Chain
 
-__all__ = ["Complexity", "Schedule", "Step", "balanced", "blelloch", "linear", "parse", "resolve"]
+__all__ = ["Complexity", "Schedule", "Step", "balanced", "blelloch", "chunked", "linear", "parse", "resolve"]
 
 #: The identity: never a matrix, and no value.
 IDENTITY = -1
@@ -320,10 +320,29 @@ def balanced(chain: Chain, workers: int) -> Schedule:
     return blocked(len(chain), boundaries(chain, workers))
 
 
-def blocked(n: int, boundaries: Sequence[int]) -> Schedule:
+def chunked(n: int, length: int) -> Schedule:
+    """Blocks of `length` matrices, each reduced to one side by side; as `balanced`, but for the boundaries.
+
+    This is how a recurrence goes through chunks of its steps, which all cost the same.
+
+    Raises
+    ------
+    ValueError
+        Where a block would be empty.
+
+    Examples
+    --------
+    >>> chunked(1025, 128).complexity(8).steps
+    262
+    """
+    length = _natural("length", length, 1)
+    return blocked(n, [0, *range(length + 1, n, length)], f"chunked:{length}")
+
+
+def blocked(n: int, boundaries: Sequence[int], name: str = "balanced") -> Schedule:
     """Blocks of the places of `a` that begin at `boundaries` (at 0 the one with the gradient), reduced side by side."""
     if len(boundaries) < 2:
-        return replace(linear(n), name="balanced")
+        return replace(linear(n), name=name)
     record = _Recorder(n)
     blocks = list(zip(boundaries, [*boundaries[1:], n], strict=True))
     longest = max(stop - begin for begin, stop in blocks)
@@ -344,7 +363,7 @@ def blocked(n: int, boundaries: Sequence[int]) -> Schedule:
         for place in range(begin, stop if last else stop - 1):
             result[place + 1] = record.multiply(record.a[place], result[place], longest + 1 + place - begin, "down")
     record.a = result
-    return record.finish("balanced")
+    return record.finish(name)
 
 
 def resolve(schedule: Schedule | str, n: int, chain: Chain | None = None) -> Schedule:
@@ -353,8 +372,9 @@ def resolve(schedule: Schedule | str, n: int, chain: Chain | None = None) -> Sch
     Parameters
     ----------
     schedule : Schedule or str
-        A schedule, or ``linear``, ``blelloch``, ``blelloch:LEVELS``, ``balanced:WORKERS`` or ``auto``: balanced for the
-        workers that run steps side by side. One device is one worker, since each step already uses all of it.
+        A schedule, or ``linear``, ``blelloch``, ``blelloch:LEVELS``, ``chunked:LENGTH``, ``balanced:WORKERS`` or
+        ``auto``: balanced for the workers that run steps side by side. One device is one worker, since each step
+        already uses all of it.
     n : int
         Stages.
     chain : Chain, optional
@@ -376,6 +396,9 @@ def resolve(schedule: Schedule | str, n: int, chain: Chain | None = None) -> Sch
         return linear(n)
     if name == "blelloch":
         return blelloch(n, number)
+    if name == "chunked":
+        assert number is not None
+        return chunked(n, number)
     if chain is None:
         raise ValueError(f"schedule is {schedule!r}, which balances a chain; pass the chain")
     return balanced(chain, 1 if number is None else number)
@@ -400,10 +423,10 @@ def parse(schedule: Schedule | str) -> tuple[str, int | None]:
         raise TypeError(f"schedule is a {type(schedule).__name__}; expected a Schedule or a name such as 'blelloch:2'")
     name, colon, argument = schedule.partition(":")
     plain = not colon and name in ("linear", "blelloch", "auto")
-    numbered = name in ("blelloch", "balanced") and argument.isascii() and argument.isdecimal()
-    if not plain and not (numbered and int(argument) >= (name == "balanced")):
+    numbered = name in ("blelloch", "balanced", "chunked") and argument.isascii() and argument.isdecimal()
+    if not plain and not (numbered and int(argument) >= (name != "blelloch")):
         raise ValueError(
-            f"schedule is {schedule!r}; expected linear, blelloch, blelloch:LEVELS, balanced:WORKERS, auto, "
-            "or a Schedule"
+            f"schedule is {schedule!r}; expected linear, blelloch, blelloch:LEVELS, chunked:LENGTH, "
+            "balanced:WORKERS, auto, or a Schedule"
         )
     return name, int(argument) if colon else None

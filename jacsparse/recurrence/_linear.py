@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from ..patterns import Pattern
-from ..patterns._runtime import run_rows
+from ..patterns._runtime import run_rows, threads
 from . import _linear_kernels as kernels
 from ._chunks import Chunks
 from ._once import once
@@ -311,8 +312,8 @@ def linear_recurrence(
         ``linear``: step after step, samples side by side. ``chunked`` or ``chunked:STEPS``: what each chunk of steps
         does to a state, as a matrix, side by side; then the states at the boundaries; then every chunk by itself.
         ``blelloch``: a parallel scan over single steps. ``relaxed`` or ``relaxed:STEPS``: chunks from guessed states,
-        again from the neighbours' results until they agree; chunked where they do not. ``auto``: linear, since no
-        other does less work on the same number of workers.
+        again from the neighbours' results until they agree; chunked where they do not. ``auto``: chunked where a
+        few samples of long sequences and small states leave many workers idle, else linear.
     reports : list, optional
         Takes a `Report` of this solution, and later of its gradient's.
 
@@ -416,16 +417,26 @@ def _solve(
     """Fill ``sweep.out``; the last state, or the gradient of the first one."""
     time, batch = sweep.out.shape[:2]
     name, length = _parse(schedule)
-    report = Report("backward" if sweep.adjoint else "forward")
+    report = Report("backward" if sweep.adjoint else "forward", time)
     if reports is not None:
         reports.append(report)
     if not sweep.out.numel():
         report.methods = ["linear"]
         return start.clone()
     sequences = Sequences.equal(time, batch)
-    report.reason = "least work" if name == "auto" else ""
-    schedule = "linear" if name == "auto" else name
-    return solve_affine(sweep, sequences, direction, start, schedule, length, report, backward=sweep.adjoint)
+    if name == "auto":
+        name, report.reason = _choose(time, batch, sweep.blocks.size, length)
+    return solve_affine(sweep, sequences, direction, start, name, length, report, backward=sweep.adjoint)
+
+
+def _choose(time: int, batch: int, size: int, chunk: int) -> tuple[str, str]:
+    """What ``auto`` means for such a recurrence on this machine, and why."""
+    workers = threads()
+    # A chunk takes a row for each element of the state to its matrix, one to what it adds, and one at last; that all
+    # workers do this together has to be well worth it.
+    linearly, by_chunks = math.ceil(batch / workers), batch * (size + 2) / workers
+    told = f"{batch} samples of {time} steps and {size} elements on {workers} workers"
+    return "chunked" if 2 * by_chunks < linearly and time >= 4 * workers * chunk else "linear", told
 
 
 def _planned(sweep: _Linear, blocks: Sparse, start: torch.Tensor, direction: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ import torch
 
 from ..patterns import state_jacobian_pattern, state_jacobian_values
 from ..patterns._runtime import threads
+from ..schedule import Schedule, blelloch, chunked, linear
 from ._cells import Cell, Kept, Weights
 from ._chunks import Chunks
 from ._planned import scan, times
@@ -56,6 +57,8 @@ class Report:
     ----------
     recurrence : {"forward", "backward"}
         Of states or of their gradients.
+    steps : int
+        Of the longest sample.
     methods : list of str
         What was used, in order: ``linear``, ``chunked``, ``blelloch``, ``relaxed``, ``newton``, ``sequential``.
     chunk : int
@@ -72,6 +75,7 @@ class Report:
     """
 
     recurrence: str
+    steps: int
     methods: list[str] = field(default_factory=list)
     chunk: int = 0
     sweeps: int = 0
@@ -79,6 +83,19 @@ class Report:
     fallback_samples: int = 0
     fallback_steps: int = 0
     reason: str = ""
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The products that a sample's states take, with their step and work complexity; None where states are guessed.
+
+        Of the same kind as those of a chain: of the state that is given and a matrix each step.
+        """
+        places, last = self.steps + 1, self.methods[-1]
+        if last == "chunked":
+            return chunked(places, self.chunk)
+        if {"relaxed", "newton"} & set(self.methods):
+            return None
+        return blelloch(places) if last in ("blelloch", "planned") else linear(places)
 
 
 @dataclass
@@ -195,10 +212,10 @@ def solve_forward(
     """Fill what the forward pass keeps; returns the last states."""
     sweep = _Forward(cell, weights, entered, kept)
     if options.forward == "sequential" or sequences.time <= options.chunk:
-        options.reports.append(Report("forward", ["sequential"], sequences.time, 1))
+        options.reports.append(Report("forward", sequences.time, ["sequential"], sequences.time, 1))
         return sweep.run(sequences.whole(direction), kept.initial)
     chunks = Chunks(sequences, direction, options.chunk)
-    report = Report("forward", chunk=options.chunk)
+    report = Report("forward", sequences.time, chunk=options.chunk)
     options.reports.append(report)
     guess = _warm(options.warm, chunks, kept.initial)
     found = _relax(sweep, chunks, kept.initial, guess, options.forward, report)
@@ -220,7 +237,7 @@ def solve_backward(
     grad_gates = grad_end.new_empty(sequences.steps, cell.grad_width * weights.size)
     sweep = _Backward(cell, weights, kept, grad_output, grad_gates)
     schedule, reason = choose(options.schedule, sequences, options.chunk)
-    report = Report("backward", reason=reason)
+    report = Report("backward", sequences.time, reason=reason)
     options.reports.append(report)
     return grad_gates, solve_affine(
         sweep, sequences, direction, grad_end, schedule, options.chunk, report, backward=True

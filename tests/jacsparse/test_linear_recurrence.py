@@ -183,3 +183,16 @@ def test_bad_arguments(case: str) -> None:
     call, error, message = BAD[case]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_auto_picks_by_length_batch_size_and_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jacsparse.recurrence import _linear
+
+    monkeypatch.setattr(_linear, "threads", lambda: 16)
+    for time, batch, size, expected in ((9000, 1, 3, "chunked"), (100, 1, 3, "linear"), (9000, 16, 3, "linear")):
+        reports: list[Report] = []
+        linear_recurrence(Diagonal(torch.ones(time, batch, size)), torch.ones(time, batch, size), reports=reports)
+        (report,) = reports
+        assert report.methods == [expected]
+        assert report.reason == f"{batch} samples of {time} steps and {size} elements on 16 workers"
+        assert report.schedule is not None and report.schedule.name.startswith(expected)

@@ -359,6 +359,20 @@ def test_networks_that_do_not_contract(kind: str, solution: dict[str, str], chan
     assert (gradient - wanted).abs().max() <= 1e-8 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("change", ["radius 1.5", "radius 2.5", "times 4", "orthogonal"])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_relaxed_gradients_of_networks_that_do_not_contract(kind: str, change: str) -> None:
+    layer, reference = pair(kind, 5, 20, chunk=32, schedule="relaxed")
+    rescaled(layer, reference, change)
+    sequential, _ = pair(kind, 5, 20, schedule="linear")
+    sequential.load_state_dict(reference.state_dict())
+    x = torch.randn(300, 3, 5, dtype=torch.float64, requires_grad=True)
+    gradient, wanted = (torch.autograd.grad(run(x)[0].sum(), x)[0] for run in (layer, sequential))
+    report = layer.reports[1]
+    assert report.methods == ["relaxed", "chunked"] or report.defects[-1] <= 1e-14
+    assert (gradient - wanted).abs().max() <= 1e-10 * wanted.abs().max()
+
+
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
 def test_a_nan_in_one_sample_harms_no_other(kind: str) -> None:
     layer, reference = pair(kind, 3, 8, chunk=16, forward="parallel", schedule="relaxed")
@@ -407,6 +421,18 @@ def test_auto_says_what_it_chose() -> None:
     layer = jacsparse.nn.GRU(3, 4)
     layer(torch.randn(10, 4, 3))[0].sum().backward()
     assert layer.reports[1].methods == ["linear"] and "4 samples of 10 steps" in layer.reports[1].reason
+
+
+def test_reports_count_as_the_chain_does() -> None:
+    found = {}
+    for schedule in ("linear", "chunked", "blelloch", "relaxed"):
+        layer = jacsparse.nn.GRU(3, 4, schedule=schedule, chunk=10)
+        layer(torch.randn(100, 2, 3))[0].sum().backward()
+        found[schedule] = layer.reports[1].schedule
+    assert found["relaxed"] is None
+    steps = {name: plan.complexity(64).steps for name, plan in found.items() if plan}
+    assert steps == {"linear": 100, "chunked": 28, "blelloch": 11}
+    assert found["chunked"].name == "chunked:10"
 
 
 # Bad input.

@@ -55,7 +55,7 @@ def compare(module: nn.Module, x: torch.Tensor, schedule: object, vanishing: boo
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("batch", [1, 16])
-@pytest.mark.parametrize("schedule", ["linear", "blelloch:1", "blelloch:2", "auto"])
+@pytest.mark.parametrize("schedule", ["linear", "blelloch:1", "blelloch:2", "chunked:1", "auto"])
 def test_pruned_vgg_11(schedule: str, batch: int, dtype: torch.dtype) -> None:
     compare(vgg_features().to(dtype), torch.randn(batch, 3, 32, 32, dtype=dtype), schedule)
 
@@ -63,7 +63,7 @@ def test_pruned_vgg_11(schedule: str, batch: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize(
-    "schedule", ["linear", "blelloch", "blelloch:1", "blelloch:2", "blelloch:3", "balanced:3", "auto"]
+    "schedule", ["linear", "blelloch", "blelloch:1", "blelloch:2", "blelloch:3", "chunked:2", "balanced:3", "auto"]
 )
 def test_lenet_5(schedule: str, batch: int, dtype: torch.dtype) -> None:
     compare(lenet().to(dtype), torch.randn(batch, 3, 32, 32, dtype=dtype), schedule)
@@ -650,7 +650,7 @@ def test_bad_jacobians() -> None:
 
 
 def test_bad_schedule_is_named_at_the_call() -> None:
-    for name in ("fast", "balanced:0", "blelloch:-1", "blelloch:²"):
+    for name in ("fast", "balanced:0", "chunked:0", "blelloch:-1", "blelloch:²"):
         with pytest.raises(ValueError, match=f"schedule is '{name}'"):
             jacsparse.nn.Scan(lenet(), schedule=name)
     assert Scanner(jacsparse.chain(lenet(), (3, 32, 32)), "blelloch:2").schedule.name == "blelloch:2"

@@ -115,7 +115,7 @@ def test_names() -> None:
     chain = jacsparse.chain(nn.Sequential(nn.ReLU(), nn.ReLU()), (3,))
     assert resolve("auto", 2, chain) == balanced(chain, 1)
     assert resolve(linear(2), 2) == linear(2)
-    for name in ("", "blelloch:", "blelloch:-1", "blelloch:x", "linear:2", "fast", "balanced"):
+    for name in ("", "blelloch:", "blelloch:-1", "blelloch:x", "linear:2", "fast", "balanced", "chunked", "chunked:0"):
         with pytest.raises(ValueError, match="expected linear, blelloch"):
             resolve(name, 5)
     with pytest.raises(ValueError, match="schedule is 'auto', which balances a chain"):
