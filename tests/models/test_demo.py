@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from jacsparse.models import TrainSettings, demo
+from jacsparse.models import TrainSettings, bitstreams, demo
 
-PICTURES = ("flop.png", "vgg11.png", "vgg11.csv", "vgg11.safetensors")
+PICTURES = ("flop.png", "vgg11.png", "vgg11.csv", "vgg11.safetensors", "gru-bp.png", "gru-scan.png", "gru-scan.csv")
 
 
 @pytest.fixture
@@ -28,6 +28,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(demo, "_settings", settings)
+    monkeypatch.setattr(
+        demo,
+        "_sound_settings",
+        lambda out, seed: TrainSettings(task="irmas", out=out / "gru.safetensors", epochs=1, batch=8, lr=0.01),
+    )
+    monkeypatch.setattr(demo, "_sound_data", lambda: bitstreams(20, train=40, test=10))
+    monkeypatch.setattr(demo, "_LEAST_HEARD", 0.0)
 
 
 @pytest.mark.usefixtures("_quick")
@@ -40,7 +47,7 @@ def test_verdict(
     assert demo.main(["--out", str(tmp_path / "made" / "here")]) == (0 if enough else 1)
     shown = capsys.readouterr().out
     assert ("FAILED" in shown) is not enough
-    for part in ("critical path", "scan's gradient", "passed", *PICTURES):
+    for part in ("critical path", "scan's gradient", "losses by scan", "passed", *PICTURES):
         assert part in shown
     for name in PICTURES:
         assert (tmp_path / "made" / "here" / name).stat().st_size
