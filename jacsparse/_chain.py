@@ -285,7 +285,11 @@ class Chain:
         check_input("x", x, self.in_shape)
         records: list[Record] = []
         for stage in self.stages:
-            records.append(stage.run(x))
+            try:
+                records.append(stage.run(x))
+            except RuntimeError as error:
+                _check_devices(stage, x, error)
+                raise
             x = records[-1].output
         return records
 
@@ -341,8 +345,10 @@ def chain(module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True)
     waiting: list[tuple[str, nn.Module]] = []
     for path, leaf in _leaves(module, ""):
         for name, parameter in leaf.named_parameters():
-            if parameter.device.type != "cpu":
-                raise ValueError(f"{path}.{name} is on {parameter.device}; this runs on the CPU: move it with .cpu()")
+            if parameter.device.type not in ("cpu", "cuda"):
+                raise ValueError(
+                    f"{path}.{name} is on {parameter.device}; this runs on CPUs and CUDA: move it with .cpu()"
+                )
         with undrawn():
             current = twin(leaf, aside=True)
             refresh_weights(current)
@@ -398,6 +404,15 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
+def _check_devices(stage: Stage, x: torch.Tensor, error: RuntimeError) -> None:
+    """ValueError in the place of `error` where a stage's weights are not where its input is."""
+    for name, value in stage.call.arguments.items():
+        if isinstance(value, torch.Tensor) and value.device != x.device:
+            raise ValueError(
+                f"{stage.path}.{name} is on {value.device} and the input on {x.device}; move one of them"
+            ) from error
+
+
 def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> torch.Tensor:
     """`x` where it is a batch that this library can work on.
 
@@ -412,8 +427,8 @@ def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> t
         raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{name} is {x.dtype}; expected float32 or float64: convert it with {name}.float()")
-    if x.device.type != "cpu":
-        raise ValueError(f"{name} is on {x.device}; this runs on the CPU: move it, and the module, with .cpu()")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {x.device}; this runs on CPUs and CUDA: move it, and the module, with .cpu()")
     if torch.is_inference_mode_enabled() or x.is_inference():
         raise RuntimeError(f"{name} has no gradient in torch.inference_mode; use torch.no_grad instead")
     if x.layout != torch.strided:

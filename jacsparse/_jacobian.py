@@ -12,6 +12,7 @@ import scipy.sparse.linalg
 import torch
 
 from .patterns import Pattern
+from .patterns._values import gathered
 from .spgemm import matvec, plan_product
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class SparseJacobian:
     pattern : Pattern
         Shape ``(out_size, in_size)``, the same for all samples.
     values : Tensor, (nnz, batch)
-        float32 or float64, on the CPU; ``(nnz, 1)`` where all samples share them.
+        float32 or float64, on the CPU or a CUDA device; ``(nnz, 1)`` where all samples share them.
 
     Raises
     ------
@@ -54,8 +55,10 @@ class SparseJacobian:
             raise TypeError(f"values is a {type(self.values).__name__}; expected a torch.Tensor")
         if self.values.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"values has dtype {self.values.dtype}; expected float32 or float64")
-        if self.values.device.type != "cpu":
-            raise ValueError(f"values is on {self.values.device}; this runs on the CPU: move it with values.cpu()")
+        if self.values.device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"values is on {self.values.device}; this runs on CPUs and CUDA: move it with values.cpu()"
+            )
         if self.values.ndim != 2 or self.values.shape[0] != self.pattern.nnz:
             raise ValueError(f"values has shape {tuple(self.values.shape)}; expected ({self.pattern.nnz}, batch)")
 
@@ -72,8 +75,7 @@ class SparseJacobian:
     @property
     def T(self) -> SparseJacobian:
         """The transposed Jacobian, its values in the transposed pattern's order."""
-        place = torch.from_numpy(self.pattern.transposition.astype("int64"))
-        return SparseJacobian(self.pattern.T, self.values[place])
+        return SparseJacobian(self.pattern.T, gathered(self.values, self.pattern.transposition))
 
     def __matmul__(self, other: Any) -> Any:
         """``J @ K`` for a SparseJacobian, or ``J @ v`` for dense vectors ``(n,)`` or ``(n, batch)``, the batch last."""
@@ -97,21 +99,24 @@ class SparseJacobian:
         """One sample's Jacobian for SciPy's solvers."""
         return scipy.sparse.linalg.aslinearoperator(self.to_scipy(sample))
 
-    def to(self, dtype: torch.dtype) -> SparseJacobian:
-        """The same Jacobian with values of another dtype."""
-        return SparseJacobian(self.pattern, self.values.to(dtype))
+    def to(self, *args: Any, **options: Any) -> SparseJacobian:
+        """The same Jacobian with values of another dtype, or on another device: as `torch.Tensor.to` is told."""
+        return SparseJacobian(self.pattern, self.values.to(*args, **options))
 
     def to_scipy(self, sample: int | None = None) -> scipy.sparse.csr_array:
         """One sample's Jacobian as a SciPy matrix; `sample` may be left out where there is one."""
-        return self.pattern.to_scipy(self._sample(sample).numpy())
+        return self.pattern.to_scipy(self._sample(sample).cpu().numpy())
 
     def to_torch(self, sample: int | None = None) -> torch.Tensor:
         """One sample's Jacobian as a PyTorch CSR tensor."""
-        indptr, indices = (torch.from_numpy(array.copy()) for array in (self.pattern.indptr, self.pattern.indices))
-        return torch.sparse_csr_tensor(indptr, indices, self._sample(sample), size=self.shape)
+        values = self._sample(sample)
+        indptr, indices = (
+            torch.from_numpy(array.copy()).to(values.device) for array in (self.pattern.indptr, self.pattern.indices)
+        )
+        return torch.sparse_csr_tensor(indptr, indices, values, size=self.shape)
 
     def to_cupy(self, sample: int | None = None) -> Any:
-        """One sample's Jacobian as a CuPy matrix, on CuPy's current device.
+        """One sample's Jacobian as a CuPy matrix, on the device of the values, or CuPy's current one.
 
         Raises
         ------
@@ -119,14 +124,20 @@ class SparseJacobian:
             Where CuPy is not installed.
         """
         try:
+            import cupy
             import cupyx.scipy.sparse
         except ImportError as error:
             raise ImportError("to_cupy needs CuPy: pip install 'jacsparse[gpu]'") from error
-        return cupyx.scipy.sparse.csr_matrix(scipy.sparse.csr_matrix(self.to_scipy(sample)))
+        values = self._sample(sample)
+        if not values.is_cuda:
+            return cupyx.scipy.sparse.csr_matrix(scipy.sparse.csr_matrix(self.to_scipy(sample)))
+        with cupy.cuda.Device(values.device.index):
+            arrays = (cupy.asarray(part) for part in (values, self.pattern.indices, self.pattern.indptr))
+            return cupyx.scipy.sparse.csr_matrix(tuple(arrays), shape=self.shape)
 
     def todense(self, sample: int | None = None) -> torch.Tensor:
         """One sample's Jacobian as a dense tensor, ``(out_size, in_size)``."""
-        return torch.from_numpy(self.to_scipy(sample).toarray())
+        return torch.from_numpy(self.to_scipy(sample).toarray()).to(self.values.device)
 
     def _sample(self, sample: int | None) -> torch.Tensor:
         values = self.values.detach()
@@ -222,7 +233,7 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
     module : Module
         An operator, or ``nn.Sequential`` of operators: then the product of their Jacobians.
     x : Tensor, (batch, *input_shape)
-        float32 or float64, on the CPU; the module's parameters must be of the same dtype.
+        float32 or float64, on the CPU or a CUDA device, where the module's parameters must be, and of the same dtype.
     pruned : bool
         As in `jacobian_pattern`.
 
@@ -253,7 +264,7 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
     stages = chain(module, tuple(x.shape[1:]), pruned=pruned)
     if not len(stages):
         size = math.prod(stages.in_shape)
-        return SparseJacobian(Pattern.of(Identity(size)), torch.ones((size, 1), dtype=x.dtype))
+        return SparseJacobian(Pattern.of(Identity(size)), x.new_ones((size, 1)))
     records = stages.run(x)
     result = records[0].jacobian()
     for record in records[1:]:

@@ -33,7 +33,7 @@ from ._pattern import Pattern
 from ._rules import Call, Rule, add_rule
 from ._runtime import SIMD, kernel, run_rows
 from ._structure import Arrays, Full, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
-from ._values import repeat_rows, take
+from ._values import repeat_rows, repeated, take
 
 __all__ = ["Convolution", "Sliding"]
 
@@ -259,7 +259,7 @@ class Convolution(Structure):
         firsts, kinds = self._kinds
         starts = row_starts(self._counts(self.positions[firsts]), np.int64)
         channels = np.arange(self.in_channels if self.transposed else self.out_channels)[:, None]
-        return starts, starts[:-1][(channels * len(firsts) + kinds).ravel()]
+        return starts, frozen(starts[:-1][(channels * len(firsts) + kinds).ravel()])
 
     def _of_templates(self, base: np.ndarray, step: int, dtype: Any) -> np.ndarray:
         """``base + step · position`` for each entry of each channel's row at the first place of each kind."""
@@ -297,10 +297,8 @@ class Convolution(Structure):
         if len(template) == self.nnz:
             # No two rows are alike: the templates are the rows.
             return template
-        out = torch.empty((self.nnz, 1), dtype=weight.dtype)
         _, start = self._templates
-        repeat_rows(template.numpy().reshape(-1), start, self._indptr, self._row_work, out.numpy().reshape(-1))
-        return out
+        return repeated(template, start, self._indptr, self._row_work)
 
     def describe(self) -> Mapping[str, Any]:
         return {

@@ -69,4 +69,4 @@ class _IdentityRule(_DiagonalRule):
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert call.input is not None
-        return torch.ones((pattern.nnz, 1), dtype=call.input.dtype)
+        return call.input.new_ones((pattern.nnz, 1))

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from ._convolution import LARGEST_TABLE, Sliding, described_axes, joined, pairs, restored_axes
+from ._cuda import on_device
 from ._pattern import Pattern
 from ._rules import Call, Rule, add_rule
 from ._structure import Arrays, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
@@ -220,7 +221,7 @@ class _MaxPoolRule(Rule):
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert isinstance(pattern.structure, Pooling) and call.input is not None
         structure, dtype = pattern.structure, call.input.dtype
-        if structure.entry_of_position is not None:
+        if structure.entry_of_position is not None and not on_device(call.input):
             entries = pattern.nnz // max(1, structure.channels)
             return placed(self.winners(call), structure.entry_of_position, entries, dtype)
         return selected(self.winners(call), structure.entry_windows, structure.entry_positions, dtype)
@@ -228,8 +229,9 @@ class _MaxPoolRule(Rule):
     transposed_values = values
 
     def selection(self, call: Call) -> torch.Tensor:
-        channel = torch.arange(call.in_shape[0])[:, None, None] * int(np.prod(call.in_shape[1:]))
-        return batch_last((self.winners(call) + channel).to(torch.int32))
+        winners = self.winners(call)
+        channel = torch.arange(call.in_shape[0], device=winners.device)[:, None, None]
+        return batch_last((winners + channel * math.prod(call.in_shape[1:])).to(torch.int32))
 
 
 class _AveragePoolRule(Rule):
@@ -249,7 +251,7 @@ class _AveragePoolRule(Rule):
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert isinstance(pattern.structure, Pooling) and call.input is not None
-        weights = torch.from_numpy(np.tile(1.0 / self.divisors(call), call.in_shape[0])).to(call.input.dtype)
+        weights = torch.from_numpy(np.tile(1.0 / self.divisors(call), call.in_shape[0])).to(call.input)
         return take(weights, pattern.structure.entry_windows)
 
     transposed_values = values

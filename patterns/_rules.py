@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ._pattern import Pattern
+from ._values import gathered
 
 __all__ = ["Call", "Rule", "UnsupportedOperatorError", "add_rule", "rule_for"]
 
@@ -89,7 +90,7 @@ class Rule(ABC):
 
     def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         """Values of ``J.T`` on its pattern, of the same shape as `values`."""
-        return self.values(call, pattern.T)[torch.from_numpy(pattern.T.transposition.astype("int64"))]
+        return gathered(self.values(call, pattern.T), pattern.T.transposition)
 
     def selection(self, call: Call) -> torch.Tensor | None:
         """For an operator that selects, the one column that each row keeps: int32, ``(rows of J, batch)``."""

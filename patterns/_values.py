@@ -11,9 +11,11 @@ import math
 import numpy as np
 import torch
 
+from . import _values_cuda
+from ._cuda import on_device, uploaded
 from ._runtime import SIMD, kernel, run_rows
 
-__all__ = ["batch_last", "placed", "positive", "repeat_rows", "selected", "take"]
+__all__ = ["batch_last", "gathered", "placed", "positive", "repeat_rows", "repeated", "selected", "take"]
 
 
 @kernel
@@ -95,8 +97,19 @@ def _selected_batch(first, last, winner, window, position, out):
 
 def take(source: torch.Tensor, place: np.ndarray) -> torch.Tensor:
     """``source.flatten()[place]`` as values that all samples share, shape ``(len(place), 1)``."""
+    if on_device(source):
+        return _values_cuda.take(source, place)
     out = torch.empty((len(place), 1), dtype=source.dtype)
     run_rows(_take, len(place), _flat(source), place, out.numpy().reshape(-1))
+    return out
+
+
+def repeated(template: torch.Tensor, start: np.ndarray, indptr: np.ndarray, work: np.ndarray) -> torch.Tensor:
+    """Values whose each row is what `template`, ``(entries, 1)``, holds from ``start[row]`` on; ``(nnz, 1)``."""
+    if on_device(template):
+        return _values_cuda.repeat_rows(template, start, indptr)
+    out = torch.empty((int(indptr[-1]), 1), dtype=template.dtype)
+    repeat_rows(template.numpy().reshape(-1), start, indptr, work, out.numpy().reshape(-1))
     return out
 
 
@@ -117,6 +130,8 @@ def repeat_rows(
 
 def positive(source: torch.Tensor) -> torch.Tensor:
     """One where an element is not ``<= 0``, else zero; ``(batch, ...)`` to ``(elements, batch)``."""
+    if on_device(source):
+        return _values_cuda.positive(source)
     batch, elements = _sizes(source)
     out = torch.empty((elements, batch), dtype=source.dtype)
     if batch == 1:
@@ -138,6 +153,8 @@ def selected(winner: torch.Tensor, window: np.ndarray, position: np.ndarray, dty
     dtype : torch.dtype
         Of the result, ``(entries, batch)``.
     """
+    if on_device(winner):
+        return _values_cuda.selected(winner, window, position, dtype)
     batch, windows = _sizes(winner)
     out = torch.empty((len(window), batch), dtype=dtype)
     if batch == 1:
@@ -173,6 +190,13 @@ def placed(winner: torch.Tensor, entry: np.ndarray, entries: int, dtype: torch.d
     else:
         run_rows(_placed_batch, work, places.reshape(batch, windows), *sizes, out.numpy(), lanes=batch)
     return out
+
+
+def gathered(values: torch.Tensor, place: np.ndarray) -> torch.Tensor:
+    """The rows of `values` at these places, a read-only array."""
+    if on_device(values):
+        return values[uploaded(place, values.device)]
+    return values[torch.from_numpy(place.astype(np.int64))]
 
 
 def batch_last(tensor: torch.Tensor) -> torch.Tensor:

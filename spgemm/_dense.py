@@ -5,11 +5,15 @@ Two full factors are a matrix product for BLAS. Where one is sparse, rows of the
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
 from ..patterns import Full
 from ..patterns._runtime import kernel, run_rows
+from ..patterns._structure import frozen
+from . import _cuda
 from ._lanes import accumulate_row, block_width
 from ._methods import Method, Product
 
@@ -81,6 +85,7 @@ class Dense(Method):
             # Where each of C's rows starts: rows of a without an entry have none.
             self.c_indptr = np.zeros(product.c.shape[0] + 1, dtype=np.int64)
             np.cumsum((a.row_counts() > 0) * product.c.shape[1], out=self.c_indptr[1:])
+            self.c_indptr = frozen(self.c_indptr)
             self.work = np.append(0, np.cumsum(a.row_counts())) * product.c.shape[1]
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
@@ -89,9 +94,7 @@ class Dense(Method):
         flat = (a.reshape(-1), a.shape[1], b.reshape(-1), b.shape[1], c.reshape(-1))
         if self.full_a and self.full_b:
             # PyTorch's, on as many threads as everything else.
-            left = torch.from_numpy(a).reshape(rows, inner, -1).movedim(2, 0)
-            right = torch.from_numpy(b).reshape(inner, columns, -1).movedim(2, 0)
-            torch.from_numpy(c).reshape(rows, columns, batch).copy_(torch.matmul(left, right).movedim(0, 2))
+            self._multiply_full(*map(torch.from_numpy, (a, b, c)))
         elif self.full_b:
             order = np.arange(columns, dtype=np.uint32)
             indices = (self.product.a.indptr, self.product.a.indices, columns, order, self.c_indptr)
@@ -101,3 +104,25 @@ class Dense(Method):
             run_rows(
                 _full_sparse, work, inner, self.product.b.indptr, self.place, *flat, self.columns, batch, lanes=batch
             )
+
+    def _multiply_full(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        (rows, inner), columns = self.product.a.shape, self.product.b.shape[1]
+        left = a.reshape(rows, inner, a.shape[1]).movedim(2, 0)
+        right = b.reshape(inner, columns, b.shape[1]).movedim(2, 0)
+        c.reshape(rows, columns, c.shape[1]).copy_(torch.matmul(left, right).movedim(0, 2))
+
+    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        if self.full_a and self.full_b:
+            self._multiply_full(a, b, c)
+        elif self.full_b:
+            _cuda.sparse_full(self.product.a, self.product.b.shape[1], self.c_indptr, a, b, c)
+        else:
+            _cuda.full_sparse(self.product.a.shape[1], self._columns_of_b, a, b, c)
+
+    @functools.cached_property
+    def _columns_of_b(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """B's columns that hold anything: where their entries start, whose rows these are in, and their places."""
+        b, transposed = self.product.b, self.product.b.T
+        counts = np.diff(transposed.indptr)
+        starts = np.append(0, np.cumsum(counts[counts > 0])).astype(transposed.indptr.dtype)
+        return frozen(starts), transposed.indices, b.transposition

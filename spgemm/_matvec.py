@@ -9,6 +9,7 @@ import torch
 
 from ..patterns import Diagonal, Full, Pattern
 from ..patterns._runtime import kernel, run_rows
+from . import _cuda
 from ._lanes import unsigned
 from ._operands import result, same_batch, view
 
@@ -79,11 +80,13 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
     m, n = pattern.shape
     left, right = view("values", values, pattern.nnz), view("x", x, n, "columns")
     batch = same_batch("values", left, "x", right)
-    returned, y = result(out, (values, x), m, batch, left.dtype)
-    if isinstance(pattern.structure, Diagonal):
+    returned, y = result(out, (values, x), m, batch, left)
+    if isinstance(y, torch.Tensor):
+        _on_device(pattern, left, right, y)
+    elif isinstance(pattern.structure, Diagonal):
         np.multiply(left, right, out=y)
     elif isinstance(pattern.structure, Full):
-        _full(left.reshape(m, n, left.shape[1]), right, y)
+        _full(*map(torch.from_numpy, (left.reshape(m, n, left.shape[1]), right, y)))
     elif batch == 1:
         indices = unsigned(pattern.indices)
         run_rows(
@@ -95,9 +98,17 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
     return returned
 
 
-def _full(values: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    matrices, vectors, out = torch.from_numpy(values), torch.from_numpy(x), torch.from_numpy(y)
-    if values.shape[2] == 1:
+def _on_device(pattern: Pattern, values: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+    if isinstance(pattern.structure, Diagonal):
+        torch.mul(values, x, out=y)
+    elif isinstance(pattern.structure, Full):
+        _full(values.reshape(*pattern.shape, values.shape[1]), x, y)
+    else:
+        _cuda.matvec(pattern, values, x, y)
+
+
+def _full(matrices: torch.Tensor, vectors: torch.Tensor, out: torch.Tensor) -> None:
+    if matrices.shape[2] == 1:
         torch.matmul(matrices[:, :, 0], vectors, out=out)
     else:
-        out.copy_(torch.einsum("mnb,nb->mb", matrices, vectors.expand(-1, values.shape[2])))
+        out.copy_(torch.einsum("mnb,nb->mb", matrices, vectors.expand(-1, matrices.shape[2])))

@@ -7,9 +7,11 @@ for each multiply-add, so on a CPU `slots` is faster.
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from ..patterns._runtime import kernel, run_rows
 from ..patterns._structure import frozen, index_dtype
+from . import _cuda
 from ._methods import Method, Product
 
 __all__ = ["Merge"]
@@ -84,3 +86,6 @@ class Merge(Method):
         batch = c.shape[1]
         flat = (a.reshape(-1), a.shape[1], b.reshape(-1), b.shape[1], c.reshape(-1), batch)
         run_rows(_multiply, self.starts, self.starts, self.left, self.right, *flat, lanes=batch)
+
+    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        _cuda.merge(self.starts, self.left, self.right, a, b, c)

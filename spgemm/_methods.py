@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import numpy as np
+import torch
 
 from ..patterns import Pattern
 from ._symbolic import row_work
@@ -65,7 +66,11 @@ class Method(ABC):
 
     @abstractmethod
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
-        """The numeric phase: write all of `c`."""
+        """The numeric phase: write all of `c`, which is not empty."""
+
+    @abstractmethod
+    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        """The same on a CUDA device, by its own kernels."""
 
 
 #: The methods by name.

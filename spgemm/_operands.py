@@ -1,4 +1,7 @@
-"""Operands at the edge: tensors and arrays in, the NumPy views that kernels run on out."""
+"""Operands at the edge: tensors and arrays in, what kernels run on out.
+
+That is a NumPy array for what lies in the CPU's memory, and a tensor for what lies on a device.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["result", "same_batch", "view"]
+from ..patterns._cuda import on_device
+
+__all__ = ["result", "same_batch", "same_device", "view"]
 
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 
-def view(
-    name: str, values: Any, rows: int, what: str = "entries", dtypes: tuple[np.dtype, ...] = _FLOATS
-) -> np.ndarray:
-    """`values` as a C-contiguous array of shape ``(rows, batch)``, without a copy where it is one already.
+def view(name: str, values: Any, rows: int, what: str = "entries", dtypes: tuple[np.dtype, ...] = _FLOATS) -> Any:
+    """`values` as a C-contiguous array, or tensor, of shape ``(rows, batch)``; not copied where it is one already.
 
     Raises
     ------
@@ -25,7 +28,7 @@ def view(
         Where its shape or device does not fit.
     """
     array = _memory(name, values)
-    if array.dtype not in dtypes:
+    if _dtype(array) not in dtypes:
         raise TypeError(f"{name} has dtype {values.dtype}; expected {' or '.join(map(str, dtypes))}")
     if array.ndim == 1:
         array = array[:, None]
@@ -33,19 +36,25 @@ def view(
         raise ValueError(
             f"{name} has shape {tuple(values.shape)}; expected ({rows}, batch) or ({rows},) for {rows} {what}"
         )
-    return np.ascontiguousarray(array)
+    return np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.contiguous()
 
 
-def _memory(name: str, values: Any) -> np.ndarray:
-    """The memory of a NumPy array or of a dense CPU tensor without a graph."""
+def _dtype(array: Any) -> np.dtype:
+    if isinstance(array, np.ndarray):
+        return array.dtype
+    return np.dtype(str(array.dtype).removeprefix("torch."))
+
+
+def _memory(name: str, values: Any) -> Any:
+    """The memory of a NumPy array or of a dense CPU tensor without a graph; a device's tensor itself."""
     if isinstance(values, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array; fill it first: {name}.filled(0)")
     if isinstance(values, np.ndarray):
         return values
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"{name} is a {type(values).__name__}; expected a NumPy array or a PyTorch tensor")
-    if values.device.type != "cpu":
-        raise ValueError(f"{name} is on {values.device}; this runs on the CPU: move it with {name}.cpu()")
+    if values.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {values.device}; this runs on CPUs and CUDA: move it with {name}.cpu()")
     if values.requires_grad:
         raise ValueError(f"{name} requires grad, but this product is not differentiable: pass {name}.detach()")
     if values.layout != torch.strided:
@@ -53,11 +62,22 @@ def _memory(name: str, values: Any) -> np.ndarray:
     if values.dtype in (torch.bfloat16, torch.complex32):
         # NumPy has no such numbers.
         raise TypeError(f"{name} has dtype {values.dtype}; convert it to float32 or float64")
-    return values.resolve_neg().resolve_conj().numpy()
+    plain = values.resolve_neg().resolve_conj()
+    return plain if on_device(plain) else plain.numpy()
 
 
-def same_batch(left_name: str, left: np.ndarray, right_name: str, right: np.ndarray) -> int:
-    """The batch of two operands, each of which may hold one column that all samples share."""
+def same_device(left_name: str, left: Any, right_name: str, right: Any) -> None:
+    """ValueError where two operands lie on different devices."""
+    places = ["cpu" if isinstance(operand, np.ndarray) else str(operand.device) for operand in (left, right)]
+    if places[0] != places[1]:
+        raise ValueError(
+            f"{left_name} is on {places[0]} and {right_name} on {places[1]}; move one: nothing is copied silently"
+        )
+
+
+def same_batch(left_name: str, left: Any, right_name: str, right: Any) -> int:
+    """The batch of two operands on one device, each of which may hold one column that all samples share."""
+    same_device(left_name, left, right_name, right)
     if left.dtype != right.dtype:
         raise TypeError(f"{left_name} is {left.dtype} and {right_name} is {right.dtype}; convert one of them")
     a, b = left.shape[1], right.shape[1]
@@ -66,25 +86,43 @@ def same_batch(left_name: str, left: np.ndarray, right_name: str, right: np.ndar
     return b if a == 1 else a
 
 
-def result(out: Any, operands: tuple[Any, ...], rows: int, batch: int, dtype: np.dtype) -> tuple[Any, np.ndarray]:
-    """What to return, and its view: `out` where given and fit, else a new array or tensor as the operands are.
+def result(out: Any, operands: tuple[Any, ...], rows: int, batch: int, like: Any) -> tuple[Any, Any]:
+    """What to return, and its view: `out` where given and fit, else new memory of the operands' kind.
 
-    The result has one dimension where all operands have.
+    Of the dtype, and on the device, of `like`. The result has one dimension where all operands have.
     """
     tensors = [isinstance(operand, torch.Tensor) for operand in operands]
     if any(tensors) and not all(tensors):
         raise TypeError("the operands mix NumPy arrays and PyTorch tensors; convert one of them")
     shape = (rows,) if all(operand.ndim == 1 for operand in operands) else (rows, batch)
     if out is None:
-        array = np.empty(shape, dtype=dtype)
+        if isinstance(like, torch.Tensor):
+            tensor = like.new_empty(shape)
+            return tensor, tensor.reshape(rows, batch)
+        array = np.empty(shape, dtype=like.dtype)
         return torch.from_numpy(array) if all(tensors) else array, array.reshape(rows, batch)
     array = _memory("out", out)
+    same_device("out", array, "the operands", like)
     if isinstance(out, torch.Tensor) != all(tensors):
         raise TypeError(f"out is a {type(out).__name__}, but the operands are not; pass one of their kind")
-    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous or not array.flags.writeable:
+    if array.dtype != like.dtype or tuple(array.shape) != shape or not _is_plain(array):
         raise ValueError(
-            f"out has shape {array.shape}, dtype {array.dtype}; expected a writable, contiguous one of {shape}, {dtype}"
+            f"out has shape {tuple(array.shape)}, dtype {array.dtype}; expected a writable, contiguous one of {shape}, "
+            f"{like.dtype}"
         )
-    if any(np.shares_memory(array, _memory("an operand", operand)) for operand in operands):
+    if any(_overlap(array, _memory("an operand", operand)) for operand in operands):
         raise ValueError("out overlaps an operand; pass memory of its own")
     return out, array.reshape(rows, batch)
+
+
+def _is_plain(array: Any) -> bool:
+    if isinstance(array, np.ndarray):
+        return bool(array.flags.c_contiguous and array.flags.writeable)
+    return bool(array.is_contiguous())
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return np.shares_memory(one, other)
+    spans = [(each.data_ptr(), each.data_ptr() + each.numel() * each.element_size()) for each in (one, other)]
+    return max(span[0] for span in spans) < min(span[1] for span in spans)

@@ -6,11 +6,12 @@ import os
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..patterns import Diagonal, Full, Pattern, _archive
 from . import _dense, _merge, _rowwise, _scale, _slots  # noqa: F401  (each registers its methods)
 from ._methods import METHODS, Method, Product
-from ._operands import result, same_batch, view
+from ._operands import result, same_batch, same_device, view
 from ._symbolic import check_shapes, multiply_adds, product_pattern, row_work
 
 __all__ = ["DEFAULT_MEMORY_LIMIT", "ProductPlan", "plan_product"]
@@ -50,9 +51,10 @@ class ProductPlan:
         Parameters
         ----------
         a_values, b_values : array or Tensor, (nnz, batch) or (nnz,)
-            float32 or float64 both, NumPy arrays or CPU tensors both. A batch of 1 is shared by all samples. For the
-            method ``select``, the selecting factor's values are its winners: int32, ``(windows, batch)``, the row that
-            each window selects, in every sample; what is no row of its window selects nothing.
+            float32 or float64 both, NumPy arrays or tensors both, these on the CPU or on one CUDA device. A batch of 1
+            is shared by all samples. For the method ``select``, the selecting factor's values are its winners: int32,
+            ``(windows, batch)``, the row that each window selects, in every sample; what is no row of its window
+            selects nothing.
         out : array or Tensor, optional
             Contiguous memory for the result; nothing else is then allocated.
 
@@ -81,11 +83,15 @@ class ProductPlan:
         left = self._view("a_values", a_values, self.a, self.selects_left)
         right = self._view("b_values", b_values, self.b, self.selects_right)
         if self.selects_left or self.selects_right:
-            batch, dtype = self._selected_batch(left, right)
+            batch, like = self._selected_batch(left, right)
         else:
-            batch, dtype = same_batch("a_values", left, "b_values", right), left.dtype
-        returned, c = result(out, (a_values, b_values), self.pattern.nnz, batch, dtype)
-        if c.size:
+            batch, like = same_batch("a_values", left, "b_values", right), left
+        returned, c = result(out, (a_values, b_values), self.pattern.nnz, batch, like)
+        if 0 in c.shape:
+            return returned
+        if isinstance(c, torch.Tensor):
+            self._method.multiply_on_device(left, right, c)
+        else:
             self._method.multiply(left, right, c)
         return returned
 
@@ -99,7 +105,7 @@ class ProductPlan:
         """Whether the right factor's values are winners, for the method ``select``."""
         return isinstance(self._method, _slots.Select) and not self._method.left
 
-    def _view(self, name: str, values: Any, pattern: Pattern, selects: bool) -> np.ndarray:
+    def _view(self, name: str, values: Any, pattern: Pattern, selects: bool) -> Any:
         if not selects:
             return view(name, values, pattern.nnz)
         try:
@@ -109,11 +115,12 @@ class ProductPlan:
                 f"{error}: the method select takes winners; for ordinary values, plan with another method"
             ) from None
 
-    def _selected_batch(self, left: np.ndarray, right: np.ndarray) -> tuple[int, np.dtype]:
+    def _selected_batch(self, left: Any, right: Any) -> tuple[int, Any]:
+        same_device("a_values", left, "b_values", right)
         winners, values = (left, right) if self.selects_left else (right, left)
         if values.shape[1] not in (1, winners.shape[1]):
             raise ValueError(f"the winners have a batch of {winners.shape[1]} and the values one of {values.shape[1]}")
-        return winners.shape[1], values.dtype
+        return winners.shape[1], values
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to an ``.npz`` file (no pickle): its factors' patterns and its method.

@@ -6,8 +6,10 @@ Each thread adds a row of `C` up in an array over all columns, then gathers the 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from ..patterns._runtime import kernel, run_rows
+from . import _cuda
 from ._lanes import accumulate_row, block_width, unsigned
 from ._methods import Method, Product
 
@@ -85,6 +87,7 @@ class Rowwise(Method):
     def __init__(self, product: Product) -> None:
         self.product = product
         self.work = product.work
+        self.on_device = _cuda.Rows(product, None)
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
         product, batch = self.product, c.shape[1]
@@ -95,3 +98,6 @@ class Rowwise(Method):
             return
         flat = (a.reshape(-1), a.shape[1], b.reshape(-1), b.shape[1], c.reshape(-1), batch)
         run_rows(_multiply, self.work, *indices, *pattern, *flat, lanes=batch)
+
+    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        self.on_device.multiply(a, b, c)

@@ -10,6 +10,7 @@ import torch
 
 from ..patterns import Diagonal, Full, Pattern
 from ..patterns._runtime import kernel, run_rows
+from . import _cuda
 from ._methods import Method, Product
 
 __all__ = ["Scale"]
@@ -54,14 +55,25 @@ class Scale(Method):
         self.left = isinstance(product.a.structure, Diagonal)
         self.other: Pattern = product.b if self.left else product.a
 
+    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        diagonal, values = (a, b) if self.left else (b, a)
+        if isinstance(self.other.structure, Full):
+            self._scale_full(diagonal, values, c)
+        else:
+            _cuda.scale(self.other, self.left, diagonal, values, c)
+
+    def _scale_full(self, diagonal: torch.Tensor, values: torch.Tensor, c: torch.Tensor) -> None:
+        """Rows and columns of a full matrix are found by arithmetic."""
+        scale = diagonal.unsqueeze(1 if self.left else 0)
+        torch.mul(
+            scale, values.reshape(*self.other.shape, values.shape[1]), out=c.reshape(*self.other.shape, c.shape[1])
+        )
+
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
         batch = c.shape[1]
         diagonal, values = (a, b) if self.left else (b, a)
         if isinstance(self.other.structure, Full):
-            # Its rows and columns are found by arithmetic.
-            scale = torch.from_numpy(diagonal).unsqueeze(1 if self.left else 0)
-            matrix = torch.from_numpy(values).reshape(*self.other.shape, -1)
-            torch.mul(scale, matrix, out=torch.from_numpy(c).reshape(*self.other.shape, batch))
+            self._scale_full(*map(torch.from_numpy, (diagonal, values, c)))
         elif self.left:
             run_rows(_scale_rows, self.other.indptr, self.other.indptr, diagonal, values, c, lanes=batch)
         else:

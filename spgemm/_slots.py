@@ -10,10 +10,12 @@ Floor: 2 bytes of slot, one load, multiply, add and store for each multiply-add;
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from ..patterns import Pooling
 from ..patterns._runtime import kernel, run_rows
 from ..patterns._structure import frozen
+from . import _cuda
 from ._lanes import accumulate_row, block_width
 from ._methods import Method, Product
 
@@ -105,6 +107,10 @@ class Slots(Method):
         )
         self.slot = frozen(slot)
         self.indices = (self.work, a.indptr, a.indices, b.indptr, c.indptr, self.slot)
+        self.on_device = _cuda.Rows(product, self.slot)
+
+    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        self.on_device.multiply(a, b, c)
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
         batch = c.shape[1]
@@ -181,7 +187,7 @@ class Select(Method):
         return Slots.index_nbytes(product)
 
     def __init__(self, product: Product) -> None:
-        slots = Slots(product)
+        self.product, slots = product, Slots(product)
         self.work, self.slot = slots.work, slots.slot
         self.left = _selects(product.a.structure)
         a, b, c = product.a, product.b, product.c
@@ -198,3 +204,9 @@ class Select(Method):
             run_rows(
                 _select_right, self.work, *self.indices, a.reshape(-1), a.shape[1], b, c.reshape(-1), batch, lanes=batch
             )
+
+    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        if self.left:
+            _cuda.select_left(self.product, self.slot, a, b, c)
+        else:
+            _cuda.select_right(self.product, a, b, c)

@@ -142,7 +142,7 @@ def row_work(a: Pattern, b: Pattern) -> np.ndarray:
     """Running total over the rows of ``a @ b`` of the multiply-adds, int64, shape ``(rows + 1,)``."""
     work = np.empty(a.shape[0], dtype=np.int64)
     run_rows(_row_work, a.indptr, a.indptr, a.indices, b.structure.row_counts(), work)
-    return row_starts(work, np.int64)
+    return frozen(row_starts(work, np.int64))
 
 
 def product_pattern(a: Pattern, b: Pattern, work: np.ndarray | None = None) -> Pattern:

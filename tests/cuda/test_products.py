@@ -1,0 +1,141 @@
+"""The kernels of products, run fiber by fiber on the CPU, against a dense product."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from jacsparse.patterns import Diagonal, Full, Pattern
+from jacsparse.spgemm import matvec, plan_product
+from torch import nn
+
+import jacsparse
+from tests.cuda.harness import emulated
+
+BATCHES = [(1, 1), (3, 1), (1, 3), (33, 33), (1, 33), (2, 2)]
+DTYPES = [torch.float32, torch.float64]
+
+
+def random_pattern(rows: int, columns: int, density: float, seed: int) -> Pattern:
+    rng = np.random.default_rng(seed)
+    kept = rng.random((rows, columns)) < density
+    indptr = np.append(0, np.cumsum(kept.sum(axis=1)))
+    return Pattern((rows, columns), indptr, np.nonzero(kept)[1])
+
+
+def values_of(pattern: Pattern, batch: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn((pattern.nnz, batch), dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def dense(pattern: Pattern, values: torch.Tensor, samples: int) -> np.ndarray:
+    """``(samples, rows, columns)``."""
+    wide = values.expand(-1, samples).double().numpy()
+    return np.stack([pattern.to_scipy(wide[:, s].copy()).toarray() for s in range(samples)])
+
+
+def check(a: Pattern, b: Pattern, method: str, batches: tuple[int, int], dtype: torch.dtype) -> None:
+    plan = plan_product(a, b, method=method)
+    left, right = (
+        values_of(pattern, batch, dtype, seed)
+        for seed, (pattern, batch) in enumerate(zip((a, b), batches, strict=True))
+    )
+    samples = max(batches)
+    out = torch.full((plan.pattern.nnz, samples), float("nan"), dtype=dtype)
+    with emulated():
+        plan.multiply(left, right, out=out)
+    expected = dense(a, left, samples) @ dense(b, right, samples)
+    found = dense(plan.pattern, out, samples)
+    scale = max(1.0, float(np.abs(expected).max(initial=0)))
+    assert np.abs(found - expected).max(initial=0) <= 50 * torch.finfo(dtype).eps * scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batches", BATCHES)
+@pytest.mark.parametrize("method", ["merge", "slots", "rowwise"])
+@pytest.mark.parametrize("shape", [(7, 5, 9), (1, 1, 1), (37, 3, 40), (4, 70, 5)])
+def test_general_products(
+    shape: tuple[int, int, int], method: str, batches: tuple[int, int], dtype: torch.dtype
+) -> None:
+    rows, inner, columns = shape
+    check(random_pattern(rows, inner, 0.4, 1), random_pattern(inner, columns, 0.4, 2), method, batches, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batches", BATCHES)
+@pytest.mark.parametrize("left", [True, False])
+def test_diagonal_factors(left: bool, batches: tuple[int, int], dtype: torch.dtype) -> None:
+    diagonal, other = Pattern.of(Diagonal(9)), random_pattern(9, 9, 0.5, 3)
+    check(*((diagonal, other) if left else (other, diagonal)), "scale", batches, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batches", BATCHES)
+@pytest.mark.parametrize("full", ["left", "right", "both"])
+def test_full_factors(full: str, batches: tuple[int, int], dtype: torch.dtype) -> None:
+    a = random_pattern(6, 8, 0.3, 4) if full == "right" else Pattern.of(Full(6, 8))
+    b = random_pattern(8, 7, 0.3, 5) if full == "left" else Pattern.of(Full(8, 7))
+    check(a, b, "dense", batches, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 3, 33])
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_selections(stride: int, left: bool, batch: int, dtype: torch.dtype) -> None:
+    pool = nn.MaxPool2d(2, stride)
+    chain = jacsparse.chain(pool, (2, 5, 5))
+    selecting = chain.stages[0].pattern
+    (record,) = chain.run(torch.randn(batch, 2, 5, 5, dtype=dtype))
+    winners = record.stage.rule.selection(record._call(slice(None)))
+    # One that no window has, too.
+    winners[0, 0] = -1
+    rows, windows = selecting.shape
+    other = random_pattern(*((windows, 6) if left else (6, rows)), 0.4, 6)
+    plan = plan_product(*((selecting, other) if left else (other, selecting)), method="select")
+    values = values_of(other, 1 if stride == 1 else batch, dtype, 7)
+    operands = (winners, values) if left else (values, winners)
+    expected = plan.multiply(*operands)
+    out = torch.full_like(expected, float("nan"))
+    with emulated():
+        plan.multiply(*operands, out=out)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batches", BATCHES)
+@pytest.mark.parametrize("shape", [(7, 50), (1, 1), (40, 2)])
+def test_vectors(shape: tuple[int, int], batches: tuple[int, int], dtype: torch.dtype) -> None:
+    pattern = random_pattern(*shape, 0.6, 8)
+    values = values_of(pattern, batches[0], dtype, 9)
+    x = torch.randn((shape[1], batches[1]), dtype=dtype)
+    out = torch.full((shape[0], max(batches)), float("nan"), dtype=dtype)
+    with emulated():
+        matvec(pattern, values, x, out=out)
+    torch.testing.assert_close(out, matvec(pattern, values, x))
+
+
+def test_rows_of_all_lengths() -> None:
+    """Rows that take several passes over shared memory, and each bin."""
+    lengths = [0, 1, 300, 2000, 13_000]
+    b = Pattern.of(Full(1, 13_000))
+    b = Pattern(b.shape, np.array([0, 13_000]), np.arange(13_000))
+    counts = np.array(lengths)
+    kept = np.concatenate([np.arange(length) for length in lengths])
+    b = Pattern((5, 13_000), np.append(0, np.cumsum(counts)), kept)
+    a = Pattern((5, 5), np.arange(6), np.arange(5)[::-1].copy())
+    for method in ("slots", "rowwise"):
+        check(a, b, method, (1, 1), torch.float32)
+
+
+def test_wide_indices() -> None:
+    """64-bit ones: the other instances of every template."""
+    a, b = random_pattern(5, 6, 0.5, 1), random_pattern(6, 7, 0.5, 2)
+    from jacsparse.spgemm import _cuda
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_cuda, "_index", lambda *_: torch.int64)
+        for method in ("merge", "slots", "rowwise"):
+            for batches in ((1, 1), (33, 1)):
+                check(a, b, method, batches, torch.float64)
+        check(Pattern.of(Diagonal(5)), a, "scale", (2, 1), torch.float32)
+        check(Pattern.of(Full(3, 5)), a, "dense", (1, 1), torch.float32)
