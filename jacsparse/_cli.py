@@ -45,10 +45,15 @@ def _root(
 @app.command()
 def flop(
     model: Model,
-    input: Input = "3,32,32",
+    input: Annotated[
+        str | None,
+        typer.Option(help="Sizes of one sample; 3,32,32 where left out, bitstream 1,1000, irmas 38,259."),
+    ] = None,
     prune: Prune = 0.0,
     checkpoint: Checkpoint = None,
-    part: Annotated[str | None, typer.Option(help="Submodule to analyse; vgg11: features, as in the thesis.")] = None,
+    part: Annotated[
+        str | None, typer.Option(help="Submodule to analyse; vgg11: features, as in the thesis; bitstream, irmas: rnn.")
+    ] = None,
     schedule: Annotated[
         str, typer.Option(help="linear, blelloch, blelloch:LEVELS, chunked:LENGTH, balanced:WORKERS or auto.")
     ] = "blelloch:2",
@@ -70,7 +75,7 @@ def flop(
         check_figure(plot)
     if samples is not None and data is None:
         raise ValueError("--samples says how many to observe, but not of what; add --data, as in --data digits")
-    shape = _sizes(input)
+    shape = _sizes(_SAMPLES.get(model, "3,32,32") if input is None else input)
     module, default_part = _model(model, prune, checkpoint, seed)
     chosen = part if part is not None else default_part
     x = _samples("random" if data is None else data, (samples or 4) if data is not None else 1, shape, seed, module)
@@ -236,8 +241,10 @@ def _model(name: str, prune: float, checkpoint: Path | None, seed: int) -> tuple
     return module.eval(), part
 
 
-#: The convolutional parts that the thesis analyses.
-_FEATURES = {"vgg11": "features"}
+#: The parts that are analysed where none is named: those that are chains of many steps.
+_FEATURES = {"vgg11": "features", "bitstream": "rnn", "irmas": "rnn"}
+#: Sizes of a sample of the models that do not take images of 3 × 32 × 32.
+_SAMPLES = {"bitstream": "1,1000", "irmas": "38,259"}
 
 
 def _from_factory(name: str) -> nn.Module:
@@ -273,6 +280,7 @@ class _ReachedError(Exception):
 def _part(module: nn.Module, path: str | None, option: str, x: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
     """A submodule, and what it is given when the model is given `x`."""
     import torch
+    from torch import nn
 
     if not path:
         return module, x
@@ -291,6 +299,8 @@ def _part(module: nn.Module, path: str | None, option: str, x: torch.Tensor) -> 
             module(x)
     except _ReachedError as stop:
         given: torch.Tensor = stop.args[0]
+        if isinstance(part, nn.RNNBase) and not part.batch_first:
+            given = given.transpose(0, 1)
         return part, given
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(f"an input of shape {tuple(x.shape[1:])} does not get to {path}: {error}") from error

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ._chain import Chain, Stage, chain, check_input
+from ._chain import Stage, chain, check_input
 from .patterns import Csr, Diagonal, Pattern, Pooling
 from .patterns._files import replacing
 from .patterns._structure import frozen, row_starts
@@ -279,7 +279,7 @@ class Subject:
         Of each the path, the name and what back-propagation's gradient operator takes for so many observed entries.
     observe : callable
         The patterns of the entries that are not zero for one sample, ``(1, *in_shape)``.
-    chain : Chain or None
+    chain : Chain, or what is as long and has such stages
         What ``balanced`` schedules balance.
     """
 
@@ -287,7 +287,7 @@ class Subject:
     transposed: list[Pattern]
     operators: Sequence[tuple[str, str, Callable[[float], float]]]
     observe: Callable[[torch.Tensor], list[Pattern]]
-    chain: Chain | None = None
+    chain: Any
 
 
 def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ def load_irmas(folder: Path, features: str = "S", *, skip_damaged: bool = False)
     """
     check_one_of("features", features, FEATURES)
     files, labels = _files(Path(folder))
-    digest = hashlib.blake2b(f"1 {features} {skip_damaged}".encode(), digest_size=12)
+    digest = hashlib.blake2b(f"2 {features} {skip_damaged}".encode(), digest_size=12)
     for path in files:
         about = path.stat()
         digest.update(f"{path.parent.name}/{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
@@ -128,14 +129,19 @@ class Features:
     labels : ndarray of int64, (n,)
     test : ndarray of bool, (n,)
         Which are tested with.
+    skipped : tuple of str
+        What was left out, and why.
     """
 
     inputs: np.ndarray
     labels: np.ndarray
     test: np.ndarray
+    skipped: tuple[str, ...] = ()
 
     def dataset(self, source: str) -> Dataset:
-        """As what to train on."""
+        """As what to train on; warns of what was left out."""
+        for message in self.skipped:
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
         test = self.test
         if test.all() or not test.any():
             # So few recordings that all fall on one side: every fifth excerpt then.
@@ -152,7 +158,7 @@ def kept(name: str, make: Callable[[], Features]) -> Features:
     place = cache_directory() / "features" / f"{name}.npz"
     try:
         with np.load(place, allow_pickle=False) as content:
-            found = Features(content["inputs"], content["labels"], content["test"])
+            found = Features(content["inputs"], content["labels"], content["test"], tuple(content["skipped"].tolist()))
         if found.inputs.ndim == 3 and found.labels.shape == found.test.shape == found.inputs.shape[:1]:
             return found
     except Exception:
@@ -162,7 +168,8 @@ def kept(name: str, make: Callable[[], Features]) -> Features:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with replacing(place) as temporary:
-            np.savez(temporary, inputs=found.inputs, labels=found.labels, test=found.test)
+            skipped = np.array(found.skipped, dtype=np.str_)
+            np.savez(temporary, inputs=found.inputs, labels=found.labels, test=found.test, skipped=skipped)
     except OSError as error:
         warnings.warn(f"features cannot be kept in {place.parent}: {error}", RuntimeWarning, stacklevel=2)
     return found
@@ -210,26 +217,34 @@ def _extracted(files: Sequence[Path], labels: np.ndarray, features: Mfcc, skip_d
     from rich.progress import track
 
     _librosa()
-    rows: list[np.ndarray] = []
-    used: list[int] = []
-    shown = track(range(len(files)), "audio features", console=Console(stderr=True), transient=True)
-    for number in shown:
+    rows: dict[int, np.ndarray] = {}
+    skipped: list[str] = []
+
+    def skip(number: int, reason: object) -> None:
+        message = f"{files[number]} cannot be used: {reason}"
+        if not skip_damaged:
+            raise ValueError(f"{message}; replace it, or leave such files out: --skip-damaged, skip_damaged=True")
+        skipped.append(message)
+
+    for number in track(range(len(files)), "audio features", console=Console(stderr=True), transient=True):
         try:
             rate, samples = _read(files[number])
-            row = mfcc(samples, rate, features)
-            if rows and row.shape != rows[0].shape:
-                raise ValueError(f"it has {row.shape[1]} frames, others have {rows[0].shape[1]}")
+            rows[number] = mfcc(samples, rate, features)
         except (ValueError, OSError) as error:
-            message = f"{files[number]} cannot be used: {error}"
-            if not skip_damaged:
-                raise ValueError(f"{message}; replace it, or leave such files out: skip_damaged=True") from error
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-            continue
-        rows.append(row)
-        used.append(number)
-    if not rows:
-        raise ValueError(f"none of {len(files)} files can be used")
-    return Features(np.stack(rows), labels[used], np.array([_side(files[number]) for number in used]))
+            skip(number, error)
+    # Most files say what is usual.
+    usual = Counter(row.shape for row in rows.values()).most_common(1)
+    for number, row in list(rows.items()):
+        if row.shape != usual[0][0]:
+            skip(number, f"it has {row.shape[1]} frames, most have {usual[0][0][1]}")
+            del rows[number]
+    used = list(rows)
+    missing = set(range(len(INSTRUMENTS))) - set(labels[used])
+    if missing:
+        raise ValueError(f"no file of {', '.join(INSTRUMENTS[label] for label in sorted(missing))} can be used")
+    return Features(
+        np.stack(list(rows.values())), labels[used], np.array([_side(files[number]) for number in used]), tuple(skipped)
+    )
 
 
 def _read(path: Path) -> tuple[int, np.ndarray]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jacsparse.recurrence import SCHEDULES
+from jacsparse import recurrence
 from jacsparse.schedule import parse
 
 from ._checks import check_count, check_number, check_one_of
@@ -104,7 +104,7 @@ class TrainSettings:
         check_one_of("features", self.features, ("L", "M", "S"))
         check_one_of("backward", self.backward, ("bp", "scan"))
         if issubclass(MODELS[self.task], SequenceClassifier):
-            check_one_of("schedule", self.schedule, SCHEDULES)
+            recurrence.parse(self.schedule)
         else:
             parse(self.schedule)
         check_one_of("optimizer", self.optimizer, ("adam", "sgd"))

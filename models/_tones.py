@@ -75,4 +75,4 @@ def tones(features: str = "S") -> Dataset:
             write_tones(Path(folder))
             return extracted(Path(folder), features)
 
-    return kept(f"tones-2-{features}", make).dataset(f"tones, set {features}")
+    return kept(f"tones-3-{features}", make).dataset(f"tones, set {features}")

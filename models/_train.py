@@ -21,7 +21,7 @@ from ._data import Dataset, load_data
 from ._progress import Progress
 from ._pruning import prune_weights
 from ._recurrent import SequenceClassifier
-from ._registry import build
+from ._registry import MODELS, build
 from ._settings import TrainSettings
 
 __all__ = ["TrainResult", "evaluate", "train"]
@@ -96,6 +96,7 @@ def train(
     checkpoint = _checkpoint_of(settings) if resume else None
     if data is None:
         data = load_data(settings.data, features=settings.features, skip_damaged=settings.skip_damaged)
+    _check_data(settings, data)
     # The caller's random state comes back at the end.
     with torch.random.fork_rng(devices=[]):
         run = _Run.begin(settings, data) if checkpoint is None else _Run.resume(settings, data, checkpoint)
@@ -138,6 +139,15 @@ def _check_outputs(settings: TrainSettings) -> None:
         from jacsparse._figures import new_figure
 
         new_figure()
+
+
+def _check_data(settings: TrainSettings, data: Dataset) -> None:
+    """ValueError where the task is one of images and the data are sequences, or the other way round."""
+    sequences = issubclass(MODELS[settings.task], SequenceClassifier)
+    if sequences != (data.train_inputs.ndim == 3):
+        wanted, held = ("sequences", "images") if sequences else ("images", "sequences")
+        fitting = "bitstream:STEPS, irmas:DIR or tones" if sequences else "digits, cifar10:DIR or cifar100:DIR"
+        raise ValueError(f"{settings.task} is trained on {wanted}, and {data.source} are {held}; choose {fitting}")
 
 
 def _checkpoint_of(settings: TrainSettings) -> Checkpoint:

@@ -3,13 +3,12 @@
 from ._flop import flop_subject
 from ._linear import Dense, Diagonal, Scaled, Sparse, linear_recurrence
 from ._modules import GRU, LSTM, RNN
-from ._sweeps import SCHEDULES, Report
+from ._sweeps import Report, parse
 
 __all__ = [
     "GRU",
     "LSTM",
     "RNN",
-    "SCHEDULES",
     "Dense",
     "Diagonal",
     "Report",
@@ -17,4 +16,5 @@ __all__ = [
     "Sparse",
     "flop_subject",
     "linear_recurrence",
+    "parse",
 ]

@@ -49,17 +49,23 @@ class Weights:
     def forward_rows(self) -> np.ndarray:
         """The hidden weight as forward kernels take it, ``(size, gates · width)``: a row for each state element."""
         gates, width = self.hidden.shape[0] // max(1, self.size), padded(self.size)
-        rows = np.zeros((self.size, gates, width), dtype=self.hidden.numpy().dtype)
-        rows[:, :, : self.size] = self.hidden.numpy().reshape(gates, self.size, self.size).transpose(2, 0, 1)
-        return rows.reshape(self.size, gates * width)
+        # By PyTorch, which transposes by blocks.
+        columns = self.hidden.t().contiguous()
+        if width == self.size:
+            return columns.numpy()
+        rows = self.hidden.new_zeros(self.size, gates, width)
+        rows[:, :, : self.size] = columns.view(self.size, gates, self.size)
+        return rows.view(self.size, gates * width).numpy()
 
     @functools.cached_property
     def backward_rows(self) -> np.ndarray:
         """The hidden weight as backward kernels take it, ``(gates · width, width)``: a row for each gate element."""
         gates, width = self.hidden.shape[0] // max(1, self.size), padded(self.size)
-        rows = np.zeros((gates, width, width), dtype=self.hidden.numpy().dtype)
-        rows[:, : self.size, : self.size] = self.hidden.numpy().reshape(gates, self.size, self.size)
-        return rows.reshape(gates * width, width)
+        if width == self.size:
+            return self.hidden.numpy()
+        rows = self.hidden.new_zeros(gates, width, width)
+        rows[:, : self.size, : self.size] = self.hidden.view(gates, self.size, self.size)
+        return rows.view(gates * width, width).numpy()
 
 
 @dataclass(frozen=True, eq=False)

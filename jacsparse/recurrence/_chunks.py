@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 import torch
@@ -10,6 +11,9 @@ import torch
 from ._runs import Sequences
 
 __all__ = ["Chunks", "compose"]
+
+#: Of the matrices, in float64, that are composed at once.
+_ELEMENTS = 2**25
 
 
 class Chunks:
@@ -73,8 +77,8 @@ class Chunks:
 
         Parameters
         ----------
-        matrices : Tensor, (runs, state, state)
-            Of the runs.
+        matrices : Tensor, (runs, state, state) or (runs, state)
+            Of the runs; or their diagonals.
         offsets : Tensor, (runs, state)
             Of the runs.
         edge : Tensor, (batch, state)
@@ -87,14 +91,23 @@ class Chunks:
         In float64: a power of a matrix doubles its error at each level, which in float32 is 20 times that of going
         step by step after 30,000 steps.
         """
-        size = edge.shape[1]
-        places = torch.from_numpy(self.table)
-        missing = (places < 0)[..., None]
-        # Shorter samples stay where they are after their end.
-        steps = torch.where(missing[..., None], torch.eye(size, dtype=edge.dtype), matrices[places.clamp(min=0)])
-        shifts = torch.where(missing, torch.zeros((), dtype=edge.dtype), offsets[places.clamp(min=0)])
-        states = compose(steps.double(), shifts.double(), edge.double(), tree=tree).to(edge.dtype)
-        return states[torch.from_numpy(self.place), torch.from_numpy(self.runs.sample)]
+        found = torch.empty_like(offsets)
+        begin, batch = 0, self.sequences.batch
+        while begin < batch:
+            # The longest come first: none of these is longer than the first one.
+            count = int(self.counts[begin])
+            end = min(batch, begin + max(1, _ELEMENTS // max(1, count * math.prod(matrices.shape[1:]))))
+            places = torch.from_numpy(self.table[:count, begin:end])
+            there = places >= 0
+            # Shorter samples stay where they are after their end.
+            steps = matrices.new_ones(matrices.shape[1]).double()
+            steps = (steps.diag() if matrices.ndim == 3 else steps).repeat(*places.shape, *[1] * (matrices.ndim - 1))
+            shifts = offsets.new_zeros((*places.shape, offsets.shape[1]), dtype=torch.float64)
+            steps[there], shifts[there] = matrices[places[there]].double(), offsets[places[there]].double()
+            states = compose(steps, shifts, edge[begin:end].double(), tree=tree)[:-1]
+            found[places[there]] = states[there].to(edge.dtype)
+            begin = end
+        return found
 
 
 def compose(matrices: torch.Tensor, offsets: torch.Tensor, state: torch.Tensor, *, tree: bool) -> torch.Tensor:
@@ -102,8 +115,8 @@ def compose(matrices: torch.Tensor, offsets: torch.Tensor, state: torch.Tensor, 
 
     Parameters
     ----------
-    matrices : Tensor, (steps, batch, size, size)
-        Of the steps.
+    matrices : Tensor, (steps, batch, size, size) or (steps, batch, size)
+        Of the steps; or their diagonals.
     offsets : Tensor, (steps, batch, size)
         Of the steps.
     state : Tensor, (batch, size)
@@ -128,7 +141,8 @@ def compose(matrices: torch.Tensor, offsets: torch.Tensor, state: torch.Tensor, 
         return torch.stack(found)
     early, late = slice(0, len(matrices) - 1, 2), slice(1, None, 2)
     joint = _applied(matrices[late], offsets[late], offsets[early])
-    even = compose(matrices[early] @ matrices[late], joint, state, tree=True)
+    pairs = matrices[early] @ matrices[late] if matrices.ndim == 4 else matrices[early] * matrices[late]
+    even = compose(pairs, joint, state, tree=True)
     states = even.new_empty((len(matrices) + 1, *state.shape))
     states[0 : 2 * len(even) : 2] = even
     states[1::2] = _applied(matrices[0::2], offsets[0::2], states[0 : len(matrices) : 2])
@@ -136,4 +150,6 @@ def compose(matrices: torch.Tensor, offsets: torch.Tensor, state: torch.Tensor, 
 
 
 def _applied(matrix: torch.Tensor, offset: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    if matrix.ndim == state.ndim:
+        return state * matrix + offset
     return (state.unsqueeze(-2) @ matrix).squeeze(-2) + offset

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from .._chain import check_shape
 from .._flop import Subject, without_zeros
+from .._modules import refresh_weights
 from ..patterns import Pattern, UnsupportedOperatorError, state_jacobian_pattern, state_jacobian_values
 from ._cells import CELLS, Kept, Weights
 from ._runs import Sequences
 
 __all__ = ["flop_subject"]
+
+
+@dataclass(frozen=True)
+class _Step:
+    pattern: Pattern
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What a schedule that balances asks of a chain."""
+
+    stages: list[_Step]
+
+    def __len__(self) -> int:
+        return len(self.stages)
 
 
 def flop_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
@@ -33,7 +50,9 @@ def flop_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
         raise UnsupportedOperatorError(
             f"{module} is no chain of steps; count its layers and directions one by one, without projections"
         )
-    weights = Weights(*(parameter.detach() for parameter in module.parameters()))
+    refresh_weights(module)
+    names = ("weight_ih_l0", "weight_hh_l0", *(("bias_ih_l0", "bias_hh_l0") if module.bias else ()))
+    weights = Weights(*(getattr(module, name).detach() for name in names))
     cell, time = CELLS[module.mode], shape[0]
     kept = weights.hidden != 0
     transposed = state_jacobian_pattern(module.mode, kept.numpy()).T
@@ -53,4 +72,4 @@ def flop_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
         return [without_zeros(transposed, values[:, step].numpy()) for step in range(time)]
 
     operators = [(f"step {step}", module.mode.lower(), lambda _: gate_flop) for step in range(time)]
-    return Subject(shape, [transposed] * time, operators, observe)
+    return Subject(shape, [transposed] * time, operators, observe, _Steps([_Step(transposed)] * time))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ._cells import Cell, Kept, Weights, preceding
-from ._once import once
 from ._runs import Sequences
 from ._sweeps import Options, solve_backward, solve_forward
 
@@ -43,14 +42,43 @@ def run_layer(
     options : Options
         How both recurrences are solved.
     """
-    output, end = _Layer.apply(cell, sequences, direction, options, x, initial, *parameters)
+    given = (x, initial, *parameters)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
+        output, end, *_ = _Layer.apply(cell, sequences, direction, options, *given)
+    else:
+        with torch.no_grad():
+            kept, end = _forward(cell, sequences, direction, options, x, initial, *parameters, keep=False)
+        output = kept.output
     return output, end
+
+
+def _forward(
+    cell: Cell,
+    sequences: Sequences,
+    direction: int,
+    options: Options,
+    x: torch.Tensor,
+    initial: torch.Tensor,
+    *parameters: torch.Tensor | None,
+    keep: bool,
+) -> tuple[Kept, torch.Tensor]:
+    """What each step gives, with the gates where they are to be kept, and the last states."""
+    with torch.autocast("cpu", enabled=False):
+        weights = _weights(parameters)
+        # Newton's method needs the gates too.
+        rows = sequences.steps if cell.kept and (keep or options.forward != "sequential") else 0
+        kept = Kept(
+            x.new_empty(sequences.steps, weights.size),
+            x.new_empty(rows, cell.kept * weights.size),
+            initial.detach().contiguous(),
+        )
+        entered = cell.enter(x.detach().contiguous(), weights)
+        return kept, solve_forward(cell, sequences, direction, entered, weights, kept, options)
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
         cell: Cell,
         sequences: Sequences,
         direction: int,
@@ -58,48 +86,83 @@ class _Layer(torch.autograd.Function):
         x: torch.Tensor,
         initial: torch.Tensor,
         *parameters: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, states = _weights(parameters), initial.detach().contiguous()
-        wanted = any(ctx.needs_input_grad)
-        # Newton's method needs the gates too.
-        rows = sequences.steps if cell.kept and (wanted or options.forward != "sequential") else 0
-        output = x.new_empty(sequences.steps, weights.size)
-        kept = Kept(output, x.new_empty(rows, cell.kept * weights.size), states)
-        entered = cell.enter(x.detach().contiguous(), weights)
-        end = solve_forward(cell, sequences, direction, entered, weights, kept, options)
-        if wanted:
-            ctx.cell, ctx.sequences, ctx.direction, ctx.options = cell, sequences, direction, options
-            ctx.save_for_backward(output, kept.gates, x, initial, *parameters)
+    ) -> tuple[torch.Tensor, ...]:
+        kept, end = _forward(cell, sequences, direction, options, x, initial, *parameters, keep=True)
+        # The output is the caller's, to change as they like.
+        return kept.output.clone(), end, kept.output, kept.gates
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.cell, ctx.sequences, ctx.direction, ctx.options, *given = inputs
+        _, _, states, gates = output
+        ctx.mark_non_differentiable(states, gates)
+        ctx.save_for_backward(states, gates, *given)
         ctx.set_materialize_grads(False)
-        return output, end
 
     @staticmethod
     def backward(
-        ctx: Any, grad_output: torch.Tensor | None, grad_end: torch.Tensor | None
+        ctx: Any, grad_output: torch.Tensor | None, grad_end: torch.Tensor | None, *_: None
     ) -> tuple[torch.Tensor | None, ...]:
-        output, gates, *inputs = ctx.saved_tensors
-        x, initial, *parameters = inputs
         wanted = ctx.needs_input_grad[4:]
-        with torch.no_grad():
-            weights, states = _weights(parameters), initial.contiguous()
+        given = (ctx.cell, ctx.sequences, ctx.direction, ctx.options, wanted)
+        found = iter(_Gradients.apply(*given, grad_output, grad_end, *ctx.saved_tensors))
+        return (None, None, None, None, *(next(found) if need else None for need in wanted))
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        raise NotImplementedError(f"{_SUBJECT} have no batching rule for torch.vmap; {_REMEDY}")
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        raise NotImplementedError(f"{_SUBJECT} have no derivative in forward mode; {_REMEDY}")
+
+
+_SUBJECT = "jacsparse.nn's recurrent layers"
+_REMEDY = "use torch.nn's layer of the same name: it loads the same state_dict"
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass, of which there is no derivative."""
+
+    @staticmethod
+    def forward(
+        cell: Cell,
+        sequences: Sequences,
+        direction: int,
+        options: Options,
+        wanted: Sequence[bool],
+        grad_output: torch.Tensor | None,
+        grad_end: torch.Tensor | None,
+        output: torch.Tensor,
+        gates: torch.Tensor,
+        x: torch.Tensor,
+        initial: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", enabled=False):
+            weights, states = _weights(parameters), initial.detach().contiguous()
             kept = Kept(output, gates, states)
             grad_gates, grad_initial = solve_backward(
-                ctx.cell,
-                ctx.sequences,
-                ctx.direction,
+                cell,
+                sequences,
+                direction,
                 weights,
                 kept,
                 None if grad_output is None else grad_output.contiguous(),
-                torch.zeros_like(states) if grad_end is None else grad_end.contiguous(),
-                ctx.options,
+                states.new_zeros(states.shape) if grad_end is None else grad_end.contiguous(),
+                options,
             )
-            for_x, *others = _products(ctx, x, kept, weights, grad_gates, wanted)
-        found = [grad if need else None for grad, need in zip((for_x, grad_initial, *others), wanted, strict=True)]
-        message = (
-            "jacsparse.nn's recurrent layers cannot be differentiated twice; use torch.nn's layer of the same name: it "
-            "loads the same state_dict"
-        )
-        return (None, None, None, None, *once(found, inputs, message))
+            for_x, *others = _products(cell, sequences, direction, x.detach(), kept, weights, grad_gates, wanted)
+        found = (for_x, grad_initial, *others)
+        return tuple(grad for grad, need in zip(found, wanted, strict=True) if need and grad is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{_SUBJECT} cannot be differentiated twice; {_REMEDY}")
 
 
 def _weights(parameters: Sequence[torch.Tensor | None]) -> Weights:
@@ -109,17 +172,24 @@ def _weights(parameters: Sequence[torch.Tensor | None]) -> Weights:
 
 
 def _products(
-    ctx: Any, x: torch.Tensor, kept: Kept, weights: Weights, grad_gates: torch.Tensor, wanted: Sequence[bool]
+    cell: Cell,
+    sequences: Sequences,
+    direction: int,
+    x: torch.Tensor,
+    kept: Kept,
+    weights: Weights,
+    grad_gates: torch.Tensor,
+    wanted: Sequence[bool],
 ) -> list[torch.Tensor | None]:
     """Gradients of the input, both weights and both biases: a few products of large matrices (equation 2.2)."""
     for_x, _, for_input, for_hidden, for_bias, for_hidden_bias = wanted
-    entering, recurrent = ctx.cell.grad_columns(weights.size)
+    entering, recurrent = cell.grad_columns(weights.size)
     from_input = grad_gates[:, entering]
     sums = grad_gates.sum(dim=0) if for_bias or for_hidden_bias else None
     return [
         from_input @ weights.input if for_x else None,
         from_input.T @ x if for_input else None,
-        _hidden_gradient(ctx.sequences, ctx.direction, kept, grad_gates, recurrent) if for_hidden else None,
+        _hidden_gradient(sequences, direction, kept, grad_gates, recurrent) if for_hidden else None,
         sums[entering] if sums is not None and for_bias else None,
         torch.cat([sums[part] for part in recurrent]) if sums is not None and for_hidden_bias else None,
     ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,18 +16,14 @@ from ..patterns import Pattern
 from ..patterns._runtime import run_rows, threads
 from . import _linear_kernels as kernels
 from ._chunks import Chunks
-from ._once import once
 from ._planned import scan, times
 from ._runs import Runs, Sequences, rows_of
-from ._sweeps import Report, Sweep, solve_affine
+from ._sweeps import Report, Sweep, parse, solve_affine
 from ._vector import padded
 
 __all__ = ["Blocks", "Dense", "Diagonal", "Scaled", "Sparse", "linear_recurrence"]
 
-SCHEDULES = ("auto", "linear", "chunked", "blelloch", "relaxed")
-
-#: Steps of a chunk where none are given.
-CHUNK = 128
+_SCHEDULES = ("auto", "linear", "chunked", "blelloch", "relaxed")
 
 
 class Blocks(ABC):
@@ -53,9 +50,10 @@ class Blocks(ABC):
         """Samples; 1 where all share the matrices."""
         return self.tensors[-1].shape[1]
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Self:
-        """The same form made of other tensors."""
-        return type(self)(*tensors)
+    @property
+    def form(self) -> Callable[..., Blocks]:
+        """Makes matrices of this form of other tensors."""
+        return type(self)
 
     @abstractmethod
     def dense(self) -> torch.Tensor:
@@ -83,7 +81,7 @@ class Blocks(ABC):
         adjoint: bool,
     ) -> torch.Tensor:
         """Take runs from first to last states, or back."""
-        end = torch.empty_like(start)
+        end = start.new_empty(start.shape)
         states = (rows_of(tensor, start) for tensor in (added, start, out, end))
         arrays = (*self.arrays(adjoint=adjoint), *states)
         table = (runs.sample, runs.begin, runs.count, runs.direction, runs.sequences.batch)
@@ -129,8 +127,9 @@ class Dense(Blocks):
         return self.blocks
 
     def gradients(self, v: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outer = v.unsqueeze(3) * before.unsqueeze(2)
-        return (outer.sum(dim=1, keepdim=True) if self.batch == 1 else outer,)
+        if self.batch == 1:
+            return ((v.transpose(1, 2) @ before).unsqueeze(1),)
+        return (v.unsqueeze(3) * before.unsqueeze(2),)
 
     def arrays(self, *, adjoint: bool) -> tuple[Any, ...]:
         return _array(self.blocks), self.batch == 1
@@ -236,8 +235,9 @@ class Sparse(Blocks):
     def batch(self) -> int:
         return self.values.shape[2]
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Self:
-        return type(self)(self.pattern, *tensors)
+    @property
+    def form(self) -> Callable[..., Blocks]:
+        return functools.partial(type(self), self.pattern)
 
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and column of each entry."""
@@ -276,7 +276,9 @@ class _Linear(Sweep):
 
     def matrices(self, runs: Runs) -> torch.Tensor:
         size = self.blocks.size
-        units = torch.eye(size, dtype=self.out.dtype).repeat(len(runs), 1)
+        if isinstance(self.blocks, Diagonal):
+            return self.blocks.run(runs, None, self.out.new_ones(len(runs), size), None, adjoint=self.adjoint)
+        units = self.out.new_ones(size).diag().repeat(len(runs), 1)
         ends = self.blocks.run(runs.repeat(size), None, units, None, adjoint=self.adjoint)
         return ends.reshape(len(runs), size, size)
 
@@ -359,21 +361,9 @@ def linear_recurrence(
     for name, tensor in (("h0", start), *((type(A).__name__, tensor) for tensor in A.tensors)):
         if tensor.dtype != b.dtype:
             raise TypeError(f"{name} is {tensor.dtype} and b is {b.dtype}; convert one of them")
-    _parse(schedule)
+    parse(schedule, _SCHEDULES)
     found: torch.Tensor = _Recurrence.apply(A, -1 if reverse else 1, schedule, reports, b, start, *A.tensors)
     return found
-
-
-def _parse(schedule: str) -> tuple[str, int]:
-    """The schedule's name, and the steps of a chunk."""
-    name, colon, argument = schedule.partition(":") if isinstance(schedule, str) else ("", "", "")
-    numbered = name in ("chunked", "relaxed") and argument.isascii() and argument.isdecimal() and int(argument) > 0
-    if name not in SCHEDULES or (colon and not numbered):
-        raise ValueError(
-            f"schedule is {schedule!r}; expected auto, linear, blelloch, chunked or relaxed, these two also with the "
-            "steps of a chunk, as in chunked:128"
-        )
-    return name, int(argument) if colon else CHUNK
 
 
 class _Recurrence(torch.autograd.Function):
@@ -390,25 +380,54 @@ class _Recurrence(torch.autograd.Function):
     ) -> torch.Tensor:
         h = torch.empty_like(b, memory_format=torch.contiguous_format)
         sweep = _Linear(A, b.detach().contiguous(), h, False)
-        _solve(sweep, h0.detach().contiguous(), direction, schedule, reports)
-        ctx.form, ctx.direction, ctx.schedule, ctx.reports = A, direction, schedule, reports
-        ctx.save_for_backward(h, b, h0, *tensors)
+        with torch.autocast("cpu", enabled=False):
+            _solve(sweep, h0.detach().contiguous(), direction, schedule, reports)
+        ctx.form, ctx.direction, ctx.schedule, ctx.reports = A.form, direction, schedule, reports
+        ctx.save_for_backward(h, h0, *tensors)
         return h
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        h, b, h0, *tensors = ctx.saved_tensors
-        with torch.no_grad():
-            A = ctx.form.with_tensors([tensor.detach() for tensor in tensors])
-            v = torch.empty_like(h)
-            sweep = _Linear(A, gradient.contiguous(), v, True)
-            first = _solve(sweep, torch.zeros_like(h0), ctx.direction, ctx.schedule, ctx.reports)
-            before = torch.cat([h0[None], h[:-1]] if ctx.direction > 0 else [h[1:], h0[None]])[: len(h)]
-            found: Sequence[torch.Tensor | None] = [None] * len(tensors)
-            if any(ctx.needs_input_grad[6:]):
+        h, h0, *tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[4:]
+        given = (ctx.form, ctx.direction, ctx.schedule, ctx.reports, wanted)
+        found = iter(_Gradients.apply(*given, gradient, h, h0, *tensors))
+        return (None, None, None, None, *(next(found) if need else None for need in wanted))
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass, of which there is no derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        form: Callable[..., Blocks],
+        direction: int,
+        schedule: str,
+        reports: list[Report] | None,
+        wanted: Sequence[bool],
+        gradient: torch.Tensor,
+        h: torch.Tensor,
+        h0: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", enabled=False):
+            A, v = form(*(tensor.detach() for tensor in tensors)), torch.empty_like(h)
+            first = _solve(
+                _Linear(A, gradient.contiguous(), v, True), h.new_zeros(h0.shape), direction, schedule, reports
+            )
+            found: Sequence[torch.Tensor] = ()
+            if any(wanted[2:]):
+                before = torch.cat([h0[None], h[:-1]] if direction > 0 else [h[1:], h0[None]])[: len(h)]
                 found = A.gradients(v, before)
-        message = "linear_recurrence cannot be differentiated twice; write the recurrence as a loop for that"
-        return (None, None, None, None, *once([v, first, *found], [b, h0, *tensors], message))
+        gradients = (v, first, *(found or tensors))
+        return tuple(gradient for gradient, need in zip(gradients, wanted, strict=True) if need)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            "linear_recurrence cannot be differentiated twice; write the recurrence as a loop for that"
+        )
 
 
 def _solve(
@@ -416,7 +435,7 @@ def _solve(
 ) -> torch.Tensor:
     """Fill ``sweep.out``; the last state, or the gradient of the first one."""
     time, batch = sweep.out.shape[:2]
-    name, length = _parse(schedule)
+    name, length = parse(schedule, _SCHEDULES)
     report = Report("backward" if sweep.adjoint else "forward", time)
     if reports is not None:
         reports.append(report)
@@ -425,17 +444,17 @@ def _solve(
         return start.clone()
     sequences = Sequences.equal(time, batch)
     if name == "auto":
-        name, report.reason = _choose(time, batch, sweep.blocks.size, length)
+        name, report.reason = _choose(time, batch, sweep.blocks, length)
     return solve_affine(sweep, sequences, direction, start, name, length, report, backward=sweep.adjoint)
 
 
-def _choose(time: int, batch: int, size: int, chunk: int) -> tuple[str, str]:
+def _choose(time: int, batch: int, blocks: Blocks, chunk: int) -> tuple[str, str]:
     """What ``auto`` means for such a recurrence on this machine, and why."""
-    workers = threads()
-    # A chunk takes a row for each element of the state to its matrix, one to what it adds, and one at last; that all
-    # workers do this together has to be well worth it.
-    linearly, by_chunks = math.ceil(batch / workers), batch * (size + 2) / workers
-    told = f"{batch} samples of {time} steps and {size} elements on {workers} workers"
+    workers, rows = threads(), 1 if isinstance(blocks, Diagonal) else blocks.size
+    # A chunk takes that many rows to its matrix, one to what it adds, and one at last; that all workers do this
+    # together has to be well worth it.
+    linearly, by_chunks = math.ceil(batch / workers), batch * (rows + 2) / workers
+    told = f"{batch} samples of {time} steps and {blocks.size} elements on {workers} workers"
     return "chunked" if 2 * by_chunks < linearly and time >= 4 * workers * chunk else "linear", told
 
 

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
 from ._cells import CELLS
 from ._function import run_layer
 from ._runs import Sequences
-from ._sweeps import FORWARD, SCHEDULES, Options, Report
+from ._sweeps import CHUNK, FORWARD, Options, Report, parse
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -23,19 +25,22 @@ class _Recurrent(nn.RNNBase):
     """What the layers share: everything but their kind of cell."""
 
     def _set_up(self, schedule: str, forward: str, chunk: int) -> None:
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}")
-        if forward not in FORWARD:
-            raise ValueError(f"forward is {forward!r}; expected one of {', '.join(FORWARD)}")
-        if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
-            raise ValueError(f"chunk is {chunk!r}; expected a number of steps of at least 1")
         if self.proj_size:
             raise ValueError(
                 f"proj_size is {self.proj_size}, which is not supported; use torch.nn.LSTM for projections"
             )
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
+        self._check_options()
         self.reports: list[Report] = []
         self.boundaries: list[torch.Tensor | None] = []
+
+    def _check_options(self) -> None:
+        """Of the constructor, or set since."""
+        parse(self.schedule)
+        if self.forward_method not in FORWARD:
+            raise ValueError(f"forward is {self.forward_method!r}; expected one of {', '.join(FORWARD)}")
+        if not isinstance(self.chunk, int | np.integer) or isinstance(self.chunk, bool) or self.chunk < 1:
+            raise ValueError(f"chunk is {self.chunk!r}; expected a number of steps of at least 1")
 
     @classmethod
     def of(cls, layer: nn.RNNBase, *, schedule: str = "auto", forward: str = "sequential", chunk: int = 128) -> Self:
@@ -44,15 +49,21 @@ class _Recurrent(nn.RNNBase):
         Raises
         ------
         TypeError
-            Where it is a layer of another kind.
+            Where it is a layer of another kind, or its weights are made of others by a parametrisation.
         """
         kind: type[Any] = next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn"))
         if not isinstance(layer, kind) or type(layer).forward not in (kind.forward, _Recurrent.forward):
             raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.{kind.__name__}")
+        if is_parametrized(layer):
+            raise TypeError(
+                f"the weights of the {type(layer).__name__} are parametrised; parametrise a jacsparse.nn layer "
+                "instead, or remove it first with torch.nn.utils.parametrize.remove_parametrizations"
+            )
         other = cls.__new__(cls)
         nn.Module.__init__(other)
-        other.__dict__.update(layer.__dict__)
-        other._parameters = dict(layer._parameters)
+        for name, value in layer.__dict__.items():
+            # Hooks, buffers and the like are each layer's own; parameters are the same objects.
+            other.__dict__[name] = value.copy() if isinstance(value, dict) else value
         other._set_up(schedule, forward, chunk)
         other._init_flat_weights()
         return other
@@ -75,6 +86,7 @@ class _Recurrent(nn.RNNBase):
         TypeError, ValueError
             Where an argument's kind, dtype, device or shape does not fit; the message names it.
         """
+        self._check_options()
         x, sequences, packed = self._sequences(input)
         single = packed is None and input.ndim == 2
         initial = self._initial(hx, x, sequences, packed, single)
@@ -87,7 +99,12 @@ class _Recurrent(nn.RNNBase):
             for number, direction in enumerate(directions):
                 place = layer * len(directions) + number
                 options = Options(
-                    self.forward_method, self.schedule, self.chunk, self._warm(warm, place), reports, None
+                    self.forward_method,
+                    self.schedule,
+                    int(self.chunk),
+                    self._warm(warm, place),
+                    f"l{layer}{'_reverse' if number else ''}",
+                    reports,
                 )
                 output, end = run_layer(
                     CELLS[self.mode],
@@ -110,8 +127,7 @@ class _Recurrent(nn.RNNBase):
     def _sequences(self, given: Any) -> tuple[torch.Tensor, Sequences, PackedSequence | None]:
         """The input as rows, and whose they are."""
         packed = given if isinstance(given, PackedSequence) else None
-        x = given.data if packed is not None else given
-        self._check_tensor("input", x)
+        x = self._tensor("input", given.data if packed is not None else given)
         if packed is not None:
             if x.ndim != 2 or x.shape[1] != self.input_size:
                 raise ValueError(f"input.data has shape {tuple(x.shape)}; expected (steps, {self.input_size})")
@@ -131,7 +147,8 @@ class _Recurrent(nn.RNNBase):
             raise ValueError(f"input has shape {tuple(given.shape)}: no steps; expected at least one")
         return x.reshape(time * batch, self.input_size), Sequences.equal(time, batch), None
 
-    def _check_tensor(self, name: str, value: object) -> None:
+    def _tensor(self, name: str, value: object) -> torch.Tensor:
+        """`value` where the layer can work on it; under autocast of the weights' dtype."""
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
         weight = self.weight_hh_l0
@@ -140,12 +157,15 @@ class _Recurrent(nn.RNNBase):
                 f"{name} is on {value.device} and the weights are on {weight.device}; this runs on the CPU: move them "
                 "with .cpu()"
             )
+        if torch.is_autocast_enabled("cpu") and value.is_floating_point():
+            value = value.to(weight.dtype)
         if value.dtype != weight.dtype:
             raise TypeError(f"{name} is {value.dtype} and the weights are {weight.dtype}; convert one of them")
         if value.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
         if value.layout != torch.strided:
             raise TypeError(f"{name} has layout {value.layout}; expected a dense tensor")
+        return value
 
     def _initial(
         self, hx: Any, x: torch.Tensor, sequences: Sequences, packed: PackedSequence | None, single: bool
@@ -159,8 +179,9 @@ class _Recurrent(nn.RNNBase):
         if not isinstance(parts, tuple | list) or len(parts) != states:
             raise TypeError(f"hx is a {type(hx).__name__}; expected a pair of tensors, the hidden and the cell states")
         shape = (places, self.hidden_size) if single else (places, batch, self.hidden_size)
-        for name, part in zip(("hx",) if states == 1 else ("hx[0]", "hx[1]"), parts, strict=True):
-            self._check_tensor(name, part)
+        names = ("hx",) if states == 1 else ("hx[0]", "hx[1]")
+        parts = [self._tensor(name, part) for name, part in zip(names, parts, strict=True)]
+        for name, part in zip(names, parts, strict=True):
             if tuple(part.shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(part.shape)}; expected {shape}")
         joint = torch.cat([part.unsqueeze(1) if single else part for part in parts], dim=2)
@@ -178,6 +199,8 @@ class _Recurrent(nn.RNNBase):
         if warm is None:
             return None
         expected = self.num_layers * (2 if self.bidirectional else 1)
+        if not isinstance(warm, list | tuple) or not all(isinstance(part, torch.Tensor | None) for part in warm):
+            raise TypeError("warm is no list of tensors; pass `boundaries` of an earlier pass")
         if len(warm) != expected:
             raise ValueError(f"warm has {len(warm)} entries; expected {expected}: `boundaries` of an earlier pass")
         return warm[place]
@@ -195,13 +218,22 @@ class _Recurrent(nn.RNNBase):
     def _last(self, ends: torch.Tensor, packed: PackedSequence | None, single: bool) -> Any:
         if packed is not None and packed.unsorted_indices is not None:
             ends = ends.index_select(1, packed.unsorted_indices)
-        parts = tuple(part.squeeze(1) if single else part.contiguous() for part in ends.split(self.hidden_size, dim=2))
-        return parts if len(parts) > 1 else parts[0]
+        if single:
+            ends = ends.squeeze(1)
+        if CELLS[self.mode].states == 1:
+            return ends
+        return tuple(ends.narrow(-1, begin, self.hidden_size).contiguous() for begin in (0, self.hidden_size))
 
     def extra_repr(self) -> str:
-        """The arguments that are not the defaults."""
-        added = f"schedule={self.schedule!r}, forward={self.forward_method!r}"
-        return f"{super().extra_repr()}, {added}"
+        """PyTorch's own, and the arguments that are not the defaults."""
+        given = (
+            ("schedule", self.schedule, "auto"),
+            ("forward", self.forward_method, "sequential"),
+            ("chunk", self.chunk, CHUNK),
+        )
+        return ", ".join(
+            [super().extra_repr(), *(f"{name}={value!r}" for name, value, usual in given if value != usual)]
+        )
 
 
 def _packed(batch_sizes: torch.Tensor, steps: int) -> Sequences:
@@ -224,7 +256,7 @@ class RNN(_Recurrent, nn.RNN):
     ----------
     *args, **options
         As `torch.nn.RNN` takes them.
-    schedule : {"auto", "linear", "chunked", "blelloch", "planned", "relaxed"}
+    schedule : {"auto", "linear", "chunked", "chunked:STEPS", "blelloch", "planned", "relaxed", "relaxed:STEPS"}
         How the gradients of the hidden states are found: step after step; in chunks composed by a scan over their
         transfer matrices; by a Blelloch scan over single steps, whose matrices are full or, ``planned``, as sparse as
         the recurrent weights are pruned; or in chunks from guessed gradients at their boundaries, again from the
@@ -234,7 +266,7 @@ class RNN(_Recurrent, nn.RNN):
         and changes to Newton's method (multiple shooting) when that does not converge; what still does not is finished
         step after step. The result is the sequential one within rounding.
     chunk : int
-        Steps of a chunk.
+        Steps of a chunk, forward and, where `schedule` does not say, backward.
 
     Attributes
     ----------

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +39,7 @@ __all__ = [
     "Options",
     "Report",
     "Sweep",
+    "parse",
     "solve_affine",
     "solve_backward",
     "solve_forward",
@@ -45,8 +48,33 @@ __all__ = [
 FORWARD = ("sequential", "parallel", "relaxed", "newton")
 SCHEDULES = ("auto", "linear", "chunked", "blelloch", "planned", "relaxed")
 
+#: Steps of a chunk where none are given.
+CHUNK = 128
 #: Sweeps after which guessing is given up.
 MOST_SWEEPS = 20
+
+
+def parse(schedule: object, names: Sequence[str] = SCHEDULES, chunk: int = CHUNK) -> tuple[str, int]:
+    """A schedule's name, and the steps of a chunk: `chunk` where it does not say, as in ``chunked:64``.
+
+    Raises
+    ------
+    ValueError
+        Where it is none of `names`.
+
+    Examples
+    --------
+    >>> parse("chunked:64")
+    ('chunked', 64)
+    """
+    name, colon, argument = schedule.partition(":") if isinstance(schedule, str) else ("", "", "")
+    numbered = name in ("chunked", "relaxed") and argument.isascii() and argument.isdecimal() and int(argument) > 0
+    if name not in names or (colon and not numbered):
+        raise ValueError(
+            f"schedule is {schedule!r}; expected one of {', '.join(names)}; chunked and relaxed also with the steps of "
+            "a chunk, as in chunked:64"
+        )
+    return name, int(argument) if colon else chunk
 
 
 @dataclass
@@ -57,10 +85,13 @@ class Report:
     ----------
     recurrence : {"forward", "backward"}
         Of states or of their gradients.
+    layer : str
+        Whose, as PyTorch ends the names of its weights: ``l0``, ``l0_reverse``; empty where there is but one.
     steps : int
         Of the longest sample.
     methods : list of str
-        What was used, in order: ``linear``, ``chunked``, ``blelloch``, ``relaxed``, ``newton``, ``sequential``.
+        What was used, in order: ``linear``, ``chunked``, ``blelloch``, ``planned``, ``relaxed``, ``newton``; and
+        ``sequential`` where samples, or their ends, were then gone through step after step.
     chunk : int
         Steps of a chunk.
     sweeps : int
@@ -76,6 +107,7 @@ class Report:
 
     recurrence: str
     steps: int
+    layer: str = ""
     methods: list[str] = field(default_factory=list)
     chunk: int = 0
     sweeps: int = 0
@@ -88,14 +120,15 @@ class Report:
     def schedule(self) -> Schedule | None:
         """The products that a sample's states take, with their step and work complexity; None where states are guessed.
 
-        Of the same kind as those of a chain: of the state that is given and a matrix each step.
+        Of the same kind as those of a chain: of the state that is given and a matrix each step. What was finished
+        sequentially comes on top.
         """
-        places, last = self.steps + 1, self.methods[-1]
-        if last == "chunked":
-            return chunked(places, self.chunk)
-        if {"relaxed", "newton"} & set(self.methods):
+        places, method = self.steps + 1, self.methods[0]
+        if method in ("relaxed", "newton"):
             return None
-        return blelloch(places) if last in ("blelloch", "planned") else linear(places)
+        if method == "chunked":
+            return chunked(places, self.chunk)
+        return blelloch(places) if method in ("blelloch", "planned") else linear(places)
 
 
 @dataclass
@@ -112,6 +145,8 @@ class Options:
         Steps of a chunk.
     warm : Tensor or None
         First states of the chunks, ``(chunks of all samples, states · size)``, to begin guessing with.
+    layer : str
+        Whose recurrences these are.
     reports : list of Report
         Added to by each solution.
     boundaries : Tensor or None
@@ -122,8 +157,16 @@ class Options:
     schedule: str = "auto"
     chunk: int = 128
     warm: torch.Tensor | None = None
+    layer: str = ""
     reports: list[Report] = field(default_factory=list)
     boundaries: torch.Tensor | None = None
+
+    def report(self, recurrence: str, steps: int, **rest: Any) -> Report:
+        """A new report, in the place of what an earlier pass over the same graph gave."""
+        report = Report(recurrence, steps, self.layer, **rest)
+        kept = [other for other in self.reports if (other.recurrence, other.layer) != (recurrence, self.layer)]
+        self.reports[:] = [*kept, report]
+        return report
 
 
 class Sweep(ABC):
@@ -196,7 +239,7 @@ class _Backward(Sweep):
 def _units(cell: Cell, weights: Weights, kept: Kept, runs: Runs) -> torch.Tensor:
     """What each unit vector at a run's end is at its start, as rows, ``(runs, state, state)``."""
     size = cell.states * weights.size
-    units = torch.eye(size, dtype=weights.hidden.dtype).repeat(len(runs), 1)
+    units = weights.hidden.new_ones(size).diag().repeat(len(runs), 1)
     return cell.backward(runs.repeat(size), weights, kept, None, units, None).reshape(len(runs), size, size)
 
 
@@ -212,11 +255,10 @@ def solve_forward(
     """Fill what the forward pass keeps; returns the last states."""
     sweep = _Forward(cell, weights, entered, kept)
     if options.forward == "sequential" or sequences.time <= options.chunk:
-        options.reports.append(Report("forward", sequences.time, ["sequential"], sequences.time, 1))
+        options.report("forward", sequences.time, methods=["sequential"], chunk=sequences.time, sweeps=1)
         return sweep.run(sequences.whole(direction), kept.initial)
     chunks = Chunks(sequences, direction, options.chunk)
-    report = Report("forward", sequences.time, chunk=options.chunk)
-    options.reports.append(report)
+    report = options.report("forward", sequences.time, chunk=options.chunk)
     guess = _warm(options.warm, chunks, kept.initial)
     found = _relax(sweep, chunks, kept.initial, guess, options.forward, report)
     options.boundaries = found.wanted
@@ -236,11 +278,21 @@ def solve_backward(
     """The gradients of the gates, ``(rows, columns)``, and of the first states."""
     grad_gates = grad_end.new_empty(sequences.steps, cell.grad_width * weights.size)
     sweep = _Backward(cell, weights, kept, grad_output, grad_gates)
-    schedule, reason = choose(options.schedule, sequences, options.chunk)
-    report = Report("backward", sequences.time, reason=reason)
-    options.reports.append(report)
+    schedule, chunk = parse(options.schedule, chunk=options.chunk)
+    automatic, reason = schedule == "auto", ""
+    if automatic:
+        schedule, reason = _choose(sequences, chunk)
+    report = options.report("backward", sequences.time, reason=reason)
     return grad_gates, solve_affine(
-        sweep, sequences, direction, grad_end, schedule, options.chunk, report, backward=True
+        sweep,
+        sequences,
+        direction,
+        grad_end,
+        schedule,
+        chunk,
+        report,
+        backward=True,
+        sequential=automatic,
     )
 
 
@@ -254,21 +306,36 @@ def solve_affine(
     report: Report,
     *,
     backward: bool,
+    sequential: bool = False,
 ) -> torch.Tensor:
-    """Solve an affine recurrence from the samples' states `edge`, by a schedule of `SCHEDULES`; the last states."""
-    if schedule == "linear":
+    """Solve an affine recurrence from the samples' states `edge`, by a schedule of `SCHEDULES`; the last states.
+
+    What does not settle when relaxed is then chunked, or finished sequentially.
+    """
+    report.chunk = 1 if schedule in ("blelloch", "planned") else length
+    if schedule == "linear" or sequences.time <= report.chunk:
         report.methods, report.chunk, report.sweeps = ["linear"], sequences.time, 1
         return sweep.run(sequences.whole(direction), edge)
-    report.chunk = 1 if schedule in ("blelloch", "planned") else length
     chunks = Chunks(sequences, direction, report.chunk, backward=backward)
     if schedule == "relaxed":
         found = _relax(sweep, chunks, edge, chunks.guess(edge), "relaxed", report)
         if not found.late.any():
             return found.ends[chunks.last]
+        if sequential:
+            return _finish(sweep, chunks, found, report)
         schedule = "chunked"
     report.methods.append(schedule)
     report.sweeps += 2
-    return sweep.run(chunks.runs, sweep.starts(chunks, edge, schedule))[chunks.last]
+    starts = sweep.starts(chunks, edge, schedule)
+    last = sweep.run(chunks.runs, starts)[chunks.last]
+    # A product of many matrices may overflow where no state does.
+    lost = np.unique(chunks.runs.sample[~starts.isfinite().all(dim=1).numpy()])
+    if len(lost):
+        place = torch.from_numpy(lost)
+        last[place] = sweep.run(sequences.whole(direction).take(lost), edge[place])
+        report.methods.append("sequential")
+        report.fallback_samples, report.fallback_steps = len(lost), int(sequences.lengths[lost].sum())
+    return last
 
 
 def _planned(sweep: _Backward, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
@@ -279,7 +346,7 @@ def _planned(sweep: _Backward, chunks: Chunks, edge: torch.Tensor) -> torch.Tens
     values = state_jacobian_values(cell.mode, weights.hidden, pattern, state)
     values = values[torch.from_numpy(pattern.transposition.astype(np.int64))]
     # In the order in which gradients get to them; what comes after a sample's last step reaches nothing.
-    rows = torch.zeros(chunks.table.shape, dtype=torch.int64)
+    rows = torch.zeros(chunks.table.shape, dtype=torch.int64, device=edge.device)
     rows[torch.from_numpy(chunks.place), torch.from_numpy(chunks.runs.sample)] = torch.from_numpy(
         sequences.offset[chunks.runs.begin] + chunks.runs.sample
     )
@@ -293,10 +360,8 @@ def _planned(sweep: _Backward, chunks: Chunks, edge: torch.Tensor) -> torch.Tens
     return states[:, place, sample].T.contiguous()
 
 
-def choose(schedule: str, sequences: Sequences, chunk: int) -> tuple[str, str]:
+def _choose(sequences: Sequences, chunk: int) -> tuple[str, str]:
     """What ``auto`` means for these sequences on this machine, and why."""
-    if schedule != "auto":
-        return schedule, ""
     blocks, workers = sequences.whole(1).blocks, threads()
     # Two sweeps over chunks that fill all workers, against one over samples that may not.
     if 2.5 * blocks < workers * math.ceil(blocks / workers) and sequences.time >= 4 * chunk:
@@ -346,7 +411,7 @@ def _relax(
     report.sweeps = 1
     report.methods.append("newton" if newton else "relaxed")
     # Samples that sweeps may still help: a NaN would go on by a chunk a sweep.
-    hopeful = torch.ones(len(edge), dtype=torch.bool)
+    hopeful = edge.new_ones(len(edge), dtype=torch.bool)
     while True:
         wanted = chunks.starts(ends, edge)
         following = wanted

@@ -199,3 +199,39 @@ def test_a_checkpoint_of_another_size(jac, tmp_path: Path) -> None:
 def test_a_figure_of_a_single_stage(tmp_path: Path) -> None:
     jacsparse.count_flop(torch.nn.Linear(4, 3), (4,)).plot(tmp_path / "f.png")
     assert (tmp_path / "f.png").exists()
+
+
+@pytest.mark.parametrize(("model", "size"), [("bitstream", "1,40"), ("irmas", "38,40")])
+def test_flop_of_the_recurrent_models(jac, model: str, size: str) -> None:
+    status, out, err = jac("flop", model, "--input", size, "--prune", 0.9)
+    assert status == 0, err
+    # A step of the sequence is a stage: Algorithm 1 over 40 of them.
+    assert f"{model}.rnn: blelloch:2" in out and "J40" in out and "20×20×1" in out
+
+
+@pytest.mark.parametrize("task", ["bitstream", "irmas"])
+def test_training_the_recurrent_models(jac, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jacsparse.models import _train, bitstreams
+
+    monkeypatch.setattr(_train, "load_data", lambda *_, **__: bitstreams(30, train=40, test=20))
+    losses = {}
+    for backward in ("bp", "scan"):
+        out = tmp_path / f"{backward}.safetensors"
+        status, _, err = jac("train", task, "--backward", backward, "--epochs", 2, "--lr", 0.01, "--out", out)
+        assert status == 0, err
+        assert out.with_suffix(".png").stat().st_size > 1000
+        losses[backward] = [float(row["train_loss"]) for row in csv.DictReader(out.with_suffix(".csv").open())]
+    assert len(losses["bp"]) == 6
+    assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-4
+
+
+def test_errors_of_training_the_recurrent_models(jac, tmp_path: Path) -> None:
+    for words, message in (
+        (("bitstream", "--data", "digits"), "bitstream is trained on sequences, and digits are images"),
+        (("irmas", "--data", f"irmas:{tmp_path / 'none'}"), "there is no folder"),
+        (("irmas", "--features", "X"), "features is 'X'"),
+        (("bitstream", "--schedule", "blelloch:2"), "schedule is 'blelloch:2'; expected one of auto"),
+    ):
+        status, _, err = jac("train", *words, "--out", tmp_path / "x.safetensors")
+        assert status == 2 and message in " ".join(err.split()), err
+        assert not list(tmp_path.glob("x.*"))

@@ -246,3 +246,24 @@ def test_recurrent_layers_that_are_no_chain() -> None:
         jacsparse.count_flop(nn.GRU(3, 4, num_layers=2), (5, 3))
     with pytest.raises(ValueError, match=r"input_shape is \(5, 4\); expected \(time, 3\)"):
         jacsparse.count_flop(nn.GRU(3, 4), (5, 4))
+
+
+def test_pruned_recurrent_layers_count_the_weights_in_use() -> None:
+    from torch.nn.utils import prune
+
+    def total(layer: nn.Module, schedule: str = "linear") -> float:
+        return count_flop(layer, (10, 8), schedule=schedule).total
+
+    plain, masked, removed = nn.GRU(8, 8), nn.GRU(8, 8), nn.GRU(8, 8)
+    for layer in (masked, removed):
+        layer.load_state_dict(plain.state_dict())
+        prune.l1_unstructured(layer, "weight_hh_l0", 0.9)
+    prune.remove(removed, "weight_hh_l0")
+    with torch.no_grad():
+        plain.weight_hh_l0.copy_(removed.weight_hh_l0)
+    assert total(plain) == total(masked) == total(removed) < total(nn.GRU(8, 8))
+    other = nn.GRU(8, 8)
+    prune.l1_unstructured(other, "weight_ih_l0", 0.9)
+    assert total(other) == total(nn.GRU(8, 8))
+    # Schedules that balance, too.
+    assert total(plain, "auto") == total(plain) and total(plain, "balanced:2") > 0

@@ -161,7 +161,8 @@ def test_dropout_between_layers(kind: str) -> None:
     for run in (layer, reference):
         torch.manual_seed(3)
         found.append(outcome(run, lambda: x, [x], None))
-    assert found[0][0].shape == found[1][0].shape
+    # One seed draws one mask.
+    compare(*found)
     layer.eval(), reference.eval()
     compare(outcome(layer, lambda: x, [x], None), outcome(reference, lambda: x, [x], None))
 
@@ -203,6 +204,26 @@ def test_no_grad_keeps_nothing(kind: str) -> None:
         output, _ = layer(x)
         close(output, reference(x)[0], 1e-12)
     assert not output.requires_grad and output.grad_fn is None
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+def test_gates_are_kept_only_for_a_backward_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jacsparse.recurrence import _function
+
+    rows: list[int] = []
+    solve = _function.solve_forward
+
+    def spy(*args: Any) -> Any:
+        rows.append(len(args[5].gates))
+        return solve(*args)
+
+    monkeypatch.setattr(_function, "solve_forward", spy)
+    layer, _ = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    layer(x)
+    with torch.no_grad():
+        layer(x)
+    assert rows == [12, 0]
 
 
 @ALL
@@ -433,6 +454,108 @@ def test_reports_count_as_the_chain_does() -> None:
     steps = {name: plan.complexity(64).steps for name, plan in found.items() if plan}
     assert steps == {"linear": 100, "chunked": 28, "blelloch": 11}
     assert found["chunked"].name == "chunked:10"
+
+
+@ALL
+def test_outputs_and_states_may_be_changed_in_place(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4)
+    found = []
+    for run in (layer, reference):
+        output, last = run(torch.arange(36.0, dtype=torch.float64).reshape(6, 2, 3) / 36)
+        output[3:] = 0
+        torch.relu_(output)
+        for state in last if kind == "LSTM" else (last,):
+            state.mul_(2)
+        found.append(torch.autograd.grad(output.sum() + state.sum(), list(run.parameters())))
+    for ours, theirs in zip(*found, strict=True):
+        close(ours, theirs, 1e-10)
+
+
+@ALL
+def test_functional_gradients(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+
+    def loss(run: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
+        return lambda parameters: torch.func.functional_call(run, parameters, (x,))[0].square().sum()
+
+    found, expected = (torch.func.grad(loss(run))(dict(run.named_parameters())) for run in (layer, reference))
+    for name, gradient in found.items():
+        close(gradient, expected[name], 1e-10)
+    with pytest.raises(NotImplementedError, match=r"no batching rule for torch\.vmap"):
+        torch.func.vmap(lambda sample: layer(sample)[0])(x[None])
+    with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+        torch.func.jvp(lambda given: layer(given)[0], (x,), (x,))
+
+
+@ALL
+def test_autocast_changes_no_digit(kind: str) -> None:
+    layer = KINDS[kind][0](3, 4, **KINDS[kind][2])
+    x = torch.randn(6, 2, 3, requires_grad=True)
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), [x, *layer.parameters()])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x.bfloat16())[0].dtype == torch.float32
+        found = torch.autograd.grad(layer(x)[0].square().sum(), [x, *layer.parameters()])
+    for ours, reference in zip(found, expected, strict=True):
+        assert torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize("schedule", ["chunked", "chunked:64", "blelloch", "planned"])
+def test_matrices_that_overflow(schedule: str) -> None:
+    layer, reference = pair("RNN", 5, 20, dtype=torch.float32, schedule=schedule)
+    sequential, _ = pair("RNN", 5, 20, dtype=torch.float32, schedule="linear")
+    rescaled(layer, reference, "times 4")
+    sequential.load_state_dict(reference.state_dict())
+    x = torch.randn(1500, 3, 5)
+    # A loss on the first steps: from there on all gradients are zero.
+    found, expected = (torch.autograd.grad(run(x)[0][:50].sum(), list(run.parameters())) for run in (layer, sequential))
+    for ours, theirs in zip(found, expected, strict=True):
+        close(ours, theirs, 1e-4)
+    report = layer.reports[1]
+    assert schedule.startswith(report.methods[0])
+    if len(report.methods) > 1:
+        assert report.methods[1:] == ["sequential"] and report.fallback_steps == 1500 * report.fallback_samples > 0
+
+
+def test_options_are_checked_whenever_they_are_set() -> None:
+    layer, x = jacsparse.nn.GRU(3, 4), torch.randn(5, 2, 3)
+    layer.schedule = "fast"
+    with pytest.raises(ValueError, match="schedule is 'fast'; expected one of auto"):
+        layer(x)
+    layer.schedule, layer.forward_method = "chunked:2", "fast"
+    with pytest.raises(ValueError, match="forward is 'fast'"):
+        layer(x)
+    layer.forward_method = "sequential"
+    with pytest.raises(TypeError, match="warm is no list of tensors"):
+        layer(x, warm=3)
+    layer(x)[0].sum().backward()
+    assert layer.reports[1].chunk == 2
+    assert "chunk=9" in repr(jacsparse.nn.GRU(3, 4, chunk=9)) and "schedule" not in repr(jacsparse.nn.GRU(3, 4))
+
+
+def test_reports_say_whose_they_are_and_are_of_the_last_pass() -> None:
+    layer = jacsparse.nn.GRU(3, 4, 2, bidirectional=True)
+    output = layer(torch.randn(5, 2, 3))[0].sum()
+    for _ in range(3):
+        output.backward(retain_graph=True)
+    names = {(report.recurrence, report.layer) for report in layer.reports}
+    layers = ("l0", "l0_reverse", "l1", "l1_reverse")
+    assert len(layer.reports) == 8 and names == {(way, name) for way in ("forward", "backward") for name in layers}
+
+
+def test_layers_made_of_others() -> None:
+    reference = nn.GRU(3, 4)
+    layer = jacsparse.nn.GRU.of(reference, schedule="chunked")
+    assert all(a is b for a, b in zip(layer.parameters(), reference.parameters(), strict=True))
+    heard: list[str] = []
+    layer.register_forward_hook(lambda *_: heard.append("ours"))
+    reference(torch.randn(5, 2, 3))
+    assert not heard
+    nn.utils.parametrizations.weight_norm(reference, "weight_hh_l0")
+    with pytest.raises(TypeError, match="the weights of the ParametrizedGRU are parametrised"):
+        jacsparse.nn.GRU.of(reference)
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.RNN"):
+        jacsparse.nn.RNN.of(nn.GRU(3, 4))
 
 
 # Bad input.

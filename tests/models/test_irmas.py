@@ -94,7 +94,7 @@ def test_damaged_files_are_named(editable: Path) -> None:
         "it is mono, IRMAS is stereo": lambda: wavfile.write(path, rate, samples[:, 0]),
         r"it lasts 1\.00 s": lambda: wavfile.write(path, rate, samples[:rate]),
         "it has 3 channels": lambda: wavfile.write(path, rate, np.repeat(samples[:, :1], 3, axis=1)),
-        "frames, others have": lambda: wavfile.write(path, 22_050, samples[: 3 * 22_050]),
+        "frames, most have": lambda: wavfile.write(path, 22_050, samples[: 3 * 22_050]),
     }
     for message, damage in damages.items():
         damage()
@@ -102,9 +102,24 @@ def test_damaged_files_are_named(editable: Path) -> None:
             load_irmas(editable)
         with pytest.raises(ValueError, match=message):
             load_irmas(editable)
-    with pytest.warns(RuntimeWarning, match="cannot be used"):
+    with pytest.raises(ValueError, match="no file of flu can be used"):
+        load_irmas(editable, skip_damaged=True)
+    path.with_name("[flu]0001__1.wav").write_bytes(original)
+    # When it comes from the cache, too.
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="cannot be used"):
+            data = load_irmas(editable, skip_damaged=True)
+        assert len(data.train_labels) + len(data.test_labels) == 11
+
+
+def test_the_first_file_may_be_the_odd_one(editable: Path) -> None:
+    first = wav(editable, "cel")
+    rate, samples = wavfile.read(first)
+    first.with_name("[cel]0001__1.wav").write_bytes(first.read_bytes())
+    wavfile.write(first, rate // 2, samples[: 3 * (rate // 2)])
+    with pytest.warns(RuntimeWarning, match=r"\[cel\]0000__1.wav cannot be used: it has .* frames, most have"):
         data = load_irmas(editable, skip_damaged=True)
-    assert len(data.train_labels) + len(data.test_labels) == 10
+    assert len(data.train_labels) + len(data.test_labels) == 11
 
 
 def test_wrong_folders(editable: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from jacsparse.models import BitstreamRNN, bitstreams, default_settings, load_checkpoint, load_data, train
+from jacsparse.models import BitstreamRNN, Progress, bitstreams, default_settings, load_checkpoint, load_data, train
 from torch import nn
 
 import jacsparse
@@ -22,7 +22,7 @@ def test_bits_are_ones_as_often_as_their_class_says() -> None:
         chosen = data.train_inputs[data.train_labels == label].double()
         # Within five standard deviations (equation 4.1).
         chance = 0.05 + 0.1 * label
-        assert len(chosen) in (400, *range(380, 421))
+        assert 380 <= len(chosen) <= 420
         assert abs(chosen.mean() - chance) < 5 * (chance * (1 - chance) / chosen.numel()) ** 0.5
     assert torch.equal(bitstreams(20, train=30, test=3).train_inputs, bitstreams(20, train=30, test=3).train_inputs)
     assert not torch.equal(
@@ -57,7 +57,7 @@ def test_both_ways_give_the_same_curve(schedule: str) -> None:
     assert isinstance(curves[1].model.rnn, jacsparse.nn.RNN)
 
 
-def test_checkpoints_go_both_ways_and_are_resumed(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_scan_is_an_ordinary_model(tmp_path: Path) -> None:
     data, out = bitstreams(60, train=48, test=20), tmp_path / "bits.safetensors"
     settings = dataclasses.replace(
         default_settings("bitstream"), backward="scan", epochs=2, lr=1e-2, out=out, plot=False, data="bitstream:60"
@@ -67,10 +67,34 @@ def test_checkpoints_go_both_ways_and_are_resumed(tmp_path: Path) -> None:
     assert isinstance(model, BitstreamRNN) and type(model.rnn) is nn.RNN and metadata["model"] == "bitstream"
     x = data.test_inputs.float()
     assert torch.allclose(model(x), whole.model(x), atol=1e-5)
-    first = tmp_path / "first.safetensors"
-    train(dataclasses.replace(settings, epochs=1, out=first), data=data)
-    with safetensors.safe_open(first, "pt") as file:
+    with safetensors.safe_open(out, "pt") as file:
         assert json.loads(file.metadata()["jacsparse"])["options"]["hidden_size"] == 20
+
+
+@pytest.mark.parametrize("backward", ["bp", "scan"])
+def test_a_training_that_is_broken_off_is_resumed(backward: str, tmp_path: Path) -> None:
+    data = bitstreams(60, train=48, test=20)
+    settings = dataclasses.replace(
+        default_settings("bitstream"), backward=backward, epochs=3, lr=1e-2, plot=False, data="bitstream:60"
+    )
+    whole = train(settings, data=data)
+    parts = dataclasses.replace(settings, out=tmp_path / "bits.safetensors")
+
+    def stop(progress: Progress) -> None:
+        if progress.epoch == 2 and progress.iteration == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(parts, data=data, progress=stop)
+    resumed = train(parts, data=data, resume=True)
+    assert [point.train_loss for point in resumed.points] == [point.train_loss for point in whole.points]
+    assert resumed.accuracy == whole.accuracy
+
+
+@pytest.mark.parametrize(("task", "spec"), [("bitstream", "digits"), ("irmas", "digits"), ("lenet5", "bitstream:20")])
+def test_data_of_the_other_kind_are_refused(task: str, spec: str) -> None:
+    with pytest.raises(ValueError, match=f"{task} is trained on .*; choose "):
+        train(dataclasses.replace(default_settings(task), data=spec))
 
 
 def test_a_schedule_of_the_other_kind_is_refused() -> None:
