@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jacsparse.models import Dataset
@@ -41,7 +42,7 @@ class Curve:
 
 def train_side_by_side(
     build: Callable[[], nn.Module],
-    scanned: Callable[[nn.Module], nn.Module],
+    scanned: Callable[[Any], nn.Module],
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     data: Dataset,
     iterations: int,
@@ -143,7 +144,8 @@ def curve_rows(
     few = max(1, min(10, len(scan.train) // 2))
     left = sum(scan.train[-few:]) / sum(scan.train[:few])
     # The first iteration plans.
-    times = [Timing(curve.seconds[1:] or curve.seconds, len(curve.seconds)) for curve in (baseline, scan)]
+    seconds = [curve.seconds[1:] or curve.seconds for curve in (baseline, scan)]
+    times = [Timing(own, len(own)) for own in seconds]
     by_back_propagation = Row.timed(f"iteration by back-propagation, {name}", times[0], group=group, role="peer")
     by_scan = Row.timed(f"iteration by scan, {name}", times[1], group=group)
     curves = {

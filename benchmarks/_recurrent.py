@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from jacsparse.models import BitstreamRNN, InstrumentGRU, SequenceClassifier
 from torch import nn
 from torch.nn import functional
-
-import jacsparse
 
 from ._context import Context, Limits, Timing
 from ._experiment import Row
@@ -23,12 +20,7 @@ OURS, PEER = "jacsparse", "torch.nn"
 
 
 class _InstrumentLSTM(SequenceClassifier):
-    layer: ClassVar[Any] = nn.LSTM
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _, (last, _) = self.rnn(x.permute(2, 0, 1))
-        scores: torch.Tensor = self.head(last[-1])
-        return scores
+    layer = nn.LSTM
 
 
 _CLASSIFIERS = {"RNN": BitstreamRNN, "GRU": InstrumentGRU, "LSTM": _InstrumentLSTM}
@@ -72,7 +64,7 @@ class RecurrentWorkload:
         peer = _CLASSIFIERS[self.kind](10, self.features, self.hidden).to(device)
         ours = _CLASSIFIERS[self.kind](10, self.features, self.hidden).to(device)
         ours.load_state_dict(peer.state_dict())
-        ours.rnn = getattr(jacsparse.nn, self.kind).of(ours.rnn)
+        ours.scan()
         x = torch.randn(self.batch, self.features, self.time, device=device)
         labels = torch.randint(10, (self.batch,), device=device)
         _check(ours, peer, x, labels)

@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 from jacsparse.models import BitstreamRNN, Dataset, InstrumentGRU, SequenceClassifier, load_data
-from torch import nn
-
-import jacsparse
 
 from ._context import Context
 from ._curves import Curve, curve_rows, train_side_by_side
@@ -107,7 +104,7 @@ def _rows(task: Task, context: Context) -> list[Row]:
         return [Row.missing(f"losses, {task.name}", str(error), group=group)]
     curves = train_side_by_side(
         functools.partial(task.model, data.classes, data.train_inputs.shape[1]),
-        _scanned,
+        lambda model: model.scan(),
         functools.partial(torch.optim.Adam, lr=task.learning_rate),
         replace(data, train_inputs=data.train_inputs.float(), test_inputs=data.test_inputs.float()),
         task.iterations,
@@ -116,12 +113,6 @@ def _rows(task: Task, context: Context) -> list[Row]:
     )
     published = None if task.published is None else {"published": task.published}
     return curve_rows(*curves, name=task.name, group=group, tolerance=1e-3, falls_to=task.falls_to, published=published)
-
-
-def _scanned(model: nn.Module) -> nn.Module:
-    assert isinstance(model, SequenceClassifier)
-    model.rnn = getattr(jacsparse.nn, model.rnn.mode.split("_")[0]).of(model.rnn)
-    return model
 
 
 def _draw(axes: Any, curve: Curve, label: str, colour: str) -> None:

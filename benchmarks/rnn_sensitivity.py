@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,9 +95,6 @@ def _rows(workload: RecurrentWorkload, context: Context) -> list[Row]:
 
 
 def _difference(workload: RecurrentWorkload, step: Timing, rest: Timing, layer: str) -> Row:
-    """The backward pass as the thesis takes it: a step's time, less that of one without it."""
-    whole, without = (layer_row(workload, "", timing, layer) for timing in (step, rest))
-    assert whole.median is not None and without.median is not None
-    label = f"backward pass by subtraction, {layer}"
-    value = max(0.0, whole.median - without.median)
-    return Row.of_value(label, value, "time", "s", group=whole.group, role=whole.role)
+    """The backward pass as the thesis takes it: a step's time, less the median of one without it."""
+    without = statistics.median(rest.seconds)
+    return layer_row(workload, f"backward pass by subtraction, {layer}", step.less(without), layer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ class SequenceClassifier(nn.Module):
         Where an argument does not fit.
     """
 
-    layer: ClassVar[type[nn.RNN] | type[nn.GRU]]
+    layer: ClassVar[type[nn.RNN] | type[nn.GRU] | type[nn.LSTM]]
     rnn: nn.RNNBase
     head: nn.Linear
 
@@ -47,8 +47,17 @@ class SequenceClassifier(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Scores, ``(batch, num_classes)``."""
         _, last = self.rnn(x.permute(2, 0, 1))
-        scores: torch.Tensor = self.head(last[-1])
+        hidden = last[0] if isinstance(last, tuple) else last
+        scores: torch.Tensor = self.head(hidden[-1])
         return scores
+
+    def scan(self, schedule: str = "auto") -> Self:
+        """Train by jacsparse's layer from now on, in its place: the parameters, and so checkpoints, are the same."""
+        from jacsparse import nn as scanned
+
+        ours = {nn.RNN: scanned.RNN, nn.GRU: scanned.GRU, nn.LSTM: scanned.LSTM}[self.layer]
+        self.rnn = ours.of(self.rnn, schedule=schedule)
+        return self
 
 
 class BitstreamRNN(SequenceClassifier):

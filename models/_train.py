@@ -335,14 +335,11 @@ def _floating(inputs: torch.Tensor) -> torch.Tensor:
 def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
     if settings.backward == "bp":
         return model
-    from jacsparse import nn as scanned
+    from jacsparse.nn import Scan
 
-    if not isinstance(model, SequenceClassifier):
-        return scanned.Scan(model, schedule=settings.schedule)
-    ours = scanned.GRU if model.layer is nn.GRU else scanned.RNN
-    # In its place: the parameters, and so checkpoints, are the same ones.
-    model.rnn = ours.of(model.rnn, schedule=settings.schedule)
-    return model
+    if isinstance(model, SequenceClassifier):
+        return model.scan(settings.schedule)
+    return Scan(model, schedule=settings.schedule)
 
 
 def _optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:

@@ -70,7 +70,9 @@ def test_rows_can_be_kept_and_drawn(experiment: Experiment, context: Context, tm
     kept = read(path).rows
     # What a picture is drawn from may hold tuples, which come back as lists.
     assert [replace(row, data={}) for row in kept] == [replace(row, data={}) for row in rows]
-    assert all(row.median is not None and row.median >= 0 for row in kept if not row.not_measured)
+    # A time by subtraction may come out below zero.
+    assert all(row.median is not None for row in kept if not row.not_measured)
+    assert all(row.median >= 0 for row in kept if "subtraction" not in row.label and not row.not_measured)
     experiment.figure(kept, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
