@@ -1,139 +1,32 @@
-"""Runs the CUDA kernels on the CPU: `.cu` files compiled by g++ against `fibers.h`, called through ctypes.
-
-``FIBER_SANITIZER`` chooses the build: none, ``address`` (with undefined behaviour) or ``thread``. Sanitized builds load
-only into a process that has the sanitizer preloaded: `sanitized` starts one.
-"""
+"""The device that tests have: CUDA's kernels on CPU tensors, fiber by fiber."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
-import hashlib
-import os
-import shutil
-import subprocess
-import sys
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+
 from jacsparse.patterns import _cuda
 from jacsparse.patterns._cuda import KernelFile
-from jacsparse.patterns._runtime import cache_directory
-
-HERE = Path(__file__).parent
-COMPILER = shutil.which("g++")
-_COMMON = (
-    "-std=c++20",
-    "-fPIC",
-    "-ffp-contract=off",
-    "-fno-strict-aliasing",
-    "-fno-gnu-unique",
-    "-Wall",
-    "-Wno-unused",
-)
-_SANITIZED = {
-    "": ("-O2",),
-    "address": (
-        "-O1",
-        "-g",
-        "-fsanitize=address,undefined",
-        "-fno-sanitize-recover=all",
-        "-fno-omit-frame-pointer",
-    ),
-    "thread": ("-O1", "-g", "-fsanitize=thread"),
-}
-
-
-class KernelError(RuntimeError):
-    """What the harness found while a kernel ran."""
-
-
-def sanitizer() -> str:
-    """Which one this process runs under."""
-    return os.environ.get("FIBER_SANITIZER", "")
-
-
-@functools.cache
-def _library(name: str, code: str, sanitizer: str) -> Path:
-    """A shared library of kernels; kept from run to run, by what it is made of."""
-    flags = _SANITIZED[sanitizer]
-    runtime = [HERE / "fibers.h", HERE / "fibers.cpp"]
-    digest = hashlib.blake2b(digest_size=10)
-    for part in (code, *flags, *_COMMON, *(file.read_text() for file in runtime)):
-        digest.update(part.encode() + b"\0")
-    folder = cache_directory() / "fibers"
-    path = folder / f"{name}-{sanitizer or 'plain'}-{digest.hexdigest()}.so"
-    if path.exists():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    work = folder / f"{path.stem}-{os.getpid()}"
-    work.mkdir(exist_ok=True)
-    try:
-        (work / "kernels.cpp").write_text(code)
-        # A sanitizer's library, preloaded, would be loaded into the compiler too.
-        environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
-        run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, env=environment, cwd=work)
-        run([COMPILER, *_COMMON, "-O2", "-c", str(HERE / "fibers.cpp"), "-o", "fibers.o"])
-        run([COMPILER, *_COMMON, *flags, f"-I{HERE}", "-shared", "kernels.cpp", "fibers.o", "-o", "kernels.so"])
-        (work / "kernels.so").replace(path)
-    except subprocess.CalledProcessError as error:
-        raise KernelError(f"{name} does not compile:\n{error.stderr}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return path
-
-
-def generated(source: str, instances: Sequence[str]) -> str:
-    """The file that g++ compiles: a launcher for each instance, by its number."""
-    # In an anonymous namespace: AddressSanitizer then guards what templates hold.
-    launchers = "\n".join(f"FIBER_LAUNCHER({number}, {instance})" for number, instance in enumerate(instances))
-    return f'#include "fibers.h"\nnamespace {{\n{source}\n}}\n{launchers}\n'
-
-
-@functools.cache
-def compiled(name: str, source: str, instances: tuple[str, ...]) -> dict[str, Any]:
-    """Functions ``(arguments, grid, block, shared)``, by instance."""
-    library = ctypes.CDLL(str(_library(name, generated(source, instances), sanitizer())))
-    found = {}
-    for number, instance in enumerate(instances):
-        function = getattr(library, f"launch_{number}")
-        sizes = ctypes.POINTER(ctypes.c_uint)
-        function.argtypes = (ctypes.POINTER(ctypes.c_void_p), sizes, sizes, ctypes.c_size_t)
-        function.restype = ctypes.c_char_p
-        found[instance] = function
-    return found
-
-
-def call(function: Any, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Any], shared: int = 0) -> None:
-    """Run a kernel; arguments are NumPy scalars, NumPy arrays, tensors or None.
-
-    Raises
-    ------
-    KernelError
-        Where its threads wait for ever, or use a collective wrongly.
-    """
-    cells = []
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            cells.append(ctypes.c_uint64(argument.data_ptr()))
-        elif argument is None:
-            cells.append(ctypes.c_uint64(0))
-        elif argument.ndim:
-            cells.append(ctypes.c_uint64(argument.ctypes.data))
-        else:
-            cells.append((ctypes.c_char * argument.nbytes).from_buffer_copy(argument.tobytes()))
-    pointers = (ctypes.c_void_p * max(1, len(cells)))(*(ctypes.addressof(cell) for cell in cells))
-    three = ctypes.c_uint * 3
-    failure = function(pointers, three(*grid), three(*block), shared)
-    if failure:
-        raise KernelError(failure.decode())
+from tests.cuda.fibers import KernelError, call, compiled
 
 
 class Fibers:
-    """The backend that takes CPU tensors for a device's."""
+    """The backend that takes CPU tensors for a device's.
+
+    Parameters
+    ----------
+    record : Path, optional
+        A folder that gets a file for each launch, for `tests.cuda.replay`.
+    """
+
+    def __init__(self, record: Path | None = None) -> None:
+        self.record, self.numbers = record, itertools.count()
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
@@ -148,40 +41,27 @@ class Fibers:
         shared: int,
         device: torch.device,
     ) -> None:
-        function = compiled(file.path.stem, file.source, file.instances)[instance]
+        if self.record is not None:
+            content = {
+                f"argument {number}": argument.numpy() if isinstance(argument, torch.Tensor) else argument
+                for number, argument in enumerate(arguments)
+                if argument is not None
+            }
+            sizes = {"grid": np.array(grid), "block": np.array(block), "shared": np.array(shared)}
+            names = {"file": np.str_(file.path), "instance": np.str_(instance), "count": np.array(len(arguments))}
+            np.savez(self.record / f"{next(self.numbers):05d}.npz", **content, **sizes, **names)
         try:
-            call(function, grid, block, arguments, shared)
+            call(compiled(file.path.stem, file.source, file.instances)[instance], grid, block, arguments, shared)
         except KernelError as error:
             raise KernelError(f"{instance}: {error}") from None
 
 
 @contextlib.contextmanager
-def emulated() -> Iterator[None]:
-    """CUDA's kernels work on CPU tensors, fiber by fiber."""
-    before, _cuda._backend = _cuda._backend, Fibers()
+def emulated(record: Path | None = None) -> Iterator[None]:
+    """CUDA's kernels work on CPU tensors."""
+    before, _cuda._backend = _cuda._backend, Fibers(record)
     uploads, _cuda._uploads = _cuda._uploads, {}
     try:
         yield
     finally:
         _cuda._backend, _cuda._uploads = before, uploads
-
-
-def sanitized(kind: str, arguments: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments under a sanitizer, ``address`` or ``thread``; all of its output is in stdout."""
-    name = {"address": "libasan.so", "thread": "libtsan.so"}[kind]
-    preloaded = subprocess.run([str(COMPILER), f"-print-file-name={name}"], capture_output=True, text=True, check=True)
-    settings = {
-        "LD_PRELOAD": os.path.realpath(preloaded.stdout.strip()),
-        "FIBER_SANITIZER": kind,
-        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-        "TSAN_OPTIONS": "report_signal_unsafe=0:halt_on_error=1",
-        "PYTHONPATH": str(HERE.parent.parent),
-        **environment,
-    }
-    command = [sys.executable, *arguments]
-    if kind == "thread" and (setarch := shutil.which("setarch")):
-        # ThreadSanitizer may find no room for its shadow where addresses are drawn from all 32 bits.
-        command = [setarch, "-R", *command]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run(command, **output, env={**os.environ, **settings}, timeout=600, check=False)

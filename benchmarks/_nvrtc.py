@@ -1,0 +1,126 @@
+"""CUDA's run-time compiler, which needs no driver and no device: for what it says of registers and spills."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jacsparse.patterns._cuda import KernelFile
+
+__all__ = ["Resources", "compile_file", "library"]
+
+_REMEDY = "pip install nvidia-cuda-nvrtc"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a kernel takes on one architecture.
+
+    Attributes
+    ----------
+    registers : int
+        Of a thread.
+    spilled : int
+        Bytes that a thread stores to and loads from local memory for want of registers.
+    shared : int
+        Bytes of static shared memory of a block.
+    """
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+@functools.cache
+def library() -> Any:
+    """NVRTC, through ctypes.
+
+    Raises
+    ------
+    ImportError
+        Where it is not installed.
+    """
+    import importlib.util
+
+    # A wheel of its own, or one that PyTorch for CUDA brings; the folder's name tells the version.
+    found: list[Path] = []
+    spec = importlib.util.find_spec("nvidia")
+    for home in (spec.submodule_search_locations or []) if spec else []:
+        found += [path for path in Path(home).glob("*/lib/libnvrtc.so.*") if "builtins" not in path.name]
+    for path in sorted(found, reverse=True):
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:
+            continue
+    raise ImportError(f"NVRTC is not installed: {_REMEDY}")
+
+
+def compile_file(file: KernelFile, architecture: str) -> dict[str, Resources]:
+    """Compile all instances of a file for an architecture, as in ``sm_90``.
+
+    Raises
+    ------
+    ImportError
+        Where NVRTC is not installed.
+    RuntimeError
+        Where it does not compile; the message is the compiler's.
+    """
+    nvrtc = library()
+    program = ctypes.c_void_p()
+    _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), file.source.encode(), None, 0, None, None))
+    try:
+        lowered = {}
+        for instance in file.instances:
+            _check(nvrtc, nvrtc.nvrtcAddNameExpression(program, instance.encode()))
+        options = [f"--gpu-architecture={architecture}", "-std=c++17", "--ptxas-options=-v"]
+        status = nvrtc.nvrtcCompileProgram(program, len(options), _strings(options))
+        log = _log(nvrtc, program)
+        if status:
+            raise RuntimeError(f"{file.path.name} does not compile for {architecture}:\n{log}")
+        for instance in file.instances:
+            name = ctypes.c_char_p()
+            _check(nvrtc, nvrtc.nvrtcGetLoweredName(program, instance.encode(), ctypes.byref(name)))
+            assert name.value is not None
+            lowered[name.value.decode()] = instance
+        return {lowered[name]: resources for name, resources in _resources(log).items()}
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _strings(texts: Sequence[str]) -> Any:
+    return (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+
+
+def _log(nvrtc: Any, program: ctypes.c_void_p) -> str:
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, text)
+    return text.value.decode()
+
+
+def _check(nvrtc: Any, status: int) -> None:
+    if status:
+        nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+        raise RuntimeError(nvrtc.nvrtcGetErrorString(status).decode())
+
+
+_ENTRY = re.compile(
+    r"Compiling entry function '(?P<name>\w+)'.*?(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+    r".*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    re.DOTALL,
+)
+
+
+def _resources(log: str) -> dict[str, Resources]:
+    found = {}
+    for entry in _ENTRY.finditer(log):
+        shared = re.search(r"(\d+) bytes smem", entry["rest"])
+        spilled = int(entry["stores"]) + int(entry["loads"])
+        found[entry["name"]] = Resources(int(entry["registers"]), spilled, int(shared[1]) if shared else 0)
+    return found
