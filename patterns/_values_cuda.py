@@ -82,7 +82,7 @@ def selected(winner: torch.Tensor, window: np.ndarray, position: np.ndarray, dty
         f"selected<{c_type(dtype)}, {c_type(index)}>",
         [_blocks(entries * batch)],
         [_THREADS],
-        winner.reshape(batch, -1).T.contiguous(),
+        winner.reshape(batch, math.prod(winner.shape[1:])).T.contiguous(),
         uploaded(window, winner.device, index),
         uploaded(position, winner.device, index),
         entries,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,7 +106,9 @@ class _Layer(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         wanted = ctx.needs_input_grad[4:]
         given = (ctx.cell, ctx.sequences, ctx.direction, ctx.options, wanted)
-        found = iter(_Gradients.apply(*given, grad_output, grad_end, *ctx.saved_tensors))
+        # A graph of the gradients is made only to say that there is none.
+        solve = _Gradients.apply if torch.is_grad_enabled() else _gradients
+        found = iter(solve(*given, grad_output, grad_end, *ctx.saved_tensors))
         return (None, None, None, None, *(next(found) if need else None for need in wanted))
 
     @staticmethod
@@ -117,44 +120,52 @@ class _Layer(torch.autograd.Function):
         raise NotImplementedError(f"{_SUBJECT} have no derivative in forward mode; {_REMEDY}")
 
 
+# PyTorch asks for it at each call; looking it up takes as long as ten steps.
+_Layer.forward.__signature__ = inspect.signature(_Layer.forward)  # type: ignore[attr-defined]
+
 _SUBJECT = "jacsparse.nn's recurrent layers"
 _REMEDY = "use torch.nn's layer of the same name: it loads the same state_dict"
+
+
+def _gradients(
+    cell: Cell,
+    sequences: Sequences,
+    direction: int,
+    options: Options,
+    wanted: Sequence[bool],
+    grad_output: torch.Tensor | None,
+    grad_end: torch.Tensor | None,
+    output: torch.Tensor,
+    gates: torch.Tensor,
+    x: torch.Tensor,
+    initial: torch.Tensor,
+    *parameters: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients that are wanted, of the input, the first states and the parameters."""
+    with torch.autocast("cpu", enabled=False):
+        weights, states = _weights(parameters), initial.detach().contiguous()
+        kept = Kept(output, gates, states)
+        grad_gates, grad_initial = solve_backward(
+            cell,
+            sequences,
+            direction,
+            weights,
+            kept,
+            None if grad_output is None else grad_output.contiguous(),
+            states.new_zeros(states.shape) if grad_end is None else grad_end.contiguous(),
+            options,
+        )
+        for_x, *others = _products(cell, sequences, direction, x.detach(), kept, weights, grad_gates, wanted)
+    found = (for_x, grad_initial, *others)
+    return tuple(grad for grad, need in zip(found, wanted, strict=True) if need and grad is not None)
 
 
 class _Gradients(torch.autograd.Function):
     """The backward pass, of which there is no derivative."""
 
     @staticmethod
-    def forward(
-        cell: Cell,
-        sequences: Sequences,
-        direction: int,
-        options: Options,
-        wanted: Sequence[bool],
-        grad_output: torch.Tensor | None,
-        grad_end: torch.Tensor | None,
-        output: torch.Tensor,
-        gates: torch.Tensor,
-        x: torch.Tensor,
-        initial: torch.Tensor,
-        *parameters: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
-        with torch.autocast("cpu", enabled=False):
-            weights, states = _weights(parameters), initial.detach().contiguous()
-            kept = Kept(output, gates, states)
-            grad_gates, grad_initial = solve_backward(
-                cell,
-                sequences,
-                direction,
-                weights,
-                kept,
-                None if grad_output is None else grad_output.contiguous(),
-                states.new_zeros(states.shape) if grad_end is None else grad_end.contiguous(),
-                options,
-            )
-            for_x, *others = _products(cell, sequences, direction, x.detach(), kept, weights, grad_gates, wanted)
-        found = (for_x, grad_initial, *others)
-        return tuple(grad for grad, need in zip(found, wanted, strict=True) if need and grad is not None)
+    def forward(*given: Any) -> tuple[torch.Tensor, ...]:
+        return _gradients(*given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -391,37 +391,41 @@ class _Recurrence(torch.autograd.Function):
         h, h0, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[4:]
         given = (ctx.form, ctx.direction, ctx.schedule, ctx.reports, wanted)
-        found = iter(_Gradients.apply(*given, gradient, h, h0, *tensors))
+        # A graph of the gradients is made only to say that there is none.
+        solve = _Gradients.apply if torch.is_grad_enabled() else _gradients
+        found = iter(solve(*given, gradient, h, h0, *tensors))
         return (None, None, None, None, *(next(found) if need else None for need in wanted))
+
+
+def _gradients(
+    form: Callable[..., Blocks],
+    direction: int,
+    schedule: str,
+    reports: list[Report] | None,
+    wanted: Sequence[bool],
+    gradient: torch.Tensor,
+    h: torch.Tensor,
+    h0: torch.Tensor,
+    *tensors: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients that are wanted, of what is added, the first state and what the matrices are made of."""
+    with torch.autocast("cpu", enabled=False):
+        A, v = form(*(tensor.detach() for tensor in tensors)), torch.empty_like(h)
+        first = _solve(_Linear(A, gradient.contiguous(), v, True), h.new_zeros(h0.shape), direction, schedule, reports)
+        found: Sequence[torch.Tensor] = ()
+        if any(wanted[2:]):
+            before = torch.cat([h0[None], h[:-1]] if direction > 0 else [h[1:], h0[None]])[: len(h)]
+            found = A.gradients(v, before)
+    gradients = (v, first, *(found or tensors))
+    return tuple(gradient for gradient, need in zip(gradients, wanted, strict=True) if need)
 
 
 class _Gradients(torch.autograd.Function):
     """The backward pass, of which there is no derivative."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        form: Callable[..., Blocks],
-        direction: int,
-        schedule: str,
-        reports: list[Report] | None,
-        wanted: Sequence[bool],
-        gradient: torch.Tensor,
-        h: torch.Tensor,
-        h0: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        with torch.autocast("cpu", enabled=False):
-            A, v = form(*(tensor.detach() for tensor in tensors)), torch.empty_like(h)
-            first = _solve(
-                _Linear(A, gradient.contiguous(), v, True), h.new_zeros(h0.shape), direction, schedule, reports
-            )
-            found: Sequence[torch.Tensor] = ()
-            if any(wanted[2:]):
-                before = torch.cat([h0[None], h[:-1]] if direction > 0 else [h[1:], h0[None]])[: len(h)]
-                found = A.gradients(v, before)
-        gradients = (v, first, *(found or tensors))
-        return tuple(gradient for gradient, need in zip(gradients, wanted, strict=True) if need)
+    def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+        return _gradients(*given)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

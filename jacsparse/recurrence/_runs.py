@@ -89,6 +89,7 @@ class Sequences:
         """The time at which each sample begins, in a direction of time."""
         return np.zeros_like(self.lengths) if direction > 0 else self.lengths - 1
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (a few, small, and needed at every pass)
     def whole(self, direction: int) -> Runs:
         """One run for each sample."""
         return Runs(self, direction, np.arange(self.batch), np.zeros(self.batch, np.int64), self.lengths)
@@ -137,7 +138,7 @@ class Runs:
             return self.first
         return self.sequences.lengths[self.sample] - 1 - self.first
 
-    @functools.cached_property
+    @property
     def together(self) -> int:
         """How many runs kernels take at a time: `ROWS`, or half as many where a thread would be left idle."""
         return ROWS if len(self) > ROWS // 2 * threads() else ROWS // 2
@@ -154,8 +155,7 @@ class Runs:
 
     def work(self, step: int) -> np.ndarray:
         """Running total of the blocks' work, for `run_rows`, where each step takes so many elementary operations."""
-        blocks = np.add.reduceat(self.count, np.arange(0, len(self), self.together)) if len(self) else self.count
-        return np.append(0, np.cumsum(blocks * step))
+        return _work(self, step, self.together)
 
     def take(self, chosen: np.ndarray) -> Runs:
         """Some of the runs, in an order that keeps the longest first."""
@@ -164,6 +164,12 @@ class Runs:
     def repeat(self, times: int) -> Runs:
         """Each run so many times."""
         return self.take(np.repeat(np.arange(len(self)), times))
+
+
+@functools.lru_cache(maxsize=256)
+def _work(runs: Runs, step: int, together: int) -> np.ndarray:
+    blocks = np.add.reduceat(runs.count, np.arange(0, len(runs), together)) if len(runs) else runs.count
+    return np.append(0, np.cumsum(blocks * step))
 
 
 def rows_of(tensor: torch.Tensor | None, like: torch.Tensor) -> np.ndarray:

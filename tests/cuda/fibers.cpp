@@ -323,6 +323,7 @@ void* fiber_dynamic_shared(std::size_t alignment) {
 }
 
 void* fiber_static_shared(const void* key, std::size_t size) {
+  Unseen unseen;
   void*& memory = static_memory[key];
   if (!memory) memory = shared_memory(size);
   return memory;
@@ -341,7 +342,11 @@ const char* fiber_launch(FiberBody body, void** arguments, const unsigned* grid,
   for (unsigned bz = 0; bz < grid[2]; ++bz)
     for (unsigned by = 0; by < grid[1]; ++by)
       for (unsigned bx = 0; bx < grid[0] && failure.empty(); ++bx) {
-        block.clear(), static_memory.clear();
+        {
+          Unseen unseen;
+          static_memory.clear();
+        }
+        block.clear();
         if (shared) dynamic_memory = static_cast<char*>(shared_memory(shared));
         for (unsigned i = 0; i < threads; ++i) {
           Fiber* fiber = next(threads);
@@ -361,7 +366,7 @@ const char* fiber_launch(FiberBody body, void** arguments, const unsigned* grid,
   {
     Unseen unseen;
     for (void* memory : used_memory) std::free(memory);
-    used_memory.clear();
+    used_memory.clear(), static_memory.clear();
   }
   if (failure.empty()) return nullptr;
   // Fibers that stand in the middle of a kernel are of no more use.

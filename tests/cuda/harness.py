@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from jacsparse.patterns import _cuda
 from jacsparse.patterns._cuda import KernelFile
+
 from tests.cuda.fibers import KernelError, call, compiled
 
 
@@ -48,7 +48,11 @@ class Fibers:
                 if argument is not None
             }
             sizes = {"grid": np.array(grid), "block": np.array(block), "shared": np.array(shared)}
-            names = {"file": np.str_(file.path), "instance": np.str_(instance), "count": np.array(len(arguments))}
+            names = {
+                "source": np.str_(file.path.name),
+                "instance": np.str_(instance),
+                "count": np.array(len(arguments)),
+            }
             np.savez(self.record / f"{next(self.numbers):05d}.npz", **content, **sizes, **names)
         try:
             call(compiled(file.path.stem, file.source, file.instances)[instance], grid, block, arguments, shared)

@@ -18,7 +18,7 @@ def main(folder: Path, sources: Path) -> None:
     files = json.loads(sources.read_text())
     for path in sorted(folder.glob("*.npz")):
         with np.load(path, allow_pickle=False) as content:
-            file, instance = files[Path(str(content["file"])).name], str(content["instance"])
+            file, instance = files[str(content["source"])], str(content["instance"])
             arguments = [
                 np.array(content[name]) if (name := f"argument {number}") in content else None
                 for number in range(int(content["count"]))
