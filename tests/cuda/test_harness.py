@@ -7,9 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.cuda.fibers import COMPILER, KernelError, call, compiled, sanitized
-
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+from tests.cuda.fibers import KernelError, call, compiled, sanitized
 
 #: Sums each row of 4 · 64 numbers, by a block of two warps: vector loads, both kinds of shared memory, a barrier of the
 #: block, one of a warp, shuffles, and a counter of the rows that are done.

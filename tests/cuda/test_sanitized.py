@@ -14,11 +14,9 @@ from jacsparse.spgemm import matvec, plan_product
 from torch import nn
 
 import jacsparse
-from tests.cuda.fibers import COMPILER, sanitized
+from tests.cuda.fibers import sanitized
 from tests.cuda.harness import emulated
 from tests.cuda.test_products import random_pattern, values_of
-
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 
 def values() -> None:
