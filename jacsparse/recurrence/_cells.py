@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ..patterns._cuda import on_device
 from ..patterns._runtime import run_rows
-from . import _kernels
+from . import _cuda, _kernels
 from ._runs import Runs, rows_of
 from ._vector import padded
 
@@ -123,9 +124,7 @@ class Cell(ABC):
         """
         end = torch.empty_like(start)
         written = (kept.output, kept.gates) if self.kept else (kept.output,)
-        arrays = (*self._forward_constants(weights), *(tensor.numpy() for tensor in (start, *written, end)))
-        work = runs.work(self._step_work(weights.size))
-        run_rows(self._kernels[0], work, *runs.table, entered.numpy(), weights.forward_rows, *arrays)
+        self._run("forward", runs, weights, (entered,), (*self._forward_constants(weights), start, *written, end))
         return end
 
     def backward(
@@ -143,10 +142,19 @@ class Cell(ABC):
         may be left out.
         """
         grad_start = torch.empty_like(grad_end)
-        gradients = (rows_of(tensor, grad_end) for tensor in (grad_output, grad_end, grad_gates, grad_start))
-        arrays = (*self._history(runs, kept), weights.backward_rows, *self._backward_constants(), *gradients)
-        run_rows(self._kernels[1], runs.work(self._step_work(weights.size)), *runs.table, *arrays)
+        after = (*self._backward_constants(), grad_output, grad_end, grad_gates, grad_start)
+        self._run("backward", runs, weights, self._history(runs, kept), after)
         return grad_start
+
+    def _run(self, way: str, runs: Runs, weights: Weights, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+        """Call a kernel with what it takes before the weights and after them."""
+        if on_device(weights.hidden):
+            name = f"{self.mode.partition('_')[0].lower()}_{way}"
+            _cuda.launch(name, runs, weights.hidden, weights.size, *before, weights.hidden, *after)
+            return
+        kernel, rows = self._kernels[way == "backward"], getattr(weights, f"{way}_rows")
+        given = ([rows_of(argument, weights.hidden) for argument in part] for part in (before, after))
+        run_rows(kernel, runs.work(self._step_work(weights.size)), *runs.table, *next(given), rows, *next(given))
 
     def _entering(self, bias: torch.Tensor, hidden_bias: torch.Tensor) -> torch.Tensor:
         """What both biases add to what enters."""
@@ -162,7 +170,7 @@ class Cell(ABC):
 
     def _history(self, runs: Runs, kept: Kept) -> tuple[Any, ...]:
         """What the backward kernel reads of the forward pass."""
-        return kept.gates.numpy(), kept.initial.numpy(), runs.sequences.edges(runs.direction)
+        return kept.gates, kept.initial, runs.sequences.edges(runs.direction)
 
     @property
     @abstractmethod
@@ -225,7 +233,7 @@ class _RnnCell(Cell):
         return (self.relu,)
 
     def _history(self, runs: Runs, kept: Kept) -> tuple[Any, ...]:
-        return (kept.output.numpy(),)
+        return (kept.output,)
 
 
 @dataclass(frozen=True)
@@ -257,10 +265,10 @@ class _GruCell(Cell):
     def _forward_constants(self, weights: Weights) -> tuple[Any, ...]:
         size = weights.size
         bias = weights.hidden.new_zeros(size) if weights.hidden_bias is None else weights.hidden_bias[2 * size :]
-        return (bias.numpy(),)
+        return (bias,)
 
     def _history(self, runs: Runs, kept: Kept) -> tuple[Any, ...]:
-        return (kept.output.numpy(), *super()._history(runs, kept))
+        return (kept.output, *super()._history(runs, kept))
 
 
 @dataclass(frozen=True)

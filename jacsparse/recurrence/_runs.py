@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..patterns._runtime import threads
+from ..patterns._structure import frozen
 from ._vector import ROWS
 
 __all__ = ["Runs", "Sequences", "rows_of"]
@@ -35,14 +37,15 @@ class Sequences:
     @functools.lru_cache(maxsize=64)
     def equal(cls, time: int, batch: int) -> Sequences:
         """`batch` sequences of `time` steps."""
-        return cls(np.arange(time + 1) * batch, np.full(batch, time))
+        return cls(frozen(np.arange(time + 1) * batch), frozen(np.full(batch, time)))
 
     @classmethod
     def packed(cls, batch_sizes: torch.Tensor) -> Sequences:
         """What a `PackedSequence` of these batch sizes holds."""
         sizes = batch_sizes.numpy()
         batch = int(sizes[0])
-        return cls(np.append(0, np.cumsum(sizes)), (sizes[:, None] > np.arange(batch)).sum(axis=0))
+        offset, lengths = np.append(0, np.cumsum(sizes)), (sizes[:, None] > np.arange(batch)).sum(axis=0)
+        return cls(frozen(offset), frozen(lengths))
 
     @property
     def batch(self) -> int:
@@ -85,14 +88,16 @@ class Sequences:
         """The row of the step that comes before each row's in a direction of time, -1 for none."""
         return self.previous if direction > 0 else self.next
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (as `whole`)
     def edges(self, direction: int) -> np.ndarray:
         """The time at which each sample begins, in a direction of time."""
-        return np.zeros_like(self.lengths) if direction > 0 else self.lengths - 1
+        return frozen(np.zeros_like(self.lengths) if direction > 0 else self.lengths - 1)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (a few, small, and needed at every pass)
     def whole(self, direction: int) -> Runs:
         """One run for each sample."""
-        return Runs(self, direction, np.arange(self.batch), np.zeros(self.batch, np.int64), self.lengths)
+        sample, first = np.arange(self.batch), np.zeros(self.batch, np.int64)
+        return Runs(self, direction, frozen(sample), frozen(first), self.lengths)
 
     def chunks(self, direction: int, length: int) -> Runs:
         """Runs of `length` steps and, at each sample's end, of what is left; the longest first."""
@@ -136,7 +141,7 @@ class Runs:
         """The time of each run's first step."""
         if self.direction > 0:
             return self.first
-        return self.sequences.lengths[self.sample] - 1 - self.first
+        return frozen(self.sequences.lengths[self.sample] - 1 - self.first)
 
     @property
     def together(self) -> int:
@@ -172,8 +177,10 @@ def _work(runs: Runs, step: int, together: int) -> np.ndarray:
     return np.append(0, np.cumsum(blocks * step))
 
 
-def rows_of(tensor: torch.Tensor | None, like: torch.Tensor) -> np.ndarray:
-    """A tensor as rows, as kernels take it; without rows where there is none."""
+def rows_of(tensor: Any, like: torch.Tensor) -> Any:
+    """A tensor as rows, as kernels take it; without rows where there is none, and what is no tensor as it is."""
     if tensor is None:
         return np.empty((0, 0), dtype=like.numpy().dtype)
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
     return tensor.numpy().reshape(-1, tensor.shape[-1]) if tensor.ndim > 2 else tensor.numpy()

@@ -8,6 +8,7 @@ from jacsparse.patterns._cuda import FILES
 from jacsparse.spgemm import _cuda  # noqa: F401
 
 from benchmarks import _nvrtc
+from jacsparse.recurrence import _cuda as _  # noqa: F401
 
 try:
     _nvrtc.library()

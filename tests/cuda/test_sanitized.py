@@ -60,7 +60,18 @@ def selections() -> None:
         plan.multiply(*((winners, given) if left else (given, winners)))
 
 
-SETS: dict[str, Callable[[], None]] = {"values": values, "products": products, "selections": selections}
+def recurrent() -> None:
+    for layer in (jacsparse.nn.RNN, jacsparse.nn.GRU, jacsparse.nn.LSTM):
+        for size in (5, 33):
+            layer(2, size, bidirectional=True)(torch.randn(3, 2, 2))[0].sum().backward()
+
+
+SETS: dict[str, Callable[[], None]] = {
+    "values": values,
+    "products": products,
+    "selections": selections,
+    "recurrent": recurrent,
+}
 
 
 @pytest.fixture(scope="module")

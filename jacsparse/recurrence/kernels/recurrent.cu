@@ -65,7 +65,7 @@ __device__ __forceinline__ long long row_of(const long long* sample, const long 
 template <typename T, int REGISTERS>
 __global__ void rnn_forward(const long long* __restrict__ sample, const long long* __restrict__ begin,
                             const long long* __restrict__ count, int direction, const long long* __restrict__ offset,
-                            int size, bool relu, const T* __restrict__ x, const T* __restrict__ w,
+                            int size, const T* __restrict__ x, const T* __restrict__ w, bool relu,
                             const T* __restrict__ start, T* __restrict__ out, T* __restrict__ end) {
   SHARED(T, state, 2 * 128);
   long long run = blockIdx.x, steps = count[run];
@@ -97,7 +97,7 @@ __global__ void rnn_forward(const long long* __restrict__ sample, const long lon
 template <typename T, int REGISTERS>
 __global__ void rnn_backward(const long long* __restrict__ sample, const long long* __restrict__ begin,
                              const long long* __restrict__ count, int direction, const long long* __restrict__ offset,
-                             int size, bool relu, const T* __restrict__ h, const T* __restrict__ w,
+                             int size, const T* __restrict__ h, const T* __restrict__ w, bool relu,
                              const T* __restrict__ grad_out, const T* __restrict__ grad_end, T* __restrict__ grad_gates,
                              T* __restrict__ grad_start) {
   SHARED(T, scaled, 2 * 128);
