@@ -16,7 +16,7 @@ import torch
 from ..patterns._cuda import on_device
 from ..patterns._runtime import run_rows
 from . import _cuda, _kernels
-from ._runs import Runs, rows_of
+from ._runs import Runs, index, rows_of
 from ._vector import padded
 
 __all__ = ["CELLS", "Cell", "Kept", "Weights", "preceding"]
@@ -206,7 +206,7 @@ class Cell(ABC):
 
 def preceding(states: torch.Tensor, initial: torch.Tensor, before: np.ndarray, sample: torch.Tensor) -> torch.Tensor:
     """The state before each row: another row's, or the sample's own."""
-    rows = torch.from_numpy(before)
+    rows = index(before, states)
     return torch.where((rows < 0)[:, None], initial[sample], states[rows.clamp(min=0)])
 
 

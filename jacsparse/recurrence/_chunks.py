@@ -8,7 +8,7 @@ import math
 import numpy as np
 import torch
 
-from ._runs import Sequences
+from ._runs import Sequences, index
 
 __all__ = ["Chunks", "compose"]
 
@@ -58,14 +58,14 @@ class Chunks:
         return np.where(self.place > 0, self.table[self.place - 1, self.runs.sample], -1)
 
     @functools.cached_property
-    def last(self) -> torch.Tensor:
+    def last(self) -> np.ndarray:
         """The run at each sample's last place."""
-        return torch.from_numpy(self.table[self.counts - 1, np.arange(self.sequences.batch)])
+        return self.table[self.counts - 1, np.arange(self.sequences.batch)]
 
     def starts(self, ends: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         """Each run's first state: the last one of the run before it, or the sample's own in `edge`."""
-        own = edge[torch.from_numpy(self.runs.sample)]
-        before = torch.from_numpy(self.before)
+        own = edge[index(self.runs.sample, edge)]
+        before = index(self.before, edge)
         return torch.where((before < 0)[:, None], own, ends[before.clamp(min=0)])
 
     def guess(self, edge: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ class Chunks:
             # The longest come first: none of these is longer than the first one.
             count = int(self.counts[begin])
             end = min(batch, begin + max(1, _ELEMENTS // max(1, count * math.prod(matrices.shape[1:]))))
-            places = torch.from_numpy(self.table[:count, begin:end])
+            places = index(self.table[:count, begin:end].copy(), edge)
             there = places >= 0
             # Shorter samples stay where they are after their end.
             steps = matrices.new_ones(matrices.shape[1]).double()

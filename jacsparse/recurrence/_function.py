@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ._cells import Cell, Kept, Weights, preceding
-from ._runs import Sequences
+from ._runs import Sequences, index
 from ._sweeps import Options, solve_backward, solve_forward
 
 __all__ = ["run_layer"]
@@ -64,7 +64,7 @@ def _forward(
     keep: bool,
 ) -> tuple[Kept, torch.Tensor]:
     """What each step gives, with the gates where they are to be kept, and the last states."""
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         weights = _weights(parameters)
         # Newton's method needs the gates too.
         rows = sequences.steps if cell.kept and (keep or options.forward != "sequential") else 0
@@ -142,7 +142,7 @@ def _gradients(
     *parameters: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients that are wanted, of the input, the first states and the parameters."""
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         weights, states = _weights(parameters), initial.detach().contiguous()
         kept = Kept(output, gates, states)
         grad_gates, grad_initial = solve_backward(
@@ -222,6 +222,6 @@ def _hidden_gradient(
             for part in recurrent
         ]
     else:
-        states = preceding(kept.output, initial, sequences.before(direction), torch.from_numpy(sequences.sample))
+        states = preceding(kept.output, initial, sequences.before(direction), index(sequences.sample, initial))
         parts = [grad_gates[:, part].T @ states for part in recurrent]
     return torch.cat(parts) if len(parts) > 1 else parts[0]

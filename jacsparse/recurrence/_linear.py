@@ -17,7 +17,7 @@ from ..patterns._runtime import run_rows, threads
 from . import _linear_kernels as kernels
 from ._chunks import Chunks
 from ._planned import scan, times
-from ._runs import Runs, Sequences, rows_of
+from ._runs import Runs, Sequences, index, rows_of
 from ._sweeps import Report, Sweep, parse, solve_affine
 from ._vector import padded
 
@@ -285,7 +285,7 @@ class _Linear(Sweep):
     def starts(self, chunks: Chunks, edge: torch.Tensor, schedule: str) -> torch.Tensor:
         if schedule == "blelloch" and isinstance(self.blocks, Sparse):
             states = _planned(self, self.blocks, edge, chunks.runs.direction)
-            return states[torch.from_numpy(chunks.place), torch.from_numpy(chunks.runs.sample)]
+            return states[index(chunks.place, edge), index(chunks.runs.sample, edge)]
         return super().starts(chunks, edge, schedule)
 
 

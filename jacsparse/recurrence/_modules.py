@@ -151,13 +151,13 @@ class _Recurrent(nn.RNNBase):
         """`value` where the layer can work on it; under autocast of the weights' dtype."""
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
-        weight = self.weight_hh_l0
-        if value.device.type != "cpu" or weight.device.type != "cpu":
+        weight: Any = self.weight_hh_l0
+        if value.device != weight.device or value.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"{name} is on {value.device} and the weights are on {weight.device}; this runs on the CPU: move them "
-                "with .cpu()"
+                f"{name} is on {value.device} and the weights are on {weight.device}; both must be on the CPU or on "
+                "one CUDA device: move them with .to()"
             )
-        if torch.is_autocast_enabled("cpu") and value.is_floating_point():
+        if torch.is_autocast_enabled(value.device.type) and value.is_floating_point():
             value = value.to(weight.dtype)
         if value.dtype != weight.dtype:
             raise TypeError(f"{name} is {value.dtype} and the weights are {weight.dtype}; convert one of them")

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..patterns._cuda import on_device, uploaded
 from ..patterns._runtime import threads
 from ..patterns._structure import frozen
 from ._vector import ROWS
 
-__all__ = ["Runs", "Sequences", "rows_of"]
+__all__ = ["Runs", "Sequences", "index", "rows_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +98,7 @@ class Sequences:
     def whole(self, direction: int) -> Runs:
         """One run for each sample."""
         sample, first = np.arange(self.batch), np.zeros(self.batch, np.int64)
-        return Runs(self, direction, frozen(sample), frozen(first), self.lengths)
+        return Runs(self, direction, sample, first, self.lengths)
 
     def chunks(self, direction: int, length: int) -> Runs:
         """Runs of `length` steps and, at each sample's end, of what is left; the longest first."""
@@ -132,6 +133,10 @@ class Runs:
     sample: np.ndarray
     first: np.ndarray
     count: np.ndarray
+
+    def __post_init__(self) -> None:
+        for array in (self.sample, self.first, self.count):
+            frozen(array)
 
     def __len__(self) -> int:
         return len(self.sample)
@@ -175,6 +180,14 @@ class Runs:
 def _work(runs: Runs, step: int, together: int) -> np.ndarray:
     blocks = np.add.reduceat(runs.count, np.arange(0, len(runs), together)) if len(runs) else runs.count
     return np.append(0, np.cumsum(blocks * step))
+
+
+def index(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """An array that will not change as a tensor where `like` is."""
+    if on_device(like):
+        return uploaded(frozen(array), like.device, None)
+    # PyTorch warns of memory that it may not write.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def rows_of(tensor: Any, like: torch.Tensor) -> Any:

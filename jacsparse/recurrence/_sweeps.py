@@ -27,11 +27,12 @@ import torch
 
 from ..patterns import state_jacobian_pattern, state_jacobian_values
 from ..patterns._runtime import threads
+from ..patterns._values import gathered
 from ..schedule import Schedule, blelloch, chunked, linear
 from ._cells import Cell, Kept, Weights
 from ._chunks import Chunks
 from ._planned import scan, times
-from ._runs import Runs, Sequences
+from ._runs import Runs, Sequences, index
 
 __all__ = [
     "FORWARD",
@@ -262,7 +263,9 @@ def solve_forward(
     guess = _warm(options.warm, chunks, kept.initial)
     found = _relax(sweep, chunks, kept.initial, guess, options.forward, report)
     options.boundaries = found.wanted
-    return _finish(sweep, chunks, found, report) if found.late.any() else found.ends[chunks.last]
+    if found.late.any():
+        return _finish(sweep, chunks, found, report)
+    return found.ends[index(chunks.last, found.ends)]
 
 
 def solve_backward(
@@ -320,18 +323,18 @@ def solve_affine(
     if schedule == "relaxed":
         found = _relax(sweep, chunks, edge, chunks.guess(edge), "relaxed", report)
         if not found.late.any():
-            return found.ends[chunks.last]
+            return found.ends[index(chunks.last, edge)]
         if sequential:
             return _finish(sweep, chunks, found, report)
         schedule = "chunked"
     report.methods.append(schedule)
     report.sweeps += 2
     starts = sweep.starts(chunks, edge, schedule)
-    last = sweep.run(chunks.runs, starts)[chunks.last]
+    last = sweep.run(chunks.runs, starts)[index(chunks.last, edge)]
     # A product of many matrices may overflow where no state does.
-    lost = np.unique(chunks.runs.sample[~starts.isfinite().all(dim=1).numpy()])
+    lost = np.unique(chunks.runs.sample[~starts.isfinite().all(dim=1).cpu().numpy()])
     if len(lost):
-        place = torch.from_numpy(lost)
+        place = index(lost, edge)
         last[place] = sweep.run(sequences.whole(direction).take(lost), edge[place])
         report.methods.append("sequential")
         report.fallback_samples, report.fallback_steps = len(lost), int(sequences.lengths[lost].sum())
@@ -341,22 +344,20 @@ def solve_affine(
 def _planned(sweep: _Backward, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
     """The gradients at the ends of single steps, by a scan over sparse Jacobians."""
     cell, weights, sequences = sweep.cell, sweep.weights, chunks.sequences
-    pattern = state_jacobian_pattern(cell.mode, weights.hidden.numpy() != 0)
-    state = cell.state(sweep.kept, sequences.before(chunks.runs.direction), torch.from_numpy(sequences.sample))
+    pattern = state_jacobian_pattern(cell.mode, weights.hidden.cpu().numpy() != 0)
+    state = cell.state(sweep.kept, sequences.before(chunks.runs.direction), index(sequences.sample, edge))
     values = state_jacobian_values(cell.mode, weights.hidden, pattern, state)
-    values = values[torch.from_numpy(pattern.transposition.astype(np.int64))]
+    values = gathered(values, pattern.transposition)
     # In the order in which gradients get to them; what comes after a sample's last step reaches nothing.
     rows = torch.zeros(chunks.table.shape, dtype=torch.int64, device=edge.device)
-    rows[torch.from_numpy(chunks.place), torch.from_numpy(chunks.runs.sample)] = torch.from_numpy(
-        sequences.offset[chunks.runs.begin] + chunks.runs.sample
-    )
+    place, sample = index(chunks.place, edge), index(chunks.runs.sample, edge)
+    rows[place, sample] = index(sequences.offset[chunks.runs.begin] + chunks.runs.sample, edge)
     values = values[:, rows].double()
     added = edge.new_zeros(sequences.steps, edge.shape[1])
     if sweep.grad_output is not None:
         added[:, : weights.size] = sweep.grad_output
     offsets = times(pattern.T, values, added[rows].permute(2, 0, 1).double().contiguous())
     states = scan(pattern.T, values, offsets, edge.T.double().contiguous())[:, :-1].to(edge.dtype)
-    place, sample = torch.from_numpy(chunks.place), torch.from_numpy(chunks.runs.sample)
     return states[:, place, sample].T.contiguous()
 
 
@@ -379,7 +380,7 @@ def _warm(warm: torch.Tensor | None, chunks: Chunks, edge: torch.Tensor) -> torc
             f"the warm start holds states {tuple(warm.shape)} of {warm.dtype}; these sequences have "
             f"{shape} of {edge.dtype}: pass what a pass over as many steps gave"
         )
-    return torch.where(torch.from_numpy(chunks.place > 0)[:, None] & warm.isfinite(), warm, guess)
+    return torch.where(index(chunks.place > 0, edge)[:, None] & warm.isfinite(), warm, guess)
 
 
 @dataclass
@@ -403,8 +404,8 @@ def _relax(
     sweep: Sweep, chunks: Chunks, edge: torch.Tensor, start: torch.Tensor, method: str, report: Report
 ) -> _Found:
     """Sweeps from guessed first states until they fit, or sweeps stop helping."""
-    runs, sample = chunks.runs, torch.from_numpy(chunks.runs.sample)
-    own = torch.from_numpy(chunks.place == 0)[:, None]
+    runs, sample = chunks.runs, index(chunks.runs.sample, edge)
+    own = index(chunks.place == 0, edge)[:, None]
     tolerance, least = 8 * torch.finfo(edge.dtype).eps, torch.finfo(edge.dtype).tiny
     newton, before = method == "newton", math.inf
     ends = sweep.run(runs, start)
@@ -439,7 +440,7 @@ def _relax(
         # A run whose first state is right already need not be taken again.
         again = torch.nonzero((following != start).any(dim=1) & hopeful[sample]).flatten()
         start[again] = following[again]
-        ends[again] = sweep.run(runs.take(again.numpy()), following[again])
+        ends[again] = sweep.run(runs.take(again.cpu().numpy()), following[again])
         report.sweeps += 1
 
 
@@ -451,7 +452,7 @@ def _largest(values: torch.Tensor, sample: torch.Tensor, batch: int) -> torch.Te
 
 def _finish(sweep: Sweep, chunks: Chunks, found: _Found, report: Report) -> torch.Tensor:
     """Take each sample that has not settled sequentially, from its first chunk that does not fit; the last states."""
-    runs, late = chunks.runs, np.flatnonzero(found.late.numpy())
+    runs, late = chunks.runs, np.flatnonzero(found.late.cpu().numpy())
     # Of each sample the first.
     late = late[np.argsort(chunks.place[late], kind="stable")]
     sample, first = np.unique(runs.sample[late], return_index=True)
@@ -459,8 +460,8 @@ def _finish(sweep: Sweep, chunks: Chunks, found: _Found, report: Report) -> torc
     left = chunks.sequences.lengths[sample] - runs.first[late]
     order = np.argsort(-left, kind="stable")
     rest = Runs(chunks.sequences, runs.direction, sample[order], runs.first[late][order], left[order])
-    last = found.ends[chunks.last]
-    last[torch.from_numpy(rest.sample)] = sweep.run(rest, found.wanted[torch.from_numpy(late[order])])
+    last = found.ends[index(chunks.last, found.ends)]
+    last[index(rest.sample, last)] = sweep.run(rest, found.wanted[index(late[order], last)])
     report.methods.append("sequential")
     report.fallback_samples, report.fallback_steps = len(sample), int(left.sum())
     return last

@@ -65,3 +65,16 @@ def test_one_step_and_one_sample(kind: str) -> None:
 def test_states_that_are_too_large() -> None:
     with emulated(), pytest.raises(ValueError, match="hidden_size is 129; on CUDA devices states have at most 128"):
         jacsparse.nn.GRU(3, 129)(torch.randn(2, 1, 3))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "chunked", "blelloch", "planned", "relaxed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_schedules(kind: str, schedule: str) -> None:
+    check(kind, 5, (11, 3), torch.float64, schedule=schedule, chunk=4)
+    check(kind, 5, (9, 3), torch.float64, [9, 6, 1], schedule=schedule, chunk=4)
+
+
+@pytest.mark.parametrize("forward", ["parallel", "relaxed", "newton"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parallel_forward(kind: str, forward: str) -> None:
+    check(kind, 5, (23, 2), torch.float64, forward=forward, chunk=4)
