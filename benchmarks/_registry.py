@@ -6,6 +6,7 @@ from ._experiment import Experiment
 from .flop_analysis import FlopAnalysis
 from .gru_breakdown import GruBreakdown
 from .jacobian_generation import JacobianGeneration
+from .kernel_resources import KernelResources
 from .lenet_convergence import LenetConvergence
 from .recurrent_convergence import RecurrentConvergence
 from .rnn_sensitivity import RnnSensitivity
@@ -23,5 +24,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         RnnSensitivity(),
         GruBreakdown(),
         RecurrentConvergence(),
+        KernelResources(),
     )
 }

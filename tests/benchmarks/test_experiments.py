@@ -24,6 +24,7 @@ from benchmarks._results import Result, read, write
 from benchmarks.flop_analysis import FlopAnalysis
 from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.jacobian_generation import JacobianGeneration
+from benchmarks.kernel_resources import KernelResources
 from benchmarks.lenet_convergence import LenetConvergence, loss_curves
 from benchmarks.recurrent_convergence import RecurrentConvergence, Task
 from benchmarks.rnn_sensitivity import RnnSensitivity
@@ -49,6 +50,7 @@ SMALL: list[Experiment] = [
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
     GruBreakdown(sets=(("S", 5, 3), ("L", 7, 2)), batches=(2, 3)),
     RecurrentConvergence(tasks=(SMALL_TASK, replace(SMALL_TASK, name="once more"))),
+    KernelResources(architectures=("sm_75", "sm_90"), files=("values.cu",)),
 ]
 
 
