@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.cuda.fibers import COMPILER
+from tests.cuda.harness import ON_GPU
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiler(request: pytest.FixtureRequest) -> None:
+    if ON_GPU and not torch.cuda.is_available():
+        pytest.skip("no CUDA device that PyTorch sees")
     if COMPILER is None and request.module.__name__.rpartition(".")[2] != "test_compile":
         pytest.skip("no g++ to compile the kernels with")

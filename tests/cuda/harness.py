@@ -1,9 +1,10 @@
-"""The device that tests have: CUDA's kernels on CPU tensors, fiber by fiber."""
+"""The device that tests have: CUDA's kernels on CPU tensors, fiber by fiber; or, for `make test-gpu`, a real one."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from jacsparse.patterns import _cuda
 from jacsparse.patterns._cuda import KernelFile
 
 from tests.cuda.fibers import KernelError, call, compiled
+
+#: Whether the tests are to run on a GPU, and where they put what kernels work on.
+ON_GPU = os.environ.get("JACSPARSE_TESTS") == "gpu"
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 
 class Fibers:
@@ -62,7 +67,10 @@ class Fibers:
 
 @contextlib.contextmanager
 def emulated(record: Path | None = None) -> Iterator[None]:
-    """CUDA's kernels work on CPU tensors."""
+    """CUDA's kernels work on `DEVICE`'s tensors."""
+    if ON_GPU:
+        yield
+        return
     before, _cuda._backend = _cuda._backend, Fibers(record)
     uploads, _cuda._uploads = _cuda._uploads, {}
     try:

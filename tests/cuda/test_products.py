@@ -10,7 +10,7 @@ from jacsparse.spgemm import matvec, plan_product
 from torch import nn
 
 import jacsparse
-from tests.cuda.harness import emulated
+from tests.cuda.harness import DEVICE, emulated
 
 BATCHES = [(1, 1), (3, 1), (1, 3), (33, 33), (1, 33), (2, 2)]
 DTYPES = [torch.float32, torch.float64]
@@ -29,18 +29,18 @@ def values_of(pattern: Pattern, batch: int, dtype: torch.dtype, seed: int) -> to
 
 def dense(pattern: Pattern, values: torch.Tensor, samples: int) -> np.ndarray:
     """``(samples, rows, columns)``."""
-    wide = values.expand(-1, samples).double().numpy()
+    wide = values.expand(-1, samples).double().cpu().numpy()
     return np.stack([pattern.to_scipy(wide[:, s].copy()).toarray() for s in range(samples)])
 
 
 def check(a: Pattern, b: Pattern, method: str, batches: tuple[int, int], dtype: torch.dtype) -> None:
     plan = plan_product(a, b, method=method)
     left, right = (
-        values_of(pattern, batch, dtype, seed)
+        values_of(pattern, batch, dtype, seed).to(DEVICE)
         for seed, (pattern, batch) in enumerate(zip((a, b), batches, strict=True))
     )
     samples = max(batches)
-    out = torch.full((plan.pattern.nnz, samples), float("nan"), dtype=dtype)
+    out = torch.full((plan.pattern.nnz, samples), float("nan"), dtype=dtype, device=DEVICE)
     with emulated():
         plan.multiply(left, right, out=out)
     expected = dense(a, left, samples) @ dense(b, right, samples)
@@ -95,10 +95,10 @@ def test_selections(stride: int, left: bool, batch: int, dtype: torch.dtype) -> 
     values = values_of(other, 1 if stride == 1 else batch, dtype, 7)
     operands = (winners, values) if left else (values, winners)
     expected = plan.multiply(*operands)
-    out = torch.full_like(expected, float("nan"))
+    out = torch.full_like(expected, float("nan"), device=DEVICE)
     with emulated():
-        plan.multiply(*operands, out=out)
-    assert torch.equal(out, expected)
+        plan.multiply(*(operand.to(DEVICE) for operand in operands), out=out)
+    assert torch.equal(out.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,10 +108,10 @@ def test_vectors(shape: tuple[int, int], batches: tuple[int, int], dtype: torch.
     pattern = random_pattern(*shape, 0.6, 8)
     values = values_of(pattern, batches[0], dtype, 9)
     x = torch.randn((shape[1], batches[1]), dtype=dtype)
-    out = torch.full((shape[0], max(batches)), float("nan"), dtype=dtype)
+    out = torch.full((shape[0], max(batches)), float("nan"), dtype=dtype, device=DEVICE)
     with emulated():
-        matvec(pattern, values, x, out=out)
-    torch.testing.assert_close(out, matvec(pattern, values, x))
+        matvec(pattern, values.to(DEVICE), x.to(DEVICE), out=out)
+    torch.testing.assert_close(out.cpu(), matvec(pattern, values, x))
 
 
 def test_rows_of_all_lengths() -> None:

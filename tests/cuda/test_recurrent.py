@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import jacsparse
-from tests.cuda.harness import emulated
+from tests.cuda.harness import DEVICE, emulated
 
 KINDS: dict[str, tuple[Any, Any, dict[str, str]]] = {
     "RNN": (jacsparse.nn.RNN, nn.RNN, {}),
@@ -30,19 +30,19 @@ def check(
     layer.load_state_dict(reference.state_dict())
     x = torch.randn(*shape, 3, dtype=dtype)
     found = []
-    for run in (layer, reference):
-        leaf = x.clone().requires_grad_()
+    for run in (layer.to(DEVICE), reference):
+        leaf = x.to(next(run.parameters()).device).clone().requires_grad_()
         given = leaf if lengths is None else pack_padded_sequence(leaf, lengths)
         with emulated():
             output, last = run(given)
             shown = output if lengths is None else output.data
             states = torch.cat(last) if isinstance(last, tuple) else last
-            weigh = torch.linspace(-1, 1, shown.numel(), dtype=dtype).reshape(shown.shape)
+            weigh = torch.linspace(-1, 1, shown.numel(), dtype=dtype, device=shown.device).reshape(shown.shape)
             loss = (shown * weigh).sum() + states.square().sum()
             found.append([shown, states, *torch.autograd.grad(loss, [leaf, *run.parameters()])])
     for one, other in zip(*found, strict=True):
         largest = max(1e-30, other.abs().max().item())
-        assert (one - other).abs().max() <= TOLERANCE[dtype] * largest
+        assert (one.cpu() - other).abs().max() <= TOLERANCE[dtype] * largest
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -64,7 +64,7 @@ def test_one_step_and_one_sample(kind: str) -> None:
 
 def test_states_that_are_too_large() -> None:
     with emulated(), pytest.raises(ValueError, match="hidden_size is 129; on CUDA devices states have at most 128"):
-        jacsparse.nn.GRU(3, 129)(torch.randn(2, 1, 3))
+        jacsparse.nn.GRU(3, 129).to(DEVICE)(torch.randn(2, 1, 3, device=DEVICE))
 
 
 @pytest.mark.parametrize("schedule", ["linear", "chunked", "blelloch", "planned", "relaxed"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import jacsparse
-from tests.cuda.harness import emulated
+from tests.cuda.harness import DEVICE, emulated
 
 DTYPES = [torch.float32, torch.float64]
 OPERATORS = {
@@ -36,11 +38,11 @@ def test_jacobians(name: str, batch: int, dtype: torch.dtype) -> None:
     module, x = module.to(dtype), torch.randn(batch, *shape, dtype=dtype)
     expected = jacsparse.jacobian(module, x)
     with emulated():
-        found = jacsparse.jacobian(module, x)
-        applied = found.vjp(torch.ones(batch, found.shape[0], dtype=dtype))
+        found = jacsparse.jacobian(copy.deepcopy(module).to(DEVICE), x.to(DEVICE))
+        applied = found.vjp(torch.ones(batch, found.shape[0], dtype=dtype, device=DEVICE)).cpu()
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
     assert found.pattern == expected.pattern
-    torch.testing.assert_close(found.values, expected.values, **tolerance)
+    torch.testing.assert_close(found.values.cpu(), expected.values, **tolerance)
     reference = expected.vjp(torch.ones(batch, expected.shape[0], dtype=dtype))
     torch.testing.assert_close(applied, reference, **tolerance)
 
@@ -49,9 +51,10 @@ def test_jacobians(name: str, batch: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("batch", [1, 3, 33])
 def test_scans(batch: int, schedule: str) -> None:
     module, shape = OPERATORS["chain"]
-    module, gradients = module.double(), []
+    module, gradients = copy.deepcopy(module).double().to(DEVICE), []
     for runner in (jacsparse.nn.Scan(module, schedule=schedule), module):
-        x = torch.randn(batch, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        x = torch.randn(batch, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        x = x.to(DEVICE).requires_grad_()
         with emulated():
             gradients.append(torch.autograd.grad(runner(x).square().sum(), [x, *module.parameters()]))
     for found, expected in zip(*gradients, strict=True):
@@ -61,5 +64,5 @@ def test_scans(batch: int, schedule: str) -> None:
 def test_a_nan_and_a_zero() -> None:
     x = torch.tensor([[0.0, -0.0, float("nan"), float("inf"), -1.0]])
     with emulated():
-        assert jacsparse.jacobian(nn.ReLU(), x).values.flatten().tolist() == [0, 0, 1, 1, 0]
+        assert jacsparse.jacobian(nn.ReLU(), x.to(DEVICE)).values.flatten().tolist() == [0, 0, 1, 1, 0]
     assert jacsparse.jacobian(nn.ReLU(), x).values.flatten().tolist() == [0, 0, 1, 1, 0]
