@@ -52,7 +52,8 @@ class RnnSensitivity(Experiment):
         from jacsparse._figures import BLUE, GREEN, ORANGE, new_figure, save_figure
 
         figure, panels = new_figure(10.0, 4.2, columns=2)
-        for axes, place, label in zip(panels, ("time", "batch"), ("steps, batches of 16", "samples"), strict=True):
+        labels = ("steps, batches of 16", f"samples of a batch, {self.time:,} steps")
+        for axes, place, label in zip(panels, ("time", "batch"), labels, strict=True):
             for kind, colour in (("RNN", BLUE), ("GRU", ORANGE), ("LSTM", GREEN)):
                 for part, style, shown in (("backward", "o-", "backward"), ("step", "s--", "whole step")):
                     found = [row for row in rows if row.data.get("kind") == kind and row.data["part"] == part]
@@ -64,7 +65,6 @@ class RnnSensitivity(Experiment):
             axes.axhline(1, color="black", linewidth=1, label="torch.nn")
             axes.set(xscale="log", yscale="log", xlabel=label)
             axes.grid(alpha=0.25, which="both")
-        panels[1].set_xlabel(f"samples of a batch, {self.time:,} steps")
         panels[0].set_ylabel("times as fast as torch.nn")
         panels[0].legend(fontsize=8, frameon=False)
         figure.suptitle(self.title, fontsize=10)

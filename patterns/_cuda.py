@@ -19,7 +19,20 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-__all__ = ["FILES", "KernelFile", "Parameter", "c_type", "on_device", "uploaded"]
+__all__ = [
+    "FILES",
+    "INDEX",
+    "REAL",
+    "THREADS",
+    "KernelFile",
+    "Parameter",
+    "blocks",
+    "c_type",
+    "index_type",
+    "instances",
+    "on_device",
+    "uploaded",
+]
 
 _TYPES = {
     torch.float32: "float",
@@ -31,6 +44,11 @@ _TYPES = {
     torch.int64: "long long",
 }
 _SCALARS = {"int": np.int32, "long long": np.int64, "float": np.float32, "double": np.float64, "bool": np.bool_}
+
+#: What most templates are made for: elements of values, and of index arrays.
+REAL, INDEX = ("float", "double"), ("int", "long long")
+#: Of a block, where nothing asks for another number.
+THREADS = 256
 
 #: All files of kernels, by their names.
 FILES: dict[str, KernelFile] = {}
@@ -45,6 +63,16 @@ def c_type(dtype: torch.dtype) -> str:
     'long long'
     """
     return _TYPES[dtype]
+
+
+def index_type(*arrays: np.ndarray) -> torch.dtype:
+    """The type that holds all of these index arrays: int64 where one of them is."""
+    return torch.int64 if any(array.dtype == np.int64 for array in arrays) else torch.int32
+
+
+def blocks(count: int, size: int = THREADS) -> int:
+    """How many blocks of so many threads, or rows of threads, there have to be for `count`."""
+    return -(-count // size)
 
 
 class Parameter(NamedTuple):
@@ -276,7 +304,7 @@ def uploaded(array: np.ndarray, device: torch.device, dtype: torch.dtype | None 
     key = (id(array), device, dtype)
     found = _uploads.get(key)
     if found is None:
-        found = torch.from_numpy(np.array(array)).to(device, dtype or None)
+        found = torch.from_numpy(np.array(array)).to(device, dtype)
         _uploads[key] = found
         weakref.finalize(array, _uploads.pop, key, None)
     return found

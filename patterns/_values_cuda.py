@@ -8,21 +8,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ._cuda import KernelFile, c_type, instances, uploaded
+from ._cuda import INDEX, REAL, THREADS, KernelFile, blocks, c_type, index_type, instances, uploaded
 
 __all__ = ["positive", "repeat_rows", "selected", "take"]
 
-_REAL, _INDEX = ("float", "double"), ("int", "long long")
 _FILE = KernelFile(
     Path(__file__).parent / "kernels" / "values.cu",
     (
-        *instances("take", _REAL, ("int",)),
-        *instances("repeat_rows", _REAL, _INDEX),
-        *instances("positive", _REAL),
-        *instances("selected", _REAL, _INDEX),
+        *instances("take", REAL, ("int",)),
+        *instances("repeat_rows", REAL, INDEX),
+        *instances("positive", REAL),
+        *instances("selected", REAL, INDEX),
     ),
 )
-_THREADS = 256
 
 
 def take(source: torch.Tensor, place: np.ndarray) -> torch.Tensor:
@@ -31,7 +29,7 @@ def take(source: torch.Tensor, place: np.ndarray) -> torch.Tensor:
     out = source.new_empty((len(place), 1))
     kernel = f"take<{c_type(source.dtype)}, int>"
     indices = uploaded(place, source.device, torch.int32)
-    _FILE.launch(kernel, [_blocks(len(place))], [_THREADS], source, indices, len(place), out, device=source.device)
+    _FILE.launch(kernel, [blocks(len(place))], [THREADS], source, indices, len(place), out, device=source.device)
     return out
 
 
@@ -39,13 +37,13 @@ def repeat_rows(source: torch.Tensor, start: np.ndarray, indptr: np.ndarray) -> 
     """Rows of what `source` holds from ``start[row]`` on, ``(nnz, 1)``."""
     rows, nnz = len(indptr) - 1, int(indptr[-1])
     out = source.new_empty((nnz, 1))
-    starts = uploaded(indptr, source.device, torch.int32 if indptr.dtype == np.int32 else torch.int64)
+    starts = uploaded(indptr, source.device, index_type(indptr))
     # As many threads for a row as it has entries, on the average, up to a warp.
     width = min(32, 1 << max(0, math.ceil(math.log2(max(1, nnz / max(1, rows))))))
     _FILE.launch(
         f"repeat_rows<{c_type(source.dtype)}, {c_type(starts.dtype)}>",
-        [-(-rows // (_THREADS // width))],
-        [width, _THREADS // width],
+        [blocks(rows, THREADS // width)],
+        [width, THREADS // width],
         source,
         uploaded(start, source.device),
         starts,
@@ -62,7 +60,7 @@ def positive(source: torch.Tensor) -> torch.Tensor:
     out = source.new_empty((elements, batch))
     _FILE.launch(
         f"positive<{c_type(source.dtype)}>",
-        [-(-elements // 32), -(-batch // 32)],
+        [blocks(elements, 32), blocks(batch, 32)],
         [32, 8],
         source.detach().contiguous(),
         batch,
@@ -77,11 +75,11 @@ def selected(winner: torch.Tensor, window: np.ndarray, position: np.ndarray, dty
     """One for each entry whose position is its window's winner, else zero; winners int64, ``(batch, ...)``."""
     batch, entries = winner.shape[0], len(window)
     out = torch.empty((entries, batch), dtype=dtype, device=winner.device)
-    index = torch.int64 if np.int64 in (window.dtype, position.dtype) else torch.int32
+    index = index_type(window, position)
     _FILE.launch(
         f"selected<{c_type(dtype)}, {c_type(index)}>",
-        [_blocks(entries * batch)],
-        [_THREADS],
+        [blocks(entries * batch)],
+        [THREADS],
         winner.reshape(batch, math.prod(winner.shape[1:])).T.contiguous(),
         uploaded(window, winner.device, index),
         uploaded(position, winner.device, index),
@@ -91,7 +89,3 @@ def selected(winner: torch.Tensor, window: np.ndarray, position: np.ndarray, dty
         device=winner.device,
     )
     return out
-
-
-def _blocks(count: int) -> int:
-    return -(-count // _THREADS)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..patterns import Pattern
-from ..patterns._cuda import KernelFile, c_type, instances, uploaded
+from ..patterns._cuda import INDEX, REAL, THREADS, KernelFile, blocks, c_type, index_type, instances, uploaded
 from ..patterns._structure import frozen
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Rows", "full_sparse", "matvec", "merge", "scale", "select_left", "select_right", "sparse_full"]
 
-_REAL, _INDEX, _SLOT = ("float", "double"), ("int", "long long"), ("unsigned char", "unsigned short", "unsigned int")
+_SLOT = ("unsigned char", "unsigned short", "unsigned int")
 _FILE = KernelFile(
     Path(__file__).parent / "kernels" / "products.cu",
     tuple(
@@ -42,10 +42,9 @@ _FILE = KernelFile(
             ("matvec",),
             ("matvec_lanes",),
         )
-        for instance in instances(template, _REAL, _INDEX, *more)
+        for instance in instances(template, REAL, INDEX, *more)
     ),
 )
-_THREADS = 256
 #: From so many samples on, the threads of a warp are samples.
 _LANES = 32
 #: Elements of a row's sums in shared memory; a longer row is gone through in parts. 48 KiB are there on every device.
@@ -56,12 +55,7 @@ _LONG = 32
 
 def _index(*patterns: Pattern) -> torch.dtype:
     """The type of the patterns' indices, all of them."""
-    wide = any(array.dtype == np.int64 for pattern in patterns for array in (pattern.indptr, pattern.indices))
-    return torch.int64 if wide else torch.int32
-
-
-def _blocks(count: int, size: int = _THREADS) -> int:
-    return -(-count // size)
+    return index_type(*(array for pattern in patterns for array in (pattern.indptr, pattern.indices)))
 
 
 def _arrays(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,13 +69,13 @@ def scale(other: Pattern, left: bool, diagonal: torch.Tensor, values: torch.Tens
     indptr, indices = _arrays(other, device, dtype)
     if left:
         rows = other.shape[0]
-        block = [32, _THREADS // 32]
+        block = [32, THREADS // 32]
         _FILE.launch(
-            f"scale_rows{types}", [_blocks(rows, block[1])], block, indptr, *factors, rows, batch, c, device=device
+            f"scale_rows{types}", [blocks(rows, block[1])], block, indptr, *factors, rows, batch, c, device=device
         )
     else:
-        grid = [_blocks(c.numel())]
-        _FILE.launch(f"scale_columns{types}", grid, [_THREADS], indices, *factors, other.nnz, batch, c, device=device)
+        grid = [blocks(c.numel())]
+        _FILE.launch(f"scale_columns{types}", grid, [THREADS], indices, *factors, other.nnz, batch, c, device=device)
 
 
 def merge(
@@ -89,15 +83,15 @@ def merge(
 ) -> None:
     """Sum the lists of pairs."""
     nnz, batch = c.shape
-    dtype = torch.int64 if left.dtype == np.int64 else torch.int32
+    dtype = index_type(left)
     lists = (uploaded(starts, c.device), uploaded(left, c.device, dtype), uploaded(right, c.device, dtype))
     types = f"<{c_type(c.dtype)}, {c_type(dtype)}>"
     factors = (a, a.shape[1], b, b.shape[1], nnz, batch, c)
     if batch < _LANES and len(left) >= _LONG * nnz:
-        block = [32, _THREADS // 32]
-        _FILE.launch(f"merge_long{types}", [_blocks(c.numel(), block[1])], block, *lists, *factors, device=c.device)
+        block = [32, THREADS // 32]
+        _FILE.launch(f"merge_long{types}", [blocks(c.numel(), block[1])], block, *lists, *factors, device=c.device)
     else:
-        _FILE.launch(f"merge{types}", [_blocks(c.numel())], [_THREADS], *lists, *factors, device=c.device)
+        _FILE.launch(f"merge{types}", [blocks(c.numel())], [THREADS], *lists, *factors, device=c.device)
 
 
 class Rows:
@@ -143,17 +137,17 @@ class Rows:
         factors = (a, a.shape[1], b, b.shape[1], batch)
         work = uploaded(product.work, device)
         if batch >= _LANES:
-            rows, block = product.c.shape[0], [_LANES, _THREADS // _LANES]
-            grid = [_blocks(rows, block[1]), _blocks(batch, _LANES)]
+            rows, block = product.c.shape[0], [_LANES, THREADS // _LANES]
+            grid = [blocks(rows, block[1]), blocks(batch, _LANES)]
             arrays = (rows, work, *patterns[:5], place, *factors, c)
             _FILE.launch(f"{name}_lanes<{types}>", grid, block, *arrays, device=device)
             return
         for chosen, longest in self._bins:
             capacity = min(longest, _SHARED // c.element_size())
-            warps = max(1, min(_THREADS // 32, _SHARED // (capacity * c.element_size())))
+            warps = max(1, min(THREADS // 32, _SHARED // (capacity * c.element_size())))
             _FILE.launch(
                 f"{name}<{types}>",
-                [_blocks(len(chosen) * batch, warps)],
+                [blocks(len(chosen) * batch, warps)],
                 [32, warps],
                 uploaded(chosen, device, torch.int32),
                 len(chosen),
@@ -175,7 +169,7 @@ def select_left(product: Product, slot: np.ndarray, winner: torch.Tensor, b: tor
     _FILE.launch(
         f"select_left<{c_type(c.dtype)}, {c_type(dtype)}, {c_type(slots.dtype)}>",
         [product.c.shape[0]],
-        [_THREADS],
+        [THREADS],
         uploaded(product.work, device),
         *_arrays(product.a, device, dtype),
         uploaded(product.b.indptr, device, dtype),
@@ -196,7 +190,7 @@ def select_right(product: Product, a: torch.Tensor, winner: torch.Tensor, c: tor
     _FILE.launch(
         f"select_right<{c_type(c.dtype)}, {c_type(dtype)}>",
         [product.c.shape[0]],
-        [_THREADS],
+        [THREADS],
         *_arrays(product.a, device, dtype),
         *_arrays(product.c, device, dtype),
         a,
@@ -217,8 +211,8 @@ def sparse_full(
     device, dtype, batch = c.device, _index(a_pattern), c.shape[1]
     _FILE.launch(
         f"sparse_full<{c_type(c.dtype)}, {c_type(dtype)}>",
-        [_blocks(columns * batch), a_pattern.shape[0]],
-        [_THREADS],
+        [blocks(columns * batch), a_pattern.shape[0]],
+        [THREADS],
         *_arrays(a_pattern, device, dtype),
         columns,
         uploaded(c_indptr, device),
@@ -237,12 +231,12 @@ def full_sparse(
 ) -> None:
     """A full matrix times a sparse one, which is given by its columns: starts, rows and places of their entries."""
     device, batch = c.device, c.shape[1]
-    dtype = torch.int64 if np.int64 in {array.dtype for array in columns} else torch.int32
+    dtype = index_type(*columns)
     count = len(columns[0]) - 1
     _FILE.launch(
         f"full_sparse<{c_type(c.dtype)}, {c_type(dtype)}>",
-        [_blocks(count * batch), len(c) // max(1, count)],
-        [_THREADS],
+        [blocks(count * batch), len(c) // max(1, count)],
+        [THREADS],
         inner,
         *(uploaded(array, device, dtype) for array in columns),
         count,
@@ -263,7 +257,7 @@ def matvec(pattern: Pattern, values: torch.Tensor, x: torch.Tensor, y: torch.Ten
     arguments = (*_arrays(pattern, device, dtype), values, values.shape[1], x, x.shape[1], rows, batch, y)
     types = f"<{c_type(y.dtype)}, {c_type(dtype)}>"
     if batch >= _LANES:
-        _FILE.launch(f"matvec_lanes{types}", [_blocks(y.numel())], [_THREADS], *arguments, device=device)
+        _FILE.launch(f"matvec_lanes{types}", [blocks(y.numel())], [THREADS], *arguments, device=device)
     else:
-        block = [32, _THREADS // 32]
-        _FILE.launch(f"matvec{types}", [_blocks(y.numel(), block[1])], block, *arguments, device=device)
+        block = [32, THREADS // 32]
+        _FILE.launch(f"matvec{types}", [blocks(y.numel(), block[1])], block, *arguments, device=device)

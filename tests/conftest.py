@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,18 +20,6 @@ def _seeded() -> None:
     torch.manual_seed(0)
     # PyTorch's remark on padding="same" with even kernels.
     warnings.filterwarnings("ignore", message="Using padding='same'")
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _fibers() -> Iterator[None]:
-    # All of the suite on CUDA's kernels, run on the CPU: slow, and not for the tests of what is the CPU's alone.
-    if os.environ.get("JACSPARSE_TESTS") != "fibers":
-        yield
-        return
-    from tests.cuda.harness import emulated
-
-    with emulated():
-        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
