@@ -25,6 +25,7 @@ __all__ = [
     "REAL",
     "THREADS",
     "KernelFile",
+    "Launch",
     "Parameter",
     "blocks",
     "c_type",
@@ -83,23 +84,26 @@ class Parameter(NamedTuple):
     name: str
 
 
+class Launch(NamedTuple):
+    """One run of a kernel; arguments are NumPy scalars, and tensors or None for pointers."""
+
+    file: KernelFile
+    instance: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    arguments: Sequence[Any]
+    shared: int
+    device: torch.device
+
+
 class Backend(Protocol):
     """What runs kernels."""
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Whether this is what works on a tensor."""
 
-    def launch(
-        self,
-        file: KernelFile,
-        instance: str,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        arguments: Sequence[Any],
-        shared: int,
-        device: torch.device,
-    ) -> None:
-        """Run one kernel; arguments are NumPy scalars, and tensors or None for pointers."""
+    def launch(self, launch: Launch) -> None:
+        """Run one kernel."""
 
 
 _KERNEL = re.compile(
@@ -188,10 +192,10 @@ class KernelFile:
         if len(arguments) != len(parameters):
             raise TypeError(f"{instance} takes {len(parameters)} arguments, not {len(arguments)}")
         checked = [_checked(instance, *both) for both in zip(parameters, arguments, strict=True)]
-        sizes = [(*given, 1, 1)[:3] for given in (grid, block)]
-        if 0 in sizes[0]:
+        grid_sizes, block_sizes = ((*given, 1, 1)[:3] for given in (grid, block))
+        if 0 in grid_sizes:
             return
-        _backend.launch(self, instance, sizes[0], sizes[1], checked, shared, device)
+        _backend.launch(Launch(self, instance, grid_sizes, block_sizes, checked, shared, device))
 
 
 def _checked(instance: str, parameter: Parameter, value: Any) -> Any:
@@ -211,25 +215,17 @@ class _CupyBackend:
     def on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
-    def launch(
-        self,
-        file: KernelFile,
-        instance: str,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        arguments: Sequence[Any],
-        shared: int,
-        device: torch.device,
-    ) -> None:
+    def launch(self, launch: Launch) -> None:
+        device, shared = launch.device, launch.shared
         cupy = _cupy(device)
         number = torch.cuda.current_device() if device.index is None else device.index
         with cupy.cuda.Device(number):
-            kernel = _compiled(file, number).get_function(instance)
+            kernel = _compiled(launch.file, number).get_function(launch.instance)
             if shared > 48 * 1024:
                 kernel.max_dynamic_shared_size_bytes = shared
             stream = torch.cuda.current_stream(number).cuda_stream
             with cupy.cuda.ExternalStream(stream, number):
-                kernel(grid, block, tuple(map(_plain, arguments)), shared_mem=shared)
+                kernel(launch.grid, launch.block, tuple(map(_plain, launch.arguments)), shared_mem=shared)
 
 
 def _plain(argument: Any) -> Any:

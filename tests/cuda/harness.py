@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from jacsparse.patterns import _cuda
-from jacsparse.patterns._cuda import KernelFile
+from jacsparse.patterns._cuda import Launch
 
 from tests.cuda.fibers import KernelError, call, compiled
 
@@ -36,16 +35,8 @@ class Fibers:
     def on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
 
-    def launch(
-        self,
-        file: KernelFile,
-        instance: str,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        arguments: Sequence[Any],
-        shared: int,
-        device: torch.device,
-    ) -> None:
+    def launch(self, launch: Launch) -> None:
+        file, instance, grid, block, arguments, shared, _ = launch
         if self.record is not None:
             content = {
                 f"argument {number}": argument.numpy() if isinstance(argument, torch.Tensor) else argument
