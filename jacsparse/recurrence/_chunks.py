@@ -8,7 +8,7 @@ import math
 import numpy as np
 import torch
 
-from ._runs import Sequences, index
+from ._runs import Runs, Sequences, index
 
 __all__ = ["Chunks", "compose"]
 
@@ -39,11 +39,24 @@ class Chunks:
     """
 
     def __init__(self, sequences: Sequences, direction: int, length: int, *, backward: bool = False) -> None:
-        self.sequences = sequences
+        self.sequences, self.backward = sequences, backward
         self.runs = sequences.chunks(direction, length)
         self.counts = -(-sequences.lengths // length)
         chunk = self.runs.first // length
         self.place = self.counts[self.runs.sample] - 1 - chunk if backward else chunk
+
+    def rest(self, late: np.ndarray) -> tuple[Runs, np.ndarray]:
+        """For each sample with runs among `late`: its steps from the first of these on, and which run that is."""
+        # Of each sample the first that the recurrence gets to.
+        late = late[np.argsort(self.place[late], kind="stable")]
+        late = late[np.unique(self.runs.sample[late], return_index=True)[1]]
+        first, sample = self.runs.first[late], self.runs.sample[late]
+        begin, end = (
+            (0 * first, first + self.runs.count[late]) if self.backward else (first, self.sequences.lengths[sample])
+        )
+        order = np.argsort(begin - end, kind="stable")
+        rest = Runs(self.sequences, self.runs.direction, sample[order], begin[order], (end - begin)[order])
+        return rest, late[order]
 
     @functools.cached_property
     def table(self) -> np.ndarray:

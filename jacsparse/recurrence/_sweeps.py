@@ -452,16 +452,9 @@ def _largest(values: torch.Tensor, sample: torch.Tensor, batch: int) -> torch.Te
 
 def _finish(sweep: Sweep, chunks: Chunks, found: _Found, report: Report) -> torch.Tensor:
     """Take each sample that has not settled sequentially, from its first chunk that does not fit; the last states."""
-    runs, late = chunks.runs, np.flatnonzero(found.late.cpu().numpy())
-    # Of each sample the first.
-    late = late[np.argsort(chunks.place[late], kind="stable")]
-    sample, first = np.unique(runs.sample[late], return_index=True)
-    late = late[first]
-    left = chunks.sequences.lengths[sample] - runs.first[late]
-    order = np.argsort(-left, kind="stable")
-    rest = Runs(chunks.sequences, runs.direction, sample[order], runs.first[late][order], left[order])
+    rest, late = chunks.rest(np.flatnonzero(found.late.cpu().numpy()))
     last = found.ends[index(chunks.last, found.ends)]
-    last[index(rest.sample, last)] = sweep.run(rest, found.wanted[index(late[order], last)])
+    last[index(rest.sample, last)] = sweep.run(rest, found.wanted[index(late, last)])
     report.methods.append("sequential")
-    report.fallback_samples, report.fallback_steps = len(sample), int(left.sum())
+    report.fallback_samples, report.fallback_steps = len(rest), int(rest.count.sum())
     return last

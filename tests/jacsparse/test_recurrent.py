@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import jacsparse
+from jacsparse.recurrence import _sweeps
 from jacsparse.recurrence._vector import sigmoid, tanh
 from tests.helpers import close
 
@@ -546,6 +547,21 @@ def test_matrices_that_overflow(schedule: str) -> None:
     assert schedule.startswith(report.methods[0])
     if len(report.methods) > 1:
         assert report.methods[1:] == ["sequential"] and report.fallback_steps == 1500 * report.fallback_samples > 0
+
+
+@ALL
+def test_where_auto_chose_to_guess_in_vain(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a machine with many more workers than samples.
+    monkeypatch.setattr(_sweeps, "_choose", lambda *_: ("relaxed", "many workers"))
+    layer, reference = pair(kind, 5, 6, bidirectional=True, chunk=2)
+    rescaled(layer, reference, "times 4")
+    packed = pack_sequence([torch.randn(length, 5).double() for length in (70, 41, 9, 3)])
+    found, expected = (
+        torch.autograd.grad(run(packed)[0].data.sum(), list(run.parameters())) for run in (layer, reference)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        close(ours, theirs, 1e-10)
+    assert any("sequential" in report.methods for report in layer.reports if report.recurrence == "backward")
 
 
 def test_options_are_checked_whenever_they_are_set() -> None:
