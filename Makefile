@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 STAMP := $(VENV)/.installed
+# Those that run on a GPU: first the numbers, then under Compute Sanitizer.
+GPU_TESTS := $(patsubst %,tests/cuda/test_%.py,products values recurrent device compute_sanitizer)
 
 .PHONY: setup demo test test-full test-gpu lint bench clean
 
@@ -24,7 +26,7 @@ test-full: $(STAMP)
 	JACSPARSE_TESTS=full $(RUN) -m pytest -n 2 --durations=15 -m "full or not full"
 
 test-gpu: $(STAMP)
-	JACSPARSE_TESTS=gpu $(RUN) -m pytest tests/cuda/test_products.py tests/cuda/test_values.py tests/cuda/test_recurrent.py
+	JACSPARSE_TESTS=gpu $(RUN) -m pytest $(GPU_TESTS)
 
 # Types are checked on a copy laid out as the package is: the folders beside jacsparse/ belong under it.
 lint: $(STAMP)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any
@@ -209,13 +209,20 @@ class Record:
 
     def jacobian(self) -> SparseJacobian:
         """``J`` for the whole batch."""
-        pattern = self.stage.pattern.T
-        return SparseJacobian(pattern, self.stage.rule.values(self._call(slice(None)), pattern))
+        return self._filled(self.stage.pattern.T, self.stage.rule.values, slice(None))
 
     def transposed_jacobian(self, samples: slice = slice(None)) -> SparseJacobian:
         """``J.T`` for a slice of the batch."""
-        call = self._call(samples)
-        return SparseJacobian(self.stage.pattern, self.stage.rule.transposed_values(call, self.stage.pattern))
+        return self._filled(self.stage.pattern, self.stage.rule.transposed_values, samples)
+
+    def _filled(
+        self, pattern: Pattern, values: Callable[[Call, Pattern], torch.Tensor], samples: slice
+    ) -> SparseJacobian:
+        try:
+            return SparseJacobian(pattern, values(self._call(samples), pattern))
+        except torch.OutOfMemoryError as error:
+            rows, columns = pattern.shape
+            raise torch.OutOfMemoryError(f"{self.stage.path}, {rows:,} × {columns:,}: {error}") from error
 
     def winners(self, samples: slice = slice(None)) -> torch.Tensor | None:
         """For a stage that selects, what it selects: int32, ``(windows, batch)``."""

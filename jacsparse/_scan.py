@@ -13,6 +13,7 @@ from torch import nn
 from ._chain import Chain, Record, chain, check_input
 from ._jacobian import SparseJacobian
 from .patterns import Pattern
+from .patterns._cuda import allocated
 from .patterns._values import batch_last
 from .schedule import Schedule, Step, resolve
 from .spgemm import ProductPlan, matvec, plan_product
@@ -242,7 +243,9 @@ class _Run:
     def _memory(self, value: int, shape: tuple[int, int]) -> torch.Tensor:
         """Memory for a product's values, the same in each slice: fresh pages would cost as much as the product."""
         if value not in self.memory:
-            self.memory[value] = self.vectors[0].new_empty(math.prod(shape))
+            like, (m, n) = self.vectors[0], self._pattern(value).shape
+            what = f"values of a {m:,} × {n:,} product"
+            self.memory[value] = allocated(what, shape, like.dtype, like.device).view(-1)
         return self.memory[value][: math.prod(shape)].view(shape)
 
     def _slice_size(self) -> int:

@@ -1,17 +1,20 @@
-"""CUDA kernels: files of templates, compiled by CuPy when first used, launched on PyTorch's current stream.
+"""CUDA kernels: templates, each instance compiled by CuPy when first launched, run on PyTorch's current stream.
 
 A `.cu` file lies in a folder ``kernels/`` beside the Python that launches it, which names the template instances that
 there are. What a launch passes is checked against the kernel's own parameters, as they stand in the file. Memory is
-PyTorch's; index arrays of plans and patterns are copied to a device once (`uploaded`).
+PyTorch's (`allocated`); index arrays of plans and patterns are copied to a device once (`uploaded`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import math
 import re
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -27,10 +30,13 @@ __all__ = [
     "KernelFile",
     "Launch",
     "Parameter",
+    "allocated",
     "blocks",
     "c_type",
     "index_type",
     "instances",
+    "memory_for",
+    "multiprocessors",
     "on_device",
     "uploaded",
 ]
@@ -44,6 +50,7 @@ _TYPES = {
     torch.int32: "int",
     torch.int64: "long long",
 }
+_DTYPES = {name: dtype for dtype, name in _TYPES.items()}
 _SCALARS = {"int": np.int32, "long long": np.int64, "float": np.float32, "double": np.float64, "bool": np.bool_}
 
 #: What most templates are made for: elements of values, and of index arrays.
@@ -77,11 +84,11 @@ def blocks(count: int, size: int = THREADS) -> int:
 
 
 class Parameter(NamedTuple):
-    """Of a kernel: what it points to, or is, and its name."""
+    """Of a kernel: its name, and the elements that it points to, or the number that it is."""
 
-    type: str
-    pointer: bool
     name: str
+    pointer: bool
+    type: Any
 
 
 class Launch(NamedTuple):
@@ -111,6 +118,8 @@ _KERNEL = re.compile(
     r"\((?P<parameters>[^)]*)\)"
 )
 
+_INCLUDE = re.compile(r'#include "([^"]+)"')
+
 
 @dataclass(frozen=True, eq=False)
 class KernelFile:
@@ -132,9 +141,17 @@ class KernelFile:
 
     @functools.cached_property
     def source(self) -> str:
-        """The file's text, after what all of them share."""
+        """The file's text, with those of its folder that it includes, after what all of them share."""
         common = Path(__file__).parent / "kernels" / "common.cuh"
-        return f'{common.read_text()}\n#line 1 "{self.path.name}"\n{self.path.read_text()}'
+        parts = [common.read_text(), f'#line 1 "{self.path.name}"']
+        for number, line in enumerate(self.path.read_text().splitlines(), 1):
+            included = _INCLUDE.fullmatch(line)
+            if included:
+                header = self.path.parent / included[1]
+                parts += [f'#line 1 "{header.name}"', header.read_text(), f'#line {number + 1} "{self.path.name}"']
+            else:
+                parts.append(line)
+        return "\n".join((*parts, ""))
 
     @functools.cached_property
     def _templates(self) -> dict[str, tuple[list[str], str]]:
@@ -156,7 +173,8 @@ class KernelFile:
         for part in text.split(","):
             words = part.replace("*", " * ").split()
             kind = " ".join(word for word in words[:-1] if word not in ("const", "*", "__restrict__"))
-            found.append(Parameter(values.get(kind, kind), "*" in words, words[-1]))
+            kind, pointer = values.get(kind, kind), "*" in words
+            found.append(Parameter(words[-1], pointer, (_DTYPES if pointer else _SCALARS)[kind]))
         return tuple(found)
 
     def launch(
@@ -191,24 +209,20 @@ class KernelFile:
         parameters = self.parameters[instance]
         if len(arguments) != len(parameters):
             raise TypeError(f"{instance} takes {len(parameters)} arguments, not {len(arguments)}")
-        checked = [_checked(instance, *both) for both in zip(parameters, arguments, strict=True)]
-        grid_sizes, block_sizes = ((*given, 1, 1)[:3] for given in (grid, block))
-        if 0 in grid_sizes:
+        checked = []
+        for (name, pointer, kind), value in zip(parameters, arguments, strict=True):
+            if not pointer:
+                checked.append(kind(value))
+            elif value is None or (value.dtype is kind and value.is_contiguous()):
+                checked.append(value)
+            else:
+                raise TypeError(
+                    f"{instance}: {name} points to {c_type(kind)}, and the tensor is of {value.dtype}, strides "
+                    f"{value.stride()}"
+                )
+        if 0 in grid:
             return
-        _backend.launch(Launch(self, instance, grid_sizes, block_sizes, checked, shared, device))
-
-
-def _checked(instance: str, parameter: Parameter, value: Any) -> Any:
-    if not parameter.pointer:
-        return _SCALARS[parameter.type](value)
-    if value is None:
-        return None
-    if c_type(value.dtype) != parameter.type or not value.is_contiguous():
-        raise TypeError(
-            f"{instance}: {parameter.name} points to {parameter.type}, and the tensor is of {value.dtype}, strides "
-            f"{value.stride()}"
-        )
-    return value
+        _backend.launch(Launch(self, instance, (*grid, 1, 1)[:3], (*block, 1, 1)[:3], checked, shared, device))
 
 
 class _CupyBackend:
@@ -216,16 +230,75 @@ class _CupyBackend:
         return tensor.is_cuda
 
     def launch(self, launch: Launch) -> None:
-        device, shared = launch.device, launch.shared
-        cupy = _cupy(device)
+        file, instance, grid, block, arguments, shared, device = launch
         number = torch.cuda.current_device() if device.index is None else device.index
-        with cupy.cuda.Device(number):
-            kernel = _compiled(launch.file, number).get_function(launch.instance)
-            if shared > 48 * 1024:
-                kernel.max_dynamic_shared_size_bytes = shared
-            stream = torch.cuda.current_stream(number).cuda_stream
-            with cupy.cuda.ExternalStream(stream, number):
-                kernel(launch.grid, launch.block, tuple(map(_plain, launch.arguments)), shared_mem=shared)
+        kernel = _compiled(file, instance, number)
+        if shared > kernel.shared:
+            kernel.allow(shared)
+        stream = torch.cuda.current_stream(number).cuda_stream
+        with kernel.cupy.cuda.Device(number), _stream(stream, number):
+            kernel.function(grid, block, tuple(map(_plain, arguments)), shared_mem=shared)
+
+
+class _Compiled:
+    """One instance on one device: alone it compiles in a tenth of a second, all of a file take several.
+
+    Parameters
+    ----------
+    file : KernelFile
+        Where it is.
+    instance : str
+        Which.
+    device : int
+        The number of the device.
+
+    Attributes
+    ----------
+    cupy : module
+        CuPy.
+    function : cupy.RawKernel
+        What runs it.
+    shared : int
+        Bytes of dynamic shared memory that a block may ask for.
+    """
+
+    _lock = threading.Lock()
+
+    def __init__(self, file: KernelFile, instance: str, device: int) -> None:
+        self.cupy, self.device = _cupy(torch.device("cuda", device)), device
+        with self.cupy.cuda.Device(device):
+            module = self.cupy.RawModule(code=file.source, options=("-std=c++17",), name_expressions=(instance,))
+            self.function = module.get_function(instance)
+            self.shared = self.function.max_dynamic_shared_size_bytes
+
+    def allow(self, shared: int) -> None:
+        """Let blocks ask for so much, or for what they already may where that is more."""
+        with self._lock, self.cupy.cuda.Device(self.device):
+            if self.function.max_dynamic_shared_size_bytes < shared:
+                self.function.max_dynamic_shared_size_bytes = shared
+            self.shared = max(self.shared, shared)
+
+
+_compiled = functools.cache(_Compiled)
+
+
+class _Handle(NamedTuple):
+    """A stream of PyTorch's, by CUDA's protocol; PyTorch's own class speaks it only in later versions."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+@functools.cache
+def _stream(handle: int, device: int) -> Any:
+    """CuPy's view of a stream; the device is CuPy's current one."""
+    cuda = _cupy(torch.device("cuda", device)).cuda
+    # From 14 on, where the other is deprecated.
+    if hasattr(cuda.Stream, "from_external"):
+        return cuda.Stream.from_external(_Handle(handle))
+    return cuda.ExternalStream(handle, device)
 
 
 def _plain(argument: Any) -> Any:
@@ -262,13 +335,6 @@ def _cupy(device: torch.device) -> Any:
     return cupy
 
 
-@functools.cache
-def _compiled(file: KernelFile, device: int) -> Any:
-    """All instances of a file, for the device that is CuPy's current one."""
-    cupy = _cupy(torch.device("cuda", device))
-    return cupy.RawModule(code=file.source, options=("-std=c++17",), name_expressions=file.instances)
-
-
 _backend: Backend = _CupyBackend()
 
 
@@ -287,6 +353,50 @@ def on_device(*tensors: torch.Tensor) -> bool:
     return _backend.on_device(first)
 
 
+@contextlib.contextmanager
+def memory_for(what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """What is run inside takes memory on a device for the named thing, and says so where there is not enough.
+
+    Parameters
+    ----------
+    what : str
+        The thing, as a message begins.
+    shape : sequence of int
+        Its shape, the batch last where there are two axes.
+    dtype : torch.dtype
+        Of its elements.
+    device : torch.device
+        Where.
+
+    Raises
+    ------
+    torch.OutOfMemoryError
+        In the place of PyTorch's own: with the thing, its bytes and what takes fewer.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        sizes = " × ".join(f"{size:,}" for size in shape)
+        smaller = ["a smaller batch"] if len(shape) > 1 and shape[-1] > 1 else []
+        smaller += ["float32"] if dtype == torch.float64 else []
+        raise torch.OutOfMemoryError(
+            f"{what}: {math.prod(shape) * dtype.itemsize:,} bytes ({sizes} of {dtype}) do not fit on {device}; try "
+            f"{' or '.join((*smaller, 'the CPU'))}"
+        ) from error
+
+
+def allocated(what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """New memory on a device, as `memory_for` names it."""
+    with memory_for(what, shape, dtype, device):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has; one of the largest, where it is made up."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
+
+
 _uploads: dict[tuple[int, torch.device, torch.dtype | None], torch.Tensor] = {}
 
 
@@ -300,7 +410,9 @@ def uploaded(array: np.ndarray, device: torch.device, dtype: torch.dtype | None 
     key = (id(array), device, dtype)
     found = _uploads.get(key)
     if found is None:
-        found = torch.from_numpy(np.array(array)).to(device, dtype)
+        given = torch.from_numpy(np.array(array))
+        with memory_for("an array of a plan or pattern", array.shape, dtype or given.dtype, device):
+            found = given.to(device, dtype)
         _uploads[key] = found
         weakref.finalize(array, _uploads.pop, key, None)
     return found

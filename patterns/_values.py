@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from . import _values_cuda
-from ._cuda import on_device, uploaded
+from ._cuda import memory_for, on_device, uploaded
 from ._runtime import SIMD, kernel, run_rows
 
 __all__ = ["batch_last", "gathered", "placed", "positive", "repeat_rows", "repeated", "selected", "take"]
@@ -195,7 +195,9 @@ def placed(winner: torch.Tensor, entry: np.ndarray, entries: int, dtype: torch.d
 def gathered(values: torch.Tensor, place: np.ndarray) -> torch.Tensor:
     """The rows of `values` at these places, a read-only array."""
     if on_device(values):
-        return values[uploaded(place, values.device)]
+        places = uploaded(place, values.device)
+        with memory_for("reordered values", (len(place), *values.shape[1:]), values.dtype, values.device):
+            return values[places]
     return values[torch.from_numpy(place.astype(np.int64))]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ._cuda import INDEX, REAL, THREADS, KernelFile, blocks, c_type, index_type, instances, uploaded
+from ._cuda import INDEX, REAL, THREADS, KernelFile, allocated, blocks, c_type, index_type, instances, uploaded
 
 __all__ = ["positive", "repeat_rows", "selected", "take"]
 
@@ -23,10 +23,14 @@ _FILE = KernelFile(
 )
 
 
+def _values(entries: int, batch: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return allocated("values of a Jacobian", (entries, batch), dtype, device)
+
+
 def take(source: torch.Tensor, place: np.ndarray) -> torch.Tensor:
     """``source.flatten()[place]``, shape ``(len(place), 1)``; the places are those of a weight, below 2^31."""
     source = source.detach().contiguous()
-    out = source.new_empty((len(place), 1))
+    out = _values(len(place), 1, source.dtype, source.device)
     kernel = f"take<{c_type(source.dtype)}, int>"
     indices = uploaded(place, source.device, torch.int32)
     _FILE.launch(kernel, [blocks(len(place))], [THREADS], source, indices, len(place), out, device=source.device)
@@ -36,7 +40,7 @@ def take(source: torch.Tensor, place: np.ndarray) -> torch.Tensor:
 def repeat_rows(source: torch.Tensor, start: np.ndarray, indptr: np.ndarray) -> torch.Tensor:
     """Rows of what `source` holds from ``start[row]`` on, ``(nnz, 1)``."""
     rows, nnz = len(indptr) - 1, int(indptr[-1])
-    out = source.new_empty((nnz, 1))
+    out = _values(nnz, 1, source.dtype, source.device)
     starts = uploaded(indptr, source.device, index_type(indptr))
     # As many threads for a row as it has entries, on the average, up to a warp.
     width = min(32, 1 << max(0, math.ceil(math.log2(max(1, nnz / max(1, rows))))))
@@ -57,7 +61,7 @@ def repeat_rows(source: torch.Tensor, start: np.ndarray, indptr: np.ndarray) -> 
 def positive(source: torch.Tensor) -> torch.Tensor:
     """One where an element is not ``<= 0``, else zero; ``(batch, ...)`` to ``(elements, batch)``."""
     batch, elements = source.shape[0], math.prod(source.shape[1:])
-    out = source.new_empty((elements, batch))
+    out = _values(elements, batch, source.dtype, source.device)
     _FILE.launch(
         f"positive<{c_type(source.dtype)}>",
         [blocks(elements, 32), blocks(batch, 32)],
@@ -74,7 +78,7 @@ def positive(source: torch.Tensor) -> torch.Tensor:
 def selected(winner: torch.Tensor, window: np.ndarray, position: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     """One for each entry whose position is its window's winner, else zero; winners int64, ``(batch, ...)``."""
     batch, entries = winner.shape[0], len(window)
-    out = torch.empty((entries, batch), dtype=dtype, device=winner.device)
+    out = _values(entries, batch, dtype, winner.device)
     index = index_type(window, position)
     _FILE.launch(
         f"selected<{c_type(dtype)}, {c_type(index)}>",

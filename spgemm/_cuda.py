@@ -142,14 +142,16 @@ class Rows:
             arrays = (rows, work, *patterns[:5], place, *factors, c)
             _FILE.launch(f"{name}_lanes<{types}>", grid, block, *arrays, device=device)
             return
-        for chosen, longest in self._bins:
+        # All of them before a kernel runs: where they do not fit, nothing is written.
+        bins = [(uploaded(chosen, device, torch.int32), longest) for chosen, longest in self._bins]
+        for chosen, longest in bins:
             capacity = min(longest, _SHARED // c.element_size())
             warps = max(1, min(THREADS // 32, _SHARED // (capacity * c.element_size())))
             _FILE.launch(
                 f"{name}<{types}>",
                 [blocks(len(chosen) * batch, warps)],
                 [32, warps],
-                uploaded(chosen, device, torch.int32),
+                chosen,
                 len(chosen),
                 work,
                 *patterns[:5],

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..patterns import Full
+from ..patterns._cuda import memory_for
 from ..patterns._runtime import kernel, run_rows
 from ..patterns._structure import frozen
 from . import _cuda
@@ -113,7 +114,8 @@ class Dense(Method):
 
     def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
         if self.full_a and self.full_b:
-            self._multiply_full(a, b, c)
+            with memory_for("a full product, the batch first", c.shape, c.dtype, c.device):
+                self._multiply_full(a, b, c)
         elif self.full_b:
             _cuda.sparse_full(self.product.a, self.product.b.shape[1], self.c_indptr, a, b, c)
         else:

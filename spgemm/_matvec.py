@@ -80,7 +80,7 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
     m, n = pattern.shape
     left, right = view("values", values, pattern.nnz), view("x", x, n, "columns")
     batch = same_batch("values", left, "x", right)
-    returned, y = result(out, (values, x), m, batch, left)
+    returned, y = result("vectors of a product", out, (values, x), m, batch, left)
     if isinstance(y, torch.Tensor):
         _on_device(pattern, left, right, y)
     elif isinstance(pattern.structure, Diagonal):

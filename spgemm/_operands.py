@@ -5,15 +5,17 @@ That is a NumPy array for what lies in the CPU's memory, and a tensor for what l
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..patterns._cuda import on_device
+from ..patterns._cuda import allocated, on_device
 
 __all__ = ["result", "same_batch", "same_device", "view"]
 
+_CPU = torch.device("cpu")
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 
@@ -40,9 +42,12 @@ def view(name: str, values: Any, rows: int, what: str = "entries", dtypes: tuple
 
 
 def _dtype(array: Any) -> np.dtype:
-    if isinstance(array, np.ndarray):
-        return array.dtype
-    return np.dtype(str(array.dtype).removeprefix("torch."))
+    return array.dtype if isinstance(array, np.ndarray) else _numpy_dtype(array.dtype)
+
+
+@functools.cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return np.dtype(str(dtype).removeprefix("torch."))
 
 
 def _memory(name: str, values: Any) -> Any:
@@ -68,7 +73,7 @@ def _memory(name: str, values: Any) -> Any:
 
 def same_device(left_name: str, left: Any, right_name: str, right: Any) -> None:
     """ValueError where two operands lie on different devices."""
-    places = ["cpu" if isinstance(operand, np.ndarray) else str(operand.device) for operand in (left, right)]
+    places = [_CPU if isinstance(operand, np.ndarray) else operand.device for operand in (left, right)]
     if places[0] != places[1]:
         raise ValueError(
             f"{left_name} is on {places[0]} and {right_name} on {places[1]}; move one: nothing is copied silently"
@@ -86,8 +91,8 @@ def same_batch(left_name: str, left: Any, right_name: str, right: Any) -> int:
     return b if a == 1 else a
 
 
-def result(out: Any, operands: tuple[Any, ...], rows: int, batch: int, like: Any) -> tuple[Any, Any]:
-    """What to return, and its view: `out` where given and fit, else new memory of the operands' kind.
+def result(what: str, out: Any, operands: tuple[Any, ...], rows: int, batch: int, like: Any) -> tuple[Any, Any]:
+    """What to return, and its view: `out` where given and fit, else new memory of the operands' kind for `what`.
 
     Of the dtype, and on the device, of `like`. The result has one dimension where all operands have.
     """
@@ -97,7 +102,7 @@ def result(out: Any, operands: tuple[Any, ...], rows: int, batch: int, like: Any
     shape = (rows,) if all(operand.ndim == 1 for operand in operands) else (rows, batch)
     if out is None:
         if isinstance(like, torch.Tensor):
-            tensor = like.new_empty(shape)
+            tensor = allocated(what, shape, like.dtype, like.device)
             return tensor, tensor.reshape(rows, batch)
         array = np.empty(shape, dtype=like.dtype)
         return torch.from_numpy(array) if all(tensors) else array, array.reshape(rows, batch)

@@ -86,7 +86,8 @@ class ProductPlan:
             batch, like = self._selected_batch(left, right)
         else:
             batch, like = same_batch("a_values", left, "b_values", right), left
-        returned, c = result(out, (a_values, b_values), self.pattern.nnz, batch, like)
+        (m, n), nnz = self.pattern.shape, self.pattern.nnz
+        returned, c = result(f"values of a {m:,} × {n:,} product", out, (a_values, b_values), nnz, batch, like)
         if 0 in c.shape:
             return returned
         if isinstance(c, torch.Tensor):

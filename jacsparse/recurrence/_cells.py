@@ -16,7 +16,7 @@ import torch
 from ..patterns._cuda import on_device
 from ..patterns._runtime import run_rows
 from . import _cuda, _kernels
-from ._runs import Runs, index, rows_of
+from ._runs import OnDevice, Runs, index, rows_of
 from ._vector import padded
 
 __all__ = ["CELLS", "Cell", "Kept", "Weights", "preceding"]
@@ -47,15 +47,18 @@ class Weights:
         return self.hidden.shape[1]
 
     @functools.cached_property
+    def columns(self) -> torch.Tensor:
+        """The hidden weight transposed, ``(size, gates · size)``."""
+        return self.hidden.t().contiguous()
+
+    @functools.cached_property
     def forward_rows(self) -> np.ndarray:
         """The hidden weight as forward kernels take it, ``(size, gates · width)``: a row for each state element."""
         gates, width = self.hidden.shape[0] // max(1, self.size), padded(self.size)
-        # By PyTorch, which transposes by blocks.
-        columns = self.hidden.t().contiguous()
         if width == self.size:
-            return columns.numpy()
+            return self.columns.numpy()
         rows = self.hidden.new_zeros(self.size, gates, width)
-        rows[:, :, : self.size] = columns.view(self.size, gates, self.size)
+        rows[:, :, : self.size] = self.columns.view(self.size, gates, self.size)
         return rows.view(self.size, gates * width).numpy()
 
     @functools.cached_property
@@ -106,6 +109,8 @@ class Cell(ABC):
     kept: ClassVar[int] = 0
     grad_width: ClassVar[int]
 
+    #: Whether a device has a kernel for `transfer`.
+    _transfers: ClassVar[bool] = True
     #: Forward and backward.
     _kernels: ClassVar[tuple[Any, Any]]
 
@@ -116,7 +121,7 @@ class Cell(ABC):
         return torch.addmm(self._entering(weights.bias, weights.hidden_bias), x, weights.input.T)
 
     def forward(
-        self, runs: Runs, entered: torch.Tensor, weights: Weights, start: torch.Tensor, kept: Kept
+        self, runs: Runs | OnDevice, entered: torch.Tensor, weights: Weights, start: torch.Tensor, kept: Kept
     ) -> torch.Tensor:
         """Take the runs from the states `start` to those that are returned, both ``(runs, states · size)``.
 
@@ -129,7 +134,7 @@ class Cell(ABC):
 
     def backward(
         self,
-        runs: Runs,
+        runs: Runs | OnDevice,
         weights: Weights,
         kept: Kept,
         grad_output: torch.Tensor | None,
@@ -146,15 +151,38 @@ class Cell(ABC):
         self._run("backward", runs, weights, self._history(runs, kept), after)
         return grad_start
 
-    def _run(self, way: str, runs: Runs, weights: Weights, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    def transfer(
+        self, runs: Runs | OnDevice, weights: Weights, kept: Kept, grad_output: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """On a device: what runs do to the gradient of their last state, and what comes to a zero one.
+
+        Returns
+        -------
+        Tensor, (runs, states · size + 1, states · size), or None
+            Rows are those of unit vectors and, last, of zeros with `grad_output`; None where there is no kernel.
+        """
+        if not self._transfers:
+            return None
+        given = (*self._history(runs, kept), weights.hidden, *self._backward_constants(), grad_output)
+        return _cuda.transfer(self._name, runs, weights.hidden, weights.size, *given)
+
+    @property
+    def _name(self) -> str:
+        """As kernels on devices begin."""
+        return self.mode.partition("_")[0].lower()
+
+    def _run(
+        self, way: str, runs: Runs | OnDevice, weights: Weights, before: tuple[Any, ...], after: tuple[Any, ...]
+    ) -> None:
         """Call a kernel with what it takes before the weights and after them."""
         if on_device(weights.hidden):
-            name = f"{self.mode.partition('_')[0].lower()}_{way}"
-            _cuda.launch(name, runs, weights.hidden, weights.size, *before, weights.hidden, *after)
+            given = weights.columns if way == "forward" else weights.hidden
+            _cuda.launch(f"{self._name}_{way}", runs, weights.hidden, weights.size, *before, given, *after)
             return
+        assert isinstance(runs, Runs)
         kernel, rows = self._kernels[way == "backward"], getattr(weights, f"{way}_rows")
-        given = ([rows_of(argument, weights.hidden) for argument in part] for part in (before, after))
-        run_rows(kernel, runs.work(self._step_work(weights.size)), *runs.table, *next(given), rows, *next(given))
+        first, then = ([rows_of(argument, weights.hidden) for argument in part] for part in (before, after))
+        run_rows(kernel, runs.work(self._step_work(weights.size)), *runs.table, *first, rows, *then)
 
     def _entering(self, bias: torch.Tensor, hidden_bias: torch.Tensor) -> torch.Tensor:
         """What both biases add to what enters."""
@@ -168,7 +196,7 @@ class Cell(ABC):
         """What the backward kernel takes after the weights."""
         return ()
 
-    def _history(self, runs: Runs, kept: Kept) -> tuple[Any, ...]:
+    def _history(self, runs: Runs | OnDevice, kept: Kept) -> tuple[Any, ...]:
         """What the backward kernel reads of the forward pass."""
         return kept.gates, kept.initial, runs.sequences.edges(runs.direction)
 
@@ -232,7 +260,7 @@ class _RnnCell(Cell):
     def _backward_constants(self) -> tuple[Any, ...]:
         return (self.relu,)
 
-    def _history(self, runs: Runs, kept: Kept) -> tuple[Any, ...]:
+    def _history(self, runs: Runs | OnDevice, kept: Kept) -> tuple[Any, ...]:
         return (kept.output,)
 
 
@@ -267,7 +295,7 @@ class _GruCell(Cell):
         bias = weights.hidden.new_zeros(size) if weights.hidden_bias is None else weights.hidden_bias[2 * size :]
         return (bias,)
 
-    def _history(self, runs: Runs, kept: Kept) -> tuple[Any, ...]:
+    def _history(self, runs: Runs | OnDevice, kept: Kept) -> tuple[Any, ...]:
         return (kept.output, *super()._history(runs, kept))
 
 
@@ -277,6 +305,7 @@ class _LstmCell(Cell):
     states = 2
     kept = 5
     mode = "LSTM"
+    _transfers = False
     _kernels = (_kernels.lstm_forward, _kernels.lstm_backward)
 
     def state(self, kept: Kept, before: np.ndarray, sample: torch.Tensor) -> dict[str, torch.Tensor]:

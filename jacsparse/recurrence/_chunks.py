@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import numpy as np
 import torch
 
+from ..patterns._structure import frozen
 from ._runs import Runs, Sequences, index
 
 __all__ = ["Chunks", "compose"]
@@ -18,6 +18,8 @@ _ELEMENTS = 2**25
 
 class Chunks:
     """Each sample's steps as runs of a length, in the order in which a recurrence gets to them.
+
+    Those of sequences that are kept are best made once: `Sequences.cut`.
 
     Parameters
     ----------
@@ -41,9 +43,9 @@ class Chunks:
     def __init__(self, sequences: Sequences, direction: int, length: int, *, backward: bool = False) -> None:
         self.sequences, self.backward = sequences, backward
         self.runs = sequences.chunks(direction, length)
-        self.counts = -(-sequences.lengths // length)
+        self.counts = frozen(-(-sequences.lengths // length))
         chunk = self.runs.first // length
-        self.place = self.counts[self.runs.sample] - 1 - chunk if backward else chunk
+        self.place = frozen(self.counts[self.runs.sample] - 1 - chunk if backward else chunk)
 
     def rest(self, late: np.ndarray) -> tuple[Runs, np.ndarray]:
         """For each sample with runs among `late`: its steps from the first of these on, and which run that is."""
@@ -63,17 +65,17 @@ class Chunks:
         """The run at each place of each sample, -1 for none; ``(places, batch)``."""
         table = np.full((int(self.counts.max(initial=0)), self.sequences.batch), -1)
         table[self.place, self.runs.sample] = np.arange(len(self.runs))
-        return table
+        return frozen(table)
 
     @functools.cached_property
     def before(self) -> np.ndarray:
         """The run from which each one's first state comes, -1 where it is the sample's."""
-        return np.where(self.place > 0, self.table[self.place - 1, self.runs.sample], -1)
+        return frozen(np.where(self.place > 0, self.table[self.place - 1, self.runs.sample], -1))
 
     @functools.cached_property
     def last(self) -> np.ndarray:
         """The run at each sample's last place."""
-        return self.table[self.counts - 1, np.arange(self.sequences.batch)]
+        return frozen(self.table[self.counts - 1, np.arange(self.sequences.batch)])
 
     def starts(self, ends: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         """Each run's first state: the last one of the run before it, or the sample's own in `edge`."""
@@ -104,23 +106,24 @@ class Chunks:
         In float64: a power of a matrix doubles its error at each level, which in float32 is 20 times that of going
         step by step after 30,000 steps.
         """
-        found = torch.empty_like(offsets)
-        begin, batch = 0, self.sequences.batch
+        table, batch, begin = index(self.table, edge), self.sequences.batch, 0
+        found = edge.new_empty(*table.shape, edge.shape[1])
+        # Shorter samples stay where they are after their end.
+        unit = matrices.new_ones(matrices.shape[1]).double()
+        unit = unit.diag() if matrices.ndim == 3 else unit
         while begin < batch:
             # The longest come first: none of these is longer than the first one.
             count = int(self.counts[begin])
-            end = min(batch, begin + max(1, _ELEMENTS // max(1, count * math.prod(matrices.shape[1:]))))
-            places = index(self.table[:count, begin:end].copy(), edge)
-            there = places >= 0
-            # Shorter samples stay where they are after their end.
-            steps = matrices.new_ones(matrices.shape[1]).double()
-            steps = (steps.diag() if matrices.ndim == 3 else steps).repeat(*places.shape, *[1] * (matrices.ndim - 1))
-            shifts = offsets.new_zeros((*places.shape, offsets.shape[1]), dtype=torch.float64)
-            steps[there], shifts[there] = matrices[places[there]].double(), offsets[places[there]].double()
-            states = compose(steps, shifts, edge[begin:end].double(), tree=tree)[:-1]
-            found[places[there]] = states[there].to(edge.dtype)
+            end = min(batch, begin + max(1, _ELEMENTS // max(1, count * unit.numel())))
+            places = table[:count, begin:end]
+            steps, shifts = (given[places.clamp(min=0)].double() for given in (matrices, offsets))
+            if self.counts[end - 1] < count:
+                there = (places >= 0).unsqueeze(-1)
+                shifts = torch.where(there, shifts, 0)
+                steps = torch.where(there.unsqueeze(-1) if matrices.ndim == 3 else there, steps, unit)
+            found[:count, begin:end] = compose(steps, shifts, edge[begin:end].double(), tree=tree)[:-1]
             begin = end
-        return found
+        return found[index(self.place, edge), index(self.runs.sample, edge)]
 
 
 def compose(matrices: torch.Tensor, offsets: torch.Tensor, state: torch.Tensor, *, tree: bool) -> torch.Tensor:

@@ -1,37 +1,88 @@
-"""The cells on CUDA tensors: a block for each run of steps."""
+"""Recurrences on CUDA tensors: what launches their kernels."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..patterns._cuda import KernelFile, c_type, instances, uploaded
+from ..patterns._cuda import (
+    INDEX,
+    REAL,
+    THREADS,
+    KernelFile,
+    allocated,
+    blocks,
+    c_type,
+    index_type,
+    instances,
+    uploaded,
+)
+from ._chunks import Chunks
+from ._runs import OnDevice, Runs
 
-if TYPE_CHECKING:
-    from ._runs import Runs
+__all__ = ["LARGEST", "WIDEST", "Judged", "judge", "launch", "sweep", "transfer", "walk"]
 
-__all__ = ["LARGEST", "launch"]
+#: Elements of a state, at most: of a cell, whose threads have one each, and of a linear recurrence.
+LARGEST, WIDEST = 128, 512
 
-#: Elements of a state, at most: a thread each, and room in shared memory.
-LARGEST = 128
-_FILE = KernelFile(
-    Path(__file__).parent / "kernels" / "recurrent.cu",
-    tuple(
+_FOLDER = Path(__file__).parent / "kernels"
+#: Columns of the weights that a thread keeps in registers: as many as fit beside what is on its way from memory.
+_REGISTERS = {
+    ("rnn", "float"): (32, 64, 128),
+    ("rnn", "double"): (32, 64),
+    ("gru", "float"): (32,),
+    ("gru", "double"): (),
+    ("lstm", "float"): (32,),
+    ("lstm", "double"): (),
+    ("scaled", "float"): (32, 64),
+    ("scaled", "double"): (32,),
+}
+
+
+def _in_registers(name: str, *cells: str) -> tuple[str, ...]:
+    return tuple(
         instance
-        for cell in ("rnn", "gru", "lstm")
-        for way in ("forward", "backward")
-        # Up to 32 columns of each gate fit a thread's registers, in float64 those of one gate.
-        for choices in ((("float",), ("32", "0")), (("double",), ("32", "0") if cell == "rnn" else ("0",)))
-        for instance in instances(f"{cell}_{way}", *choices)
+        for (cell, real), sizes in _REGISTERS.items()
+        if cell in cells
+        for instance in instances(name.format(cell), (real,), [str(size) for size in (*sizes, 0)])
+    )
+
+
+def _transfers(name: str) -> tuple[str, ...]:
+    return (f"{name}_transfer<float, 4>", f"{name}_transfer<float, 8>", f"{name}_transfer<double, 4>")
+
+
+_CELLS = KernelFile(
+    _FOLDER / "recurrent.cu",
+    (
+        *_in_registers("{}_forward", "rnn", "gru", "lstm"),
+        *_in_registers("{}_backward", "rnn", "gru", "lstm"),
+        *_transfers("rnn"),
+        *_transfers("gru"),
     ),
+)
+_LINEAR = KernelFile(
+    _FOLDER / "linear.cu",
+    (
+        *instances("dense_sweep", REAL),
+        *instances("diagonal_sweep", REAL),
+        *_in_registers("{}_sweep", "scaled"),
+        *instances("sparse_sweep", REAL, INDEX),
+        *_transfers("dense"),
+        *_transfers("scaled"),
+    ),
+)
+_BOUNDARIES = KernelFile(
+    _FOLDER / "boundaries.cu",
+    (*instances("judge", REAL), *instances("walk", REAL), *instances("walk_diagonals", REAL)),
 )
 
 
-def launch(name: str, runs: Runs, like: torch.Tensor, size: int, *arguments: Any) -> None:
-    """Run one of the kernels, as in ``gru_forward``, on the device of `like`.
+def launch(name: str, runs: Runs | OnDevice, weight: torch.Tensor, size: int, *arguments: Any) -> None:
+    """Run one of the cells' kernels, as in ``gru_forward``, on the device of the weight.
 
     Arguments are those that the CPU's kernel of the same name takes after the runs; arrays are uploaded, and tensors
     without rows are left out.
@@ -41,24 +92,252 @@ def launch(name: str, runs: Runs, like: torch.Tensor, size: int, *arguments: Any
     ValueError
         Where the state is too large.
     """
-    if size > LARGEST:
-        raise ValueError(f"hidden_size is {size}; on CUDA devices states have at most {LARGEST} elements")
-    device, dtype = like.device, c_type(like.dtype)
-    registers = 32 if size <= 32 and f"{name}<{dtype}, 32>" in _FILE.instances else 0
-    _FILE.launch(
-        f"{name}<{dtype}, {registers}>",
-        [len(runs)],
-        [max(1, -(-size // 32)) * 32],
-        *(uploaded(array, device) for array in (runs.sample, runs.begin, runs.count)),
-        runs.direction,
-        uploaded(runs.sequences.offset, device),
+    check_size("hidden_size", size, LARGEST)
+    device = weight.device
+    there = runs.on(device)
+    registers = _registers(name.partition("_")[0], weight.dtype, size)
+    _CELLS.launch(
+        f"{name}<{c_type(weight.dtype)}, {registers}>",
+        [len(there.sample)],
+        [registers or _warps(size)],
+        *_of_runs(there, device),
         size,
         *(_given(argument, device) for argument in arguments),
         device=device,
     )
 
 
+def sweep(
+    form: str, runs: Runs | OnDevice, like: torch.Tensor, matrices: tuple[Any, ...], states: tuple[Any, ...], back: bool
+) -> None:
+    """Take runs of a linear recurrence with matrices of a form, as in ``dense``, from first to last states, or back.
+
+    Parameters
+    ----------
+    form : {"dense", "diagonal", "scaled", "sparse"}
+        Of the matrices.
+    runs : Runs
+        Which.
+    like : Tensor, (runs, n)
+        The first states.
+    matrices, states : tuple
+        What the kernel takes of each, before and after `shared`, or the width of sparse values.
+    back : bool
+        Whether this is the adjoint.
+
+    Raises
+    ------
+    ValueError
+        Where the state is too large.
+    """
+    device, (count, size) = like.device, like.shape
+    there, real = runs.on(device), c_type(like.dtype)
+    table = (there.sample, there.begin, there.steps, there.direction, there.sequences.batch)
+    given = (*matrices, *states)
+    if form == "diagonal":
+        grid = [blocks(count * size)]
+        _LINEAR.launch(f"diagonal_sweep<{real}>", grid, [THREADS], *table, count, size, back, *given, device=device)
+        return
+    check_size("n", size, WIDEST)
+    if form == "sparse":
+        # One type for all of them.
+        kind = index_type(*(array for array in matrices[:3] if array is not None))
+        arrays = (None if array is None else uploaded(array, device, kind) for array in matrices[:3])
+        index, given = c_type(kind), (*arrays, *matrices[3:], *states)
+        # Neighbouring samples' values lie side by side; two states of each have to fit.
+        batch, fitting = there.sequences.batch, 48 * 1024 // (2 * size * like.element_size())
+        lanes = 1 << min(5, batch.bit_length() - 1, fitting.bit_length() - 1)
+        _LINEAR.launch(
+            f"sparse_sweep<{real}, {index}>",
+            [blocks(count, lanes)],
+            [lanes, THREADS // lanes],
+            *table,
+            count,
+            size,
+            back,
+            *given,
+            device=device,
+            shared=2 * size * lanes * like.element_size(),
+        )
+        return
+    registers = _registers(form, like.dtype, size) if form == "scaled" else 0
+    threads = registers or (_warps(size) if form == "scaled" else max(THREADS, _warps(size)))
+    instance = f"scaled_sweep<{real}, {registers}>" if form == "scaled" else f"dense_sweep<{real}>"
+    _LINEAR.launch(instance, [count], [threads], *table, size, back, *given, device=device)
+
+
+def transfer(
+    name: str, runs: Runs | OnDevice, like: torch.Tensor, size: int, *arguments: Any, back: bool | None = None
+) -> torch.Tensor:
+    """What runs do to a row vector, and what comes to a row of zeros, ``(runs, size + 1, size)``.
+
+    Parameters
+    ----------
+    name : {"rnn", "gru", "dense", "scaled"}
+        Of the recurrence: the gradients' of a cell, or a linear one.
+    runs : Runs
+        Which.
+    like : Tensor
+        Where, and of which dtype.
+    size : int
+        Elements of a state.
+    *arguments
+        What the kernel takes after the shares and before the result.
+    back : bool, optional
+        Of a linear recurrence: whether this is the adjoint.
+    """
+    check_size("hidden_size" if back is None else "n", size, LARGEST)
+    device, width = like.device, like.element_size()
+    there = runs.on(device)
+    rows = 4 if size <= 32 or width > 4 else 8
+    # A block's rows, of size + 1, the slab and the coefficients together fit 64 KiB.
+    share = -(-(size + 1) // -(-(size + 1) // (260 // width)))
+    height, columns = -(-share // rows) * rows, -(-size // 4) * 4
+    coefficients = {"rnn": 1, "gru": 4, "dense": 0, "scaled": 1}[name]
+    out = allocated("the chunks' transfer matrices", (len(there.sample), size + 1, size), like.dtype, device)
+    table = _of_runs(there, device) if back is None else (*there[:4], there.sequences.batch)
+    (_CELLS if back is None else _LINEAR).launch(
+        f"{name}_transfer<{c_type(like.dtype)}, {rows}>",
+        [len(there.sample), blocks(size + 1, share)],
+        [_warps(columns // 4 * (height // rows))],
+        *table,
+        size,
+        share,
+        *(() if back is None else (back,)),
+        *(_given(argument, device) for argument in arguments),
+        out,
+        device=device,
+        shared=(size * height + _SLAB * columns + 2 * coefficients * size) * width,
+    )
+    return out
+
+
+#: As in `runs.cuh`.
+_SLAB = 16
+
+
+class Judged(NamedTuple):
+    """What `judge` found of the runs and of the samples.
+
+    Attributes
+    ----------
+    start : Tensor, (runs, state)
+        Where runs are to start, or what they came to.
+    again : Tensor of int64, (runs,)
+        Steps that they are to be taken through again.
+    begin, steps : Tensor of int64, (batch,)
+        The time of the first step that is left of each sample, and how many are.
+    rest : Tensor, (batch, state)
+        Where these start; the last state where there are none.
+    """
+
+    start: torch.Tensor
+    again: torch.Tensor
+    begin: torch.Tensor
+    steps: torch.Tensor
+    rest: torch.Tensor
+
+
+def judge(
+    chunks: Chunks,
+    ends: torch.Tensor,
+    following: torch.Tensor | None,
+    edge: torch.Tensor,
+    least: float,
+    guess: torch.Tensor,
+    defect: torch.Tensor,
+) -> Judged:
+    """Compare first states with those that follow from the runs' last ones, or with given ones; changes `guess`."""
+    device, size = edge.device, edge.shape[1]
+    again, begin, steps = (torch.empty(len(like), dtype=torch.int64, device=device) for like in (ends, edge, edge))
+    found = Judged(torch.empty_like(ends), again, begin, steps, torch.empty_like(edge))
+    _BOUNDARIES.launch(
+        f"judge<{c_type(edge.dtype)}>",
+        [len(edge)],
+        [THREADS],
+        *_of_chunks(chunks, device),
+        size,
+        chunks.backward,
+        ends,
+        following,
+        edge,
+        8 * torch.finfo(edge.dtype).eps,
+        max(least, torch.finfo(edge.dtype).tiny),
+        guess,
+        found.start,
+        found.again,
+        defect,
+        found.begin,
+        found.steps,
+        found.rest,
+        device=device,
+    )
+    return found
+
+
+def walk(
+    chunks: Chunks, matrices: torch.Tensor, edge: torch.Tensor, offsets: torch.Tensor | None = None
+) -> tuple[torch.Tensor, OnDevice]:
+    """First states of the runs, by what these do to a state, and the runs of the samples where that overflows.
+
+    Parameters
+    ----------
+    chunks : Chunks
+        The runs.
+    matrices : Tensor, (runs, state + 1, state), or (runs, state) with `offsets`
+        What runs do to a row vector, and what they add; or the diagonals of such matrices.
+    edge : Tensor, (batch, state)
+        The samples' first states.
+    offsets : Tensor, (runs, state), optional
+        What is added, where matrices are diagonal.
+    """
+    device, (batch, size) = edge.device, edge.shape
+    start = edge.new_empty(len(chunks.runs), size)
+    begin, count = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
+    threads = THREADS if offsets is not None else max(1, min(8, WIDEST // _warps(size))) * _warps(size)
+    _BOUNDARIES.launch(
+        f"{'walk' if offsets is None else 'walk_diagonals'}<{c_type(edge.dtype)}>",
+        [batch],
+        [threads],
+        *_of_chunks(chunks, device),
+        size,
+        chunks.backward,
+        matrices,
+        *(() if offsets is None else (offsets,)),
+        edge,
+        start,
+        begin,
+        count,
+        device=device,
+    )
+    whole = chunks.sequences.whole(chunks.runs.direction).on(device)
+    return start, whole._replace(begin=begin, steps=count)
+
+
+def check_size(name: str, size: int, largest: int) -> None:
+    """Refuse states that kernels have no room for."""
+    if size > largest:
+        raise ValueError(f"{name} is {size}; on CUDA devices states have at most {largest} elements")
+
+
+def _registers(cell: str, dtype: torch.dtype, size: int) -> int:
+    return next((registers for registers in _REGISTERS[cell, c_type(dtype)] if size <= registers), 0)
+
+
+def _warps(size: int) -> int:
+    return max(1, -(-size // 32)) * 32
+
+
+def _of_runs(runs: OnDevice, device: torch.device) -> tuple[Any, ...]:
+    return (*runs[:4], uploaded(runs.sequences.offset, device))
+
+
+def _of_chunks(chunks: Chunks, device: torch.device) -> tuple[Any, ...]:
+    runs, tables = chunks.runs.on(device), (uploaded(array, device) for array in (chunks.table, chunks.counts))
+    return (*tables, runs.begin, runs.steps, chunks.sequences.batch)
+
+
 def _given(argument: Any, device: torch.device) -> Any:
     if isinstance(argument, np.ndarray):
-        return uploaded(argument, device)
+        return uploaded(argument, device, index_type(argument))
     return None if isinstance(argument, torch.Tensor) and not len(argument) else argument

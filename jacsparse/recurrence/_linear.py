@@ -13,11 +13,14 @@ import numpy as np
 import torch
 
 from ..patterns import Pattern
+from ..patterns._cuda import multiprocessors, on_device
 from ..patterns._runtime import run_rows, threads
+from ..patterns._structure import frozen
+from . import _cuda, _on_device
 from . import _linear_kernels as kernels
 from ._chunks import Chunks
 from ._planned import scan, times
-from ._runs import Runs, Sequences, index, rows_of
+from ._runs import OnDevice, Runs, Sequences, index, rows_of
 from ._sweeps import Report, Sweep, parse, solve_affine
 from ._vector import padded
 
@@ -68,12 +71,16 @@ class Blocks(ABC):
         """What the kernel takes."""
 
     @abstractmethod
+    def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
+        """What the kernel of a device takes: tensors and arrays."""
+
+    @abstractmethod
     def step_work(self) -> int:
         """Elementary operations of a step of a sample."""
 
     def run(
         self,
-        runs: Runs,
+        runs: Runs | OnDevice,
         added: torch.Tensor | None,
         start: torch.Tensor,
         out: torch.Tensor | None,
@@ -82,6 +89,11 @@ class Blocks(ABC):
     ) -> torch.Tensor:
         """Take runs from first to last states, or back."""
         end = start.new_empty(start.shape)
+        if on_device(start):
+            given = self.on_device(adjoint=adjoint)
+            _cuda.sweep(type(self).__name__.lower(), runs, start, given, (added, start, out, end), adjoint)
+            return end
+        assert isinstance(runs, Runs)
         states = (rows_of(tensor, start) for tensor in (added, start, out, end))
         arrays = (*self.arrays(adjoint=adjoint), *states)
         table = (runs.sample, runs.begin, runs.count, runs.direction, runs.sequences.batch)
@@ -95,8 +107,8 @@ def _checked(name: str, value: Any, ndim: int, sizes: str) -> torch.Tensor:
         raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
     if value.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
-    if value.device.type != "cpu":
-        raise ValueError(f"{name} is on {value.device}; this runs on the CPU: move it with .cpu()")
+    if value.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {value.device}; this runs on the CPU and on CUDA devices: move it with .cpu()")
     if value.ndim != ndim:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {sizes}")
     return value
@@ -134,6 +146,9 @@ class Dense(Blocks):
     def arrays(self, *, adjoint: bool) -> tuple[Any, ...]:
         return _array(self.blocks), self.batch == 1
 
+    def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
+        return self.blocks.detach().contiguous(), self.batch == 1
+
     def step_work(self) -> int:
         return self.size * (self.size // 8 + 4)
 
@@ -162,6 +177,9 @@ class Diagonal(Blocks):
 
     def arrays(self, *, adjoint: bool) -> tuple[Any, ...]:
         return _array(self.d), self.batch == 1
+
+    def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
+        return self.d.detach().contiguous(), self.batch == 1
 
     def step_work(self) -> int:
         return self.size // 8 + 4
@@ -204,6 +222,10 @@ class Scaled(Blocks):
         rows[:, : self.size] = _array(self.W if adjoint else self.W.T)
         return rows, _array(self.d), self.batch == 1
 
+    def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
+        weight = self.W.detach()
+        return (weight if adjoint else weight.t()).contiguous(), self.d.detach().contiguous(), self.batch == 1
+
     def step_work(self) -> int:
         return self.size * (self.size // 8 + 2)
 
@@ -241,8 +263,7 @@ class Sparse(Blocks):
 
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and column of each entry."""
-        rows = np.repeat(np.arange(self.size), np.diff(self.pattern.indptr))
-        return torch.from_numpy(rows), torch.from_numpy(self.pattern.indices.astype(np.int64))
+        return index(_rows(self.pattern), self.values), index(self.pattern.indices, self.values).long()
 
     def dense(self) -> torch.Tensor:
         blocks = self.values.new_zeros(self.time, self.batch, self.size, self.size)
@@ -258,8 +279,18 @@ class Sparse(Blocks):
     def arrays(self, *, adjoint: bool) -> tuple[Any, ...]:
         return self.pattern.indptr, self.pattern.indices, _array(self.values)
 
+    def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
+        pattern, slots = (self.pattern.T, self.pattern.transposition) if adjoint else (self.pattern, None)
+        return pattern.indptr, pattern.indices, slots, self.values.detach().contiguous(), self.batch
+
     def step_work(self) -> int:
         return self.pattern.nnz + 4 * self.size
+
+
+@functools.lru_cache(maxsize=16)
+def _rows(pattern: Pattern) -> np.ndarray:
+    """The row of each entry."""
+    return frozen(np.repeat(np.arange(pattern.shape[0]), np.diff(pattern.indptr)))
 
 
 @dataclass
@@ -271,16 +302,33 @@ class _Linear(Sweep):
     out: torch.Tensor
     adjoint: bool
 
-    def run(self, runs: Runs, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
+    def run(self, runs: Runs | OnDevice, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
         return self.blocks.run(runs, self.added, start, self.out if record else None, adjoint=self.adjoint)
 
     def matrices(self, runs: Runs) -> torch.Tensor:
         size = self.blocks.size
         if isinstance(self.blocks, Diagonal):
             return self.blocks.run(runs, None, self.out.new_ones(len(runs), size), None, adjoint=self.adjoint)
+        found = self._transfer(runs, None)
+        if found is not None:
+            return found[:, :size]
         units = self.out.new_ones(size).diag().repeat(len(runs), 1)
         ends = self.blocks.run(runs.repeat(size), None, units, None, adjoint=self.adjoint)
         return ends.reshape(len(runs), size, size)
+
+    def walk(self, chunks: Chunks, edge: torch.Tensor) -> tuple[torch.Tensor, OnDevice]:
+        if isinstance(self.blocks, Diagonal):
+            offsets = self.run(chunks.runs, edge.new_zeros(len(chunks.runs), edge.shape[1]), record=False)
+            return _cuda.walk(chunks, self.matrices(chunks.runs), edge, offsets)
+        found = self._transfer(chunks.runs, self.added)
+        return super().walk(chunks, edge) if found is None else _cuda.walk(chunks, found, edge)
+
+    def _transfer(self, runs: Runs, added: torch.Tensor | None) -> torch.Tensor | None:
+        """On a device what `_cuda.transfer` finds, where it has a kernel."""
+        if not on_device(self.out) or self.blocks.size > _cuda.LARGEST or not isinstance(self.blocks, Dense | Scaled):
+            return None
+        name, given = type(self.blocks).__name__.lower(), self.blocks.on_device(adjoint=self.adjoint)
+        return _cuda.transfer(name, runs, self.out, self.blocks.size, *given, added, back=self.adjoint)
 
     def starts(self, chunks: Chunks, edge: torch.Tensor, schedule: str) -> torch.Tensor:
         if schedule == "blelloch" and isinstance(self.blocks, Sparse):
@@ -359,6 +407,8 @@ def linear_recurrence(
             raise ValueError(f"h0 has shape {tuple(h0.shape)}; expected ({batch}, {size})")
     start = b.new_zeros(batch, size) if h0 is None else h0
     for name, tensor in (("h0", start), *((type(A).__name__, tensor) for tensor in A.tensors)):
+        if tensor.device != b.device:
+            raise ValueError(f"{name} is on {tensor.device} and b is on {b.device}; move them to one device")
         if tensor.dtype != b.dtype:
             raise TypeError(f"{name} is {tensor.dtype} and b is {b.dtype}; convert one of them")
     parse(schedule, _SCHEDULES)
@@ -380,7 +430,7 @@ class _Recurrence(torch.autograd.Function):
     ) -> torch.Tensor:
         h = torch.empty_like(b, memory_format=torch.contiguous_format)
         sweep = _Linear(A, b.detach().contiguous(), h, False)
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(b.device.type, enabled=False):
             _solve(sweep, h0.detach().contiguous(), direction, schedule, reports)
         ctx.form, ctx.direction, ctx.schedule, ctx.reports = A.form, direction, schedule, reports
         ctx.save_for_backward(h, h0, *tensors)
@@ -409,7 +459,7 @@ def _gradients(
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients that are wanted, of what is added, the first state and what the matrices are made of."""
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(h.device.type, enabled=False):
         A, v = form(*(tensor.detach() for tensor in tensors)), torch.empty_like(h)
         first = _solve(_Linear(A, gradient.contiguous(), v, True), h.new_zeros(h0.shape), direction, schedule, reports)
         found: Sequence[torch.Tensor] = ()
@@ -448,18 +498,23 @@ def _solve(
         return start.clone()
     sequences = Sequences.equal(time, batch)
     if name == "auto":
-        name, report.reason = _choose(time, batch, sweep.blocks, length)
+        name, length, report.reason = _choose(time, batch, sweep.blocks, length)
     return solve_affine(sweep, sequences, direction, start, name, length, report, backward=sweep.adjoint)
 
 
-def _choose(time: int, batch: int, blocks: Blocks, chunk: int) -> tuple[str, str]:
-    """What ``auto`` means for such a recurrence on this machine, and why."""
-    workers, rows = threads(), 1 if isinstance(blocks, Diagonal) else blocks.size
+def _choose(time: int, batch: int, blocks: Blocks, chunk: int) -> tuple[str, int, str]:
+    """What ``auto`` means for such a recurrence on this machine, a chunk's steps, and why."""
+    diagonal = isinstance(blocks, Diagonal)
+    if on_device(blocks.tensors[0]):
+        processors = multiprocessors(blocks.tensors[0].device)
+        return _on_device.choose(time, batch, blocks.size, processors, schedule="chunked", diagonal=diagonal)
+    workers, rows = threads(), 1 if diagonal else blocks.size
     # A chunk takes that many rows to its matrix, one to what it adds, and one at last; that all workers do this
     # together has to be well worth it.
     linearly, by_chunks = math.ceil(batch / workers), batch * (rows + 2) / workers
     told = f"{batch} samples of {time} steps and {blocks.size} elements on {workers} workers"
-    return "chunked" if 2 * by_chunks < linearly and time >= 4 * workers * chunk else "linear", told
+    name = "chunked" if 2 * by_chunks < linearly and time >= 4 * workers * chunk else "linear"
+    return name, chunk, told
 
 
 def _planned(sweep: _Linear, blocks: Sparse, start: torch.Tensor, direction: int) -> torch.Tensor:
@@ -471,7 +526,7 @@ def _planned(sweep: _Linear, blocks: Sparse, start: torch.Tensor, direction: int
     if (direction < 0) != sweep.adjoint:
         values, offsets = values.flip(1), offsets.flip(1)
     if sweep.adjoint:
-        values, pattern = values[torch.from_numpy(pattern.transposition.astype(np.int64))], pattern.T
+        values, pattern = values[index(pattern.transposition, values).long()], pattern.T
         # The adjoint adds before it multiplies.
         offsets = times(pattern, values, offsets)
     # In float64, as `compose`.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..patterns import Pattern
-from ..spgemm import matvec, plan_product
+from ..spgemm import ProductPlan, matvec, plan_product
 
 __all__ = ["scan", "times"]
 
@@ -36,7 +38,7 @@ def scan(pattern: Pattern, values: torch.Tensor, offsets: torch.Tensor, state: t
         states[:, 0] = state
     else:
         early, late = slice(0, steps - 1, 2), slice(1, None, 2)
-        plan, pairs = plan_product(pattern, pattern), steps // 2
+        plan, pairs = _squared(pattern), steps // 2
         joint = plan.multiply(_flat(values[:, late]), _flat(values[:, early]))
         shifts = times(pattern, values[:, late], offsets[:, early]) + offsets[:, late]
         joint = joint.reshape(plan.pattern.nnz, pairs, values.shape[2])
@@ -44,6 +46,12 @@ def scan(pattern: Pattern, values: torch.Tensor, offsets: torch.Tensor, state: t
     if steps:
         states[:, 1::2] = times(pattern, values[:, 0::2], states[:, 0:steps:2]) + offsets[:, 0::2]
     return states
+
+
+@functools.lru_cache(maxsize=16)
+def _squared(pattern: Pattern) -> ProductPlan:
+    """Made once for all that are solved with the same pattern; one for each level."""
+    return plan_product(pattern, pattern)
 
 
 def times(pattern: Pattern, values: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,10 @@ from ..patterns._runtime import threads
 from ..patterns._structure import frozen
 from ._vector import ROWS
 
-__all__ = ["Runs", "Sequences", "index", "rows_of"]
+if TYPE_CHECKING:
+    from ._chunks import Chunks
+
+__all__ = ["OnDevice", "Runs", "Sequences", "index", "rows_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +109,40 @@ class Sequences:
         sample = np.repeat(np.arange(self.batch), counts)
         chunk = np.arange(len(sample)) - np.repeat(np.cumsum(counts) - counts, counts)
         size = np.minimum(length, self.lengths[sample] - chunk * length)
-        order = np.argsort(-size, kind="stable")
+        # Of equally long ones those of the same time side by side, as in memory.
+        order = np.lexsort((sample, chunk, -size))
         return Runs(self, direction, sample[order], chunk[order] * length, size[order])
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (as `whole`)
+    def cut(self, direction: int, length: int, *, backward: bool = False) -> Chunks:
+        """The same as `Chunks`, made once."""
+        from ._chunks import Chunks
+
+        return Chunks(self, direction, length, backward=backward)
+
+
+class OnDevice(NamedTuple):
+    """Runs as kernels on a device take them; how many steps they have may be known there alone.
+
+    Attributes
+    ----------
+    sample, begin, steps : Tensor of int64, (runs,)
+        Whose steps, the time of the first one, and how many.
+    direction : int
+        As that of `Runs`.
+    sequences : Sequences
+        Whose steps they are.
+    """
+
+    sample: torch.Tensor
+    begin: torch.Tensor
+    steps: torch.Tensor
+    direction: int
+    sequences: Sequences
+
+    def on(self, device: torch.device) -> OnDevice:
+        """Itself."""
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,9 +206,15 @@ class Runs:
         """Some of the runs, in an order that keeps the longest first."""
         return Runs(self.sequences, self.direction, self.sample[chosen], self.first[chosen], self.count[chosen])
 
+    @functools.lru_cache(maxsize=16)  # noqa: B019  (as `Sequences.whole`)
     def repeat(self, times: int) -> Runs:
         """Each run so many times."""
         return self.take(np.repeat(np.arange(len(self)), times))
+
+    def on(self, device: torch.device) -> OnDevice:
+        """The same on a device."""
+        sample, begin, steps = (uploaded(array, device) for array in (self.sample, self.begin, self.count))
+        return OnDevice(sample, begin, steps, self.direction, self.sequences)
 
 
 @functools.lru_cache(maxsize=256)

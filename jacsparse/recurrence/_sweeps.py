@@ -18,21 +18,24 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ..patterns import state_jacobian_pattern, state_jacobian_values
+from ..patterns._cuda import multiprocessors, on_device
 from ..patterns._runtime import threads
 from ..patterns._values import gathered
 from ..schedule import Schedule, blelloch, chunked, linear
+from . import _on_device
 from ._cells import Cell, Kept, Weights
 from ._chunks import Chunks
+from ._cuda import walk
 from ._planned import scan, times
-from ._runs import Runs, Sequences, index
+from ._runs import OnDevice, Runs, Sequences, index
 
 __all__ = [
     "FORWARD",
@@ -78,6 +81,10 @@ def parse(schedule: object, names: Sequence[str] = SCHEDULES, chunk: int = CHUNK
     return name, int(argument) if colon else chunk
 
 
+#: Of a report, what is known once a solution is there.
+_OUTCOME = frozenset({"methods", "sweeps", "defects", "fallback_samples", "fallback_steps"})
+
+
 @dataclass
 class Report:
     """How one recurrence was solved.
@@ -104,6 +111,10 @@ class Report:
         What was finished sequentially.
     reason : str
         Why ``auto`` chose as it did.
+
+    Notes
+    -----
+    What comes of guessing on a CUDA device is copied from it when it is first asked for.
     """
 
     recurrence: str
@@ -116,6 +127,17 @@ class Report:
     fallback_samples: int = 0
     fallback_steps: int = 0
     reason: str = ""
+
+    def later(self, read: Callable[[], None]) -> None:
+        """Have the rest filled in when it is asked for."""
+        self.__dict__["_read"] = read
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OUTCOME:
+            read = self.__dict__.pop("_read", None)
+            if read is not None:
+                read()
+        return super().__getattribute__(name)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -171,10 +193,18 @@ class Options:
 
 
 class Sweep(ABC):
-    """One recurrence: runs of steps, from states to states."""
+    """One recurrence: runs of steps, from states to states.
+
+    Attributes
+    ----------
+    least : float
+        The states' own order of size, with which steps at boundaries are compared where all states are smaller.
+    """
+
+    least: ClassVar[float] = 0.0
 
     @abstractmethod
-    def run(self, runs: Runs, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
+    def run(self, runs: Runs | OnDevice, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
         """Take runs from first to last states; what happens on the way is recorded, unless it is not wanted."""
 
     @abstractmethod
@@ -187,13 +217,15 @@ class Sweep(ABC):
         offsets = self.run(runs, edge.new_zeros(len(runs), edge.shape[1]), record=False)
         return chunks.solve(self.matrices(runs), offsets, edge, tree=schedule == "blelloch")
 
+    def walk(self, chunks: Chunks, edge: torch.Tensor) -> tuple[torch.Tensor, OnDevice]:
+        """On a device: `starts`, and the runs of the samples in which a state overflows."""
+        runs = chunks.runs
+        offsets = self.run(runs, edge.new_zeros(len(runs), edge.shape[1]), record=False)
+        return walk(chunks, torch.cat([self.matrices(runs), offsets.unsqueeze(1)], dim=1), edge)
+
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         """The nearest states that the recurrence can reach from `edge`."""
         return states
-
-    def scale(self, largest: torch.Tensor) -> torch.Tensor:
-        """What a step at a boundary is compared with, where states are at most so large."""
-        return largest
 
 
 @dataclass
@@ -202,8 +234,10 @@ class _Forward(Sweep):
     weights: Weights
     entered: torch.Tensor
     kept: Kept
+    # What enters the gates is of the order of one, however small the states are.
+    least = 1.0
 
-    def run(self, runs: Runs, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
+    def run(self, runs: Runs | OnDevice, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
         return self.cell.forward(runs, self.entered, self.weights, start, self.kept)
 
     def matrices(self, runs: Runs) -> torch.Tensor:
@@ -212,10 +246,6 @@ class _Forward(Sweep):
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         return self.cell.limit(states, edge)
-
-    def scale(self, largest: torch.Tensor) -> torch.Tensor:
-        # What enters the gates is of the order of one, however small the states are.
-        return largest.clamp(min=1)
 
 
 @dataclass
@@ -226,12 +256,16 @@ class _Backward(Sweep):
     grad_output: torch.Tensor | None
     grad_gates: torch.Tensor
 
-    def run(self, runs: Runs, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
+    def run(self, runs: Runs | OnDevice, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
         gates = self.grad_gates if record else None
         return self.cell.backward(runs, self.weights, self.kept, self.grad_output, start, gates)
 
     def matrices(self, runs: Runs) -> torch.Tensor:
         return _units(self.cell, self.weights, self.kept, runs)
+
+    def walk(self, chunks: Chunks, edge: torch.Tensor) -> tuple[torch.Tensor, OnDevice]:
+        found = self.cell.transfer(chunks.runs, self.weights, self.kept, self.grad_output)
+        return super().walk(chunks, edge) if found is None else walk(chunks, found, edge)
 
     def starts(self, chunks: Chunks, edge: torch.Tensor, schedule: str) -> torch.Tensor:
         return _planned(self, chunks, edge) if schedule == "planned" else super().starts(chunks, edge, schedule)
@@ -240,6 +274,9 @@ class _Backward(Sweep):
 def _units(cell: Cell, weights: Weights, kept: Kept, runs: Runs) -> torch.Tensor:
     """What each unit vector at a run's end is at its start, as rows, ``(runs, state, state)``."""
     size = cell.states * weights.size
+    found = cell.transfer(runs, weights, kept, None) if on_device(weights.hidden) else None
+    if found is not None:
+        return found[:, :size]
     units = weights.hidden.new_ones(size).diag().repeat(len(runs), 1)
     return cell.backward(runs.repeat(size), weights, kept, None, units, None).reshape(len(runs), size, size)
 
@@ -258,9 +295,13 @@ def solve_forward(
     if options.forward == "sequential" or sequences.time <= options.chunk:
         options.report("forward", sequences.time, methods=["sequential"], chunk=sequences.time, sweeps=1)
         return sweep.run(sequences.whole(direction), kept.initial)
-    chunks = Chunks(sequences, direction, options.chunk)
+    chunks = sequences.cut(direction, options.chunk)
     report = options.report("forward", sequences.time, chunk=options.chunk)
     guess = _warm(options.warm, chunks, kept.initial)
+    if on_device(kept.initial):
+        newton = options.forward == "newton"
+        last, options.boundaries = _on_device.guessed(sweep, chunks, kept.initial, guess, report, newton=newton)
+        return last
     found = _relax(sweep, chunks, kept.initial, guess, options.forward, report)
     options.boundaries = found.wanted
     if found.late.any():
@@ -284,7 +325,7 @@ def solve_backward(
     schedule, chunk = parse(options.schedule, chunk=options.chunk)
     automatic, reason = schedule == "auto", ""
     if automatic:
-        schedule, reason = _choose(sequences, chunk)
+        schedule, chunk, reason = _choose(sequences, chunk, weights)
     report = options.report("backward", sequences.time, reason=reason)
     return grad_gates, solve_affine(
         sweep,
@@ -319,7 +360,11 @@ def solve_affine(
     if schedule == "linear" or sequences.time <= report.chunk:
         report.methods, report.chunk, report.sweeps = ["linear"], sequences.time, 1
         return sweep.run(sequences.whole(direction), edge)
-    chunks = Chunks(sequences, direction, report.chunk, backward=backward)
+    chunks = sequences.cut(direction, report.chunk, backward=backward)
+    if on_device(edge):
+        if schedule == "relaxed":
+            return _on_device.guessed(sweep, chunks, edge, chunks.guess(edge), report, newton=False)[0]
+        return _on_device.chunked(sweep, chunks, edge, schedule, report)
     if schedule == "relaxed":
         found = _relax(sweep, chunks, edge, chunks.guess(edge), "relaxed", report)
         if not found.late.any():
@@ -361,13 +406,15 @@ def _planned(sweep: _Backward, chunks: Chunks, edge: torch.Tensor) -> torch.Tens
     return states[:, place, sample].T.contiguous()
 
 
-def _choose(sequences: Sequences, chunk: int) -> tuple[str, str]:
-    """What ``auto`` means for these sequences on this machine, and why."""
+def _choose(sequences: Sequences, chunk: int, weights: Weights) -> tuple[str, int, str]:
+    """What ``auto`` means for these sequences on this machine, a chunk's steps, and why."""
+    if on_device(weights.hidden):
+        return _on_device.choose(sequences.time, sequences.batch, weights.size, multiprocessors(weights.hidden.device))
     blocks, workers = sequences.whole(1).blocks, threads()
     # Two sweeps over chunks that fill all workers, against one over samples that may not.
     if 2.5 * blocks < workers * math.ceil(blocks / workers) and sequences.time >= 4 * chunk:
-        return "relaxed", f"{sequences.batch} samples alone leave some of {workers} workers idle"
-    return "linear", f"{sequences.batch} samples of {sequences.time} steps on {workers} workers"
+        return "relaxed", chunk, f"{sequences.batch} samples alone leave some of {workers} workers idle"
+    return "linear", chunk, f"{sequences.batch} samples of {sequences.time} steps on {workers} workers"
 
 
 def _warm(warm: torch.Tensor | None, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
@@ -380,7 +427,7 @@ def _warm(warm: torch.Tensor | None, chunks: Chunks, edge: torch.Tensor) -> torc
             f"the warm start holds states {tuple(warm.shape)} of {warm.dtype}; these sequences have "
             f"{shape} of {edge.dtype}: pass what a pass over as many steps gave"
         )
-    return torch.where(index(chunks.place > 0, edge)[:, None] & warm.isfinite(), warm, guess)
+    return torch.where((index(chunks.place, edge) > 0)[:, None] & warm.isfinite(), warm, guess)
 
 
 @dataclass
@@ -405,8 +452,8 @@ def _relax(
 ) -> _Found:
     """Sweeps from guessed first states until they fit, or sweeps stop helping."""
     runs, sample = chunks.runs, index(chunks.runs.sample, edge)
-    own = index(chunks.place == 0, edge)[:, None]
-    tolerance, least = 8 * torch.finfo(edge.dtype).eps, torch.finfo(edge.dtype).tiny
+    own = (index(chunks.place, edge) == 0)[:, None]
+    tolerance, least = 8 * torch.finfo(edge.dtype).eps, max(sweep.least, torch.finfo(edge.dtype).tiny)
     newton, before = method == "newton", math.inf
     ends = sweep.run(runs, start)
     report.sweeps = 1
@@ -422,8 +469,8 @@ def _relax(
             solved = sweep.limit(chunks.solve(matrices, offsets, edge, tree=False), edge[sample])
             following = torch.where(solved.isfinite() & ~own, solved, wanted)
         # How far the guesses still are to move: for Newton's method, with all that boundaries do to later ones.
-        scale = sweep.scale(_largest(wanted, sample, len(edge)))
-        move = (following - start).abs().amax(dim=1) / scale[sample].clamp(min=least)
+        scale = _largest(wanted, sample, len(edge)).clamp(min=least)
+        move = (following - start).abs().amax(dim=1) / scale[sample]
         hopeful &= _largest(move[:, None], sample, len(edge)).isfinite()
         defect = float(move[hopeful[sample]].amax()) if hopeful.any() else 0.0
         stuck = defect > (0.5 if newton else 0.1) * before and defect > tolerance

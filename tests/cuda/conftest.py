@@ -1,4 +1,4 @@
-"""Kernels run here only where there is a compiler for the CPU."""
+"""Kernels run only where there is a GPU, or a compiler for the CPU."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ def _compiler(request: pytest.FixtureRequest) -> None:
         pytest.skip("no CUDA device that PyTorch sees")
     if COMPILER is None and request.module.__name__.rpartition(".")[2] != "test_compile":
         pytest.skip("no g++ to compile the kernels with")
+
+
+@pytest.fixture(autouse=True)
+def _device(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and not ON_GPU:
+        pytest.skip("needs a GPU: make test-gpu")

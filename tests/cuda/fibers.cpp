@@ -1,6 +1,7 @@
 // Runs CUDA kernels on the CPU: a fiber for each CUDA thread of a block, blocks one after the other.
 //
-// A fiber runs until it waits: at a barrier of its block, or at a collective of its warp. Compiled without sanitizers,
+// A fiber runs until it waits: at a barrier of its block, or at a collective of its warp. Who then takes the next turn,
+// and which block comes next, FIBER_ORDER says: what depends on it is a race. Compiled without sanitizers,
 // which are told of each switch: to ThreadSanitizer fibers are threads that only barriers order, so that two of them
 // on one address are a race whichever order they ran in. Checked in every build: threads that leave before a barrier
 // that others wait at, masks that name lanes which are not there, and waits that never end.
@@ -245,23 +246,42 @@ void stuck() {
             std::to_string(block.size()) + " threads have left, and others wait elsewhere or are not there";
 }
 
-// Which thread goes first: 0 the first, 1 the last, others in some order that the number decides.
-unsigned order() {
-  const char* given = std::getenv("FIBER_ORDER");
-  return given ? static_cast<unsigned>(std::atoi(given)) : 0;
+// Who goes first, of a block's threads or of a grid's blocks: where FIBER_ORDER is 0 the first, where it is 1 the last;
+// another number shuffles them, threads anew whenever all have had their turn.
+struct Order {
+  unsigned chosen;
+  std::uint64_t random;
+
+  Order() {
+    const char* given = std::getenv("FIBER_ORDER");
+    chosen = given ? static_cast<unsigned>(std::atoi(given)) : 0;
+    random = 0x9e3779b97f4a7c15ull * (chosen + 1);
+  }
+  std::vector<std::size_t> of(std::size_t count) {
+    std::vector<std::size_t> sequence(count);
+    for (std::size_t i = 0; i < count; ++i) sequence[i] = chosen == 1 ? count - 1 - i : i;
+    shuffle(sequence);
+    return sequence;
+  }
+  void shuffle(std::vector<std::size_t>& sequence) {
+    if (chosen < 2) return;
+    for (std::size_t i = sequence.size(); i > 1; --i) {
+      random ^= random << 13, random ^= random >> 7, random ^= random << 17;
+      std::swap(sequence[i - 1], sequence[random % i]);
+    }
+  }
+};
+
+// The place of a number among so many in three directions.
+dim3 within(std::size_t number, const unsigned* sizes) {
+  return {static_cast<unsigned>(number % sizes[0]), static_cast<unsigned>(number / sizes[0] % sizes[1]),
+          static_cast<unsigned>(number / sizes[0] / sizes[1])};
 }
 
-void run_block(unsigned order) {
-  std::size_t count = block.size();
-  std::vector<std::size_t> sequence(count);
-  std::uint64_t random = 0x9e3779b97f4a7c15ull * (order + 1);
-  for (std::size_t i = 0; i < count; ++i) sequence[i] = order == 1 ? count - 1 - i : i;
+void run_block(Order& order) {
+  std::vector<std::size_t> sequence = order.of(block.size());
   while (failure.empty()) {
-    if (order > 1)
-      for (std::size_t i = count; i > 1; --i) {
-        random ^= random << 13, random ^= random >> 7, random ^= random << 17;
-        std::swap(sequence[i - 1], sequence[random % i]);
-      }
+    order.shuffle(sequence);
     bool ran = false, left = false;
     for (std::size_t i : sequence) {
       if (block[i]->state == State::ready) {
@@ -333,34 +353,34 @@ const char* fiber_launch(FiberBody body, void** arguments, const unsigned* grid,
                          std::size_t shared) {
   failure.clear();
   running_body = body, running_arguments = arguments;
-  unsigned chosen = order();
+  Order order;
   if (__tsan_get_current_fiber) scheduler.tsan = __tsan_get_current_fiber();
   if (__tsan_release) __tsan_release(&start_token);
   std::size_t threads = static_cast<std::size_t>(size[0]) * size[1] * size[2];
   if (!threads || threads > 1024) failure = "a block has " + std::to_string(threads) + " threads; it may have 1 to 1024";
   if (shared > 232448) failure = "a block asks for " + std::to_string(shared) + " bytes of shared memory";
-  for (unsigned bz = 0; bz < grid[2]; ++bz)
-    for (unsigned by = 0; by < grid[1]; ++by)
-      for (unsigned bx = 0; bx < grid[0] && failure.empty(); ++bx) {
-        {
-          Unseen unseen;
-          static_memory.clear();
-        }
-        block.clear();
-        if (shared) dynamic_memory = static_cast<char*>(shared_memory(shared));
-        for (unsigned i = 0; i < threads; ++i) {
-          Fiber* fiber = next(threads);
-          fiber->state = State::ready;
-          fiber->seen = {{i % size[0], i / size[0] % size[1], i / size[0] / size[1]},
-                         {bx, by, bz},
-                         {size[0], size[1], size[2]},
-                         {grid[0], grid[1], grid[2]},
-                         static_cast<int>(i % 32),
-                         static_cast<int>(i / 32)};
-          block.push_back(fiber);
-        }
-        run_block(chosen);
-      }
+  for (std::size_t number : order.of(static_cast<std::size_t>(grid[0]) * grid[1] * grid[2])) {
+    if (!failure.empty()) break;
+    {
+      Unseen unseen;
+      static_memory.clear();
+    }
+    block.clear();
+    if (shared) dynamic_memory = static_cast<char*>(shared_memory(shared));
+    dim3 place = within(number, grid);
+    for (unsigned i = 0; i < threads; ++i) {
+      Fiber* fiber = next(threads);
+      fiber->state = State::ready;
+      fiber->seen = {within(i, size),
+                     place,
+                     {size[0], size[1], size[2]},
+                     {grid[0], grid[1], grid[2]},
+                     static_cast<int>(i % 32),
+                     static_cast<int>(i / 32)};
+      block.push_back(fiber);
+    }
+    run_block(order);
+  }
   dynamic_memory = nullptr;
   if (__tsan_acquire) __tsan_acquire(&end_token);
   {

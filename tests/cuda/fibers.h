@@ -108,6 +108,16 @@ T atomicAdd(T* place, T value) {
   return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
 }
 template <class T>
+T atomicExch(T* place, T value) {
+  return __atomic_exchange_n(place, value, __ATOMIC_RELAXED);
+}
+template <class T>
+T atomicMin(T* place, T value) {
+  T before = __atomic_load_n(place, __ATOMIC_RELAXED);
+  if (value < before) __atomic_store_n(place, value, __ATOMIC_RELAXED);
+  return before;
+}
+template <class T>
 T __ldg(const T* place) {
   return *place;
 }

@@ -1,7 +1,8 @@
 """Compiles CUDA kernels with g++ against `fibers.h` and calls them through ctypes; needs NumPy alone.
 
 ``FIBER_SANITIZER`` chooses the build: none, ``address`` (with undefined behaviour) or ``thread``. Sanitized builds load
-only into a process that has the sanitizer preloaded: `sanitized` starts one.
+only into a process that has the sanitizer preloaded: `sanitized` starts one. ``FIBER_ORDER`` chooses in which order
+threads and blocks run: 0 ascending, 1 descending, other numbers shuffled.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ _SANITIZED = {
     "address": ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
     "thread": ("-O1", "-g", "-fsanitize=thread"),
 }
+
+
+#: Enough to show what depends on one: ascending, descending, and two shuffles.
+ORDERS = ("0", "1", "2", "3")
 
 
 class KernelError(RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ class Fibers:
     Parameters
     ----------
     record : Path, optional
-        A folder that gets a file for each launch, for `tests.cuda.replay`.
+        A folder that gets a file for each launch, and one for each file of kernels, for `tests.cuda.replay`.
     """
 
     def __init__(self, record: Path | None = None) -> None:
@@ -45,11 +46,14 @@ class Fibers:
             }
             sizes = {"grid": np.array(grid), "block": np.array(block), "shared": np.array(shared)}
             names = {
-                "source": np.str_(file.path.name),
+                "kernels": np.str_(file.path.stem),
                 "instance": np.str_(instance),
                 "count": np.array(len(arguments)),
             }
             np.savez(self.record / f"{next(self.numbers):05d}.npz", **content, **sizes, **names)
+            kernels = self.record / f"{file.path.stem}.json"
+            if not kernels.exists():
+                kernels.write_text(json.dumps({"source": file.source, "instances": file.instances}))
         try:
             call(compiled(file.path.stem, file.source, file.instances)[instance], grid, block, arguments, shared)
         except KernelError as error:

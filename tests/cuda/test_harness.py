@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.cuda.fibers import KernelError, call, compiled, sanitized
+from tests.cuda.fibers import ORDERS, KernelError, call, compiled, sanitized
 
 #: Sums each row of 4 · 64 numbers, by a block of two warps: vector loads, both kinds of shared memory, a barrier of the
 #: block, one of a warp, shuffles, and a counter of the rows that are done.
@@ -38,7 +38,8 @@ __global__ void row_sums(const T* __restrict__ x, int rows, T* __restrict__ sums
 }
 """
 
-#: What is replaced by what, and what must see it: the numbers, a check in every build, or a sanitizer by its words.
+#: What is replaced by what, and what must see it: the numbers, or that they differ from order to order, a check in
+#: every build, or a sanitizer by its words.
 FAULTS = {
     "swapped index": ("x + row * 256", "x + i * 256 % 512", "numbers"),
     "missing reduction step": ("step = 16", "step = 8", "numbers"),
@@ -47,6 +48,8 @@ FAULTS = {
         "if (i == 0) halves[0] = value;",
         "numbers",
     ),
+    "all lanes' sums for the first's": ("if (lane == 0) halves", "halves", "orders"),
+    "the last block's sum": ("sums[row] =", "sums[0] =", "orders"),
     "a lane that leaves early": ("  T pair = line", "  if (i == 5) return;\n  T pair = line", "check: waits at"),
     "a barrier for some": ("__syncthreads();\n  T pair", "if (i < 40) __syncthreads();\n  T pair", "check: waits at"),
     "a mask without the lane": ("0xffffffffu, value", "0x0000ffffu, value", "check: its mask does not name the lane"),
@@ -92,7 +95,7 @@ def faulty(name: str) -> str:
     return KERNEL.replace(right, wrong)
 
 
-@pytest.mark.parametrize("order", ["0", "1", "2", "3"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_right_kernel_in_any_order(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FIBER_ORDER", order)
     sums, done = run(KERNEL)
@@ -109,6 +112,15 @@ def test_a_right_kernel_under_sanitizers(kind: str) -> None:
 def test_faults_that_numbers_show(name: str) -> None:
     sums, _ = run(faulty(name))
     assert not np.array_equal(sums, EXPECTED)
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, tool) in FAULTS.items() if tool == "orders"])
+def test_faults_that_orders_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for order in ORDERS:
+        monkeypatch.setenv("FIBER_ORDER", order)
+        found.add(run(faulty(name))[0].tobytes())
+    assert len(found) > 1
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, tool) in FAULTS.items() if tool.startswith("check")])

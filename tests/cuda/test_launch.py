@@ -22,19 +22,21 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    _cuda._cupy.cache_clear()
+    caches = (_cuda._cupy, _cuda._compiled, _cuda._stream)
+    for cache in caches:
+        cache.cache_clear()
     yield
-    _cuda._cupy.cache_clear()
-    _cuda._compiled.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def test_parameters_are_read_from_the_file() -> None:
-    assert [(p.type, p.pointer, p.name) for p in FILE.parameters["take<double, int>"]] == [
-        ("double", True, "source"),
-        ("int", True, "place"),
-        ("long long", False, "count"),
-        ("double", True, "out"),
-    ]
+    assert FILE.parameters["take<double, int>"] == (
+        ("source", True, torch.float64),
+        ("place", True, torch.int32),
+        ("count", False, np.int64),
+        ("out", True, torch.float64),
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,29 +88,54 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
         _cuda._cupy(CUDA)
 
 
-def made_up(**runtime: Any) -> types.ModuleType:
+def made_up(version: str = "14.2.0") -> types.ModuleType:
     """A CuPy that runs nothing, and notes what it is asked for."""
     cupy: Any = types.ModuleType("cupy")
-    cupy.__version__, cupy.launches = "0.0", []
+    cupy.__version__, cupy.launches, cupy.compiled, cupy.allowed, cupy.entered = version, [], [], [], []
 
     class Context:
         def __init__(self, *given: Any) -> None:
             self.given = given
 
         def __enter__(self) -> Context:
+            cupy.entered.append(self)
             return self
 
         def __exit__(self, *_: object) -> None:
-            return None
+            assert cupy.entered.pop() is self
+
+    class Device(Context):
+        pass
+
+    class ExternalStream(Context):
+        def __init__(self, pointer: int, device: int) -> None:
+            assert version < "14", "deprecated"
+            super().__init__(pointer)
+
+    class Stream(Context):
+        @classmethod
+        def from_external(cls, stream: Any) -> Stream:
+            assert stream.__cuda_stream__()[0] == 0
+            return cls(stream.__cuda_stream__()[1])
 
     class Kernel:
-        max_dynamic_shared_size_bytes = 0
-
         def __init__(self, name: str) -> None:
-            self.name = name
+            self.name, self.most = name, 48 * 1024
+
+        @property
+        def max_dynamic_shared_size_bytes(self) -> int:
+            return self.most
+
+        @max_dynamic_shared_size_bytes.setter
+        def max_dynamic_shared_size_bytes(self, most: int) -> None:
+            assert cupy.entered, "of which device?"
+            cupy.allowed.append(most)
+            self.most = most
 
         def __call__(self, grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
-            cupy.launches.append((self.name, grid, block, arguments, shared_mem, self.max_dynamic_shared_size_bytes))
+            places = [(type(context).__name__, *context.given) for context in cupy.entered]
+            assert shared_mem <= self.most
+            cupy.launches.append((self.name, grid, block, arguments, shared_mem, places))
 
     class Module:
         def __init__(self, code: str, options: Any, name_expressions: Any) -> None:
@@ -116,42 +143,81 @@ def made_up(**runtime: Any) -> types.ModuleType:
             self.names = name_expressions
 
         def get_function(self, name: str) -> Kernel:
-            assert name in self.names
+            assert name in self.names and cupy.entered
+            cupy.compiled.append((*self.names, cupy.entered[-1].given))
             return Kernel(name)
 
+    if version < "14":
+        del Stream.from_external
     cupy.RawModule = Module
     cupy.cuda = types.SimpleNamespace(
-        Device=Context,
-        ExternalStream=Context,
-        runtime=types.SimpleNamespace(getDeviceCount=lambda: 1, **runtime),
+        Device=Device,
+        Stream=Stream,
+        ExternalStream=ExternalStream,
+        runtime=types.SimpleNamespace(getDeviceCount=lambda: 1),
         nvrtc=types.SimpleNamespace(getVersion=lambda: (13, 0)),
     )
     return cupy
 
 
-def test_a_cupy_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy: Any = made_up()
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    found = made_up()
+    monkeypatch.setitem(sys.modules, "cupy", found)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    return found
 
+
+def test_a_cupy_that_does_not_fit(cupy: Any) -> None:
     def broken() -> None:
         raise RuntimeError("libnvrtc.so.12: cannot open shared object file")
 
     cupy.cuda.nvrtc.getVersion = broken
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    with pytest.raises(RuntimeError, match=r"CuPy 0\.0 cannot run here \(libnvrtc.*: pip install cupy-cuda1\dx"):
+    with pytest.raises(RuntimeError, match=r"CuPy 14\.2\.0 cannot run here \(libnvrtc.*: pip install cupy-cuda1\dx"):
         _cuda._cupy(CUDA)
 
 
-def test_what_cupy_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy: Any = made_up()
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=7))
-    source, place, out = torch.zeros(3), torch.zeros(3, dtype=torch.int32), torch.zeros(3)
-    for shared in (0, 64 * 1024):
-        FILE.launch("take<float, int>", [2], [32, 4], source, place, 3, None, device=CUDA, shared=shared)
-    (name, grid, block, arguments, asked, most), (*_, second_asked, second_most) = cupy.launches
-    assert (name, grid, block) == ("take<float, int>", (2, 1, 1), (32, 4, 1))
+def launch(instance: str = "take<float, int>", device: torch.device = CUDA, **options: Any) -> list[Any]:
+    """Two blocks of 128 threads."""
+    source, place = torch.zeros(3, dtype=torch.float64 if "double" in instance else torch.float32), torch.zeros(3)
+    arguments = [source, place.int(), 3, None]
+    FILE.launch(instance, [2], [32, 4], *arguments, device=device, **options)
+    return arguments
+
+
+def test_what_cupy_is_given(cupy: Any) -> None:
+    source, place, *_ = launch()
+    name, grid, block, arguments, shared, places = cupy.launches[0]
+    assert (name, grid, block, shared) == ("take<float, int>", (2, 1, 1), (32, 4, 1), 0)
     assert [int(value) for value in arguments] == [source.data_ptr(), place.data_ptr(), 3, 0]
     assert [value.nbytes for value in arguments] == [8, 8, 8, 8]
-    # More than 48 KiB a block gets only where it is asked for.
-    assert (asked, most, second_asked, second_most) == (0, 0, 64 * 1024, 64 * 1024)
-    assert not _cuda.on_device(out)
+    assert places == [("Device", 0), ("Stream", 7)]
+    assert not _cuda.on_device(source)
+
+
+def test_what_is_launched_is_compiled_once_and_alone(cupy: Any) -> None:
+    for device in (CUDA, CUDA, torch.device("cuda")):
+        for instance in ("take<float, int>", "take<double, int>"):
+            launch(instance, device)
+    assert len(cupy.launches) == 6
+    assert cupy.compiled == [(f"take<{real}, int>", (device,)) for device in (0, 3) for real in ("float", "double")]
+
+
+def test_shared_memory_is_allowed_once(cupy: Any) -> None:
+    """More than 48 KiB a block gets only where it is asked for, and never less than before."""
+    for kib in (0, 48, 64, 96, 64, 96):
+        launch(shared=kib * 1024)
+    assert cupy.allowed == [64 * 1024, 96 * 1024]
+    # As another thread's, which has compiled it at the same time.
+    _cuda._compiled(FILE, "take<float, int>", 0).shared = 48 * 1024
+    launch(shared=64 * 1024)
+    assert cupy.allowed == [64 * 1024, 96 * 1024]
+
+
+@pytest.mark.parametrize(("version", "kind"), [("13.6.0", "ExternalStream"), ("14.0.0", "Stream")])
+def test_streams_of_each_cupy(version: str, kind: str, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = made_up(version)
+    monkeypatch.setitem(sys.modules, "cupy", older)
+    launch()
+    assert older.launches[0][-1] == [("Device", 0), (kind, 7)]

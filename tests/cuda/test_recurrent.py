@@ -22,10 +22,20 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 
 
 def check(
-    kind: str, size: int, shape: tuple[int, int], dtype: torch.dtype, lengths: list[int] | None = None, **options: Any
-) -> None:
+    kind: str,
+    size: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    lengths: list[int] | None = None,
+    scale: float = 1.0,
+    **options: Any,
+) -> list[Any]:
+    """Compares outputs, last states and all gradients with those of `torch.nn`; the reports of how they were found."""
     ours, theirs, more = KINDS[kind]
     reference = theirs(3, size, bidirectional=True, **more).to(dtype)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.mul_(scale if "weight_hh" in name else 1)
     layer = ours(3, size, bidirectional=True, **more, **options).to(dtype)
     layer.load_state_dict(reference.state_dict())
     x = torch.randn(*shape, 3, dtype=dtype)
@@ -43,6 +53,8 @@ def check(
     for one, other in zip(*found, strict=True):
         largest = max(1e-30, other.abs().max().item())
         assert (one.cpu() - other).abs().max() <= TOLERANCE[dtype] * largest
+    reports: list[Any] = layer.reports
+    return reports
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -78,3 +90,51 @@ def test_schedules(kind: str, schedule: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_parallel_forward(kind: str, forward: str) -> None:
     check(kind, 5, (23, 2), torch.float64, forward=forward, chunk=4)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("size", [1, 4, 20, 32, 33, 64, 70, 128])
+@pytest.mark.parametrize("kind", ["RNN", "GRU"])
+def test_transfer_matrices(kind: str, size: int, dtype: torch.dtype) -> None:
+    check(kind, size, (5, 1), dtype, schedule="chunked", chunk=2)
+    check(kind, size, (5, 2), dtype, [5, 2], schedule="chunked", chunk=3)
+
+
+def test_transfer_matrices_of_large_states_by_unit_vectors() -> None:
+    check("LSTM", 70, (3, 1), torch.float64, schedule="chunked", chunk=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_guesses_that_settle(kind: str) -> None:
+    reports = check(kind, 5, (60, 2), torch.float32, [60, 31], 0.05, schedule="relaxed", forward="parallel", chunk=15)
+    assert len(reports) == 4
+    for report in reports:
+        assert report.methods[0] == "relaxed" and report.sweeps == len(report.defects) <= 4
+        assert report.defects[-1] <= 8 * torch.finfo(torch.float32).eps or report.fallback_steps > 0
+    assert any(report.fallback_steps == 0 for report in reports)
+
+
+@pytest.mark.parametrize("forward", ["parallel", "relaxed", "newton"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_guesses_in_vain(kind: str, forward: str) -> None:
+    reports = check(kind, 5, (40, 3), torch.float64, [40, 17, 3], 3.0, schedule="relaxed:3", forward=forward, chunk=3)
+    assert any("sequential" in report.methods and report.fallback_steps > 0 for report in reports)
+
+
+@pytest.mark.parametrize("forward", ["parallel", "newton"])
+def test_a_sample_that_is_no_number_harms_no_other(forward: str) -> None:
+    layer = jacsparse.nn.GRU(3, 5, forward=forward, schedule="relaxed", chunk=4).double().to(DEVICE)
+    sequential = jacsparse.nn.GRU(3, 5, schedule="linear").double().to(DEVICE)
+    sequential.load_state_dict(layer.state_dict())
+    x = torch.randn(30, 3, 3, dtype=torch.float64).to(DEVICE)
+    x[7, 1] = float("nan")
+    with emulated():
+        found, expected = (run(x.clone().requires_grad_())[0] for run in (layer, sequential))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert found[8:, 1].isnan().all() and not found[:, [0, 2]].isnan().any()
+
+
+def test_auto_guesses_where_samples_are_few_and_long() -> None:
+    reports = check("RNN", 5, (1300, 1), torch.float32)
+    assert [report.methods[0] for report in reports if report.recurrence == "backward"] == ["relaxed", "relaxed"]
+    assert all("multiprocessors" in report.reason for report in reports if report.recurrence == "backward")

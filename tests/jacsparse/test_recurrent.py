@@ -552,7 +552,7 @@ def test_matrices_that_overflow(schedule: str) -> None:
 @ALL
 def test_where_auto_chose_to_guess_in_vain(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a machine with many more workers than samples.
-    monkeypatch.setattr(_sweeps, "_choose", lambda *_: ("relaxed", "many workers"))
+    monkeypatch.setattr(_sweeps, "_choose", lambda _, chunk, *__: ("relaxed", chunk, "many workers"))
     layer, reference = pair(kind, 5, 6, bidirectional=True, chunk=2)
     rescaled(layer, reference, "times 4")
     packed = pack_sequence([torch.randn(length, 5).double() for length in (70, 41, 9, 3)])

@@ -1,0 +1,253 @@
+"""What a device adds to the numbers: other devices, little memory, streams, captured graphs, and a host that waits.
+
+Nearly all of it needs a GPU: `make test-gpu`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from jacsparse.patterns import Full, Pattern, _cuda
+from jacsparse.spgemm import matvec, plan_product
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import jacsparse
+from tests.cuda.harness import DEVICE, ON_GPU, emulated
+from tests.cuda.test_linear_recurrence import FORMS, matrices
+from tests.cuda.test_products import random_pattern, values_of
+
+
+class Work(NamedTuple):
+    """What is computed again and again from the same tensors, whose numbers may change."""
+
+    inputs: list[torch.Tensor]
+    run: Callable[[], list[torch.Tensor]]
+
+
+def product(method: str, batch: int) -> Work:
+    a, b = random_pattern(37, 19, 0.4, 1), random_pattern(19, 40, 0.4, 2)
+    plan, left, right = (
+        plan_product(a, b, method=method),
+        *(values_of(p, batch, torch.float32, 3).to(DEVICE) for p in (a, b)),
+    )
+    return Work([left, right], lambda: [plan.multiply(left, right)])
+
+
+def vectors(batch: int) -> Work:
+    a = random_pattern(37, 19, 0.4, 1)
+    values, x = values_of(a, batch, torch.float32, 3).to(DEVICE), torch.randn(19, batch).to(DEVICE)
+    return Work([values, x], lambda: [matvec(a, values, x)])
+
+
+def layer(kind: str, schedule: str, forward: str = "sequential") -> Work:
+    recurrent = getattr(jacsparse.nn, kind)(3, 20, schedule=schedule, forward=forward, chunk=16).to(DEVICE)
+    x = torch.randn(70, 2, 3).to(DEVICE).requires_grad_()
+
+    def run() -> list[torch.Tensor]:
+        output, last = recurrent(x)
+        ends = torch.cat(last) if isinstance(last, tuple) else last
+        return [output.detach(), *torch.autograd.grad(output.square().sum() + ends.sum(), [x, *recurrent.parameters()])]
+
+    return Work([x], run)
+
+
+def linear(form: str, schedule: str) -> Work:
+    make, tensors = matrices(form, 40, 2, 6, torch.float32, 1.0)
+    leaves = [tensor.to(DEVICE).requires_grad_() for tensor in (*tensors, torch.randn(40, 2, 6))]
+
+    def run() -> list[torch.Tensor]:
+        h = jacsparse.linear_recurrence(make(*leaves[:-1]), leaves[-1], schedule=schedule)
+        return [h.detach(), *torch.autograd.grad(h.square().sum(), leaves)]
+
+    return Work(leaves, run)
+
+
+PRODUCTS: dict[str, Callable[[], Work]] = {
+    f"{method}, batch {batch}": lambda method=method, batch=batch: product(method, batch)
+    for method, batch in itertools.product(("merge", "slots", "rowwise"), (1, 33))
+} | {f"vectors, batch {batch}": lambda batch=batch: vectors(batch) for batch in (1, 33)}
+LAYERS: dict[str, Callable[[], Work]] = {
+    f"{kind}, {schedule}": lambda kind=kind, schedule=schedule: layer(kind, schedule)
+    for kind, schedule in itertools.product(("RNN", "GRU", "LSTM"), ("linear", "chunked", "blelloch", "relaxed"))
+}
+FORWARD: dict[str, Callable[[], Work]] = {
+    f"{kind}, {forward} forward": lambda kind=kind, forward=forward: layer(kind, "auto", forward)
+    for kind, forward in itertools.product(("RNN", "GRU", "LSTM"), ("parallel", "newton"))
+}
+LINEAR: dict[str, Callable[[], Work]] = {
+    f"{form}, {schedule}": lambda form=form, schedule=schedule: linear(form, schedule)
+    for form, schedule in itertools.product(FORMS, ("linear", "chunked:8", "blelloch", "relaxed:8"))
+}
+WORK = PRODUCTS | LAYERS | FORWARD | LINEAR
+
+
+def change(work: Work) -> None:
+    """Other numbers in the same memory."""
+    with torch.no_grad():
+        for tensor in work.inputs:
+            tensor.copy_(torch.randn(tensor.shape).to(tensor))
+
+
+@pytest.mark.gpu
+def test_mixed_devices() -> None:
+    here, there = torch.randn(2, 1, 4, 4), torch.randn(2, 1, 4, 4, device=DEVICE)
+    a = random_pattern(4, 4, 0.5, 1)
+    values = values_of(a, 2, torch.float32, 0)
+    plan, gru = plan_product(a, a), jacsparse.nn.GRU(3, 5)
+    wrong: list[Callable[[], Any]] = [
+        lambda: jacsparse.jacobian(nn.Conv2d(1, 2, 3), there),
+        lambda: jacsparse.jacobian(nn.Conv2d(1, 2, 3).to(DEVICE), here),
+        lambda: jacsparse.nn.Scan(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()))(there),
+        lambda: jacsparse.SparseJacobian(a, values) @ torch.randn(4, 2, device=DEVICE),
+        lambda: plan.multiply(values, values.to(DEVICE)),
+        lambda: plan.multiply(values.to(DEVICE), values.to(DEVICE), out=torch.empty(plan.pattern.nnz, 2)),
+        lambda: matvec(a, values.to(DEVICE), torch.randn(4, 2)),
+        lambda: gru(torch.randn(7, 2, 3, device=DEVICE)),
+        lambda: jacsparse.nn.GRU(3, 5).to(DEVICE)(torch.randn(7, 2, 3)),
+        lambda: jacsparse.nn.GRU(3, 5).to(DEVICE)(torch.randn(7, 2, 3, device=DEVICE), torch.zeros(1, 2, 5)),
+    ]
+    for run in wrong:
+        with pytest.raises(ValueError, match=r"cuda:0.*cpu|cpu.*cuda:0"):
+            run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "remedy"), [(torch.float32, "the CPU"), (torch.float64, "float32 or the CPU")])
+def test_out_of_memory(dtype: torch.dtype, remedy: str) -> None:
+    size = 2**20
+    column, row = Pattern.of(Full(size, 1)), Pattern.of(Full(1, size))
+    plan, operands = plan_product(column, row), [torch.ones(size, 1, dtype=dtype, device=DEVICE) for _ in range(2)]
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(torch.OutOfMemoryError) as found:
+        plan.multiply(*operands)
+    count, width = size**2, dtype.itemsize
+    assert str(found.value) == (
+        f"values of a {size:,} × {size:,} product: {count * width:,} bytes ({count:,} × 1 of {dtype}) do not fit on "
+        f"cuda:0; try {remedy}"
+    )
+    del found
+    assert torch.cuda.memory_allocated() == before
+    assert torch.equal(plan_product(row, column).multiply(*operands).cpu(), torch.full((1, 1), size, dtype=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_the_largest_states(kind: str) -> None:
+    x = torch.randn(5, 2, 3, device=DEVICE)
+    with pytest.raises(ValueError, match="hidden_size is 129"):
+        getattr(jacsparse.nn, kind)(3, 129).to(DEVICE)(x)
+    ours, theirs = (getattr(module, kind)(3, 128).to(DEVICE) for module in (jacsparse.nn, nn))
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(ours(x)[0], theirs(x)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WORK)
+def test_the_current_stream(name: str) -> None:
+    """Where inputs are still to be written, the kernels have to wait."""
+    work = WORK[name]()
+    expected = work.run()
+    held = [tensor.detach().clone() for tensor in work.inputs]
+    with torch.no_grad():
+        for tensor in work.inputs:
+            tensor.fill_(float("nan"))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**8)
+        with torch.no_grad():
+            for tensor, numbers in zip(work.inputs, held, strict=True):
+                tensor.copy_(numbers)
+        found = work.run()
+    torch.cuda.current_stream().wait_stream(stream)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WORK)
+def test_captured_graphs(name: str) -> None:
+    work, stream = WORK[name](), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Kernels are compiled, and arrays copied, when first used.
+        for _ in range(3):
+            work.run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = work.run()
+    for _ in range(2):
+        change(work)
+        graph.replay()
+        found = [tensor.clone() for tensor in captured]
+        for one, other in zip(found, work.run(), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WORK)
+def test_the_host_never_waits(name: str) -> None:
+    work = WORK[name]()
+    work.run()
+    change(work)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class _Waits(TorchDispatchMode):
+    """Finds what makes a host wait for a device, on the CPU too."""
+
+    _operators = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal")
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        name = str(function)
+        assert not name.startswith(self._operators), name
+        if name.startswith("aten.index"):
+            places = arguments[1] if isinstance(arguments[1], list) else []
+            assert all(place is None or place.dtype != torch.bool for place in places), name
+        return function(*arguments, **(options or {}))
+
+
+class _Kept(dict):
+    """Of uploaded arrays, to which none is added."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise AssertionError("an array is uploaded again")
+
+
+@contextmanager
+def unattended() -> Iterator[None]:
+    """What is run inside neither reads nor writes the memory of a device that kernels are emulated for."""
+
+    def refuse(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+        raise AssertionError("the host reads a tensor")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("numpy", "tolist", "cpu"):
+            patch.setattr(torch.Tensor, name, refuse)
+        patch.setattr(_cuda, "_uploads", _Kept(_cuda._uploads))
+        with _Waits():
+            yield
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the device says it")
+@pytest.mark.parametrize("name", WORK)
+def test_the_host_never_waits_as_far_as_the_cpu_shows(name: str) -> None:
+    work = WORK[name]()
+    with emulated():
+        expected = work.run()
+        with unattended():
+            found = work.run()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
