@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUN := $(BIN)/python
 STAMP := $(VENV)/.installed
 # Those that run on a GPU: first the numbers, then under Compute Sanitizer.
-GPU_TESTS := $(patsubst %,tests/cuda/test_%.py,products values recurrent device compute_sanitizer)
+GPU_TESTS := $(patsubst %,tests/cuda/test_%.py,products values recurrent linear_recurrence device compute_sanitizer)
 
 .PHONY: setup demo test test-full test-gpu lint bench clean
 
@@ -25,8 +25,9 @@ test: $(STAMP)
 test-full: $(STAMP)
 	JACSPARSE_TESTS=full $(RUN) -m pytest -n 2 --durations=15 -m "full or not full"
 
-test-gpu: $(STAMP)
-	JACSPARSE_TESTS=gpu $(RUN) -m pytest $(GPU_TESTS)
+# With the machine's own Python where there is no .venv: it is the one that has PyTorch for its GPU.
+test-gpu:
+	JACSPARSE_TESTS=gpu $(firstword $(wildcard $(RUN)) $(PYTHON)) -m pytest -c tests/cuda/pytest.ini --rootdir=. $(GPU_TESTS)
 
 # Types are checked on a copy laid out as the package is: the folders beside jacsparse/ belong under it.
 lint: $(STAMP)

@@ -45,8 +45,11 @@ def cache_directory() -> Path:
     chosen = os.environ.get("JACSPARSE_CACHE_DIR")
     if chosen:
         return Path(chosen)
-    import platformdirs
-
+    try:
+        import platformdirs
+    except ImportError:
+        # A checkout that was never installed.
+        return Path.home() / ".cache" / "jacsparse"
     return platformdirs.user_cache_path("jacsparse")
 
 

@@ -7,12 +7,14 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
-_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
-settings.register_profile("ci", max_examples=200, derandomize=True, **_COMMON)
-settings.register_profile("full", max_examples=1000, **_COMMON)
-settings.load_profile("full" if os.environ.get("JACSPARSE_TESTS") == "full" else "ci")
+if os.environ.get("JACSPARSE_TESTS") != "gpu":
+    from hypothesis import HealthCheck, settings
+
+    _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
+    settings.register_profile("ci", max_examples=200, derandomize=True, **_COMMON)
+    settings.register_profile("full", max_examples=1000, **_COMMON)
+    settings.load_profile("full" if os.environ.get("JACSPARSE_TESTS") == "full" else "ci")
 
 
 @pytest.fixture(autouse=True)

@@ -100,7 +100,7 @@ def launch(name: str, runs: Runs | OnDevice, weight: torch.Tensor, size: int, *a
         f"{name}<{c_type(weight.dtype)}, {registers}>",
         [len(there.sample)],
         [registers or _warps(size)],
-        *_of_runs(there, device),
+        *there[:5],
         size,
         *(_given(argument, device) for argument in arguments),
         device=device,
@@ -195,7 +195,7 @@ def transfer(
     height, columns = -(-share // rows) * rows, -(-size // 4) * 4
     coefficients = {"rnn": 1, "gru": 4, "dense": 0, "scaled": 1}[name]
     out = allocated("the chunks' transfer matrices", (len(there.sample), size + 1, size), like.dtype, device)
-    table = _of_runs(there, device) if back is None else (*there[:4], there.sequences.batch)
+    table = there[:5] if back is None else (*there[:4], there.sequences.batch)
     (_CELLS if back is None else _LINEAR).launch(
         f"{name}_transfer<{c_type(like.dtype)}, {rows}>",
         [len(there.sample), blocks(size + 1, share)],
@@ -326,10 +326,6 @@ def _registers(cell: str, dtype: torch.dtype, size: int) -> int:
 
 def _warps(size: int) -> int:
     return max(1, -(-size // 32)) * 32
-
-
-def _of_runs(runs: OnDevice, device: torch.device) -> tuple[Any, ...]:
-    return (*runs[:4], uploaded(runs.sequences.offset, device))
 
 
 def _of_chunks(chunks: Chunks, device: torch.device) -> tuple[Any, ...]:

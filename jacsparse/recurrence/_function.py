@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..patterns._cuda import on_device
 from ._cells import Cell, Kept, Weights, preceding
 from ._runs import Sequences, index
 from ._sweeps import Options, solve_backward, solve_forward
@@ -199,7 +200,7 @@ def _products(
     sums = grad_gates.sum(dim=0) if for_bias or for_hidden_bias else None
     return [
         from_input @ weights.input if for_x else None,
-        from_input.T @ x if for_input else None,
+        _outer(from_input, x) if for_input else None,
         _hidden_gradient(sequences, direction, kept, grad_gates, recurrent) if for_hidden else None,
         sums[entering] if sums is not None and for_bias else None,
         torch.cat([sums[part] for part in recurrent]) if sums is not None and for_hidden_bias else None,
@@ -218,10 +219,28 @@ def _hidden_gradient(
         at, before = (late, early) if direction > 0 else (early, late)
         edge = slice(None, batch) if direction > 0 else slice(sequences.steps - batch, None)
         parts = [
-            torch.addmm(grad_gates[edge, part].T @ initial, grad_gates[at, part].T, kept.output[before])
-            for part in recurrent
+            grad_gates[edge, part].T @ initial + _outer(grad_gates[at, part], kept.output[before]) for part in recurrent
         ]
     else:
         states = preceding(kept.output, initial, sequences.before(direction), index(sequences.sample, initial))
-        parts = [grad_gates[:, part].T @ states for part in recurrent]
+        parts = [_outer(grad_gates[:, part], states) for part in recurrent]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+#: Rows of which a device makes one part of such a product.
+_ROWS = 1024
+
+
+def _outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``leftᵀ @ right``, of many more rows than columns.
+
+    A device has one block for a small product, however many rows it is a sum over: there it is the sum of products of
+    parts of the rows, in a fixed order.
+    """
+    parts = len(left) // _ROWS if on_device(left) else 0
+    if parts < 2:
+        return left.T @ right
+    size = len(left) // parts
+    whole = size * parts
+    pieces = (given[:whole].unflatten(0, (parts, size)) for given in (left, right))
+    return torch.addmm(torch.bmm(next(pieces).mT, next(pieces)).sum(dim=0), left[whole:].T, right[whole:])

@@ -130,6 +130,8 @@ class OnDevice(NamedTuple):
         Whose steps, the time of the first one, and how many.
     direction : int
         As that of `Runs`.
+    offset : Tensor of int64, (time + 1,)
+        As that of `Sequences`.
     sequences : Sequences
         Whose steps they are.
     """
@@ -138,6 +140,7 @@ class OnDevice(NamedTuple):
     begin: torch.Tensor
     steps: torch.Tensor
     direction: int
+    offset: torch.Tensor
     sequences: Sequences
 
     def on(self, device: torch.device) -> OnDevice:
@@ -213,8 +216,16 @@ class Runs:
 
     def on(self, device: torch.device) -> OnDevice:
         """The same on a device."""
-        sample, begin, steps = (uploaded(array, device) for array in (self.sample, self.begin, self.count))
-        return OnDevice(sample, begin, steps, self.direction, self.sequences)
+        found = self._placed.get(device)
+        if found is None:
+            arrays = (self.sample, self.begin, self.count, self.sequences.offset)
+            sample, begin, steps, offset = (uploaded(array, device) for array in arrays)
+            found = self._placed[device] = OnDevice(sample, begin, steps, self.direction, offset, self.sequences)
+        return found
+
+    @functools.cached_property
+    def _placed(self) -> dict[torch.device, OnDevice]:
+        return {}
 
 
 @functools.lru_cache(maxsize=256)

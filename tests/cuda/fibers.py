@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 _COMMON = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique")
@@ -46,6 +44,8 @@ def _library(name: str, code: str, sanitizer: str) -> Path:
     digest = hashlib.blake2b(digest_size=10)
     for part in (code, *flags, *_COMMON, *(file.read_text() for file in runtime)):
         digest.update(part.encode() + b"\0")
+    import platformdirs
+
     folder = Path(os.environ.get("JACSPARSE_CACHE_DIR") or platformdirs.user_cache_path("jacsparse")) / "fibers"
     path = folder / f"{name}-{sanitizer or 'plain'}-{digest.hexdigest()}.so"
     if path.exists():

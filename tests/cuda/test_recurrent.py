@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import jacsparse
+from jacsparse.recurrence._function import _outer
 from tests.cuda.harness import DEVICE, emulated
 
 KINDS: dict[str, tuple[Any, Any, dict[str, str]]] = {
@@ -138,3 +139,11 @@ def test_auto_guesses_where_samples_are_few_and_long() -> None:
     reports = check("RNN", 5, (1300, 1), torch.float32)
     assert [report.methods[0] for report in reports if report.recurrence == "backward"] == ["relaxed", "relaxed"]
     assert all("multiprocessors" in report.reason for report in reports if report.recurrence == "backward")
+
+
+@pytest.mark.parametrize("rows", [1, 2047, 2048, 5003])
+def test_products_of_many_rows(rows: int) -> None:
+    left, right = (torch.randn(rows, 2 * size, dtype=torch.float64).to(DEVICE)[:, :size] for size in (5, 7))
+    with emulated():
+        found = _outer(left, right)
+    torch.testing.assert_close(found, left.T @ right, rtol=1e-12, atol=1e-10)
