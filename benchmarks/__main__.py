@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -18,8 +19,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from ._context import Context, device_problem
-from ._environment import environment
+from ._calls import full_precision
+from ._context import Context, device_problem, reason
+from ._environment import environment, hardware
 from ._experiment import Experiment, Row
 from ._registry import EXPERIMENTS
 from ._report import write_report
@@ -35,6 +37,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+#: Seconds on CUDA for one experiment, for all of them, and for a function.
+_EXPERIMENT, _ALL, _FUNCTION = 170.0, 530.0, 0.3
 
 
 class Device(StrEnum):
@@ -66,13 +72,13 @@ def run(
 ) -> None:
     """Run experiments, and write a JSON file for each."""
     try:
-        chosen = _chosen(names or list(EXPERIMENTS))
-        _check_folder(out, [result_path(out, experiment.name, device) for experiment in chosen])
+        chosen, place = _chosen(names or list(EXPERIMENTS)), hardware(device, environment())
+        _check_folder(out, [result_path(out, experiment.name, place) for experiment in chosen])
     except (ValueError, OSError) as error:
         _fail(error)
     if threads is not None:
         torch.set_num_threads(threads)
-    console = Console()
+    console, failed, end = Console(), False, time.monotonic() + _ALL
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         for number, experiment in enumerate(chosen):
@@ -82,11 +88,19 @@ def run(
                 place = f"{number + 1}/{len(chosen)}"
                 progress.update(task, description=f"{place} {experiment.name}: {line}")
 
-            result = _measured(experiment, Context(device=device, say=say))
+            context = Context(device=device, say=say)
+            if device == "cuda":
+                context.seconds, context.until = _FUNCTION, min(end, time.monotonic() + _EXPERIMENT)
+            result, ended = _measured(experiment, context)
             progress.remove_task(task)
+            if ended is not None:
+                failed = True
+                console.print("".join(traceback.format_exception(ended)), markup=False, highlight=False)
             console.print(f"{experiment.name}: {experiment.summary(result.rows)}", markup=False, highlight=False)
             console.print(_table(result.rows))
             console.print(str(write(result, out)), markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -121,16 +135,25 @@ def _check_folder(folder: Path, files: Sequence[Path]) -> None:
         check_writable(file)
 
 
-def _measured(experiment: Experiment, context: Context) -> Result:
+def _measured(experiment: Experiment, context: Context) -> tuple[Result, Exception | None]:
+    """What an experiment gave, and what ended it early: the others are then measured all the same."""
     date, begin, machine = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter(), environment()
     problem = device_problem(context.device, experiment.devices)
+    if problem is None and time.monotonic() > context.until:
+        problem = "the time of all experiments was over"
+    limits, ended = None, None
+    if problem is None:
+        try:
+            if context.device == "cuda":
+                full_precision()
+            limits = context.limits
+            rows = experiment.run(context)
+        except Exception as error:
+            problem, ended = reason(error), error
     if problem is not None:
-        rows, limits = [Row.missing(experiment.title, problem)], None
-    else:
-        limits = context.limits
-        rows = experiment.run(context)
+        rows = [Row.missing(experiment.title, problem)]
     seconds = time.perf_counter() - begin
-    return Result(experiment.name, str(context.device), date, seconds, machine, limits, tuple(rows))
+    return Result(experiment.name, str(context.device), date, seconds, machine, limits, tuple(rows)), ended
 
 
 def _table(rows: Sequence[Row]) -> Table:

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
+import re
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import jacsparse
 
-__all__ = ["environment"]
+__all__ = ["environment", "hardware"]
 
-_PACKAGES = ("torch", "numpy", "numba", "scipy", "mkl", "sparse_dot_mkl", "python-graphblas")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "numba",
+    "scipy",
+    "mkl",
+    "sparse_dot_mkl",
+    "python-graphblas",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "nvmath-python",
+)
 # Vector units: what decides how fast numbers move.
 _VECTOR = (
     "sse4.2",
@@ -32,16 +49,13 @@ _VECTOR = (
 
 def environment() -> dict[str, Any]:
     """Hardware, versions, threads and how busy the machine is, as plain values."""
-    import torch
-
-    cuda = torch.cuda.is_available()
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": _memory_gib(),
         "vector_units": _vector_units(),
-        "gpu": torch.cuda.get_device_name(0) if cuda else None,
+        "gpu": _gpu() if torch.cuda.is_available() else None,
         "system": f"{platform.system()} {platform.machine()}",
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "versions": {
@@ -50,6 +64,51 @@ def environment() -> dict[str, Any]:
             **{name: version for name in _PACKAGES if (version := _version(name))},
         },
     }
+
+
+def hardware(device: str, machine: Mapping[str, Any]) -> str:
+    """What results on a device of a machine are named by: ``cpu``, or the GPU's name; ``cuda`` where there is none.
+
+    Examples
+    --------
+    >>> hardware("cuda", {"gpu": {"name": "NVIDIA H200"}})
+    'nvidia-h200'
+    """
+    gpu = machine.get("gpu") if device == "cuda" else None
+    name = str(gpu.get("name", "")) if isinstance(gpu, dict) else ""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or device
+
+
+def _gpu() -> dict[str, Any]:
+    """PyTorch's current GPU, and what drives it; None for what is not known."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    driver, clock, memory_clock = _nvidia_smi("driver_version", "clocks.max.sm", "clocks.max.memory")
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "cache_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1) or None,
+        "clock": clock,
+        "memory_clock": memory_clock,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+@functools.cache
+def _nvidia_smi(*fields: str) -> list[str | None]:
+    """What the driver says of the first GPU, as in ``1980 MHz``; None where it says nothing. It takes a second."""
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return [None] * len(fields)
+    values = [value.strip() for value in answer.split(",")]
+    if len(values) != len(fields):
+        return [None] * len(fields)
+    return [None if value.startswith("[") else value for value in values]
 
 
 def _version(name: str) -> str | None:

@@ -101,7 +101,9 @@ class Row:
 
     @classmethod
     def timed(cls, label: str, timing: Timing, *, per: float = 1, **rest: Any) -> Self:
-        """A row of times, each divided by `per`: by the samples that one run handles, say."""
+        """A row of times, each divided by `per`: by the samples that one run handles, say; or why there are none."""
+        if timing.problem:
+            return cls.missing(label, timing.problem, **rest)
         lower, median, upper = (float(time) for time in np.quantile(timing.seconds, (0.25, 0.5, 0.75)) / per)
         fastest = min(timing.seconds) / per
         return cls(label=label, median=median, lower=lower, upper=upper, fastest=fastest, runs=timing.runs, **rest)

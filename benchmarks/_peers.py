@@ -12,11 +12,14 @@ import numpy as np
 import scipy.sparse
 import torch
 
-from . import _mkl
+from . import _cusparse, _mkl
+from ._context import Context
 
-__all__ = ["MKL_REUSE", "PEERS", "SCIPY", "Peer"]
+__all__ = ["CUSPARSE", "CUSPARSE_REUSE", "GOALS", "MKL_REUSE", "PEERS", "SCIPY", "Goal", "Peer"]
 
 SCIPY, MKL_REUSE = "SciPy A @ B", "MKL, structure reused (sp2m)"
+CUSPARSE, CUSPARSE_REUSE = "cuSPARSE SpGEMM (cupyx A @ B)", "cuSPARSE, structure reused (SpGEMMreuse)"
+_TORCH = "PyTorch CSR A @ B"
 
 Matrix: TypeAlias = scipy.sparse.csr_array
 
@@ -31,71 +34,121 @@ class Peer:
         Compute the product.
     to_scipy : callable
         What `multiply` returned, as a SciPy matrix.
+    capturable : bool
+        Whether it only runs kernels, which a CUDA graph can replay.
     """
 
     multiply: Callable[[], Any]
     to_scipy: Callable[[Any], Matrix]
+    capturable: bool = False
 
 
-def _scipy(a: Matrix, b: Matrix, threads: int) -> Peer:
+@dataclass(frozen=True)
+class Goal:
+    """A peer that ours is compared with.
+
+    Attributes
+    ----------
+    label, name : str
+        The peer's, and what it is called in ratios.
+    at_least : float
+        How many times as fast as it one product should be.
+    """
+
+    label: str
+    name: str
+    at_least: float
+
+
+#: By device, the peer of all products and the one that reuses the structure.
+GOALS = {
+    "cpu": (Goal(SCIPY, "SciPy", 10.0), Goal(MKL_REUSE, "MKL reuse", 1.3)),
+    "cuda": (Goal(CUSPARSE, "cuSPARSE", 5.0), Goal(CUSPARSE_REUSE, "SpGEMMreuse", 2.0)),
+}
+
+
+def _scipy(a: Matrix, b: Matrix, context: Context) -> Peer:
     return Peer(lambda: a @ b, lambda product: product)
 
 
-def _torch(a: Matrix, b: Matrix, threads: int) -> Peer:
-    left, right = _torch_csr(a), _torch_csr(b)
-
-    def to_scipy(product: torch.Tensor) -> Matrix:
-        arrays = (product.values(), product.col_indices(), product.crow_indices())
-        return Matrix(tuple(array.numpy() for array in arrays), shape=tuple(product.shape))
-
-    return Peer(lambda: left @ right, to_scipy)
+def _torch(a: Matrix, b: Matrix, context: Context) -> Peer:
+    left, right = _torch_csr(a, context), _torch_csr(b, context)
+    return Peer(lambda: left @ right, _from_torch)
 
 
-def _torch_csr(matrix: Matrix) -> torch.Tensor:
-    indptr, indices, values = (torch.from_numpy(array) for array in (matrix.indptr, matrix.indices, matrix.data))
+def _torch_csr(matrix: Matrix, context: Context) -> torch.Tensor:
+    arrays = (matrix.indptr, matrix.indices, matrix.data)
+    indptr, indices, values = (torch.from_numpy(array).to(context.place) for array in arrays)
     with warnings.catch_warnings():
         # That CSR tensors are in beta state, and that their invariants are not checked.
         warnings.simplefilter("ignore", UserWarning)
         return torch.sparse_csr_tensor(indptr, indices, values, size=matrix.shape)
 
 
-def _graphblas(a: Matrix, b: Matrix, threads: int) -> Peer:
+def _from_torch(product: torch.Tensor) -> Matrix:
+    arrays = (product.values(), product.col_indices(), product.crow_indices())
+    return Matrix(tuple(array.cpu().numpy() for array in arrays), shape=tuple(product.shape))
+
+
+def _graphblas(a: Matrix, b: Matrix, context: Context) -> Peer:
     try:
         import graphblas
     except ImportError as error:
         raise ImportError("python-graphblas is not installed: pip install 'python-graphblas[default]'") from error
-    graphblas.ss.config["nthreads"] = threads
+    graphblas.ss.config["nthreads"] = context.threads
     left, right = graphblas.io.from_scipy_sparse(a), graphblas.io.from_scipy_sparse(b)
     return Peer(lambda: left.mxm(right).new(), lambda product: Matrix(graphblas.io.to_scipy_sparse(product)))
 
 
-def _mkl_product(a: Matrix, b: Matrix, threads: int) -> Peer:
+def _mkl_product(a: Matrix, b: Matrix, context: Context) -> Peer:
     # Where sparse_dot_mkl looks first; it does not know the wheel's folder.
     os.environ.setdefault("MKL_RT", str(_mkl.library_path()))
     try:
         import sparse_dot_mkl
     except ImportError as error:
         raise ImportError("sparse_dot_mkl is not installed: pip install sparse_dot_mkl") from error
-    sparse_dot_mkl.mkl_set_num_threads(threads)
+    sparse_dot_mkl.mkl_set_num_threads(context.threads)
     return Peer(lambda: sparse_dot_mkl.dot_product_mkl(a, b), lambda product: Matrix(product))
 
 
-def _mkl_reuse(a: Matrix, b: Matrix, threads: int) -> Peer:
+def _mkl_reuse(a: Matrix, b: Matrix, context: Context) -> Peer:
     left, right = a.copy(), b.copy()
     # Planned on other values: what comes out right was computed from those written since.
     left.data[:], right.data[:] = 1, 1
-    product = _mkl.Reuse(left, right, threads)
+    product = _mkl.Reuse(left, right, context.threads)
     np.copyto(left.data, a.data)
     np.copyto(right.data, b.data)
     return Peer(product.multiply, lambda _: product.to_scipy())
 
 
-#: Each prepares a product of two float32 matrices with int32 indices, for a number of threads; ImportError where the
-#: peer is not installed.
-PEERS: dict[str, Callable[[Matrix, Matrix, int], Peer]] = {
-    SCIPY: _scipy,
-    "PyTorch CSR A @ B": _torch,
-    "SuiteSparse:GraphBLAS mxm": _graphblas,
-    "MKL (sparse_dot_mkl)": _mkl_product,
-    MKL_REUSE: _mkl_reuse,
+def _cupy(a: Matrix, b: Matrix, context: Context) -> Peer:
+    from cupyx.scipy.sparse import csr_matrix
+
+    left, right = (csr_matrix(scipy.sparse.csr_matrix(matrix)) for matrix in (a, b))
+    return Peer(lambda: left @ right, lambda product: Matrix(product.get()))
+
+
+def _cusparse_reuse(a: Matrix, b: Matrix, context: Context) -> Peer:
+    # Planned on other values, as MKL's.
+    left, right = (_torch_csr(Matrix((np.ones_like(m.data), m.indices, m.indptr), m.shape), context) for m in (a, b))
+    product = _cusparse.Reuse(left, right)
+    left.values().copy_(torch.from_numpy(a.data))
+    right.values().copy_(torch.from_numpy(b.data))
+    return Peer(product.multiply, lambda _: _from_torch(product.product()), capturable=True)
+
+
+#: By device; each prepares a product of two float32 matrices with int32 indices; ImportError where it is not installed.
+PEERS: dict[str, dict[str, Callable[[Matrix, Matrix, Context], Peer]]] = {
+    "cpu": {
+        SCIPY: _scipy,
+        _TORCH: _torch,
+        "SuiteSparse:GraphBLAS mxm": _graphblas,
+        "MKL (sparse_dot_mkl)": _mkl_product,
+        MKL_REUSE: _mkl_reuse,
+    },
+    "cuda": {
+        CUSPARSE: _cupy,
+        _TORCH: _torch,
+        CUSPARSE_REUSE: _cusparse_reuse,
+    },
 }

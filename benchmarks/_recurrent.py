@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from jacsparse.models import BitstreamRNN, InstrumentGRU, SequenceClassifier
 from torch import nn
 from torch.nn import functional
 
-from ._context import Context, Limits, Timing
-from ._experiment import Row
+from jacsparse import nn as scanned
 
-__all__ = ["OURS", "PEER", "RecurrentWorkload", "layer_row"]
+from ._calls import MODES, Call, in_mode, labelled
+from ._context import Context, Limits, Timing, reason
+from ._experiment import Comparison, Row, compare
 
-OURS, PEER = "jacsparse", "torch.nn"
+__all__ = ["OURS", "PEER", "Layer", "Measured", "RecurrentWorkload", "shown"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Whose layer is timed, and how it solves its recurrences.
+
+    Attributes
+    ----------
+    name : str
+        In labels.
+    schedule : str
+        Of the gradients, as ``jacsparse.nn`` takes it; empty for PyTorch's layer.
+    forward : str
+        How the states are found.
+    """
+
+    name: str
+    schedule: str = ""
+    forward: str = "sequential"
+
+    @property
+    def family(self) -> str:
+        """How the states are found or, where that is step by step, the gradients, whatever the chunks' length."""
+        return self.schedule.partition(":")[0] if self.forward == "sequential" else self.forward
+
+
+OURS, PEER = Layer("jacsparse", "auto"), Layer("torch.nn")
+
+#: How a layer solved its recurrences, ``forward`` and ``backward``; empty for PyTorch's.
+Solution: TypeAlias = dict[str, str]
 
 
 class _InstrumentLSTM(SequenceClassifier):
@@ -49,33 +83,73 @@ class RecurrentWorkload:
         """For headings."""
         return f"{self.kind}, T = {self.time:,}, B = {self.batch}, H = {self.hidden}, {self.features} inputs a step"
 
-    def functions(self, device: str = "cpu") -> dict[str, dict[str, Callable[[], object]]]:
-        """By layer, `OURS` or `PEER`, and part: ``forward``, ``backward``, ``step`` and ``rest``.
+    def function(self, layer: Layer, part: str, device: str) -> Call:
+        """One of the parts of training.
 
-        ``step`` is a training step: forward, backward and Adam; ``rest`` is one without its backward pass. ``backward``
-        is that pass alone, over a graph that is kept.
-
-        Raises
-        ------
-        RuntimeError
-            Where the layers' gradients differ.
+        Parameters
+        ----------
+        layer : Layer
+            Whose.
+        part : {"forward", "backward", "backward of all", "step", "rest"}
+            ``forward`` and ``backward`` are the recurrent layer's alone, the latter from a gradient of the last state
+            to those of the weights, over a graph that is kept; ``backward of all`` is from gradients of all states,
+            which do not vanish. ``step`` is a training step of the whole classifier: forward, backward and Adam;
+            ``rest`` is one without its backward pass.
+        device : str
+            Where, as PyTorch calls it.
         """
-        torch.manual_seed(0)
-        peer = _CLASSIFIERS[self.kind](10, self.features, self.hidden).to(device)
-        ours = _CLASSIFIERS[self.kind](10, self.features, self.hidden).to(device)
-        ours.load_state_dict(peer.state_dict())
-        ours.scan()
-        x = torch.randn(self.batch, self.features, self.time, device=device)
-        labels = torch.randint(10, (self.batch,), device=device)
-        _check(ours, peer, x, labels)
-        return {OURS: _parts(ours, x, labels), PEER: _parts(peer, x, labels)}
+        model, x, labels = self._made(layer, device)
+        return _PARTS[part](model, x, labels)
 
-    def times(self, context: Context, parts: Sequence[str]) -> dict[tuple[str, str], Timing]:
-        """How long some parts take, by layer and part; the layers take turns."""
-        functions = self.functions(context.device)
-        chosen = {f"{layer}, {part}": functions[layer][part] for part in parts for layer in (OURS, PEER)}
-        found = context.under(self.name).times(chosen)
-        return {(layer, part): found[f"{layer}, {part}"] for layer in (OURS, PEER) for part in parts}
+    def times(self, context: Context, parts: Sequence[str], layers: Sequence[Layer] = (OURS, PEER)) -> Measured:
+        """How long some parts take; the layers take turns. A layer whose gradients differ from PyTorch's is not timed.
+
+        On CUDA both call by call and as replays of a graph.
+        """
+        own = context.under(self.name)
+        problems, solutions = self._checked(own, layers)
+        keys = [(layer, part, mode) for mode in MODES[context.device] for part in parts for layer in layers]
+        functions = {
+            _label(layer, part, mode): in_mode(functools.partial(self.function, layer, part, context.place), mode)
+            for layer, part, mode in keys
+            if not problems[layer]
+        }
+        found = own.times(functions)
+        timings = {key: found.get(_label(*key), Timing([], 0, problems[key[0]])) for key in keys}
+        return Measured(self, timings, solutions)
+
+    def _made(self, layer: Layer, device: str) -> tuple[SequenceClassifier, torch.Tensor, torch.Tensor]:
+        """A classifier, always of the same weights, inputs and labels."""
+        torch.manual_seed(0)
+        model = _CLASSIFIERS[self.kind](10, self.features, self.hidden)
+        x, labels = torch.randn(self.batch, self.features, self.time), torch.randint(10, (self.batch,))
+        # PyTorch's layer joins its weights in memory when it is moved, as cuDNN takes them.
+        model = model.to(device)
+        if layer.schedule:
+            kind: Any = getattr(scanned, self.kind)
+            model.rnn = kind.of(model.rnn, schedule=layer.schedule, forward=layer.forward)
+        return model, x.to(device), labels.to(device)
+
+    def _checked(self, context: Context, layers: Sequence[Layer]) -> tuple[dict[Layer, str], dict[Layer, Solution]]:
+        """What is wrong with each layer's gradients, and how it found them."""
+        problems, solutions = dict.fromkeys(layers, ""), {layer: Solution() for layer in layers}
+        expected: dict[str, torch.Tensor] = {}
+
+        def check(layer: Layer) -> None:
+            model, x, labels = self._made(layer, context.place)
+            names, weights = zip(*model.named_parameters(), strict=True)
+            found = dict(zip(names, torch.autograd.grad(_loss(model, x, labels), weights), strict=True))
+            if layer == PEER:
+                expected.update(found)
+            _compare(found, expected)
+            solutions[layer].update(map(_solution, getattr(model.rnn, "reports", ())))
+
+        for layer in sorted(layers, key=lambda layer: layer != PEER):
+            try:
+                context.first_run(f"{layer.name}, gradients", functools.partial(check, layer))
+            except Exception as error:
+                problems[layer] = reason(error)
+        return problems, solutions
 
     def floor(self, part: str, limits: Limits) -> float:
         """Seconds that a part takes at least: each input and whatever is kept for each step read or written once.
@@ -90,47 +164,188 @@ class RecurrentWorkload:
         nbytes = 4 * steps * (self.features + kept * self.hidden)
         forward = 2 * steps * gates * self.hidden * (self.features + self.hidden)
         backward = forward + 2 * steps * gates * self.hidden**2
-        passes = {"forward": (nbytes, forward), "backward": (nbytes, backward)}
-        chosen = passes.values() if part == "step" else (passes[part],)
+        every = nbytes + 4 * steps * self.hidden
+        passes = {"forward": (nbytes, forward), "backward": (nbytes, backward), "backward of all": (every, backward)}
+        chosen = (passes["forward"], passes["backward"]) if part == "step" else (passes[part],)
         return sum(limits.floor(*one) for one in chosen)
 
 
-def layer_row(workload: RecurrentWorkload, label: str, timing: Timing, layer: str) -> Row:
-    """A row of a layer's times."""
-    return Row.timed(label, timing, group=workload.name, role="ours" if layer == OURS else "peer")
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a workload.
+
+    Attributes
+    ----------
+    workload : RecurrentWorkload
+        Of what.
+    timings : dict
+        By layer, part and mode, one of `MODES`.
+    solutions : dict
+        By layer.
+    """
+
+    workload: RecurrentWorkload
+    timings: dict[tuple[Layer, str, str], Timing]
+    solutions: dict[Layer, Solution]
+
+    def modes(self) -> list[str]:
+        """How calls were timed."""
+        return list(dict.fromkeys(mode for *_, mode in self.timings))
+
+    def rows(
+        self,
+        part: str,
+        labels: tuple[str, str],
+        limits: Limits,
+        *,
+        targets: Mapping[str, Sequence[float]] | None = None,
+        base: Layer | None = None,
+        group: str = "",
+        data: Mapping[str, Any] | None = None,
+    ) -> list[Row]:
+        """Rows of a part, ours beside PyTorch's that was timed in the same way.
+
+        Parameters
+        ----------
+        part : str
+            Which.
+        labels : pair of str
+            What ours and PyTorch's are called.
+        limits : Limits
+            Of the machine.
+        targets : mapping of str to sequence of float, optional
+            By family, how many times as fast as PyTorch's its fastest layer should be.
+        base : Layer, optional
+            One of ours that the others are compared with, too.
+        group : str, optional
+            The workload's name where left out.
+        data : mapping, optional
+            For pictures; part, mode and layer are added.
+        """
+        floor, rows = self.workload.floor(part, limits), []
+        for mode in self.modes():
+            timed = {
+                layer: replace(
+                    self.row(labels[layer == PEER], self.timings[layer, part, mode], layer, mode, group=group),
+                    data={**(data or {}), "part": part, "mode": mode, "layer": layer.name},
+                )
+                for layer in self.solutions
+            }
+            peer = timed.pop(PEER)
+            fastest = _fastest(timed)
+            for layer, row in timed.items():
+                wanted = (targets or {}).get(layer.family, ()) if layer in fastest else ()
+                compared = _compared(peer, row, f"{PEER.name} / {layer.name}", wanted)
+                if base not in (None, layer):
+                    compared += compare(f"{base.name} / {layer.name}", timed[base], row)
+                note = "; ".join(text for name, text in self.solutions[layer].items() if part in (name, "step"))
+                rows.append(replace(row, floor=floor, note=note, comparisons=compared))
+            rows.append(peer)
+        return rows
+
+    def row(self, label: str, timing: Timing, layer: Layer, mode: str, *, group: str = "") -> Row:
+        """A row of a layer's times."""
+        role = "peer" if layer == PEER else "ours"
+        return Row.timed(_label(layer, label, mode), timing, group=group or self.workload.name, role=role)
+
+
+def _fastest(rows: Mapping[Layer, Row]) -> set[Layer]:
+    """The fastest layer of each family."""
+    order = sorted(rows, key=lambda layer: rows[layer].median or math.inf, reverse=True)
+    # Of a family the last one that is put in stays.
+    return set({layer.family: layer for layer in order}.values())
+
+
+def _compared(peer: Row, row: Row, text: str, targets: Sequence[float]) -> tuple[Comparison, ...]:
+    if not targets:
+        return compare(text, peer, row)
+    return tuple(itertools.chain(*(compare(text, peer, row, at_least=target) for target in targets)))
+
+
+def shown(rows: Sequence[Row]) -> list[Row]:
+    """The rows that a picture shows: those of graphs where all of them were captured, else those of single calls."""
+    timed = [row for row in rows if "part" in row.data]
+    modes = list(dict.fromkeys(row.data.get("mode", "") for row in timed))
+    for mode in reversed(modes):
+        found = [row for row in timed if row.data.get("mode", "") == mode]
+        if mode == modes[0] or all(row.median is not None for row in found):
+            return [row for row in found if row.median is not None]
+    return []
+
+
+def _label(layer: Layer, part: str, mode: str) -> str:
+    return labelled(f"{part}, {layer.name}", mode)
+
+
+def _solution(report: Any) -> tuple[str, str]:
+    """What a layer says of one of its recurrences."""
+    sweeps = f", {report.sweeps} sweeps" if report.sweeps > 1 else ""
+    return report.recurrence, f"{report.recurrence} {', then '.join(report.methods)}{sweeps}"
 
 
 def _loss(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model(x), labels)
 
 
-def _check(ours: nn.Module, peer: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> None:
-    _loss(ours, x, labels).backward()
-    _loss(peer, x, labels).backward()
-    for (name, one), other in zip(ours.named_parameters(), peer.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None
-        difference, largest = (one.grad - other.grad).abs().max().item(), other.grad.abs().max().item()
+def _compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """RuntimeError where gradients differ."""
+    if not expected:
+        raise RuntimeError("torch.nn's layer failed, and there is nothing to compare with")
+    for name, gradient in found.items():
+        difference, largest = (gradient - expected[name]).abs().max().item(), expected[name].abs().max().item()
         if not difference <= 1e-3 * largest:
             raise RuntimeError(f"the gradients of {name} differ by {difference:.2g}; the largest is {largest:.2g}")
 
 
-def _parts(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> dict[str, Callable[[], object]]:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
-    # Of weights of its own, for steps write into the model's.
-    kept = _loss(copy.deepcopy(model), x, labels)
+def _forward(model: SequenceClassifier, x: torch.Tensor, labels: torch.Tensor) -> Call:
+    steps = x.permute(2, 0, 1).contiguous()
+    return lambda: model.rnn(steps)
+
+
+def _backward(model: SequenceClassifier, x: torch.Tensor, labels: torch.Tensor) -> Call:
+    _, last = model.rnn(x.permute(2, 0, 1).contiguous())
+    hidden = last[0] if isinstance(last, tuple) else last
+    weights, gradient = list(model.rnn.parameters()), torch.ones_like(hidden)
+    return lambda: torch.autograd.grad(hidden, weights, gradient, retain_graph=True)
+
+
+def _backward_of_all(model: SequenceClassifier, x: torch.Tensor, labels: torch.Tensor) -> Call:
+    output, _ = model.rnn(x.permute(2, 0, 1).contiguous())
+    weights, gradient = list(model.rnn.parameters()), torch.ones_like(output)
+    return lambda: torch.autograd.grad(output, weights, gradient, retain_graph=True)
+
+
+def _step(model: SequenceClassifier, x: torch.Tensor, labels: torch.Tensor) -> Call:
+    optimizer = _optimizer(model, x)
 
     def step() -> None:
         optimizer.zero_grad()
         _loss(model, x, labels).backward()
         optimizer.step()
 
+    return step
+
+
+def _rest(model: SequenceClassifier, x: torch.Tensor, labels: torch.Tensor) -> Call:
+    optimizer = _optimizer(model, x)
+    _loss(model, x, labels).backward()
+
     def rest() -> None:
         _loss(model, x, labels)
         optimizer.step()
 
-    return {
-        "forward": lambda: _loss(model, x, labels),
-        "backward": lambda: kept.backward(retain_graph=True),
-        "step": step,
-        "rest": rest,
-    }
+    return rest
+
+
+def _optimizer(model: nn.Module, x: torch.Tensor) -> torch.optim.Optimizer:
+    """One that leaves the weights as they are; on CUDA one that keeps its state there, as graphs ask for."""
+    return torch.optim.Adam(model.parameters(), lr=0.0, capturable=x.is_cuda)
+
+
+_PARTS: dict[str, Callable[[SequenceClassifier, torch.Tensor, torch.Tensor], Call]] = {
+    "forward": _forward,
+    "backward": _backward,
+    "backward of all": _backward_of_all,
+    "step": _step,
+    "rest": _rest,
+}

@@ -8,6 +8,7 @@ from .gru_breakdown import GruBreakdown
 from .jacobian_generation import JacobianGeneration
 from .kernel_resources import KernelResources
 from .lenet_convergence import LenetConvergence
+from .parallel_forward import ParallelForward
 from .recurrent_convergence import RecurrentConvergence
 from .rnn_sensitivity import RnnSensitivity
 from .spgemm import Spgemm
@@ -23,6 +24,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         LenetConvergence(),
         RnnSensitivity(),
         GruBreakdown(),
+        ParallelForward(),
         RecurrentConvergence(),
         KernelResources(),
     )

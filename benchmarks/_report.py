@@ -4,40 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ._experiment import Experiment, Row
 from ._results import Result, read, result_path
 from ._text import COLUMNS, amount, cells
 
-__all__ = ["DEVICES", "read_all", "write_report"]
-
-DEVICES = ("cpu", "cuda")
+__all__ = ["read_all", "write_report"]
 
 
 def read_all(folder: Path, experiments: Mapping[str, Experiment]) -> dict[tuple[str, str], Result]:
-    """The results in a folder, by experiment and device.
+    """The results in a folder, by experiment and hardware.
 
     Raises
     ------
     FileNotFoundError
         Where the folder does not exist, or holds no result.
     ValueError
-        Where a result is damaged, or is another experiment's.
+        Where a result is damaged, or is another experiment's or of other hardware.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder; make one with: python -m benchmarks run --out {folder}")
     found = {}
     for name in experiments:
-        for device in DEVICES:
-            path = result_path(folder, name, device)
-            if not path.exists():
-                continue
+        for path in sorted(folder.glob(f"{name}.*.json")):
             result = read(path)
-            if (result.experiment, result.device) != (name, device):
+            if path != result_path(folder, result.experiment, result.hardware):
                 raise ValueError(
-                    f"{path} holds the result of {result.experiment} on {result.device}; rename or delete it"
+                    f"{path} holds the result of {result.experiment} on {result.hardware}; rename or delete it"
                 )
-            found[name, device] = result
+            found[name, result.hardware] = result
     if not found:
         raise FileNotFoundError(f"{folder} holds no result; make some with: python -m benchmarks run --out {folder}")
     return found
@@ -53,23 +49,21 @@ def write_report(folder: Path, experiments: Mapping[str, Experiment]) -> Path:
     """
     results = read_all(folder, experiments)
     lines = ["# Benchmarks", "", *_overview(experiments, results)]
-    for name, experiment in experiments.items():
-        for device in DEVICES:
-            if (name, device) in results:
-                lines += _section(experiment, results[name, device], folder)
+    for (name, _), result in results.items():
+        lines += _section(experiments[name], result, folder)
     path = folder / "report.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
 def _overview(experiments: Mapping[str, Experiment], results: Mapping[tuple[str, str], Result]) -> Iterable[str]:
-    yield from _table_head(("experiment", "reproduces", "device", "result"))
+    yield from _table_head(("experiment", "reproduces", "on", "result"))
     for name, experiment in experiments.items():
-        devices = [device for device in DEVICES if (name, device) in results]
-        if not devices:
+        own = {place: result for (other, place), result in results.items() if other == name}
+        if not own:
             yield _table_line((name, experiment.source, "", f"not measured: run `python -m benchmarks run {name}`"))
-        for device in devices:
-            yield _table_line((name, experiment.source, device, experiment.summary(results[name, device].rows)))
+        for place, result in own.items():
+            yield _table_line((name, experiment.source, place, experiment.summary(result.rows)))
     yield ""
     yield (
         "Each figure is the median of its runs; ratios are of medians, and in brackets of the fastest runs: what is "
@@ -79,14 +73,15 @@ def _overview(experiments: Mapping[str, Experiment], results: Mapping[tuple[str,
 
 
 def _section(experiment: Experiment, result: Result, folder: Path) -> Iterable[str]:
-    yield from ("", f"## {experiment.title}", "", f"{experiment.source}. {_circumstances(result)}")
+    place = "" if result.hardware == "cpu" else f", {result.hardware}"
+    yield from ("", f"## {experiment.title}{place}", "", f"{experiment.source}. {_circumstances(result)}")
     if any(not row.not_measured for row in result.rows):
         yield from ("", _picture(experiment, result, folder))
     yield from _tables(result.rows)
 
 
 def _picture(experiment: Experiment, result: Result, folder: Path) -> str:
-    path = result_path(folder, result.experiment, result.device).with_suffix(".png")
+    path = result_path(folder, result.experiment, result.hardware).with_suffix(".png")
     try:
         experiment.figure(result.rows, path)
     except ImportError as error:
@@ -100,16 +95,29 @@ def _circumstances(result: Result) -> str:
     parts.append(
         f"{machine.get('memory_gib')} GiB, {', '.join(machine.get('vector_units') or ()) or 'no vector units'}"
     )
-    if machine.get("gpu"):
-        parts.append(str(machine["gpu"]))
+    if result.device == "cuda" and machine.get("gpu"):
+        parts.append(_gpu(machine["gpu"]))
     versions = machine.get("versions") or {}
     parts.append(", ".join(f"{name} {version}" for name, version in versions.items()))
     parts.append(f"run {result.date} in {amount(result.seconds, 's')}, load average before it {machine.get('load')}")
     limits = result.limits
     if limits is not None:
         bandwidth, peak = limits.copy_bandwidth / 1e9, limits.peak_flop / 1e9
-        parts.append(f"copy bandwidth {bandwidth:.1f} GB/s, peak {peak:,.0f} GFLOP/s")
+        parts.append(f"copy bandwidth {bandwidth:,.1f} GB/s, peak {peak:,.0f} GFLOP/s")
     return "; ".join(parts) + "."
+
+
+def _gpu(about: Mapping[str, Any]) -> str:
+    texts = {
+        "multiprocessors": "{} multiprocessors",
+        "clock": "at most {}",
+        "memory_gib": "{} GiB",
+        "driver": "driver {}",
+        "cuda": "CUDA {}",
+        "cudnn": "cuDNN {}",
+    }
+    known = [text.format(about[name]) for name, text in texts.items() if about.get(name)]
+    return ", ".join([str(about.get("name")), *known])
 
 
 def _tables(rows: Sequence[Row]) -> Iterable[str]:

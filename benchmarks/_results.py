@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from jacsparse.patterns._files import replacing
 
 from ._context import Limits
+from ._environment import hardware
 from ._experiment import Comparison, Row
 
 __all__ = ["Result", "read", "result_path", "write"]
@@ -48,15 +49,20 @@ class Result:
     limits: Limits | None
     rows: tuple[Row, ...]
 
+    @property
+    def hardware(self) -> str:
+        """What its file is named by."""
+        return hardware(self.device, self.environment)
 
-def result_path(folder: Path, experiment: str, device: str) -> Path:
-    """Where the result of an experiment on a device is kept."""
-    return folder / f"{experiment}.{device}.json"
+
+def result_path(folder: Path, experiment: str, hardware: str) -> Path:
+    """Where the result of an experiment on some hardware is kept."""
+    return folder / f"{experiment}.{hardware}.json"
 
 
 def write(result: Result, folder: Path) -> Path:
     """Write a result into a folder; the file appears whole or not at all."""
-    path = result_path(folder, result.experiment, result.device)
+    path = result_path(folder, result.experiment, result.hardware)
     text = json.dumps({"format": FORMAT, **asdict(result)}, indent=1, allow_nan=False)
     with replacing(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")

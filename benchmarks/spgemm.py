@@ -1,10 +1,9 @@
-"""Pruned VGG-11's products of two sparse matrices, planned ahead: against SciPy, PyTorch, GraphBLAS and MKL."""
+"""Pruned VGG-11's products of two sparse matrices, planned ahead: against SciPy, MKL, cuSPARSE and others."""
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ import jacsparse
 from jacsparse import Pattern, ProductPlan, SparseJacobian, chain, plan_product
 from jacsparse.schedule import Step, resolve
 
-from ._context import Context
-from ._experiment import Experiment, Row, compare
+from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
+from ._context import Context, Timing, reason
+from ._experiment import Comparison, Experiment, Row, compare
 from ._figures import bars
-from ._peers import MKL_REUSE, PEERS, SCIPY, Peer
+from ._peers import GOALS, PEERS, Peer
 from ._workloads import pruned_vgg11
 
 __all__ = ["Spgemm"]
@@ -59,16 +59,23 @@ class Spgemm(Experiment):
     name = "spgemm"
     title = "Products of pruned VGG-11's transposed Jacobians"
     source = "thesis, section 3.3: structure known ahead; peers' products"
+    devices = ("cpu", "cuda")
 
     def run(self, context: Context) -> list[Row]:
         module = self.build()
         stages = chain(module, self.input_shape)
         records = stages.run(torch.randn(1, *self.input_shape, generator=torch.Generator().manual_seed(0)))
-        left, right = (records[stage].transposed_jacobian() for stage in self.factors)
+        # Made on the CPU, and moved: what is measured are products.
+        made = [record.transposed_jacobian().to(context.place) for record in records]
+        selected = [record.winners() for record in records]
         names = [f"J{stage + 1}ᵀ" for stage in self.factors]
+        left, right = (made[stage] for stage in self.factors)
         rows = _one_product(left, right, f"{' · '.join(names)}, two convolutions", self.batch, context)
-        jacobians = {len(stages) - number: record.transposed_jacobian() for number, record in enumerate(records)}
-        winners = {len(stages) - number: record.winners() for number, record in enumerate(records)}
+        jacobians = {len(stages) - number: matrix for number, matrix in enumerate(made)}
+        winners = {
+            len(stages) - number: None if winner is None else winner.to(context.place)
+            for number, winner in enumerate(selected)
+        }
         return rows + self._all_products(module, jacobians, winners, context)
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
@@ -98,37 +105,74 @@ class Spgemm(Experiment):
 def _one_product(left: SparseJacobian, right: SparseJacobian, group: str, batch: int, context: Context) -> list[Row]:
     a, b = left.pattern, right.pattern
     plans = {method: plan_product(a, b, method=method) for method in METHODS}
-    product = plans["slots"].pattern
-    out = torch.empty((product.nnz, 1))
+    out = left.values.new_empty((plans["slots"].pattern.nnz, 1))
     peers, missing = _prepared(left, right, plans["slots"], group, context)
-    found = context.times(
-        {
-            **{method: _multiplication(plan, left.values, right.values, out) for method, plan in plans.items()},
-            **{label: peer.multiply for label, peer in peers.items()},
-        },
-        pause=_PAUSE,
-    )
-    plan_times = context.times({method: _planning(a, b, method) for method in METHODS}, seconds=context.seconds / 2)
-    peer_rows = [Row.timed(label, found[label], group=group, role="peer") for label in peers]
-    scipy, reuse = (next((row for row in peer_rows if row.label == label), None) for label in (SCIPY, MKL_REUSE))
-    rows = [_size_row(plans["slots"], group)]
-    multiplied = {}
-    for method, plan in plans.items():
-        rows.append(Row.timed(f"plan, {method}", plan_times[method], group=group))
-        floor = context.limits.floor(_moved(plan, (left.values, right.values), 1), plan.flop)
-        row = Row.timed(f"multiply, {method}", found[method], group=group, floor=floor)
-        # The targets are those of the fastest method.
-        goals = ({"at_least": 10.0}, {"at_least": 1.3}) if method == "slots" else ({}, {})
-        compared = [
-            compare(f"{name} / {method}", peer, row, **goal)
-            for name, peer, goal in zip(("SciPy", "MKL reuse"), (scipy, reuse), goals, strict=True)
-            if peer is not None
-        ]
-        multiplied[method] = replace(row, comparisons=tuple(itertools.chain(*compared)))
-        rows.append(multiplied[method])
+    multiplications = {
+        f"multiply, {method}": _multiplication(plan, left.values, right.values, out) for method, plan in plans.items()
+    }
+    capturable = {*multiplications, *(label for label, peer in peers.items() if peer.capturable)}
+    calls = {**multiplications, **{label: peer.multiply for label, peer in peers.items()}}
+    found = _timed(calls, capturable, context, pause=_PAUSE if context.device == "cpu" else 0.0)
+    planned = context.times({method: _planning(a, b, method) for method in METHODS}, seconds=context.seconds / 2)
     del out
-    rows += _batch_rows(plans, left, right, multiplied, batch, context)
-    return rows + peer_rows + missing
+    peer_rows = {
+        (label, mode): Row.timed(labelled(label, mode), timing, group=group, role="peer")
+        for (label, mode), timing in found.items()
+        if label in peers
+    }
+    rows = [_size_row(plans["slots"], group)]
+    multiplied = {
+        (method, mode): Row.timed(
+            labelled(f"multiply, {method}", mode),
+            found[f"multiply, {method}", mode],
+            group=group,
+            floor=context.limits.floor(_moved(plan, (left.values, right.values), 1), plan.flop),
+        )
+        for method, plan in plans.items()
+        for mode in MODES[context.device]
+    }
+    for method in METHODS:
+        rows.append(Row.timed(f"plan, {method}", planned[method], group=group))
+        for mode in MODES[context.device]:
+            row = multiplied[method, mode]
+            compared = _compared(
+                row, method, mode, peer_rows, context.device, fastest=_is_fastest(row, mode, multiplied)
+            )
+            rows.append(replace(row, comparisons=compared))
+    single = {method: multiplied[method, MODES[context.device][0]] for method in METHODS}
+    rows += _batch_rows(plans, left, right, single, batch, context)
+    return [*rows, *peer_rows.values(), *missing]
+
+
+def _timed(
+    calls: Mapping[str, Call], capturable: Container[str], context: Context, **options: float
+) -> dict[tuple[str, str], Timing]:
+    """Times by label and mode: those that can be captured also as graphs, on CUDA."""
+    modes = MODES[context.device]
+    keys = [(label, mode) for mode in modes for label in calls if mode != GRAPH or label in capturable]
+    functions = {labelled(*key): in_mode(ready(calls[key[0]]), key[1]) for key in keys}
+    found = context.times(functions, **options)
+    return {key: found[labelled(*key)] for key in keys}
+
+
+def _is_fastest(row: Row, mode: str, rows: Mapping[tuple[str, str], Row]) -> bool:
+    """Whether none of a mode is faster: the targets are those of the fastest method."""
+    medians = [other.median for (_, its), other in rows.items() if its == mode and other.median is not None]
+    return row.median is not None and row.median == min(medians)
+
+
+def _compared(
+    row: Row, method: str, mode: str, peers: Mapping[tuple[str, str], Row], device: str, *, fastest: bool
+) -> tuple[Comparison, ...]:
+    """With the peers that have a goal, as they were timed in the same mode or, where they cannot be, in the first."""
+    found: tuple[Comparison, ...] = ()
+    for goal in GOALS[device]:
+        own = mode if (goal.label, mode) in peers else MODES[device][0]
+        if (goal.label, own) in peers:
+            name = goal.name if own == mode else labelled(goal.name, own)
+            target = {"at_least": goal.at_least} if fastest else {}
+            found += compare(f"{name} / {method}", peers[goal.label, own], row, **target)
+    return found
 
 
 def _prepared(
@@ -136,19 +180,19 @@ def _prepared(
 ) -> tuple[dict[str, Peer], list[Row]]:
     """The peers that are installed and compute the same product, and rows that say why the others are not measured."""
     a, b = left.to_scipy(), right.to_scipy()
-    expected = plan.pattern.to_scipy(plan.multiply(left.values, right.values)[:, 0].numpy())
+    expected = plan.pattern.to_scipy(plan.multiply(left.values, right.values)[:, 0].cpu().numpy())
     peers, missing = {}, []
-    for label, prepare in PEERS.items():
+    for label, prepare in PEERS[context.device].items():
         context.say(f"{label}: checking its product")
         try:
-            peer = prepare(a, b, context.threads)
-        except ImportError as error:
-            missing.append(Row.missing(label, str(error), group=group, role="peer"))
+            peer = prepare(a, b, context)
+            difference = _difference(peer.to_scipy(peer.multiply()), expected)
+        except Exception as error:
+            missing.append(Row.missing(label, reason(error), group=group, role="peer"))
             continue
-        difference = _difference(peer.to_scipy(peer.multiply()), expected)
         if difference > TOLERANCE:
-            reason = f"its product differs from ours by {difference:.1e} of the largest entry"
-            missing.append(Row.missing(label, reason, group=group, role="peer"))
+            problem = f"its product differs from ours by {difference:.1e} of the largest entry"
+            missing.append(Row.missing(label, problem, group=group, role="peer"))
         else:
             peers[label] = peer
     return peers, missing
@@ -175,11 +219,11 @@ def _batch_rows(
     """The product for several samples at once, each method in turn: times are for one sample."""
     product, group = plans["slots"].pattern, single["slots"].group
     needed = 4 * batch * (left.pattern.nnz + right.pattern.nnz + product.nnz)
-    if needed > _available() // 2:
-        reason = f"a batch of {batch} needs {needed / 2**30:.1f} GiB"
-        return [Row.missing(f"multiply, {method}, batch {batch}", reason, group=group) for method in plans]
+    if needed > _available(context.device) // 2:
+        problem = f"a batch of {batch} needs {needed / 2**30:.1f} GiB"
+        return [Row.missing(f"multiply, {method}, batch {batch}", problem, group=group) for method in plans]
     a_values, b_values = (matrix.values.repeat(1, batch) for matrix in (left, right))
-    out = torch.empty((product.nnz, batch))
+    out = a_values.new_empty((product.nnz, batch))
     found = context.times(
         {f"{method}, batch {batch}": _multiplication(plan, a_values, b_values, out) for method, plan in plans.items()}
     )
@@ -202,47 +246,50 @@ def _step(
     winners: dict[int, torch.Tensor | None],
     context: Context,
 ) -> list[Row]:
-    """One product of the schedule, ours and SciPy's; its values go into `jacobians`, for later products."""
+    """One product of the schedule, ours and a peer's; its values go into `jacobians`, for later products."""
     if step.left not in jacobians or step.right not in jacobians:
-        return [Row.missing(f"{name}: multiply", "a factor was too large to be made", group=group)]
+        return [Row.missing(f"{name}: multiply", "a factor was not made", group=group)]
     left, right = jacobians[step.left], jacobians[step.right]
     a, b = left.pattern, right.pattern
     plan = plan_product(a, b, winners=True)
-    needed = plan.nbytes + 8 * plan.pattern.nnz
-    if needed > _available() // 2:
+    needed, device, first = plan.nbytes + 8 * plan.pattern.nnz, context.device, MODES[context.device][0]
+    if needed > _available(device) // 2:
         return [Row.missing(f"{name}: multiply", f"it needs {needed / 2**30:.1f} GiB", group=group)]
     a_values = _operand(step.left, plan.selects_left, jacobians, winners)
     b_values = _operand(step.right, plan.selects_right, jacobians, winners)
-    out = torch.empty((plan.pattern.nnz, 1))
-    planning, multiplying, by_scipy = (
+    out = left.values.new_empty((plan.pattern.nnz, 1))
+    goal = GOALS[device][0]
+    planning, multiplying, by_peer = (
         f"{name}: plan, {plan.method}",
         f"{name}: multiply, {plan.method}",
-        f"{name}: {SCIPY}",
+        f"{name}: {goal.label}",
     )
-    functions = {planning: _planning(a, b, "auto"), multiplying: _multiplication(plan, a_values, b_values, out)}
-    # SciPy holds the product's indices and values twice while it sorts them out.
-    scipy_needs = 2 * 8 * plan.pattern.nnz
-    if scipy_needs <= _available() // 2:
-        scipy_a, scipy_b = left.to_scipy(), right.to_scipy()
-        functions[by_scipy] = lambda: scipy_a @ scipy_b
-    found = context.times(functions, seconds=context.seconds / 5)
-    jacobians[step.out] = SparseJacobian(plan.pattern, out)
-    if by_scipy in found:
-        scipy = Row.timed(by_scipy, found[by_scipy], group=group, role="peer")
-    else:
-        scipy = Row.missing(by_scipy, f"it needs {scipy_needs / 2**30:.1f} GiB", group=group, role="peer")
-    multiplied = Row.timed(
-        multiplying,
-        found[multiplying],
-        group=group,
-        floor=context.limits.floor(_moved(plan, (a_values, b_values), 1), plan.flop),
-        note=f"{plan.flop:,} flop, {plan.pattern.nnz:,} entries",
-    )
-    return [
-        Row.timed(planning, found[planning], group=group),
-        replace(multiplied, comparisons=compare(f"SciPy / {plan.method}", scipy, multiplied)),
-        scipy,
-    ]
+    calls = {multiplying: _multiplication(plan, a_values, b_values, out)}
+    if device == "cpu":
+        calls[planning] = _planning(a, b, "auto")
+    # A peer holds the product's indices and values twice while it sorts them out.
+    peer_needs = 2 * 8 * plan.pattern.nnz
+    if peer_needs <= _available(device) // 2:
+        calls[by_peer] = in_mode(
+            lambda: PEERS[device][goal.label](left.to_scipy(), right.to_scipy(), context).multiply, first
+        )
+    found = _timed(calls, {multiplying}, context, seconds=context.seconds / 5)
+    if not found[multiplying, first].problem:
+        jacobians[step.out] = SparseJacobian(plan.pattern, out)
+    peer = Row.missing(by_peer, f"it needs {peer_needs / 2**30:.1f} GiB", group=group, role="peer")
+    if by_peer in calls:
+        peer = Row.timed(labelled(by_peer, first), found[by_peer, first], group=group, role="peer")
+    rows = [Row.timed(planning, found[planning, first], group=group)] if planning in calls else []
+    for mode in MODES[device]:
+        row = Row.timed(
+            labelled(multiplying, mode),
+            found[multiplying, mode],
+            group=group,
+            floor=context.limits.floor(_moved(plan, (a_values, b_values), 1), plan.flop),
+            note=f"{plan.flop:,} flop, {plan.pattern.nnz:,} entries",
+        )
+        rows.append(replace(row, comparisons=compare(f"{goal.name} / {plan.method}", peer, row)))
+    return [*rows, peer]
 
 
 def _operand(
@@ -254,13 +301,11 @@ def _operand(
     return chosen
 
 
-def _multiplication(
-    plan: ProductPlan, a_values: torch.Tensor, b_values: torch.Tensor, out: torch.Tensor
-) -> Callable[[], object]:
+def _multiplication(plan: ProductPlan, a_values: torch.Tensor, b_values: torch.Tensor, out: torch.Tensor) -> Call:
     return lambda: plan.multiply(a_values, b_values, out=out)
 
 
-def _planning(a: Pattern, b: Pattern, method: str) -> Callable[[], object]:
+def _planning(a: Pattern, b: Pattern, method: str) -> Call:
     return lambda: plan_product(a, b, method=method)
 
 
@@ -275,9 +320,10 @@ def _size_row(plan: ProductPlan, group: str) -> Row:
     return Row.of_value("multiply-adds", plan.flop // 2, "count", group=group, note=note)
 
 
-def _available() -> int:
-    """Bytes of memory that nobody uses."""
+def _available(device: str) -> int:
+    """Bytes of memory that nobody uses: of the host and, where the product is on it, of the device."""
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
-        return 4 * 2**30
+        free = 4 * 2**30
+    return min(free, torch.cuda.mem_get_info()[0]) if device == "cuda" else free

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +18,16 @@ from typer.testing import CliRunner, Result
 
 from benchmarks import __main__ as command
 from benchmarks._context import Context, Limits
+from benchmarks._environment import environment
 from benchmarks._experiment import Comparison, Experiment, Row, compare
 from benchmarks._figures import bars
+from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import read
 from benchmarks._text import amount, cells
+from tests.benchmarks.made_up import device
 
 FIRST_PICTURE_BYTES = b"\x89PNG"
+RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").iterdir())
 
 
 class Dummy(Experiment):
@@ -110,6 +117,19 @@ def test_report_shows_figures_and_what_was_not_measured(measured: Path) -> None:
     assert (measured.parent / "dummy.cpu.png").read_bytes()[:4] == FIRST_PICTURE_BYTES
 
 
+@pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)
+def test_report_of_the_results_that_are_kept_here(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "EXPERIMENTS", EXPERIMENTS)
+    for file in folder.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    answer = call("report", tmp_path)
+    assert answer.exit_code == 0, answer.output
+    drawn = {path.stem for path in tmp_path.glob("*.png")}
+    assert drawn and drawn <= {path.stem for path in tmp_path.glob("*.json")}
+
+
 def test_report_names_experiments_that_were_not_run(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(Dummy):
         name = "other"
@@ -131,10 +151,85 @@ def test_cuda_without_a_device_is_not_measured(tmp_path: Path) -> None:
 
 
 def test_a_device_that_an_experiment_does_not_run_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
+    device(monkeypatch)
     assert call("run", "dummy", "--device", "cuda", "--out", tmp_path).exit_code == 0
-    assert read(tmp_path / "dummy.cuda.json").rows[0].not_measured == "this experiment runs on cpu only"
+    assert read(tmp_path / "dummy.made-up-h300.json").rows[0].not_measured == "this experiment runs on cpu only"
+
+
+def test_a_device_without_cupy_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device(monkeypatch)
+    monkeypatch.setattr(Dummy, "devices", ("cpu", "cuda"))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert call("run", "dummy", "--device", "cuda", "--out", tmp_path).exit_code == 0
+    (row,) = read(tmp_path / "dummy.made-up-h300.json").rows
+    assert "kernels need CuPy: pip install cupy-cuda" in row.not_measured
+
+
+def test_results_on_a_gpu_are_named_by_it_and_say_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device(monkeypatch)
+    monkeypatch.setattr(Dummy, "devices", ("cpu", "cuda"))
+    monkeypatch.setattr(command, "device_problem", lambda *_: None)
+    for name in ("cuda", "cpu"):
+        assert call("run", "dummy", "--device", name, "--out", tmp_path).exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dummy.cpu.json", "dummy.made-up-h300.json"]
+    result = read(tmp_path / "dummy.made-up-h300.json")
+    assert (result.device, result.hardware, read(tmp_path / "dummy.cpu.json").hardware) == (
+        "cuda",
+        "made-up-h300",
+        "cpu",
+    )
+    gpu = result.environment["gpu"]
+    assert (gpu["name"], gpu["multiprocessors"], gpu["memory_gib"], gpu["driver"]) == ("Made Up H300", 7, 3.0, "1.2.3")
+    assert call("report", tmp_path).exit_code == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "## Adding ones, made-up-h300" in text and "![Adding ones](dummy.made-up-h300.png)" in text
+    assert "Made Up H300, 7 multiprocessors, at most 1980 MHz, 3.0 GiB, driver 1.2.3" in text
+    assert text.count("Made Up H300") == 1 and "## Adding ones\n" in text
+
+
+def test_experiments_for_which_no_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device(monkeypatch)
+    monkeypatch.setattr(Dummy, "devices", ("cpu", "cuda"))
+    monkeypatch.setattr(command, "device_problem", lambda *_: None)
+    monkeypatch.setattr(command, "_ALL", 0.0)
+    assert call("run", "dummy", "--device", "cuda", "--out", tmp_path).exit_code == 0
+    (row,) = read(tmp_path / "dummy.made-up-h300.json").rows
+    assert row.not_measured == "the time of all experiments was over"
+
+
+def test_what_the_driver_does_not_say_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    device(monkeypatch, smi="1.2.3, [N/A], 3201 MHz")
+    gpu = environment()["gpu"]
+    assert (gpu["name"], gpu["driver"], gpu["clock"], gpu["memory_clock"]) == (
+        "Made Up H300",
+        "1.2.3",
+        None,
+        "3201 MHz",
+    )
+    device(monkeypatch, smi="No devices were found")
+    assert environment()["gpu"]["driver"] is None
+
+    def missing(*_: object, **__: object) -> None:
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert environment()["gpu"]["driver"] is None
+
+
+def test_an_experiment_that_fails_does_not_take_the_others_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Dummy):
+        name = "broken"
+
+        def run(self, context: Context) -> list[Row]:
+            raise RuntimeError("it broke\nin the middle")
+
+    monkeypatch.setattr(command, "EXPERIMENTS", {"broken": Broken(), "dummy": Dummy()})
+    answer = call("run", "--out", tmp_path)
+    assert answer.exit_code == 1 and "in run" in answer.output
+    assert [row.not_measured for row in read(tmp_path / "broken.cpu.json").rows] == ["RuntimeError: it broke"]
+    assert read(tmp_path / "dummy.cpu.json").rows[0].median is not None
 
 
 def test_unknown_name_is_told_the_known_ones(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.jacobian_generation import JacobianGeneration
 from benchmarks.kernel_resources import KernelResources
 from benchmarks.lenet_convergence import LenetConvergence, loss_curves
+from benchmarks.parallel_forward import ParallelForward
 from benchmarks.recurrent_convergence import RecurrentConvergence, Task
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.spgemm import Spgemm
@@ -49,6 +50,7 @@ SMALL: list[Experiment] = [
     LenetConvergence(iterations=2, batch=4),
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
     GruBreakdown(sets=(("S", 5, 3), ("L", 7, 2)), batches=(2, 3)),
+    ParallelForward(times=(6, 300), batch=2),
     RecurrentConvergence(tasks=(SMALL_TASK, replace(SMALL_TASK, name="once more"))),
     KernelResources(architectures=("sm_75", "sm_90"), files=("values.cu",)),
 ]
@@ -96,18 +98,18 @@ def test_a_wrong_jacobian_is_not_timed(context: Context, monkeypatch: pytest.Mon
     from benchmarks import jacobian_generation
 
     monkeypatch.setattr(jacobian_generation._Columns, "column", lambda self, _: torch.full_like(self.x, 7.0))
-    with pytest.raises(RuntimeError, match="differs from autograd's"):
-        JacobianGeneration(size=4, columns=2).run(context)
+    rows = JacobianGeneration(size=4, columns=2).run(context)
+    assert len(rows) == 3 and all("differs from autograd's" in row.not_measured for row in rows)
 
 
 def test_a_missing_peer_is_a_row_that_says_so(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> Peer:
         raise ImportError("peer is not installed: pip install peer")
 
-    def wrong(a: Any, b: Any, threads: int) -> Peer:
+    def wrong(a: Any, b: Any, context: Context) -> Peer:
         return Peer(lambda: a @ b, lambda product: 2 * product)
 
-    monkeypatch.setattr(spgemm, "PEERS", {"missing": missing, "wrong": wrong})
+    monkeypatch.setitem(spgemm.PEERS, "cpu", {"missing": missing, "wrong": wrong})
     rows = Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=2).run(context)
     assert _named(rows, "missing").not_measured == "peer is not installed: pip install peer"
     assert _named(rows, "wrong").not_measured.startswith("its product differs from ours by")
@@ -115,20 +117,20 @@ def test_a_missing_peer_is_a_row_that_says_so(context: Context, monkeypatch: pyt
 
 
 def test_products_too_large_for_memory_are_left_out(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spgemm, "_available", lambda: 1000)
+    monkeypatch.setattr(spgemm, "_available", lambda _: 1000)
     rows = Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=2).run(context)
     assert "GiB" in _named(rows, "multiply, slots, batch 2").not_measured
     assert any(row.label.endswith(": multiply") and "GiB" in row.not_measured for row in rows)
-    assert any(row.not_measured == "a factor was too large to be made" for row in rows)
+    assert any(row.not_measured == "a factor was not made" for row in rows)
 
 
-@pytest.mark.parametrize("label", PEERS)
+@pytest.mark.parametrize("label", PEERS["cpu"])
 def test_peers_multiply_what_they_are_given(label: str) -> None:
     rng = np.random.default_rng(0)
     dense = [rng.random(shape) * (rng.random(shape) < 0.4) for shape in ((7, 9), (9, 5))]
     a, b = (scipy.sparse.csr_array(matrix.astype(np.float32)) for matrix in dense)
     try:
-        peer = PEERS[label](a, b, 1)
+        peer = PEERS["cpu"][label](a, b, Context())
     except ImportError as error:
         pytest.skip(str(error))
     for _ in range(2):
@@ -160,7 +162,8 @@ def test_mkl_without_the_wheel_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
     with pytest.raises(ImportError, match="pip install mkl"):
-        _peers.PEERS[_peers.MKL_REUSE](*2 * [scipy.sparse.eye_array(2, format="csr", dtype=np.float32)], 1)
+        identity = scipy.sparse.eye_array(2, format="csr", dtype=np.float32)
+        PEERS["cpu"][_peers.MKL_REUSE](identity, identity, Context())
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.float64, 1e-9)])

@@ -1,0 +1,106 @@
+"""cuSPARSE's SpGEMMreuse through nvmath-python's bindings: what patterns decide is worked out once."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Reuse", "bindings"]
+
+_FLOAT32 = 0  # CUDA_R_32F
+
+
+def bindings() -> Any:
+    """``nvmath.bindings.cusparse``.
+
+    Raises
+    ------
+    ImportError
+        Where it is not installed, or lacks a part that it needs.
+    """
+    try:
+        return importlib.import_module("nvmath.bindings.cusparse")
+    except ImportError as error:
+        version = (torch.version.cuda or "12").partition(".")[0]
+        raise ImportError(
+            f"nvmath-python is not installed ({error}): pip install 'nvmath-python[cu{version}]'"
+        ) from error
+
+
+class Reuse:
+    """``C = A B`` in float32, planned once, whose values are computed anew by each `multiply`.
+
+    Parameters
+    ----------
+    a, b : sparse CSR Tensor of float32 on one CUDA device, with int32 indices
+        Kept, not copied: what is written into their values is what the next product is of.
+    """
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self._cusparse = cusparse = bindings()
+        self._device, self._shape = a.device, (a.shape[0], b.shape[1])
+        self._handle = self._owned(cusparse.create(), cusparse.destroy)
+        plain, method = int(cusparse.Operation.NON_TRANSPOSE), int(cusparse.SpGEMMAlg.DEFAULT)
+        descriptor = self._owned(cusparse.sp_gemm_create_descr(), cusparse.sp_gemm_destroy_descr)
+        # Everything that cuSPARSE keeps pointers to.
+        self._starts = torch.zeros(self._shape[0] + 1, dtype=torch.int32, device=self._device)
+        self._held: list[Any] = [a, b]
+        left, right = (self._matrix(m.shape, m.crow_indices(), m.col_indices(), m.values()) for m in (a, b))
+        product = self._matrix(self._shape, self._starts, None, None)
+        operands = (self._handle, plain, plain, left, right, product, method, descriptor)
+        self._use_current_stream()
+        size = cusparse.sp_gemm_reuse_work_estimation(*operands, 0)
+        cusparse.sp_gemm_reuse_work_estimation(*operands, *self._buffers(size))
+        sizes = cusparse.sp_gemm_reuse_nnz(*operands, 0, 0, 0)
+        cusparse.sp_gemm_reuse_nnz(*operands, *self._buffers(*sizes))
+        nnz = cusparse.sp_mat_get_size(product)[2]
+        self._indices = torch.zeros(nnz, dtype=torch.int32, device=self._device)
+        self._values = torch.zeros(nnz, device=self._device)
+        pointers = (array.data_ptr() for array in (self._starts, self._indices, self._values))
+        cusparse.csr_set_pointers(product, *pointers)
+        size = cusparse.sp_gemm_reuse_copy(*operands, 0)
+        cusparse.sp_gemm_reuse_copy(*operands, *self._buffers(size))
+        # On the host, where cuSPARSE looks for them unless it is told otherwise.
+        self._factors = np.array([1, 0], dtype=np.float32)
+        one = self._factors.ctypes.data
+        zero = one + self._factors.itemsize
+        factors = (self._handle, plain, plain, one, left, right)
+        self._arguments = (*factors, zero, product, _FLOAT32, method, descriptor)
+
+    def _owned(self, handle: int, destroy: Any) -> int:
+        weakref.finalize(self, destroy, handle)
+        return handle
+
+    def _matrix(self, shape: Any, starts: torch.Tensor, indices: Any, values: Any) -> int:
+        """A descriptor of a CSR matrix; one without entries where there are no indices."""
+        cusparse, index = self._cusparse, int(self._cusparse.IndexType.INDEX_32I)
+        if starts.dtype != torch.int32 or (values is not None and values.dtype != torch.float32):
+            raise TypeError(f"expected float32 values and int32 indices, not {values.dtype} and {starts.dtype}")
+        self._held += [starts, indices, values]
+        addresses = [0 if array is None else array.data_ptr() for array in (starts, indices, values)]
+        nnz = 0 if values is None else len(values)
+        base = int(cusparse.IndexBase.ZERO)
+        descriptor = cusparse.create_csr(*shape, nnz, *addresses, index, index, base, _FLOAT32)
+        return self._owned(descriptor, cusparse.destroy_sp_mat)
+
+    def _buffers(self, *sizes: int) -> list[int]:
+        """Addresses of new memory; never that of nothing, by which cuSPARSE is asked for the sizes."""
+        buffers = [torch.empty(max(1, size), dtype=torch.uint8, device=self._device) for size in sizes]
+        self._held += buffers
+        return [buffer.data_ptr() for buffer in buffers]
+
+    def _use_current_stream(self) -> None:
+        self._cusparse.set_stream(self._handle, torch.cuda.current_stream(self._device).cuda_stream)
+
+    def multiply(self) -> None:
+        """Compute C's values from what A's and B's value arrays hold, on PyTorch's current stream."""
+        self._use_current_stream()
+        self._cusparse.sp_gemm_reuse_compute(*self._arguments)
+
+    def product(self) -> torch.Tensor:
+        """`C`, as cuSPARSE orders it."""
+        return torch.sparse_csr_tensor(self._starts, self._indices, self._values, size=self._shape)

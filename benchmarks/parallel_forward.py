@@ -1,0 +1,96 @@
+"""Forward passes in parallel over time, alone and in whole training steps, against steps one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ._context import Context
+from ._experiment import Experiment, Row
+from ._recurrent import PEER, Layer, RecurrentWorkload, shown
+
+__all__ = ["ParallelForward"]
+
+_SEQUENTIAL, _PARALLEL, _RELAXED, _NEWTON = (
+    Layer(f"jacsparse {way}", "auto", way) for way in ("sequential", "parallel", "relaxed", "newton")
+)
+_BOTH_RELAXED = Layer("jacsparse parallel, backward relaxed", "relaxed", "parallel")
+#: On CUDA, for the RNN: how many times as fast as torch.nn's a step with the parallel forward pass should be.
+_TARGETS = {30_000: {"parallel": (10.0,)}}
+
+
+@dataclass(frozen=True)
+class ParallelForward(Experiment):
+    """Each way of finding the hidden states, which all give those of `torch.nn` within rounding.
+
+    Attributes
+    ----------
+    times : tuple of int
+        Lengths of the sequences.
+    kinds : tuple of (str, int)
+        Layers, and inputs of a step.
+    batch : int
+        Samples.
+    """
+
+    times: tuple[int, ...] = (1000, 10_000, 30_000)
+    kinds: tuple[tuple[str, int], ...] = (("RNN", 1), ("GRU", 12))
+    batch: int = 16
+
+    name = "parallel_forward"
+    title = "Forward passes of recurrent layers in parallel over time"
+    source = "Naumov, section 3.4, and multiple shooting; the thesis computes forward passes step by step"
+    devices = ("cpu", "cuda")
+
+    def run(self, context: Context) -> list[Row]:
+        workloads = [
+            RecurrentWorkload(kind, time, self.batch, features) for kind, features in self.kinds for time in self.times
+        ]
+        return [row for workload in workloads for row in _rows(workload, context)]
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        from jacsparse._figures import BLUE, GREEN, ORANGE, new_figure, save_figure
+
+        kinds = list(dict.fromkeys(row.data["kind"] for row in rows if row.data))
+        figure, panels = new_figure(10.0, 4.2, columns=len(kinds))
+        lines = (
+            (PEER, ORANGE, "o-"),
+            (_SEQUENTIAL, BLUE, "s--"),
+            (_PARALLEL, BLUE, "o-"),
+            (_RELAXED, GREEN, "o-"),
+            (_NEWTON, GREEN, "s--"),
+        )
+        for axes, kind in zip(panels if len(kinds) > 1 else [panels], kinds, strict=True):
+            for layer, colour, style in lines:
+                line = {"kind": kind, "layer": layer.name, "part": "forward"}
+                own = shown([row for row in rows if line.items() <= row.data.items()])
+                points = sorted((row.data["time"], 1e3 * (row.median or 0.0)) for row in own)
+                if points:
+                    axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4, label=layer.name)
+            axes.set(xscale="log", yscale="log", xlabel=f"steps, batches of {self.batch}", title=kind)
+            axes.grid(alpha=0.25, which="both")
+        figure.axes[0].set_ylabel("milliseconds of a forward pass")
+        figure.axes[0].legend(fontsize=8, frameon=False)
+        figure.suptitle(self.title, fontsize=10)
+        save_figure(figure, path)
+
+
+def _rows(workload: RecurrentWorkload, context: Context) -> list[Row]:
+    data = {"kind": workload.kind, "time": workload.time}
+    targets = _TARGETS.get(workload.time) if (context.device, workload.kind) == ("cuda", "RNN") else None
+    rows: list[Row] = []
+    for part, label, ours in (
+        ("forward", "forward pass", (_SEQUENTIAL, _PARALLEL, _RELAXED, _NEWTON)),
+        ("step", "training step", (_SEQUENTIAL, _PARALLEL, _BOTH_RELAXED)),
+    ):
+        found = workload.times(context, [part], [*ours, PEER])
+        rows += found.rows(
+            part,
+            (label, label),
+            context.limits,
+            targets=targets if part == "step" else None,
+            base=_SEQUENTIAL,
+            data=data,
+        )
+    return rows
