@@ -353,7 +353,8 @@ def linear_recurrence(
     A : Dense, Diagonal, Scaled or Sparse
         The matrices, n × n, of each step.
     b : Tensor, (time, batch, n)
-        What is added; float32 or float64.
+        What is added; float32 or float64, on the CPU or on a CUDA device, there with n of at most 512 unless the
+        matrices are diagonal.
     h0 : Tensor, (batch, n), optional
         The state before the first step; zeros where left out.
     reverse : bool
@@ -362,8 +363,9 @@ def linear_recurrence(
         ``linear``: step after step, samples side by side. ``chunked`` or ``chunked:STEPS``: what each chunk of steps
         does to a state, as a matrix, side by side; then the states at the boundaries; then every chunk by itself.
         ``blelloch``: a parallel scan over single steps. ``relaxed`` or ``relaxed:STEPS``: chunks from guessed states,
-        again from the neighbours' results until they agree; chunked where they do not. ``auto``: chunked where a
-        few samples of long sequences and small states leave many workers idle, else linear.
+        again from the neighbours' results until they agree; chunked where they do not or, on a CUDA device, step after
+        step. ``auto``: chunked where a few samples of long sequences and small states leave many workers idle, else
+        linear.
     reports : list, optional
         Takes a `Report` of this solution, and later of its gradient's.
 
