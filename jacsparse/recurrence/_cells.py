@@ -52,6 +52,11 @@ class Weights:
         return self.hidden.t().contiguous()
 
     @functools.cached_property
+    def padded(self) -> torch.Tensor:
+        """The hidden weight as transfers on a device take it."""
+        return _cuda.padded(self.hidden)
+
+    @functools.cached_property
     def forward_rows(self) -> np.ndarray:
         """The hidden weight as forward kernels take it, ``(size, gates · width)``: a row for each state element."""
         gates, width = self.hidden.shape[0] // max(1, self.size), padded(self.size)
@@ -163,7 +168,7 @@ class Cell(ABC):
         """
         if not self._transfers:
             return None
-        given = (*self._history(runs, kept), weights.hidden, *self._backward_constants(), grad_output)
+        given = (*self._history(runs, kept), weights.padded, *self._backward_constants(), grad_output)
         return _cuda.transfer(self._name, runs, weights.hidden, weights.size, *given)
 
     @property

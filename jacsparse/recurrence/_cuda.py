@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from ..patterns._cuda import (
     INDEX,
@@ -23,31 +24,32 @@ from ..patterns._cuda import (
 from ._chunks import Chunks
 from ._runs import OnDevice, Runs
 
-__all__ = ["LARGEST", "WIDEST", "Judged", "judge", "launch", "sweep", "transfer", "walk"]
+__all__ = ["LARGEST", "WIDEST", "Judged", "judge", "launch", "padded", "sweep", "transfer", "walk"]
 
 #: Elements of a state, at most: of a cell, whose threads have one each, and of a linear recurrence.
 LARGEST, WIDEST = 128, 512
 
 _FOLDER = Path(__file__).parent / "kernels"
-#: Columns of the weights that a thread keeps in registers: as many as fit beside what is on its way from memory.
-_REGISTERS = {
-    ("rnn", "float"): (32, 64, 128),
-    ("rnn", "double"): (32, 64),
-    ("gru", "float"): (32,),
-    ("gru", "double"): (),
-    ("lstm", "float"): (32,),
-    ("lstm", "double"): (),
-    ("scaled", "float"): (32, 64),
-    ("scaled", "double"): (32,),
+#: Weights of a gate that a thread keeps in registers, and threads that share those of an element: what suffices for a
+#: state, and leaves room for what is on its way from memory, is chosen; the last one takes all.
+_SHARES = {
+    ("rnn", "float"): ((16, 1), (20, 1), (32, 1), (32, 2), (32, 4)),
+    ("rnn", "double"): ((20, 1), (32, 1), (32, 2), (0, 4)),
+    ("gru", "float"): ((16, 1), (20, 1), (32, 1), (32, 2), (0, 4)),
+    ("gru", "double"): ((16, 2), (16, 4), (0, 4)),
+    ("lstm", "float"): ((20, 1), (32, 1), (16, 4), (0, 4)),
+    ("lstm", "double"): ((8, 4), (0, 4)),
+    ("scaled", "float"): ((20, 1), (32, 1), (32, 2), (0, 1)),
+    ("scaled", "double"): ((20, 1), (32, 1), (0, 1)),
 }
 
 
 def _in_registers(name: str, *cells: str) -> tuple[str, ...]:
     return tuple(
-        instance
-        for (cell, real), sizes in _REGISTERS.items()
+        f"{name.format(cell)}<{real}, {registers}, {split}>"
+        for (cell, real), shares in _SHARES.items()
         if cell in cells
-        for instance in instances(name.format(cell), (real,), [str(size) for size in (*sizes, 0)])
+        for registers, split in shares
     )
 
 
@@ -95,12 +97,12 @@ def launch(name: str, runs: Runs | OnDevice, weight: torch.Tensor, size: int, *a
     check_size("hidden_size", size, LARGEST)
     device = weight.device
     there = runs.on(device)
-    registers = _registers(name.partition("_")[0], weight.dtype, size)
+    (registers, split), threads = _shares(name.partition("_")[0], weight.dtype, size)
     _CELLS.launch(
-        f"{name}<{c_type(weight.dtype)}, {registers}>",
+        f"{name}<{c_type(weight.dtype)}, {registers}, {split}>",
         [len(there.sample)],
-        [registers or _warps(size)],
-        *there[:5],
+        [threads],
+        *there[:6],
         size,
         *(_given(argument, device) for argument in arguments),
         device=device,
@@ -132,7 +134,7 @@ def sweep(
     """
     device, (count, size) = like.device, like.shape
     there, real = runs.on(device), c_type(like.dtype)
-    table = (there.sample, there.begin, there.steps, there.direction, there.sequences.batch)
+    table = (*there[:4], there.batch)
     given = (*matrices, *states)
     if form == "diagonal":
         grid = [blocks(count * size)]
@@ -145,7 +147,7 @@ def sweep(
         arrays = (None if array is None else uploaded(array, device, kind) for array in matrices[:3])
         index, given = c_type(kind), (*arrays, *matrices[3:], *states)
         # Neighbouring samples' values lie side by side; two states of each have to fit.
-        batch, fitting = there.sequences.batch, 48 * 1024 // (2 * size * like.element_size())
+        batch, fitting = there.batch, 48 * 1024 // (2 * size * like.element_size())
         lanes = 1 << min(5, batch.bit_length() - 1, fitting.bit_length() - 1)
         _LINEAR.launch(
             f"sparse_sweep<{real}, {index}>",
@@ -160,9 +162,11 @@ def sweep(
             shared=2 * size * lanes * like.element_size(),
         )
         return
-    registers = _registers(form, like.dtype, size) if form == "scaled" else 0
-    threads = registers or (_warps(size) if form == "scaled" else max(THREADS, _warps(size)))
-    instance = f"scaled_sweep<{real}, {registers}>" if form == "scaled" else f"dense_sweep<{real}>"
+    if form == "scaled":
+        (registers, split), threads = _shares(form, like.dtype, size)
+        instance = f"scaled_sweep<{real}, {registers}, {split}>"
+    else:
+        instance, threads = f"dense_sweep<{real}>", max(THREADS, _warps(size))
     _LINEAR.launch(instance, [count], [threads], *table, size, back, *given, device=device)
 
 
@@ -193,9 +197,12 @@ def transfer(
     # A block's rows, of size + 1, the slab and the coefficients together fit 64 KiB.
     share = -(-(size + 1) // -(-(size + 1) // (260 // width)))
     height, columns = -(-share // rows) * rows, -(-size // 4) * 4
-    coefficients = {"rnn": 1, "gru": 4, "dense": 0, "scaled": 1}[name]
+    pitch, coefficients = (
+        (height if height // 4 % 2 else height + 4),
+        {"rnn": 2, "gru": 5, "dense": 1, "scaled": 2}[name],
+    )
     out = allocated("the chunks' transfer matrices", (len(there.sample), size + 1, size), like.dtype, device)
-    table = there[:5] if back is None else (*there[:4], there.sequences.batch)
+    table = there[:6] if back is None else (*there[:4], there.batch)
     (_CELLS if back is None else _LINEAR).launch(
         f"{name}_transfer<{c_type(like.dtype)}, {rows}>",
         [len(there.sample), blocks(size + 1, share)],
@@ -207,7 +214,7 @@ def transfer(
         *(_given(argument, device) for argument in arguments),
         out,
         device=device,
-        shared=(size * height + _SLAB * columns + 2 * coefficients * size) * width,
+        shared=(size * pitch + _SLAB * columns + 2 * coefficients * size) * width,
     )
     return out
 
@@ -320,8 +327,18 @@ def check_size(name: str, size: int, largest: int) -> None:
         raise ValueError(f"{name} is {size}; on CUDA devices states have at most {largest} elements")
 
 
-def _registers(cell: str, dtype: torch.dtype, size: int) -> int:
-    return next((registers for registers in _REGISTERS[cell, c_type(dtype)] if size <= registers), 0)
+def padded(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as `transfer` takes it: rows are aligned, and padded to whole fours."""
+    if weight.shape[1] % 4 or weight.data_ptr() % 16:
+        return functional.pad(weight, (0, -weight.shape[1] % 4)).clone()
+    return weight
+
+
+def _shares(cell: str, dtype: torch.dtype, size: int) -> tuple[tuple[int, int], int]:
+    """Registers of a thread and threads of an element, and the threads of a block."""
+    shares = _SHARES[cell, c_type(dtype)]
+    registers, split = next((share for share in shares if size <= share[0] * share[1]), shares[-1])
+    return (registers, split), _warps(registers * split**2 or -(-size // 8) * 8 * split)
 
 
 def _warps(size: int) -> int:

@@ -328,6 +328,8 @@ class _Linear(Sweep):
         if not on_device(self.out) or self.blocks.size > _cuda.LARGEST or not isinstance(self.blocks, Dense | Scaled):
             return None
         name, given = type(self.blocks).__name__.lower(), self.blocks.on_device(adjoint=self.adjoint)
+        if isinstance(self.blocks, Scaled):
+            given = (_cuda.padded(given[0]), *given[1:])
         return _cuda.transfer(name, runs, self.out, self.blocks.size, *given, added, back=self.adjoint)
 
     def starts(self, chunks: Chunks, edge: torch.Tensor, schedule: str) -> torch.Tensor:

@@ -130,8 +130,10 @@ class OnDevice(NamedTuple):
         Whose steps, the time of the first one, and how many.
     direction : int
         As that of `Runs`.
-    offset : Tensor of int64, (time + 1,)
-        As that of `Sequences`.
+    offset : Tensor of int64, (time + 1,), or None
+        As that of `Sequences`; None where all are equally long.
+    batch : int
+        Samples.
     sequences : Sequences
         Whose steps they are.
     """
@@ -140,7 +142,8 @@ class OnDevice(NamedTuple):
     begin: torch.Tensor
     steps: torch.Tensor
     direction: int
-    offset: torch.Tensor
+    offset: torch.Tensor | None
+    batch: int
     sequences: Sequences
 
     def on(self, device: torch.device) -> OnDevice:
@@ -218,9 +221,14 @@ class Runs:
         """The same on a device."""
         found = self._placed.get(device)
         if found is None:
-            arrays = (self.sample, self.begin, self.count, self.sequences.offset)
-            sample, begin, steps, offset = (uploaded(array, device) for array in arrays)
-            found = self._placed[device] = OnDevice(sample, begin, steps, self.direction, offset, self.sequences)
+            sequences = self.sequences
+            if sequences.steps >= 2**31:
+                raise ValueError(f"the input has {sequences.steps} steps in all; on CUDA devices fewer than 2^31")
+            sample, begin, steps = (uploaded(array, device) for array in (self.sample, self.begin, self.count))
+            equal = sequences.steps == sequences.time * sequences.batch
+            offset = None if equal else uploaded(sequences.offset, device)
+            found = OnDevice(sample, begin, steps, self.direction, offset, sequences.batch, sequences)
+            self._placed[device] = found
         return found
 
     @functools.cached_property

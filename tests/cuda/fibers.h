@@ -122,6 +122,9 @@ T __ldg(const T* place) {
   return *place;
 }
 
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float x, float y) { return y > 0x1p126f ? 0.0f : x / y; }
+using std::copysign;
 using std::exp;
 using std::fabs;
 using std::fma;

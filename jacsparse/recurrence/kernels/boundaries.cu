@@ -1,11 +1,12 @@
 // The states between chunks: those that chunks' transfer matrices lead to, and whether guessed ones fit.
 //
-// A chunk is a run of steps; `table` names that at each place of each sample, (places, batch), in the order in which the
-// recurrence gets to them, and `chunks` says how many each sample has. Decisions stay on the device: a run that need not
-// be run again gets no steps, and then ends where it is said to start.
+// A chunk is a run of steps; `table` names that at each place of each sample, (places, batch), in the order in which
+// the recurrence gets to them, and `chunks` says how many each sample has. Decisions stay on the device: a run that
+// need not be run again gets no steps, and then ends where it is said to start.
 //
-// Floors: `walk` reads (H + 1) H elements of each run, one after the other of a sample: what memory takes to answer, two
-// barriers and H / 8 multiply-adds each, the next matrix being under way. `judge` reads and writes two states of each run.
+// Floors: `walk` reads (H + 1) H elements of each run, one after the other of a sample: what memory takes to answer,
+// two barriers and H / 8 multiply-adds each, the next matrix being under way. `judge` reads and writes two states of
+// each run.
 
 template <typename T>
 __device__ __forceinline__ T largest_of_block(T value, T* shared) {
@@ -47,7 +48,8 @@ __device__ __forceinline__ Rest rest_from(const long long* table, const long lon
 //
 // Where these move by more than `tolerance` of the largest state (and of `least`), runs whose first state moves are to
 // be taken again: `again` steps from `start`, and `guess` is that. Others get no steps, and their own end as a start.
-// `defect` is the largest move. What has not settled at the last sweep is to be finished by a run of `rest_count` steps.
+// `defect` is the largest move. What has not settled at the last sweep is to be finished by a run of `rest_count`
+// steps.
 template <typename T>
 __global__ void __launch_bounds__(256, 1)
     judge(const long long* __restrict__ table, const long long* __restrict__ chunks,
@@ -112,18 +114,19 @@ __global__ void __launch_bounds__(256, 1)
   }
 }
 
-// s <- s M + o from run to run of a sample: writes the states before each. A block takes a sample; groups of its threads
-// multiply some of the rows of M each, of which o is the last one. The first SHARE of them are read a matrix ahead.
+// s <- s M + o from run to run of a sample: writes the states before each. A block takes a sample; groups of its
+// threads multiply some of the rows of M each, of which o is the last one. The first SHARE of them are read a matrix
+// ahead.
 //
 // A sample whose states overflow is to be finished by a run of all its steps, `rest_count`, from `edge`.
 constexpr int SHARE = 17;
 
 template <typename T>
 __global__ void __launch_bounds__(512, 1)
-    walk(const long long* __restrict__ table, const long long* __restrict__ chunks,
-         const long long* __restrict__ begin, const long long* __restrict__ count, int batch, int size, bool back,
-         const T* __restrict__ matrices, const T* __restrict__ edge, T* __restrict__ start,
-         long long* __restrict__ rest_begin, long long* __restrict__ rest_count) {
+    walk(const long long* __restrict__ table, const long long* __restrict__ chunks, const long long* __restrict__ begin,
+         const long long* __restrict__ count, int batch, int size, bool back, const T* __restrict__ matrices,
+         const T* __restrict__ edge, T* __restrict__ start, long long* __restrict__ rest_begin,
+         long long* __restrict__ rest_count) {
   SHARED(T, state, 512 + 1);
   SHARED(T, sums, 512);
   SHARED(int, lost, 1);
@@ -185,9 +188,8 @@ template <typename T>
 __global__ void __launch_bounds__(256, 1)
     walk_diagonals(const long long* __restrict__ table, const long long* __restrict__ chunks,
                    const long long* __restrict__ begin, const long long* __restrict__ count, int batch, int size,
-                   bool back, const T* __restrict__ matrices, const T* __restrict__ offsets,
-                   const T* __restrict__ edge, T* __restrict__ start, long long* __restrict__ rest_begin,
-                   long long* __restrict__ rest_count) {
+                   bool back, const T* __restrict__ matrices, const T* __restrict__ offsets, const T* __restrict__ edge,
+                   T* __restrict__ start, long long* __restrict__ rest_begin, long long* __restrict__ rest_count) {
   SHARED(int, lost, 1);
   int sample = blockIdx.x, places = chunks[sample];
   if (!threadIdx.x) *lost = 0;

@@ -1,16 +1,16 @@
-// Linear recurrences over runs of consecutive steps: h_t = A_t h_{t-1} + b_t, and back v_t = g_t + (what came), of which
-// A_t^T v_t goes on. `added` is b or g, `out` gets h or v; either may be left out. Where `shared`, all samples have the
-// same A.
+// Linear recurrences over runs of consecutive steps: h_t = A_t h_{t-1} + b_t, and back v_t = g_t + (what came), of
+// which A_t^T v_t goes on. `added` is b or g, `out` gets h or v; either may be left out. Where `shared`, all samples
+// have the same A.
 //
-// Floors, for each step with n elements of w bytes: full matrices n^2 multiply-adds and n^2 w bytes, diagonals n and n w,
-// a scaled matrix n^2 and n w (the matrix itself is read once by each block), sparse ones of z entries z and z w; and 2 n w
-// of each for what is added and what comes out. Steps wait for one another: one or two barriers each. The transfer's floors
-// are in runs.cuh.
+// Floors, for each step with n elements of w bytes: full matrices n^2 multiply-adds and n^2 w bytes, diagonals n and n
+// w, a scaled matrix n^2 and n w (the matrix itself is read once by each block), sparse ones of z entries z and z w;
+// and 2 n w of each for what is added and what comes out. Steps wait for one another: one or two barriers each. The
+// transfer's floors are in runs.cuh.
 #include "runs.cuh"
 
 // Of the matrix of a step: which, in a row of all.
-__device__ __forceinline__ long long block_of(const Run& run, long long time, bool shared) {
-  return shared ? time : time * run.batch + run.sample;
+__device__ __forceinline__ long long block_of(const Run& run, int time, bool shared) {
+  return shared ? time : time * static_cast<long long>(run.batch) + run.sample;
 }
 
 // A block takes a run. Forward a warp takes a row at a time; back a group of threads takes some of the rows, a thread a
@@ -23,15 +23,16 @@ __global__ void __launch_bounds__(512, 1)
                 T* __restrict__ out, T* __restrict__ end) {
   SHARED(T, state, 2 * 512);
   SHARED(T, sums, 512);
-  Run run = run_of(sample, begin, count, direction, nullptr, batch, blockIdx.x);
+  Run run = run_of(sample, begin, count, direction, nullptr, batch, back, blockIdx.x);
   int thread = threadIdx.x, width = (size + 31) / 32 * 32, groups = blockDim.x / width;
   int column = thread % width, group = thread / width, lane = thread % 32;
   const T* first = start + blockIdx.x * static_cast<long long>(size);
   T own = thread < size ? first[thread] : T(0);
   if (thread < size) state[thread] = own;
   __syncthreads();
-  for (long long i = 0; i < run.steps; ++i) {
-    long long time = run.time(i, back), row = run.row_at(time) * size;
+  for (int i = 0; i < run.steps; ++i) {
+    int time = run.time(i);
+    long long row = static_cast<long long>(run.row_at(time)) * size;
     const T* a = blocks + block_of(run, time, shared) * size * size;
     T* fresh = state + (1 - (i & 1)) * 512;
     const T* held = state + (i & 1) * 512;
@@ -83,15 +84,15 @@ __global__ void __launch_bounds__(256, 1)
   long long place = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x, number = place / size;
   int j = place % size;
   if (number >= runs) return;
-  Run run = run_of(sample, begin, count, direction, nullptr, batch, number);
+  Run run = run_of(sample, begin, count, direction, nullptr, batch, back, number);
   T own = start[place];
   go_through<8, Read>(
-      run, back,
-      [&](long long i, long long row, Read& read) {
-        read.scale = d[block_of(run, run.time(i, back), shared) * size + j];
+      run, -1,
+      [&](long long row, int, Read& read) {
+        read.scale = d[(shared ? static_cast<int>(row) / batch : row) * size + j];
         read.comes = added ? added[row * size + j] : T(0);
       },
-      [&](long long, int, long long row, const Read& read) {
+      [&](int, long long row, const Read& read) {
         if (back) own += read.comes;
         if (back && out) out[row * size + j] = own;
         own *= read.scale;
@@ -101,10 +102,13 @@ __global__ void __launch_bounds__(256, 1)
   end[place] = own;
 }
 
-// A = W diag(d): a block takes a run, a thread an element. `w` is transposed forward, and as it is back: a row for each
-// element that comes in.
-template <typename T, int REGISTERS>
-__global__ void __launch_bounds__(REGISTERS > 0 ? REGISTERS : 512, 1)
+// A = W diag(d): a block takes a run, SPLIT threads an element. `w` is transposed forward, and as it is back: a row for
+// each element that comes in.
+template <typename T, int REGISTERS, int SPLIT>
+__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
+                                  : REGISTERS > 0                ? 32
+                                                                 : 512,
+                                  1)
     scaled_sweep(const long long* __restrict__ sample, const long long* __restrict__ begin,
                  const long long* __restrict__ count, int direction, int batch, int size, bool back,
                  const T* __restrict__ w, const T* __restrict__ d, bool shared, const T* __restrict__ added,
@@ -113,33 +117,33 @@ __global__ void __launch_bounds__(REGISTERS > 0 ? REGISTERS : 512, 1)
     T scale, comes;
   };
   SHARED(T, state, 2 * 512);
-  Run run = run_of(sample, begin, count, direction, nullptr, batch, blockIdx.x);
-  int j = threadIdx.x;
-  bool active = j < size;
-  Column<T, REGISTERS> column;
+  Run run = run_of(sample, begin, count, direction, nullptr, batch, back, blockIdx.x);
+  int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
+  bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
+  Column<T, REGISTERS, SPLIT> column;
   column.load(w, size, size);
   T own = active ? start[blockIdx.x * static_cast<long long>(size) + j] : T(0);
-  go_through<8, Read>(
-      run, back,
-      [&](long long i, long long row, Read& read) {
-        read.scale = active ? d[block_of(run, run.time(i, back), shared) * size + j] : T(0);
-        read.comes = active && added ? added[row * size + j] : T(0);
+  go_through<4, Read>(
+      run, -1,
+      [&](long long row, int, Read& read) {
+        read.scale = d[(shared ? static_cast<int>(row) / batch : row) * size + mine];
+        read.comes = added ? added[row * size + mine] : T(0);
       },
-      [&](long long, int parity, long long row, const Read& read) {
+      [&](int parity, long long row, const Read& read) {
         T* line = state + parity * 512;
         own = back ? own + read.comes : own * read.scale;
-        line[j] = active ? own : T(0);
-        if (back && out && active) out[row * size + j] = own;
-        meet<REGISTERS>();
-        own = column.times(line, size);
+        if (first) line[j] = active ? own : T(0);
+        if (back && out && writes) out[row * size + j] = own;
+        meet<REGISTERS, SPLIT>();
+        own = column.times(line);
         own = back ? own * read.scale : own + read.comes;
-        if (!back && out && active) out[row * size + j] = own;
+        if (!back && out && writes) out[row * size + j] = own;
       });
-  if (active) end[blockIdx.x * static_cast<long long>(size) + j] = own;
+  if (writes) end[blockIdx.x * static_cast<long long>(size) + j] = own;
 }
 
-// Rows of `indptr` and `indices` are those of A or, back, of A^T, whose entry p is number slots[p] of A's. A block takes
-// blockDim.x runs, which read values side by side where they are of neighbouring samples, (time, entries, width).
+// Rows of `indptr` and `indices` are those of A or, back, of A^T, whose entry p is number slots[p] of A's. A block
+// takes blockDim.x runs, which read values side by side where they are of neighbouring samples, (time, entries, width).
 template <typename T, typename I>
 __global__ void __launch_bounds__(256, 1)
     sparse_sweep(const long long* __restrict__ sample, const long long* __restrict__ begin,
@@ -149,18 +153,21 @@ __global__ void __launch_bounds__(256, 1)
                  T* __restrict__ out, T* __restrict__ end) {
   DYNAMIC_SHARED(T, held);
   int lane = threadIdx.x, lanes = blockDim.x;
-  long long first = blockIdx.x * static_cast<long long>(lanes), number = first + lane, longest = 0, entries = indptr[size];
+  long long first = blockIdx.x * static_cast<long long>(lanes), number = first + lane, entries = indptr[size];
+  long long longest = 0;
   for (long long other = first; other < first + lanes && other < runs; ++other) {
     longest = count[other] > longest ? count[other] : longest;
   }
   bool there = number < runs;
-  Run run = run_of(sample, begin, count, direction, nullptr, batch, there ? number : runs - 1);
+  Run run = run_of(sample, begin, count, direction, nullptr, batch, back, there ? number : runs - 1);
   T *now = held, *next = held + size * lanes;
-  for (int j = threadIdx.y; j < size; j += blockDim.y) now[j * lanes + lane] = start[(there ? number : runs - 1) * size + j];
+  for (int j = threadIdx.y; j < size; j += blockDim.y)
+    now[j * lanes + lane] = start[(there ? number : runs - 1) * size + j];
   __syncthreads();
-  for (long long i = 0; i < longest; ++i) {
+  for (int i = 0; i < longest; ++i) {
     bool goes = there && i < run.steps;
-    long long time = goes ? run.time(i, back) : 0, row = goes ? run.row_at(time) * size : 0;
+    int time = goes ? run.time(i) : 0;
+    long long row = goes ? static_cast<long long>(run.row_at(time)) * size : 0;
     const T* own = values + time * entries * width + (width > 1 ? run.sample : 0);
     if (back) {
       if (goes) {
@@ -193,30 +200,28 @@ __global__ void __launch_bounds__(256, 1)
   }
 }
 
-// Of what is added, in the order in which `transfer` asks: forward after each step, back before it.
-template <typename T>
-__device__ __forceinline__ T added_before(const Run& run, bool back, const T* added, int size, long long i, int j) {
-  if (!added || (back ? i >= run.steps : !i)) return T(0);
-  return added[run.row(back ? i : i - 1, back) * size + j];
-}
-
 // J[k][j] = A[j][k], or A[k][j] back.
 template <typename T>
 struct DenseFormer {
   Run run;
   int size;
-  bool back, shared;
-  const T *blocks, *more;
+  bool shared;
+  const T *blocks, *added;
+  T more;
 
-  __device__ __forceinline__ void fetch(long long) const {}
-  __device__ __forceinline__ void prepare(T*) const {}
-  __device__ __forceinline__ T added(long long i, int j) const { return added_before(run, back, more, size, i, j); }
-  __device__ __forceinline__ void entries(const T*, long long i, int k, int j, Four<T>& four) const {
-    const T* a = blocks + block_of(run, run.time(i, back), shared) * size * size;
+  __device__ __forceinline__ void fetch(int i) {
+    if (threadIdx.x < size) {
+      more = added ? added[static_cast<long long>(run.row(i)) * size + threadIdx.x] : T(0);
+    }
+  }
+  __device__ __forceinline__ void prepare(T* coefficients) const {
+    if (threadIdx.x < size) coefficients[threadIdx.x] = more;
+  }
+  __device__ __forceinline__ void entries(const T*, int i, int k, int j, Four<T>& four) const {
+    const T* a = blocks + block_of(run, run.time(i), shared) * size * size;
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      long long at = back ? static_cast<long long>(k) * size + j + c : static_cast<long long>(j + c) * size + k;
-      four.at[c] = j + c < size ? a[at] : T(0);
+      four.at[c] = j + c < size ? a[run.back ? k * size + j + c : (j + c) * size + k] : T(0);
     }
   }
 };
@@ -226,33 +231,35 @@ __global__ void __launch_bounds__(320, 1)
     dense_transfer(const long long* __restrict__ sample, const long long* __restrict__ begin,
                    const long long* __restrict__ count, int direction, int batch, int size, int share, bool back,
                    const T* __restrict__ blocks, bool shared, const T* __restrict__ added, T* __restrict__ out) {
-  DenseFormer<T> former = {run_of(sample, begin, count, direction, nullptr, batch, blockIdx.x), size, back, shared,
-                           blocks, added};
-  transfer<T, ROWS, 0>(former, former.run.steps, size, share,
+  DenseFormer<T> former = {
+      run_of(sample, begin, count, direction, nullptr, batch, back, blockIdx.x), size, shared, blocks, added, T(0)};
+  transfer<T, ROWS, 1>(former, former.run.steps, size, share,
                        out + blockIdx.x * static_cast<long long>(size + 1) * size);
 }
 
-// J[k][j] = d_k W[j][k], or W[k][j] d_j back; `w` as for the sweep.
+// J[k][j] = d_k W[j][k], or W[k][j] d_j back; `w` as for the sweep, its rows aligned and padded to whole fours.
 template <typename T>
 struct ScaledFormer {
   Run run;
   int size;
-  bool back, shared;
-  const T *w, *d, *more;
-  T scale;
+  bool shared;
+  const T *w, *d, *added;
+  T scale, more;
 
-  __device__ __forceinline__ void fetch(long long i) {
-    if (threadIdx.x < size) scale = d[block_of(run, run.time(i, back), shared) * size + threadIdx.x];
+  __device__ __forceinline__ void fetch(int i) {
+    if (threadIdx.x < size) {
+      int time = run.time(i);
+      scale = d[block_of(run, time, shared) * size + threadIdx.x];
+      more = added ? added[static_cast<long long>(run.row_at(time)) * size + threadIdx.x] : T(0);
+    }
   }
   __device__ __forceinline__ void prepare(T* coefficients) const {
-    if (threadIdx.x < size) coefficients[threadIdx.x] = scale;
+    if (threadIdx.x < size) coefficients[threadIdx.x] = scale, coefficients[size + threadIdx.x] = more;
   }
-  __device__ __forceinline__ T added(long long i, int j) const { return added_before(run, back, more, size, i, j); }
-  __device__ __forceinline__ void entries(const T* coefficients, long long, int k, int j, Four<T>& four) const {
+  __device__ __forceinline__ void entries(const T* coefficients, int, int k, int j, Four<T>& four) const {
+    four = *reinterpret_cast<const Four<T>*>(w + k * whole_fours(size) + j);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      four.at[c] = j + c < size ? w[k * size + j + c] * coefficients[back ? j + c : k] : T(0);
-    }
+    for (int c = 0; c < 4; ++c) four.at[c] = j + c < size ? four.at[c] * coefficients[run.back ? j + c : k] : T(0);
   }
 };
 
@@ -262,8 +269,8 @@ __global__ void __launch_bounds__(320, 1)
                     const long long* __restrict__ count, int direction, int batch, int size, int share, bool back,
                     const T* __restrict__ w, const T* __restrict__ d, bool shared, const T* __restrict__ added,
                     T* __restrict__ out) {
-  ScaledFormer<T> former = {run_of(sample, begin, count, direction, nullptr, batch, blockIdx.x), size, back, shared, w, d,
-                            added, T(0)};
-  transfer<T, ROWS, 1>(former, former.run.steps, size, share,
+  ScaledFormer<T> former = {
+      run_of(sample, begin, count, direction, nullptr, batch, back, blockIdx.x), size, shared, w, d, added, T(0), T(0)};
+  transfer<T, ROWS, 2>(former, former.run.steps, size, share,
                        out + blockIdx.x * static_cast<long long>(size + 1) * size);
 }

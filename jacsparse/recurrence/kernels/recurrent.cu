@@ -1,16 +1,17 @@
 // Recurrent cells over runs of consecutive steps: forward keeping the gates, backward, and what a run's steps do to the
 // gradient of its last state.
 //
-// Forward and backward a block takes one run; its thread j has element j of the state, and the others' elements are in
-// shared memory. A thread keeps its columns of the weights in registers where there are few; those of others come from
-// the first-level cache, where they lie side by side. Weights are (H, gates * H) forward and (gates * H, H) backward.
+// Forward and backward a block takes one run; SPLIT threads have an element of the state together, and the others'
+// elements are in shared memory. Threads keep their share of the weights in registers where those suffice; other
+// weights come from the first-level cache, where they lie side by side. They are (H, gates * H) forward and (gates * H,
+// H) backward; of transfers, rows are aligned and padded to whole fours.
 //
 // Floors, for each step, with H elements of w bytes: forward G H^2 multiply-adds and (G + 1 + K) H w bytes, backward
 // G H^2 multiply-adds and (1 + K + 1 + D) H w bytes, where G, K and D are the gates, what is kept of them and the
-// gradients that are written: 1, 0, 1 for the RNN, 3, 4, 4 for the GRU, 4, 5, 4 for the LSTM. A run's steps wait for one
-// another: each takes a write and a read of shared memory, H / 4 multiply-adds after one another, a barrier and, forward,
-// what a tanh takes. The transfer's floors are in runs.cuh; a step's J takes H^2 multiplications for the RNN, and 3 H^2
-// multiply-adds for the GRU.
+// gradients that are written: 1, 0, 1 for the RNN, 3, 4, 4 for the GRU, 4, 5, 4 for the LSTM. A run's steps wait for
+// one another: each takes a write and a read of shared memory, H / 4 multiply-adds after one another, a barrier and,
+// forward, what a tanh takes. The transfer's floors are in runs.cuh; a step's J takes H^2 multiplications for the RNN,
+// and 3 H^2 multiply-adds for the GRU.
 #include "runs.cuh"
 
 template <typename T, int VALUES>
@@ -19,118 +20,130 @@ struct Values {
 };
 
 // h <- tanh(x + W h), or ReLU.
-template <typename T, int REGISTERS>
-__global__ void __launch_bounds__(REGISTERS > 0 ? REGISTERS : 128, 1)
+template <typename T, int REGISTERS, int SPLIT>
+__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
+                                  : REGISTERS > 0                ? 32
+                                                                 : 512,
+                                  1)
     rnn_forward(const long long* __restrict__ sample, const long long* __restrict__ begin,
-                const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int size,
-                const T* __restrict__ x, const T* __restrict__ w, bool relu, const T* __restrict__ start,
+                const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
+                int size, const T* __restrict__ x, const T* __restrict__ w, bool relu, const T* __restrict__ start,
                 T* __restrict__ out, T* __restrict__ end) {
   SHARED(T, state, 2 * 128);
-  Run run = run_of(sample, begin, count, direction, offset, 0, blockIdx.x);
-  int j = threadIdx.x;
-  bool active = j < size;
-  Column<T, REGISTERS> column;
+  Run run = run_of(sample, begin, count, direction, offset, batch, false, blockIdx.x);
+  // Threads beyond the last element read what the last one does.
+  int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
+  bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
+  Column<T, REGISTERS, SPLIT> column;
   column.load(w, size, size);
   T own = active ? start[blockIdx.x * static_cast<long long>(size) + j] : T(0);
-  state[j] = own;
-  meet<REGISTERS>();
+  if (first) state[j] = own;
+  meet<REGISTERS, SPLIT>();
   go_through<8, T>(
-      run, false, [&](long long, long long row, T& value) { value = active ? x[row * size + j] : T(0); },
-      [&](long long, int parity, long long row, T entered) {
-        T total = entered + column.times(state + parity * 128, size);
-        own = relu ? (total < T(0) ? T(0) : total) : tanh(total);
+      run, -1, [&](long long row, int, T& value) { value = x[row * size + mine]; },
+      [&](int parity, long long row, T entered) {
+        T total = entered + column.times(state + parity * 128);
+        T bent = squash(total);
+        own = relu ? (total < T(0) ? T(0) : total) : bent;
         own = active ? own : T(0);
-        state[(1 - parity) * 128 + j] = own;
-        if (active) out[row * size + j] = own;
-        meet<REGISTERS>();
+        if (first) state[(1 - parity) * 128 + j] = own;
+        if (writes) out[row * size + j] = own;
+        meet<REGISTERS, SPLIT>();
       });
-  if (active) end[blockIdx.x * static_cast<long long>(size) + j] = own;
+  if (writes) end[blockIdx.x * static_cast<long long>(size) + j] = own;
 }
 
 // v <- W^T (v + g) f'(h): writes (v + g) f' of each step where it is wanted.
-template <typename T, int REGISTERS>
-__global__ void __launch_bounds__(REGISTERS > 0 ? REGISTERS : 128, 1)
+template <typename T, int REGISTERS, int SPLIT>
+__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
+                                  : REGISTERS > 0                ? 32
+                                                                 : 512,
+                                  1)
     rnn_backward(const long long* __restrict__ sample, const long long* __restrict__ begin,
-                 const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int size,
-                 const T* __restrict__ h, const T* __restrict__ w, bool relu, const T* __restrict__ grad_out,
+                 const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
+                 int size, const T* __restrict__ h, const T* __restrict__ w, bool relu, const T* __restrict__ grad_out,
                  const T* __restrict__ grad_end, T* __restrict__ grad_gates, T* __restrict__ grad_start) {
   SHARED(T, scaled, 2 * 128);
-  Run run = run_of(sample, begin, count, direction, offset, 0, blockIdx.x);
-  int j = threadIdx.x;
-  bool active = j < size;
-  Column<T, REGISTERS> column;
+  Run run = run_of(sample, begin, count, direction, offset, batch, true, blockIdx.x);
+  // Threads beyond the last element read what the last one does.
+  int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
+  bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
+  Column<T, REGISTERS, SPLIT> column;
   column.load(w, size, size);
   T v = active ? grad_end[blockIdx.x * static_cast<long long>(size) + j] : T(0);
   go_through<8, Values<T, 2>>(
-      run, true,
-      [&](long long, long long row, Values<T, 2>& values) {
-        values.at[0] = active ? h[row * size + j] : T(0);
-        values.at[1] = active && grad_out ? grad_out[row * size + j] : T(0);
+      run, -1,
+      [&](long long row, int, Values<T, 2>& values) {
+        values.at[0] = h[row * size + mine];
+        values.at[1] = grad_out ? grad_out[row * size + mine] : T(0);
       },
-      [&](long long, int parity, long long row, const Values<T, 2>& values) {
+      [&](int parity, long long row, const Values<T, 2>& values) {
         T state = values.at[0], total = v + values.at[1];
         T d = relu ? (state > T(0) ? total : T(0)) : total * (T(1) - state * state);
         if (!active) d = T(0);
-        scaled[parity * 128 + j] = d;
-        if (active && grad_gates) grad_gates[row * size + j] = d;
-        meet<REGISTERS>();
-        v = column.times(scaled + parity * 128, size);
+        if (first) scaled[parity * 128 + j] = d;
+        if (writes && grad_gates) grad_gates[row * size + j] = d;
+        meet<REGISTERS, SPLIT>();
+        v = column.times(scaled + parity * 128);
       });
-  if (active) grad_start[blockIdx.x * static_cast<long long>(size) + j] = v;
+  if (writes) grad_start[blockIdx.x * static_cast<long long>(size) + j] = v;
 }
 
 // Equation 4.3: r = s(x_r + W_r h), z = s(x_z + W_z h), m = W_n h + b, n = tanh(x_n + r m), h <- n + z (h - n).
-template <typename T, int REGISTERS>
-__global__ void __launch_bounds__(REGISTERS > 0 ? REGISTERS : 128, 1)
+template <typename T, int REGISTERS, int SPLIT>
+__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
+                                  : REGISTERS > 0                ? 32
+                                                                 : 512,
+                                  1)
     gru_forward(const long long* __restrict__ sample, const long long* __restrict__ begin,
-                const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int size,
-                const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ bias,
+                const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
+                int size, const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ bias,
                 const T* __restrict__ start, T* __restrict__ out, T* __restrict__ gates, T* __restrict__ end) {
   SHARED(T, state, 2 * 128);
-  Run run = run_of(sample, begin, count, direction, offset, 0, blockIdx.x);
-  int j = threadIdx.x;
-  bool active = j < size;
-  Column<T, REGISTERS> reset, update, fresh;
+  Run run = run_of(sample, begin, count, direction, offset, batch, false, blockIdx.x);
+  // Threads beyond the last element read what the last one does.
+  int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
+  bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
+  Column<T, REGISTERS, SPLIT> reset, update, fresh;
   reset.load(w, 3 * size, size);
   update.load(w + size, 3 * size, size);
   fresh.load(w + 2 * size, 3 * size, size);
   T own = active ? start[blockIdx.x * static_cast<long long>(size) + j] : T(0), b = active ? bias[j] : T(0);
-  state[j] = own;
-  meet<REGISTERS>();
+  if (first) state[j] = own;
+  meet<REGISTERS, SPLIT>();
   go_through<4, Values<T, 3>>(
-      run, false,
-      [&](long long, long long row, Values<T, 3>& values) {
-        for (int gate = 0; gate < 3; ++gate) values.at[gate] = active ? x[(row * 3 + gate) * size + j] : T(0);
+      run, -1,
+      [&](long long row, int, Values<T, 3>& values) {
+        for (int gate = 0; gate < 3; ++gate) values.at[gate] = x[(row * 3 + gate) * size + mine];
       },
-      [&](long long, int parity, long long row, const Values<T, 3>& entered) {
+      [&](int parity, long long row, const Values<T, 3>& entered) {
         const T* h = state + parity * 128;
-        T r = sigmoid(entered.at[0] + reset.times(h, size)), z = sigmoid(entered.at[1] + update.times(h, size));
-        T m = b + fresh.times(h, size), n = tanh(entered.at[2] + r * m);
+        T r = sigmoid(entered.at[0] + reset.times(h)), z = sigmoid(entered.at[1] + update.times(h));
+        T m = b + fresh.times(h), n = squash(entered.at[2] + r * m);
         own = active ? n + z * (own - n) : T(0);
-        state[(1 - parity) * 128 + j] = own;
-        if (active) {
+        if (first) state[(1 - parity) * 128 + j] = own;
+        if (writes) {
           out[row * size + j] = own;
           if (gates) {
             T* keep = gates + row * 4 * size + j;
             keep[0] = r, keep[size] = z, keep[2 * size] = n, keep[3 * size] = m;
           }
         }
-        meet<REGISTERS>();
+        meet<REGISTERS, SPLIT>();
       });
-  if (active) end[blockIdx.x * static_cast<long long>(size) + j] = own;
+  if (writes) end[blockIdx.x * static_cast<long long>(size) + j] = own;
 }
 
 // Of an element of a step's state: what was kept of it, the state before, and the gradient that comes to it.
 template <typename T>
 struct GruKept {
   T r, z, n, m, before, grad;
-  __device__ __forceinline__ void fetch(const Run& run, long long i, long long row, int size, int j, const T* h,
-                                        const T* gates, const T* initial, const long long* edge, const T* grad_out) {
+  // Of a row, and the one before, which is the sample's initial state where that is negative.
+  __device__ __forceinline__ void fetch(long long row, long long preceding, int size, int j, const T* h, const T* gates,
+                                        const T* initial, const T* grad_out) {
     const T* keep = gates + row * 4 * size + j;
     r = keep[0], z = keep[size], n = keep[2 * size], m = keep[3 * size];
-    long long time = run.time(i, true);
-    before = time == edge[run.sample] ? initial[run.sample * size + j]
-                                      : h[run.row_at(time - run.direction) * size + j];
+    before = *(preceding < 0 ? initial + j : h + preceding * size + j);
     grad = grad_out ? grad_out[row * size + j] : T(0);
   }
   // For one of the gradient: what enters r, z, n, and m.
@@ -143,136 +156,147 @@ struct GruKept {
 };
 
 // Equation 4.4, transposed and applied: writes the gradients of what enters r, z and n, and of m.
-template <typename T, int REGISTERS>
-__global__ void __launch_bounds__(REGISTERS > 0 ? REGISTERS : 128, 1)
+template <typename T, int REGISTERS, int SPLIT>
+__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
+                                  : REGISTERS > 0                ? 32
+                                                                 : 512,
+                                  1)
     gru_backward(const long long* __restrict__ sample, const long long* __restrict__ begin,
-                 const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int size,
-                 const T* __restrict__ h, const T* __restrict__ gates, const T* __restrict__ initial,
+                 const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
+                 int size, const T* __restrict__ h, const T* __restrict__ gates, const T* __restrict__ initial,
                  const long long* __restrict__ edge, const T* __restrict__ w, const T* __restrict__ grad_out,
                  const T* __restrict__ grad_end, T* __restrict__ grad_gates, T* __restrict__ grad_start) {
   SHARED(T, lines, 2 * 3 * 128);
-  Run run = run_of(sample, begin, count, direction, offset, 0, blockIdx.x);
+  Run run = run_of(sample, begin, count, direction, offset, batch, true, blockIdx.x);
   long long square = static_cast<long long>(size) * size;
-  int j = threadIdx.x;
-  bool active = j < size;
-  Column<T, REGISTERS> reset, update, fresh;
+  // Threads beyond the last element read what the last one does.
+  int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
+  bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
+  Column<T, REGISTERS, SPLIT> reset, update, fresh;
   reset.load(w, size, size);
   update.load(w + square, size, size);
   fresh.load(w + 2 * square, size, size);
   T v = active ? grad_end[blockIdx.x * static_cast<long long>(size) + j] : T(0);
+  const T* own_initial = initial + run.sample * static_cast<long long>(size);
   go_through<4, GruKept<T>>(
-      run, true,
-      [&](long long i, long long row, GruKept<T>& kept) {
-        kept.fetch(run, i, row, size, active ? j : 0, h, gates, initial, edge, grad_out);
+      run, run.beyond(edge),
+      [&](long long row, long long preceding, GruKept<T>& kept) {
+        kept.fetch(row, preceding, size, mine, h, gates, own_initial, grad_out);
       },
-      [&](long long, int parity, long long row, const GruKept<T>& kept) {
+      [&](int parity, long long row, const GruKept<T>& kept) {
         T* line = lines + parity * 3 * 128;
         T grad = active ? v + kept.grad : T(0), parts[4];
         kept.factors(parts);
         for (int part = 0; part < 4; ++part) parts[part] *= grad;
-        line[j] = parts[0], line[128 + j] = parts[1], line[256 + j] = parts[3];
-        if (active && grad_gates) {
+        if (first) line[j] = parts[0], line[128 + j] = parts[1], line[256 + j] = parts[3];
+        if (writes && grad_gates) {
           T* written = grad_gates + row * 4 * size + j;
           for (int part = 0; part < 4; ++part) written[part * size] = parts[part];
         }
-        meet<REGISTERS>();
-        v = grad * kept.z + reset.times(line, size) + update.times(line + 128, size) + fresh.times(line + 256, size);
+        meet<REGISTERS, SPLIT>();
+        v = grad * kept.z + reset.times(line) + update.times(line + 128) + fresh.times(line + 256);
       });
-  if (active) grad_start[blockIdx.x * static_cast<long long>(size) + j] = v;
+  if (writes) grad_start[blockIdx.x * static_cast<long long>(size) + j] = v;
 }
 
 // c <- s(f) c + s(i) tanh(g), h <- s(o) tanh(c); a state is h and then c.
-template <typename T, int REGISTERS>
-__global__ void __launch_bounds__(REGISTERS > 0 ? REGISTERS : 128, 1)
+template <typename T, int REGISTERS, int SPLIT>
+__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
+                                  : REGISTERS > 0                ? 32
+                                                                 : 512,
+                                  1)
     lstm_forward(const long long* __restrict__ sample, const long long* __restrict__ begin,
-                 const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int size,
-                 const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ start, T* __restrict__ out,
-                 T* __restrict__ gates, T* __restrict__ end) {
+                 const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
+                 int size, const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ start,
+                 T* __restrict__ out, T* __restrict__ gates, T* __restrict__ end) {
   SHARED(T, state, 2 * 128);
-  Run run = run_of(sample, begin, count, direction, offset, 0, blockIdx.x);
-  int j = threadIdx.x;
-  bool active = j < size;
-  Column<T, REGISTERS> enter, forget, fresh, leave;
+  Run run = run_of(sample, begin, count, direction, offset, batch, false, blockIdx.x);
+  // Threads beyond the last element read what the last one does.
+  int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
+  bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
+  Column<T, REGISTERS, SPLIT> enter, forget, fresh, leave;
   enter.load(w, 4 * size, size);
   forget.load(w + size, 4 * size, size);
   fresh.load(w + 2 * size, 4 * size, size);
   leave.load(w + 3 * size, 4 * size, size);
   long long place = blockIdx.x * 2ll * size + j;
   T own = active ? start[place] : T(0), cell = active ? start[place + size] : T(0);
-  state[j] = own;
-  meet<REGISTERS>();
+  if (first) state[j] = own;
+  meet<REGISTERS, SPLIT>();
   go_through<2, Values<T, 4>>(
-      run, false,
-      [&](long long, long long row, Values<T, 4>& values) {
-        for (int gate = 0; gate < 4; ++gate) values.at[gate] = active ? x[(row * 4 + gate) * size + j] : T(0);
+      run, -1,
+      [&](long long row, int, Values<T, 4>& values) {
+        for (int gate = 0; gate < 4; ++gate) values.at[gate] = x[(row * 4 + gate) * size + mine];
       },
-      [&](long long, int parity, long long row, const Values<T, 4>& entered) {
+      [&](int parity, long long row, const Values<T, 4>& entered) {
         const T* h = state + parity * 128;
-        T i = sigmoid(entered.at[0] + enter.times(h, size)), f = sigmoid(entered.at[1] + forget.times(h, size));
-        T g = tanh(entered.at[2] + fresh.times(h, size)), o = sigmoid(entered.at[3] + leave.times(h, size));
+        T i = sigmoid(entered.at[0] + enter.times(h)), f = sigmoid(entered.at[1] + forget.times(h));
+        T g = squash(entered.at[2] + fresh.times(h)), o = sigmoid(entered.at[3] + leave.times(h));
         cell = active ? f * cell + i * g : T(0);
-        own = active ? o * tanh(cell) : T(0);
-        state[(1 - parity) * 128 + j] = own;
-        if (active) {
+        own = active ? o * squash(cell) : T(0);
+        if (first) state[(1 - parity) * 128 + j] = own;
+        if (writes) {
           out[row * size + j] = own;
           if (gates) {
             T* keep = gates + row * 5 * size + j;
             keep[0] = i, keep[size] = f, keep[2 * size] = g, keep[3 * size] = o, keep[4 * size] = cell;
           }
         }
-        meet<REGISTERS>();
+        meet<REGISTERS, SPLIT>();
       });
-  if (active) end[place] = own, end[place + size] = cell;
+  if (writes) end[place] = own, end[place + size] = cell;
 }
 
 // Writes the gradients of what enters i, f, g and o.
-template <typename T, int REGISTERS>
-__global__ void __launch_bounds__(REGISTERS > 0 ? REGISTERS : 128, 1)
+template <typename T, int REGISTERS, int SPLIT>
+__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
+                                  : REGISTERS > 0                ? 32
+                                                                 : 512,
+                                  1)
     lstm_backward(const long long* __restrict__ sample, const long long* __restrict__ begin,
-                  const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int size,
-                  const T* __restrict__ gates, const T* __restrict__ initial, const long long* __restrict__ edge,
-                  const T* __restrict__ w, const T* __restrict__ grad_out, const T* __restrict__ grad_end,
-                  T* __restrict__ grad_gates, T* __restrict__ grad_start) {
+                  const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
+                  int size, const T* __restrict__ gates, const T* __restrict__ initial,
+                  const long long* __restrict__ edge, const T* __restrict__ w, const T* __restrict__ grad_out,
+                  const T* __restrict__ grad_end, T* __restrict__ grad_gates, T* __restrict__ grad_start) {
   SHARED(T, lines, 2 * 4 * 128);
-  Run run = run_of(sample, begin, count, direction, offset, 0, blockIdx.x);
+  Run run = run_of(sample, begin, count, direction, offset, batch, true, blockIdx.x);
   long long square = static_cast<long long>(size) * size;
-  int j = threadIdx.x;
-  bool active = j < size;
-  Column<T, REGISTERS> enter, forget, fresh, leave;
+  // Threads beyond the last element read what the last one does.
+  int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
+  bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
+  Column<T, REGISTERS, SPLIT> enter, forget, fresh, leave;
   enter.load(w, size, size);
   forget.load(w + square, size, size);
   fresh.load(w + 2 * square, size, size);
   leave.load(w + 3 * square, size, size);
   long long place = blockIdx.x * 2ll * size + j;
   T v = active ? grad_end[place] : T(0), u = active ? grad_end[place + size] : T(0);
+  const T* own_initial = initial + (run.sample * 2ll + 1) * size;
   go_through<2, Values<T, 7>>(
-      run, true,
-      [&](long long step, long long row, Values<T, 7>& values) {
-        int mine = active ? j : 0;
+      run, run.beyond(edge),
+      [&](long long row, long long preceding, Values<T, 7>& values) {
         for (int kept = 0; kept < 5; ++kept) values.at[kept] = gates[(row * 5 + kept) * size + mine];
-        long long time = run.time(step, true);
-        values.at[5] = time == edge[run.sample]
-                           ? initial[(run.sample * 2 + 1) * size + mine]
-                           : gates[(run.row_at(time - run.direction) * 5 + 4) * size + mine];
+        values.at[5] = *(preceding < 0 ? own_initial + mine : gates + (preceding * 5 + 4) * size + mine);
         values.at[6] = grad_out ? grad_out[row * size + mine] : T(0);
       },
-      [&](long long, int parity, long long row, const Values<T, 7>& values) {
-        T i = values.at[0], f = values.at[1], g = values.at[2], o = values.at[3], shown = tanh(values.at[4]);
+      [&](int parity, long long row, const Values<T, 7>& values) {
+        T i = values.at[0], f = values.at[1], g = values.at[2], o = values.at[3], shown = squash(values.at[4]);
         T* line = lines + parity * 4 * 128;
         T grad = active ? v + values.at[6] : T(0), total = u + grad * o * (T(1) - shown * shown);
         T parts[4] = {total * g * i * (T(1) - i), total * values.at[5] * f * (T(1) - f), total * i * (T(1) - g * g),
                       grad * shown * o * (T(1) - o)};
         u = active ? total * f : T(0);
-        for (int part = 0; part < 4; ++part) line[part * 128 + j] = active ? parts[part] : T(0);
-        if (active && grad_gates) {
+        if (first) {
+          for (int part = 0; part < 4; ++part) line[part * 128 + j] = active ? parts[part] : T(0);
+        }
+        if (writes && grad_gates) {
           T* written = grad_gates + row * 4 * size + j;
           for (int part = 0; part < 4; ++part) written[part * size] = parts[part];
         }
-        meet<REGISTERS>();
-        v = enter.times(line, size) + forget.times(line + 128, size) + fresh.times(line + 256, size) +
-            leave.times(line + 384, size);
+        meet<REGISTERS, SPLIT>();
+        v = enter.times(line) + forget.times(line + 128) + fresh.times(line + 256) + leave.times(line + 384);
       });
-  if (active) grad_start[place] = v, grad_start[place + size] = u;
+  if (writes) grad_start[place] = v, grad_start[place + size] = u;
 }
 
 // J[k][j] = f'(h_k) W[k][j].
@@ -282,33 +306,37 @@ struct RnnFormer {
   int size;
   const T *h, *w, *grad_out;
   bool relu;
-  T state;
+  T state, grad;
 
-  __device__ __forceinline__ void fetch(long long i) {
-    if (threadIdx.x < size) state = h[run.row(i, true) * size + threadIdx.x];
+  __device__ __forceinline__ void fetch(int i) {
+    if (threadIdx.x < size) {
+      long long at = static_cast<long long>(run.row(i)) * size + threadIdx.x;
+      state = h[at], grad = grad_out ? grad_out[at] : T(0);
+    }
   }
   __device__ __forceinline__ void prepare(T* coefficients) const {
-    if (threadIdx.x < size) coefficients[threadIdx.x] = relu ? T(state > T(0)) : T(1) - state * state;
+    if (threadIdx.x < size) {
+      T* own = coefficients + threadIdx.x;
+      own[0] = relu ? T(state > T(0)) : T(1) - state * state, own[size] = grad;
+    }
   }
-  __device__ __forceinline__ T added(long long i, int j) const {
-    return grad_out && i < run.steps ? grad_out[run.row(i, true) * size + j] : T(0);
-  }
-  __device__ __forceinline__ void entries(const T* coefficients, long long, int k, int j, Four<T>& four) const {
+  __device__ __forceinline__ void entries(const T* coefficients, int, int k, int j, Four<T>& four) const {
     T factor = coefficients[k];
+    four = *reinterpret_cast<const Four<T>*>(w + k * whole_fours(size) + j);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) four.at[c] = j + c < size ? factor * w[k * size + j + c] : T(0);
+    for (int c = 0; c < 4; ++c) four.at[c] *= factor;
   }
 };
 
 template <typename T, int ROWS>
 __global__ void __launch_bounds__(320, 1)
     rnn_transfer(const long long* __restrict__ sample, const long long* __restrict__ begin,
-                 const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int size,
-                 int share, const T* __restrict__ h, const T* __restrict__ w, bool relu,
+                 const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
+                 int size, int share, const T* __restrict__ h, const T* __restrict__ w, bool relu,
                  const T* __restrict__ grad_out, T* __restrict__ out) {
-  RnnFormer<T> former = {run_of(sample, begin, count, direction, offset, 0, blockIdx.x), size, h, w, grad_out, relu,
-                         T(0)};
-  transfer<T, ROWS, 1>(former, former.run.steps, size, share,
+  RnnFormer<T> former = {
+      run_of(sample, begin, count, direction, offset, batch, true, blockIdx.x), size, h, w, grad_out, relu, T(0), T(0)};
+  transfer<T, ROWS, 2>(former, former.run.steps, size, share,
                        out + blockIdx.x * static_cast<long long>(size + 1) * size);
 }
 
@@ -316,15 +344,14 @@ __global__ void __launch_bounds__(320, 1)
 template <typename T>
 struct GruFormer {
   Run run;
-  int size;
-  const T *h, *gates, *initial;
-  const long long* edge;
-  const T *w, *grad_out;
+  int size, beyond;
+  const T *h, *gates, *initial, *w, *grad_out;
   GruKept<T> kept;
 
-  __device__ __forceinline__ void fetch(long long i) {
+  __device__ __forceinline__ void fetch(int i) {
     if (threadIdx.x < size) {
-      kept.fetch(run, i, run.row(i, true), size, threadIdx.x, h, gates, initial, edge, static_cast<const T*>(nullptr));
+      int preceding = i + 1 < run.steps ? run.row(i + 1) : beyond;
+      kept.fetch(run.row(i), preceding, size, threadIdx.x, h, gates, initial, grad_out);
     }
   }
   __device__ __forceinline__ void prepare(T* coefficients) const {
@@ -332,19 +359,20 @@ struct GruFormer {
       T found[4];
       kept.factors(found);
       T* own = coefficients + threadIdx.x;
-      own[0] = found[0], own[size] = found[1], own[2 * size] = found[3], own[3 * size] = kept.z;
+      own[0] = found[0], own[size] = found[1], own[2 * size] = found[3], own[3 * size] = kept.z,
+      own[4 * size] = kept.grad;
     }
   }
-  __device__ __forceinline__ T added(long long i, int j) const {
-    return grad_out && i < run.steps ? grad_out[run.row(i, true) * size + j] : T(0);
-  }
-  __device__ __forceinline__ void entries(const T* coefficients, long long, int k, int j, Four<T>& four) const {
-    const T *own = coefficients + k, *reset = w + k * size + j;
-    const T *update = reset + size * size, *fresh = update + size * size;
+  __device__ __forceinline__ void entries(const T* coefficients, int, int k, int j, Four<T>& four) const {
+    int columns = whole_fours(size);
+    const T *own = coefficients + k, *first = w + k * columns + j;
+    Four<T> reset = *reinterpret_cast<const Four<T>*>(first);
+    Four<T> update = *reinterpret_cast<const Four<T>*>(first + size * columns);
+    Four<T> fresh = *reinterpret_cast<const Four<T>*>(first + 2 * size * columns);
     T a = own[0], b = own[size], c = own[2 * size], through = own[3 * size];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      four.at[i] = j + i < size ? a * reset[i] + b * update[i] + c * fresh[i] + (j + i == k ? through : T(0)) : T(0);
+      four.at[i] = a * reset.at[i] + b * update.at[i] + c * fresh.at[i] + (j + i == k ? through : T(0));
     }
   }
 };
@@ -352,12 +380,12 @@ struct GruFormer {
 template <typename T, int ROWS>
 __global__ void __launch_bounds__(320, 1)
     gru_transfer(const long long* __restrict__ sample, const long long* __restrict__ begin,
-                 const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int size,
-                 int share, const T* __restrict__ h, const T* __restrict__ gates, const T* __restrict__ initial,
-                 const long long* __restrict__ edge, const T* __restrict__ w, const T* __restrict__ grad_out,
-                 T* __restrict__ out) {
-  GruFormer<T> former = {run_of(sample, begin, count, direction, offset, 0, blockIdx.x), size, h, gates, initial, edge,
-                         w, grad_out, {}};
-  transfer<T, ROWS, 4>(former, former.run.steps, size, share,
-                       out + blockIdx.x * static_cast<long long>(size + 1) * size);
+                 const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
+                 int size, int share, const T* __restrict__ h, const T* __restrict__ gates,
+                 const T* __restrict__ initial, const long long* __restrict__ edge, const T* __restrict__ w,
+                 const T* __restrict__ grad_out, T* __restrict__ out) {
+  Run run = run_of(sample, begin, count, direction, offset, batch, true, blockIdx.x);
+  const T* own_initial = initial + run.sample * static_cast<long long>(size);
+  GruFormer<T> former = {run, size, run.beyond(edge), h, gates, own_initial, w, grad_out, {}};
+  transfer<T, ROWS, 5>(former, run.steps, size, share, out + blockIdx.x * static_cast<long long>(size + 1) * size);
 }

@@ -1,8 +1,8 @@
 // What all kernels of recurrences share: runs of consecutive steps, and what a block's threads need of each.
 //
 // A run is some consecutive steps of one sample in one direction of time: its step i is at time begin + i * direction.
-// A run of no steps ends where it starts. In which rows of memory the steps are, `offset` says: that of time t in row
-// offset[t] + sample, or in row t * batch + sample where there is no `offset`.
+// A run of no steps ends where it starts. Rows of memory are numbered by 32 bits: that of time t is offset[t] + sample
+// or, where all samples are equally long and there is no `offset`, t * batch + sample.
 
 // Four neighbours, which memory gives at once.
 template <typename T>
@@ -10,154 +10,218 @@ struct alignas(16) Four {
   T at[4];
 };
 
-__device__ __forceinline__ int whole_fours(int size) { return (size + 3) / 4 * 4; }
+__device__ __forceinline__ int whole_fours(int size) {
+  return (size + 3) / 4 * 4;
+}
 
 struct Run {
   const long long* offset;
-  long long sample, begin, steps, batch;
-  int direction;
+  int sample, begin, steps, batch, direction;
+  bool back;
 
-  __device__ __forceinline__ long long row_at(long long time) const {
-    return (offset ? offset[time] : time * batch) + sample;
+  // Of the i-th step that is taken: from the run's start or, going back, from its end.
+  __device__ __forceinline__ int time(int i) const { return begin + (back ? steps - 1 - i : i) * direction; }
+  __device__ __forceinline__ int row_at(int time) const {
+    return (offset ? static_cast<int>(offset[time]) : time * batch) + sample;
   }
-  // Of the i-th step, from the run's start or, going back, from its end.
-  __device__ __forceinline__ long long time(long long i, bool back) const {
-    return begin + (back ? steps - 1 - i : i) * direction;
+  __device__ __forceinline__ int row(int i) const { return row_at(time(i)); }
+  // The row of the step before the run's first one, -1 where the sample begins with it.
+  __device__ __forceinline__ int beyond(const long long* edge) const {
+    return steps && begin != edge[sample] ? row_at(begin - direction) : -1;
   }
-  __device__ __forceinline__ long long row(long long i, bool back) const { return row_at(time(i, back)); }
 };
 
 __device__ __forceinline__ Run run_of(const long long* sample, const long long* begin, const long long* count,
-                                      int direction, const long long* offset, long long batch, long long run) {
-  return {offset, sample[run], begin[run], count[run], batch, direction};
+                                      int direction, const long long* offset, int batch, bool back, long long run) {
+  return {offset,
+          static_cast<int>(sample[run]),
+          static_cast<int>(begin[run]),
+          static_cast<int>(count[run]),
+          batch,
+          direction,
+          back};
 }
 
-// Goes through a run's steps, with what they read of memory under way for some time before they need it.
+// Goes through a run's steps, with what they read of memory under way for AHEAD to 2 * AHEAD steps before they need it.
 //
-// `fetch(i, row, values)` reads what the i-th step needs, `step(i, row, values)` takes it; parity is that of i. Rows are
-// known a step before they are read from. A wait for memory is as long as several steps.
+// `fetch(row, next, values)` starts to read what a step needs: `next` is the row of the step that is taken after it,
+// and `beyond` that of the last one's. `step(parity, row, values)` takes a step; parity is that of its number. Reads
+// are made for AHEAD steps together, for a warp that waits for one waits for all that it has under way; their rows are
+// known as many steps before that.
 template <int AHEAD, typename Values, typename Fetch, typename Step>
-__device__ __forceinline__ void go_through(const Run& run, bool back, Fetch fetch, Step step) {
-  if (!run.steps) return;
-  long long last = run.steps - 1, rows[AHEAD];
+__device__ __forceinline__ void go_through(const Run& run, int beyond, Fetch fetch, Step step) {
+  int last = run.steps - 1, rows[AHEAD + 1], later[AHEAD];
+  if (last < 0) return;
   Values coming[AHEAD];
+  auto places = [&](int first) {
 #pragma unroll
-  for (int u = 0; u < AHEAD; ++u) {
-    long long i = u < last ? u : last;
-    rows[u] = run.row(i, back);
-    fetch(i, rows[u], coming[u]);
-  }
-  long long following = run.row(AHEAD < last ? AHEAD : last, back);
-  for (long long first = 0; first <= last; first += AHEAD) {
+    for (int u = 0; u < AHEAD; ++u) later[u] = run.time(first + u < last ? first + u : last);
+    if (run.offset) {
 #pragma unroll
-    for (int u = 0; u < AHEAD; ++u) {
-      long long i = first + u, next = i + AHEAD, row = rows[u];
-      if (i <= last) {
-        Values values = coming[u];
-        fetch(next < last ? next : last, following, coming[u]);
-        rows[u] = following;
-        following = run.row(next + 1 < last ? next + 1 : last, back);
-        step(i, u & 1, row, values);
+      for (int u = 0; u < AHEAD; ++u) later[u] = static_cast<int>(run.offset[later[u]]);
+    } else {
+#pragma unroll
+      for (int u = 0; u < AHEAD; ++u) later[u] *= run.batch;
+    }
+  };
+  auto read = [&](int first) {
+#pragma unroll
+    for (int u = 0; u < AHEAD; ++u) fetch(rows[u], first + u < last ? rows[u + 1] : beyond, coming[u]);
+  };
+  rows[0] = run.row(0);
+  places(1);
+#pragma unroll
+  for (int u = 0; u < AHEAD; ++u) rows[u + 1] = later[u] + run.sample;
+  read(0);
+  places(AHEAD + 1);
+  for (int first = 0; first <= last; first += AHEAD) {
+    int at[AHEAD];
+    Values now[AHEAD];
+#pragma unroll
+    for (int u = 0; u < AHEAD; ++u) now[u] = coming[u], at[u] = rows[u];
+    rows[0] = rows[AHEAD];
+#pragma unroll
+    for (int u = 0; u < AHEAD; ++u) rows[u + 1] = later[u] + run.sample;
+    read(first + AHEAD);
+    places(first + 2 * AHEAD + 1);
+    if (first + AHEAD <= run.steps) {
+#pragma unroll
+      for (int u = 0; u < AHEAD; ++u) step(u & 1, at[u], now[u]);
+    } else {
+#pragma unroll
+      for (int u = 0; u < AHEAD; ++u) {
+        if (first + u <= last) step(u & 1, at[u], now[u]);
       }
     }
   }
 }
 
-// Weights of thread j, one for each element of the state: w[k * stride]. In registers where they are few.
-template <typename T, int REGISTERS>
+// Weights of an element of the state, of which each of SPLIT neighbouring threads has a share: w[k * stride]. Either
+// REGISTERS of them, in registers; or none, and they come from the first-level cache.
+template <typename T, int REGISTERS, int SPLIT>
 struct Column {
   T own[REGISTERS > 0 ? REGISTERS : 1];
   const T* far;
-  long long stride;
-  // Threads beyond the last column have the last one's.
-  __device__ __forceinline__ void load(const T* first, long long step, int size) {
-    far = first + (threadIdx.x < size ? threadIdx.x : size - 1), stride = step;
+  int stride, begin, count;
+  // Threads beyond the last element have the last one's.
+  __device__ __forceinline__ void load(const T* first, int step, int size) {
+    int element = threadIdx.x / SPLIT, share = REGISTERS > 0 ? REGISTERS : whole_fours((size + SPLIT - 1) / SPLIT);
+    begin = threadIdx.x % SPLIT * share, stride = step;
+    count = size - begin < share ? size - begin : share;
+    far = first + (element < size ? element : size - 1) + static_cast<long long>(begin) * step;
     if (REGISTERS > 0) {
 #pragma unroll
-      for (int k = 0; k < REGISTERS; ++k) own[k] = k < size ? far[k * stride] : T(0);
+      for (int k = 0; k < REGISTERS; ++k) own[k] = k < count ? far[static_cast<long long>(k) * step] : T(0);
     }
   }
-  // The sum over k of w[k] and x[k]; x is padded with zeros to whole fours, and aligned.
-  __device__ __forceinline__ T times(const T* x, int size) const {
+  // The sum over k of w[k] and x[k]; x is aligned and, up to all registers, padded with zeros.
+  __device__ __forceinline__ T times(const T* x) const {
     T sums[4] = {T(0), T(0), T(0), T(0)};
-    const Four<T>* fours = reinterpret_cast<const Four<T>*>(x);
+    const Four<T>* fours = reinterpret_cast<const Four<T>*>(x + begin);
     if (REGISTERS > 0) {
 #pragma unroll
       for (int k = 0; k < REGISTERS; k += 4) {
-        if (k < size) {
-          Four<T> four = fours[k / 4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sums[i] += own[k + i] * four.at[i];
-        }
-      }
-    } else {
-      int k = 0;
-      for (; k + 3 < size; k += 4) {
         Four<T> four = fours[k / 4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[i] += far[(k + i) * stride] * four.at[i];
+        for (int i = 0; i < 4; ++i) sums[i] += own[k + i] * four.at[i];
       }
-      for (; k < size; ++k) sums[0] += far[k * stride] * x[k];
+    } else {
+      const T* w = far;
+      int k = 0;
+#pragma unroll 4
+      for (; k + 3 < count; k += 4) {
+        Four<T> four = fours[k / 4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i, w += stride) sums[i] += *w * four.at[i];
+      }
+      for (; k < count; ++k, w += stride) sums[0] += *w * x[begin + k];
     }
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    T sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+#pragma unroll
+    for (int apart = SPLIT / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
+    return sum;
   }
 };
 
-// What a block's threads have written is seen by all of them; up to 32 registers of weights, they are one warp.
-template <int REGISTERS>
+// What a block's threads have written is seen by all of them; where these are one warp, by that.
+template <int REGISTERS, int SPLIT>
 __device__ __forceinline__ void meet() {
-  if (REGISTERS > 0 && REGISTERS <= 32) {
+  if (REGISTERS > 0 && REGISTERS * SPLIT * SPLIT <= 32) {
     __syncwarp();
   } else {
     __syncthreads();
   }
 }
 
-template <typename T>
-__device__ __forceinline__ T sigmoid(T x) {
-  return T(1) / (T(1) + exp(-x));
+// In float32 by the hardware's exponential and reciprocal, without branches: within a few units in the last place of
+// what they are of order one.
+__device__ __forceinline__ float sigmoid(float x) {
+  return __fdividef(1.0f, 1.0f + __expf(-x));
+}
+__device__ __forceinline__ double sigmoid(double x) {
+  return 1.0 / (1.0 + exp(-x));
+}
+
+// Close to zero by its series, of which the coefficients are fitted to [0, 0.6]: 2e-8 of the value.
+__device__ __forceinline__ float squash(float x) {
+  float size = fabs(x), square = x * x;
+  float large = 1.0f - __fdividef(2.0f, __expf(2.0f * size) + 1.0f);
+  float series = -0.00610495f;
+  series = fma(series, square, 0.02100364f);
+  series = fma(series, square, -0.0538525f);
+  series = fma(series, square, 0.13332782f);
+  series = fma(series, square, -0.33333329f);
+  return copysign(size < 0.6f ? fma(series * square, size, size) : large, x);
+}
+__device__ __forceinline__ double squash(double x) {
+  return tanh(x);
 }
 
 // What a run's steps do to rows x, each x <- x J: the product of all J, and below it what a row of zeros comes to where
-// something is added before each step. Written to `out`, (size + 1, size); a block takes some of the rows.
+// something is added before each step or, forward, after it. Written to `out`, (size + 1, size); a block takes some
+// rows.
 //
 // Rows are in shared memory, transposed; of J a slab of SLAB rows at a time, made by all threads. A thread multiplies
-// for ROWS rows and four columns: for each k it reads ROWS + 4 numbers and multiplies ROWS * 4. `former` says what J is:
-// fetch(i) starts to read what the i-th step needs, prepare(coefficients) writes it to shared memory, COEFFICIENTS
-// vectors; entries(coefficients, i, k, j, four) are those of row k at columns j to j + 3, zeros beyond the last one; and
-// added(i, j) what comes to the last row before the i-th step or, for i = steps, after the last one.
+// for ROWS rows and four columns: for each k it reads ROWS + 4 numbers and multiplies ROWS * 4. `former` says what J
+// is: fetch(i) starts to read what the i-th step needs, prepare(coefficients) writes it to shared memory, COEFFICIENTS
+// vectors of which the last is what is added; entries(coefficients, i, k, j, four) are those of row k at columns j to
+// j + 3, zeros beyond the last one.
 //
 // Floors, for each step of a run: size^2 (size + 1) multiply-adds, and J's own; bytes are what J is made of, read once
 // by each block, and (size + 1) size of each run. 1 + ROWS / 4 reads of shared memory for each ROWS * 4 multiply-adds.
 constexpr int SLAB = 16;
 
 template <typename T, int ROWS, int COEFFICIENTS, typename Former>
-__device__ __forceinline__ void transfer(Former& former, long long steps, int size, int share, T* __restrict__ out) {
+__device__ __forceinline__ void transfer(Former& former, int steps, int size, int share, T* __restrict__ out) {
   // Nobody asks for what a run without steps does.
   if (!steps) return;
   DYNAMIC_SHARED(T, memory);
+  bool back = former.run.back;
   int columns = whole_fours(size), groups = columns / 4, height = (share + ROWS - 1) / ROWS * ROWS;
+  // An odd number of fours: neighbouring columns then lie in other banks.
+  int pitch = height / 4 % 2 ? height : height + 4;
   int begin = blockIdx.y * share, count = size + 1 - begin < share ? size + 1 - begin : share;
   int thread = threadIdx.x, threads = blockDim.x;
-  T* x = memory;                        // (size, height)
-  T* slab = x + size * height;          // (SLAB, columns)
+  T* x = memory;                            // (size, pitch)
+  T* slab = x + size * pitch;               // (SLAB, columns)
   T* coefficients = slab + SLAB * columns;  // two of (COEFFICIENTS, size)
   int row = thread / groups * ROWS, column = thread % groups * 4, apart = threads / groups;
   bool works = row < height, adds = works && row <= size - begin && size - begin < row + ROWS;
-  for (int e = thread; e < size * height; e += threads) {
-    int k = e / height, r = begin + e % height;
-    x[e] = r == k ? T(1) : r == size ? former.added(0, k) : T(0);
-  }
   former.fetch(0);
   former.prepare(coefficients);
   former.fetch(steps > 1 ? 1 : 0);
   __syncthreads();
-  for (long long i = 0; i < steps; ++i) {
+  const T* added = coefficients + (COEFFICIENTS - 1) * size;
+  for (int e = thread; e < size * pitch; e += threads) {
+    int k = e / pitch, r = begin + e % pitch;
+    x[e] = r == k ? T(1) : r == size && back ? added[k] : T(0);
+  }
+  for (int i = 0; i < steps; ++i) {
     const T* here = coefficients + (i & 1) * COEFFICIENTS * size;
-    T sums[ROWS][4], next[4];
+    T* next = coefficients + ((i + 1) & 1) * COEFFICIENTS * size;
+    T sums[ROWS][4], more[4] = {T(0), T(0), T(0), T(0)};
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      next[c] = adds && column + c < size ? former.added(i + 1, column + c) : T(0);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) sums[r][c] = T(0);
     }
@@ -172,17 +236,22 @@ __device__ __forceinline__ void transfer(Former& former, long long steps, int si
         }
       }
       if (!base && i + 1 < steps) {
-        former.prepare(coefficients + ((i + 1) & 1) * COEFFICIENTS * size);
+        former.prepare(next);
         former.fetch(i + 2 < steps ? i + 2 : i + 1);
       }
       __syncthreads();
+      if (!base && adds && (!back || i + 1 < steps)) {
+        const T* comes = (back ? next : here) + (COEFFICIENTS - 1) * size;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) more[c] = column + c < size ? comes[column + c] : T(0);
+      }
       if (works) {
 #pragma unroll 4
         for (int k = 0; k < depth; ++k) {
           Four<T> right = *reinterpret_cast<const Four<T>*>(slab + k * columns + column);
 #pragma unroll
           for (int r = 0; r < ROWS; r += 4) {
-            Four<T> left = *reinterpret_cast<const Four<T>*>(x + (base + k) * height + row + r);
+            Four<T> left = *reinterpret_cast<const Four<T>*>(x + (base + k) * pitch + row + r);
 #pragma unroll
             for (int a = 0; a < 4; ++a) {
 #pragma unroll
@@ -203,9 +272,9 @@ __device__ __forceinline__ void transfer(Former& former, long long steps, int si
 #pragma unroll
             for (int a = 0; a < 4; ++a) {
               four.at[a] = sums[r + a][c];
-              if (adds && begin + row + r + a == size) four.at[a] += next[c];
+              if (adds && begin + row + r + a == size) four.at[a] += more[c];
             }
-            *reinterpret_cast<Four<T>*>(x + (column + c) * height + row + r) = four;
+            *reinterpret_cast<Four<T>*>(x + (column + c) * pitch + row + r) = four;
           }
         }
       }
@@ -214,6 +283,6 @@ __device__ __forceinline__ void transfer(Former& former, long long steps, int si
   __syncthreads();
   for (int e = thread; e < count * size; e += threads) {
     int r = e / size, k = e % size;
-    out[static_cast<long long>(begin + r) * size + k] = x[k * height + r];
+    out[static_cast<long long>(begin + r) * size + k] = x[k * pitch + r];
   }
 }
