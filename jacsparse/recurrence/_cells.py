@@ -107,15 +107,16 @@ class Cell(ABC):
         Vectors of the state.
     kept : int
         Vectors that the backward pass needs of each step, beside the output.
+    transfers : bool
+        Whether devices have a kernel for `transfer`.
     """
 
     gates: ClassVar[int]
     states: ClassVar[int] = 1
     kept: ClassVar[int] = 0
+    transfers: ClassVar[bool] = True
     grad_width: ClassVar[int]
 
-    #: Whether a device has a kernel for `transfer`.
-    _transfers: ClassVar[bool] = True
     #: Forward and backward.
     _kernels: ClassVar[tuple[Any, Any]]
 
@@ -157,19 +158,23 @@ class Cell(ABC):
         return grad_start
 
     def transfer(
-        self, runs: Runs | OnDevice, weights: Weights, kept: Kept, grad_output: torch.Tensor | None
-    ) -> torch.Tensor | None:
+        self,
+        runs: Runs | OnDevice,
+        weights: Weights,
+        kept: Kept,
+        grad_output: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """On a device: what runs do to the gradient of their last state, and what comes to a zero one.
 
         Returns
         -------
-        Tensor, (runs, states · size + 1, states · size), or None
-            Rows are those of unit vectors and, last, of zeros with `grad_output`; None where there is no kernel.
+        Tensor, (runs, size + 1, size)
+            Rows are those of unit vectors and, last, of zeros with `grad_output`. It is `out` where that is given, of
+            which runs without steps keep what they have.
         """
-        if not self._transfers:
-            return None
         given = (*self._history(runs, kept), weights.padded, *self._backward_constants(), grad_output)
-        return _cuda.transfer(self._name, runs, weights.hidden, weights.size, *given)
+        return _cuda.transfer(self._name, runs, weights.hidden, weights.size, *given, out=out)
 
     @property
     def _name(self) -> str:
@@ -310,7 +315,7 @@ class _LstmCell(Cell):
     states = 2
     kept = 5
     mode = "LSTM"
-    _transfers = False
+    transfers = False
     _kernels = (_kernels.lstm_forward, _kernels.lstm_backward)
 
     def state(self, kept: Kept, before: np.ndarray, sample: torch.Tensor) -> dict[str, torch.Tensor]:

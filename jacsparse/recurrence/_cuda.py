@@ -24,7 +24,7 @@ from ..patterns._cuda import (
 from ._chunks import Chunks
 from ._runs import OnDevice, Runs
 
-__all__ = ["LARGEST", "WIDEST", "Judged", "judge", "launch", "padded", "sweep", "transfer", "walk"]
+__all__ = ["LARGEST", "WIDEST", "Judged", "judge", "launch", "left", "padded", "sweep", "tolerance", "transfer", "walk"]
 
 #: Elements of a state, at most: of a cell, whose threads have one each, and of a linear recurrence.
 LARGEST, WIDEST = 128, 512
@@ -34,11 +34,11 @@ _FOLDER = Path(__file__).parent / "kernels"
 #: state, and leaves room for what is on its way from memory, is chosen; the last one takes all.
 _SHARES = {
     ("rnn", "float"): ((16, 1), (20, 1), (32, 1), (32, 2), (32, 4)),
-    ("rnn", "double"): ((20, 1), (32, 1), (32, 2), (0, 4)),
+    ("rnn", "double"): ((20, 1), (32, 1), (32, 2), (0, 2)),
     ("gru", "float"): ((16, 1), (20, 1), (32, 1), (32, 2), (0, 4)),
-    ("gru", "double"): ((16, 2), (16, 4), (0, 4)),
+    ("gru", "double"): ((16, 2), (16, 4), (0, 2)),
     ("lstm", "float"): ((20, 1), (32, 1), (16, 4), (0, 4)),
-    ("lstm", "double"): ((8, 4), (0, 4)),
+    ("lstm", "double"): ((8, 4), (0, 2)),
     ("scaled", "float"): ((20, 1), (32, 1), (32, 2), (0, 1)),
     ("scaled", "double"): ((20, 1), (32, 1), (0, 1)),
 }
@@ -171,7 +171,13 @@ def sweep(
 
 
 def transfer(
-    name: str, runs: Runs | OnDevice, like: torch.Tensor, size: int, *arguments: Any, back: bool | None = None
+    name: str,
+    runs: Runs | OnDevice,
+    like: torch.Tensor,
+    size: int,
+    *arguments: Any,
+    back: bool | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What runs do to a row vector, and what comes to a row of zeros, ``(runs, size + 1, size)``.
 
@@ -189,6 +195,8 @@ def transfer(
         What the kernel takes after the shares and before the result.
     back : bool, optional
         Of a linear recurrence: whether this is the adjoint.
+    out : Tensor, optional
+        What is returned: of runs without steps it keeps what it has.
     """
     check_size("hidden_size" if back is None else "n", size, LARGEST)
     device, width = like.device, like.element_size()
@@ -201,7 +209,8 @@ def transfer(
         (height if height // 4 % 2 else height + 4),
         {"rnn": 2, "gru": 5, "dense": 1, "scaled": 2}[name],
     )
-    out = allocated("the chunks' transfer matrices", (len(there.sample), size + 1, size), like.dtype, device)
+    if out is None:
+        out = allocated("the chunks' transfer matrices", (len(there.sample), size + 1, size), like.dtype, device)
     table = there[:6] if back is None else (*there[:4], there.batch)
     (_CELLS if back is None else _LINEAR).launch(
         f"{name}_transfer<{c_type(like.dtype)}, {rows}>",
@@ -224,7 +233,7 @@ _SLAB = 16
 
 
 class Judged(NamedTuple):
-    """What `judge` found of the runs and of the samples.
+    """What `judge` finds of the runs and of the samples; memory that all sweeps share.
 
     Attributes
     ----------
@@ -244,6 +253,19 @@ class Judged(NamedTuple):
     steps: torch.Tensor
     rest: torch.Tensor
 
+    @classmethod
+    def of(cls, guess: torch.Tensor, edge: torch.Tensor) -> Judged:
+        """Room for runs that start at `guess`, of samples that start at `edge`."""
+        again, begin, steps = (
+            torch.empty(len(like), dtype=torch.int64, device=edge.device) for like in (guess, edge, edge)
+        )
+        return cls(torch.empty_like(guess), again, begin, steps, torch.empty_like(edge))
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """How far, as a share of the largest state, a guess may be from what follows."""
+    return 8 * torch.finfo(dtype).eps
+
 
 def judge(
     chunks: Chunks,
@@ -252,23 +274,27 @@ def judge(
     edge: torch.Tensor,
     least: float,
     guess: torch.Tensor,
+    previous: torch.Tensor | None,
     defect: torch.Tensor,
-) -> Judged:
-    """Compare first states with those that follow from the runs' last ones, or with given ones; changes `guess`."""
+    found: Judged,
+) -> None:
+    """Compare first states with those that follow from the runs' last ones, or with given ones.
+
+    Writes `guess`, `defect` and `found`, of samples that were within the tolerance already the defect alone.
+    """
     device, size = edge.device, edge.shape[1]
-    again, begin, steps = (torch.empty(len(like), dtype=torch.int64, device=device) for like in (ends, edge, edge))
-    found = Judged(torch.empty_like(ends), again, begin, steps, torch.empty_like(edge))
     _BOUNDARIES.launch(
         f"judge<{c_type(edge.dtype)}>",
         [len(edge)],
-        [THREADS],
+        [1024],
         *_of_chunks(chunks, device),
         size,
         chunks.backward,
         ends,
         following,
         edge,
-        8 * torch.finfo(edge.dtype).eps,
+        previous,
+        tolerance(edge.dtype),
         max(least, torch.finfo(edge.dtype).tiny),
         guess,
         found.start,
@@ -279,11 +305,15 @@ def judge(
         found.rest,
         device=device,
     )
-    return found
 
 
 def walk(
-    chunks: Chunks, matrices: torch.Tensor, edge: torch.Tensor, offsets: torch.Tensor | None = None
+    chunks: Chunks,
+    matrices: torch.Tensor,
+    edge: torch.Tensor,
+    *,
+    offsets: torch.Tensor | None = None,
+    previous: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, OnDevice]:
     """First states of the runs, by what these do to a state, and the runs of the samples where that overflows.
 
@@ -297,34 +327,46 @@ def walk(
         The samples' first states.
     offsets : Tensor, (runs, state), optional
         What is added, where matrices are diagonal.
+    previous : Tensor, (batch,), optional
+        Defects: samples within the tolerance are passed over.
     """
     device, (batch, size) = edge.device, edge.shape
     start = edge.new_empty(len(chunks.runs), size)
     begin, count = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
-    threads = THREADS if offsets is not None else max(1, min(8, WIDEST // _warps(size))) * _warps(size)
+    if offsets is None:
+        name, threads = "walk", max(1, min(8, WIDEST // _warps(size))) * _warps(size)
+        given: tuple[Any, ...] = (matrices, edge, previous, tolerance(edge.dtype))
+    else:
+        name, threads, given = "walk_diagonals", THREADS, (matrices, offsets, edge)
     _BOUNDARIES.launch(
-        f"{'walk' if offsets is None else 'walk_diagonals'}<{c_type(edge.dtype)}>",
+        f"{name}<{c_type(edge.dtype)}>",
         [batch],
         [threads],
         *_of_chunks(chunks, device),
         size,
         chunks.backward,
-        matrices,
-        *(() if offsets is None else (offsets,)),
-        edge,
+        *given,
         start,
         begin,
         count,
         device=device,
     )
+    return start, left(chunks, device, begin, count)
+
+
+def left(chunks: Chunks, device: torch.device, begin: torch.Tensor, steps: torch.Tensor) -> OnDevice:
+    """For each sample a run of so many steps from a time on."""
     whole = chunks.sequences.whole(chunks.runs.direction).on(device)
-    return start, whole._replace(begin=begin, steps=count)
+    return whole._replace(begin=begin, steps=steps)
 
 
 def check_size(name: str, size: int, largest: int) -> None:
     """Refuse states that kernels have no room for."""
     if size > largest:
-        raise ValueError(f"{name} is {size}; on CUDA devices states have at most {largest} elements")
+        raise ValueError(
+            f"{name} is {size}; on CUDA devices states have at most {largest} elements: go to the CPU by .cpu(), or "
+            "use torch.nn's layer"
+        )
 
 
 def padded(weight: torch.Tensor) -> torch.Tensor:

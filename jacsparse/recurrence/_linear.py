@@ -305,7 +305,9 @@ class _Linear(Sweep):
     def run(self, runs: Runs | OnDevice, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
         return self.blocks.run(runs, self.added, start, self.out if record else None, adjoint=self.adjoint)
 
-    def matrices(self, runs: Runs) -> torch.Tensor:
+    def matrices(
+        self, runs: Runs, again: torch.Tensor | None = None, before: torch.Tensor | None = None
+    ) -> torch.Tensor:
         size = self.blocks.size
         if isinstance(self.blocks, Diagonal):
             return self.blocks.run(runs, None, self.out.new_ones(len(runs), size), None, adjoint=self.adjoint)
@@ -319,7 +321,7 @@ class _Linear(Sweep):
     def walk(self, chunks: Chunks, edge: torch.Tensor) -> tuple[torch.Tensor, OnDevice]:
         if isinstance(self.blocks, Diagonal):
             offsets = self.run(chunks.runs, edge.new_zeros(len(chunks.runs), edge.shape[1]), record=False)
-            return _cuda.walk(chunks, self.matrices(chunks.runs), edge, offsets)
+            return _cuda.walk(chunks, self.matrices(chunks.runs), edge, offsets=offsets)
         found = self._transfer(chunks.runs, self.added)
         return super().walk(chunks, edge) if found is None else _cuda.walk(chunks, found, edge)
 

@@ -31,8 +31,15 @@ class _Recurrent(nn.RNNBase):
             )
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
         self._check_options()
-        self.reports: list[Report] = []
+        self._reports: list[Report] = []
         self.boundaries: list[torch.Tensor | None] = []
+
+    @property
+    def reports(self) -> list[Report]:
+        """How the recurrences of the last pass were solved; on a CUDA device this waits for them."""
+        for report in self._reports:
+            report.read()
+        return self._reports
 
     def _check_options(self) -> None:
         """Of the constructor, or set since."""
@@ -121,7 +128,7 @@ class _Recurrent(nn.RNNBase):
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
             if self.dropout and self.training and layer < self.num_layers - 1:
                 x = functional.dropout(x, self.dropout)
-        self.reports, self.boundaries = reports, boundaries
+        self._reports, self.boundaries = reports, boundaries
         return self._shown(x, sequences, packed, single), self._last(torch.stack(ends), packed, single)
 
     def _sequences(self, given: Any) -> tuple[torch.Tensor, Sequences, PackedSequence | None]:
@@ -273,6 +280,7 @@ class RNN(_Recurrent, nn.RNN):
     ----------
     reports : list of Report
         How the recurrences of the last pass were solved: the methods, the sweeps and what was left at the boundaries.
+        On a CUDA device, asking for them waits for it.
     boundaries : list of Tensor
         After a parallel forward pass the states at the chunks' boundaries, by layer and direction: passed as ``warm``
         to a pass over the same samples, they are where guessing begins.

@@ -7,20 +7,22 @@ each sample how many are left to go through one after the other. What came of it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._cuda import Judged, judge, walk
+from ._cuda import Judged, judge, left, tolerance, walk
 from ._runs import OnDevice, index
 
 if TYPE_CHECKING:
     from ._chunks import Chunks
     from ._sweeps import Report, Sweep
 
-__all__ = ["choose", "chunked", "guessed"]
+__all__ = ["Pending", "choose", "chunked", "guessed"]
 
-#: Sweeps from guessed states, and iterations of Newton's method. One that is not needed takes two empty launches.
+#: Sweeps from guessed states, and iterations of Newton's method; to a sample that has settled, one does nothing.
 SWEEPS, ITERATIONS = 4, 8
 
 
@@ -30,27 +32,33 @@ def guessed(
     """The samples' last states, and the runs' first ones, by sweeps from guessed first states; changes `guess`."""
     report.methods.append("newton" if newton else "relaxed")
     runs, count = chunks.runs.on(edge.device), (ITERATIONS if newton else SWEEPS)
-    defects = edge.new_empty(count + newton, len(edge))
-    least = sweep.least
-    state, again = guess.clone(), runs.steps
-    for number in range(count):
-        ends = sweep.run(runs._replace(steps=again), state)
-        following = _newton(sweep, chunks, ends, guess, edge) if newton else None
-        judged = judge(chunks, ends, following, edge, least, guess, defects[number])
-        state, again = judged.start, judged.again
-    if newton:
-        # What is right is what follows from the run before, whatever Newton's method makes of it.
-        ends = sweep.run(runs._replace(steps=again), state)
-        judged = judge(chunks, ends, None, edge, least, guess, defects[count])
-    _tell(report, judged.steps, defects)
-    return sweep.run(_left(chunks, judged), judged.rest), guess
+    defects, judged = edge.new_empty(count + newton, len(edge)), Judged.of(guess, edge)
+    state, again, previous = guess.clone(), runs.steps, None
+    matrices: torch.Tensor | None = None
+    for number in range(count + newton):
+        ends, following = sweep.run(runs._replace(steps=again), state), None
+        # What is right is, at last, what follows from the run before, whatever Newton's method makes of it.
+        if newton and number < count:
+            matrices = sweep.matrices(chunks.runs, again, matrices)
+            following = _newton(sweep, chunks, matrices, ends, guess, edge, previous)
+        judge(chunks, ends, following, edge, sweep.least, guess, previous, defects[number], judged)
+        state, again, previous = judged.start, judged.again, defects[number]
+    report.pending = Pending.of(report.methods, judged.steps, defects)
+    return sweep.run(left(chunks, edge.device, judged.begin, judged.steps), judged.rest), guess
 
 
-def _newton(sweep: Sweep, chunks: Chunks, ends: torch.Tensor, guess: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
+def _newton(
+    sweep: Sweep,
+    chunks: Chunks,
+    matrices: torch.Tensor,
+    ends: torch.Tensor,
+    guess: torch.Tensor,
+    edge: torch.Tensor,
+    previous: torch.Tensor | None,
+) -> torch.Tensor:
     """The first states at which the chunks, were they affine, would fit together."""
-    matrices = sweep.matrices(chunks.runs)
     offsets = ends - (guess.unsqueeze(1) @ matrices).squeeze(1)
-    solved, _ = walk(chunks, torch.cat([matrices, offsets.unsqueeze(1)], dim=1), edge)
+    solved, _ = walk(chunks, torch.cat([matrices, offsets.unsqueeze(1)], dim=1), edge, previous=previous)
     return sweep.limit(solved, edge[index(chunks.runs.sample, edge)]).contiguous()
 
 
@@ -63,7 +71,7 @@ def chunked(sweep: Sweep, chunks: Chunks, edge: torch.Tensor, schedule: str, rep
         start = sweep.starts(chunks, edge, schedule)
         lost = _overflowing(chunks, start, edge)
     last = sweep.run(chunks.runs, start)[index(chunks.last, edge)]
-    _tell(report, lost.steps, None)
+    report.pending, report.sweeps = Pending.of(report.methods, lost.steps, None), 2
     # A product of many matrices may overflow where no state does.
     return sweep.run(lost, torch.where((lost.steps > 0)[:, None], edge, last))
 
@@ -74,34 +82,60 @@ def _overflowing(chunks: Chunks, start: torch.Tensor, edge: torch.Tensor) -> OnD
     sample = index(chunks.runs.sample, edge)
     kept = finite.new_ones(len(edge)).long().scatter_reduce(0, sample, finite.long(), "amin")
     whole = chunks.sequences.whole(chunks.runs.direction).on(edge.device)
-    return whole._replace(steps=torch.where(kept > 0, 0, whole.steps))
+    return left(chunks, edge.device, whole.begin, torch.where(kept > 0, 0, whole.steps))
 
 
-def _left(chunks: Chunks, judged: Judged) -> OnDevice:
-    whole = chunks.sequences.whole(chunks.runs.direction).on(judged.rest.device)
-    return whole._replace(begin=judged.begin, steps=judged.steps)
+@dataclass(frozen=True)
+class Pending:
+    """What came of a solution, on the device.
 
+    Attributes
+    ----------
+    methods : tuple of str
+        That were used.
+    left : Tensor, (batch,)
+        Steps of each sample that were finished sequentially.
+    defects : Tensor, (sweeps, batch), or None
+        After each sweep, where states were guessed.
+    ready : Event or None
+        After which they can be read; None where they are read whenever a graph was replayed.
+    """
 
-def _tell(report: Report, left: torch.Tensor, defects: torch.Tensor | None) -> None:
-    """Have a report read what came of it when it is asked."""
+    methods: tuple[str, ...]
+    left: torch.Tensor
+    defects: torch.Tensor | None
+    ready: torch.cuda.Event | None
+    captured: bool
 
-    def read() -> None:
-        if defects is not None:
-            found = defects.masked_fill(~defects.isfinite(), 0).amax(dim=1).tolist()
-            done = next((number for number, defect in enumerate(found, 1) if defect <= _tolerance(defects)), len(found))
-            report.defects, report.sweeps = found[:done], done
-        else:
-            report.sweeps += 2
-        steps = left.cpu()
-        report.fallback_samples, report.fallback_steps = int((steps > 0).sum()), int(steps.sum())
-        if report.fallback_samples:
-            report.methods.append("sequential")
+    @classmethod
+    def of(cls, methods: Sequence[str], left: torch.Tensor, defects: torch.Tensor | None) -> Pending:
+        """Of what is queued on the current stream so far."""
+        captured = left.is_cuda and torch.cuda.is_current_stream_capturing()
+        ready = torch.cuda.Event() if left.is_cuda and not captured else None
+        if ready is not None:
+            ready.record(torch.cuda.current_stream(left.device))
+        return cls(tuple(methods), left, defects, ready, captured)
 
-    report.later(read)
-
-
-def _tolerance(like: torch.Tensor) -> float:
-    return 8 * torch.finfo(like.dtype).eps
+    def read(self) -> dict[str, Any]:
+        """Fields of a `Report`; waits for the device."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        steps = self.left.cpu()
+        late, found = steps > 0, {}
+        if self.defects is not None:
+            # A sample without numbers is not one that settles.
+            defects = self.defects.masked_fill(~self.defects.isfinite(), 0).cpu()
+            largest = defects.amax(dim=1).tolist() if len(steps) else [0.0]
+            settled = tolerance(defects.dtype)
+            done = next((number for number, defect in enumerate(largest, 1) if defect <= settled), len(largest))
+            found = {"defects": largest[:done], "sweeps": done}
+        methods = [*self.methods, *(["sequential"] if late.any() else [])]
+        return {
+            **found,
+            "methods": methods,
+            "fallback_samples": int(late.sum()),
+            "fallback_steps": int(steps.sum()),
+        }
 
 
 #: Runs that one multiprocessor has under way at once, of up to 32 elements each: fewer leave it idle, more wait.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
     from ._chunks import Chunks
 
 __all__ = ["OnDevice", "Runs", "Sequences", "index", "rows_of"]
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def kept(method: Method) -> Method:
+    """Decorator: what a method gives for some arguments is made once, and kept as long as the object is."""
+
+    @functools.wraps(method)
+    def remembered(self: Any, *arguments: Any, **options: Any) -> Any:
+        found, key = self.__dict__.setdefault("_kept", {}), (method.__name__, arguments, *options.items())
+        if key not in found:
+            found[key] = method(self, *arguments, **options)
+        return found[key]
+
+    return cast(Method, remembered)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +63,12 @@ class Sequences:
     @classmethod
     def packed(cls, batch_sizes: torch.Tensor) -> Sequences:
         """What a `PackedSequence` of these batch sizes holds."""
-        sizes = batch_sizes.numpy()
+        return cls._packed(batch_sizes.numpy().tobytes())
+
+    @classmethod
+    @functools.lru_cache(maxsize=16)
+    def _packed(cls, batch_sizes: bytes) -> Sequences:
+        sizes = np.frombuffer(batch_sizes, dtype=np.int64)
         batch = int(sizes[0])
         offset, lengths = np.append(0, np.cumsum(sizes)), (sizes[:, None] > np.arange(batch)).sum(axis=0)
         return cls(frozen(offset), frozen(lengths))
@@ -92,12 +114,12 @@ class Sequences:
         """The row of the step that comes before each row's in a direction of time, -1 for none."""
         return self.previous if direction > 0 else self.next
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  (as `whole`)
+    @kept
     def edges(self, direction: int) -> np.ndarray:
         """The time at which each sample begins, in a direction of time."""
         return frozen(np.zeros_like(self.lengths) if direction > 0 else self.lengths - 1)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  (a few, small, and needed at every pass)
+    @kept
     def whole(self, direction: int) -> Runs:
         """One run for each sample."""
         sample, first = np.arange(self.batch), np.zeros(self.batch, np.int64)
@@ -113,7 +135,7 @@ class Sequences:
         order = np.lexsort((sample, chunk, -size))
         return Runs(self, direction, sample[order], chunk[order] * length, size[order])
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  (as `whole`)
+    @kept
     def cut(self, direction: int, length: int, *, backward: bool = False) -> Chunks:
         """The same as `Chunks`, made once."""
         from ._chunks import Chunks
@@ -206,40 +228,31 @@ class Runs:
 
     def work(self, step: int) -> np.ndarray:
         """Running total of the blocks' work, for `run_rows`, where each step takes so many elementary operations."""
-        return _work(self, step, self.together)
+        return self._work(step, self.together)
+
+    @kept
+    def _work(self, step: int, together: int) -> np.ndarray:
+        blocks = np.add.reduceat(self.count, np.arange(0, len(self), together)) if len(self) else self.count
+        return np.append(0, np.cumsum(blocks * step))
 
     def take(self, chosen: np.ndarray) -> Runs:
         """Some of the runs, in an order that keeps the longest first."""
         return Runs(self.sequences, self.direction, self.sample[chosen], self.first[chosen], self.count[chosen])
 
-    @functools.lru_cache(maxsize=16)  # noqa: B019  (as `Sequences.whole`)
+    @kept
     def repeat(self, times: int) -> Runs:
         """Each run so many times."""
         return self.take(np.repeat(np.arange(len(self)), times))
 
     def on(self, device: torch.device) -> OnDevice:
         """The same on a device."""
-        found = self._placed.get(device)
-        if found is None:
-            sequences = self.sequences
-            if sequences.steps >= 2**31:
-                raise ValueError(f"the input has {sequences.steps} steps in all; on CUDA devices fewer than 2^31")
-            sample, begin, steps = (uploaded(array, device) for array in (self.sample, self.begin, self.count))
-            equal = sequences.steps == sequences.time * sequences.batch
-            offset = None if equal else uploaded(sequences.offset, device)
-            found = OnDevice(sample, begin, steps, self.direction, offset, sequences.batch, sequences)
-            self._placed[device] = found
-        return found
-
-    @functools.cached_property
-    def _placed(self) -> dict[torch.device, OnDevice]:
-        return {}
-
-
-@functools.lru_cache(maxsize=256)
-def _work(runs: Runs, step: int, together: int) -> np.ndarray:
-    blocks = np.add.reduceat(runs.count, np.arange(0, len(runs), together)) if len(runs) else runs.count
-    return np.append(0, np.cumsum(blocks * step))
+        sequences = self.sequences
+        if sequences.steps >= 2**31:
+            raise ValueError(f"the input has {sequences.steps} steps in all; on CUDA devices fewer than 2^31")
+        sample, begin, steps = (uploaded(array, device) for array in (self.sample, self.begin, self.count))
+        equal = sequences.steps == sequences.time * sequences.batch
+        offset = None if equal else uploaded(sequences.offset, device)
+        return OnDevice(sample, begin, steps, self.direction, offset, sequences.batch, sequences)
 
 
 def index(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:

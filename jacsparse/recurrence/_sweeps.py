@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -81,10 +81,6 @@ def parse(schedule: object, names: Sequence[str] = SCHEDULES, chunk: int = CHUNK
     return name, int(argument) if colon else chunk
 
 
-#: Of a report, what is known once a solution is there.
-_OUTCOME = frozenset({"methods", "sweeps", "defects", "fallback_samples", "fallback_steps"})
-
-
 @dataclass
 class Report:
     """How one recurrence was solved.
@@ -111,10 +107,8 @@ class Report:
         What was finished sequentially.
     reason : str
         Why ``auto`` chose as it did.
-
-    Notes
-    -----
-    What comes of guessing on a CUDA device is copied from it when it is first asked for.
+    pending : Pending or None
+        Of a solution on a CUDA device, what `read` will read there of methods, sweeps, defects and fallbacks.
     """
 
     recurrence: str
@@ -127,17 +121,20 @@ class Report:
     fallback_samples: int = 0
     fallback_steps: int = 0
     reason: str = ""
+    pending: _on_device.Pending | None = field(default=None, repr=False, compare=False)
 
-    def later(self, read: Callable[[], None]) -> None:
-        """Have the rest filled in when it is asked for."""
-        self.__dict__["_read"] = read
+    def read(self) -> Report:
+        """Itself, with what came of guessing on a device, for which this waits."""
+        pending = self.pending
+        if pending is not None:
+            for name, value in pending.read().items():
+                setattr(self, name, value)
+            # What a graph computes is read after each replay.
+            self.pending = pending if pending.captured else None
+        return self
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in _OUTCOME:
-            read = self.__dict__.pop("_read", None)
-            if read is not None:
-                read()
-        return super().__getattribute__(name)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.read().__dict__, "pending": None}
 
     @property
     def schedule(self) -> Schedule | None:
@@ -208,8 +205,13 @@ class Sweep(ABC):
         """Take runs from first to last states; what happens on the way is recorded, unless it is not wanted."""
 
     @abstractmethod
-    def matrices(self, runs: Runs) -> torch.Tensor:
-        """For each run ``M`` with ``d(last state) = d(first state) @ M``, ``(runs, state, state)``."""
+    def matrices(
+        self, runs: Runs, again: torch.Tensor | None = None, before: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """For each run ``M`` with ``d(last state) = d(first state) @ M``, ``(runs, state, state)``.
+
+        On a device of so many steps `again`; runs without steps may keep the matrix that they had `before`.
+        """
 
     def starts(self, chunks: Chunks, edge: torch.Tensor, schedule: str) -> torch.Tensor:
         """The chunks' first states, ``(runs, state)``, where the recurrence is affine: by the chunks' matrices."""
@@ -240,9 +242,12 @@ class _Forward(Sweep):
     def run(self, runs: Runs | OnDevice, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
         return self.cell.forward(runs, self.entered, self.weights, start, self.kept)
 
-    def matrices(self, runs: Runs) -> torch.Tensor:
+    def matrices(
+        self, runs: Runs, again: torch.Tensor | None = None, before: torch.Tensor | None = None
+    ) -> torch.Tensor:
         # Row j is the gradient of element j of the last state.
-        return _units(self.cell, self.weights, self.kept, runs).transpose(1, 2)
+        rows = None if before is None else before.transpose(1, 2)
+        return _units(self.cell, self.weights, self.kept, runs, again, rows).transpose(1, 2)
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         return self.cell.limit(states, edge)
@@ -260,23 +265,36 @@ class _Backward(Sweep):
         gates = self.grad_gates if record else None
         return self.cell.backward(runs, self.weights, self.kept, self.grad_output, start, gates)
 
-    def matrices(self, runs: Runs) -> torch.Tensor:
-        return _units(self.cell, self.weights, self.kept, runs)
+    def matrices(
+        self, runs: Runs, again: torch.Tensor | None = None, before: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return _units(self.cell, self.weights, self.kept, runs, again, before)
 
     def walk(self, chunks: Chunks, edge: torch.Tensor) -> tuple[torch.Tensor, OnDevice]:
-        found = self.cell.transfer(chunks.runs, self.weights, self.kept, self.grad_output)
-        return super().walk(chunks, edge) if found is None else walk(chunks, found, edge)
+        if not self.cell.transfers:
+            return super().walk(chunks, edge)
+        return walk(chunks, self.cell.transfer(chunks.runs, self.weights, self.kept, self.grad_output), edge)
 
     def starts(self, chunks: Chunks, edge: torch.Tensor, schedule: str) -> torch.Tensor:
         return _planned(self, chunks, edge) if schedule == "planned" else super().starts(chunks, edge, schedule)
 
 
-def _units(cell: Cell, weights: Weights, kept: Kept, runs: Runs) -> torch.Tensor:
-    """What each unit vector at a run's end is at its start, as rows, ``(runs, state, state)``."""
+def _units(
+    cell: Cell,
+    weights: Weights,
+    kept: Kept,
+    runs: Runs,
+    again: torch.Tensor | None = None,
+    before: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What each unit vector at a run's end is at its start, as rows, ``(runs, state, state)``; as `Sweep.matrices`."""
     size = cell.states * weights.size
-    found = cell.transfer(runs, weights, kept, None) if on_device(weights.hidden) else None
-    if found is not None:
-        return found[:, :size]
+    if cell.transfers and on_device(weights.hidden):
+        there = runs.on(weights.hidden.device)
+        there = there if again is None else there._replace(steps=again)
+        # The rows before are those of a matrix with another one below.
+        out = None if before is None else before.as_strided((len(runs), size + 1, size), before.stride())
+        return cell.transfer(there, weights, kept, None, out)[:, :size]
     units = weights.hidden.new_ones(size).diag().repeat(len(runs), 1)
     return cell.backward(runs.repeat(size), weights, kept, None, units, None).reshape(len(runs), size, size)
 
@@ -422,10 +440,10 @@ def _warm(warm: torch.Tensor | None, chunks: Chunks, edge: torch.Tensor) -> torc
     guess, shape = chunks.guess(edge), (len(chunks.runs), edge.shape[1])
     if warm is None:
         return guess
-    if warm.shape != shape or warm.dtype != edge.dtype:
+    if (warm.shape, warm.dtype, warm.device) != (shape, edge.dtype, edge.device):
         raise ValueError(
-            f"the warm start holds states {tuple(warm.shape)} of {warm.dtype}; these sequences have "
-            f"{shape} of {edge.dtype}: pass what a pass over as many steps gave"
+            f"the warm start holds states {tuple(warm.shape)} of {warm.dtype} on {warm.device}; these sequences have "
+            f"{shape} of {edge.dtype} on {edge.device}: pass what a pass over as many steps gave there"
         )
     return torch.where((index(chunks.place, edge) > 0)[:, None] & warm.isfinite(), warm, guess)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -147,3 +149,21 @@ def test_products_of_many_rows(rows: int) -> None:
     with emulated():
         found = _outer(left, right)
     torch.testing.assert_close(found, left.T @ right, rtol=1e-12, atol=1e-10)
+
+
+def test_reports_can_be_copied_and_kept() -> None:
+    layer = jacsparse.nn.GRU(3, 5, forward="parallel", schedule="relaxed", chunk=4).to(DEVICE)
+    with emulated():
+        layer(torch.randn(30, 2, 3).to(DEVICE))[0].sum().backward()
+    others = copy.deepcopy(layer).reports, pickle.loads(pickle.dumps(layer)).reports
+    assert layer._reports[0].pending is None
+    for other in others:
+        assert other == layer.reports and all(report.sweeps == len(report.defects) > 0 for report in other)
+
+
+@pytest.mark.parametrize("forward", ["parallel", "newton"])
+def test_no_samples(forward: str) -> None:
+    layer = jacsparse.nn.RNN(3, 5, forward=forward, schedule="relaxed", chunk=4).to(DEVICE)
+    with emulated():
+        layer(torch.randn(30, 0, 3).to(DEVICE))[0].sum().backward()
+    assert all(report.fallback_samples == 0 for report in layer.reports)

@@ -44,22 +44,28 @@ __device__ __forceinline__ Rest rest_from(const long long* table, const long lon
 }
 
 // After a sweep: compares the states from which runs were taken, `guess`, with those that follow from it, `following`
-// or the `ends` of the runs before. A block takes a sample.
+// or the `ends` of the runs before. A block takes a sample; one whose `previous` defect was within the tolerance is
+// left as it is.
 //
 // Where these move by more than `tolerance` of the largest state (and of `least`), runs whose first state moves are to
 // be taken again: `again` steps from `start`, and `guess` is that. Others get no steps, and their own end as a start.
 // `defect` is the largest move. What has not settled at the last sweep is to be finished by a run of `rest_count`
 // steps.
 template <typename T>
-__global__ void __launch_bounds__(256, 1)
+__global__ void __launch_bounds__(1024, 1)
     judge(const long long* __restrict__ table, const long long* __restrict__ chunks,
           const long long* __restrict__ begin, const long long* __restrict__ count, int batch, int size, bool back,
-          const T* __restrict__ ends, const T* __restrict__ following, const T* __restrict__ edge, T tolerance, T least,
-          T* __restrict__ guess, T* __restrict__ start, long long* __restrict__ again, T* __restrict__ defect,
-          long long* __restrict__ rest_begin, long long* __restrict__ rest_count, T* __restrict__ rest_start) {
-  SHARED(T, shared, 8);
+          const T* __restrict__ ends, const T* __restrict__ following, const T* __restrict__ edge,
+          const T* __restrict__ previous, T tolerance, T least, T* __restrict__ guess, T* __restrict__ start,
+          long long* __restrict__ again, T* __restrict__ defect, long long* __restrict__ rest_begin,
+          long long* __restrict__ rest_count, T* __restrict__ rest_start) {
+  SHARED(T, shared, 32);
   SHARED(int, first, 1);
   int sample = blockIdx.x, places = chunks[sample];
+  if (previous && previous[sample] <= tolerance) {
+    if (!threadIdx.x) defect[sample] = previous[sample];
+    return;
+  }
   auto run_at = [&](int place) { return table[place * static_cast<long long>(batch) + sample]; };
   auto wanted = [&](int place, int k) {
     if (!place) return edge[sample * static_cast<long long>(size) + k];
@@ -118,20 +124,22 @@ __global__ void __launch_bounds__(256, 1)
 // threads multiply some of the rows of M each, of which o is the last one. The first SHARE of them are read a matrix
 // ahead.
 //
-// A sample whose states overflow is to be finished by a run of all its steps, `rest_count`, from `edge`.
+// A sample whose states overflow is to be finished by a run of all its steps, `rest_count`, from `edge`; one whose
+// `previous` defect was within the tolerance is left as it is.
 constexpr int SHARE = 17;
 
 template <typename T>
 __global__ void __launch_bounds__(512, 1)
     walk(const long long* __restrict__ table, const long long* __restrict__ chunks, const long long* __restrict__ begin,
          const long long* __restrict__ count, int batch, int size, bool back, const T* __restrict__ matrices,
-         const T* __restrict__ edge, T* __restrict__ start, long long* __restrict__ rest_begin,
-         long long* __restrict__ rest_count) {
+         const T* __restrict__ edge, const T* __restrict__ previous, T tolerance, T* __restrict__ start,
+         long long* __restrict__ rest_begin, long long* __restrict__ rest_count) {
   SHARED(T, state, 512 + 1);
   SHARED(T, sums, 512);
   SHARED(int, lost, 1);
   int sample = blockIdx.x, places = chunks[sample], width = (size + 31) / 32 * 32, groups = blockDim.x / width;
   int j = threadIdx.x % width, group = threadIdx.x / width, share = (size + groups) / groups;
+  if (previous && previous[sample] <= tolerance) return;
   bool active = j < size;
   auto run_at = [&](int place) { return table[place * static_cast<long long>(batch) + sample]; };
   if (threadIdx.x < size) state[threadIdx.x] = edge[sample * static_cast<long long>(size) + threadIdx.x];
@@ -145,7 +153,8 @@ __global__ void __launch_bounds__(512, 1)
       coming[i] = active && i < share && k <= size ? matrix[k * size + j] : T(0);
     }
   };
-  long long run = run_at(0);
+  // Which matrix comes next is known a place before it is read.
+  long long run = run_at(0), following = run_at(places > 1 ? 1 : 0);
   fetch(run);
   bool finite = true;
   for (int place = 0; place < places; ++place) {
@@ -166,7 +175,9 @@ __global__ void __launch_bounds__(512, 1)
       if (active && k <= size) sum += matrices[(run * (size + 1) + k) * size + j] * state[k];
     }
     sums[threadIdx.x] = sum;
-    if (place + 1 < places) run = run_at(place + 1), fetch(run);
+    run = following;
+    if (place + 1 < places) fetch(run);
+    following = run_at(place + 2 < places ? place + 2 : places - 1);
     __syncthreads();
     if (threadIdx.x < size) {
       T total = T(0);

@@ -105,10 +105,7 @@ __global__ void __launch_bounds__(256, 1)
 // A = W diag(d): a block takes a run, SPLIT threads an element. `w` is transposed forward, and as it is back: a row for
 // each element that comes in.
 template <typename T, int REGISTERS, int SPLIT>
-__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
-                                  : REGISTERS > 0                ? 32
-                                                                 : 512,
-                                  1)
+__global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
     scaled_sweep(const long long* __restrict__ sample, const long long* __restrict__ begin,
                  const long long* __restrict__ count, int direction, int batch, int size, bool back,
                  const T* __restrict__ w, const T* __restrict__ d, bool shared, const T* __restrict__ added,
@@ -123,7 +120,7 @@ __global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * S
   Column<T, REGISTERS, SPLIT> column;
   column.load(w, size, size);
   T own = active ? start[blockIdx.x * static_cast<long long>(size) + j] : T(0);
-  go_through<4, Read>(
+  go_through<ahead<REGISTERS, SPLIT>(4), Read>(
       run, -1,
       [&](long long row, int, Read& read) {
         read.scale = d[(shared ? static_cast<int>(row) / batch : row) * size + mine];

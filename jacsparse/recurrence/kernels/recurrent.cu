@@ -21,10 +21,7 @@ struct Values {
 
 // h <- tanh(x + W h), or ReLU.
 template <typename T, int REGISTERS, int SPLIT>
-__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
-                                  : REGISTERS > 0                ? 32
-                                                                 : 512,
-                                  1)
+__global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
     rnn_forward(const long long* __restrict__ sample, const long long* __restrict__ begin,
                 const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
                 int size, const T* __restrict__ x, const T* __restrict__ w, bool relu, const T* __restrict__ start,
@@ -39,7 +36,7 @@ __global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * S
   T own = active ? start[blockIdx.x * static_cast<long long>(size) + j] : T(0);
   if (first) state[j] = own;
   meet<REGISTERS, SPLIT>();
-  go_through<8, T>(
+  go_through<ahead<REGISTERS, SPLIT>(8), T>(
       run, -1, [&](long long row, int, T& value) { value = x[row * size + mine]; },
       [&](int parity, long long row, T entered) {
         T total = entered + column.times(state + parity * 128);
@@ -55,10 +52,7 @@ __global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * S
 
 // v <- W^T (v + g) f'(h): writes (v + g) f' of each step where it is wanted.
 template <typename T, int REGISTERS, int SPLIT>
-__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
-                                  : REGISTERS > 0                ? 32
-                                                                 : 512,
-                                  1)
+__global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
     rnn_backward(const long long* __restrict__ sample, const long long* __restrict__ begin,
                  const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
                  int size, const T* __restrict__ h, const T* __restrict__ w, bool relu, const T* __restrict__ grad_out,
@@ -71,7 +65,7 @@ __global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * S
   Column<T, REGISTERS, SPLIT> column;
   column.load(w, size, size);
   T v = active ? grad_end[blockIdx.x * static_cast<long long>(size) + j] : T(0);
-  go_through<8, Values<T, 2>>(
+  go_through<ahead<REGISTERS, SPLIT>(8), Values<T, 2>>(
       run, -1,
       [&](long long row, int, Values<T, 2>& values) {
         values.at[0] = h[row * size + mine];
@@ -91,10 +85,7 @@ __global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * S
 
 // Equation 4.3: r = s(x_r + W_r h), z = s(x_z + W_z h), m = W_n h + b, n = tanh(x_n + r m), h <- n + z (h - n).
 template <typename T, int REGISTERS, int SPLIT>
-__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
-                                  : REGISTERS > 0                ? 32
-                                                                 : 512,
-                                  1)
+__global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
     gru_forward(const long long* __restrict__ sample, const long long* __restrict__ begin,
                 const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
                 int size, const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ bias,
@@ -111,7 +102,7 @@ __global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * S
   T own = active ? start[blockIdx.x * static_cast<long long>(size) + j] : T(0), b = active ? bias[j] : T(0);
   if (first) state[j] = own;
   meet<REGISTERS, SPLIT>();
-  go_through<4, Values<T, 3>>(
+  go_through<ahead<REGISTERS, SPLIT>(4), Values<T, 3>>(
       run, -1,
       [&](long long row, int, Values<T, 3>& values) {
         for (int gate = 0; gate < 3; ++gate) values.at[gate] = x[(row * 3 + gate) * size + mine];
@@ -157,10 +148,7 @@ struct GruKept {
 
 // Equation 4.4, transposed and applied: writes the gradients of what enters r, z and n, and of m.
 template <typename T, int REGISTERS, int SPLIT>
-__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
-                                  : REGISTERS > 0                ? 32
-                                                                 : 512,
-                                  1)
+__global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
     gru_backward(const long long* __restrict__ sample, const long long* __restrict__ begin,
                  const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
                  int size, const T* __restrict__ h, const T* __restrict__ gates, const T* __restrict__ initial,
@@ -178,7 +166,7 @@ __global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * S
   fresh.load(w + 2 * square, size, size);
   T v = active ? grad_end[blockIdx.x * static_cast<long long>(size) + j] : T(0);
   const T* own_initial = initial + run.sample * static_cast<long long>(size);
-  go_through<4, GruKept<T>>(
+  go_through<ahead<REGISTERS, SPLIT>(4), GruKept<T>>(
       run, run.beyond(edge),
       [&](long long row, long long preceding, GruKept<T>& kept) {
         kept.fetch(row, preceding, size, mine, h, gates, own_initial, grad_out);
@@ -201,10 +189,7 @@ __global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * S
 
 // c <- s(f) c + s(i) tanh(g), h <- s(o) tanh(c); a state is h and then c.
 template <typename T, int REGISTERS, int SPLIT>
-__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
-                                  : REGISTERS > 0                ? 32
-                                                                 : 512,
-                                  1)
+__global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
     lstm_forward(const long long* __restrict__ sample, const long long* __restrict__ begin,
                  const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
                  int size, const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ start,
@@ -223,7 +208,7 @@ __global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * S
   T own = active ? start[place] : T(0), cell = active ? start[place + size] : T(0);
   if (first) state[j] = own;
   meet<REGISTERS, SPLIT>();
-  go_through<2, Values<T, 4>>(
+  go_through<ahead<REGISTERS, SPLIT>(2), Values<T, 4>>(
       run, -1,
       [&](long long row, int, Values<T, 4>& values) {
         for (int gate = 0; gate < 4; ++gate) values.at[gate] = x[(row * 4 + gate) * size + mine];
@@ -249,10 +234,7 @@ __global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * S
 
 // Writes the gradients of what enters i, f, g and o.
 template <typename T, int REGISTERS, int SPLIT>
-__global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
-                                  : REGISTERS > 0                ? 32
-                                                                 : 512,
-                                  1)
+__global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
     lstm_backward(const long long* __restrict__ sample, const long long* __restrict__ begin,
                   const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
                   int size, const T* __restrict__ gates, const T* __restrict__ initial,
@@ -272,7 +254,7 @@ __global__ void __launch_bounds__(REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * S
   long long place = blockIdx.x * 2ll * size + j;
   T v = active ? grad_end[place] : T(0), u = active ? grad_end[place + size] : T(0);
   const T* own_initial = initial + (run.sample * 2ll + 1) * size;
-  go_through<2, Values<T, 7>>(
+  go_through<ahead<REGISTERS, SPLIT>(2), Values<T, 7>>(
       run, run.beyond(edge),
       [&](long long row, long long preceding, Values<T, 7>& values) {
         for (int kept = 0; kept < 5; ++kept) values.at[kept] = gates[(row * 5 + kept) * size + mine];

@@ -96,6 +96,19 @@ __device__ __forceinline__ void go_through(const Run& run, int beyond, Fetch fet
   }
 }
 
+// Threads of a block, at most, where SPLIT of them have an element of the state together: with weights in REGISTERS of
+// each as many as these reach, else those of 128 elements, or 512 that are alone.
+template <int REGISTERS, int SPLIT>
+constexpr int THREADS = REGISTERS == 0                   ? (SPLIT > 1 ? 128 * SPLIT : 512)
+                        : REGISTERS * SPLIT * SPLIT > 32 ? REGISTERS * SPLIT * SPLIT
+                                                         : 32;
+
+// For how many steps reads are made together: fewer where many threads share the registers, or weights are read too.
+template <int REGISTERS, int SPLIT>
+__device__ constexpr int ahead(int most) {
+  return REGISTERS == 0 ? 2 : THREADS<REGISTERS, SPLIT> > 256 && most > 4 ? 4 : most;
+}
+
 // Weights of an element of the state, of which each of SPLIT neighbouring threads has a share: w[k * stride]. Either
 // REGISTERS of them, in registers; or none, and they come from the first-level cache.
 template <typename T, int REGISTERS, int SPLIT>
@@ -146,7 +159,7 @@ struct Column {
 // What a block's threads have written is seen by all of them; where these are one warp, by that.
 template <int REGISTERS, int SPLIT>
 __device__ __forceinline__ void meet() {
-  if (REGISTERS > 0 && REGISTERS * SPLIT * SPLIT <= 32) {
+  if (THREADS<REGISTERS, SPLIT> <= 32) {
     __syncwarp();
   } else {
     __syncthreads();
