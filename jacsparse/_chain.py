@@ -336,7 +336,7 @@ def chain(module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True)
     TypeError
         Where `module` is no Module.
     ValueError
-        Where the input shape does not fit, or a parameter is not on the CPU.
+        Where the input shape does not fit, or a parameter is neither on the CPU nor on a CUDA device.
 
     Examples
     --------

@@ -83,9 +83,18 @@ def _optional() -> list[tuple[str, str]]:
     lines = []
     for name, purpose, remedy in _OPTIONAL:
         lines.append((name, _version(name) or f"not installed ({purpose}): {remedy}"))
-    cupy = (
-        "installed"
-        if importlib.util.find_spec("cupy")
-        else "not installed (CUDA kernels): pip install 'jacsparse[gpu]'"
-    )
-    return [*lines, ("CuPy", cupy)]
+    return [*lines, ("CuPy", _cupy())]
+
+
+def _cupy() -> str:
+    """Whether it runs, where there is a device to run on; else whether it is there."""
+    import torch
+
+    from .patterns import _cuda
+
+    if torch.cuda.is_available():
+        try:
+            return str(_cuda._cupy(torch.device("cuda", 0)).__version__)
+        except (ImportError, RuntimeError) as error:
+            return str(error)
+    return "installed" if importlib.util.find_spec("cupy") else f"not installed (CUDA kernels): {_cuda.extra()}"

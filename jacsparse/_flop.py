@@ -298,7 +298,7 @@ def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
         for record in stages.run(x):
             pattern = record.stage.pattern
             if not record.stage.rule.shared:
-                pattern = without_zeros(pattern, record.transposed_jacobian().values[:, 0].numpy())
+                pattern = without_zeros(pattern, record.transposed_jacobian().values[:, 0].cpu().numpy())
             patterns.append(pattern)
         return patterns
 

@@ -11,7 +11,7 @@ import scipy.sparse
 import scipy.sparse.linalg
 import torch
 
-from .patterns import Pattern
+from .patterns import Pattern, _cuda
 from .patterns._values import gathered
 from .spgemm import matvec, plan_product
 
@@ -116,7 +116,9 @@ class SparseJacobian:
         return torch.sparse_csr_tensor(indptr, indices, values, size=self.shape)
 
     def to_cupy(self, sample: int | None = None) -> Any:
-        """One sample's Jacobian as a CuPy matrix, on the device of the values, or CuPy's current one.
+        """One sample's Jacobian as a CuPy matrix of its own memory, on the device of the values, or CuPy's current one.
+
+        It is made on PyTorch's current stream.
 
         Raises
         ------
@@ -127,12 +129,13 @@ class SparseJacobian:
             import cupy
             import cupyx.scipy.sparse
         except ImportError as error:
-            raise ImportError("to_cupy needs CuPy: pip install 'jacsparse[gpu]'") from error
+            raise ImportError(f"to_cupy needs CuPy: {_cuda.extra()}") from error
         values = self._sample(sample)
         if not values.is_cuda:
             return cupyx.scipy.sparse.csr_matrix(scipy.sparse.csr_matrix(self.to_scipy(sample)))
-        with cupy.cuda.Device(values.device.index):
-            arrays = (cupy.asarray(part) for part in (values, self.pattern.indices, self.pattern.indptr))
+        number = values.device.index
+        with cupy.cuda.Device(number), _cuda._stream(torch.cuda.current_stream(number).cuda_stream, number):
+            arrays = (cupy.array(part) for part in (values, self.pattern.indices, self.pattern.indptr))
             return cupyx.scipy.sparse.csr_matrix(tuple(arrays), shape=self.shape)
 
     def todense(self, sample: int | None = None) -> torch.Tensor:

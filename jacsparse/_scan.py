@@ -245,7 +245,7 @@ class _Run:
         if value not in self.memory:
             like, (m, n) = self.vectors[0], self._pattern(value).shape
             what = f"values of a {m:,} × {n:,} product"
-            self.memory[value] = allocated(what, shape, like.dtype, like.device).view(-1)
+            self.memory[value] = allocated(what, shape, like.dtype, like.device, shape[1]).view(-1)
         return self.memory[value][: math.prod(shape)].view(shape)
 
     def _slice_size(self) -> int:

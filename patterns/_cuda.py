@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "FILES",
@@ -33,6 +34,7 @@ __all__ = [
     "allocated",
     "blocks",
     "c_type",
+    "extra",
     "index_type",
     "instances",
     "memory_for",
@@ -57,6 +59,8 @@ _SCALARS = {"int": np.int32, "long long": np.int64, "float": np.float32, "double
 REAL, INDEX = ("float", "double"), ("int", "long long")
 #: Of a block, where nothing asks for another number.
 THREADS = 256
+#: Blocks in each direction, at most; and threads of one.
+_GRID, _BLOCK = (2**31 - 1, 65_535, 65_535), 1024
 
 #: All files of kernels, by their names.
 FILES: dict[str, KernelFile] = {}
@@ -205,7 +209,11 @@ class KernelFile:
         ------
         TypeError
             Where the arguments are not what the kernel takes.
+        ValueError
+            Where CUDA has no such grid or block.
         """
+        if any(size > most for size, most in zip(grid, _GRID, strict=False)) or math.prod(block) > _BLOCK:
+            raise ValueError(f"{instance}: CUDA has no grid of {tuple(grid)} blocks of {tuple(block)} threads")
         parameters = self.parameters[instance]
         if len(arguments) != len(parameters):
             raise TypeError(f"{instance} takes {len(parameters)} arguments, not {len(arguments)}")
@@ -235,8 +243,8 @@ class _CupyBackend:
         kernel = _compiled(file, instance, number)
         if shared > kernel.shared:
             kernel.allow(shared)
-        stream = torch.cuda.current_stream(number).cuda_stream
-        with kernel.cupy.cuda.Device(number), _stream(stream, number):
+        current = torch.cuda.current_stream(number).cuda_stream
+        with kernel.cupy.cuda.Device(number), _stream(current, number):
             kernel.function(grid, block, tuple(map(_plain, arguments)), shared_mem=shared)
 
 
@@ -265,6 +273,7 @@ class _Compiled:
     _lock = threading.Lock()
 
     def __init__(self, file: KernelFile, instance: str, device: int) -> None:
+        _before_captures(f"{instance} is not compiled for cuda:{device}", torch.device("cuda", device))
         self.cupy, self.device = _cupy(torch.device("cuda", device)), device
         with self.cupy.cuda.Device(device):
             module = self.cupy.RawModule(code=file.source, options=("-std=c++17",), name_expressions=(instance,))
@@ -315,9 +324,12 @@ def _cupy(device: torch.device) -> Any:
     Raises
     ------
     ImportError, RuntimeError
-        Where it is not installed, or does not fit the driver; the message says what to install.
+        Where it is not installed, does not fit the driver or has no compiler; the message says what to install. And
+        where PyTorch is ROCm's.
     """
-    version = (torch.version.cuda or "12").partition(".")[0]
+    if torch.version.hip:
+        raise RuntimeError(f"{device} is ROCm's, for which there are no kernels; move the tensors with .cpu()")
+    version = _cuda_version()
     remedy = f"pip install cupy-cuda{version}x"
     try:
         import cupy
@@ -327,12 +339,29 @@ def _cupy(device: torch.device) -> Any:
         ) from error
     try:
         cupy.cuda.runtime.getDeviceCount()
-        cupy.cuda.nvrtc.getVersion()
     except Exception as error:
         raise RuntimeError(
             f"CuPy {cupy.__version__} cannot run here ({error}); PyTorch's CUDA is {torch.version.cuda}: {remedy}"
         ) from error
+    try:
+        cupy.cuda.nvrtc.getVersion()
+    except Exception as error:
+        package = f"nvidia-cuda-nvrtc{'-cu12' if version == 12 else ''}"
+        raise RuntimeError(
+            f"CuPy {cupy.__version__} finds no NVRTC, which compiles kernels ({error}): "
+            f"pip install 'cupy-cuda{version}x[ctk]' or pip install {package}"
+        ) from error
     return cupy
+
+
+def _cuda_version() -> int:
+    """Of PyTorch's CUDA, the first number; 12 where PyTorch has none."""
+    return int((torch.version.cuda or "12").partition(".")[0])
+
+
+def extra() -> str:
+    """What installs the library with a CuPy for PyTorch's CUDA."""
+    return f"pip install 'jacsparse[{'gpu' if _cuda_version() < 13 else 'gpu-cuda13'}]'"
 
 
 _backend: Backend = _CupyBackend()
@@ -354,7 +383,9 @@ def on_device(*tensors: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def memory_for(what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def memory_for(
+    what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, batch: int = 1
+) -> Iterator[None]:
     """What is run inside takes memory on a device for the named thing, and says so where there is not enough.
 
     Parameters
@@ -362,11 +393,13 @@ def memory_for(what: str, shape: Sequence[int], dtype: torch.dtype, device: torc
     what : str
         The thing, as a message begins.
     shape : sequence of int
-        Its shape, the batch last where there are two axes.
+        Its shape.
     dtype : torch.dtype
         Of its elements.
     device : torch.device
         Where.
+    batch : int
+        How many samples it holds.
 
     Raises
     ------
@@ -377,7 +410,7 @@ def memory_for(what: str, shape: Sequence[int], dtype: torch.dtype, device: torc
         yield
     except torch.OutOfMemoryError as error:
         sizes = " × ".join(f"{size:,}" for size in shape)
-        smaller = ["a smaller batch"] if len(shape) > 1 and shape[-1] > 1 else []
+        smaller = ["a smaller batch"] if batch > 1 else []
         smaller += ["float32"] if dtype == torch.float64 else []
         raise torch.OutOfMemoryError(
             f"{what}: {math.prod(shape) * dtype.itemsize:,} bytes ({sizes} of {dtype}) do not fit on {device}; try "
@@ -385,9 +418,11 @@ def memory_for(what: str, shape: Sequence[int], dtype: torch.dtype, device: torc
         ) from error
 
 
-def allocated(what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def allocated(
+    what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, batch: int = 1
+) -> torch.Tensor:
     """New memory on a device, as `memory_for` names it."""
-    with memory_for(what, shape, dtype, device):
+    with memory_for(what, shape, dtype, device, batch):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -398,24 +433,61 @@ def multiprocessors(device: torch.device) -> int:
 
 
 _uploads: dict[tuple[int, torch.device, torch.dtype | None], torch.Tensor] = {}
+# What captured graphs read at each replay, by id.
+_captured: dict[int, torch.Tensor] = {}
 
 
 def uploaded(array: np.ndarray, device: torch.device, dtype: torch.dtype | None = torch.int64) -> torch.Tensor:
     """A read-only array on a device, of its own dtype where that is None.
 
-    Copied when first asked for, and kept there as long as the array is.
+    Copied when first asked for, and kept there as long as the array is, or for good where a graph reads it.
+
+    Raises
+    ------
+    RuntimeError
+        Where it would be copied while a graph is captured.
     """
     if array.flags.writeable:
         raise ValueError("the array may change; freeze it first")
     key = (id(array), device, dtype)
     found = _uploads.get(key)
     if found is None:
-        given = torch.from_numpy(np.array(array))
-        with memory_for("an array of a plan or pattern", array.shape, dtype or given.dtype, device):
-            found = given.to(device, dtype)
+        _before_captures(f"an array of a plan or pattern is not on {device}", device)
+        # A tensor of a mode would be one for later callers too, who are in none.
+        with torch.inference_mode(False), _disable_current_modes():
+            given = torch.from_numpy(np.array(array))
+            with memory_for("an array of a plan or pattern", array.shape, dtype or given.dtype, device):
+                found = given.to(device, dtype)
+        found.made_on = _stream_on(device)  # type: ignore[attr-defined]
         _uploads[key] = found
         weakref.finalize(array, _uploads.pop, key, None)
+    _keep(found)
     return found
+
+
+def _keep(tensor: torch.Tensor) -> None:
+    """Let an upload live as long as something that is queued reads it: on a stream not its own, or in a graph."""
+    made_on = getattr(tensor, "made_on", None)
+    if made_on is None:
+        return
+    if _capturing(tensor.device):
+        _captured[id(tensor)] = tensor
+    elif _stream_on(tensor.device) != made_on:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _before_captures(missing: str, device: torch.device) -> None:
+    if _capturing(device):
+        raise RuntimeError(f"{missing} yet, and a CUDA graph is being captured: run the same once before the capture")
+
+
+def _stream_on(device: torch.device) -> int:
+    """The handle of a device's current stream."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
 
 
 def instances(template: str, *choices: Iterable[str]) -> tuple[str, ...]:

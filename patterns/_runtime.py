@@ -18,14 +18,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
 import torch
 from numba.core import config as numba_config
+from torch._compile import _disable_dynamo
 
-__all__ = ["cache_directory", "inlined", "kernel", "kernel_cache", "run_rows", "split", "threads"]
+__all__ = ["cache_directory", "inlined", "kernel", "kernel_cache", "run_rows", "split", "threads", "uncompiled"]
 
 # Below this many elementary operations (about 100 µs), waking a thread costs more than it saves.
 SERIAL_WORK = 80_000
@@ -212,3 +213,20 @@ def run_rows(kernel: Callable[..., Any], work: np.ndarray | int, *args: Any, lan
             kernel(first, last, *args)
 
     _on_each(workers, drain)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """Decorator: torch.compile leaves the function as it is.
+
+    As torch.compiler.disable, which imports the compiler at once: this only where something is compiled.
+    """
+    apart = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return (apart if torch.compiler.is_dynamo_compiling() else function)(*arguments, **options)
+
+    return call  # type: ignore[return-value]

@@ -196,7 +196,8 @@ def gathered(values: torch.Tensor, place: np.ndarray) -> torch.Tensor:
     """The rows of `values` at these places, a read-only array."""
     if on_device(values):
         places = uploaded(place, values.device)
-        with memory_for("reordered values", (len(place), *values.shape[1:]), values.dtype, values.device):
+        shape = (len(place), *values.shape[1:])
+        with memory_for("reordered values", shape, values.dtype, values.device, math.prod(shape[1:])):
             return values[places]
     return values[torch.from_numpy(place.astype(np.int64))]
 

@@ -24,7 +24,7 @@ _FILE = KernelFile(
 
 
 def _values(entries: int, batch: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return allocated("values of a Jacobian", (entries, batch), dtype, device)
+    return allocated("values of a Jacobian", (entries, batch), dtype, device, batch)
 
 
 def take(source: torch.Tensor, place: np.ndarray) -> torch.Tensor:
@@ -64,7 +64,7 @@ def positive(source: torch.Tensor) -> torch.Tensor:
     out = _values(elements, batch, source.dtype, source.device)
     _FILE.launch(
         f"positive<{c_type(source.dtype)}>",
-        [blocks(elements, 32), blocks(batch, 32)],
+        [blocks(elements, 32) * blocks(batch, 32)],
         [32, 8],
         source.detach().contiguous(),
         batch,

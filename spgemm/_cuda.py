@@ -138,7 +138,7 @@ class Rows:
         work = uploaded(product.work, device)
         if batch >= _LANES:
             rows, block = product.c.shape[0], [_LANES, THREADS // _LANES]
-            grid = [blocks(rows, block[1]), blocks(batch, _LANES)]
+            grid = [blocks(rows, block[1]) * blocks(batch, _LANES)]
             arrays = (rows, work, *patterns[:5], place, *factors, c)
             _FILE.launch(f"{name}_lanes<{types}>", grid, block, *arrays, device=device)
             return
@@ -210,11 +210,12 @@ def sparse_full(
     a_pattern: Pattern, columns: int, c_indptr: np.ndarray, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
 ) -> None:
     """A sparse matrix times a full one."""
-    device, dtype, batch = c.device, _index(a_pattern), c.shape[1]
+    device, dtype, batch, rows = c.device, _index(a_pattern), c.shape[1], a_pattern.shape[0]
     _FILE.launch(
         f"sparse_full<{c_type(c.dtype)}, {c_type(dtype)}>",
-        [blocks(columns * batch), a_pattern.shape[0]],
+        [blocks(rows * columns * batch)],
         [THREADS],
+        rows,
         *_arrays(a_pattern, device, dtype),
         columns,
         uploaded(c_indptr, device),
@@ -237,8 +238,9 @@ def full_sparse(
     count = len(columns[0]) - 1
     _FILE.launch(
         f"full_sparse<{c_type(c.dtype)}, {c_type(dtype)}>",
-        [blocks(count * batch), len(c) // max(1, count)],
+        [blocks(c.numel())],
         [THREADS],
+        len(c) // max(1, count),
         inner,
         *(uploaded(array, device, dtype) for array in columns),
         count,

@@ -114,7 +114,7 @@ class Dense(Method):
 
     def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
         if self.full_a and self.full_b:
-            with memory_for("a full product, the batch first", c.shape, c.dtype, c.device):
+            with memory_for("a full product, the batch first", c.shape, c.dtype, c.device, c.shape[1]):
                 self._multiply_full(a, b, c)
         elif self.full_b:
             _cuda.sparse_full(self.product.a, self.product.b.shape[1], self.c_indptr, a, b, c)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..patterns import Diagonal, Full, Pattern
-from ..patterns._runtime import kernel, run_rows
+from ..patterns._runtime import kernel, run_rows, uncompiled
 from . import _cuda
 from ._lanes import unsigned
 from ._operands import result, same_batch, view
@@ -47,6 +47,7 @@ def _matvec(first, last, indptr, indices, values, values_batch, x, x_batch, y, b
                 y[at + sample] += value * x[at_x + (sample if x_batch > 1 else 0)]
 
 
+@uncompiled
 def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
     """``y = A x`` for each sample: `A` given by pattern and values, `x` dense.
 

@@ -41,13 +41,15 @@ def view(name: str, values: Any, rows: int, what: str = "entries", dtypes: tuple
     return np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.contiguous()
 
 
-def _dtype(array: Any) -> np.dtype:
+def _dtype(array: Any) -> np.dtype | None:
     return array.dtype if isinstance(array, np.ndarray) else _numpy_dtype(array.dtype)
 
 
 @functools.cache
-def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    return np.dtype(str(dtype).removeprefix("torch."))
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype | None:
+    """NumPy's, where it has such numbers."""
+    kind = getattr(np, str(dtype).removeprefix("torch."), None)
+    return None if kind is None else np.dtype(kind)
 
 
 def _memory(name: str, values: Any) -> Any:
@@ -64,8 +66,7 @@ def _memory(name: str, values: Any) -> Any:
         raise ValueError(f"{name} requires grad, but this product is not differentiable: pass {name}.detach()")
     if values.layout != torch.strided:
         raise TypeError(f"{name} has layout {values.layout}; expected a dense tensor of values")
-    if values.dtype in (torch.bfloat16, torch.complex32):
-        # NumPy has no such numbers.
+    if _numpy_dtype(values.dtype) is None:
         raise TypeError(f"{name} has dtype {values.dtype}; convert it to float32 or float64")
     plain = values.resolve_neg().resolve_conj()
     return plain if on_device(plain) else plain.numpy()
@@ -102,7 +103,7 @@ def result(what: str, out: Any, operands: tuple[Any, ...], rows: int, batch: int
     shape = (rows,) if all(operand.ndim == 1 for operand in operands) else (rows, batch)
     if out is None:
         if isinstance(like, torch.Tensor):
-            tensor = allocated(what, shape, like.dtype, like.device)
+            tensor = allocated(what, shape, like.dtype, like.device, batch)
             return tensor, tensor.reshape(rows, batch)
         array = np.empty(shape, dtype=like.dtype)
         return torch.from_numpy(array) if all(tensors) else array, array.reshape(rows, batch)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..patterns import Diagonal, Full, Pattern, _archive
+from ..patterns._runtime import uncompiled
 from . import _dense, _merge, _rowwise, _scale, _slots  # noqa: F401  (each registers its methods)
 from ._methods import METHODS, Method, Product
 from ._operands import result, same_batch, same_device, view
@@ -45,6 +46,7 @@ class ProductPlan:
         self.nbytes = method.index_nbytes(product)
         """Bytes of the index arrays that the plan holds beside those of the three patterns."""
 
+    @uncompiled
     def multiply(self, a_values: Any, b_values: Any, *, out: Any = None) -> Any:
         """Values of the product.
 

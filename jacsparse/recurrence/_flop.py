@@ -55,7 +55,7 @@ def flop_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
     weights = Weights(*(getattr(module, name).detach() for name in names))
     cell, time = CELLS[module.mode], shape[0]
     kept = weights.hidden != 0
-    transposed = state_jacobian_pattern(module.mode, kept.numpy()).T
+    transposed = state_jacobian_pattern(module.mode, kept.cpu().numpy()).T
     gate_flop = 2.0 * int(kept.sum())
 
     def observe(x: torch.Tensor) -> list[Pattern]:
@@ -69,7 +69,7 @@ def flop_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
         state = cell.state(rows, sequences.before(1), torch.from_numpy(sequences.sample))
         values = state_jacobian_values(module.mode, weights.hidden, transposed.T, state)
         values = values[torch.from_numpy(transposed.T.transposition.astype("int64"))]
-        return [without_zeros(transposed, values[:, step].numpy()) for step in range(time)]
+        return [without_zeros(transposed, values[:, step].cpu().numpy()) for step in range(time)]
 
     operators = [(f"step {step}", module.mode.lower(), lambda _: gate_flop) for step in range(time)]
     return Subject(shape, [transposed] * time, operators, observe, _Steps([_Step(transposed)] * time))

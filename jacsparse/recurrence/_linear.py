@@ -14,7 +14,7 @@ import torch
 
 from ..patterns import Pattern
 from ..patterns._cuda import multiprocessors, on_device
-from ..patterns._runtime import run_rows, threads
+from ..patterns._runtime import run_rows, threads, uncompiled
 from ..patterns._structure import frozen
 from . import _cuda, _on_device
 from . import _linear_kernels as kernels
@@ -341,6 +341,7 @@ class _Linear(Sweep):
         return super().starts(chunks, edge, schedule)
 
 
+@uncompiled
 def linear_recurrence(
     A: Blocks,
     b: torch.Tensor,

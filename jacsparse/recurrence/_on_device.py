@@ -139,7 +139,7 @@ class Pending:
 
 
 #: Runs that one multiprocessor has under way at once, of up to 32 elements each: fewer leave it idle, more wait.
-RUNS = 8
+RUNS = 16
 #: What a launch takes, in steps.
 LAUNCH = 30
 #: The steps of a chunk that `choose` asks for: in fewer a state is not forgotten, more leave less to do side by side.
@@ -154,7 +154,7 @@ def choose(
     Examples
     --------
     >>> choose(30000, 16, 20, 132)[:2]
-    ('relaxed', 512)
+    ('relaxed', 256)
     >>> choose(200, 16, 20, 132)[0]
     'linear'
     """

@@ -23,11 +23,13 @@ __global__ void repeat_rows(const T* __restrict__ source, const long long* __res
   }
 }
 
-// One where an element is not <= 0 (PyTorch lets the gradient of a NaN pass), transposed by tiles of 32 x 32.
+// One where an element is not <= 0 (PyTorch lets the gradient of a NaN pass), transposed by tiles of 32 x 32: those of
+// 32 samples first.
 template <typename T>
 __global__ void positive(const T* __restrict__ source, long long batch, long long elements, T* __restrict__ out) {
   SHARED(T, tile, 32 * 33);
-  long long first_element = static_cast<long long>(blockIdx.x) * 32, first_sample = static_cast<long long>(blockIdx.y) * 32;
+  long long across = (elements + 31) / 32, pass = blockIdx.x / across;
+  long long first_element = (blockIdx.x - pass * across) * 32, first_sample = pass * 32;
   for (int j = threadIdx.y; j < 32; j += blockDim.y) {
     long long element = first_element + threadIdx.x, sample = first_sample + j;
     if (element < elements && sample < batch)

@@ -179,7 +179,8 @@ __global__ void rowwise(const int* __restrict__ rows, long long count, const lon
            b_batch, batch, capacity, c);
 }
 
-// The same for many samples: a thread a row and sample, samples side by side, and C's own memory for the sums.
+// The same for many samples: a thread a row and sample, samples side by side, and C's own memory for the sums. Blocks
+// take all rows with 32 samples, then with the next 32.
 template <typename T, typename I, typename Place>
 __device__ __forceinline__ void add_lanes(long long rows, const long long* __restrict__ work,
                                           const I* __restrict__ a_indptr, const I* __restrict__ a_indices,
@@ -187,8 +188,8 @@ __device__ __forceinline__ void add_lanes(long long rows, const long long* __res
                                           const I* __restrict__ c_indptr, Place place, const T* __restrict__ a,
                                           long long a_batch, const T* __restrict__ b, long long b_batch, long long batch,
                                           T* __restrict__ c) {
-  long long row = static_cast<long long>(blockIdx.x) * blockDim.y + threadIdx.y;
-  long long sample = static_cast<long long>(blockIdx.y) * 32 + threadIdx.x;
+  long long across = (rows + blockDim.y - 1) / blockDim.y, pass = blockIdx.x / across;
+  long long row = (blockIdx.x - pass * across) * blockDim.y + threadIdx.y, sample = pass * 32 + threadIdx.x;
   if (row >= rows || sample >= batch) return;
   long long first = c_indptr[row], last = c_indptr[row + 1], t = work[row];
   for (long long entry = first; entry < last; ++entry) c[entry * batch + sample] = T(0);
@@ -263,14 +264,17 @@ __global__ void select_right(const I* __restrict__ a_indptr, const I* __restrict
   }
 }
 
-// A sparse, B full with `columns` of them: rows of A without entries have no row in C.
+// A sparse, B full with `columns` of them: rows of A without entries have no row in C. A thread an entry and sample.
 template <typename T, typename I>
-__global__ void sparse_full(const I* __restrict__ indptr, const I* __restrict__ indices, long long columns,
-                            const long long* __restrict__ c_indptr, const T* __restrict__ a, long long a_batch,
-                            const T* __restrict__ b, long long b_batch, long long batch, T* __restrict__ c) {
-  long long row = blockIdx.y, i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+__global__ void sparse_full(long long rows, const I* __restrict__ indptr, const I* __restrict__ indices,
+                            long long columns, const long long* __restrict__ c_indptr, const T* __restrict__ a,
+                            long long a_batch, const T* __restrict__ b, long long b_batch, long long batch,
+                            T* __restrict__ c) {
+  long long width = columns * batch, all = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+  long long row = all / width, i = all - row * width;
+  if (row >= rows) return;
   long long first = indptr[row], last = indptr[row + 1];
-  if (first < last && i < columns * batch) {
+  if (first < last) {
     long long column = i / batch, sample = i - column * batch;
     T sum = T(0);
     for (long long p = first; p < last; ++p)
@@ -281,16 +285,16 @@ __global__ void sparse_full(const I* __restrict__ indptr, const I* __restrict__ 
 
 // A full with `inner` columns, B sparse, read by its columns that hold anything: their entries' rows and places.
 template <typename T, typename I>
-__global__ void full_sparse(long long inner, const I* __restrict__ starts, const I* __restrict__ row_of,
+__global__ void full_sparse(long long rows, long long inner, const I* __restrict__ starts, const I* __restrict__ row_of,
                             const I* __restrict__ place, long long columns, const T* __restrict__ a, long long a_batch,
                             const T* __restrict__ b, long long b_batch, long long batch, T* __restrict__ c) {
-  long long row = blockIdx.y, i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < columns * batch) {
-    long long column = i / batch, sample = i - column * batch;
+  long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < rows * columns * batch) {
+    long long entry = i / batch, sample = i - entry * batch, row = entry / columns, column = entry - row * columns;
     T sum = T(0);
     for (long long q = starts[column]; q < starts[column + 1]; ++q)
       sum += a[of_sample(row * inner + row_of[q], a_batch, sample)] * b[of_sample(place[q], b_batch, sample)];
-    c[row * columns * batch + i] = sum;
+    c[i] = sum;
   }
 }
 

@@ -17,6 +17,12 @@ def _compiler(request: pytest.FixtureRequest) -> None:
         pytest.skip("no g++ to compile the kernels with")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _every_bit() -> None:
+    """What is compared with a GPU's own products is made of whole float32 numbers."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
 @pytest.fixture(autouse=True)
 def _device(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not ON_GPU:

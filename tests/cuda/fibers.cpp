@@ -350,14 +350,17 @@ void* fiber_static_shared(const void* key, std::size_t size) {
 }
 
 const char* fiber_launch(FiberBody body, void** arguments, const unsigned* grid, const unsigned* size,
-                         std::size_t shared) {
+                         std::size_t shared, std::size_t bound) {
   failure.clear();
   running_body = body, running_arguments = arguments;
   Order order;
   if (__tsan_get_current_fiber) scheduler.tsan = __tsan_get_current_fiber();
   if (__tsan_release) __tsan_release(&start_token);
   std::size_t threads = static_cast<std::size_t>(size[0]) * size[1] * size[2];
-  if (!threads || threads > 1024) failure = "a block has " + std::to_string(threads) + " threads; it may have 1 to 1024";
+  if (!threads || threads > bound)
+    failure = "a block has " + std::to_string(threads) + " threads; it may have 1 to " + std::to_string(bound);
+  if (grid[1] > 65535 || grid[2] > 65535)
+    failure = "the grid is " + std::to_string(grid[1]) + " by " + std::to_string(grid[2]) + " in y and z";
   if (shared > 232448) failure = "a block asks for " + std::to_string(shared) + " bytes of shared memory";
   for (std::size_t number : order.of(static_cast<std::size_t>(grid[0]) * grid[1] * grid[2])) {
     if (!failure.empty()) break;

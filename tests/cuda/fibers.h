@@ -16,7 +16,6 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __launch_bounds__(...)
 // CUDA's own spelling, which kernels may not use: what it declares could be neither filled nor guarded here.
 #define __shared__ static_assert(false, "write SHARED(type, name, count) or DYNAMIC_SHARED(type, name)");
 
@@ -47,8 +46,9 @@ void* fiber_dynamic_shared(std::size_t alignment);
 void* fiber_static_shared(const void* key, std::size_t size);
 void fiber_fail(const char* message);
 using FiberBody = void (*)(void** arguments);
+// At most `bound` threads a block: what the kernel was promised.
 const char* fiber_launch(FiberBody body, void** arguments, const unsigned* grid, const unsigned* block,
-                         std::size_t shared);
+                         std::size_t shared, std::size_t bound);
 }
 
 #define threadIdx (fiber_self()->thread)
@@ -140,8 +140,10 @@ template <class... Parameters>
 void fiber_call(void (*kernel)(Parameters...), void** arguments) {
   fiber_call(kernel, arguments, std::index_sequence_for<Parameters...>());
 }
-#define FIBER_LAUNCHER(number, ...)                                                                         \
-  extern "C" __attribute__((visibility("default"))) const char* launch_##number(                          \
-      void** arguments, const unsigned* grid, const unsigned* block, std::size_t shared) {                \
-    return fiber_launch([](void** given) { fiber_call(&__VA_ARGS__, given); }, arguments, grid, block, shared); \
+// `bound_number` is the block's largest size.
+#define FIBER_LAUNCHER(number, ...)                                                                           \
+  extern "C" __attribute__((visibility("default"))) const char* launch_##number(                              \
+      void** arguments, const unsigned* grid, const unsigned* block, std::size_t shared) {                    \
+    return fiber_launch([](void** given) { fiber_call(&__VA_ARGS__, given); }, arguments, grid, block, shared, \
+                        bound_##number);                                                                      \
   }

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,11 +69,20 @@ def _library(name: str, code: str, sanitizer: str) -> Path:
     return path
 
 
+_BOUNDED = re.compile(r"(template <[^>]*>)\s*__global__ void\s+__launch_bounds__\(([^()]*),\s*\d+\)\s*(\w+)")
+
+
 def generated(source: str, instances: Sequence[str]) -> str:
-    """The file that g++ compiles: a launcher for each instance, by its number."""
+    """The file that g++ compiles: a launcher for each instance, by its number, and the bound of its blocks."""
+    bounded = {name for _, _, name in _BOUNDED.findall(source)}
+    source = _BOUNDED.sub(r"\1 constexpr std::size_t \3_bound = \2; \1 __global__ void \3", source)
+    launchers = []
+    for number, instance in enumerate(instances):
+        name, _, given = instance.partition("<")
+        bound = f"{name}_bound<{given}" if name in bounded else "1024"
+        launchers.append(f"constexpr std::size_t bound_{number} = {bound};\nFIBER_LAUNCHER({number}, {instance})")
     # In an anonymous namespace: AddressSanitizer then guards what templates hold.
-    launchers = "\n".join(f"FIBER_LAUNCHER({number}, {instance})" for number, instance in enumerate(instances))
-    return f'#include "fibers.h"\nnamespace {{\n{source}\n}}\n{launchers}\n'
+    return "\n".join(('#include "fibers.h"', "namespace {", source, "}", *launchers, ""))
 
 
 @functools.cache

@@ -5,6 +5,7 @@ Nearly all of it needs a GPU: `make test-gpu`.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -152,6 +153,16 @@ def test_out_of_memory(dtype: torch.dtype, remedy: str) -> None:
 
 
 @pytest.mark.gpu
+def test_observed_flop() -> None:
+    chain, layer = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)), nn.GRU(3, 5)
+    for module, x in ((chain, torch.randn(2, 1, 4, 4)), (layer, torch.randn(2, 7, 3))):
+        shape = tuple(x.shape[1:])
+        here = jacsparse.count_flop(module, shape, structure="observed", inputs=x)
+        there = jacsparse.count_flop(module.to(DEVICE), shape, structure="observed", inputs=x.to(DEVICE))
+        assert there.total == here.total
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
 def test_the_largest_states(kind: str) -> None:
     x = torch.randn(5, 2, 3, device=DEVICE)
@@ -204,6 +215,39 @@ def test_captured_graphs(name: str) -> None:
         found = [tensor.clone() for tensor in captured]
         for one, other in zip(found, work.run(), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+def test_a_graph_needs_what_was_not_there_before_it() -> None:
+    """And what it reads stays, whatever becomes of the plan."""
+    work, graph = PRODUCTS["merge, batch 1"](), torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="run the same once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        work.run()
+    (expected,) = work.run()
+    with torch.cuda.graph(graph):
+        (captured,) = work.run()
+    del work
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = [torch.full((2**20,), -1, device=DEVICE) for _ in range(8)]
+    graph.replay()
+    assert torch.equal(captured, expected) and len(others) == 8
+
+
+@pytest.mark.gpu
+def test_cupy_matrices_have_memory_of_their_own() -> None:
+    cupy = pytest.importorskip("cupy")
+    pattern, stream = random_pattern(5, 4, 0.5, 1), torch.cuda.Stream()
+    numbers = values_of(pattern, 1, torch.float32, 0)
+    values = torch.zeros_like(numbers, device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**8)
+        values.copy_(numbers)
+        found = jacsparse.SparseJacobian(pattern, values).to_cupy()
+        values.zero_()
+    torch.cuda.synchronize()
+    assert (cupy.asnumpy(found.data) == numbers[:, 0].numpy()).all()
 
 
 @pytest.mark.gpu

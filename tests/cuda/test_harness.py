@@ -144,6 +144,11 @@ def test_wrong_launches() -> None:
     arguments = (x, np.int32(3), sums, done)
     with pytest.raises(KernelError, match="a block has 2048 threads"):
         call(function, (1, 1, 1), (2048, 1, 1), arguments, 256)
+    with pytest.raises(KernelError, match="the grid is 65536 by 1 in y and z"):
+        call(function, (1, 65536, 1), (64, 1, 1), arguments, 256)
+    bound = KERNEL.replace("__global__ void", "__global__ void __launch_bounds__(T{} < 1 ? 32 : 64, 1)")
+    with pytest.raises(KernelError, match="a block has 64 threads; it may have 1 to 32"):
+        call(compiled("bound", bound, ("row_sums<float>",))["row_sums<float>"], (3, 1, 1), (64, 1, 1), arguments, 256)
     with pytest.raises(KernelError, match="the launch asks for none"):
         call(function, (1, 1, 1), (64, 1, 1), arguments, 0)
     with pytest.raises(KernelError, match="bytes of shared memory"):

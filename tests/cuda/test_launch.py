@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -13,8 +14,12 @@ import pytest
 import torch
 from jacsparse.patterns import _cuda, _values_cuda
 from jacsparse.patterns._structure import frozen
+from jacsparse.spgemm import matvec
+from torch._subclasses import FakeTensorMode
 
+import jacsparse
 from tests.cuda.harness import emulated
+from tests.cuda.test_products import random_pattern
 
 FILE = _values_cuda._FILE
 CUDA = torch.device("cuda", 0)
@@ -58,6 +63,14 @@ def test_wrong_arguments(arguments: tuple[Any, ...], message: str) -> None:
         FILE.launch("take<float, int>", [1], [32], *arguments, device=torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("grid", "block"), [([1, 65_536], [32]), ([2**31], [32]), ([1, 1, 65_536], [32]), ([1], [32, 33])]
+)
+def test_grids_that_cuda_does_not_have(grid: list[int], block: list[int]) -> None:
+    with pytest.raises(ValueError, match="CUDA has no grid of"):
+        FILE.launch("take<float, int>", grid, block, device=CUDA)
+
+
 def test_a_grid_without_blocks_runs_nothing() -> None:
     empty = torch.zeros(0)
     FILE.launch("take<float, int>", [0], [32], empty, empty.int(), 0, empty, device=CUDA)
@@ -75,6 +88,49 @@ def test_arrays_are_uploaded_once_and_go_with_their_owner() -> None:
         assert not _cuda._uploads
         with pytest.raises(ValueError, match="the array may change; freeze it first"):
             _cuda.uploaded(np.arange(5), torch.device("cpu"))
+
+
+def test_captured_graphs_keep_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = random_pattern(4, 4, 1.0, 1)
+    monkeypatch.setattr(_cuda, "_captured", {})
+    values, x = torch.zeros(16, 1), torch.zeros(4, 1)
+    with emulated():
+        with monkeypatch.context() as patch:
+            patch.setattr(_cuda, "_capturing", lambda _: True)
+            message = "an array of a plan or pattern is not on cpu yet, and a CUDA graph is being captured: run"
+            with pytest.raises(RuntimeError, match=message):
+                matvec(pattern, values, x)
+            assert not _cuda._uploads
+        matvec(pattern, values, x)
+        assert not _cuda._captured
+        with monkeypatch.context() as patch:
+            patch.setattr(_cuda, "_capturing", lambda _: True)
+            matvec(pattern, values, x)
+        assert set(_cuda._captured) == {id(tensor) for tensor in _cuda._uploads.values()}
+        del pattern
+        gc.collect()
+        assert not _cuda._uploads and len(_cuda._captured) == 2
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
+def test_uploads_are_of_no_mode(mode: Any) -> None:
+    array = frozen(np.arange(5))
+    with emulated():
+        with mode():
+            _cuda.uploaded(array, torch.device("cpu"))
+        found = _cuda.uploaded(array, torch.device("cpu"))
+        assert type(found) is torch.Tensor and not found.is_inference() and found.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_uploads_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    array, recorded = frozen(np.arange(5)), []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "another")
+    with emulated():
+        for handle in (7, 7, 8):
+            monkeypatch.setattr(_cuda, "_stream_on", lambda _, handle=handle: handle)
+            found = _cuda.uploaded(array, torch.device("cpu"))
+    assert recorded == [(found, "another")]
 
 
 def test_tensors_on_several_devices() -> None:
@@ -166,16 +222,46 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "cupy", found)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found
 
 
 def test_a_cupy_that_does_not_fit(cupy: Any) -> None:
     def broken() -> None:
-        raise RuntimeError("libnvrtc.so.12: cannot open shared object file")
+        raise RuntimeError("cudaErrorInsufficientDriver")
 
-    cupy.cuda.nvrtc.getVersion = broken
-    with pytest.raises(RuntimeError, match=r"CuPy 14\.2\.0 cannot run here \(libnvrtc.*: pip install cupy-cuda1\dx"):
+    cupy.cuda.runtime.getDeviceCount = broken
+    with pytest.raises(RuntimeError, match=r"CuPy 14\.2\.0 cannot run here \(cudaError.*: pip install cupy-cuda1\dx"):
         _cuda._cupy(CUDA)
+
+
+def test_a_cupy_without_a_compiler(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ImportError("libnvrtc.so.13: cannot open shared object file")
+
+    cupy.cuda.nvrtc.getVersion = missing
+    for version, package in (("12.8", "nvidia-cuda-nvrtc-cu12"), ("13.0", "nvidia-cuda-nvrtc")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        remedy = f"pip install 'cupy-cuda{version[:2]}x[ctk]' or pip install {package}"
+        with pytest.raises(RuntimeError, match=rf"finds no NVRTC.*libnvrtc.*: {re.escape(remedy)}$"):
+            _cuda._cupy(CUDA)
+
+
+def test_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(RuntimeError, match=r"cuda:0 is ROCm's, for which there are no kernels; .* \.cpu\(\)"):
+        _cuda._cupy(CUDA)
+
+
+@pytest.mark.parametrize(("version", "extra"), [(None, "gpu"), ("12.6", "gpu"), ("13.0", "gpu-cuda13")])
+def test_the_extra_is_that_of_the_cuda_version(
+    version: str | None, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    J = jacsparse.jacobian(torch.nn.ReLU(), torch.ones(1, 2))
+    with pytest.raises(ImportError, match=rf"pip install 'jacsparse\[{extra}\]'"):
+        J.to_cupy()
 
 
 def launch(instance: str = "take<float, int>", device: torch.device = CUDA, **options: Any) -> list[Any]:
@@ -202,6 +288,15 @@ def test_what_is_launched_is_compiled_once_and_alone(cupy: Any) -> None:
             launch(instance, device)
     assert len(cupy.launches) == 6
     assert cupy.compiled == [(f"take<{real}, int>", (device,)) for device in (0, 3) for real in ("float", "double")]
+
+
+def test_nothing_is_compiled_while_a_graph_is_captured(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch("take<double, int>")
+    monkeypatch.setattr(_cuda, "_capturing", lambda _: True)
+    launch("take<double, int>")
+    with pytest.raises(RuntimeError, match="take<float, int> is not compiled for cuda:0 yet, and a CUDA graph"):
+        launch()
+    assert len(cupy.launches) == 2
 
 
 def test_shared_memory_is_allowed_once(cupy: Any) -> None:

@@ -36,20 +36,21 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "message"),
+    ("shape", "batch", "dtype", "message"),
     [
         (
             (7, 5),
+            5,
             torch.float64,
             "it: 280 bytes (7 × 5 of torch.float64) do not fit on cpu; try a smaller batch or float32",
         ),
-        ((2000, 1), torch.float32, "it: 8,000 bytes (2,000 × 1 of torch.float32) do not fit on cpu; try the CPU"),
-        ((9,), torch.int64, "it: 72 bytes (9 of torch.int64) do not fit on cpu; try the CPU"),
+        ((2000, 3), 1, torch.float32, "it: 24,000 bytes (2,000 × 3 of torch.float32) do not fit on cpu; try the CPU"),
+        ((9,), 1, torch.int64, "it: 72 bytes (9 of torch.int64) do not fit on cpu; try the CPU"),
     ],
 )
-def test_the_message(shape: tuple[int, ...], dtype: torch.dtype, message: str, small: None) -> None:
+def test_the_message(shape: tuple[int, ...], batch: int, dtype: torch.dtype, message: str, small: None) -> None:
     with pytest.raises(torch.OutOfMemoryError) as found:
-        _cuda.allocated("it", shape, dtype, torch.device("cpu"))
+        _cuda.allocated("it", shape, dtype, torch.device("cpu"), batch)
     assert str(found.value).startswith(message)
     assert "Tried to allocate 2.00 GiB" in str(found.value.__cause__)
 

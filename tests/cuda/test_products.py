@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 import torch
 from jacsparse.patterns import Diagonal, Full, Pattern
+from jacsparse.patterns import _cuda as patterns_cuda
+from jacsparse.patterns._cuda import Launch
 from jacsparse.spgemm import matvec, plan_product
 from torch import nn
 
@@ -125,6 +129,26 @@ def test_rows_of_all_lengths() -> None:
     a = Pattern((5, 5), np.arange(6), np.arange(5)[::-1].copy())
     for method in ("slots", "rowwise"):
         check(a, b, method, (1, 1), torch.float32)
+
+
+def test_more_rows_than_a_grid_has_in_y() -> None:
+    rows, ones = 2**16 + 1, np.arange(2**16 + 2)
+    column = Pattern((rows, 2), ones, np.arange(rows) % 2)
+    check(column, Pattern.of(Full(2, 1)), "dense", (1, 1), torch.float32)
+    check(Pattern.of(Full(rows, 1)), Pattern((1, 1), np.array([0, 1]), np.array([0])), "dense", (1, 1), torch.float32)
+
+
+def test_more_samples_than_a_grid_has_in_y(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which take too long here: what is launched is looked at alone."""
+    launches: list[Launch] = []
+    device = types.SimpleNamespace(on_device=lambda _: True, launch=launches.append)
+    monkeypatch.setattr(patterns_cuda, "_backend", device)
+    a, batch = random_pattern(3, 3, 1.0, 1), 2**21
+    for method in ("slots", "rowwise"):
+        plan_product(a, a, method=method).multiply(torch.zeros(9, 1), torch.zeros(9, batch))
+    matvec(a, torch.zeros(9, 1), torch.zeros(3, batch))
+    jacsparse.jacobian(nn.ReLU(), torch.zeros(batch, 2))
+    assert [launch.grid for launch in launches] == [(2**16, 1, 1)] * 2 + [(3 * 2**13, 1, 1), (2**16, 1, 1)]
 
 
 def test_wide_indices() -> None:

@@ -12,6 +12,7 @@ import pytest
 import scipy.sparse
 import torch
 from jacsparse.models import build, save_checkpoint
+from jacsparse.patterns import _cuda
 from torch import nn
 
 import jacsparse
@@ -114,6 +115,17 @@ def test_doctor(jac) -> None:
     for word in ("Python", "torch", "threads", "cache", "GPU", "matplotlib"):
         assert word in out
     assert "jacsparse[gpu]" in out or "installed" in out
+
+
+def test_doctor_tries_cupy_where_there_is_a_device(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a made-up one")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    _cuda._cupy.cache_clear()
+    status, out, _ = jac("doctor")
+    assert status == 0 and "a made-up one" in out and "pip install cupy-cuda13x" in out
 
 
 def test_checkpoints_are_taken(jac, tmp_path: Path) -> None:

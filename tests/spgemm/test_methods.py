@@ -318,6 +318,12 @@ BAD_VALUES = {
     "mixed kinds": (VALUES, torch.ones(3, 2), TypeError, "the operands mix NumPy arrays and PyTorch tensors"),
     "device": (torch.ones(3, 2, device="meta"), torch.ones(3, 2), ValueError, "a_values is on meta"),
     "grad": (torch.ones(3, 2, requires_grad=True), torch.ones(3, 2), ValueError, "a_values requires grad"),
+    "float8": (
+        torch.ones(3, 2).to(torch.float8_e4m3fn),
+        torch.ones(3, 2),
+        TypeError,
+        "a_values has dtype torch.float8_e4m3fn; convert it to float32 or float64",
+    ),
     "bfloat16": (torch.ones(3, 2).bfloat16(), torch.ones(3, 2), TypeError, "a_values has dtype torch.bfloat16"),
     "masked": (np.ma.masked_less(VALUES, 0), VALUES, TypeError, "a_values is a masked array"),
     "sparse": (torch.ones(3, 2).to_sparse(), torch.ones(3, 2), TypeError, "a_values has layout"),
