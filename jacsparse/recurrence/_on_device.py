@@ -98,7 +98,9 @@ class Pending:
     defects : Tensor, (sweeps, batch), or None
         After each sweep, where states were guessed.
     ready : Event or None
-        After which they can be read; None where they are read whenever a graph was replayed.
+        After which they can be read; None where `captured`.
+    captured : bool
+        Whether a graph writes them, anew at each replay.
     """
 
     methods: tuple[str, ...]
