@@ -72,6 +72,10 @@ def _meta_batch_norm(module: nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _meta_prelu(module: nn.PReLU, x: torch.Tensor) -> torch.Tensor:
+    return functional.prelu(x, module.weight.detach().to("meta", x.dtype))
+
+
 _LOWERINGS: dict[type[nn.Module], _Lowering] = {
     nn.Conv2d: _Lowering(
         "aten.conv2d", "weight", "bias", "stride", "padding", "dilation", "groups", forward=_meta_conv2d
@@ -85,7 +89,29 @@ _LOWERINGS: dict[type[nn.Module], _Lowering] = {
     nn.BatchNorm2d: _BatchNorm(
         "aten.batch_norm", "weight", "bias", "running_mean", "running_var", "eps", forward=_meta_batch_norm
     ),
+    nn.CELU: _Lowering("aten.celu", "alpha"),
+    nn.ELU: _Lowering("aten.elu", "alpha"),
+    nn.GELU: _Lowering("aten.gelu", "approximate"),
+    nn.Hardshrink: _Lowering("aten.hardshrink", "lambd"),
+    nn.Hardsigmoid: _Lowering("aten.hardsigmoid"),
+    nn.Hardswish: _Lowering("aten.hardswish"),
+    nn.Hardtanh: _Lowering("aten.hardtanh", "min_val", "max_val"),
+    nn.LeakyReLU: _Lowering("aten.leaky_relu", "negative_slope"),
+    nn.LogSigmoid: _Lowering("aten.log_sigmoid"),
+    nn.Mish: _Lowering("aten.mish"),
+    nn.PReLU: _Lowering("aten.prelu", "weight", forward=_meta_prelu),
     nn.ReLU: _Lowering("aten.relu"),
+    nn.ReLU6: _Lowering("aten.relu6"),
+    nn.RReLU: _Lowering("aten.rrelu", "lower", "upper", "training"),
+    nn.SELU: _Lowering("aten.selu"),
+    nn.Sigmoid: _Lowering("aten.sigmoid"),
+    nn.SiLU: _Lowering("aten.silu"),
+    nn.Softplus: _Lowering("aten.softplus", "beta", "threshold"),
+    nn.Softshrink: _Lowering("aten.softshrink", "lambd"),
+    nn.Softsign: _Lowering("aten.softsign"),
+    nn.Tanh: _Lowering("aten.tanh"),
+    nn.Tanhshrink: _Lowering("aten.tanhshrink"),
+    nn.Threshold: _Lowering("aten.threshold", "threshold", "value"),
     nn.Dropout: _Lowering("aten.dropout"),
     nn.Flatten: _Lowering("aten.flatten"),
     nn.Identity: _Lowering("aten.identity"),

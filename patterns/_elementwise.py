@@ -26,7 +26,32 @@ class _DiagonalRule(Rule):
         return self.values(call, pattern)
 
 
-add_rule("aten.dropout")(_DiagonalRule)
+# Activations too: PyTorch's own backward takes the derivative from the input or the output, whichever it kept.
+add_rule(
+    "aten.dropout",
+    "aten.celu",
+    "aten.elu",
+    "aten.gelu",
+    "aten.hardshrink",
+    "aten.hardsigmoid",
+    "aten.hardswish",
+    "aten.hardtanh",
+    "aten.leaky_relu",
+    "aten.log_sigmoid",
+    "aten.mish",
+    "aten.prelu",
+    "aten.relu6",
+    "aten.rrelu",
+    "aten.selu",
+    "aten.sigmoid",
+    "aten.silu",
+    "aten.softplus",
+    "aten.softshrink",
+    "aten.softsign",
+    "aten.tanh",
+    "aten.tanhshrink",
+    "aten.threshold",
+)(_DiagonalRule)
 
 
 @add_rule("aten.relu")

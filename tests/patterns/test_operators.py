@@ -109,7 +109,43 @@ def batch_norms(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
+amounts, positive, inplace = st.floats(-2, 2), st.floats(0.1, 2), st.booleans()
+
+
+@st.composite
+def prelus(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
+    shape = draw(shapes)
+    return nn.PReLU(draw(st.sampled_from([1, shape[0]])), draw(amounts), dtype=torch.float64), shape
+
+
+#: Elementwise, but for PReLU, which has a weight for each channel.
+ACTIVATIONS = {
+    nn.CELU: st.builds(nn.CELU, positive, inplace),
+    nn.ELU: st.builds(nn.ELU, positive, inplace),
+    nn.GELU: st.builds(nn.GELU, st.sampled_from(["none", "tanh"])),
+    nn.Hardshrink: st.builds(nn.Hardshrink, positive),
+    nn.Hardsigmoid: st.builds(nn.Hardsigmoid, inplace),
+    nn.Hardswish: st.builds(nn.Hardswish, inplace),
+    nn.Hardtanh: st.builds(lambda low, width: nn.Hardtanh(low, low + width), amounts, positive),
+    nn.LeakyReLU: st.builds(nn.LeakyReLU, positive, inplace),
+    nn.LogSigmoid: st.builds(nn.LogSigmoid),
+    nn.Mish: st.builds(nn.Mish, inplace),
+    nn.ReLU6: st.builds(nn.ReLU6, inplace),
+    nn.RReLU: st.builds(lambda low, width: nn.RReLU(low, low + width).eval(), positive, positive),
+    nn.SELU: st.builds(nn.SELU, inplace),
+    nn.Sigmoid: st.builds(nn.Sigmoid),
+    nn.SiLU: st.builds(nn.SiLU, inplace),
+    nn.Softplus: st.builds(nn.Softplus, positive, positive),
+    nn.Softshrink: st.builds(nn.Softshrink, positive),
+    nn.Softsign: st.builds(nn.Softsign),
+    nn.Tanh: st.builds(nn.Tanh),
+    nn.Tanhshrink: st.builds(nn.Tanhshrink),
+    nn.Threshold: st.builds(nn.Threshold, amounts, amounts, inplace),
+}
+
 OPERATORS = {
+    **{kind.__name__: st.tuples(modules, shapes) for kind, modules in ACTIVATIONS.items()},
+    "PReLU": prelus(),
     "conv2d": convolutions(),
     "max_pool2d": max_pools(),
     "avg_pool2d": average_pools(),
