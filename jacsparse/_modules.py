@@ -66,15 +66,23 @@ def _meta_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(x, module.weight.detach().to("meta"))
 
 
-def _meta_batch_norm(module: nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
-    if x.ndim != 4 or x.shape[1] != module.num_features:
-        raise RuntimeError(f"expected {module.num_features} channels and two axes of positions")
+def _meta_batch_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    module._check_input_dim(x)
+    if x.shape[1] != module.num_features:
+        raise RuntimeError(f"expected {module.num_features} channels")
     return x
 
 
 def _meta_prelu(module: nn.PReLU, x: torch.Tensor) -> torch.Tensor:
     return functional.prelu(x, module.weight.detach().to("meta", x.dtype))
 
+
+_BATCH_NORM = _BatchNorm(
+    "aten.batch_norm", "weight", "bias", "running_mean", "running_var", "eps", forward=_meta_batch_norm
+)
+
+#: Each passes on its input where it is inactive.
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 _LOWERINGS: dict[type[nn.Module], _Lowering] = {
     nn.Conv2d: _Lowering(
@@ -86,9 +94,9 @@ _LOWERINGS: dict[type[nn.Module], _Lowering] = {
         "aten.avg_pool2d", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"
     ),
     nn.AdaptiveAvgPool2d: _Lowering("aten.adaptive_avg_pool2d"),
-    nn.BatchNorm2d: _BatchNorm(
-        "aten.batch_norm", "weight", "bias", "running_mean", "running_var", "eps", forward=_meta_batch_norm
-    ),
+    nn.BatchNorm1d: _BATCH_NORM,
+    nn.BatchNorm2d: _BATCH_NORM,
+    nn.BatchNorm3d: _BATCH_NORM,
     nn.CELU: _Lowering("aten.celu", "alpha"),
     nn.ELU: _Lowering("aten.elu", "alpha"),
     nn.GELU: _Lowering("aten.gelu", "approximate"),
@@ -113,7 +121,13 @@ _LOWERINGS: dict[type[nn.Module], _Lowering] = {
     nn.Tanhshrink: _Lowering("aten.tanhshrink"),
     nn.Threshold: _Lowering("aten.threshold", "threshold", "value"),
     nn.Dropout: _Lowering("aten.dropout"),
+    nn.Dropout1d: _Lowering("aten.feature_dropout"),
+    nn.Dropout2d: _Lowering("aten.feature_dropout"),
+    nn.Dropout3d: _Lowering("aten.feature_dropout"),
+    nn.AlphaDropout: _Lowering("aten.alpha_dropout"),
+    nn.FeatureAlphaDropout: _Lowering("aten.feature_alpha_dropout"),
     nn.Flatten: _Lowering("aten.flatten"),
+    nn.Unflatten: _Lowering("aten.unflatten", "dim", "unflattened_size"),
     nn.Identity: _Lowering("aten.identity"),
 }
 
@@ -134,8 +148,8 @@ def is_known(module: nn.Module) -> bool:
 
 def is_inactive(module: nn.Module) -> bool:
     """Whether the module only passes its input on, in another shape perhaps: it is no stage."""
-    return isinstance(module, (nn.Flatten, nn.Identity)) or (
-        isinstance(module, nn.Dropout) and not (module.training and module.p > 0)
+    return isinstance(module, (nn.Flatten, nn.Identity, nn.Unflatten)) or (
+        isinstance(module, _DROPOUTS) and not (module.training and module.p > 0)
     )
 
 

@@ -28,7 +28,10 @@ class _DiagonalRule(Rule):
 
 # Activations too: PyTorch's own backward takes the derivative from the input or the output, whichever it kept.
 add_rule(
+    "aten.alpha_dropout",
     "aten.dropout",
+    "aten.feature_alpha_dropout",
+    "aten.feature_dropout",
     "aten.celu",
     "aten.elu",
     "aten.gelu",
@@ -83,7 +86,7 @@ class _BatchNormRule(_DiagonalRule):
         return scale.repeat_interleave(positions).reshape(-1, 1)
 
 
-@add_rule("aten.identity", "aten.flatten")
+@add_rule("aten.identity", "aten.flatten", "aten.unflatten")
 class _IdentityRule(_DiagonalRule):
     """Operators that only give their input another shape."""
 

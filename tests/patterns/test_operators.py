@@ -99,13 +99,14 @@ def linears(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
 
 @st.composite
 def batch_norms(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
-    channels = draw(st.integers(1, 4))
-    module = nn.BatchNorm2d(channels, affine=draw(st.booleans()), dtype=torch.float64).eval()
+    channels, axes = draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    kind = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[axes]
+    module = kind(channels, affine=draw(st.booleans()), dtype=torch.float64).eval()
     module.running_mean.normal_()
     module.running_var.uniform_(0.1, 3)
     if module.affine:
         nn.init.normal_(module.weight)
-    return module, (channels, draw(sizes), draw(sizes))
+    return module, (channels, *(draw(st.integers(1, 4)) for _ in range(axes)))
 
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
@@ -143,6 +144,8 @@ ACTIVATIONS = {
     nn.Threshold: st.builds(nn.Threshold, amounts, amounts, inplace),
 }
 
+DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 OPERATORS = {
     **{kind.__name__: st.tuples(modules, shapes) for kind, modules in ACTIVATIONS.items()},
     "PReLU": prelus(),
@@ -155,7 +158,10 @@ OPERATORS = {
     "relu": st.tuples(st.builds(nn.ReLU, st.booleans()), shapes),
     "flatten": st.tuples(st.just(nn.Flatten()), shapes),
     "identity": st.tuples(st.just(nn.Identity()), shapes),
-    "dropout": st.tuples(st.builds(lambda: nn.Dropout().eval()), shapes),
+    "unflatten": st.tuples(st.builds(lambda size: nn.Unflatten(1, (2, size)), st.integers(1, 4)), shapes).map(
+        lambda case: (case[0], (2 * case[0].unflattened_size[1], *case[1][1:]))
+    ),
+    "dropout": st.tuples(st.sampled_from(DROPOUTS).map(lambda kind: kind().eval()), shapes),
 }
 
 
@@ -230,6 +236,23 @@ def test_max_pooling_pattern_is_tight(case: tuple[nn.Module, tuple[int, ...]]) -
     spikes = torch.eye(size, dtype=torch.float64).reshape(size, *shape)
     reached = torch.stack([autograd_jacobian(module, spike)[:, number] for number, spike in enumerate(spikes)], dim=1)
     assert torch.equal(torch.from_numpy(jacsparse.jacobian_pattern(module, shape).to_scipy().toarray()), reached != 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (nn.Dropout1d, (9, 3)),
+        (nn.Dropout2d, (9, 3, 2)),
+        (nn.Dropout3d, (9, 3, 2, 1)),
+        (nn.AlphaDropout, (9, 3)),
+        (nn.FeatureAlphaDropout, (9, 3)),
+    ],
+)
+def test_active_dropout_of_other_kinds(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
+    (record,) = jacsparse.chain(kind(0.5), shape).run(torch.randn(3, *shape, dtype=torch.float64))
+    (expected,) = torch.autograd.grad(record.output.sum(), record.input, retain_graph=True)
+    found = record.transposed_jacobian().values
+    assert torch.equal(found, expected.reshape(3, -1).T) and len(found.unique()) == 2
 
 
 def test_active_dropout_has_the_jacobian_of_its_own_draw() -> None:
