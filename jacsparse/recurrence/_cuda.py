@@ -205,10 +205,8 @@ def transfer(
     # A block's rows, of size + 1, the slab and the coefficients together fit 64 KiB.
     share = -(-(size + 1) // -(-(size + 1) // (260 // width)))
     height, columns = -(-share // rows) * rows, -(-size // 4) * 4
-    pitch, coefficients = (
-        (height if height // 4 % 2 else height + 4),
-        {"rnn": 2, "gru": 5, "dense": 1, "scaled": 2}[name],
-    )
+    pitch = height if height // 4 % 2 else height + 4
+    coefficients = {"rnn": 2, "gru": 5, "dense": 1, "scaled": 2}[name]
     if out is None:
         out = allocated("the chunks' transfer matrices", (len(there.sample), size + 1, size), like.dtype, device)
     table = there[:6] if back is None else (*there[:4], there.batch)

@@ -320,8 +320,8 @@ class _Linear(Sweep):
 
     def walk(self, chunks: Chunks, edge: torch.Tensor) -> tuple[torch.Tensor, OnDevice]:
         if isinstance(self.blocks, Diagonal):
-            offsets = self.run(chunks.runs, edge.new_zeros(len(chunks.runs), edge.shape[1]), record=False)
-            return _cuda.walk(chunks, self.matrices(chunks.runs), edge, offsets=offsets)
+            diagonals, offsets = self.affine(chunks.runs, edge)
+            return _cuda.walk(chunks, diagonals, edge, offsets=offsets)
         found = self._transfer(chunks.runs, self.added)
         return super().walk(chunks, edge) if found is None else _cuda.walk(chunks, found, edge)
 

@@ -50,7 +50,7 @@ class _Recurrent(nn.RNNBase):
             raise ValueError(f"chunk is {self.chunk!r}; expected a number of steps of at least 1")
 
     @classmethod
-    def of(cls, layer: nn.RNNBase, *, schedule: str = "auto", forward: str = "sequential", chunk: int = 128) -> Self:
+    def of(cls, layer: nn.RNNBase, *, schedule: str = "auto", forward: str = "sequential", chunk: int = CHUNK) -> Self:
         """A layer of `torch.nn` as one of ours, whose parameters are the same objects.
 
         Raises
@@ -311,7 +311,7 @@ class RNN(_Recurrent, nn.RNN):
     """
 
     def __init__(
-        self, *args: Any, schedule: str = "auto", forward: str = "sequential", chunk: int = 128, **options: Any
+        self, *args: Any, schedule: str = "auto", forward: str = "sequential", chunk: int = CHUNK, **options: Any
     ) -> None:
         nn.RNN.__init__(self, *args, **options)
         self._set_up(schedule, forward, chunk)
@@ -330,7 +330,7 @@ class GRU(_Recurrent, nn.GRU):
     """
 
     def __init__(
-        self, *args: Any, schedule: str = "auto", forward: str = "sequential", chunk: int = 128, **options: Any
+        self, *args: Any, schedule: str = "auto", forward: str = "sequential", chunk: int = CHUNK, **options: Any
     ) -> None:
         nn.GRU.__init__(self, *args, **options)
         self._set_up(schedule, forward, chunk)
@@ -349,7 +349,7 @@ class LSTM(_Recurrent, nn.LSTM):
     """
 
     def __init__(
-        self, *args: Any, schedule: str = "auto", forward: str = "sequential", chunk: int = 128, **options: Any
+        self, *args: Any, schedule: str = "auto", forward: str = "sequential", chunk: int = CHUNK, **options: Any
     ) -> None:
         nn.LSTM.__init__(self, *args, **options)
         self._set_up(schedule, forward, chunk)

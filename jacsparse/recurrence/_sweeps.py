@@ -33,7 +33,7 @@ from ..schedule import Schedule, blelloch, chunked, linear
 from . import _on_device
 from ._cells import Cell, Kept, Weights
 from ._chunks import Chunks
-from ._cuda import walk
+from ._cuda import tolerance, walk
 from ._planned import scan, times
 from ._runs import OnDevice, Runs, Sequences, index
 
@@ -175,7 +175,7 @@ class Options:
 
     forward: str = "sequential"
     schedule: str = "auto"
-    chunk: int = 128
+    chunk: int = CHUNK
     warm: torch.Tensor | None = None
     layer: str = ""
     reports: list[Report] = field(default_factory=list)
@@ -215,15 +215,17 @@ class Sweep(ABC):
 
     def starts(self, chunks: Chunks, edge: torch.Tensor, schedule: str) -> torch.Tensor:
         """The chunks' first states, ``(runs, state)``, where the recurrence is affine: by the chunks' matrices."""
-        runs = chunks.runs
-        offsets = self.run(runs, edge.new_zeros(len(runs), edge.shape[1]), record=False)
-        return chunks.solve(self.matrices(runs), offsets, edge, tree=schedule == "blelloch")
+        return chunks.solve(*self.affine(chunks.runs, edge), edge, tree=schedule == "blelloch")
 
     def walk(self, chunks: Chunks, edge: torch.Tensor) -> tuple[torch.Tensor, OnDevice]:
         """On a device: `starts`, and the runs of the samples in which a state overflows."""
-        runs = chunks.runs
-        offsets = self.run(runs, edge.new_zeros(len(runs), edge.shape[1]), record=False)
-        return walk(chunks, torch.cat([self.matrices(runs), offsets.unsqueeze(1)], dim=1), edge)
+        matrices, offsets = self.affine(chunks.runs, edge)
+        return walk(chunks, torch.cat([matrices, offsets.unsqueeze(1)], dim=1), edge)
+
+    def affine(self, runs: Runs, edge: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What runs do to a state: `matrices`, and what they make of zeros, ``(runs, state)``."""
+        zeros = edge.new_zeros(len(runs), edge.shape[1])
+        return self.matrices(runs), self.run(runs, zeros, record=False)
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         """The nearest states that the recurrence can reach from `edge`."""
@@ -471,7 +473,7 @@ def _relax(
     """Sweeps from guessed first states until they fit, or sweeps stop helping."""
     runs, sample = chunks.runs, index(chunks.runs.sample, edge)
     own = (index(chunks.place, edge) == 0)[:, None]
-    tolerance, least = 8 * torch.finfo(edge.dtype).eps, max(sweep.least, torch.finfo(edge.dtype).tiny)
+    enough, least = tolerance(edge.dtype), max(sweep.least, torch.finfo(edge.dtype).tiny)
     newton, before = method == "newton", math.inf
     ends = sweep.run(runs, start)
     report.sweeps = 1
@@ -491,15 +493,15 @@ def _relax(
         move = (following - start).abs().amax(dim=1) / scale[sample]
         hopeful &= _largest(move[:, None], sample, len(edge)).isfinite()
         defect = float(move[hopeful[sample]].amax()) if hopeful.any() else 0.0
-        stuck = defect > (0.5 if newton else 0.1) * before and defect > tolerance
+        stuck = defect > (0.5 if newton else 0.1) * before and defect > enough
         before = defect
         if stuck and method == "parallel" and not newton:
             newton, before = True, math.inf
             report.methods.append("newton")
             continue
         report.defects.append(defect)
-        if defect <= tolerance or stuck or report.sweeps >= MOST_SWEEPS:
-            settled = _largest(move[:, None], sample, len(edge)) <= tolerance
+        if defect <= enough or stuck or report.sweeps >= MOST_SWEEPS:
+            settled = _largest(move[:, None], sample, len(edge)) <= enough
             # Where it did not settle, only what is the sequential solution bit for bit is kept.
             return _Found(ends, wanted, (wanted != start).any(dim=1) & ~settled[sample])
         # A run whose first state is right already need not be taken again.

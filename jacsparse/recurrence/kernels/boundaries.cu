@@ -29,18 +29,14 @@ __device__ __forceinline__ T size_of(T value) {
   return value >= T(0) ? value : T(INFINITY);
 }
 
-// What is left of a sample, if its states cannot be had by chunks: from its run `from` on, whose first step is at time
-// begin[from], until its last one in the recurrence's order. Backward a sample is left up to that run's last step.
-struct Rest {
-  long long begin, count;
-};
-
-__device__ __forceinline__ Rest rest_from(const long long* table, const long long* begin, const long long* count,
-                                          int batch, int sample, int chunks, int place, bool back) {
-  Rest rest = {0, 0};
-  for (int p = place; p < chunks; ++p) rest.count += count[table[p * static_cast<long long>(batch) + sample]];
-  rest.begin = begin[table[(back ? chunks - 1 : place) * static_cast<long long>(batch) + sample]];
-  return rest;
+// Writes what is left of a sample whose states cannot be had by chunks: from its run at a place on, in the recurrence's
+// order; nothing from beyond the last place. Backward a sample is left from its first step up to that run's last one.
+__device__ __forceinline__ void leave(const long long* table, const long long* begin, const long long* count, int batch,
+                                      int sample, int chunks, int place, bool back, long long* rest_begin,
+                                      long long* rest_count) {
+  long long steps = 0, first = back ? chunks - 1 : place;
+  for (int p = place; p < chunks; ++p) steps += count[table[p * static_cast<long long>(batch) + sample]];
+  rest_begin[sample] = steps ? begin[table[first * batch + sample]] : 0, rest_count[sample] = steps;
 }
 
 // After a sweep: compares the states from which runs were taken, `guess`, with those that follow from it, `following`
@@ -107,9 +103,8 @@ __global__ void __launch_bounds__(1024, 1)
   int place = *first;
   bool late = place < places;
   if (!threadIdx.x) {
-    Rest rest = {0, 0};
-    if (late) rest = rest_from(table, begin, count, batch, sample, places, place, back);
-    defect[sample] = relative, rest_begin[sample] = rest.begin, rest_count[sample] = rest.count;
+    defect[sample] = relative;
+    leave(table, begin, count, batch, sample, places, place, back, rest_begin, rest_count);
   }
   // Where guesses were made by the ends before, those are it: of a run that is right, they lead to a right one.
   for (int k = threadIdx.x; k < size; k += blockDim.x) {
@@ -187,11 +182,7 @@ __global__ void __launch_bounds__(512, 1)
   }
   if (!finite) atomicExch(lost, 1);
   __syncthreads();
-  if (!threadIdx.x) {
-    Rest rest = {0, 0};
-    if (*lost) rest = rest_from(table, begin, count, batch, sample, places, 0, back);
-    rest_begin[sample] = rest.begin, rest_count[sample] = rest.count;
-  }
+  if (!threadIdx.x) leave(table, begin, count, batch, sample, places, *lost ? 0 : places, back, rest_begin, rest_count);
 }
 
 // As `walk`, element by element: `matrices` has the diagonals, (runs, size), and `offsets` what is added.
@@ -217,9 +208,5 @@ __global__ void __launch_bounds__(256, 1)
     if (!finite) atomicExch(lost, 1);
   }
   __syncthreads();
-  if (!threadIdx.x) {
-    Rest rest = {0, 0};
-    if (*lost) rest = rest_from(table, begin, count, batch, sample, places, 0, back);
-    rest_begin[sample] = rest.begin, rest_count[sample] = rest.count;
-  }
+  if (!threadIdx.x) leave(table, begin, count, batch, sample, places, *lost ? 0 : places, back, rest_begin, rest_count);
 }
