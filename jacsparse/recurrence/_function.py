@@ -10,6 +10,7 @@ import torch
 
 from ..patterns._cuda import on_device
 from ._cells import Cell, Kept, Weights, preceding
+from ._once import once
 from ._runs import Sequences, index
 from ._sweeps import Options, solve_backward, solve_forward
 
@@ -107,9 +108,7 @@ class _Layer(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         wanted = ctx.needs_input_grad[4:]
         given = (ctx.cell, ctx.sequences, ctx.direction, ctx.options, wanted)
-        # A graph of the gradients is made only to say that there is none.
-        solve = _Gradients.apply if torch.is_grad_enabled() else _gradients
-        found = iter(solve(*given, grad_output, grad_end, *ctx.saved_tensors))
+        found = iter(_gradients_once(*given, grad_output, grad_end, *ctx.saved_tensors))
         return (None, None, None, None, *(next(found) if need else None for need in wanted))
 
     @staticmethod
@@ -161,20 +160,7 @@ def _gradients(
     return tuple(grad for grad, need in zip(found, wanted, strict=True) if need and grad is not None)
 
 
-class _Gradients(torch.autograd.Function):
-    """The backward pass, of which there is no derivative."""
-
-    @staticmethod
-    def forward(*given: Any) -> tuple[torch.Tensor, ...]:
-        return _gradients(*given)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(f"{_SUBJECT} cannot be differentiated twice; {_REMEDY}")
+_gradients_once = once(_gradients, f"{_SUBJECT} cannot be differentiated twice; {_REMEDY}")
 
 
 def _weights(parameters: Sequence[torch.Tensor | None]) -> Weights:

@@ -19,6 +19,7 @@ from ..patterns._structure import frozen
 from . import _cuda, _on_device
 from . import _linear_kernels as kernels
 from ._chunks import Chunks
+from ._once import once
 from ._planned import scan, times
 from ._runs import OnDevice, Runs, Sequences, index, rows_of
 from ._sweeps import Report, Sweep, parse, solve_affine
@@ -372,7 +373,7 @@ def linear_recurrence(
         step. ``auto``: chunked where a few samples of long sequences and small states leave many workers idle, else
         linear.
     reports : list, optional
-        Takes a `Report` of this solution, and later of its gradient's.
+        Takes a `Report` of this solution, and later of its gradient's; on a CUDA device, `Report.read` completes it.
 
     Returns
     -------
@@ -448,9 +449,7 @@ class _Recurrence(torch.autograd.Function):
         h, h0, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[4:]
         given = (ctx.form, ctx.direction, ctx.schedule, ctx.reports, wanted)
-        # A graph of the gradients is made only to say that there is none.
-        solve = _Gradients.apply if torch.is_grad_enabled() else _gradients
-        found = iter(solve(*given, gradient, h, h0, *tensors))
+        found = iter(_gradients_once(*given, gradient, h, h0, *tensors))
         return (None, None, None, None, *(next(found) if need else None for need in wanted))
 
 
@@ -477,18 +476,9 @@ def _gradients(
     return tuple(gradient for gradient, need in zip(gradients, wanted, strict=True) if need)
 
 
-class _Gradients(torch.autograd.Function):
-    """The backward pass, of which there is no derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
-        return _gradients(*given)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(
-            "linear_recurrence cannot be differentiated twice; write the recurrence as a loop for that"
-        )
+_gradients_once = once(
+    _gradients, "linear_recurrence cannot be differentiated twice; write the recurrence as a loop for that"
+)
 
 
 def _solve(
