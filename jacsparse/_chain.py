@@ -2,262 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import index
 from typing import Any
 
 import torch
 from torch import nn
 
-from ._jacobian import SparseJacobian
-from ._modules import Kept, arguments_of, call_of, is_inactive, is_known, refresh_weights, twin, undrawn
-from .patterns import Call, Pattern, Rule, UnsupportedOperatorError, rule_for
+from ._modules import Kept, call_of, is_inactive, is_known, refresh_weights, twin, undrawn
+from ._stages import Edge, ModuleStage, Record, Stage
+from ._traced import traced_stages
+from .patterns import Call, UnsupportedOperatorError
 
 __all__ = ["Chain", "Record", "Stage", "chain", "check_input", "check_shape"]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One operator of a chain, with the modules around it that only reshape.
-
-    Attributes
-    ----------
-    path : str
-        Of the operator in the model, as in ``features.0``.
-    modules : tuple of (str, Module)
-        What runs, in order, with paths; one of them is the operator.
-    operator : Module
-        The one that computes.
-    in_shape, out_shape : tuple of int
-        Of the stage, without the batch axis.
-    call : Call
-        The operator's, while only shapes are known.
-    kept : tuple of Kept
-        The weights of which the pattern leaves some out.
-    """
-
-    path: str
-    modules: tuple[tuple[str, nn.Module], ...]
-    operator: nn.Module
-    in_shape: tuple[int, ...]
-    out_shape: tuple[int, ...]
-    call: Call
-    kept: tuple[Kept, ...] = ()
-
-    @functools.cached_property
-    def rule(self) -> Rule:
-        """How the operator's pattern and values are made."""
-        return rule_for(self.call)
-
-    @functools.cached_property
-    def pattern(self) -> Pattern:
-        """Of the transposed Jacobian, ``(in_size, out_size)``."""
-        return self.rule.pattern(self.call).T
-
-    def run(self, x: torch.Tensor) -> Record:
-        """The stage's output for a batch, with a graph of its own: nothing before `x` is reached from it.
-
-        Raises
-        ------
-        RuntimeError
-            Where a hook changes what a module takes or gives: the operator's Jacobian would be another one.
-        """
-        # Parameters of the record's own: the user's hooks on theirs are for autograd to call, once, not for the stage.
-        self._check_alike(x)
-        own = {
-            id(parameter): parameter.detach().requires_grad_()
-            for parameter in self.operator.parameters()
-            if parameter.requires_grad
-        }
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            y = operator_input = operator_output = leaf
-            hooked, arguments = False, {}
-            for path, module in self.modules:
-                # An in-place operator would overwrite the stage's input, which the stage before may need.
-                given = y.clone() if getattr(module, "inplace", False) else y
-                running = twin(module, own)
-                y = _called(running, given, path)
-                hooked |= _pulls(running, y)
-                if module is self.operator:
-                    operator_input, operator_output, arguments = given, y, arguments_of(running)
-        if y.dtype != x.dtype:
-            raise TypeError(f"{self.path} makes {y.dtype} of {x.dtype}; run it outside torch.autocast")
-        return Record(self, leaf, y, own, operator_input, operator_output, arguments, hooked)
-
-    def _check_alike(self, x: torch.Tensor) -> None:
-        for name, tensor in (*self.operator.named_parameters(), *self.operator.named_buffers()):
-            if tensor.device != x.device:
-                raise ValueError(f"{self.path}.{name} is on {tensor.device}, its input on {x.device}; move one of them")
-            if tensor.is_floating_point() and tensor.dtype != x.dtype:
-                raise TypeError(f"{self.path}.{name} is {tensor.dtype}, its input {x.dtype}; convert one of them")
-
-    def keeping(self, kept: Sequence[Kept]) -> Stage:
-        """The same stage with a pattern that leaves out what these weights do."""
-        some = tuple(weight for weight in kept if not bool(weight.mask.all()))
-        return replace(self, call=replace(self.call, kept={weight.name: weight.mask for weight in some}), kept=some)
-
-    def __repr__(self) -> str:
-        return f"<Stage {self.path}: {self.call.operator}, {self.in_shape} to {self.out_shape}>"
-
-
-def _called(module: nn.Module, x: torch.Tensor, path: str) -> torch.Tensor:
-    """``module(x)``, hooks and all, where no hook changes what goes in or comes out."""
-    seen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-    forward = module.forward
-
-    def look(taken: torch.Tensor) -> torch.Tensor:
-        output = forward(taken)
-        seen.append((taken, output, output._version))
-        return output
-
-    module.forward = look
-    y = module(x)
-    taken, given, version = seen[0]
-    if not _same(taken, x) or not _same(given, y) or y._version != version:
-        raise RuntimeError(
-            f"{path}: a forward hook changes the module's input or output, so its Jacobian is not the operator's; "
-            "make the change in a module of its own"
-        )
-    return y
-
-
-def _pulls(module: nn.Module, y: torch.Tensor) -> bool:
-    """Whether a hook is run when a gradient passes through the module."""
-    everywhere = nn.modules.module
-    hooks = (module._backward_hooks, module._backward_pre_hooks, y._backward_hooks)
-    return any((*hooks, everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks))
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are one, or one is the other as PyTorch's backward hooks wrap it."""
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
-
-
-@dataclass
-class Record:
-    """What a stage computed for one batch.
-
-    Attributes
-    ----------
-    input, output : Tensor
-        ``(batch, *shape)``; a graph leads from one to the other and to the stage's parameters.
-    parameters : dict of int to Tensor
-        The graph's own parameters, by the ``id`` of the module's; those that train.
-    """
-
-    stage: Stage
-    input: torch.Tensor
-    output: torch.Tensor
-    parameters: dict[int, torch.Tensor] = field(repr=False)
-    _operator_input: torch.Tensor = field(repr=False)
-    _operator_output: torch.Tensor = field(repr=False)
-    #: The operator's arguments: its weights as pruning hooks and parametrisations made them for this forward.
-    _arguments: dict[str, Any] = field(repr=False)
-    #: Whether a hook sees gradients on their way through.
-    hooked: bool = False
-
-    def __post_init__(self) -> None:
-        # No derivative depends on what is only added.
-        self._versions = {
-            name: value._version
-            for name, value in self._arguments.items()
-            if isinstance(value, torch.Tensor) and name not in ("bias", "running_mean")
-        }
-
-    def adapted(self) -> Record:
-        """The same record, of a stage whose pattern leaves out what is zero in the weights of this forward."""
-        if all(kept.holds(self._arguments[kept.name]) for kept in self.stage.kept):
-            return self
-        # Masks are in the stage's key: what does not hold is what was zero by chance.
-        kept = [Kept(name, self._arguments[name], None) for name in self.stage.rule.weights]
-        return replace(self, stage=self.stage.keeping(kept))
-
-    @property
-    def batch(self) -> int:
-        """Samples."""
-        return self.input.shape[0]
-
-    def vjp(self, gradient: torch.Tensor) -> torch.Tensor:
-        """``Jᵀ g`` for each sample, ``(batch, *out_shape)`` to ``(batch, *in_shape)``: the operator's own backward."""
-        return self.pull_back(gradient, (), for_input=True)[0]
-
-    def pull_back(
-        self, gradient: torch.Tensor, parameters: Sequence[int], *, for_input: bool
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Gradients of the input and of parameters (equation 2.2), for a gradient of the output.
-
-        Parameters
-        ----------
-        gradient : Tensor, (batch, *out_shape)
-            Of the output.
-        parameters : sequence of int
-            Which, by the ``id`` of the module's.
-        for_input : bool
-            Whether the input's is wanted too; it is empty otherwise.
-        """
-        wanted = [*([self.input] if for_input else []), *(self.parameters[key] for key in parameters)]
-        if not wanted:
-            return gradient.new_empty(0), {}
-        found = torch.autograd.grad(
-            self.output, wanted, gradient.reshape(self.output.shape), retain_graph=True, materialize_grads=True
-        )
-        own = found[1:] if for_input else found
-        return found[0] if for_input else gradient.new_empty(0), dict(zip(parameters, own, strict=True))
-
-    def jacobian(self) -> SparseJacobian:
-        """``J`` for the whole batch."""
-        return self._filled(self.stage.pattern.T, self.stage.rule.values, slice(None))
-
-    def transposed_jacobian(self, samples: slice = slice(None)) -> SparseJacobian:
-        """``J.T`` for a slice of the batch."""
-        return self._filled(self.stage.pattern, self.stage.rule.transposed_values, samples)
-
-    def _filled(
-        self, pattern: Pattern, values: Callable[[Call, Pattern], torch.Tensor], samples: slice
-    ) -> SparseJacobian:
-        try:
-            return SparseJacobian(pattern, values(self._call(samples), pattern))
-        except torch.OutOfMemoryError as error:
-            rows, columns = pattern.shape
-            raise torch.OutOfMemoryError(f"{self.stage.path}, {rows:,} × {columns:,}: {error}") from error
-
-    def winners(self, samples: slice = slice(None)) -> torch.Tensor | None:
-        """For a stage that selects, what it selects: int32, ``(windows, batch)``."""
-        return self.stage.rule.selection(self._call(samples))
-
-    def _call(self, samples: slice) -> Call:
-        stage = self.stage
-        for name, version in self._versions.items():
-            if self._arguments[name]._version != version:
-                raise RuntimeError(
-                    f"{stage.path}.{name} was changed in place between forward and backward; run the forward again"
-                )
-        for kept in stage.kept:
-            if not kept.holds(self._arguments[kept.name]):
-                raise RuntimeError(
-                    f"{stage.path}.{kept.name}: weights that were pruned or zero when the pattern was made are not "
-                    "zero any more; make the chain again, keep them zero by a mask (torch.nn.utils.prune), or pass "
-                    "pruned=False"
-                )
-        given, made = self._operator_input.detach(), self._operator_output.detach()
-        whole = samples == slice(None)
-        return replace(
-            stage.call,
-            arguments=self._arguments,
-            input=given if whole else given[samples],
-            output=made if whole else made[samples],
-            node=self._operator_output.grad_fn if whole else None,
-            vjp=lambda gradient: self._operator_vjp(gradient, samples),
-        )
-
-    def _operator_vjp(self, gradient: torch.Tensor, samples: slice) -> torch.Tensor:
-        # The graph holds the whole batch; samples do not mix, so the others may have any gradient.
-        whole = gradient.new_zeros(self.output.shape)
-        whole[samples] = gradient.reshape(whole[samples].shape)
-        return self.vjp(whole)[samples]
 
 
 class Chain:
@@ -291,9 +49,10 @@ class Chain:
         """Forward for a batch: what each stage computed, each with a graph of its own."""
         check_input("x", x, self.in_shape)
         records: list[Record] = []
+        state: dict[Any, Any] = {}
         for stage in self.stages:
             try:
-                records.append(stage.run(x))
+                records.append(stage.run(x, state))
             except RuntimeError as error:
                 _check_devices(stage, x, error)
                 raise
@@ -310,7 +69,7 @@ class Chain:
     def __repr__(self) -> str:
         lines = [f"<Chain of {len(self)} stages, {self.in_shape} to {self.out_shape}>"]
         lines += [
-            f"  {stage.path}: {stage.call.operator} {stage.in_shape} to {stage.out_shape}, {stage.pattern.T.summary()}"
+            f"  {stage.path}: {stage.name} {stage.in_shape} to {stage.out_shape}, {stage.pattern.T.summary()}"
             for stage in self.stages
         ]
         return "\n".join(lines)
@@ -322,7 +81,7 @@ def chain(module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True)
     Parameters
     ----------
     module : Module
-        A single operator, or ``nn.Sequential``, nested at will.
+        Of operators that have a rule: ``nn.Sequential`` of them is taken as it is, everything else is traced.
     input_shape : sequence of int
         Of the input, without the batch axis.
     pruned : bool
@@ -356,25 +115,45 @@ def chain(module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True)
                 raise ValueError(
                     f"{path}.{name} is on {parameter.device}; this runs on CPUs and CUDA: move it with .cpu()"
                 )
+        start = stages[-1].out_shape if stages else in_shape
+        if not is_known(leaf):
+            traced = traced_stages(leaf, shape, path, pruned=pruned)
+            if waiting:
+                # What only reshapes runs by itself, as nothing that follows is a module.
+                traced = [_reshaping(waiting, start, shape), *traced]
+                waiting = []
+            stages += traced
+            shape = stages[-1].out_shape if stages else shape
+            continue
         with undrawn():
             current = twin(leaf, aside=True)
             refresh_weights(current)
         call = call_of(current, shape, path=path)
         waiting.append((path, leaf))
+        shape = tuple(call.out_shape[1:])
         if not is_inactive(leaf):
-            rule = rule_for(call)
-            start = stages[-1].out_shape if stages else in_shape
-            stage = Stage(path, tuple(waiting), leaf, start, call.out_shape, call)
+            edge = Edge("input", "output", call)
+            edge.rule.check(call)
             if pruned:
-                stage = stage.keeping([Kept.of(current, name) for name in rule.weights])
-            rule.check(stage.call)
-            stages.append(stage)
+                edge = edge.keeping([Kept.of(current, name) for name in edge.rule.weights])
+            stages.append(ModuleStage(path, start, shape, (edge,), "input", "output", tuple(waiting), leaf))
             waiting = []
-        shape = call.out_shape
     if waiting and stages:
         last = stages[-1]
-        stages[-1] = replace(last, modules=(*last.modules, *waiting), out_shape=shape)
+        if isinstance(last, ModuleStage):
+            stages[-1] = replace(last, modules=(*last.modules, *waiting), out_shape=shape)
+        else:
+            stages.append(_reshaping(waiting, last.out_shape, shape))
     return Chain(module, stages, in_shape, shape)
+
+
+def _reshaping(
+    waiting: Sequence[tuple[str, nn.Module]], in_shape: tuple[int, ...], out_shape: tuple[int, ...]
+) -> Stage:
+    """A stage of modules that only reshape, where there is no operator beside them to run with."""
+    path, last = waiting[-1]
+    call = Call("aten.identity", {}, (1, *in_shape), (1, *out_shape), path)
+    return ModuleStage(path, in_shape, out_shape, (Edge("input", "output", call),), "input", "output", tuple(waiting), last)
 
 
 def _leaves(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -413,11 +192,12 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _check_devices(stage: Stage, x: torch.Tensor, error: RuntimeError) -> None:
     """ValueError in the place of `error` where a stage's weights are not where its input is."""
-    for name, value in stage.call.arguments.items():
-        if isinstance(value, torch.Tensor) and value.device != x.device:
-            raise ValueError(
-                f"{stage.path}.{name} is on {value.device} and the input on {x.device}; move one of them"
-            ) from error
+    for edge in stage.edges:
+        for name, value in edge.call.arguments.items():
+            if isinstance(value, torch.Tensor) and value.device != x.device:
+                raise ValueError(
+                    f"{edge.call.path}.{name} is on {value.device} and the input on {x.device}; move one of them"
+                ) from error
 
 
 def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -297,12 +297,12 @@ def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
         patterns = []
         for record in stages.run(x):
             pattern = record.stage.pattern
-            if not record.stage.rule.shared:
+            if not record.stage.shared:
                 pattern = without_zeros(pattern, record.transposed_jacobian().values[:, 0].cpu().numpy())
             patterns.append(pattern)
         return patterns
 
-    operators = [(stage.path, stage.call.operator, partial(_operator_flop, stage)) for stage in stages]
+    operators = [(stage.path, stage.name, partial(_operator_flop, stage)) for stage in stages]
     return Subject(stages.in_shape, [stage.pattern for stage in stages], operators, observe, stages)
 
 

@@ -13,18 +13,21 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
-from .patterns import Call, UnsupportedOperatorError
+from .patterns import Call
 
 __all__ = [
     "Kept",
     "arguments_of",
     "call_of",
+    "has_own_hooks",
     "is_inactive",
     "is_known",
     "refresh_weights",
+    "remake_weights",
     "settings_of",
     "twin",
     "undrawn",
+    "weight_names",
 ]
 
 Arguments = dict[str, Any]
@@ -57,9 +60,15 @@ class _BatchNorm(_Lowering):
         return {**super().arguments(module), "training": module.training or module.running_var is None}
 
 
-def _meta_conv2d(module: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+def _meta_convolution(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return module._conv_forward(x, module.weight.detach().to("meta"), None)  # type: ignore[no-any-return]
+
+
+def _meta_transposed(module: Any, x: torch.Tensor) -> torch.Tensor:
+    convolve = getattr(functional, f"conv_transpose{len(module.kernel_size)}d")
     weight = module.weight.detach().to("meta")
-    return functional.conv2d(x, weight, None, module.stride, module.padding, module.dilation, module.groups)
+    sizes = (module.stride, module.padding, module.output_padding, module.groups, module.dilation)
+    return convolve(x, weight, None, *sizes)  # type: ignore[no-any-return]
 
 
 def _meta_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -71,6 +80,16 @@ def _meta_batch_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     if x.shape[1] != module.num_features:
         raise RuntimeError(f"expected {module.num_features} channels")
     return x
+
+
+def _meta_group_norm(module: nn.GroupNorm, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[1] != module.num_channels:
+        raise RuntimeError(f"expected {module.num_channels} channels")
+    return functional.group_norm(x, module.num_groups)
+
+
+def _meta_line_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return functional.layer_norm(x, module.normalized_shape)
 
 
 def _meta_prelu(module: nn.PReLU, x: torch.Tensor) -> torch.Tensor:
@@ -85,15 +104,14 @@ _BATCH_NORM = _BatchNorm(
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 _LOWERINGS: dict[type[nn.Module], _Lowering] = {
-    nn.Conv2d: _Lowering(
-        "aten.conv2d", "weight", "bias", "stride", "padding", "dilation", "groups", forward=_meta_conv2d
-    ),
     nn.Linear: _Lowering("aten.linear", "weight", "bias", forward=_meta_linear),
-    nn.MaxPool2d: _Lowering("aten.max_pool2d", "kernel_size", "stride", "padding", "dilation", "ceil_mode"),
-    nn.AvgPool2d: _Lowering(
-        "aten.avg_pool2d", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"
+    nn.GroupNorm: _Lowering("aten.group_norm", "num_groups", "weight", "bias", "eps", forward=_meta_group_norm),
+    nn.LayerNorm: _Lowering(
+        "aten.layer_norm", "normalized_shape", "weight", "bias", "eps", forward=_meta_line_norm
     ),
-    nn.AdaptiveAvgPool2d: _Lowering("aten.adaptive_avg_pool2d"),
+    nn.RMSNorm: _Lowering("aten.rms_norm", "normalized_shape", "weight", "eps", forward=_meta_line_norm),
+    nn.Softmax: _Lowering("aten.softmax", "dim"),
+    nn.LogSoftmax: _Lowering("aten.log_softmax", "dim"),
     nn.BatchNorm1d: _BATCH_NORM,
     nn.BatchNorm2d: _BATCH_NORM,
     nn.BatchNorm3d: _BATCH_NORM,
@@ -131,13 +149,34 @@ _LOWERINGS: dict[type[nn.Module], _Lowering] = {
     nn.Identity: _Lowering("aten.identity"),
 }
 
+_CONVOLUTION = ("weight", "bias", "stride", "padding", "dilation", "groups")
+_WINDOW = ("kernel_size", "stride", "padding")
+for _axes in (1, 2, 3):
+    for _name, _lowering in {
+        "Conv{}d": _Lowering(f"aten.conv{_axes}d", *_CONVOLUTION, forward=_meta_convolution),
+        "ConvTranspose{}d": _Lowering(
+            f"aten.conv_transpose{_axes}d", *_CONVOLUTION, "output_padding", forward=_meta_transposed
+        ),
+        "MaxPool{}d": _Lowering(f"aten.max_pool{_axes}d", *_WINDOW, "dilation", "ceil_mode"),
+        "AvgPool{}d": _Lowering(
+            f"aten.avg_pool{_axes}d",
+            *(*_WINDOW, "ceil_mode", "count_include_pad"),
+            *([] if _axes == 1 else ["divisor_override"]),
+        ),
+        "AdaptiveAvgPool{}d": _Lowering(f"aten.adaptive_avg_pool{_axes}d"),
+        "AdaptiveMaxPool{}d": _Lowering(f"aten.adaptive_max_pool{_axes}d"),
+    }.items():
+        _LOWERINGS[getattr(nn, _name.format(_axes))] = _lowering
+
 
 def _known_type(module: nn.Module) -> type[nn.Module] | None:
     """The type in the table whose forward the module runs."""
     for kind in type(module).__mro__:
         if kind in _LOWERINGS:
-            # A subclass with a forward of its own is another operator.
-            return kind if type(module).forward is kind.forward else None
+            # A subclass with a forward of its own is another operator, and so are some settings.
+            plain = getattr(module, "padding_mode", "zeros") == "zeros" and not getattr(module, "return_indices", False)
+            named = getattr(module, "dim", 0) is not None
+            return kind if type(module).forward is kind.forward and plain and named else None
     return None
 
 
@@ -156,9 +195,24 @@ def is_inactive(module: nn.Module) -> bool:
 def refresh_weights(module: nn.Module) -> None:
     """Let the hooks that make weights out of others, pruning's above all, set them as they do before each forward."""
     with torch.no_grad():
-        for hook in module._forward_pre_hooks.values():
-            if _makes_weights(hook):
-                hook(module, None)
+        remake_weights(module)
+
+
+def remake_weights(module: nn.Module) -> None:
+    """As `refresh_weights`, with a graph from the weights to what they are made of."""
+    for hook in module._forward_pre_hooks.values():
+        if _makes_weights(hook):
+            hook(module, None)
+
+
+def weight_names(module: nn.Module) -> list[str]:
+    """The weights that are made of others before each forward: plain tensors, where parameters would be."""
+    return [name for name, value in module.__dict__.items() if isinstance(value, torch.Tensor)]
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Whether a hook is registered on the module that is not PyTorch's own, making a weight."""
+    return any(not _makes_weights(hook) for kind in _HOOKS for hook in module.__dict__[kind].values())
 
 
 def _makes_weights(hook: object) -> bool:
@@ -232,34 +286,23 @@ def settings_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def call_of(module: nn.Module, in_shape: tuple[int, ...], *, path: str) -> Call:
-    """The call that the module makes on an input of that shape, without the batch axis.
+    """The call that the module makes on samples of that shape, without the batch axis.
 
     Raises
     ------
-    UnsupportedOperatorError
-        Where the module is not in the table, or asks for what has no pattern; the message begins with `path`.
     ValueError
         Where the input does not fit the module.
     """
     kind = _known_type(module)
-    if kind is None:
-        raise UnsupportedOperatorError(
-            f"{path}: {type(module).__name__} has no pattern; supported are "
-            f"{', '.join(sorted(known.__name__ for known in _LOWERINGS))} and nn.Sequential of them: build the model "
-            "of these"
-        )
+    assert kind is not None
     lowering = _LOWERINGS[kind]
-    call = Call(lowering.operator, lowering.arguments(module), in_shape, (), path)
-    if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
-        raise call.unsupported(f"padding_mode is {module.padding_mode!r}", "set it to 'zeros'")
-    if isinstance(module, nn.MaxPool2d) and module.return_indices:
-        raise call.unsupported("return_indices=True gives two outputs", "set it to False")
+    call = Call(lowering.operator, lowering.arguments(module), (1, *in_shape), (), path)
     forward = lowering.forward or kind.forward
     try:
         out = forward(module, torch.empty((1, *in_shape), device="meta"))
     except (RuntimeError, IndexError, ValueError) as error:
         raise ValueError(f"{path}: an input of shape {in_shape} does not fit {module}: {error}") from error
-    return replace(call, out_shape=tuple(out.shape[1:]))
+    return replace(call, out_shape=tuple(out.shape))
 
 
 class Kept:

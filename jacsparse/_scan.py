@@ -211,7 +211,7 @@ class _Run:
             if value not in matrices:
                 record = self._record(value)
                 made = record.transposed_jacobian(samples)
-                (shared if record.stage.rule.shared else matrices)[value] = made
+                (shared if record.stage.shared else matrices)[value] = made
                 return made
             return matrices[value]
 

@@ -1,15 +1,16 @@
 """What is certainly zero: patterns, and for each family of operators its pattern and its values."""
 
-from . import _elementwise  # noqa: F401  (registers its rules)
+from . import _blocks, _elementwise, _matmul, _movement, _reduction  # noqa: F401  (each registers its rules)
 from ._convolution import Convolution, Sliding
 from ._pattern import Pattern
-from ._pooling import Adaptive, Pooling
+from ._pooling import Adaptive, Pooling, Weighted
 from ._recurrent import state_jacobian_pattern, state_jacobian_values
 from ._rules import Call, Rule, UnsupportedOperatorError, add_rule, rule_for
-from ._structure import Csr, Diagonal, Full, Identity, Structure
+from ._structure import Blocks, Csr, Diagonal, Full, Identity, Structure
 
 __all__ = [
     "Adaptive",
+    "Blocks",
     "Call",
     "Convolution",
     "Csr",
@@ -22,6 +23,7 @@ __all__ = [
     "Sliding",
     "Structure",
     "UnsupportedOperatorError",
+    "Weighted",
     "add_rule",
     "rule_for",
     "state_jacobian_pattern",

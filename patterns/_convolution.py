@@ -32,7 +32,7 @@ import torch
 from ._pattern import Pattern
 from ._rules import Call, Rule, add_rule
 from ._runtime import SIMD, kernel, run_rows
-from ._structure import Arrays, Full, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
+from ._structure import Arrays, Blocks, Full, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
 from ._values import repeat_rows, repeated, take
 
 __all__ = ["Convolution", "Sliding"]
@@ -52,7 +52,7 @@ class Sliding:
     kernel, stride, dilation : int
         As in ``torch.nn.Conv2d``.
     before, after : int
-        Padding on either side.
+        Padding on either side; less than nothing behind where no window begins at the end.
     ceil_mode : bool
         Round the number of windows up, as pooling may.
     """
@@ -349,7 +349,7 @@ def restored_axes(description: Mapping[str, Any]) -> tuple[Sliding, ...]:
     if not isinstance(axes, np.ndarray) or axes.dtype != np.int64 or axes.ndim != 2 or axes.shape[1] != 7:
         raise ValueError("axes is not an int64 array with 7 columns")
     size, taps, stride, before, after, dilation, ceil_mode = axes.T
-    fine = (size >= 0) & (taps >= 1) & (stride >= 1) & (before >= 0) & (after >= 0) & (dilation >= 1)
+    fine = (size >= 0) & (taps >= 1) & (stride >= 1) & (before >= 0) & (after > -(2**31)) & (dilation >= 1)
     fine &= (axes < 2**31).all(axis=1) & (ceil_mode >= 0) & (ceil_mode <= 1)
     if not fine.all():
         raise ValueError(f"axes holds {axes[np.argmin(fine)].tolist()}, which describes no sliding window")
@@ -367,39 +367,68 @@ def pairs(values: Any, count: int) -> tuple[int, ...]:
     return tuple(itertools.islice(itertools.cycle(values), count))
 
 
-@add_rule("aten.conv2d")
-class _ConvolutionRule(Rule):
-    """``aten.conv2d``: weights gathered along the pattern, shared by all samples."""
+class _Windows(Rule):
+    """A weight slid over the input, shared by all samples.
+
+    A sample that is a batch of `k` to the operator has `k` times as many groups, each with the weight of its own.
+    """
 
     weights = ("weight",)
-    shared = True
+
+    def shared(self, call: Call) -> bool:
+        return True
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        assert isinstance(pattern.structure, Convolution)
+        weight, copies = call["weight"], call.in_shape[0]
+        return pattern.structure.values(weight if copies == 1 else weight.repeat(copies, *[1] * (weight.ndim - 1)))
+
+    # The structure knows its orientation, and so the order of its weights.
+    transposed_values = values
+
+
+@add_rule("aten.conv1d", "aten.conv2d", "aten.conv3d")
+class _ConvolutionRule(_Windows):
+    """``aten.conv2d`` and its like: weights gathered along the pattern."""
 
     def pattern(self, call: Call) -> Pattern:
         weight = call["weight"]
+        copies, channels, *sizes = call.in_shape
         taps = tuple(weight.shape[2:])
         count = len(taps)
         stride, dilation = pairs(call["stride"], count), pairs(call["dilation"], count)
         padding = _padding(call["padding"], taps, dilation)
         axes = tuple(
             Sliding(size, kernel, step, before, after, spread)
-            for size, kernel, step, (before, after), spread in zip(
-                call.in_shape[1:], taps, stride, padding, dilation, strict=True
-            )
+            for size, kernel, step, (before, after), spread in zip(sizes, taps, stride, padding, dilation, strict=True)
         )
-        return Pattern.of(Convolution(weight.shape[0], call.in_shape[0], call["groups"], axes, _packed(call)))
-
-    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        assert isinstance(pattern.structure, Convolution)
-        return pattern.structure.values(call["weight"])
-
-    # The structure knows its orientation, and so the order of its weights.
-    transposed_values = values
+        groups, kept = copies * call["groups"], _packed(call, copies)
+        return Pattern.of(Convolution(copies * weight.shape[0], copies * channels, groups, axes, kept))
 
 
-def _packed(call: Call) -> bytes | None:
+@add_rule("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
+class _TransposedConvolutionRule(_Windows):
+    """``aten.conv_transpose2d`` and its like: the transposed Jacobian of the convolution from output to input."""
+
+    def pattern(self, call: Call) -> Pattern:
+        weight = call["weight"]
+        copies, channels, *sizes = call.in_shape
+        _, out_channels, *out_sizes = call.out_shape
+        taps = tuple(weight.shape[2:])
+        arguments = (pairs(call[name], len(taps)) for name in ("stride", "padding", "dilation"))
+        # What is left over at the end is no window's start.
+        axes = tuple(
+            Sliding(out, kernel, step, before, (size - 1) * step + spread * (kernel - 1) + 1 - out - before, spread)
+            for size, out, kernel, step, before, spread in zip(sizes, out_sizes, taps, *arguments, strict=True)
+        )
+        groups, kept = copies * call["groups"], _packed(call, copies)
+        return Pattern.of(Convolution(copies * channels, copies * out_channels, groups, axes, kept, transposed=True))
+
+
+def _packed(call: Call, copies: int) -> bytes | None:
     """The mask of the weights that are kept, as `Convolution` takes it."""
     kept = call.kept.get("weight")
-    return None if kept is None else np.packbits(kept.cpu().numpy()).tobytes()
+    return None if kept is None else np.packbits(np.tile(kept.cpu().numpy().reshape(-1), copies)).tobytes()
 
 
 def _padding(padding: Any, taps: tuple[int, ...], dilation: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -414,31 +443,32 @@ def _padding(padding: Any, taps: tuple[int, ...], dilation: tuple[int, ...]) -> 
 
 @add_rule("aten.linear")
 class _LinearRule(Rule):
-    """``aten.linear``: its weight, full or pruned."""
+    """``aten.linear``: its weight, full or pruned, at each place of the axes before the last."""
 
     weights = ("weight",)
-    shared = True
 
-    def check(self, call: Call) -> None:
-        if len(call.in_shape) != 1:
-            raise call.unsupported(
-                f"Linear on an input of shape {call.in_shape}", "flatten the input to one axis first"
-            )
+    def shared(self, call: Call) -> bool:
+        return True
 
     def pattern(self, call: Call) -> Pattern:
         out_features, in_features = call["weight"].shape
-        kept = _packed(call)
-        if kept is None:
-            return Pattern.of(Full(out_features, in_features))
-        return Pattern.of(Convolution(out_features, in_features, 1, (), kept))
+        copies = math.prod(call.in_shape[:-1])
+        kept = _packed(call, copies)
+        if kept is not None:
+            return Pattern.of(Convolution(copies * out_features, copies * in_features, copies, (), kept))
+        return Pattern.of(
+            Full(out_features, in_features) if copies == 1 else Blocks(copies, out_features, in_features)
+        )
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        weight = call["weight"].detach()
+        copies = math.prod(call.in_shape[:-1])
         if isinstance(pattern.structure, Convolution):
-            return pattern.structure.values(call["weight"])
+            return pattern.structure.values(weight if copies == 1 else weight.repeat(copies, 1))
         # A copy: values stay what they are when the weight goes on training.
-        return call["weight"].detach().reshape(-1, 1).clone()
+        return weight.repeat(copies, 1).reshape(-1, 1)
 
     def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         if isinstance(pattern.structure, Convolution):
-            return pattern.structure.values(call["weight"])
-        return call["weight"].detach().T.reshape(-1, 1)
+            return self.values(call, pattern)
+        return call["weight"].detach().T.repeat(math.prod(call.in_shape[:-1]), 1).reshape(-1, 1)

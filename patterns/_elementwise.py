@@ -1,15 +1,30 @@
-"""Elementwise operators: each output depends on the input at its own place, so the Jacobian is a diagonal."""
+"""Elementwise operators: each output depends on the input at its own place, so the Jacobian is a diagonal.
+
+Where the input is broadcast, a row has its one entry in the column that its place was broadcast from.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ._pattern import Pattern
-from ._rules import Call, Rule, add_rule
-from ._structure import Diagonal, Identity
+from ._rules import POINTWISE, Call, Rule, add_rule
+from ._structure import Csr, Diagonal, Identity, frozen, index_dtype
 from ._values import batch_last, positive
 
-__all__: list[str] = []
+__all__ = ["broadcast"]
+
+
+def broadcast(in_shape: tuple[int, ...], out_shape: tuple[int, ...]) -> Pattern:
+    """The pattern of an elementwise operator from a shape that is broadcast to another."""
+    size = int(np.prod(in_shape))
+    if size == int(np.prod(out_shape)):
+        return Pattern.of(Diagonal(size))
+    places = np.arange(size, dtype=index_dtype(0, 0, size)).reshape(in_shape)
+    indices = np.broadcast_to(places, out_shape).reshape(-1)
+    rows = np.arange(len(indices) + 1, dtype=index_dtype(len(indices), 0, size))
+    return Pattern.of(Csr(len(indices), size, frozen(rows), frozen(indices.astype(rows.dtype))))
 
 
 class _DiagonalRule(Rule):
@@ -22,39 +37,69 @@ class _DiagonalRule(Rule):
         assert call.output is not None and call.vjp is not None
         return batch_last(call.vjp(torch.ones_like(call.output)))
 
-    def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        return self.values(call, pattern)
-
 
 # Activations too: PyTorch's own backward takes the derivative from the input or the output, whichever it kept.
 add_rule(
-    "aten.alpha_dropout",
-    "aten.dropout",
-    "aten.feature_alpha_dropout",
-    "aten.feature_dropout",
-    "aten.celu",
-    "aten.elu",
-    "aten.gelu",
-    "aten.hardshrink",
-    "aten.hardsigmoid",
-    "aten.hardswish",
-    "aten.hardtanh",
-    "aten.leaky_relu",
-    "aten.log_sigmoid",
-    "aten.mish",
-    "aten.prelu",
-    "aten.relu6",
-    "aten.rrelu",
-    "aten.selu",
-    "aten.sigmoid",
-    "aten.silu",
-    "aten.softplus",
-    "aten.softshrink",
-    "aten.softsign",
-    "aten.tanh",
-    "aten.tanhshrink",
-    "aten.threshold",
+    "aten.hardswish", "aten.log_sigmoid", "aten.native_dropout", "aten.prelu", "aten.softsign", "aten.tanhshrink"
 )(_DiagonalRule)
+
+
+@add_rule("aten.alpha_dropout", "aten.dropout", "aten.feature_alpha_dropout", "aten.feature_dropout")
+class _DropoutRule(_DiagonalRule):
+    """``aten.dropout`` and its like: what was drawn, where anything is."""
+
+    def pattern(self, call: Call) -> Pattern:
+        inactive = not call.arguments.get("train", True)
+        return Pattern.of(Identity(call.in_size) if inactive else Diagonal(call.in_size))
+
+
+@add_rule(POINTWISE)
+class _PointwiseRule(_DiagonalRule):
+    """What ATen tags as pointwise, of any number of operands that are broadcast to one shape."""
+
+    several = True
+
+    def pattern(self, call: Call) -> Pattern:
+        return broadcast(call.in_shape, call.out_shape)
+
+    def shared(self, call: Call) -> bool:
+        # Linear in this operand: its derivative is a constant, or another operand.
+        if call.operator in ("aten.add", "aten.sub", "aten.rsub", "aten.neg"):
+            return True
+        return call.operator in ("aten.mul", "aten.div") and call.argument != _DIVISORS.get(call.operator) and (
+            not call.batched
+        )  # fmt: skip
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        assert call.input is not None
+        if self.shared(call):
+            return batch_last(self._derivative(call, call.input.new_zeros((1, *call.in_shape))))
+        if call.in_shape == call.out_shape:
+            return super().values(call, pattern)
+        return batch_last(self._derivative(call, call.input))
+
+    def _derivative(self, call: Call, x: torch.Tensor) -> torch.Tensor:
+        """The derivative at each place of the output, ``(batch, *out_shape)``."""
+        assert call.function is not None
+        rank = len(call.out_shape)
+        own = _aligned(x.detach(), rank).expand(len(x), *call.out_shape).contiguous().requires_grad_()
+        others = dict(call.arguments)
+        for name in call.batched & others.keys():
+            # What all samples share depends on no other operand.
+            value = others[name] if len(x) == len(others[name]) else x.new_zeros((len(x), *others[name].shape[1:]))
+            others[name] = _aligned(value, rank)
+        with torch.enable_grad():
+            y = call.function({**others, call.argument: own})
+        (derivative,) = torch.autograd.grad(y, own, torch.ones_like(y))
+        return derivative
+
+
+_DIVISORS = {"aten.div": "other"}
+
+
+def _aligned(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """``(batch, *shape)`` with axes of size 1 behind the batch, as broadcasting to so many axes adds them."""
+    return tensor.reshape(len(tensor), *[1] * (rank + 1 - tensor.ndim), *tensor.shape[1:])
 
 
 @add_rule("aten.relu")
@@ -66,31 +111,12 @@ class _ReluRule(_DiagonalRule):
         return positive(call.output)
 
 
-@add_rule("aten.batch_norm")
-class _BatchNormRule(_DiagonalRule):
-    """``aten.batch_norm`` in eval mode: a scale for each channel."""
-
-    shared = True
-
-    def check(self, call: Call) -> None:
-        if call["training"]:
-            raise call.unsupported(
-                "batch normalisation in training mode couples the samples of a batch", "call .eval() on it first"
-            )
-
-    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        scale = torch.rsqrt(call["running_var"] + call["eps"])
-        if call["weight"] is not None:
-            scale = scale * call["weight"].detach()
-        positions = call.in_size // max(1, call.in_shape[0])
-        return scale.repeat_interleave(positions).reshape(-1, 1)
-
-
-@add_rule("aten.identity", "aten.flatten", "aten.unflatten")
+@add_rule("aten.identity", "aten.flatten", "aten.unflatten", "aten._to_copy", "aten.to")
 class _IdentityRule(_DiagonalRule):
     """Operators that only give their input another shape."""
 
-    shared = True
+    def shared(self, call: Call) -> bool:
+        return True
 
     def pattern(self, call: Call) -> Pattern:
         return Pattern.of(Identity(call.in_size))

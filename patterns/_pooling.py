@@ -25,7 +25,7 @@ from ._rules import Call, Rule, add_rule
 from ._structure import Arrays, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
 from ._values import batch_last, placed, selected, take
 
-__all__ = ["Adaptive", "Pooling"]
+__all__ = ["Adaptive", "Pooling", "Weighted"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,37 @@ class Adaptive:
 
 
 @dataclass(frozen=True)
+class Weighted:
+    """One axis along which each window has positions of its own.
+
+    Attributes
+    ----------
+    size, windows : int
+        Input and output positions.
+    reached : bytes
+        Which positions are in which window: ``numpy.packbits`` of a mask over ``(windows, size)``.
+    """
+
+    size: int
+    windows: int
+    reached: bytes
+
+    @classmethod
+    def of(cls, weights: np.ndarray) -> Weighted:
+        """The axis of a matrix of weights, ``(windows, size)``."""
+        return cls(weights.shape[1], weights.shape[0], np.packbits(weights != 0).tobytes())
+
+    @functools.cached_property
+    def sources(self) -> np.ndarray:
+        """Input positions of each window, ascending, padded with -1; shape ``(windows, longest window)``."""
+        bits = np.unpackbits(np.frombuffer(self.reached, dtype=np.uint8), count=self.windows * self.size)
+        mask = bits.reshape(self.windows, self.size)
+        longest = int(mask.sum(axis=1).max(initial=0))
+        order = np.argsort(1 - mask, axis=1, kind="stable")[:, :longest]
+        return np.where(np.take_along_axis(mask, order, axis=1) == 1, order, -1)
+
+
+@dataclass(frozen=True)
 class Pooling(Structure):
     """The Jacobian of a pooling operator, or its transpose.
 
@@ -53,7 +84,7 @@ class Pooling(Structure):
     ----------
     channels : int
         Copies of the pattern over positions.
-    axes : tuple of Sliding or of Adaptive
+    axes : tuple of Sliding, of Adaptive or of Weighted
         One per spatial axis.
     selects : bool
         Whether each sample keeps a single entry, 1, in each window: max-pooling.
@@ -62,7 +93,7 @@ class Pooling(Structure):
     """
 
     channels: int
-    axes: tuple[Sliding, ...] | tuple[Adaptive, ...]
+    axes: tuple[Sliding, ...] | tuple[Adaptive, ...] | tuple[Weighted, ...]
     selects: bool = False
     transposed: bool = False
 
@@ -137,12 +168,14 @@ class Pooling(Structure):
         return frozen(np.tile(positions.astype(index_dtype(0, 0, self._single_shape[1])), self.channels))
 
     def describe(self) -> Mapping[str, Any]:
-        adaptive = [(axis.size, axis.windows) for axis in self.axes if isinstance(axis, Adaptive)]
+        sizes = [(axis.size, axis.windows) for axis in self.axes if not isinstance(axis, Sliding)]
         sliding = tuple(axis for axis in self.axes if isinstance(axis, Sliding))
+        reached = b"".join(axis.reached for axis in self.axes if isinstance(axis, Weighted))
         return {
             "channels": self.channels,
-            "axes": np.array(adaptive, dtype=np.int64) if adaptive else described_axes(sliding),
-            "adaptive": bool(adaptive),
+            "axes": np.array(sizes, dtype=np.int64) if sizes else described_axes(sliding),
+            "adaptive": any(isinstance(axis, Adaptive) for axis in self.axes),
+            "reached": np.frombuffer(reached, dtype=np.uint8),
             "selects": self.selects,
             "transposed": self.transposed,
         }
@@ -150,13 +183,13 @@ class Pooling(Structure):
     @classmethod
     def restore(cls, description: Mapping[str, Any]) -> Pooling:
         axes: tuple[Any, ...]
+        reached = description.get("reached")
+        if not isinstance(reached, np.ndarray) or reached.dtype != np.uint8 or reached.ndim != 1:
+            raise ValueError("reached is not an array of bytes")
         if flag(description, "adaptive"):
-            table = description.get("axes")
-            if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 2:
-                raise ValueError("axes is not an int64 array with 2 columns")
-            if (table < 0).any() or (table > LARGEST_TABLE).any():
-                raise ValueError(f"axes holds a size below 0 or beyond {LARGEST_TABLE}")
-            axes = tuple(Adaptive(*row) for row in table.tolist())
+            axes = tuple(Adaptive(*row) for row in _restored_sizes(description))
+        elif len(reached):
+            axes = _restored_weighted(_restored_sizes(description), reached)
         else:
             axes = restored_axes(description)
         channels = natural(description, "channels")
@@ -165,13 +198,31 @@ class Pooling(Structure):
         return structure
 
 
+def _restored_sizes(description: Mapping[str, Any]) -> list[list[int]]:
+    """Of each axis its positions and windows, checked."""
+    table = description.get("axes")
+    if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 2:
+        raise ValueError("axes is not an int64 array with 2 columns")
+    if (table < 0).any() or (table > LARGEST_TABLE).any():
+        raise ValueError(f"axes holds a size below 0 or beyond {LARGEST_TABLE}")
+    return table.tolist()  # type: ignore[no-any-return]
+
+
+def _restored_weighted(sizes: list[list[int]], reached: np.ndarray) -> tuple[Weighted, ...]:
+    lengths = [-(-size * windows // 8) for size, windows in sizes]
+    if len(reached) != sum(lengths):
+        raise ValueError(f"reached has {len(reached)} bytes; these axes need {sum(lengths)}")
+    parts = np.split(reached, np.cumsum(lengths)[:-1])
+    return tuple(Weighted(*size, part.tobytes()) for size, part in zip(sizes, parts, strict=True))
+
+
 def _rows(indptr: np.ndarray) -> np.ndarray:
     """Row of each entry."""
     return np.repeat(np.arange(len(indptr) - 1, dtype=indptr.dtype), np.diff(indptr))
 
 
 def _sliding(call: Call) -> tuple[Sliding, ...]:
-    sizes = call.in_shape[1:]
+    sizes = call.in_shape[2:]
     count = len(sizes)
     kernel = pairs(call["kernel_size"], count)
     stride = pairs(call["stride"] or kernel, count)
@@ -182,41 +233,40 @@ def _sliding(call: Call) -> tuple[Sliding, ...]:
     )
 
 
-@add_rule("aten.max_pool2d")
-class _MaxPoolRule(Rule):
-    """``aten.max_pool2d``: each window passes its gradient to its winner, ties broken as PyTorch breaks them."""
+def _adaptive(call: Call) -> tuple[Adaptive, ...]:
+    return tuple(Adaptive(size, windows) for size, windows in zip(call.in_shape[2:], call.out_shape[2:], strict=True))
 
-    def check(self, call: Call) -> None:
-        if any((axis.sources < 0).all(axis=1).any() for axis in _sliding(call)):
-            # PyTorch 2.13's own backward then writes outside its tensor.
-            raise call.unsupported(
-                "a window of this max-pooling lies wholly in the padding and has no winner",
-                "choose a padding, dilation or ceil_mode that leaves none",
-            )
+
+def _channels(call: Call) -> int:
+    """Channels of all the images that a sample is."""
+    return call.in_shape[0] * call.in_shape[1]
+
+
+class _SelectingRule(Rule):
+    """Each window passes its gradient to its winner, ties broken as PyTorch breaks them."""
+
+    def axes(self, call: Call) -> tuple[Sliding, ...] | tuple[Adaptive, ...]:
+        raise NotImplementedError
+
+    def pooled(self, call: Call, x: torch.Tensor) -> torch.Tensor:
+        """Position within its channel that wins each window of ``(images, channels, ...)``, int64."""
+        raise NotImplementedError
 
     def pattern(self, call: Call) -> Pattern:
-        return Pattern.of(Pooling(call.in_shape[0], _sliding(call), selects=True))
+        return Pattern.of(Pooling(_channels(call), self.axes(call), selects=True))
 
     def winners(self, call: Call) -> torch.Tensor:
-        """Position within its channel that wins each window, int64, ``(batch, *out_shape)``."""
+        """Position within its channel that wins each window, int64, ``(batch, channels, *windows)``."""
         assert call.input is not None
+        batch, windows = len(call.input), call.out_shape[2:]
         try:
             saved = getattr(call.node, "_saved_result1", None)
         except RuntimeError:
             # A backward pass has freed it.
             saved = None
-        if isinstance(saved, torch.Tensor) and saved.shape == (len(call.input), *call.out_shape):
-            return saved
-        _, winners = functional.max_pool2d(
-            call.input.detach(),
-            call["kernel_size"],
-            call["stride"],
-            call["padding"],
-            call["dilation"],
-            call["ceil_mode"],
-            return_indices=True,
-        )
-        return winners
+        if not isinstance(saved, torch.Tensor) or saved.shape != (batch, *call.out_shape[1:]):
+            saved = self.pooled(call, call.input.detach().flatten(0, 1))
+        return saved.reshape(batch, _channels(call), *windows)
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert isinstance(pattern.structure, Pooling) and call.input is not None
@@ -229,29 +279,70 @@ class _MaxPoolRule(Rule):
     transposed_values = values
 
     def selection(self, call: Call) -> torch.Tensor:
-        winners = self.winners(call)
-        channel = torch.arange(call.in_shape[0], device=winners.device)[:, None, None]
-        return batch_last((winners + channel * math.prod(call.in_shape[1:])).to(torch.int32))
+        winners = self.winners(call).flatten(2)
+        channel = torch.arange(_channels(call), device=winners.device)[:, None]
+        return batch_last((winners + channel * math.prod(call.in_shape[2:])).to(torch.int32))
 
 
-class _AveragePoolRule(Rule):
-    """A window's mean: one over its divisor for each entry."""
+@add_rule("aten.max_pool1d", "aten.max_pool2d", "aten.max_pool3d")
+class _MaxPoolRule(_SelectingRule):
+    """``aten.max_pool2d`` and its like."""
 
-    shared = True
+    def check(self, call: Call) -> None:
+        super().check(call)
+        if any((axis.sources < 0).all(axis=1).any() for axis in _sliding(call)):
+            # PyTorch 2.13's own backward then writes outside its tensor.
+            raise call.unsupported(
+                "a window of this max-pooling lies wholly in the padding and has no winner",
+                "choose a padding, dilation or ceil_mode that leaves none",
+            )
 
-    def axes(self, call: Call) -> tuple[Sliding, ...] | tuple[Adaptive, ...]:
+    def axes(self, call: Call) -> tuple[Sliding, ...]:
+        return _sliding(call)
+
+    def pooled(self, call: Call, x: torch.Tensor) -> torch.Tensor:
+        pool = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[len(call.in_shape) - 3]
+        names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+        _, winners = pool(x, *(call[name] for name in names), return_indices=True)
+        return winners  # type: ignore[no-any-return]
+
+
+@add_rule("aten.adaptive_max_pool1d", "aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d")
+class _AdaptiveMaxPoolRule(_SelectingRule):
+    """``aten.adaptive_max_pool2d`` and its like."""
+
+    def axes(self, call: Call) -> tuple[Adaptive, ...]:
+        return _adaptive(call)
+
+    def pooled(self, call: Call, x: torch.Tensor) -> torch.Tensor:
+        pools = (functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d)
+        _, winners = pools[len(call.in_shape) - 3](x, call.out_shape[2:], return_indices=True)
+        return winners
+
+
+class _SeparableRule(Rule):
+    """Each axis by itself: an output is a sum over its window, its weights products of one for each axis."""
+
+    def shared(self, call: Call) -> bool:
+        return True
+
+    def axes(self, call: Call) -> tuple[Sliding, ...] | tuple[Adaptive, ...] | tuple[Weighted, ...]:
         raise NotImplementedError
+
+    def pattern(self, call: Call) -> Pattern:
+        return Pattern.of(Pooling(_channels(call), self.axes(call)))
+
+
+class _AveragePoolRule(_SeparableRule):
+    """A window's mean: one over its divisor for each entry."""
 
     def divisors(self, call: Call) -> np.ndarray:
         """Divisor of each window of a channel, float64."""
         raise NotImplementedError
 
-    def pattern(self, call: Call) -> Pattern:
-        return Pattern.of(Pooling(call.in_shape[0], self.axes(call)))
-
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert isinstance(pattern.structure, Pooling) and call.input is not None
-        weights = torch.from_numpy(np.tile(1.0 / self.divisors(call), call.in_shape[0])).to(call.input)
+        weights = torch.from_numpy(np.tile(1.0 / self.divisors(call), _channels(call))).to(call.input)
         return take(weights, pattern.structure.entry_windows)
 
     transposed_values = values
@@ -262,17 +353,18 @@ def _areas(lengths: list[np.ndarray]) -> np.ndarray:
     return functools.reduce(lambda area, length: np.outer(area, length).ravel(), lengths, np.ones(1))
 
 
-@add_rule("aten.avg_pool2d")
+@add_rule("aten.avg_pool1d", "aten.avg_pool2d", "aten.avg_pool3d")
 class _AvgPoolRule(_AveragePoolRule):
-    """``aten.avg_pool2d``."""
+    """``aten.avg_pool2d`` and its like."""
 
     def axes(self, call: Call) -> tuple[Sliding, ...]:
         return _sliding(call)
 
     def divisors(self, call: Call) -> np.ndarray:
         axes = self.axes(call)
-        if call["divisor_override"]:
-            return np.full(int(np.prod([axis.windows for axis in axes])), float(call["divisor_override"]))
+        override = call.arguments.get("divisor_override")
+        if override:
+            return np.full(math.prod(axis.windows for axis in axes), float(override))
         if not call["count_include_pad"]:
             return _areas([(axis.sources >= 0).sum(axis=1) for axis in axes])
         # A window counts its padding, but not what rounding up lets it reach beyond that.
@@ -281,14 +373,47 @@ class _AvgPoolRule(_AveragePoolRule):
         return _areas([end - start for start, end in zip(starts, ends, strict=True)])
 
 
-@add_rule("aten.adaptive_avg_pool2d")
+@add_rule("aten.adaptive_avg_pool1d", "aten.adaptive_avg_pool2d", "aten.adaptive_avg_pool3d")
 class _AdaptiveAvgPoolRule(_AveragePoolRule):
-    """``aten.adaptive_avg_pool2d``."""
+    """``aten.adaptive_avg_pool2d`` and its like."""
 
     def axes(self, call: Call) -> tuple[Adaptive, ...]:
-        return tuple(
-            Adaptive(size, windows) for size, windows in zip(call.in_shape[1:], call.out_shape[1:], strict=True)
-        )
+        return _adaptive(call)
 
     def divisors(self, call: Call) -> np.ndarray:
-        return _areas([(axis.sources >= 0).sum(axis=1) for axis in self.axes(call)])
+        return _areas([(axis.sources >= 0).sum(axis=1) for axis in _adaptive(call)])
+
+
+@add_rule(
+    *(f"aten.upsample_{how}" for how in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "trilinear3d")),
+    *(f"aten._upsample_nearest_exact{axes}" for axes in ("1d", "2d", "3d")),
+    *(f"aten.upsample_{how}2d" for how in ("bilinear", "bicubic")),
+    *(f"aten._upsample_{how}2d_aa" for how in ("bilinear", "bicubic")),
+)
+class _UpsampleRule(_SeparableRule):
+    """Interpolation: along each axis a matrix of weights that PyTorch's own operator is asked for."""
+
+    def axes(self, call: Call) -> tuple[Weighted, ...]:
+        return tuple(Weighted.of(weights) for weights in self._weights(call))
+
+    def _weights(self, call: Call) -> list[np.ndarray]:
+        """A matrix ``(windows, size)`` for each axis, float64."""
+        assert call.apply is not None
+        matrices = []
+        for axis, size in enumerate(call.in_shape[2:]):
+            # A channel for each position of the axis; along the others weights add up to one.
+            shape = [1] * (len(call.in_shape) - 2)
+            shape[axis] = size
+            unit = torch.eye(size, dtype=torch.float64).reshape(1, size, *shape)
+            image = call.apply(unit.expand(1, size, *call.in_shape[2:]))
+            line = [0] * len(shape)
+            line[axis] = slice(None)  # type: ignore[call-overload]
+            matrices.append(image[(0, slice(None), *line)].T.cpu().numpy())
+        return matrices
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        assert call.input is not None
+        axes = [scipy.sparse.csr_array(weights) for weights in self._weights(call)]
+        single = functools.reduce(lambda left, right: scipy.sparse.kron(left, right, format="csr"), axes)
+        single.sort_indices()
+        return torch.from_numpy(np.tile(single.data, _channels(call))).to(call.input).reshape(-1, 1)

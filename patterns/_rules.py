@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from ._coloring import compressed_values
 from ._pattern import Pattern
+from ._structure import Diagonal
 from ._values import gathered
 
-__all__ = ["Call", "Rule", "UnsupportedOperatorError", "add_rule", "rule_for"]
+__all__ = ["POINTWISE", "Call", "Rule", "UnsupportedOperatorError", "add_rule", "is_pointwise", "rule_for"]
 
 
 class UnsupportedOperatorError(NotImplementedError):
@@ -31,17 +34,28 @@ class Call:
     arguments : dict
         Its arguments by their names in ATen's schema, but for the differentiated tensor.
     in_shape, out_shape : tuple of int
-        Without the batch axis.
+        Of the differentiated tensor and of the output for a batch of one: the axis of the batch is there, of size 1,
+        wherever it is, or of size `k` where each sample is a batch of `k` to the operator.
+    argument : str
+        Name of the differentiated argument.
     path : str
         Where in the model: for messages.
     kept : dict
         For weights of which some are pruned: which are kept, bool, by the argument's name.
     input, output : Tensor or None
         ``(batch, *shape)``; None while only shapes are known.
+    batched : frozenset of str
+        The arguments that depend on the sample: they are ``(batch, *shape)`` too, where `input` is given.
     node : Any
         Autograd's node of the output, which has what the forward pass saved; None where there is none.
     vjp : callable or None
         ``vjp(gradient of output) -> gradient of input``, both ``(batch, *shape)``.
+    jvp : callable or None
+        ``jvp(tangent of input) -> tangent of output``, both ``(batch, *shape)``.
+    function : callable or None
+        ``function(arguments) -> output``: the operator on other arguments, the differentiated one among them.
+    apply : callable or None
+        The operator for a batch of one on another tensor of `in_shape`, with zeros for what else depends on the sample.
     """
 
     operator: str
@@ -49,11 +63,16 @@ class Call:
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     path: str = ""
+    argument: str = "input"
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     input: torch.Tensor | None = None
     output: torch.Tensor | None = None
+    batched: frozenset[str] = frozenset()
     node: Any = None
     vjp: Callable[[torch.Tensor], torch.Tensor] | None = None
+    jvp: Callable[[torch.Tensor], torch.Tensor] | None = None
+    function: Callable[[dict[str, Any]], torch.Tensor] | None = None
+    apply: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -62,6 +81,11 @@ class Call:
     def in_size(self) -> int:
         """Elements of one sample of the input."""
         return math.prod(self.in_shape)
+
+    @property
+    def out_size(self) -> int:
+        """Elements of one sample of the output."""
+        return math.prod(self.out_shape)
 
     def unsupported(self, what: str, remedy: str) -> UnsupportedOperatorError:
         """An error that names the operator's path, what is not supported and what to do."""
@@ -73,23 +97,36 @@ class Rule(ABC):
 
     #: Names of the arguments whose pruned elements are left out of the pattern.
     weights: tuple[str, ...] = ()
-    #: Whether all samples share their values, which then do not depend on the input.
-    shared: bool = False
+    #: Whether other operands than the first, or several, may depend on the sample.
+    several: bool = False
 
     def check(self, call: Call) -> None:
         """Raise UnsupportedOperatorError where this use of the operator has no Jacobian for each sample."""
-        return
+        others = call.batched if call.argument in ("input", "self", "") else call.batched | {call.argument}
+        if others and not self.several:
+            raise call.unsupported(
+                f"{', '.join(sorted(others))} of {call.operator} depends on the input", "its rule takes it as a constant"
+            )
+
+    def shared(self, call: Call) -> bool:
+        """Whether all samples share their values, which then do not depend on the input."""
+        return False
 
     @abstractmethod
     def pattern(self, call: Call) -> Pattern:
         """The pattern of `J`, from shapes and, where weights are pruned, from those."""
 
-    @abstractmethod
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        """Values of `J` on its pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
+        """Values of `J` on its pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
+
+        Where a rule has no formula: by the operator's own derivative, a pass for each colour of the pattern.
+        """
+        return compressed_values(pattern, call)
 
     def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         """Values of ``J.T`` on its pattern, of the same shape as `values`."""
+        if isinstance(pattern.structure, Diagonal):
+            return self.values(call, pattern)
         return gathered(self.values(call, pattern.T), pattern.T.transposition)
 
     def selection(self, call: Call) -> torch.Tensor | None:
@@ -98,6 +135,9 @@ class Rule(ABC):
 
 
 _RULES: dict[str, Rule] = {}
+
+#: The name by which the rule of all operators that ATen tags as pointwise is registered.
+POINTWISE = "pointwise"
 
 RuleType = TypeVar("RuleType", bound=type[Rule])
 
@@ -121,7 +161,16 @@ def rule_for(call: Call) -> Rule:
     UnsupportedOperatorError
         Where the operator has none.
     """
-    rule = _RULES.get(call.operator)
+    rule = _RULES.get(call.operator) or (_RULES[POINTWISE] if is_pointwise(call.operator) else None)
     if rule is None:
         raise call.unsupported(f"operator {call.operator} has no rule", "register one with jacsparse.register_rule")
     return rule
+
+
+@functools.cache
+def is_pointwise(operator: str) -> bool:
+    """Whether ATen tags the operator, as in ``aten.exp``, as one whose outputs depend on their own places alone."""
+    namespace, _, name = operator.partition(".")
+    packet = getattr(getattr(torch.ops, namespace, None), name, None)
+    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)

@@ -17,6 +17,7 @@ import numpy as np
 import scipy.sparse
 
 __all__ = [
+    "Blocks",
     "Csr",
     "Diagonal",
     "Full",
@@ -210,6 +211,59 @@ class Full(Structure):
     @classmethod
     def restore(cls, description: Mapping[str, Any]) -> Full:
         structure = cls(natural(description, "m"), natural(description, "n"))
+        check_size(structure)
+        return structure
+
+
+@dataclass(frozen=True)
+class Blocks(Structure):
+    """Full blocks along the diagonal: ``I_outer ⊗ full(rows, columns) ⊗ I_inner``.
+
+    What an operator fills that works along one axis, each output of which depends on all of its own line: softmax,
+    normalisation, a matrix times each of many vectors.
+
+    Attributes
+    ----------
+    outer, inner : int
+        Positions before and after the axis.
+    rows, columns : int
+        Sizes of the axis, of the output and of the input.
+    """
+
+    outer: int
+    rows: int
+    columns: int
+    inner: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.outer * self.rows * self.inner, self.outer * self.columns * self.inner)
+
+    @property
+    def nnz(self) -> int:
+        return self.outer * self.rows * self.columns * self.inner
+
+    @property
+    def T(self) -> Blocks:
+        return Blocks(self.outer, self.columns, self.rows, self.inner)
+
+    def row_counts(self) -> np.ndarray:
+        return np.full(self.shape[0], self.columns, dtype=np.int64)
+
+    def csr(self) -> Arrays:
+        dtype = index_dtype(self.nnz, *self.shape)
+        line = np.arange(self.columns, dtype=dtype) * dtype(self.inner)
+        inner = np.arange(self.inner, dtype=dtype)[:, None]
+        first = np.arange(self.outer, dtype=dtype)[:, None, None, None] * dtype(self.columns * self.inner)
+        indices = np.broadcast_to(first + inner + line, (self.outer, self.rows, self.inner, self.columns))
+        return np.arange(self.shape[0] + 1, dtype=dtype) * dtype(self.columns), indices.reshape(-1)
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"outer": self.outer, "rows": self.rows, "columns": self.columns, "inner": self.inner}
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any]) -> Blocks:
+        structure = cls(*(natural(description, name) for name in ("outer", "rows", "columns", "inner")))
         check_size(structure)
         return structure
 

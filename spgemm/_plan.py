@@ -197,6 +197,18 @@ def plan_product(
     >>> plan_product(a, a, method="rowwise").flop
     4
     """
+    return planned(a, b, None, method, memory_limit, winners)
+
+
+def planned(
+    a: Pattern,
+    b: Pattern,
+    c: Pattern | None = None,
+    method: str = "auto",
+    memory_limit: int | None = None,
+    winners: bool = False,
+) -> ProductPlan:
+    """As `plan_product`, where the product's pattern may be known already."""
     for name, factor in (("a", a), ("b", b)):
         if not isinstance(factor, Pattern):
             raise TypeError(f"{name} is a {type(factor).__name__}; expected a Pattern (Pattern.from_scipy makes one)")
@@ -209,7 +221,7 @@ def plan_product(
     closed = any(isinstance(factor.structure, (Diagonal, Full)) for factor in (a, b))
     work = None if closed else row_work(a, b)
     count = multiply_adds(a, b) if work is None else int(work[-1])
-    product = Product(a, b, product_pattern(a, b, work), count, work)
+    product = Product(a, b, product_pattern(a, b, work) if c is None else c, count, work)
     if method == "auto":
         return ProductPlan(product, _best(product, limit, winners))
     chosen = METHODS[method]

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import jacsparse
-from jacsparse._chain import Record
+from jacsparse._stages import Record
 from jacsparse._scan import Scanner
 from tests.helpers import close
 from tests.jacsparse.models import kaiming, lenet, small, vgg_features
@@ -403,7 +403,7 @@ def test_backward_accumulates_and_refuses_randomness() -> None:
 def test_graph_is_released() -> None:
     def alive() -> int:
         gc.collect()
-        return sum(type(thing) is Record for thing in gc.get_objects())
+        return sum(isinstance(thing, Record) for thing in gc.get_objects())
 
     module = lenet()
     scan = jacsparse.nn.Scan(module, schedule="blelloch")

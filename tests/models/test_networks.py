@@ -26,7 +26,7 @@ def test_shapes(name: str, classes: int, channels: int) -> None:
 
 def test_stages_of_the_thesis() -> None:
     stages = jacsparse.chain(VGG11().features, (3, 32, 32))
-    operators = [stage.call.operator.removeprefix("aten.") for stage in stages]
+    operators = [stage.name.removeprefix("aten.") for stage in stages]
     assert len(stages) == 21
     assert [operators.count(name) for name in ("conv2d", "relu", "max_pool2d")] == [8, 8, 5]
     assert [part.out_channels for part in VGG11().features if isinstance(part, nn.Conv2d)] == [

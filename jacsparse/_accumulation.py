@@ -1,0 +1,188 @@
+"""Jacobians of graphs: products along paths, summed where paths meet.
+
+A Jacobian of a graph of operators is the sum over all paths from its input to its output of the products along them.
+Eliminating a vertex ``w`` adds, for each pair of an edge into it and one out of it, their product to the edge between
+their other ends (Griewank and Naumann, 2003: *Accumulating Jacobians as chained sparse matrix products*). When only
+input and output are left, the one edge between them is the Jacobian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from .patterns import Identity, Pattern
+from .spgemm import ProductPlan, SumPlan, multiply_adds, product_pattern, sum_pattern
+from .spgemm._plan import planned
+
+__all__ = ["Accumulation", "eliminate"]
+
+
+@dataclass
+class _Leaf:
+    """A matrix that is given, by its key."""
+
+    pattern: Pattern
+    key: Hashable
+
+
+@dataclass
+class _Product:
+    """The product of two matrices, by their numbers."""
+
+    pattern: Pattern
+    left: int
+    right: int
+    factors: tuple[Pattern, Pattern]
+
+    @cached_property
+    def plan(self) -> ProductPlan:
+        return planned(*self.factors, self.pattern)
+
+
+@dataclass
+class _Sum:
+    """The sum of matrices, by their numbers."""
+
+    pattern: Pattern
+    terms: tuple[int, ...]
+    patterns: tuple[Pattern, ...]
+
+    @cached_property
+    def plan(self) -> SumPlan:
+        return SumPlan(self.patterns, self.pattern)
+
+
+@dataclass
+class Accumulation:
+    """Products and sums of matrices of known patterns, in the order in which they are made.
+
+    Plans are made when values are first asked for: patterns alone need none.
+    """
+
+    matrices: list[_Leaf | _Product | _Sum] = field(default_factory=list)
+    multiply_adds: int = 0
+
+    def leaf(self, key: Hashable, pattern: Pattern) -> int:
+        """A matrix whose values `run` is given by this key."""
+        self.matrices.append(_Leaf(pattern, key))
+        return len(self.matrices) - 1
+
+    def multiply(self, left: int, right: int) -> int:
+        """The product of two matrices; one with an identity is the other matrix."""
+        factors = (self.matrices[left].pattern, self.matrices[right].pattern)
+        if isinstance(factors[0].structure, Identity):
+            return right
+        if isinstance(factors[1].structure, Identity):
+            return left
+        self.multiply_adds += multiply_adds(*factors)
+        self.matrices.append(_Product(product_pattern(*factors), left, right, factors))
+        return len(self.matrices) - 1
+
+    def add(self, terms: Sequence[int]) -> int:
+        """The sum of matrices; of one, that one."""
+        if len(terms) == 1:
+            return terms[0]
+        patterns = tuple(self.matrices[term].pattern for term in terms)
+        self.matrices.append(_Sum(sum_pattern(patterns), tuple(terms), patterns))
+        return len(self.matrices) - 1
+
+    def run(self, result: int, leaf: Callable[[Hashable], torch.Tensor]) -> torch.Tensor:
+        """Values of a matrix, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
+        order, last_use = self._order(result)
+        values: dict[int, torch.Tensor] = {}
+        for number in order:
+            matrix = self.matrices[number]
+            if isinstance(matrix, _Leaf):
+                values[number] = leaf(matrix.key)
+            elif isinstance(matrix, _Product):
+                values[number] = matrix.plan.multiply(values[matrix.left], values[matrix.right])
+            else:
+                values[number] = matrix.plan.add([values[term] for term in matrix.terms])
+            for used in last_use.get(number, ()):
+                del values[used]
+        return values[result]
+
+    def _order(self, result: int) -> tuple[list[int], dict[int, list[int]]]:
+        """What a result is made of, in order; and what is used for the last time by each of them."""
+        last: dict[int, int] = {result: result}
+        for number in range(result, -1, -1):
+            if number in last:
+                for operand in self._operands(number):
+                    last.setdefault(operand, number)
+        uses: dict[int, list[int]] = {}
+        for number, user in last.items():
+            if number != result:
+                uses.setdefault(user, []).append(number)
+        return sorted(last), uses
+
+    def _operands(self, number: int) -> tuple[int, ...]:
+        matrix = self.matrices[number]
+        if isinstance(matrix, _Product):
+            return (matrix.left, matrix.right)
+        return matrix.terms if isinstance(matrix, _Sum) else ()
+
+
+def eliminate(
+    accumulation: Accumulation, edges: Iterable[tuple[Hashable, Hashable, int]], start: Hashable, stop: Hashable
+) -> int | None:
+    """Eliminate all vertices between two of a graph, the one of the fewest multiply-adds first.
+
+    Parameters
+    ----------
+    accumulation : Accumulation
+        Holds the edges' matrices, and gets their products and sums.
+    edges : iterable of (vertex, vertex, int)
+        From where, to where and the matrix: the derivative of the first with respect to the second, transposed or not
+        as long as ``edge(u, v) · edge(v, w)`` is a product along a path.
+    start, stop : vertex
+        The ends that stay.
+
+    Returns
+    -------
+    int or None
+        The matrix between them; None where no path leads from one to the other.
+    """
+    after: dict[Hashable, dict[Hashable, list[int]]] = {}
+    before: dict[Hashable, set[Hashable]] = {}
+    for source, target, matrix in edges:
+        after.setdefault(source, {}).setdefault(target, []).append(matrix)
+        before.setdefault(target, set()).add(source)
+
+    def merged(source: Hashable, target: Hashable) -> int:
+        terms = after[source][target]
+        if len(terms) > 1:
+            after[source][target] = [accumulation.add(terms)]
+        return after[source][target][0]
+
+    costs: dict[tuple[int, int], int] = {}
+
+    def cost(vertex: Hashable) -> int:
+        total = 0
+        for source in before.get(vertex, ()):
+            for target in after.get(vertex, {}):
+                pair = (merged(source, vertex), merged(vertex, target))
+                if pair not in costs:
+                    factors = [accumulation.matrices[matrix].pattern for matrix in pair]
+                    trivial = any(isinstance(factor.structure, Identity) for factor in factors)
+                    costs[pair] = 0 if trivial else multiply_adds(*factors)
+                total += costs[pair]
+        return total
+
+    inner = [vertex for vertex in dict.fromkeys([*before, *after]) if vertex not in (start, stop)]
+    while inner:
+        vertex = min(inner, key=cost)
+        inner.remove(vertex)
+        for source in before.pop(vertex, set()):
+            into = merged(source, vertex)
+            del after[source][vertex]
+            for target in after.get(vertex, {}):
+                product = accumulation.multiply(into, merged(vertex, target))
+                after[source].setdefault(target, []).append(product)
+                before.setdefault(target, set()).add(source)
+        for target in after.pop(vertex, {}):
+            before[target].discard(vertex)
+    return merged(start, stop) if stop in after.get(start, {}) else None

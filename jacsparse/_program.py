@@ -1,0 +1,523 @@
+"""A module traced by torch.export: a graph of ATen operators, and what is known of each tensor in it.
+
+Each operator is tried, once, on a batch of two random samples and on the first of them alone. That shows where the batch
+is among a tensor's axes, and that no operator mixes samples.
+"""
+
+from __future__ import annotations
+
+import operator
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ._modules import has_own_hooks, refresh_weights, remake_weights, twin, undrawn, weight_names
+from .patterns import UnsupportedOperatorError
+
+__all__ = ["Layout", "Operation", "Program", "trace"]
+
+#: What these give depends on their operand's shape, not on its elements.
+_OF_SHAPE = {
+    *(f"aten.{how}_like" for how in ("empty", "full", "ones", "rand", "randn", "zeros")),
+    *(f"aten.new_{what}" for what in ("empty", "full", "ones", "zeros")),
+}
+
+#: What these give changes in steps, or is taken for a constant: no derivative passes.
+_CONSTANT = {f"aten.{name}" for name in ("ceil", "detach", "floor", "heaviside", "round", "sgn", "sign", "trunc")}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the samples of a batch are in a tensor: along one axis, `copies` elements of it for each.
+
+    Attributes
+    ----------
+    axis : int
+        Its size is the batch times `copies`.
+    copies : int
+        How many images, heads or windows a sample is to the operator.
+    minor : bool
+        Whether the sample is the faster index of the two.
+    """
+
+    axis: int
+    copies: int = 1
+    minor: bool = False
+
+    def split(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as ``(batch, *shape for a batch of one)``."""
+        if self == _PLAIN:
+            return tensor.unsqueeze(1)
+        batch = tensor.shape[self.axis] // max(1, self.copies)
+        if self.minor:
+            return tensor.unflatten(self.axis, (self.copies, batch)).movedim(self.axis + 1, 0)
+        return tensor.unflatten(self.axis, (batch, self.copies)).movedim(self.axis, 0)
+
+    def join(self, samples: torch.Tensor) -> torch.Tensor:
+        """What `split` took apart."""
+        place = self.axis + 1 if self.minor else self.axis
+        return samples.movedim(0, place).flatten(self.axis, self.axis + 1)
+
+
+_PLAIN = Layout(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One ATen operator of a program that gives one tensor.
+
+    Attributes
+    ----------
+    node : Node
+        The tensor's; where the operator gives several, the one that takes this one out.
+    overload : OpOverload
+        As in ``torch.ops.aten.add.Tensor``.
+    arguments : dict
+        By name; of a list of tensors each by the name and its place, as in ``tensors.0``.
+    number : int or None
+        Which of the operator's results this is.
+    path, source : str
+        Of the module that runs it, and the line of its code.
+    """
+
+    node: fx.Node
+    overload: Any
+    arguments: dict[str, Any]
+    number: int | None
+    path: str
+    source: str
+
+    @property
+    def name(self) -> str:
+        """The operator, as in ``aten.add``."""
+        return operator_name(self.overload)
+
+    @property
+    def random(self) -> bool:
+        """Whether it draws random numbers."""
+        return torch.Tag.nondeterministic_seeded in getattr(self.overload, "tags", ())
+
+    @property
+    def operands(self) -> dict[str, fx.Node]:
+        """The arguments that are made in the graph, by name."""
+        return {name: value for name, value in self.arguments.items() if isinstance(value, fx.Node)}
+
+    def evaluate(self, arguments: Mapping[str, Any]) -> torch.Tensor:
+        """The result on these arguments."""
+        positional, named = [], {}
+        for argument in self.overload._schema.arguments:
+            value = arguments[argument.name] if argument.name in arguments else _listed(argument.name, arguments)
+            if argument.kwarg_only:
+                named[argument.name] = value
+            else:
+                positional.append(value)
+        result = self.overload(*positional, **named)
+        return result if self.number is None else result[self.number]  # type: ignore[no-any-return]
+
+
+def operator_name(overload: Any) -> str:
+    """As in ``aten.add``; of what is no ATen operator, its own name."""
+    schema = getattr(overload, "_schema", None)
+    return str(overload) if schema is None else schema.name.replace("::", ".")
+
+
+def _listed(name: str, arguments: Mapping[str, Any]) -> list[Any]:
+    """The elements ``name.0``, ``name.1``, ... as a list again."""
+    elements = []
+    while f"{name}.{len(elements)}" in arguments:
+        elements.append(arguments[f"{name}.{len(elements)}"])
+    return elements
+
+
+def _bound(node: fx.Node) -> dict[str, Any]:
+    """A call's arguments by their names in the operator's schema, defaults included."""
+    overload: Any = node.target
+    given = dict(zip((argument.name for argument in overload._schema.arguments), node.args, strict=False))
+    given.update(node.kwargs)
+    bound: dict[str, Any] = {}
+    for argument in overload._schema.arguments:
+        value = given[argument.name] if argument.name in given else argument.default_value
+        if isinstance(value, (list, tuple)) and any(isinstance(element, fx.Node) for element in value):
+            bound.update({f"{argument.name}.{place}": element for place, element in enumerate(value)})
+        else:
+            bound[argument.name] = value
+    return bound
+
+
+@dataclass(eq=False)
+class Program:
+    """A module's graph: tensors, and the operations that make them.
+
+    Attributes
+    ----------
+    module : Module
+        Whose parameters and buffers it reads at each run.
+    input, output : Node
+        Of the graph.
+    operations : dict of Node to Operation
+        In the order in which they run.
+    attributes : dict of Node to str
+        Parameters and buffers, by their names in the module.
+    constants : dict of Node to Tensor
+        What else the module's code refers to.
+    sizes : dict of Node to callable
+        Numbers that depend on the batch's size.
+    layouts : dict of Node to Layout
+        Of the tensors that have a batch; others are the same for any.
+    shapes : dict of Node to tuple of int
+        For a batch of one.
+    active : set of Node
+        The tensors through which a derivative passes.
+    dependent : set of Node
+        The tensors that depend on the input's elements, with a derivative or without.
+    """
+
+    module: nn.Module
+    input: fx.Node
+    output: fx.Node
+    operations: dict[fx.Node, Operation] = field(default_factory=dict)
+    attributes: dict[fx.Node, str] = field(default_factory=dict)
+    constants: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
+    sizes: dict[fx.Node, Callable[[int], Any]] = field(default_factory=dict)
+    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
+    shapes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    active: set[fx.Node] = field(default_factory=set)
+    dependent: set[fx.Node] = field(default_factory=set)
+
+    @cached_property
+    def located(self) -> dict[str, tuple[nn.Module, str]]:
+        """The module that holds each attribute, and its name there."""
+        found = {}
+        for target in self.attributes.values():
+            path, _, name = target.rpartition(".")
+            found[target] = (self.module.get_submodule(path), name)
+        return found
+
+    def parameters_of(self, target: str) -> set[int]:
+        """The ``id`` of each training parameter that an attribute is, or is made of."""
+        module, name = self.located[target]
+        own = module._parameters.get(name)
+        if name in module._buffers:
+            return set()
+        parameters = module.parameters() if own is None else [own]
+        return {id(parameter) for parameter in parameters if parameter.requires_grad}
+
+    def read(self, own: Mapping[int, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+        """The attributes and constants as they are now, made of other parameters where `own` names them by ``id``."""
+        made: dict[int, nn.Module] = {}
+        values: dict[fx.Node, torch.Tensor] = dict(self.constants)
+        for node, target in self.attributes.items():
+            module, name = self.located[target]
+            value = module._parameters.get(name)
+            if value is None:
+                value = module._buffers.get(name)
+            if value is None:
+                # Made of others before each forward, by pruning's hooks or a parametrisation.
+                if id(module) not in made:
+                    made[id(module)] = twin(module, own)
+                    remake_weights(made[id(module)])
+                value = getattr(made[id(module)], name)
+            values[node] = own.get(id(value), value)
+        return values
+
+    def mask_of(self, node: Any) -> torch.Tensor | None:
+        """The pruning mask of an attribute, where it has one."""
+        if node not in self.attributes:
+            return None
+        module, name = self.located[self.attributes[node]]
+        mask = getattr(module, f"{name}_mask", None)
+        return mask if isinstance(mask, torch.Tensor) else None
+
+    def resolved(self, operation: Operation, values: Mapping[fx.Node, Any], batch: int) -> dict[str, Any]:
+        """An operation's arguments, tensors and numbers in the place of nodes."""
+
+        def value(node: fx.Node) -> Any:
+            return self.sizes[node](batch) if node in self.sizes else values[node]
+
+        return {name: fx.map_arg(argument, value) for name, argument in operation.arguments.items()}
+
+    def between(self, start: fx.Node, stop: fx.Node) -> list[Operation]:
+        """The operations that make `stop` from `start`, with those on no input that they need; in order."""
+        needed, waiting = set(), [stop]
+        while waiting:
+            node = waiting.pop()
+            if node in needed or node is start or node not in self.operations:
+                continue
+            needed.add(node)
+            waiting.extend(self.operations[node].operands.values())
+        return [operation for node, operation in self.operations.items() if node in needed]
+
+    def cuts(self) -> list[fx.Node]:
+        """The tensors through which all of the input's influence on the output passes, in order, both included."""
+        import networkx
+
+        graph = networkx.DiGraph()
+        graph.add_node(self.input)
+        for node in self.dependent & self.operations.keys():
+            for operand in self.operations[node].operands.values():
+                if operand in self.dependent:
+                    graph.add_edge(operand, node)
+        dominators = networkx.immediate_dominators(graph, self.input)
+        found = [self.output]
+        while found[-1] is not self.input:
+            found.append(dominators[found[-1]])
+        # What passes from stage to stage has the batch first, and elements that a derivative is of.
+        fit = [node for node in found if self.layouts[node] == _PLAIN and node in self.active | {self.input}]
+        return list(reversed([self.output, *(node for node in fit if node is not self.output)]))
+
+
+def trace(module: nn.Module, in_shape: Sequence[int], path: str = "") -> tuple[Program, dict[fx.Node, torch.Tensor]]:
+    """The program of a module, for samples of that shape, any number of them; and all its tensors for a random one.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Where torch.export cannot trace the module, or it mixes samples; with the line of its source.
+    ValueError
+        Where the input does not fit.
+    """
+    _check_hooks(module, path)
+    x = _random_samples(module, in_shape)
+    with undrawn():
+        try:
+            expected = twin(module, aside=True)(x.clone())
+        except Exception as error:
+            # Whatever the user's own code raises.
+            raise ValueError(
+                f"{path or type(module).__name__}: an input of shape {tuple(in_shape)} does not fit"
+                f"{_source_of(error)}: {error}"
+            ) from error
+    where = path or type(module).__name__
+    if not isinstance(expected, torch.Tensor):
+        raise UnsupportedOperatorError(
+            f"{where}: its output is a {type(expected).__name__}; wrap it in a module that returns one tensor"
+        )
+    program = _program(module, _exported(module, x, where), where)
+    with undrawn():
+        known = _examine(program, x, where)
+    _check_output(program, expected, where)
+    return program, known
+
+
+def _check_hooks(module: nn.Module, path: str) -> None:
+    for inner, part in module.named_modules():
+        if has_own_hooks(part):
+            where = ".".join(name for name in (path, inner) if name) or type(part).__name__
+            raise UnsupportedOperatorError(
+                f"{where}: hooks inside a module that is traced are not run; remove them, or build the model as "
+                "nn.Sequential of single operators"
+            )
+
+
+def _random_samples(module: nn.Module, in_shape: Sequence[int]) -> torch.Tensor:
+    """Two random samples of the module's dtype, on its device."""
+    like = next((t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), torch.empty(0))
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn((2, *in_shape), generator=generator).to(like)
+
+
+def _exported(module: nn.Module, x: torch.Tensor, where: str) -> torch.export.ExportedProgram:
+    """The module as torch.export writes it down, of functional ATen operators."""
+    # Parameters that train: PyTorch takes short cuts that have no derivative where none does.
+    plain = twin(module, {id(p): nn.Parameter(p.detach()) for p in module.parameters() if p.is_floating_point()})
+    for part in plain.modules():
+        refresh_weights(part)
+        part._forward_pre_hooks.clear()
+        if getattr(part, "inplace", False) is True:
+            part.inplace = False
+        for name in weight_names(part):
+            part.register_parameter(name, nn.Parameter(part.__dict__.pop(name).detach()))
+    batch = torch.export.Dim("batch")
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(plain, (x,), dynamic_shapes=({0: batch},), strict=False)
+            # Nothing may be overwritten: what a stage was given is asked for again.
+            return exported.run_decompositions({}) if _overwrites(exported) else exported
+    except Exception as error:
+        # torch.export's errors share no base class.
+        reason = str(error).strip().split("\n", 1)[0]
+        raise UnsupportedOperatorError(
+            f"{where}: torch.export cannot trace it{_source_of(error)}: {reason}; what the module computes must not "
+            "depend on the values of its input, nor on the batch's size"
+        ) from error
+
+
+def _overwrites(exported: torch.export.ExportedProgram) -> bool:
+    """Whether any operator writes to its operand."""
+    schemas = [getattr(node.target, "_schema", None) for node in exported.graph.nodes]
+    return any(schema is not None and schema.is_mutable for schema in schemas)
+
+
+def _source_of(error: BaseException) -> str:
+    """The last line of the user's own code that an error came through, as in `` at net.py, line 7``."""
+    torch_folder = Path(torch.__file__).parent
+    here = Path(__file__).parent
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if file.is_file() and not file.is_relative_to(torch_folder) and not file.is_relative_to(here):
+            return f" at {file}, line {frame.lineno} ({(frame.line or '').strip()})"
+    return ""
+
+
+def _program(module: nn.Module, exported: torch.export.ExportedProgram, where: str) -> Program:
+    signature = exported.graph_signature
+    changed = {*signature.buffers_to_mutate.values()}
+    if changed:
+        raise UnsupportedOperatorError(
+            f"{where}: the forward pass changes {', '.join(sorted(changed))}, as batch normalisation in training mode "
+            "does; call .eval() on it first"
+        )
+    nodes = list(exported.graph.nodes)
+    users = [node for node in nodes if node.op == "placeholder" and node.name in signature.user_inputs]
+    (outputs,) = (node for node in nodes if node.op == "output")
+    results = [node for node in outputs.args[0] if node is not None and node.name in signature.user_outputs]
+    program = Program(module, users[0], results[0])
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            program.sizes[node] = _of_batch(value, where)
+        elif node.op == "placeholder":
+            _place(program, node, exported)
+        elif node.op == "call_function" and isinstance(value, torch.Tensor):
+            program.operations[node] = _operation(node, where)
+    # Numbers that were computed have no tensor behind them; neither has what nobody needs.
+    needed = {operation.node for operation in program.between(program.input, program.output)}
+    program.operations = {node: made for node, made in program.operations.items() if node in needed}
+    read = {operand for made in program.operations.values() for operand in made.operands.values()}
+    read |= {program.output}
+    program.attributes = {node: target for node, target in program.attributes.items() if node in read}
+    program.constants = {node: value for node, value in program.constants.items() if node in read}
+    return program
+
+
+def _place(program: Program, node: fx.Node, exported: torch.export.ExportedProgram) -> None:
+    signature = exported.graph_signature
+    for names in (signature.inputs_to_parameters, signature.inputs_to_buffers):
+        if node.name in names:
+            program.attributes[node] = names[node.name]
+    constant = signature.inputs_to_lifted_tensor_constants.get(node.name)
+    if constant is not None:
+        program.constants[node] = exported.constants[constant]
+
+
+def _of_batch(value: Any, where: str) -> Callable[[int], Any]:
+    """A symbolic number as a function of the batch's size."""
+    expression = value.node.expr
+    symbols = list(getattr(expression, "free_symbols", ()))
+    if len(symbols) > 1 or any(str(symbol).startswith("u") for symbol in symbols):
+        raise UnsupportedOperatorError(f"{where}: a size depends on the values of the input: {expression}")
+    kind = {torch.SymInt: int, torch.SymFloat: float}.get(type(value), bool)
+    known: dict[int, Any] = {}
+
+    def evaluate(batch: int) -> Any:
+        if batch not in known:
+            known[batch] = kind(expression.subs({symbol: batch for symbol in symbols}))
+        return known[batch]
+
+    return evaluate
+
+
+def _operation(node: fx.Node, where: str) -> Operation:
+    number = None
+    call = node
+    if node.target is operator.getitem:
+        call, number = node.args  # type: ignore[assignment]
+    path, source = _place_of(call)
+    if not isinstance(call.target, torch._ops.OpOverload):
+        raise UnsupportedOperatorError(f"{path or where}: {call.target} is no ATen operator{source}")
+    return Operation(node, call.target, _bound(call), number, path or where, source)
+
+
+def _place_of(node: fx.Node) -> tuple[str, str]:
+    """The path of the module that runs a node, and the line of its source."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    if isinstance(path, str):
+        path = path.removeprefix("L['self']").removeprefix(".").replace("slice(None, None, None)", "")
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    files = [number for number, line in enumerate(lines) if line.startswith('File "')]
+    source = ""
+    if files:
+        name, line, *_ = lines[files[-1]].removeprefix('File "').split('", line ')
+        code = lines[files[-1] + 1] if files[-1] + 1 < len(lines) else ""
+        source = f" at {name}, line {line.split(',')[0]} ({code})"
+    return path, source
+
+
+def _examine(program: Program, x: torch.Tensor, where: str) -> dict[fx.Node, torch.Tensor]:
+    """Fill in layouts, shapes, and which tensors depend on the input, by running each operation on samples.
+
+    Returns all tensors for a batch of one.
+    """
+    # Copies: some operators update running statistics.
+    read = program.read({}).items()
+    pair, single = ({node: value if value.requires_grad else value.clone() for node, value in read} for _ in range(2))
+    pair[program.input], single[program.input] = x, x[:1]
+    program.layouts[program.input] = _PLAIN
+    program.shapes[program.input] = tuple(x[:1].shape)
+    program.dependent.add(program.input)
+    program.active.add(program.input)
+    for node, operation in program.operations.items():
+        operands = set(operation.operands.values())
+        pair[node] = operation.evaluate(program.resolved(operation, pair, 2))
+        alone = operation.evaluate(program.resolved(operation, single, 1))
+        if operands & program.dependent and operation.name not in _OF_SHAPE:
+            program.dependent.add(node)
+            differentiable = pair[node].is_floating_point() and operation.name not in _CONSTANT
+            if operands & program.active and differentiable:
+                program.active.add(node)
+        layout = _layout(pair[node], alone, operation.random)
+        mixes = layout is None and (node in program.dependent or pair[node].shape != alone.shape)
+        if mixes:
+            raise UnsupportedOperatorError(
+                f"{operation.path or where}: {operation.name} mixes the samples of a batch{operation.source}; "
+                "each sample must be worked on by itself"
+            )
+        if layout is not None:
+            program.layouts[node] = layout
+            alone = layout.join(layout.split(pair[node])[:1])
+        single[node] = alone
+        program.shapes[node] = tuple(alone.shape)
+    return single
+
+
+def _layout(pair: torch.Tensor, alone: torch.Tensor, random: bool) -> Layout | None:
+    """Where the samples are in a result of two samples, whose first gave `alone`; None where it is nowhere."""
+    if pair.ndim != alone.ndim:
+        return None
+    grown = [axis for axis in range(pair.ndim) if pair.shape[axis] != alone.shape[axis]]
+    if len(grown) != 1 or pair.shape[grown[0]] != 2 * alone.shape[grown[0]]:
+        return None
+    (axis,) = grown
+    for minor in (False, True):
+        layout = Layout(axis, alone.shape[axis], minor)
+        if random or _alike(layout.join(layout.split(pair)[:1]), alone):
+            return layout
+    return None
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results are one, but for rounding."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    finite = other.isfinite()
+    size = other[finite].abs().max().item() if bool(finite.any()) else 0.0
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-4 * size, equal_nan=True)
+
+
+def _check_output(program: Program, expected: torch.Tensor, where: str) -> None:
+    if program.output not in program.dependent or program.layouts[program.output] != _PLAIN:
+        raise UnsupportedOperatorError(
+            f"{where}: its output of shape {tuple(expected.shape)} for two samples does not have them along its first "
+            "axis; permute it, or let it depend on the input"
+        )
+    if tuple(expected.shape[1:]) != program.shapes[program.output][1:]:
+        raise UnsupportedOperatorError(f"{where}: torch.export gives another output than the module")

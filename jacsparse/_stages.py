@@ -1,0 +1,405 @@
+"""Stages of a chain, and what a forward pass records of each."""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ._accumulation import Accumulation, eliminate
+from ._jacobian import SparseJacobian
+from ._modules import Kept, arguments_of, twin
+from .patterns import Call, Csr, Identity, Pattern, Rule, rule_for
+
+__all__ = ["Edge", "ModuleStage", "Record", "Stage", "check_alike"]
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """One operator's dependence on one of its operands: a local Jacobian.
+
+    Attributes
+    ----------
+    source, target : hashable
+        The operand and the result.
+    call : Call
+        The operator's, while only shapes are known.
+    kept : tuple of Kept
+        The weights of which the pattern leaves some out.
+    """
+
+    source: Hashable
+    target: Hashable
+    call: Call
+    kept: tuple[Kept, ...] = ()
+
+    @functools.cached_property
+    def rule(self) -> Rule:
+        """How the operator's pattern and values are made."""
+        return rule_for(self.call)
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """Of the transposed Jacobian, ``(in_size, out_size)``."""
+        return self.rule.pattern(self.call).T
+
+    @property
+    def shared(self) -> bool:
+        """Whether all samples share the values."""
+        return self.rule.shared(self.call)
+
+    def keeping(self, kept: Sequence[Kept]) -> Edge:
+        """The same edge with a pattern that leaves out what these weights do."""
+        some = tuple(weight for weight in kept if not bool(weight.mask.all()))
+        return replace(self, call=replace(self.call, kept={weight.name: weight.mask for weight in some}), kept=some)
+
+
+@dataclass(frozen=True, eq=False)
+class Stage(ABC):
+    """A part of a chain through which all of the gradient passes: an operator, or a graph of several.
+
+    Attributes
+    ----------
+    path : str
+        In the model, as in ``features.0``.
+    in_shape, out_shape : tuple of int
+        Without the batch axis.
+    edges : tuple of Edge
+        The operators, with their operands.
+    start, stop : hashable
+        The edges' first source and last target.
+    """
+
+    path: str
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    edges: tuple[Edge, ...]
+    start: Hashable
+    stop: Hashable
+
+    @functools.cached_property
+    def operator(self) -> Edge | None:
+        """The operator, where there is one alone among others that only reshape; else None."""
+        if len({edge.source for edge in self.edges}) < len(self.edges):
+            return None
+        some = [edge for edge in self.edges if not isinstance(edge.pattern.structure, Identity)] or self.edges[:1]
+        return some[0] if len(some) == 1 else None
+
+    @property
+    def name(self) -> str:
+        """The ATen operator, or how many there are."""
+        operator = self.operator
+        return f"{len(self.edges)} operators" if operator is None else operator.call.operator
+
+    @functools.cached_property
+    def _accumulated(self) -> tuple[Accumulation, int | None]:
+        accumulation = Accumulation()
+        edges = [
+            (edge.source, edge.target, accumulation.leaf(number, edge.pattern))
+            for number, edge in enumerate(self.edges)
+        ]
+        return accumulation, eliminate(accumulation, edges, self.start, self.stop)
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """Of the transposed Jacobian, ``(in_size, out_size)``: the union over all paths."""
+        if self.operator is not None:
+            return self.operator.pattern
+        accumulation, result = self._accumulated
+        if result is None:
+            rows = np.zeros(math.prod(self.in_shape) + 1, dtype=np.int32)
+            return Pattern.of(Csr(len(rows) - 1, math.prod(self.out_shape), rows, np.zeros(0, dtype=np.int32)))
+        return accumulation.matrices[result].pattern
+
+    @property
+    def shared(self) -> bool:
+        """Whether all samples share the Jacobian's values."""
+        return all(edge.shared for edge in self.edges)
+
+    @abstractmethod
+    def run(self, x: torch.Tensor, state: dict[Any, Any]) -> Record:
+        """The stage's output for a batch, with a graph of its own: nothing before `x` is reached from it.
+
+        Parameters
+        ----------
+        x : Tensor, (batch, *in_shape)
+            Its input.
+        state : dict
+            What the stages of one forward pass share.
+        """
+
+    def keeping(self, edges: Sequence[Edge]) -> Stage:
+        """The same stage with other edges in the place of its own."""
+        return replace(self, edges=tuple(edges))
+
+    def __repr__(self) -> str:
+        return f"<Stage {self.path}: {self.name}, {self.in_shape} to {self.out_shape}>"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ModuleStage(Stage):
+    """One module that is an operator, with the modules around it that only reshape.
+
+    Attributes
+    ----------
+    modules : tuple of (str, Module)
+        What runs, in order, with paths; one of them is the operator.
+    module : Module
+        The one that computes.
+    """
+
+    modules: tuple[tuple[str, nn.Module], ...]
+    module: nn.Module
+
+    def run(self, x: torch.Tensor, state: dict[Any, Any]) -> Record:
+        """As `Stage.run`.
+
+        Raises
+        ------
+        RuntimeError
+            Where a hook changes what a module takes or gives: the operator's Jacobian would be another one.
+        """
+        # Parameters of the record's own: the user's hooks on theirs are for autograd to call, once, not for the stage.
+        self._check_alike(x)
+        own = {
+            id(parameter): parameter.detach().requires_grad_()
+            for parameter in self.module.parameters()
+            if parameter.requires_grad
+        }
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = operator_input = operator_output = leaf
+            hooked, arguments = False, {}
+            for path, module in self.modules:
+                # An in-place operator would overwrite the stage's input, which the stage before may need.
+                given = y.clone() if getattr(module, "inplace", False) else y
+                running = twin(module, own)
+                y = _called(running, given, path)
+                hooked |= _pulls(running, y)
+                if module is self.module:
+                    operator_input, operator_output, arguments = given, y, arguments_of(running)
+        if y.dtype != x.dtype:
+            raise TypeError(f"{self.path} makes {y.dtype} of {x.dtype}; run it outside torch.autocast")
+        arguments_of_edge = {self.edges[0]: arguments}
+        ends = {"operator_input": operator_input, "operator_output": operator_output}
+        return ModuleRecord(self, leaf, y, own, arguments_of_edge, hooked, **ends)
+
+    def _check_alike(self, x: torch.Tensor) -> None:
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            check_alike(f"{self.path}.{name}", tensor, x)
+
+
+def check_alike(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+    """Raise where a parameter or buffer is not of the input's kind, or elsewhere."""
+    if tensor.device != x.device:
+        raise ValueError(f"{name} is on {tensor.device}, its input on {x.device}; move one of them")
+    if tensor.is_floating_point() and tensor.dtype != x.dtype:
+        raise TypeError(f"{name} is {tensor.dtype}, its input {x.dtype}; convert one of them")
+
+
+def _called(module: nn.Module, x: torch.Tensor, path: str) -> torch.Tensor:
+    """``module(x)``, hooks and all, where no hook changes what goes in or comes out."""
+    seen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+    forward = module.forward
+
+    def look(taken: torch.Tensor) -> torch.Tensor:
+        output = forward(taken)
+        seen.append((taken, output, output._version))
+        return output
+
+    module.forward = look
+    y = module(x)
+    taken, given, version = seen[0]
+    if not _same(taken, x) or not _same(given, y) or y._version != version:
+        raise RuntimeError(
+            f"{path}: a forward hook changes the module's input or output, so its Jacobian is not the operator's; "
+            "make the change in a module of its own"
+        )
+    return y
+
+
+def _pulls(module: nn.Module, y: torch.Tensor) -> bool:
+    """Whether a hook is run when a gradient passes through the module."""
+    everywhere = nn.modules.module
+    hooks = (module._backward_hooks, module._backward_pre_hooks, y._backward_hooks)
+    return any((*hooks, everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks))
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are one, or one is the other as PyTorch's backward hooks wrap it."""
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+
+
+@dataclass(eq=False)
+class Record(ABC):
+    """What a stage computed for one batch.
+
+    Attributes
+    ----------
+    input, output : Tensor
+        ``(batch, *shape)``; a graph leads from one to the other and to the stage's parameters.
+    parameters : dict of int to Tensor
+        The graph's own parameters, by the ``id`` of the module's; those that train.
+    arguments : dict of Edge to dict
+        Each operator's: its weights as pruning hooks and parametrisations made them for this forward.
+    hooked : bool
+        Whether a hook sees gradients on their way through.
+    """
+
+    stage: Stage
+    input: torch.Tensor
+    output: torch.Tensor
+    parameters: dict[int, torch.Tensor] = field(repr=False)
+    arguments: dict[Edge, dict[str, Any]] = field(repr=False)
+    hooked: bool = False
+
+    def __post_init__(self) -> None:
+        # No derivative depends on what is only added.
+        self._versions = {
+            (edge, name): value._version
+            for edge, arguments in self.arguments.items()
+            for name, value in arguments.items()
+            if isinstance(value, torch.Tensor) and name not in ("bias", "running_mean")
+        }
+
+    def adapted(self) -> Record:
+        """The same record, of a stage whose pattern leaves out what is zero in the weights of this forward."""
+        new: dict[Edge, Edge] = {}
+        for edge in self.stage.edges:
+            arguments = self.arguments[edge]
+            if not all(kept.holds(arguments[kept.name]) for kept in edge.kept):
+                # Masks are in the stage's key: what does not hold is what was zero by chance.
+                new[edge] = edge.keeping([Kept(name, arguments[name], None) for name in edge.rule.weights])
+        if not new:
+            return self
+        arguments = {new.get(edge, edge): own for edge, own in self.arguments.items()}
+        stage = self.stage.keeping([new.get(edge, edge) for edge in self.stage.edges])
+        return replace(self, stage=stage, arguments=arguments)
+
+    @property
+    def batch(self) -> int:
+        """Samples."""
+        return self.input.shape[0]
+
+    def vjp(self, gradient: torch.Tensor) -> torch.Tensor:
+        """``Jᵀ g`` for each sample, ``(batch, *out_shape)`` to ``(batch, *in_shape)``: the operators' own backward."""
+        return self.pull_back(gradient, (), for_input=True)[0]
+
+    def pull_back(
+        self, gradient: torch.Tensor, parameters: Sequence[int], *, for_input: bool
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Gradients of the input and of parameters (equation 2.2), for a gradient of the output.
+
+        Parameters
+        ----------
+        gradient : Tensor, (batch, *out_shape)
+            Of the output.
+        parameters : sequence of int
+            Which, by the ``id`` of the module's.
+        for_input : bool
+            Whether the input's is wanted too; it is empty otherwise.
+        """
+        wanted = [*([self.input] if for_input else []), *(self.parameters[key] for key in parameters)]
+        if not wanted:
+            return gradient.new_empty(0), {}
+        if not self.output.requires_grad:
+            # No derivative passes through the stage.
+            found: Sequence[torch.Tensor] = [torch.zeros_like(tensor) for tensor in wanted]
+        else:
+            found = torch.autograd.grad(
+                self.output, wanted, gradient.reshape(self.output.shape), retain_graph=True, materialize_grads=True
+            )
+        own = found[1:] if for_input else found
+        return found[0] if for_input else gradient.new_empty(0), dict(zip(parameters, own, strict=True))
+
+    def jacobian(self) -> SparseJacobian:
+        """``J`` for the whole batch."""
+        operator = self.stage.operator
+        if operator is None:
+            return self.transposed_jacobian().T
+        call = self._call(operator, slice(None))
+        return self._made(self.stage.pattern.T, lambda: operator.rule.values(call, self.stage.pattern.T))
+
+    def transposed_jacobian(self, samples: slice = slice(None)) -> SparseJacobian:
+        """``J.T`` for a slice of the batch."""
+        operator = self.stage.operator
+        if operator is not None:
+            return self._made(self.stage.pattern, lambda: self.values(operator, samples))
+        accumulation, result = self.stage._accumulated
+        if result is None:
+            return SparseJacobian(self.stage.pattern, self.input.new_empty((0, len(self.input[samples]))))
+        edges = self.stage.edges
+        return self._made(
+            self.stage.pattern, lambda: accumulation.run(result, lambda number: self.values(edges[number], samples))
+        )
+
+    def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
+        """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
+        return edge.rule.transposed_values(self._call(edge, samples), edge.pattern)
+
+    def _made(self, pattern: Pattern, values: Callable[[], torch.Tensor]) -> SparseJacobian:
+        try:
+            return SparseJacobian(pattern, values())
+        except torch.OutOfMemoryError as error:
+            rows, columns = pattern.shape
+            raise torch.OutOfMemoryError(f"{self.stage.path}, {rows:,} × {columns:,}: {error}") from error
+
+    def winners(self, samples: slice = slice(None)) -> torch.Tensor | None:
+        """For a stage that selects, what it selects: int32, ``(windows, batch)``."""
+        operator = self.stage.operator
+        return None if operator is None else operator.rule.selection(self._call(operator, samples))
+
+    def _call(self, edge: Edge, samples: slice) -> Call:
+        """An operator's call with its tensors, for a slice of the batch."""
+        arguments, path = self.arguments[edge], edge.call.path
+        for name, value in arguments.items():
+            if (edge, name) in self._versions and value._version != self._versions[edge, name]:
+                raise RuntimeError(
+                    f"{path}.{name} was changed in place between forward and backward; run the forward again"
+                )
+        for kept in edge.kept:
+            if not kept.holds(arguments[kept.name]):
+                raise RuntimeError(
+                    f"{path}.{kept.name}: weights that were pruned or zero when the pattern was made are not "
+                    "zero any more; make the chain again, keep them zero by a mask (torch.nn.utils.prune), or pass "
+                    "pruned=False"
+                )
+        return self._filled(edge, arguments, samples)
+
+    @abstractmethod
+    def _filled(self, edge: Edge, arguments: dict[str, Any], samples: slice) -> Call:
+        """The call with what a forward pass knows, for a slice of the batch."""
+
+
+@dataclass(eq=False)
+class ModuleRecord(Record):
+    """Of a stage that is one module: input and output of the operator among those around it that reshape."""
+
+    operator_input: torch.Tensor = field(kw_only=True, repr=False)
+    operator_output: torch.Tensor = field(kw_only=True, repr=False)
+
+    def _filled(self, edge: Edge, arguments: dict[str, Any], samples: slice) -> Call:
+        # As the operator is given one sample: with a batch of one.
+        given, made = (t.detach().unsqueeze(1) for t in (self.operator_input, self.operator_output))
+        whole = samples == slice(None)
+        return replace(
+            edge.call,
+            arguments=arguments,
+            input=given if whole else given[samples],
+            output=made if whole else made[samples],
+            node=self.operator_output.grad_fn if whole else None,
+            vjp=lambda gradient: self._operator_vjp(gradient, samples),
+        )
+
+    def _operator_vjp(self, gradient: torch.Tensor, samples: slice) -> torch.Tensor:
+        # The graph holds the whole batch; samples do not mix, so the others may have any gradient.
+        whole = gradient.new_zeros(self.output.shape)
+        whole[samples] = gradient.reshape(whole[samples].shape)
+        return self.vjp(whole)[samples]

@@ -1,0 +1,243 @@
+"""Stages of a traced module: parts of its program between tensors that carry everything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ._modules import Kept
+from ._program import Operation, Program, trace
+from ._stages import Edge, Record, Stage, check_alike
+from .patterns import Call, Identity
+
+__all__ = ["traced_stages"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TracedStage(Stage):
+    """Operations of a program, from one of its tensors to another.
+
+    Attributes
+    ----------
+    program : Program
+        The whole.
+    operations : tuple of Operation
+        What runs, in order.
+    where : str
+        Path of the traced module in the model.
+    """
+
+    program: Program
+    operations: tuple[Operation, ...]
+    where: str
+
+    def run(self, x: torch.Tensor, state: dict[Any, Any]) -> Record:
+        """As `Stage.run`."""
+        with torch.enable_grad():
+            own, attributes = self._read(x, state)
+            leaf = x.detach().requires_grad_()
+            values = {**attributes, self.start: leaf}
+            arguments: dict[fx.Node, dict[str, Any]] = {}
+            for operation in self.operations:
+                given = self.program.resolved(operation, values, len(x))
+                arguments[operation.node] = given
+                values[operation.node] = operation.evaluate(given)
+        y = values[self.stop]
+        if y.dtype != x.dtype:
+            raise TypeError(f"{self.path} makes {y.dtype} of {x.dtype}; run it outside torch.autocast")
+        of_edges = {edge: arguments[edge.target] for edge in self.edges}
+        read = {node: values[node] for node in (self.start, *(operation.node for operation in self.operations))}
+        mine = {key: own[key] for key in self._parameters() if key in own}
+        return TracedRecord(self, leaf, y, mine, of_edges, tensors={**attributes, **read})
+
+    def _read(self, x: torch.Tensor, state: dict[Any, Any]) -> tuple[dict[int, torch.Tensor], dict[fx.Node, Any]]:
+        """Parameters of this forward's own, by the ``id`` of the module's; and the attributes that are made of them."""
+        if self.program not in state:
+            module = self.program.module
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                check_alike(f"{self.where}.{name}".lstrip("."), tensor, x)
+            own = {id(p): p.detach().requires_grad_() for p in module.parameters() if p.requires_grad}
+            state[self.program] = own, self.program.read(own)
+        return state[self.program]  # type: ignore[no-any-return]
+
+    def _parameters(self) -> set[int]:
+        """The training parameters that the stage reads, by their ``id``."""
+        read = {operand for operation in self.operations for operand in operation.operands.values()}
+        targets = [target for node, target in self.program.attributes.items() if node in read]
+        return set().union(*(self.program.parameters_of(target) for target in targets))
+
+
+@dataclass(eq=False)
+class TracedRecord(Record):
+    """Of a stage of a program: all tensors that it made or read."""
+
+    tensors: dict[Any, torch.Tensor] = field(kw_only=True, repr=False)
+
+    def _filled(self, edge: Edge, arguments: dict[str, Any], samples: slice) -> Call:
+        program = self.stage.program  # type: ignore[attr-defined]
+        operation = program.operations[edge.target]
+        layouts = {name: program.layouts[node] for name, node in operation.operands.items() if node in program.layouts}
+        split = {
+            name: layouts[name].split(value.detach())[samples] if name in layouts else value
+            for name, value in arguments.items()
+        }
+        into, out = layouts[edge.call.argument], program.layouts[edge.target]
+        x = split.pop(edge.call.argument)
+
+        def run(own: torch.Tensor) -> torch.Tensor:
+            """The operator on these samples, as PyTorch is given them, with others in the place of its operand."""
+            given = program.resolved(operation, self.tensors, len(x))
+            for name, value in split.items():
+                if isinstance(value, torch.Tensor):
+                    given[name] = layouts[name].join(value) if name in layouts else value.detach()
+            given[edge.call.argument] = into.join(own)
+            return out.split(operation.evaluate(given))
+
+        def vjp(gradient: torch.Tensor) -> torch.Tensor:
+            if operation.random:
+                # What was drawn is in the graph of the forward pass alone.
+                whole = out.split(torch.zeros_like(self.tensors[edge.target]))
+                whole[samples] = gradient.reshape(whole[samples].shape)
+                (found,) = torch.autograd.grad(
+                    self.tensors[edge.target], self.tensors[edge.source], out.join(whole), retain_graph=True
+                )
+                return into.split(found)[samples]
+            with torch.enable_grad():
+                own = x.detach().requires_grad_()
+                y = run(own)
+            (found,) = torch.autograd.grad(y, own, gradient.reshape(y.shape))
+            return found
+
+        def jvp(tangent: torch.Tensor) -> torch.Tensor:
+            product: torch.Tensor = torch.func.jvp(run, (x.detach(),), (tangent.reshape(x.shape),))[1]
+            return product
+
+        return replace(
+            edge.call,
+            arguments=split,
+            batched=frozenset(layouts.keys() - {edge.call.argument}),
+            input=x,
+            output=out.split(self.tensors[edge.target].detach())[samples],
+            node=self.tensors[edge.target].grad_fn if samples == slice(None) else None,
+            vjp=vjp,
+            jvp=None if operation.random else jvp,
+        )
+
+
+def traced_stages(module: nn.Module, in_shape: Sequence[int], path: str, *, pruned: bool) -> list[Stage]:
+    """The stages of a module that is traced.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Where it cannot be traced, mixes samples, or has an operator without a rule; the message begins with its path.
+    ValueError
+        Where the input does not fit.
+    """
+    program, known = trace(module, in_shape, path)
+    stages: list[Stage] = []
+    cuts = program.cuts()
+    start, waiting = cuts[0], False
+    for stop in cuts[1:]:
+        operations = program.between(start, stop)
+        edges = tuple(_edges(program, operations, start, known, pruned, path))
+        only_reshapes = all(isinstance(edge.pattern.structure, Identity) for edge in edges) and len(edges) == 1
+        if only_reshapes and stop is not cuts[-1]:
+            # It runs with the stage that follows.
+            continue
+        stage = TracedStage(
+            path=_path(operations, path, program),
+            in_shape=program.shapes[start][1:],
+            out_shape=program.shapes[stop][1:],
+            edges=edges,
+            start=start,
+            stop=stop,
+            program=program,
+            operations=tuple(operations),
+            where=path,
+        )
+        if only_reshapes and stages:
+            # It runs with the stage before.
+            last = stages.pop()
+            assert isinstance(last, TracedStage)
+            stage = replace(
+                stage,
+                path=last.path,
+                in_shape=last.in_shape,
+                edges=(*last.edges, *edges),
+                start=last.start,
+                operations=(*last.operations, *operations),
+            )
+        stages.append(stage)
+        start = stop
+    return stages
+
+
+def _path(operations: Sequence[Operation], where: str, program: Program) -> str:
+    """Where a stage is in the model: what the paths of its operations have in common."""
+    paths = [operation.path for operation in operations if operation.node in program.active]
+    common = os.path.commonprefix([f"{path}." for path in paths]).rpartition(".")[0]
+    return ".".join(part for part in (where, common) if part) or paths[-1]
+
+
+def _edges(
+    program: Program, operations: Sequence[Operation], start: fx.Node, known: dict[fx.Node, Any], pruned: bool, where: str
+) -> list[Edge]:
+    edges = []
+    for operation in operations:
+        if operation.node not in program.active:
+            continue
+        for name, operand in operation.operands.items():
+            if operand in program.active:
+                edges.append(_edge(program, operation, name, known, pruned, where))
+    reached = {start}
+    used = []
+    for edge in edges:
+        if edge.source in reached:
+            reached.add(edge.target)
+            used.append(edge)
+    return used
+
+
+def _edge(
+    program: Program, operation: Operation, argument: str, known: dict[fx.Node, Any], pruned: bool, where: str
+) -> Edge:
+    arguments = program.resolved(operation, known, 1)
+    batched = {name for name, node in operation.operands.items() if node in program.layouts}
+    source = operation.arguments[argument]
+    path = ".".join(part for part in (where, operation.path) if part)
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        given = dict(arguments)
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                given[name] = torch.zeros_like(value, dtype=x.dtype) if name in batched else value.to(x.dtype)
+        given[argument] = x.to(known[source].device)
+        return operation.evaluate(given)
+
+    call = Call(
+        operation.name,
+        {name: value for name, value in arguments.items() if name != argument},
+        program.shapes[source],
+        program.shapes[operation.node],
+        path,
+        argument=argument,
+        batched=frozenset(batched - {argument}),
+        function=operation.evaluate,
+        apply=apply,
+    )
+    edge = Edge(source, operation.node, call)
+    try:
+        edge.rule.check(call)
+    except NotImplementedError as error:
+        raise type(error)(f"{error}{operation.source}") from None
+    weights = [name for name in edge.rule.weights if name != argument and name not in batched]
+    if pruned and weights:
+        masks = {name: program.mask_of(operation.arguments[name]) for name in weights}
+        edge = edge.keeping([Kept(name, arguments[name], masks[name]) for name in weights])
+    return edge

@@ -1,0 +1,79 @@
+"""Operators that move data: each output is one element of the input, or none of them.
+
+Where each output comes from is asked of the operator itself, once: it is given the elements' own numbers, from 1 on, and
+zeros. What answers the same to both holds nothing of the input.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ._pattern import Pattern
+from ._rules import Call, Rule, add_rule
+from ._structure import Csr, Identity, frozen, index_dtype, row_starts
+
+__all__: list[str] = []
+
+
+def _numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    """The elements' numbers from 1 on: as floats, which every operator takes, and exact."""
+    count = int(np.prod(shape))
+    return torch.arange(1, count + 1, dtype=torch.float64).reshape(shape)
+
+
+@add_rule(
+    *(f"aten.{name}" for name in ("alias", "clone", "contiguous", "lift_fresh_copy", "positive")),
+    *(f"aten.{name}" for name in ("view", "_unsafe_view", "reshape", "view_as", "unsqueeze", "squeeze")),
+    *(f"aten.{name}" for name in ("permute", "transpose", "t", "movedim", "mT", "flip", "roll", "rot90")),
+    *(f"aten.{name}" for name in ("expand", "expand_as", "repeat", "repeat_interleave", "tile", "broadcast_to")),
+    *(f"aten.{name}" for name in ("slice", "select", "narrow", "index", "index_select", "take", "diagonal", "unfold")),
+    *(f"aten.{name}" for name in ("cat", "stack", "split", "split_with_sizes", "chunk", "unbind", "tensor_split")),
+    *(f"aten.{name}" for name in ("slice_scatter", "select_scatter", "tril", "triu", "diag_embed")),
+    *(f"aten.{name}" for name in ("pad", "constant_pad_nd", "im2col", "as_strided")),
+    *(f"aten.{how}_pad{axes}d" for how in ("reflection", "replication") for axes in (1, 2, 3)),
+    *(f"aten.{name}" for name in ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")),
+)
+class _MovementRule(Rule):
+    """One, where an output is an element of the input."""
+
+    several = True
+
+    def shared(self, call: Call) -> bool:
+        return True
+
+    def pattern(self, call: Call) -> Pattern:
+        assert call.apply is not None
+        moved, nothing = call.apply(_numbered(call.in_shape)), call.apply(torch.zeros(call.in_shape).double())
+        sources = torch.where(moved == nothing, 0, moved).reshape(-1).to(torch.int64).numpy(force=True) - 1
+        columns = call.in_size
+        if len(sources) == columns and bool((sources == np.arange(columns)).all()):
+            return Pattern.of(Identity(columns))
+        held = sources >= 0
+        dtype = index_dtype(0, len(sources), columns)
+        return Pattern.of(
+            Csr(len(sources), columns, frozen(row_starts(held, dtype)), frozen(sources[held].astype(dtype)))
+        )
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        assert call.input is not None
+        return call.input.new_ones((pattern.nnz, 1))
+
+    transposed_values = values
+
+
+@add_rule("aten.col2im")
+class _FoldRule(_MovementRule):
+    """``aten.col2im``: each element of a column is added to one pixel, the one that `im2col` would take it from."""
+
+    def pattern(self, call: Call) -> Pattern:
+        images, channels, *sizes = call.out_shape
+        arguments = (call[name] for name in ("kernel_size", "dilation", "padding", "stride"))
+        pixels = _numbered((1, images * channels, *sizes))
+        targets = torch.ops.aten.im2col(pixels, *arguments).reshape(-1).to(torch.int64).numpy() - 1
+        held, pixel_count = targets >= 0, call.out_size
+        dtype = index_dtype(0, len(targets), pixel_count)
+        transposed = Csr(
+            len(targets), pixel_count, frozen(row_starts(held, dtype)), frozen(targets[held].astype(dtype))
+        )
+        return Pattern.of(transposed).T

@@ -1,0 +1,59 @@
+"""Reductions: each element of the input goes into one output."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import torch
+
+from ._pattern import Pattern
+from ._rules import Call, Rule, add_rule
+from ._structure import Csr, Full, frozen, index_dtype
+
+__all__: list[str] = []
+
+
+def _axes(call: Call) -> list[int]:
+    """The axes that are reduced, from 0 on."""
+    given = call.arguments.get("dim")
+    rank = len(call.in_shape)
+    if given is None or (isinstance(given, (list, tuple)) and not given):
+        return list(range(rank))
+    return [axis % max(1, rank) for axis in (given if isinstance(given, (list, tuple)) else [given])]
+
+
+@add_rule(
+    *(f"aten.{name}" for name in ("amax", "amin", "max", "min", "logsumexp", "prod", "median")),
+    *(f"aten.{name}" for name in ("std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm")),
+)
+class _ReductionRule(Rule):
+    """Values by one pass of the operator's own derivative: no two outputs share an element of the input."""
+
+    def pattern(self, call: Call) -> Pattern:
+        axes, size = _axes(call), call.in_size
+        shape = [1 if axis in axes else length for axis, length in enumerate(call.in_shape)]
+        outputs = math.prod(shape)
+        if outputs == 1:
+            return Pattern.of(Full(1, size))
+        dtype = index_dtype(0, outputs, size)
+        targets = np.broadcast_to(np.arange(outputs, dtype=dtype).reshape(shape), call.in_shape).reshape(-1)
+        transposed = Csr(size, outputs, frozen(np.arange(size + 1, dtype=dtype)), frozen(targets.copy()))
+        return Pattern.of(transposed).T
+
+
+@add_rule("aten.sum", "aten.mean")
+class _SumRule(_ReductionRule):
+    """One, or one over the number of elements."""
+
+    def shared(self, call: Call) -> bool:
+        return True
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        assert call.input is not None
+        count = functools.reduce(lambda product, axis: product * call.in_shape[axis], _axes(call), 1)
+        value = 1.0 if call.operator == "aten.sum" else 1.0 / max(1, count)
+        return call.input.new_full((pattern.nnz, 1), value)
+
+    transposed_values = values
