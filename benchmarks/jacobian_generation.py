@@ -108,14 +108,15 @@ class JacobianGeneration(Experiment):
 
 def _functions(record: Record, columns: _Columns, device: str) -> dict[str, Call]:
     """What is timed: each part of making the Jacobian, a copy of as many bytes, and autograd."""
-    stage, prepared = record.stage, record._call(slice(None))
-    pattern, rule = stage.pattern, stage.rule
+    stage = record.stage
+    (edge,) = stage.edges
+    pattern, rule, prepared = stage.pattern, edge.rule, record._call(edge, slice(None))
     runs = _kernel_runs(lambda: rule.transposed_values(prepared, pattern))
     source = record.input.new_ones(pattern.nnz)
     target = torch.empty_like(source)
 
     def fresh() -> Pattern:
-        made = rule.pattern(stage.call).T
+        made = rule.pattern(edge.call).T
         _ = made.indices
         return made
 

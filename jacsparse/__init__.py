@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from ._flop import FlopReport, count_flop
     from ._jacobian import SparseJacobian, jacobian, jacobian_pattern
     from ._scan import backward, vjp
-    from .patterns import Pattern, UnsupportedOperatorError
+    from ._verify import Verification, VerificationError, verify
+    from .patterns import Call, Pattern, UnsupportedOperatorError, register_rule
     from .recurrence import linear_recurrence
     from .spgemm import ProductPlan, plan_product
 
 __all__ = [
+    "Call",
     "Chain",
     "FlopReport",
     "Pattern",
@@ -31,6 +33,8 @@ __all__ = [
     "SparseJacobian",
     "Stage",
     "UnsupportedOperatorError",
+    "Verification",
+    "VerificationError",
     "__version__",
     "backward",
     "chain",
@@ -41,7 +45,9 @@ __all__ = [
     "nn",
     "plan_product",
     "recurrence",
+    "register_rule",
     "schedule",
+    "verify",
     "vjp",
 ]
 
@@ -58,8 +64,13 @@ _HOMES = {
     "linear_recurrence": "recurrence",
     "backward": "_scan",
     "vjp": "_scan",
+    "Verification": "_verify",
+    "VerificationError": "_verify",
+    "verify": "_verify",
+    "Call": "patterns",
     "Pattern": "patterns",
     "UnsupportedOperatorError": "patterns",
+    "register_rule": "patterns",
     "ProductPlan": "spgemm",
     "plan_product": "spgemm",
 }

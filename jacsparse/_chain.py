@@ -75,7 +75,9 @@ class Chain:
         return "\n".join(lines)
 
 
-def chain(module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True) -> Chain:
+def chain(
+    module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True, like: torch.Tensor | None = None
+) -> Chain:
     """The chain of a module's operators.
 
     Parameters
@@ -87,6 +89,8 @@ def chain(module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True)
     pruned : bool
         Whether patterns leave out pruned weights: those that a mask of ``torch.nn.utils.prune`` removes and, without a
         mask, those that are exactly zero.
+    like : Tensor, optional
+        Of the input's dtype, on its device: where a module without parameters asks for them.
 
     Raises
     ------
@@ -117,7 +121,7 @@ def chain(module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True)
                 )
         start = stages[-1].out_shape if stages else in_shape
         if not is_known(leaf):
-            traced = traced_stages(leaf, shape, path, pruned=pruned)
+            traced = traced_stages(leaf, shape, path, pruned=pruned, like=like)
             if waiting:
                 # What only reshapes runs by itself, as nothing that follows is a module.
                 traced = [_reshaping(waiting, start, shape), *traced]

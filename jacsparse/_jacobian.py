@@ -264,7 +264,7 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
     from .patterns import Identity
 
     check_input("x", x)
-    stages = chain(module, tuple(x.shape[1:]), pruned=pruned)
+    stages = chain(module, tuple(x.shape[1:]), pruned=pruned, like=x)
     if not len(stages):
         size = math.prod(stages.in_shape)
         return SparseJacobian(Pattern.of(Identity(size)), x.new_ones((size, 1)))

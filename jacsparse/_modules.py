@@ -278,11 +278,17 @@ def arguments_of(module: nn.Module) -> Arguments:
 def settings_of(module: nn.Module) -> tuple[Any, ...]:
     """All that a chain takes from the module itself, but for its weights' values."""
     kind = _known_type(module)
-    names = () if kind is None else _LOWERINGS[kind].names
-    plain = tuple(value for name in names if not isinstance(value := module.__dict__.get(name), torch.Tensor))
+    if kind is None:
+        # Its own code runs, and may look at any of its plain attributes.
+        plain = tuple((name, value) for name, value in module.__dict__.items() if isinstance(value, _PLAIN))
+    else:
+        plain = tuple((n, v) for n in _LOWERINGS[kind].names if not isinstance(v := module.__dict__.get(n), torch.Tensor))
     shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module._parameters.items() if p is not None)
     hooked = kind is None and any(module.__dict__[hooks] for hooks in _HOOKS)
     return type(module), module.training, getattr(module, "p", None), str(plain), shapes, hooked
+
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def call_of(module: nn.Module, in_shape: tuple[int, ...], *, path: str) -> Call:
@@ -302,6 +308,8 @@ def call_of(module: nn.Module, in_shape: tuple[int, ...], *, path: str) -> Call:
         out = forward(module, torch.empty((1, *in_shape), device="meta"))
     except (RuntimeError, IndexError, ValueError) as error:
         raise ValueError(f"{path}: an input of shape {in_shape} does not fit {module}: {error}") from error
+    if getattr(module, "dim", None) is not None and kind in (nn.Softmax, nn.LogSoftmax) and not module.dim % out.ndim:
+        raise call.unsupported(f"dim={module.dim} is the batch, whose samples it mixes", "name another axis")
     return replace(call, out_shape=tuple(out.shape))
 
 

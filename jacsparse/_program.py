@@ -273,7 +273,9 @@ class Program:
         return list(reversed([self.output, *(node for node in fit if node is not self.output)]))
 
 
-def trace(module: nn.Module, in_shape: Sequence[int], path: str = "") -> tuple[Program, dict[fx.Node, torch.Tensor]]:
+def trace(
+    module: nn.Module, in_shape: Sequence[int], path: str = "", like: torch.Tensor | None = None
+) -> tuple[Program, dict[fx.Node, torch.Tensor]]:
     """The program of a module, for samples of that shape, any number of them; and all its tensors for a random one.
 
     Raises
@@ -284,7 +286,7 @@ def trace(module: nn.Module, in_shape: Sequence[int], path: str = "") -> tuple[P
         Where the input does not fit.
     """
     _check_hooks(module, path)
-    x = _random_samples(module, in_shape)
+    x = _random_samples(module, in_shape, like)
     with undrawn():
         try:
             expected = twin(module, aside=True)(x.clone())
@@ -316,9 +318,10 @@ def _check_hooks(module: nn.Module, path: str) -> None:
             )
 
 
-def _random_samples(module: nn.Module, in_shape: Sequence[int]) -> torch.Tensor:
-    """Two random samples of the module's dtype, on its device."""
-    like = next((t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), torch.empty(0))
+def _random_samples(module: nn.Module, in_shape: Sequence[int], like: torch.Tensor | None) -> torch.Tensor:
+    """Two random samples of the module's dtype, on its device; where it has neither, as `like`."""
+    own = (t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())
+    like = next(own, torch.empty(0) if like is None else like)
     generator = torch.Generator().manual_seed(0)
     return torch.randn((2, *in_shape), generator=generator).to(like)
 
@@ -343,10 +346,15 @@ def _exported(module: nn.Module, x: torch.Tensor, where: str) -> torch.export.Ex
             return exported.run_decompositions({}) if _overwrites(exported) else exported
     except Exception as error:
         # torch.export's errors share no base class.
+        if "specialized" in str(error) or "Constraints violated" in str(error):
+            raise UnsupportedOperatorError(
+                f"{where}: its code takes the size of the batch for a constant, as len(x) and int(x.shape[0]) do; use "
+                "x.shape[0] itself, and let nothing but shapes depend on it"
+            ) from error
         reason = str(error).strip().split("\n", 1)[0]
         raise UnsupportedOperatorError(
-            f"{where}: torch.export cannot trace it{_source_of(error)}: {reason}; what the module computes must not "
-            "depend on the values of its input, nor on the batch's size"
+            f"{where}: torch.export cannot trace it{_source_of(error)}: {reason}; what is computed must not depend on "
+            "the values of the input in any other way than by its operators: use torch.where in the place of a branch"
         ) from error
 
 

@@ -361,7 +361,7 @@ def vjp(
     (tensor([[5., 0.]]),)
     """
     check_input("x", x)
-    scanner = Scanner(chain(module, tuple(x.shape[1:])), schedule)
+    scanner = Scanner(chain(module, tuple(x.shape[1:]), like=x), schedule)
     if not len(scanner.chain):
         with torch.no_grad():
             y = module(x)

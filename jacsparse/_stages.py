@@ -48,7 +48,13 @@ class Edge:
     @functools.cached_property
     def pattern(self) -> Pattern:
         """Of the transposed Jacobian, ``(in_size, out_size)``."""
-        return self.rule.pattern(self.call).T
+        pattern, expected = self.rule.pattern(self.call), (self.call.out_size, self.call.in_size)
+        if pattern.shape != expected:
+            raise ValueError(
+                f"{self.call.path}: the rule of {self.call.operator} gave a pattern of shape {pattern.shape}; "
+                f"expected {expected}"
+            )
+        return pattern.T
 
     @property
     def shared(self) -> bool:

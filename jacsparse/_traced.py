@@ -129,7 +129,9 @@ class TracedRecord(Record):
         )
 
 
-def traced_stages(module: nn.Module, in_shape: Sequence[int], path: str, *, pruned: bool) -> list[Stage]:
+def traced_stages(
+    module: nn.Module, in_shape: Sequence[int], path: str, *, pruned: bool, like: torch.Tensor | None
+) -> list[Stage]:
     """The stages of a module that is traced.
 
     Raises
@@ -139,7 +141,7 @@ def traced_stages(module: nn.Module, in_shape: Sequence[int], path: str, *, prun
     ValueError
         Where the input does not fit.
     """
-    program, known = trace(module, in_shape, path)
+    program, known = trace(module, in_shape, path, like)
     stages: list[Stage] = []
     cuts = program.cuts()
     start, waiting = cuts[0], False

@@ -85,8 +85,8 @@ class Scan(nn.Module):
         if not torch.is_grad_enabled() or not (parameters or getattr(x, "requires_grad", False)):
             return self.module(x)
         check_input("x", x)
-        key = (tuple(x.shape[1:]), self._fingerprint())
-        scanner = self._scanner(key)
+        key = (tuple(x.shape[1:]), self._fingerprint(x))
+        scanner = self._scanner(key, x)
         if not len(scanner.chain):
             return self.module(x)
         adapted, records = scanner.chain.adapted(scanner.chain.run(x))
@@ -99,10 +99,10 @@ class Scan(nn.Module):
         """Chain, schedule and plans for inputs of that shape, without the batch; kept until the structure changes."""
         return self._scanner((input_shape, self._fingerprint()))
 
-    def _scanner(self, key: tuple[tuple[int, ...], Any]) -> Scanner:
+    def _scanner(self, key: tuple[tuple[int, ...], Any], like: torch.Tensor | None = None) -> Scanner:
         found = self._scanners.get(key)
         if found is None:
-            stages = chain(self.module, key[0], pruned=self.pruned)
+            stages = chain(self.module, key[0], pruned=self.pruned, like=like)
             found = Scanner(stages, self.schedule, self.memory_limit)
         return self._keep(key, found)
 
@@ -120,9 +120,11 @@ class Scan(nn.Module):
         """Forget patterns and plans; the next forward makes them again, from the weights as they then are."""
         self._scanners = {}
 
-    def _fingerprint(self) -> tuple[Any, ...]:
+    def _fingerprint(self, like: torch.Tensor | None = None) -> tuple[Any, ...]:
         """What a chain takes from the module: which operators it runs, their settings, modes and pruning masks."""
         marks: list[Any] = []
+        if like is not None and not any(t.is_floating_point() for t in (*self.parameters(), *self.buffers())):
+            marks.append((like.dtype, like.device))
         for path, part in self.module.named_modules(remove_duplicate=False):
             masks = [mask for name, mask in part._buffers.items() if name.endswith("_mask") and mask is not None]
             marks.append((path, id(part), *settings_of(part), *((id(mask), mask._version) for mask in masks)))

@@ -5,6 +5,7 @@ from ._convolution import Convolution, Sliding
 from ._pattern import Pattern
 from ._pooling import Adaptive, Pooling, Weighted
 from ._recurrent import state_jacobian_pattern, state_jacobian_values
+from ._registered import register_rule
 from ._rules import Call, Rule, UnsupportedOperatorError, add_rule, rule_for
 from ._structure import Blocks, Csr, Diagonal, Full, Identity, Structure
 
@@ -25,6 +26,7 @@ __all__ = [
     "UnsupportedOperatorError",
     "Weighted",
     "add_rule",
+    "register_rule",
     "rule_for",
     "state_jacobian_pattern",
     "state_jacobian_values",

@@ -61,7 +61,7 @@ def _block_values(
     length = max(across.shape[1], along.shape[3])
     eye = torch.eye(length, dtype=right.dtype, device=right.device)[None, :, None, :, None]
     values: torch.Tensor = torch.addcmul(eye - mean, across, along, value=-1).mul(scale)
-    return values.reshape(-1, values.shape[-1])
+    return values.flatten(0, -2)
 
 
 class _LineRule(Rule):
@@ -138,7 +138,7 @@ class _NormRule(_LineRule):
         return scale, normal / max(1, lines.length), normal, 1 / max(1, lines.length) if self.centred else 0.0
 
 
-@add_rule("aten.layer_norm")
+@add_rule("aten.layer_norm", "aten.native_layer_norm")
 class _LayerNormRule(_NormRule):
     """``aten.layer_norm``: over the last axes."""
 
@@ -154,12 +154,13 @@ class _RmsNormRule(_LayerNormRule):
     centred = False
 
 
-@add_rule("aten.group_norm")
+@add_rule("aten.group_norm", "aten.native_group_norm")
 class _GroupNormRule(_NormRule):
     """``aten.group_norm``: over the channels of each group, at all positions."""
 
     def groups(self, call: Call) -> int:
-        return int(call["num_groups"])
+        """Groups of one image."""
+        return int(call.arguments["group"] if "group" in call.arguments else call["num_groups"])
 
     def lines(self, call: Call) -> _Lines:
         groups = call.in_shape[0] * self.groups(call)
@@ -194,12 +195,7 @@ class _InstanceNormRule(_GroupNormRule):
         return super().transposed_values(call, pattern) if call["use_input_stats"] else _running_scale(call)
 
 
-_COUPLING = (
-    "aten._native_batch_norm_legit",
-    "aten._native_batch_norm_legit_functional",
-    "aten.cudnn_batch_norm",
-    "aten.native_batch_norm",
-)
+_COUPLING = ("aten._native_batch_norm_legit", "aten._native_batch_norm_legit_functional")
 
 
 @add_rule("aten.batch_norm", "aten._native_batch_norm_legit_no_training", *_COUPLING)

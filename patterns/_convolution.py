@@ -425,6 +425,15 @@ class _TransposedConvolutionRule(_Windows):
         return Pattern.of(Convolution(copies * channels, copies * out_channels, groups, axes, kept, transposed=True))
 
 
+@add_rule("aten.convolution")
+class _AnyConvolutionRule(_Windows):
+    """``aten.convolution``: either of the two."""
+
+    def pattern(self, call: Call) -> Pattern:
+        rule = _TransposedConvolutionRule() if call["transposed"] else _ConvolutionRule()
+        return rule.pattern(call)
+
+
 def _packed(call: Call, copies: int) -> bytes | None:
     """The mask of the weights that are kept, as `Convolution` takes it."""
     kept = call.kept.get("weight")

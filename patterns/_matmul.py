@@ -70,7 +70,7 @@ class _MatmulRule(Rule):
         whole = (*shape, 1) if len(shape) == 1 and left else (1, *shape) if len(shape) == 1 else shape
         matrices = other.reshape(samples, *[1] * (len(lead) + 2 - len(whole)), *whole)
         taken = matrices.transpose(-1, -2)[..., None, :, :] if left else matrices[..., :, None, :]
-        values = taken.expand(samples, *lead, rows, columns, inner).reshape(samples, -1).T
+        values = taken.expand(samples, *lead, rows, columns, inner).flatten(1).T
         alpha = call.arguments.get("alpha", 1)
         return values.contiguous() if alpha == 1 else values * alpha
 
@@ -162,14 +162,14 @@ class _AttentionRule(Rule):
         if call.argument == "value":
             # Row (head, query, channel): an entry for each key.
             weights = attention[:, :, :, None, :].expand(batch, heads, queries, channels, keys)
-            return weights.reshape(batch, -1).T.contiguous()
+            return weights.flatten(1).T.contiguous()
         out = call.output.detach().reshape(batch, heads, queries, channels)
         change = attention[..., None] * (v[:, :, None] - out[:, :, :, None]) * scale
         if call.argument == "query":
             own = torch.einsum("bhijc,bhje->bhice", change, k)
         else:
             own = torch.einsum("bhijc,bhie->bhicje", change, q)
-        return own.reshape(batch, -1).T.contiguous()
+        return own.flatten(1).T.contiguous()
 
     def _heads(self, call: Call, name: str, heads: int, length: int, width: int) -> torch.Tensor:
         """An argument as ``(batch, heads, length, width)``."""

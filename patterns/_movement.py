@@ -23,16 +23,15 @@ def _numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @add_rule(
-    *(f"aten.{name}" for name in ("alias", "clone", "contiguous", "lift_fresh_copy", "positive")),
-    *(f"aten.{name}" for name in ("view", "_unsafe_view", "reshape", "view_as", "unsqueeze", "squeeze")),
-    *(f"aten.{name}" for name in ("permute", "transpose", "t", "movedim", "mT", "flip", "roll", "rot90")),
+    *(f"aten.{name}" for name in ("alias", "clone", "contiguous", "positive", "view", "_unsafe_view", "reshape")),
+    *(f"aten.{name}" for name in ("unsqueeze", "squeeze", "permute", "transpose", "movedim", "flip", "roll", "rot90")),
     *(f"aten.{name}" for name in ("expand", "expand_as", "repeat", "repeat_interleave", "tile", "broadcast_to")),
-    *(f"aten.{name}" for name in ("slice", "select", "narrow", "index", "index_select", "take", "diagonal", "unfold")),
+    *(f"aten.{name}" for name in ("slice", "select", "narrow", "index", "index_select", "diagonal", "unfold", "view_as")),
     *(f"aten.{name}" for name in ("cat", "stack", "split", "split_with_sizes", "chunk", "unbind", "tensor_split")),
     *(f"aten.{name}" for name in ("slice_scatter", "select_scatter", "tril", "triu", "diag_embed")),
-    *(f"aten.{name}" for name in ("pad", "constant_pad_nd", "im2col", "as_strided")),
+    *(f"aten.{name}" for name in ("pad", "constant_pad_nd", "im2col")),
     *(f"aten.{how}_pad{axes}d" for how in ("reflection", "replication") for axes in (1, 2, 3)),
-    *(f"aten.{name}" for name in ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")),
+    *(f"aten.{name}" for name in ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")),
 )
 class _MovementRule(Rule):
     """One, where an output is an element of the input."""

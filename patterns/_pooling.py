@@ -284,7 +284,10 @@ class _SelectingRule(Rule):
         return batch_last((winners + channel * math.prod(call.in_shape[2:])).to(torch.int32))
 
 
-@add_rule("aten.max_pool1d", "aten.max_pool2d", "aten.max_pool3d")
+@add_rule(
+    *("aten.max_pool1d", "aten.max_pool2d", "aten.max_pool3d"),
+    *("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices"),
+)
 class _MaxPoolRule(_SelectingRule):
     """``aten.max_pool2d`` and its like."""
 
@@ -373,7 +376,10 @@ class _AvgPoolRule(_AveragePoolRule):
         return _areas([end - start for start, end in zip(starts, ends, strict=True)])
 
 
-@add_rule("aten.adaptive_avg_pool1d", "aten.adaptive_avg_pool2d", "aten.adaptive_avg_pool3d")
+@add_rule(
+    *("aten.adaptive_avg_pool1d", "aten.adaptive_avg_pool2d", "aten.adaptive_avg_pool3d"),
+    *("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d"),
+)
 class _AdaptiveAvgPoolRule(_AveragePoolRule):
     """``aten.adaptive_avg_pool2d`` and its like."""
 
@@ -400,15 +406,19 @@ class _UpsampleRule(_SeparableRule):
         """A matrix ``(windows, size)`` for each axis, float64."""
         assert call.apply is not None
         matrices = []
-        for axis, size in enumerate(call.in_shape[2:]):
-            # A channel for each position of the axis; along the others weights add up to one.
-            shape = [1] * (len(call.in_shape) - 2)
-            shape[axis] = size
-            unit = torch.eye(size, dtype=torch.float64).reshape(1, size, *shape)
-            image = call.apply(unit.expand(1, size, *call.in_shape[2:]))
-            line = [0] * len(shape)
+        for axis, windows in enumerate(call.out_shape[2:]):
+            # A channel for each window of the axis, at the first of the others, whose weights add up to one. Asked of
+            # the derivative: PyTorch's antialiased forward differs from it where an axis has one position.
+            x = torch.zeros((1, windows, *call.in_shape[2:]), dtype=torch.float64, requires_grad=True)
+            with torch.enable_grad():
+                y = call.apply(x)
+            chosen = torch.zeros_like(y)
+            line = [0] * len(call.out_shape[2:])
             line[axis] = slice(None)  # type: ignore[call-overload]
-            matrices.append(image[(0, slice(None), *line)].T.cpu().numpy())
+            chosen[(0, slice(None), *line)] = torch.eye(windows).to(y)
+            (weights,) = torch.autograd.grad(y, x, chosen)
+            others = [2 + other for other in range(len(line)) if other != axis]
+            matrices.append((weights.sum(others) if others else weights)[0].numpy())
         return matrices
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:

@@ -1,0 +1,267 @@
+"""A module's sparse Jacobians against autograd, operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ._chain import Record, chain, check_input
+from ._stages import Edge
+from .patterns import Call, Pattern
+from .patterns._values import batch_last
+from .spgemm import matvec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Check", "Verification", "VerificationError", "verify"]
+
+#: Rows of a Jacobian up to which each is compared by itself.
+EXACT_ROWS = 256
+#: Random vectors otherwise.
+PROBES = 3
+#: Entries that are named.
+NAMED = 5
+
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
+
+
+class VerificationError(RuntimeError):
+    """A sparse Jacobian is not autograd's."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One operator's Jacobian beside autograd's.
+
+    Attributes
+    ----------
+    path, operator : str
+        In the model, and as ATen names it; for the whole, the module's class.
+    shape : tuple of int
+        Of the Jacobian.
+    exact : bool
+        Whether all of it was compared, or its products with random vectors.
+    difference : float
+        The largest, as a share of the largest element.
+    entries : tuple of str
+        Those that differ, as far as they are named.
+    """
+
+    path: str
+    operator: str
+    shape: tuple[int, int]
+    exact: bool
+    difference: float
+    entries: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows, columns = self.shape
+        how = "all entries" if self.exact else f"{PROBES} random vectors"
+        line = f"{self.path} ({self.operator}), {rows} × {columns}: {how}, difference {self.difference:.1e}"
+        return "\n".join([line, *(f"    {entry}" for entry in self.entries)])
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found.
+
+    Attributes
+    ----------
+    checks : tuple of Check
+        Of each operator, and last of the whole module.
+    """
+
+    checks: tuple[Check, ...]
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks in which entries differ."""
+        return tuple(check for check in self.checks if check.entries)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.checks))
+
+
+def verify(
+    module: nn.Module, x: torch.Tensor, *, tolerance: float | None = None, raise_exception: bool = True
+) -> Verification:
+    """Compare a module's sparse Jacobians with autograd.
+
+    Each operator's, at each sample: all of it where it is small, else by products with random vectors. Then the whole
+    module's output and gradient, by the sparse Jacobians of all its operators, with its own.
+
+    Parameters
+    ----------
+    module : Module
+        Of operators that have a rule.
+    x : Tensor, (batch, *input_shape)
+        float32 or float64; float64 sees more.
+    tolerance : float, optional
+        As a share of the largest element: 1e-10 for float64 and 1e-4 for float32 where left out.
+    raise_exception : bool
+        Whether what differs is an error; as in ``torch.autograd.gradcheck``.
+
+    Returns
+    -------
+    Verification
+        Its ``str`` is a line for each operator.
+
+    Raises
+    ------
+    VerificationError
+        Where entries differ; it names them.
+    TypeError, ValueError, UnsupportedOperatorError
+        Where the input does not fit, or an operator has no rule.
+
+    Examples
+    --------
+    >>> import torch
+    >>> print(verify(torch.nn.Tanh(), torch.zeros(1, 2)))
+    Tanh (aten.tanh), 2 × 2: all entries, difference 0.0e+00
+    Tanh (Tanh), 2 × 2: all entries, difference 0.0e+00
+    """
+    check_input("x", x)
+    if not len(x):
+        raise ValueError("x is an empty batch; pass at least one sample")
+    limit = _TOLERANCE[x.dtype] if tolerance is None else tolerance
+    stages = chain(module, tuple(x.shape[1:]), like=x)
+    records = stages.run(x)
+    checks = [_of_edge(record, edge, limit) for record in records for edge in record.stage.edges]
+    found = Verification((*checks, _of_whole(module, x, records, limit)))
+    if found.failed and raise_exception:
+        lines = "\n".join(map(str, found.failed))
+        raise VerificationError(f"{len(found.failed)} of {len(found.checks)} comparisons with autograd failed:\n{lines}")
+    return found
+
+
+def _of_edge(record: Record, edge: Edge, limit: float) -> Check:
+    call = record._call(edge, slice(None))
+    assert call.vjp is not None and call.input is not None
+    pattern, values = edge.pattern, record.values(edge)
+    exact = call.out_size <= EXACT_ROWS
+    generator = torch.Generator().manual_seed(0)
+    largest, worst, entries = 0.0, 0.0, []
+    for number in range(call.out_size if exact else PROBES):
+        if exact:
+            one = torch.zeros(call.out_size)
+            one[number] = 1
+            seed = one.expand(len(call.input), -1).to(call.input)
+        else:
+            seed = torch.randn((len(call.input), call.out_size), generator=generator).to(call.input)
+        expected = _flat(call.vjp(seed.reshape(-1, *call.out_shape)))
+        difference = _flat(_product(pattern, values, seed)) - expected
+        largest = max(largest, expected.abs().max().item() if expected.numel() else 0.0)
+        over = _over(difference, limit * max(largest, 1e-300))
+        worst = max(worst, difference.abs().max().item() if difference.numel() else 0.0)
+        if len(over) and len(entries) < NAMED:
+            for sample, column in over[: NAMED - len(entries)].tolist():
+                row = number if exact else _row(pattern, values, call, sample, column, limit)
+                entries.append(_entry(pattern, values, call, sample, row, column))
+    return Check(call.path, call.operator, (call.out_size, call.in_size), exact, worst / max(largest, 1e-300), tuple(entries))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().flatten(1)
+
+
+def _product(pattern: Pattern, values: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """``Jᵀ g`` for each sample, by the sparse matrix."""
+    return matvec(pattern, values, batch_last(seed)).T  # type: ignore[no-any-return]
+
+
+def _over(difference: torch.Tensor, limit: float) -> torch.Tensor:
+    """Samples and columns where a difference is beyond a limit, or no number."""
+    return (~(difference.abs() <= limit)).nonzero()
+
+
+def _row(pattern: Pattern, values: torch.Tensor, call: Call, sample: int, column: int, limit: float) -> int:
+    """A row in whose entry at a column and sample the two differ: found by halving the outputs."""
+    assert call.vjp is not None and call.input is not None
+    low, high = 0, call.out_size
+    while high - low > 1:
+        middle = (low + high) // 2
+        seed = call.input.new_zeros((len(call.input), call.out_size))
+        seed[:, low:middle] = torch.rand(middle - low, generator=torch.Generator().manual_seed(1)).to(seed) + 0.5
+        expected = _flat(call.vjp(seed.reshape(-1, *call.out_shape)))[sample, column]
+        found = _flat(_product(pattern, values, seed))[sample, column]
+        scale = max(1e-300, expected.abs().item(), found.abs().item())
+        differs = not (found - expected).abs().item() <= limit * scale
+        low, high = (low, middle) if differs else (middle, high)
+    return low
+
+
+def _entry(pattern: Pattern, values: torch.Tensor, call: Call, sample: int, row: int, column: int) -> str:
+    """One entry: where it is, what it is and what autograd says."""
+    assert call.vjp is not None and call.input is not None
+    seed = call.input.new_zeros((len(call.input), call.out_size))
+    seed[:, row] = 1
+    expected = _flat(call.vjp(seed.reshape(-1, *call.out_shape)))[sample, column].item()
+    found = _flat(_product(pattern, values, seed))[sample, column].item()
+    inside = row in pattern.indices[pattern.indptr[column] : pattern.indptr[column + 1]]
+    missing = "" if inside else ", which the pattern leaves out"
+    return f"sample {sample}: ∂y[{row}]/∂x[{column}] is {found:.6g}, autograd {expected:.6g}{missing}"
+
+
+def _of_whole(module: nn.Module, x: torch.Tensor, records: list[Record], limit: float) -> Check:
+    """The module's own output and gradients beside those of all the sparse Jacobians."""
+    given = x.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        y = module(given * 1)
+    name = type(module).__name__
+    outputs = y[:1].numel()
+    ours = records[-1].output if records else y
+    random = any(edge.call.operator in _RANDOM for record in records for edge in record.stage.edges)
+    shape = (outputs, x[:1].numel())
+    if random:
+        return Check(name, name, shape, False, 0.0)
+    entries = []
+    if ours.shape != y.shape or _over(_flat(ours) - _flat(y), limit * max(1e-300, y.abs().max().item())).numel():
+        entries.append("the output is another than the module's own")
+    worst, exact = 0.0, outputs <= EXACT_ROWS
+    for seed in _seeds(y.detach(), exact):
+        expected = _gradient(y, given, seed)
+        found = seed
+        for record in reversed(records):
+            found = _pulled(record, found)
+        difference, largest = found.reshape(expected.shape) - expected, expected.abs().max().item()
+        worst = max(worst, difference.abs().max().item() / max(largest, 1e-300))
+        over = _over(_flat(difference), limit * max(largest, 1e-300))
+        for sample, column in over[: max(0, NAMED - len(entries))].tolist():
+            entries.append(f"sample {sample}: the gradient of x[{column}] is another than autograd's")
+    return Check(name, name, shape, exact, worst, tuple(entries))
+
+
+#: What they draw, they draw anew at each run.
+_RANDOM = ("aten.dropout", "aten.alpha_dropout", "aten.feature_dropout", "aten.feature_alpha_dropout")
+
+
+def _seeds(y: torch.Tensor, exact: bool) -> Iterator[torch.Tensor]:
+    outputs = y[:1].numel()
+    generator = torch.Generator().manual_seed(0)
+    for number in range(outputs if exact else PROBES):
+        seed = torch.zeros((len(y), outputs)) if exact else torch.randn((len(y), outputs), generator=generator)
+        if exact:
+            seed[:, number] = 1
+        yield seed.to(y).reshape(y.shape)
+
+
+def _gradient(y: torch.Tensor, x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    if not y.requires_grad:
+        return torch.zeros_like(x)
+    (found,) = torch.autograd.grad(y, x, seed, retain_graph=True, materialize_grads=True)
+    return found
+
+
+def _pulled(record: Record, gradient: torch.Tensor) -> torch.Tensor:
+    """A stage's gradient taken back through it by the sparse Jacobians of its operators, one after the other."""
+    held = {record.stage.stop: gradient.flatten(1)}
+    for edge in reversed(record.stage.edges):
+        if edge.target in held:
+            own = _product(edge.pattern, record.values(edge), held[edge.target])
+            held[edge.source] = held[edge.source] + own if edge.source in held else own
+    found = held.get(record.stage.start)
+    return torch.zeros_like(record.input) if found is None else found.reshape(record.input.shape)

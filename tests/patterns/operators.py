@@ -1,0 +1,600 @@
+"""Every operator that has a rule, as modules and sample shapes that hypothesis draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+aten = torch.ops.aten
+Case = tuple[nn.Module, tuple[int, ...]]
+Cases = st.SearchStrategy[Case]
+
+sizes = st.integers(1, 5)
+shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
+amounts, positive, flags = st.floats(-2, 2), st.floats(0.1, 2), st.booleans()
+
+
+class Apply(nn.Module):
+    """A function of the input and of constants."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], *constants: torch.Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.count = len(constants)
+        for place, constant in enumerate(constants):
+            self.register_buffer(f"constant{place}", constant)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, *(getattr(self, f"constant{place}") for place in range(self.count)))
+
+
+def constant(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def pair(low: int, high: int, axes: int = 2) -> st.SearchStrategy[Any]:
+    """One number for all axes, or one for each."""
+    numbers = st.integers(low, high)
+    return numbers | st.tuples(*[numbers] * axes)
+
+
+def lengths(axes: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Sizes of so many axes, smaller where there are more."""
+    return st.tuples(*[st.integers(1, (9, 7, 4)[axes - 1])] * axes)
+
+
+# Convolution and linear layers.
+
+
+@st.composite
+def convolutions(draw: st.DrawFn, axes: int = 2) -> Case:
+    groups = draw(st.integers(1, 3))
+    into, out = groups * draw(st.integers(1, 3 if axes < 3 else 1)), groups * draw(st.integers(1, 3 if axes < 3 else 2))
+    padding = draw(pair(0, 3, axes) | st.sampled_from(["same", "valid"]))
+    stride = 1 if padding == "same" else draw(pair(1, 3, axes))
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
+    kernel = draw(pair(1, 4 if axes < 3 else 3, axes))
+    module = kind(
+        into, out, kernel, stride, padding, draw(pair(1, 3, axes)), groups, draw(flags), dtype=torch.float64
+    )
+    return module, (into, *draw(lengths(axes)))
+
+
+@st.composite
+def transposed_convolutions(draw: st.DrawFn, axes: int = 2) -> Case:
+    groups = draw(st.integers(1, 2))
+    into, out = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
+    stride, dilation = draw(pair(1, 3, axes)), draw(pair(1, 2, axes))
+    kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[axes - 1]
+    extra = draw(pair(0, 2, axes))
+    sizes_ = (draw(pair(1, 3, axes)), stride, draw(pair(0, 2, axes)), extra, groups, draw(flags), dilation)
+    module = kind(into, out, *sizes_, dtype=torch.float64)
+    return module, (into, *draw(lengths(axes).map(lambda each: tuple(min(4, size) for size in each))))
+
+
+@st.composite
+def raw_convolutions(draw: st.DrawFn) -> Case:
+    axes, transposed = draw(st.integers(1, 2)), draw(flags)
+    (module, shape) = draw((transposed_convolutions if transposed else convolutions)(axes))
+    if isinstance(module.padding, str):
+        module.padding = (0,) * axes
+    rest = (module.stride, module.padding, module.dilation, transposed, module.output_padding, module.groups)
+    return Apply(lambda x, w: aten.convolution(x, w, None, *rest), module.weight.detach()), shape
+
+
+@st.composite
+def linears(draw: st.DrawFn) -> Case:
+    into, lead = draw(st.integers(1, 9)), draw(st.lists(st.integers(1, 3), max_size=2))
+    return nn.Linear(into, draw(st.integers(1, 9)), draw(flags), dtype=torch.float64), (*lead, into)
+
+
+# Pooling and interpolation.
+
+
+@st.composite
+def max_pools(draw: st.DrawFn, axes: int = 2) -> Case:
+    kernel = draw(pair(1, 4 if axes < 3 else 2, axes))
+    low = min(kernel) if isinstance(kernel, tuple) else kernel
+    kind = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[axes - 1]
+    stride, padding = draw(st.none() | pair(1, 4, axes)), draw(st.integers(0, low // 2))
+    module = kind(kernel, stride, padding, draw(pair(1, 3 if axes < 3 else 1, axes)), ceil_mode=draw(flags))
+    return module, (draw(st.integers(1, 3)), *draw(lengths(axes)))
+
+
+@st.composite
+def pools_with_indices(draw: st.DrawFn, axes: int) -> Case:
+    module, shape = draw(max_pools(axes))
+    pool = (aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)[axes - 2]
+    numbers = [each if isinstance(each, tuple) else (each,) * axes for each in _pool_sizes(module)]
+    apply = Apply(lambda x: pool(x, *numbers, module.ceil_mode)[0])
+    apply.inner = module
+    return apply, shape
+
+
+def _pool_sizes(module: Any) -> tuple[Any, ...]:
+    return module.kernel_size, module.stride, module.padding, module.dilation
+
+
+@st.composite
+def average_pools(draw: st.DrawFn, axes: int = 2) -> Case:
+    kernel = draw(pair(1, 4 if axes < 3 else 2, axes))
+    low = min(kernel) if isinstance(kernel, tuple) else kernel
+    kind = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[axes - 1]
+    override = [] if axes == 1 else [draw(st.none() | st.integers(1, 5))]
+    stride, padding = draw(st.none() | pair(1, 4, axes)), draw(st.integers(0, low // 2))
+    return kind(kernel, stride, padding, draw(flags), draw(flags), *override), (draw(sizes), *draw(lengths(axes)))
+
+
+@st.composite
+def adaptive_pools(draw: st.DrawFn, how: str, axes: int = 2) -> Case:
+    one = st.integers(1, 9 if axes < 3 else 4)
+    size = draw(one if axes == 1 else one | st.tuples(*[st.none() | one] * axes))
+    return getattr(nn, f"Adaptive{how}Pool{axes}d")(size), (draw(st.integers(1, 3)), *draw(lengths(axes)))
+
+
+@st.composite
+def interpolations(draw: st.DrawFn, mode: str, axes: int, antialias: bool = False) -> Case:
+    options: dict[str, Any] = {"mode": mode}
+    if mode in ("linear", "bilinear", "trilinear", "bicubic"):
+        options["align_corners"] = draw(flags)
+    if antialias:
+        options["antialias"] = True
+    if draw(flags):
+        options["size"] = tuple(draw(st.integers(1, 6)) for _ in range(axes))
+    else:
+        options["scale_factor"] = draw(st.sampled_from([1.0, 1.5, 2.0, 3.0]))
+        options["recompute_scale_factor"] = draw(flags)
+    return Apply(lambda x: functional.interpolate(x, **options)), (draw(st.integers(1, 2)), *draw(lengths(axes)))
+
+
+# Lines: softmax and normalisation.
+
+
+@st.composite
+def along_an_axis(draw: st.DrawFn, function: Callable[..., torch.Tensor]) -> Case:
+    shape = draw(shapes)
+    axis = draw(st.integers(1, len(shape)))
+    return Apply(lambda x: function(x, axis - (len(shape) + 1 if axis % 2 else 0))), shape
+
+
+def _with_weights(module: Any) -> Any:
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return module.double()
+
+
+@st.composite
+def line_norms(draw: st.DrawFn, kind: Any) -> Case:
+    shape = draw(shapes)
+    last = shape[-draw(st.integers(1, len(shape))) :]
+    options = {"bias": draw(flags)} if kind is nn.LayerNorm else {}
+    return _with_weights(kind(last, eps=draw(st.sampled_from([1e-5, 0.1])), elementwise_affine=draw(flags), **options)), shape
+
+
+@st.composite
+def group_norms(draw: st.DrawFn) -> Case:
+    groups, axes = draw(st.integers(1, 3)), draw(st.integers(0, 2))
+    channels = groups * draw(st.integers(1, 3))
+    return _with_weights(nn.GroupNorm(groups, channels, affine=draw(flags))), (channels, *(draw(sizes) for _ in range(axes)))
+
+
+@st.composite
+def instance_norms(draw: st.DrawFn) -> Case:
+    axes, channels = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    kind = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[axes - 1]
+    module = _with_weights(kind(channels, affine=draw(flags), track_running_stats=draw(flags)))
+    if module.track_running_stats:
+        _draw_statistics(module)
+    return module.eval(), (channels, *(draw(st.integers(2, 4)) for _ in range(axes)))
+
+
+def _draw_statistics(module: Any) -> None:
+    module.running_mean.normal_()
+    module.running_var.uniform_(0.1, 3)
+
+
+@st.composite
+def batch_norms(draw: st.DrawFn) -> Case:
+    channels, axes = draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    kind = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[axes]
+    module = _with_weights(kind(channels, affine=draw(flags)).eval())
+    _draw_statistics(module)
+    return module, (channels, *(draw(st.integers(1, 4)) for _ in range(axes)))
+
+
+@st.composite
+def functional_batch_norms(draw: st.DrawFn) -> Case:
+    module, shape = draw(batch_norms())
+    own = (module.weight, module.bias) if module.affine else (None, None)
+    call = aten._native_batch_norm_legit_no_training
+    numbers = (module.momentum, module.eps)
+    apply = Apply(lambda x: call(x, *own, module.running_mean, module.running_var, *numbers)[0])
+    apply.inner = module
+    return apply, shape
+
+
+@st.composite
+def native_layer_norms(draw: st.DrawFn) -> Case:
+    module, shape = draw(line_norms(nn.LayerNorm))
+    apply = Apply(lambda x: aten.native_layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)[0])
+    apply.inner = module
+    return apply, shape
+
+
+@st.composite
+def native_group_norms(draw: st.DrawFn) -> Case:
+    module, shape = draw(group_norms())
+    channels, positions = shape[0], int(torch.tensor(shape[1:]).prod())
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        size = (x.shape[0], channels, positions)
+        return aten.native_group_norm(x, module.weight, module.bias, *size, module.num_groups, module.eps)[0]
+
+    apply = Apply(run)
+    apply.inner = module
+    return apply, shape
+
+
+# Products.
+
+
+@st.composite
+def products(draw: st.DrawFn, kind: str) -> Case:
+    """A matrix of constants on either side, or both factors made of the input, broadcast along some axes."""
+    heads, rows, inner, columns = (draw(st.integers(1, 3)) for _ in range(4))
+    side = draw(st.sampled_from(["left", "right", "both"]))
+    if kind == "mm":
+        # As torch.export lowers a linear layer on samples that are vectors.
+        return Apply(lambda x, c: aten.mm(x, c), constant(inner, columns)), (inner,)
+    if kind == "mv":
+        return Apply(lambda x, c: aten.mv(x.flatten(0, 1), c).view(-1, rows), constant(inner)), (rows, inner)
+    if kind == "addmm":
+        factors = {"beta": draw(amounts), "alpha": draw(st.sampled_from([1.0, 0.5]))}
+        return Apply(lambda x, b, c: aten.addmm(b, x, c, **factors), constant(columns), constant(inner, columns)), (inner,)
+    function = {"matmul": aten.matmul, "bmm": aten.bmm, "baddbmm": lambda a, c: aten.baddbmm(_zeros(a, c), a, c)}[kind]
+    if side == "both":
+        twice = Apply(lambda x: function(x[..., :rows, :], x[..., rows:, :].transpose(-1, -2).contiguous()))
+        lead = (heads,) if kind == "matmul" else ()
+        return twice, (*lead, rows + columns, inner)
+    if kind != "matmul":
+        other = constant(inner, columns) if side == "left" else constant(rows, inner)
+        expanded = (lambda x, c: function(x, c.expand(x.shape[0], -1, -1))) if side == "left" else (
+            lambda x, c: function(c.expand(x.shape[0], -1, -1), x)
+        )  # fmt: skip
+        return Apply(expanded, other), ((rows, inner) if side == "left" else (inner, columns))
+    lead = draw(st.sampled_from([(), (heads,), (heads, 1)]))
+    own = draw(st.sampled_from([(), (heads,), (1,)]))
+    vector = draw(flags)
+    if side == "left":
+        other = constant(inner) if vector else constant(*own, inner, columns)
+        return Apply(lambda x, c: aten.matmul(x, c), other), (*lead, rows, inner)
+    other = constant(inner) if vector else constant(*own, rows, inner)
+    return Apply(lambda x, c: aten.matmul(c, x), other), (*lead, inner, columns)
+
+
+def _zeros(a: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return a.new_zeros((a.shape[0], a.shape[1], c.shape[2]))
+
+
+@st.composite
+def attentions(draw: st.DrawFn) -> Case:
+    heads, queries, keys, width, values = (draw(st.integers(1, 3)) for _ in range(5))
+    causal = draw(flags)
+    masks = [None, torch.rand(queries, keys) > 0.3, constant(heads, queries, keys)]
+    mask = None if causal else draw(st.sampled_from(masks))
+    if mask is not None and mask.dtype == torch.bool:
+        mask[:, 0] = True
+    parts = [queries * width, keys * width, keys * values]
+    own = draw(st.sampled_from(["q", "k", "v", "qkv"]))
+    held = [constant(heads, *size) for size in ((queries, width), (keys, width), (keys, values))]
+
+    def run(x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        given = x.split(parts, dim=-1)
+        q, k, v = (
+            one.unflatten(-1, size.shape[1:]) if name in own else size.expand(x.shape[0], -1, -1, -1)
+            for one, name, size in zip(given, "qkv", (q, k, v), strict=True)
+        )
+        return aten.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=draw_scale)
+
+    draw_scale = draw(st.sampled_from([None, 0.5]))
+    return Apply(run, *held), (heads, sum(parts))
+
+
+# Movement.
+
+
+@st.composite
+def movements(draw: st.DrawFn, kind: str) -> Case:
+    shape = draw(shapes)
+    rank = len(shape) + 1
+    axis = draw(st.integers(1, rank - 1))
+    size = shape[axis - 1]
+    count = draw(st.integers(1, 3))
+    begin = draw(st.integers(0, size - 1))
+    order = [0, *draw(st.permutations(range(1, rank)))]
+    picks = torch.tensor(draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=4)))
+    last, numel = draw(st.integers(0, rank - 2)), int(torch.tensor(shape).prod())
+    whole = {
+        "alias": lambda x: aten.alias(x),
+        "clone": lambda x: aten.clone(x),
+        "contiguous": lambda x: aten.contiguous(x),
+        "positive": lambda x: aten.positive(x),
+        "view": lambda x: aten.view(x, [x.shape[0], 1, numel]),
+        "_unsafe_view": lambda x: aten._unsafe_view(x, [x.shape[0], numel]),
+        "reshape": lambda x: aten.reshape(x.transpose(1, -1), [x.shape[0], numel]),
+        "view_as": lambda x: aten.view_as(x, x.flatten(1)),
+        "flatten": lambda x: aten.flatten(x, 1),
+        "unflatten": lambda x: aten.unflatten(x, axis, [1, size]),
+        "unsqueeze": lambda x: aten.unsqueeze(x, axis),
+        "squeeze": lambda x: aten.squeeze(x.unsqueeze(axis), axis),
+        "permute": lambda x: aten.permute(x, order),
+        "transpose": lambda x: aten.transpose(x, 1, axis),
+        "movedim": lambda x: aten.movedim(x, axis, 1),
+        "flip": lambda x: aten.flip(x, [axis]),
+        "roll": lambda x: aten.roll(x, [count], [axis]),
+        "rot90": lambda x: aten.rot90(x.unsqueeze(1), count, [1, axis + 1]),
+        "expand": lambda x: aten.expand(x.unsqueeze(axis), [-1] * axis + [count] + [-1] * (rank - axis)),
+        "expand_as": lambda x: aten.expand_as(x.unsqueeze(1), x.unsqueeze(1).repeat(1, count, *[1] * (rank - 1))),
+        "broadcast_to": lambda x: aten.broadcast_to(x.unsqueeze(1), [x.shape[0], count, *shape]),
+        "repeat": lambda x: aten.repeat(x, [1, count, *[1] * (rank - 2)]),
+        "repeat_interleave": lambda x: aten.repeat_interleave(x, count, axis),
+        "tile": lambda x: aten.tile(x, [1, *[1] * (rank - 2), count]),
+        "slice": lambda x: aten.slice(x, axis, begin, size, count),
+        "select": lambda x: aten.select(x, axis, begin - size if count == 1 else begin),
+        "narrow": lambda x: aten.narrow(x, axis, begin, size - begin),
+        "index": lambda x, i: aten.index(x, [*[None] * axis, i]),
+        "index_select": lambda x, i: aten.index_select(x, axis, i),
+        "diagonal": lambda x: aten.diagonal(x.unsqueeze(1), 0, 1, axis + 1),
+        "diag_embed": lambda x: aten.diag_embed(x, count - 2),
+        "unfold": lambda x: aten.unfold(x, axis, min(size, count), 1),
+        "cat": lambda x: aten.cat([x, x.flip(axis), torch.ones_like(x)], axis),
+        "stack": lambda x: aten.stack([x, x.flip(axis)], axis),
+        "split": lambda x: aten.split(x, count, axis)[-1],
+        "split_with_sizes": lambda x: aten.split_with_sizes(x, [begin, size - begin], axis)[1],
+        "chunk": lambda x: aten.chunk(x, count, axis)[0],
+        "unbind": lambda x: aten.unbind(x, axis)[begin],
+        "tensor_split": lambda x: aten.tensor_split(x, count, axis)[0],
+        "slice_scatter": lambda x: aten.slice_scatter(x, 2 * x.narrow(axis, 0, size - begin), axis, begin),
+        "select_scatter": lambda x: aten.select_scatter(x, 3 * x.select(axis, 0), axis, begin),
+        "tril": lambda x: aten.tril(x.unsqueeze(-1).expand(*x.shape, count), last - 1),
+        "triu": lambda x: aten.triu(x.unsqueeze(-1).expand(*x.shape, count), last - 1),
+        "pad": lambda x: aten.pad(x, [1, count], "constant", 0.5),
+        "constant_pad_nd": lambda x: aten.constant_pad_nd(x, [count, -1 if shape[-1] > 1 else 0], 2.0),
+    }[kind]
+    return Apply(whole, *([picks] if kind in ("index", "index_select") else [])), shape
+
+
+@st.composite
+def paddings(draw: st.DrawFn, how: str, axes: int) -> Case:
+    shape = tuple(size + 1 for size in draw(lengths(axes)))
+    pads = [draw(st.integers(0, min(2, shape[axes - 1 - place // 2] - 1))) for place in range(2 * axes)]
+    operator = getattr(aten, f"{how}_pad{axes}d")
+    return Apply(lambda x: operator(x, pads)), (draw(st.integers(1, 2)), *shape)
+
+
+@st.composite
+def shuffles(draw: st.DrawFn, kind: str) -> Case:
+    factor, channels, size = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    if kind == "pixel_shuffle":
+        return Apply(lambda x: aten.pixel_shuffle(x, factor)), (channels * factor**2, size, size + 1)
+    if kind == "pixel_unshuffle":
+        return Apply(lambda x: aten.pixel_unshuffle(x, factor)), (channels, size * factor, 2 * factor)
+    return Apply(lambda x: aten.channel_shuffle(x, factor)), (factor * (channels + 1), size, 2)
+
+
+@st.composite
+def windows(draw: st.DrawFn, kind: str) -> Case:
+    kernel, dilation, padding, stride = (draw(pair(low, 2)) for low in (1, 1, 0, 1))
+    spread = [each if isinstance(each, tuple) else (each, each) for each in (kernel, dilation, padding, stride)]
+    images = tuple(draw(st.integers(3, 5)) for _ in range(2))
+    channels = draw(st.integers(1, 2))
+    if kind == "im2col":
+        return Apply(lambda x: aten.im2col(x, *spread)), (channels, *images)
+    columns = functional.unfold(torch.zeros(1, channels, *images), *spread)
+    return Apply(lambda x: aten.col2im(x, list(images), *spread)), tuple(columns.shape[1:])
+
+
+# Reductions.
+
+
+@st.composite
+def reductions(draw: st.DrawFn, kind: str) -> Case:
+    shape = draw(shapes)
+    axes = draw(st.lists(st.integers(1, len(shape)), min_size=1, max_size=len(shape), unique=True))
+    if draw(flags):
+        axes = [axis - len(shape) - 1 for axis in axes]
+    keep, axis = draw(flags), axes[0]
+    order = draw(st.sampled_from([1, 2, 3]))
+    if kind in ("std", "var", "std_mean", "var_mean"):
+        shape = tuple(size + 1 for size in shape)
+    function = {
+        "sum": lambda x: aten.sum(x, axes, keep),
+        "mean": lambda x: aten.mean(x, axes, keep),
+        "amax": lambda x: aten.amax(x, axes, keep),
+        "amin": lambda x: aten.amin(x, axes, keep),
+        "max": lambda x: aten.max(x, axis, keep)[0],
+        "min": lambda x: aten.min(x, axis, keep)[0],
+        "median": lambda x: aten.median(x, axis, keep)[0],
+        "prod": lambda x: aten.prod(x, axis, keep),
+        "logsumexp": lambda x: aten.logsumexp(x, axes, keep),
+        "std": lambda x: aten.std(x + 0, axes, correction=1, keepdim=keep),
+        "var": lambda x: aten.var(x, axes, correction=0, keepdim=keep),
+        "std_mean": lambda x: aten.std_mean(x, axes, correction=1, keepdim=keep)[order % 2],
+        "var_mean": lambda x: aten.var_mean(x, axes, correction=0, keepdim=keep)[order % 2],
+        "norm": lambda x: aten.norm(x, order, axes, keep),
+        "linalg_vector_norm": lambda x: aten.linalg_vector_norm(x, order, axes, keep),
+    }[kind]
+    return Apply(function), shape
+
+
+# Elementwise.
+
+
+@st.composite
+def prelus(draw: st.DrawFn) -> Case:
+    shape = draw(shapes)
+    return nn.PReLU(draw(st.sampled_from([1, shape[0]])), draw(amounts), dtype=torch.float64), shape
+
+
+#: By operator; each on shapes of any kind.
+ACTIVATIONS: dict[str, st.SearchStrategy[nn.Module]] = {
+    "aten.celu": st.builds(nn.CELU, positive, flags),
+    "aten.elu": st.builds(nn.ELU, positive, flags),
+    "aten.gelu": st.builds(nn.GELU, st.sampled_from(["none", "tanh"])),
+    "aten.hardshrink": st.builds(nn.Hardshrink, positive),
+    "aten.hardsigmoid": st.builds(nn.Hardsigmoid, flags),
+    "aten.hardswish": st.builds(nn.Hardswish, flags),
+    "aten.hardtanh": st.builds(lambda low, width: nn.Hardtanh(low, low + width), amounts, positive),
+    "aten.leaky_relu": st.builds(nn.LeakyReLU, positive, flags),
+    "aten.log_sigmoid": st.builds(nn.LogSigmoid),
+    "aten.mish": st.builds(nn.Mish, flags),
+    "aten.relu": st.builds(nn.ReLU, flags),
+    "aten.relu6": st.builds(nn.ReLU6, flags),
+    "aten.rrelu": st.builds(lambda low, width: nn.RReLU(low, low + width).eval(), positive, positive),
+    "aten.selu": st.builds(nn.SELU, flags),
+    "aten.sigmoid": st.builds(nn.Sigmoid),
+    "aten.silu": st.builds(nn.SiLU, flags),
+    "aten.softplus": st.builds(nn.Softplus, positive, positive),
+    "aten.softshrink": st.builds(nn.Softshrink, positive),
+    "aten.softsign": st.builds(nn.Softsign),
+    "aten.tanh": st.builds(nn.Tanh),
+    "aten.tanhshrink": st.builds(nn.Tanhshrink),
+    "aten.threshold": st.builds(nn.Threshold, amounts, amounts, flags),
+}
+
+#: Of one operand, where it has a derivative.
+UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **{name: getattr(torch, name) for name in ("abs", "atan", "cos", "cosh", "erf", "erfc", "exp", "expm1", "neg")},
+    **{name: getattr(torch, name) for name in ("sin", "sinh", "square", "asinh", "sinc", "tan", "rad2deg")},
+    "log": lambda x: torch.log(x.abs() + 1),
+    "log1p": lambda x: torch.log1p(x.abs()),
+    "sqrt": lambda x: torch.sqrt(x.abs() + 1),
+    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
+    "reciprocal": lambda x: torch.reciprocal(x.abs() + 1),
+    "logit": lambda x: torch.logit(x.sigmoid()),
+    "nan_to_num": lambda x: torch.nan_to_num(x),
+    "clamp": lambda x: torch.clamp(x, -0.7, 0.4),
+    "clamp_min": lambda x: torch.clamp_min(x, 0.1),
+    "clamp_max": lambda x: torch.clamp_max(x, 0.1),
+    "pow": lambda x: torch.pow(x, 3),
+    "masked_fill": lambda x: aten.masked_fill.Scalar(x, x > 0.3, 2.0),
+}
+
+#: Of two operands.
+BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "add": lambda x, y: torch.add(x, y, alpha=3),
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": lambda x, y: torch.div(x, y.abs() + 1),
+    "rsub": lambda x, y: aten.rsub.Tensor(x, y, alpha=3),
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "atan2": lambda x, y: torch.atan2(x, y.abs() + 1),
+    "logaddexp": torch.logaddexp,
+    "hypot": lambda x, y: torch.hypot(x, y.abs() + 1),
+    "fmod": lambda x, y: torch.fmod(x, y.abs() + 1),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.3),
+    "where": lambda x, y: torch.where(x > y, x, y * 2),
+    "addcmul": lambda x, y: torch.addcmul(x, y, y, value=0.5),
+    "addcdiv": lambda x, y: torch.addcdiv(x, y, y.abs() + 1, value=0.5),
+}
+
+
+@st.composite
+def unaries(draw: st.DrawFn, name: str) -> Case:
+    return Apply(UNARY[name]), draw(shapes)
+
+
+@st.composite
+def binaries(draw: st.DrawFn, name: str) -> Case:
+    """With a constant on either side, or two operands made of the input, one of them broadcast."""
+    shape, function = draw(shapes), BINARY[name]
+    how = draw(st.sampled_from(["left", "right", "same", "broadcast", "over"]))
+    if how in ("left", "right"):
+        other = constant(*(1 if draw(flags) else size for size in shape))
+        return Apply((lambda x, c: function(x, c)) if how == "left" else (lambda x, c: function(c, x)), other), shape
+    if how == "same":
+        return Apply(lambda x: function(x, x.flip(-1) * 0.5)), shape
+    if how == "over":
+        # What depends on the input is broadcast over a constant.
+        return Apply(lambda x, c: function(x.unsqueeze(1), c), constant(3, *shape)), shape
+    return Apply(lambda x: function(x, x.mean(-1, keepdim=True))), shape
+
+
+def _dropouts(kind: type[nn.Module]) -> Cases:
+    return st.tuples(st.builds(lambda p: kind(p).eval(), st.floats(0, 0.9)), shapes.filter(lambda shape: len(shape) > 1))
+
+
+#: By ATen's name.
+OPERATORS: dict[str, Cases] = {
+    **{f"aten.conv{axes}d": convolutions(axes) for axes in (1, 2, 3)},
+    **{f"aten.conv_transpose{axes}d": transposed_convolutions(axes) for axes in (1, 2, 3)},
+    "aten.convolution": raw_convolutions(),
+    "aten.linear": linears(),
+    **{f"aten.max_pool{axes}d": max_pools(axes) for axes in (1, 2, 3)},
+    **{f"aten.max_pool{axes}d_with_indices": pools_with_indices(axes) for axes in (2, 3)},
+    **{f"aten.avg_pool{axes}d": average_pools(axes) for axes in (1, 2, 3)},
+    **{f"aten.adaptive_avg_pool{axes}d": adaptive_pools("Avg", axes) for axes in (1, 2, 3)},
+    **{f"aten.adaptive_max_pool{axes}d": adaptive_pools("Max", axes) for axes in (1, 2, 3)},
+    "aten._adaptive_avg_pool2d": st.builds(
+        lambda size, shape: (Apply(lambda x: aten._adaptive_avg_pool2d(x, [size, size + 1])), (2, *shape)), sizes, lengths(2)
+    ),
+    "aten._adaptive_avg_pool3d": st.builds(
+        lambda size, shape: (Apply(lambda x: aten._adaptive_avg_pool3d(x, [1, size, 2])), (2, *shape)), sizes, lengths(3)
+    ),
+    **{f"aten.upsample_nearest{axes}d": interpolations("nearest", axes) for axes in (1, 2, 3)},
+    **{f"aten._upsample_nearest_exact{axes}d": interpolations("nearest-exact", axes) for axes in (1, 2, 3)},
+    "aten.upsample_linear1d": interpolations("linear", 1),
+    "aten.upsample_bilinear2d": interpolations("bilinear", 2),
+    "aten.upsample_bicubic2d": interpolations("bicubic", 2),
+    "aten.upsample_trilinear3d": interpolations("trilinear", 3),
+    "aten._upsample_bilinear2d_aa": interpolations("bilinear", 2, antialias=True),
+    "aten._upsample_bicubic2d_aa": interpolations("bicubic", 2, antialias=True),
+    "aten.softmax": along_an_axis(torch.softmax),
+    "aten.log_softmax": along_an_axis(torch.log_softmax),
+    "aten._softmax": along_an_axis(lambda x, axis: aten._softmax(x, axis, False)),
+    "aten._log_softmax": along_an_axis(lambda x, axis: aten._log_softmax(x, axis, False)),
+    "aten.layer_norm": line_norms(nn.LayerNorm),
+    "aten.native_layer_norm": native_layer_norms(),
+    "aten.rms_norm": line_norms(nn.RMSNorm),
+    "aten.group_norm": group_norms(),
+    "aten.native_group_norm": native_group_norms(),
+    "aten.instance_norm": instance_norms(),
+    "aten.batch_norm": batch_norms(),
+    "aten._native_batch_norm_legit_no_training": functional_batch_norms(),
+    **{f"aten.{kind}": products(kind) for kind in ("matmul", "mm", "bmm", "mv", "addmm", "baddbmm")},
+    "aten.scaled_dot_product_attention": attentions(),
+    **{
+        f"aten.{kind}": movements(kind)
+        for kind in ("alias", "clone", "contiguous", "positive", "view", "_unsafe_view", "reshape", "view_as")
+        + ("unsqueeze", "squeeze", "permute", "transpose", "movedim", "flip", "roll", "rot90", "expand", "expand_as")
+        + ("broadcast_to", "repeat", "repeat_interleave", "tile", "slice", "select", "narrow", "index", "index_select")
+        + ("diagonal", "diag_embed", "unfold", "cat", "stack", "split", "split_with_sizes", "chunk", "unbind")
+        + ("tensor_split", "slice_scatter", "select_scatter", "tril", "triu", "pad", "constant_pad_nd", "flatten")
+        + ("unflatten",)
+    },
+    **{f"aten.{how}_pad{axes}d": paddings(how, axes) for how in ("reflection", "replication") for axes in (1, 2, 3)},
+    **{f"aten.{kind}": shuffles(kind) for kind in ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")},
+    **{f"aten.{kind}": windows(kind) for kind in ("im2col", "col2im")},
+    **{
+        f"aten.{kind}": reductions(kind)
+        for kind in ("sum", "mean", "amax", "amin", "max", "min", "median", "prod", "logsumexp", "std", "var")
+        + ("std_mean", "var_mean", "norm", "linalg_vector_norm")
+    },
+    **{name: st.tuples(modules, shapes) for name, modules in ACTIVATIONS.items()},
+    "aten.prelu": prelus(),
+    "aten.dropout": _dropouts(nn.Dropout),
+    "aten.alpha_dropout": _dropouts(nn.AlphaDropout),
+    "aten.feature_dropout": _dropouts(nn.Dropout1d),
+    "aten.feature_alpha_dropout": _dropouts(nn.FeatureAlphaDropout),
+    "aten.identity": st.tuples(st.just(nn.Identity()), shapes),
+    "aten._to_copy": st.tuples(st.just(Apply(lambda x, c: aten._to_copy(x, dtype=c.dtype), constant(1))), shapes),
+    "aten.to": st.tuples(st.just(Apply(lambda x, c: x.to(c.dtype, copy=True), constant(1))), shapes),
+    **{f"aten.{name}": unaries(name) for name in UNARY},
+    **{f"aten.{name}": binaries(name) for name in BINARY},
+}
