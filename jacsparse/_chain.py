@@ -121,7 +121,7 @@ def chain(
                 )
         start = stages[-1].out_shape if stages else in_shape
         if not is_known(leaf):
-            traced = traced_stages(leaf, shape, path, pruned=pruned, like=like)
+            traced = traced_stages(leaf, shape, "" if leaf is module else path, pruned=pruned, like=like)
             if waiting:
                 # What only reshapes runs by itself, as nothing that follows is a module.
                 traced = [_reshaping(waiting, start, shape), *traced]

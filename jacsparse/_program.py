@@ -441,7 +441,7 @@ def _operation(node: fx.Node, where: str) -> Operation:
     path, source = _place_of(call)
     if not isinstance(call.target, torch._ops.OpOverload):
         raise UnsupportedOperatorError(f"{path or where}: {call.target} is no ATen operator{source}")
-    return Operation(node, call.target, _bound(call), number, path or where, source)
+    return Operation(node, call.target, _bound(call), number, path, source)
 
 
 def _place_of(node: fx.Node) -> tuple[str, str]:

@@ -153,7 +153,7 @@ def traced_stages(
             # It runs with the stage that follows.
             continue
         stage = TracedStage(
-            path=_path(operations, path, program),
+            path=_path(operations, path, program, {stage.path for stage in stages}),
             in_shape=program.shapes[start][1:],
             out_shape=program.shapes[stop][1:],
             edges=edges,
@@ -180,11 +180,14 @@ def traced_stages(
     return stages
 
 
-def _path(operations: Sequence[Operation], where: str, program: Program) -> str:
-    """Where a stage is in the model: what the paths of its operations have in common."""
+def _path(operations: Sequence[Operation], where: str, program: Program, taken: set[str]) -> str:
+    """Where a stage is in the model: what the paths of its operations have in common, and more where that is taken."""
     paths = [operation.path for operation in operations if operation.node in program.active]
     common = os.path.commonprefix([f"{path}." for path in paths]).rpartition(".")[0]
-    return ".".join(part for part in (where, common) if part) or paths[-1]
+    path = ".".join(part for part in (where, common) if part) or type(program.module).__name__
+    name = operations[-1].name.partition(".")[2]
+    candidates = [path, f"{path}:{name}", *(f"{path}:{name}:{number}" for number in range(2, len(taken) + 3))]
+    return next(candidate for candidate in candidates if candidate not in taken)
 
 
 def _edges(
@@ -212,7 +215,7 @@ def _edge(
     arguments = program.resolved(operation, known, 1)
     batched = {name for name, node in operation.operands.items() if node in program.layouts}
     source = operation.arguments[argument]
-    path = ".".join(part for part in (where, operation.path) if part)
+    path = ".".join(part for part in (where, operation.path) if part) or type(program.module).__name__
 
     def apply(x: torch.Tensor) -> torch.Tensor:
         given = dict(arguments)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ._pruning import prunable, prune_weights, pruned_fraction
     from ._recurrent import BitstreamRNN, InstrumentGRU, SequenceClassifier
     from ._registry import MODELS, build
+    from ._resnet import ResidualUnit, ResNet8, ResNet56, ResNet110
     from ._settings import TrainSettings, default_settings
     from ._tones import write_tones
     from ._train import TrainResult, evaluate, train
@@ -28,6 +29,10 @@ __all__ = [
     "InstrumentGRU",
     "LeNet5",
     "Progress",
+    "ResNet8",
+    "ResNet56",
+    "ResNet110",
+    "ResidualUnit",
     "SequenceClassifier",
     "TrainResult",
     "TrainSettings",
@@ -69,6 +74,10 @@ _HOMES = {
     "pruned_fraction": "_pruning",
     "MODELS": "_registry",
     "build": "_registry",
+    "ResNet8": "_resnet",
+    "ResNet56": "_resnet",
+    "ResNet110": "_resnet",
+    "ResidualUnit": "_resnet",
     "TrainSettings": "_settings",
     "default_settings": "_settings",
     "TrainResult": "_train",

@@ -10,6 +10,7 @@ from torch import nn
 from ._checks import check_one_of
 from ._lenet import LeNet5
 from ._recurrent import BitstreamRNN, InstrumentGRU
+from ._resnet import ResNet8, ResNet56, ResNet110
 from ._vgg import VGG11
 
 __all__ = ["MODELS", "build", "describe", "name_of"]
@@ -19,6 +20,9 @@ MODELS: dict[str, type[nn.Module]] = {
     "bitstream": BitstreamRNN,
     "irmas": InstrumentGRU,
     "lenet5": LeNet5,
+    "resnet8": ResNet8,
+    "resnet56": ResNet56,
+    "resnet110": ResNet110,
     "vgg11": VGG11,
 }
 
@@ -28,7 +32,7 @@ def build(name: str, **options: Any) -> nn.Module:
 
     Parameters
     ----------
-    name : {"bitstream", "irmas", "lenet5", "vgg11"}
+    name : {"bitstream", "irmas", "lenet5", "resnet8", "resnet56", "resnet110", "vgg11"}
         Which one.
     **options
         Of its class: `num_classes`, `in_channels`, for ``vgg11`` `dropout`, for the recurrent ones `hidden_size`.

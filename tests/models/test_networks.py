@@ -41,6 +41,26 @@ def test_the_whole_model_is_a_chain(model: nn.Module, stages: int) -> None:
     assert len(jacsparse.chain(model, (3, 32, 32))) == stages
 
 
+@pytest.mark.parametrize(("name", "parameters"), [("resnet8", 75_290), ("resnet56", 853_018), ("resnet110", 1_727_962)])
+def test_residual_networks_have_the_published_size(name: str, parameters: int) -> None:
+    # He et al. (2016), Table 6: 0.85 and 1.7 million for ResNet-56 and ResNet-110.
+    model = build(name)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    convolutions = sum(isinstance(part, nn.Conv2d) for part in model.modules())
+    assert convolutions + 1 == int(name.removeprefix("resnet"))
+
+
+def test_residual_units_are_stages() -> None:
+    stages = jacsparse.chain(build("resnet8").eval(), (3, 32, 32))
+    assert [(stage.path, stage.name.removeprefix("aten.")) for stage in stages] == [
+        ("stem.0", "conv2d"), ("stem.1", "batch_norm"), ("stem.2", "relu"),
+        ("group1.0", "7 operators"), ("group1.0:relu", "relu"),
+        ("group2.0", "11 operators"), ("group2.0:relu", "relu"),
+        ("group3.0", "11 operators"), ("group3.0:relu", "relu"),
+        ("pool", "adaptive_avg_pool2d"), ("classifier", "linear"),
+    ]  # fmt: skip
+
+
 def test_signals_pass_a_fresh_vgg11() -> None:
     with torch.no_grad():
         scores = VGG11().eval()(torch.randn(16, 3, 32, 32))
@@ -88,5 +108,5 @@ def test_imports_are_light() -> None:
 
 
 def test_unknown_names_are_no_attributes() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'ResNet'"):
-        _ = models.ResNet
+    with pytest.raises(AttributeError, match="has no attribute 'ResNet9'"):
+        _ = models.ResNet9

@@ -1,0 +1,120 @@
+"""Residual networks for images of 32 × 32."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ._checks import check_count
+
+__all__ = ["ResNet8", "ResNet56", "ResNet110", "ResidualUnit"]
+
+# Channels of the stem and of each group.
+_CHANNELS = (16, 16, 32, 64)
+
+
+class ResidualUnit(nn.Module):
+    """A basic residual unit: two convolutions of 3 × 3, each normalised, added to what came in.
+
+    Where it halves the image, what came in is every other pixel, and the channels that are new get zeros: the shortcut
+    has no parameters (He et al., 2016, section 3.3, option A).
+
+    Parameters
+    ----------
+    into, out : int
+        Channels.
+    """
+
+    def __init__(self, into: int, out: int) -> None:
+        super().__init__()
+        self.stride, self.added = (1, 0) if into == out else (2, out - into)
+        self.body = nn.Sequential(
+            nn.Conv2d(into, out, 3, self.stride, padding=1, bias=False),
+            nn.BatchNorm2d(out),
+            nn.ReLU(),
+            nn.Conv2d(out, out, 3, padding=1, bias=False),
+            nn.BatchNorm2d(out),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of ``(batch, into, height, width)``, float."""
+        shortcut = x
+        if self.added:
+            every_other = x[:, :, :: self.stride, :: self.stride]
+            shortcut = functional.pad(every_other, (0, 0, 0, 0, self.added // 2, self.added - self.added // 2))
+        return functional.relu(self.body(x) + shortcut)
+
+
+class _ResNet(nn.Sequential):
+    """`stem`, three groups of residual units, `pool`, `flatten` and `classifier`."""
+
+    #: Residual units of each group.
+    units: ClassVar[tuple[int, int, int]]
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 3) -> None:
+        options = {
+            "num_classes": check_count("num_classes", num_classes),
+            "in_channels": check_count("in_channels", in_channels),
+        }
+        stem, *widths = _CHANNELS
+        parts: OrderedDict[str, nn.Module] = OrderedDict()
+        parts["stem"] = nn.Sequential(
+            nn.Conv2d(in_channels, stem, 3, padding=1, bias=False), nn.BatchNorm2d(stem), nn.ReLU()
+        )
+        into = stem
+        for number, (width, count) in enumerate(zip(widths, self.units, strict=True), start=1):
+            parts[f"group{number}"] = nn.Sequential(
+                *(ResidualUnit(into if place == 0 else width, width) for place in range(count))
+            )
+            into = width
+        parts.update(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), classifier=nn.Linear(into, num_classes))
+        super().__init__(parts)
+        self.options = options
+        for part in self.modules():
+            if isinstance(part, nn.Conv2d):
+                nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+
+
+_PARAMETERS = """
+    Parameters
+    ----------
+    num_classes : int
+        Outputs.
+    in_channels : int
+        Of the images, ``(batch, in_channels, 32, 32)``.
+
+    Raises
+    ------
+    ValueError
+        Where an argument does not fit.
+
+    Notes
+    -----
+    Huo et al. (2018), *Decoupled parallel backpropagation*, Table 2; He et al. (2016), section 4.2.
+    """
+
+
+class ResNet8(_ResNet):
+    """ResNet-8: one residual unit in each group."""
+
+    units = (1, 1, 1)
+
+
+class ResNet56(_ResNet):
+    """ResNet-56: nine residual units in each group."""
+
+    units = (9, 9, 9)
+
+
+class ResNet110(_ResNet):
+    """ResNet-110: eighteen residual units in each group."""
+
+    units = (18, 18, 18)
+
+
+for _kind in (ResNet8, ResNet56, ResNet110):
+    _kind.__doc__ = f"{_kind.__doc__}\n{_PARAMETERS}"
