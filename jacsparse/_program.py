@@ -441,6 +441,10 @@ def _operation(node: fx.Node, where: str) -> Operation:
     path, source = _place_of(call)
     if not isinstance(call.target, torch._ops.OpOverload):
         raise UnsupportedOperatorError(f"{path or where}: {call.target} is no ATen operator{source}")
+    if call.target is torch.ops.aten.copy.default:
+        # What an assignment becomes; it has no derivative of its own.
+        assigned = {"self": call.args[1], "other": call.args[0]}
+        return Operation(node, torch.ops.aten.expand_as.default, assigned, number, path, source)
     return Operation(node, call.target, _bound(call), number, path, source)
 
 
@@ -479,6 +483,11 @@ def _examine(program: Program, x: torch.Tensor, where: str) -> dict[fx.Node, tor
         alone = operation.evaluate(program.resolved(operation, single, 1))
         if operands & program.dependent and operation.name not in _OF_SHAPE:
             program.dependent.add(node)
+            if operands & program.active and pair[node].is_complex():
+                raise UnsupportedOperatorError(
+                    f"{operation.path or where}: {operation.name} gives complex numbers{operation.source}; Jacobians "
+                    "are of real ones: work on real and imaginary parts"
+                )
             differentiable = pair[node].is_floating_point() and operation.name not in _CONSTANT
             if operands & program.active and differentiable:
                 program.active.add(node)

@@ -114,8 +114,14 @@ class TracedRecord(Record):
             return found
 
         def jvp(tangent: torch.Tensor) -> torch.Tensor:
-            product: torch.Tensor = torch.func.jvp(run, (x.detach(),), (tangent.reshape(x.shape),))[1]
-            return product
+            # Twice backward: forward mode takes an operator that has none for a constant, and says nothing.
+            with torch.enable_grad():
+                own = x.detach().requires_grad_()
+                y = run(own)
+                gradient = torch.zeros_like(y, requires_grad=True)
+                (pulled,) = torch.autograd.grad(y, own, gradient, create_graph=True)
+            (found,) = torch.autograd.grad(pulled, gradient, tangent.reshape(x.shape))
+            return found
 
         return replace(
             edge.call,
@@ -148,12 +154,12 @@ def traced_stages(
     for stop in cuts[1:]:
         operations = program.between(start, stop)
         edges = tuple(_edges(program, operations, start, known, pruned, path))
-        only_reshapes = all(isinstance(edge.pattern.structure, Identity) for edge in edges) and len(edges) == 1
+        only_reshapes = len(edges) == 1 and isinstance(edges[0].pattern.structure, Identity)
         if only_reshapes and stop is not cuts[-1]:
             # It runs with the stage that follows.
             continue
         stage = TracedStage(
-            path=_path(operations, path, program, {stage.path for stage in stages}),
+            path=_path(edges, program, path, {stage.path for stage in stages}),
             in_shape=program.shapes[start][1:],
             out_shape=program.shapes[stop][1:],
             edges=edges,
@@ -180,12 +186,13 @@ def traced_stages(
     return stages
 
 
-def _path(operations: Sequence[Operation], where: str, program: Program, taken: set[str]) -> str:
+def _path(edges: Sequence[Edge], program: Program, where: str, taken: set[str]) -> str:
     """Where a stage is in the model: what the paths of its operations have in common, and more where that is taken."""
-    paths = [operation.path for operation in operations if operation.node in program.active]
-    common = os.path.commonprefix([f"{path}." for path in paths]).rpartition(".")[0]
+    some = [edge for edge in edges if not isinstance(edge.pattern.structure, Identity)] or edges
+    operations = [program.operations[edge.target] for edge in some]
+    common = os.path.commonprefix([f"{operation.path}." for operation in operations]).rpartition(".")[0]
     path = ".".join(part for part in (where, common) if part) or type(program.module).__name__
-    name = operations[-1].name.partition(".")[2]
+    name = operations[-1].name.partition(".")[2] if operations else "constant"
     candidates = [path, f"{path}:{name}", *(f"{path}:{name}:{number}" for number in range(2, len(taken) + 3))]
     return next(candidate for candidate in candidates if candidate not in taken)
 
@@ -233,6 +240,7 @@ def _edge(
         path,
         argument=argument,
         batched=frozenset(batched - {argument}),
+        dependent=frozenset(n for n, node in operation.operands.items() if node in program.dependent and n != argument),
         function=operation.evaluate,
         apply=apply,
     )

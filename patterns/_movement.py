@@ -28,8 +28,8 @@ def _numbered(shape: tuple[int, ...]) -> torch.Tensor:
     *(f"aten.{name}" for name in ("expand", "expand_as", "repeat", "repeat_interleave", "tile", "broadcast_to")),
     *(f"aten.{name}" for name in ("slice", "select", "narrow", "index", "index_select", "diagonal", "unfold", "view_as")),
     *(f"aten.{name}" for name in ("cat", "stack", "split", "split_with_sizes", "chunk", "unbind", "tensor_split")),
-    *(f"aten.{name}" for name in ("slice_scatter", "select_scatter", "tril", "triu", "diag_embed")),
-    *(f"aten.{name}" for name in ("pad", "constant_pad_nd", "im2col")),
+    *(f"aten.{name}" for name in ("slice_scatter", "select_scatter", "index_put", "gather")),
+    *(f"aten.{name}" for name in ("tril", "triu", "diag_embed", "pad", "constant_pad_nd", "im2col")),
     *(f"aten.{how}_pad{axes}d" for how in ("reflection", "replication") for axes in (1, 2, 3)),
     *(f"aten.{name}" for name in ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")),
 )
@@ -37,6 +37,17 @@ class _MovementRule(Rule):
     """One, where an output is an element of the input."""
 
     several = True
+
+    def check(self, call: Call) -> None:
+        chosen = [n for n in sorted(call.dependent) if not call[n].is_floating_point()]
+        if chosen:
+            raise call.unsupported(
+                f"{', '.join(chosen)} of {call.operator} depends on the input: which elements are taken is known only "
+                "when it runs",
+                "take them by a product with zeros and ones, or by torch.where",
+            )
+        if call.arguments.get("accumulate"):
+            raise call.unsupported(f"{call.operator} with accumulate=True", "add a tensor of zeros with the values put in")
 
     def shared(self, call: Call) -> bool:
         return True

@@ -45,7 +45,9 @@ class Call:
     input, output : Tensor or None
         ``(batch, *shape)``; None while only shapes are known.
     batched : frozenset of str
-        The arguments that depend on the sample: they are ``(batch, *shape)`` too, where `input` is given.
+        The arguments that have a batch: they are ``(batch, *shape)`` too, where `input` is given.
+    dependent : frozenset of str
+        Those of them that depend on the sample's elements, not only on how many samples there are.
     node : Any
         Autograd's node of the output, which has what the forward pass saved; None where there is none.
     vjp : callable or None
@@ -68,6 +70,7 @@ class Call:
     input: torch.Tensor | None = None
     output: torch.Tensor | None = None
     batched: frozenset[str] = frozenset()
+    dependent: frozenset[str] = frozenset()
     node: Any = None
     vjp: Callable[[torch.Tensor], torch.Tensor] | None = None
     jvp: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -102,7 +105,7 @@ class Rule(ABC):
 
     def check(self, call: Call) -> None:
         """Raise UnsupportedOperatorError where this use of the operator has no Jacobian for each sample."""
-        others = call.batched if call.argument in ("input", "self", "") else call.batched | {call.argument}
+        others = call.dependent if call.argument in ("input", "self", "") else call.dependent | {call.argument}
         if others and not self.several:
             raise call.unsupported(
                 f"{', '.join(sorted(others))} of {call.operator} depends on the input", "its rule takes it as a constant"

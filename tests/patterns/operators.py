@@ -361,12 +361,16 @@ def movements(draw: st.DrawFn, kind: str) -> Case:
         "tensor_split": lambda x: aten.tensor_split(x, count, axis)[0],
         "slice_scatter": lambda x: aten.slice_scatter(x, 2 * x.narrow(axis, 0, size - begin), axis, begin),
         "select_scatter": lambda x: aten.select_scatter(x, 3 * x.select(axis, 0), axis, begin),
+        "index_put": lambda x, i: aten.index_put(x, [*[None] * axis, i[:1]], x.narrow(axis, 0, 1) * 2),
+        "gather": lambda x, i: aten.gather(
+            x, axis, i.view(-1, *[1] * (rank - 1 - axis)).expand(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+        ),
         "tril": lambda x: aten.tril(x.unsqueeze(-1).expand(*x.shape, count), last - 1),
         "triu": lambda x: aten.triu(x.unsqueeze(-1).expand(*x.shape, count), last - 1),
         "pad": lambda x: aten.pad(x, [1, count], "constant", 0.5),
         "constant_pad_nd": lambda x: aten.constant_pad_nd(x, [count, -1 if shape[-1] > 1 else 0], 2.0),
     }[kind]
-    return Apply(whole, *([picks] if kind in ("index", "index_select") else [])), shape
+    return Apply(whole, *([picks] if kind in ("index", "index_select", "index_put", "gather") else [])), shape
 
 
 @st.composite
@@ -575,7 +579,7 @@ OPERATORS: dict[str, Cases] = {
         + ("unsqueeze", "squeeze", "permute", "transpose", "movedim", "flip", "roll", "rot90", "expand", "expand_as")
         + ("broadcast_to", "repeat", "repeat_interleave", "tile", "slice", "select", "narrow", "index", "index_select")
         + ("diagonal", "diag_embed", "unfold", "cat", "stack", "split", "split_with_sizes", "chunk", "unbind")
-        + ("tensor_split", "slice_scatter", "select_scatter", "tril", "triu", "pad", "constant_pad_nd", "flatten")
+        + ("tensor_split", "slice_scatter", "select_scatter", "index_put", "gather", "tril", "triu", "pad", "constant_pad_nd", "flatten")
         + ("unflatten",)
     },
     **{f"aten.{how}_pad{axes}d": paddings(how, axes) for how in ("reflection", "replication") for axes in (1, 2, 3)},

@@ -1,0 +1,461 @@
+"""Modules with a forward of their own: what is traced, how it is cut, and what is refused and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from jacsparse.patterns import Diagonal, Pattern
+from jacsparse.patterns._rules import _RULES
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, prune
+
+import jacsparse
+from jacsparse import UnsupportedOperatorError
+from tests.helpers import autograd_jacobian
+
+
+class Net(nn.Module):
+    """A forward that is given as a function, with layers at hand."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
+
+
+def check(module: nn.Module, *shape: int, batch: int = 2, schedule: str = "blelloch") -> jacsparse.SparseJacobian:
+    """Jacobian, gradients and the module's own verification, all of them right."""
+    torch.manual_seed(1)
+    x = torch.randn(batch, *shape, dtype=torch.float64)
+    found = jacsparse.jacobian(module, x)
+    for number, sample in enumerate(x):
+        expected = autograd_jacobian(module, sample)
+        assert torch.allclose(found.todense(number), expected, rtol=1e-10, atol=1e-12)
+        inside = torch.from_numpy(found.pattern.to_scipy().toarray())
+        assert not (expected[~inside] != 0).any()
+    assert found.pattern == jacsparse.jacobian_pattern(module, shape)
+    assert not jacsparse.verify(module, x).failed
+    gradients = []
+    for run in (module, jacsparse.nn.Scan(module, schedule=schedule)):
+        module.zero_grad()
+        given = x.clone().requires_grad_()
+        run(given).square().sum().backward()
+        gradients.append([given.grad, *(p.grad for p in module.parameters())])
+    for own, expected in zip(*reversed(gradients), strict=True):
+        assert torch.allclose(own, expected, rtol=1e-9, atol=1e-11)
+    return found
+
+
+def linear(into: int = 4, out: int = 4) -> nn.Linear:
+    return nn.Linear(into, out)
+
+
+# What is cut where.
+
+
+def test_a_residual_region_is_one_stage() -> None:
+    module = Net(
+        lambda self, x: torch.relu(self.c(torch.relu(self.a(x)))) + x, a=nn.Conv2d(2, 2, 3, padding=1),
+        c=nn.Conv2d(2, 2, 1),
+    )  # fmt: skip
+    stages = jacsparse.chain(module, (2, 4, 4))
+    assert [stage.name for stage in stages] == ["6 operators"]
+    # The union over both paths: the convolution's taps hold the diagonal.
+    assert stages.stages[0].pattern.T == jacsparse.jacobian_pattern(module.a, (2, 4, 4))
+    check(module, 2, 4, 4)
+
+
+def test_stages_have_paths_and_reshapes_are_none() -> None:
+    module = Net(
+        lambda self, x: self.last(torch.relu(self.first(x).unsqueeze(1)).flatten(1)).view(-1, 2, 2), first=linear(),
+        last=linear(),
+    )  # fmt: skip
+    stages = jacsparse.chain(module, (4,))
+    assert [(stage.path, stage.name) for stage in stages] == [
+        ("first", "aten.linear"), ("Net", "aten.relu"), ("last", "aten.linear"),
+    ]  # fmt: skip
+    assert (stages.in_shape, stages.out_shape) == ((4,), (2, 2))
+    check(module, 4)
+
+
+def test_traced_modules_inside_a_sequential() -> None:
+    inner = Net(lambda self, x: x * torch.sigmoid(self.gate(x)), gate=linear(3, 3))
+    module = nn.Sequential(nn.Flatten(), nn.Linear(6, 3), inner, nn.Unflatten(1, (3, 1)), inner_of(), nn.Flatten())
+    paths = [stage.path for stage in jacsparse.chain(module.double(), (2, 3))]
+    # What reshapes between traced modules has no operator to run with.
+    assert paths == ["1", "2", "3", "4", "5"]
+    check(module, 2, 3)
+
+
+def inner_of() -> nn.Module:
+    return Net(lambda self, x: x.flip(1))
+
+
+def test_dense_and_inception_regions() -> None:
+    def dense(self: Net, x: torch.Tensor) -> torch.Tensor:
+        features = [x]
+        for layer in (self.a, self.b):
+            features.append(torch.relu(layer(torch.cat(features, 1))))
+        return torch.cat(features, 1)
+
+    check(Net(dense, a=nn.Conv2d(2, 2, 3, padding=1), b=nn.Conv2d(4, 1, 1)), 2, 3, 3)
+    inception = Net(
+        lambda self, x: torch.cat([self.a(x), self.b(functional.max_pool2d(x, 3, 1, 1)), x[:, :1].abs()], 1),
+        a=nn.Conv2d(2, 1, 3, padding=1), b=nn.Conv2d(2, 1, 1),
+    )  # fmt: skip
+    check(inception, 2, 4, 4)
+
+
+def test_samples_that_are_batches_to_their_operators() -> None:
+    def over_time(self: Net, x: torch.Tensor) -> torch.Tensor:
+        # (batch, time, channels, height, width): each frame by itself, in either order of the two.
+        frames = self.conv(x.flatten(0, 1))
+        minor = functional.max_pool2d(x.transpose(0, 1).flatten(0, 1), 2)
+        return frames.unflatten(0, x.shape[:2]).sum(1) + minor.unflatten(0, (3, -1)).mean(0).repeat(1, 1, 2, 2)
+
+    check(Net(over_time, conv=nn.Conv2d(1, 1, 3, padding=1)), 3, 1, 4, 4)
+
+
+def test_pruned_weights_inside_a_traced_module() -> None:
+    module = Net(lambda self, x: self.a(x) + x, a=linear())
+    prune.custom_from_mask(module.a, "weight", torch.eye(4).flip(0))
+    found = check(module, 4)
+    assert found.pattern.nnz == 8
+    with torch.no_grad():
+        module.a.weight_orig.mul_(2)
+    check(module, 4)
+    assert jacsparse.jacobian_pattern(module, (4,), pruned=False).nnz == 16
+
+
+def test_weights_that_are_zero_by_chance_may_move() -> None:
+    module = Net(lambda self, x: self.a(x) + x, a=linear())
+    with torch.no_grad():
+        module.a.weight.zero_()
+    scan = jacsparse.nn.Scan(module, schedule="blelloch")
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    scan(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    with torch.no_grad():
+        module.a.weight.fill_(1)
+    x.grad = None
+    scan(x).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 5))
+
+
+def test_parametrised_and_shared_weights() -> None:
+    layer = parametrizations.weight_norm(nn.Linear(4, 4).double())
+    check(Net(lambda self, x: torch.tanh(self.a(x)) + x, a=layer), 4)
+    tied = linear()
+    module = Net(lambda self, x: self.b(torch.tanh(self.a(x))) + x, a=tied, b=tied)
+    assert module.a is module.b
+    check(module, 4)
+    twice = Net(lambda self, x: self.a(torch.tanh(self.a(torch.tanh(self.a(x))))), a=linear())
+    assert len(jacsparse.chain(twice, (4,))) == 5
+    check(twice, 4)
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    module = Net(lambda self, x: self.b(torch.relu(self.a(x)) + x), a=linear(), b=linear())
+    module.a.requires_grad_(False)
+    jacsparse.nn.Scan(module)(torch.randn(2, 4, dtype=torch.float64)).sum().backward()
+    assert module.a.weight.grad is None and module.b.weight.grad is not None
+
+
+# What passes no derivative.
+
+
+def test_what_has_no_derivative() -> None:
+    found = check(Net(lambda self, x: x * (x > 0) + x.round()), 4)
+    assert isinstance(found.pattern.structure, Diagonal)
+    nothing = Net(lambda self, x: torch.sign(x) * 2.0)
+    assert jacsparse.jacobian_pattern(nothing, (4,)).nnz == 0
+    assert jacsparse.jacobian(nothing, torch.randn(2, 4)).todense(0).abs().sum() == 0
+    detached = Net(lambda self, x: self.a(x.detach()) + x, a=linear())
+    assert jacsparse.jacobian_pattern(detached, (4,)).nnz == 4
+    check(detached, 4)
+
+
+def test_embedding_passes_no_gradient_to_its_input() -> None:
+    module = Net(lambda self, x: x + self.table(x.argmax(1)), table=nn.Embedding(4, 4))
+    assert jacsparse.jacobian_pattern(module, (4,)).nnz == 4
+    check(module, 4)
+
+
+def test_positions_are_constants() -> None:
+    module = Net(lambda self, x: torch.relu(x + self.table(torch.arange(3))), table=nn.Embedding(3, 4))
+    check(module, 3, 4)
+
+
+# In-place operators and aliases.
+
+
+def test_in_place_operators() -> None:
+    def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        view = y[:, :2]
+        view.mul_(2)
+        y += x
+        y[:, 3] = y[:, 0].clone() * 2
+        return torch.relu_(y)
+
+    module = Net(forward, a=linear())
+    check(module, 4)
+
+
+def test_an_input_that_the_model_overwrites_stays_what_it_is() -> None:
+    module = Net(lambda self, x: torch.relu_(x).mul_(3))
+    x = torch.randn(2, 4, dtype=torch.float64)
+    before = x.clone()
+    jacobian = jacsparse.jacobian(module, x)
+    assert torch.equal(x, before)
+    assert torch.equal(jacobian.todense(0).diagonal(), 3.0 * (before[0] > 0))
+
+
+# Batches.
+
+
+@pytest.mark.parametrize("batch", [0, 1, 5])
+def test_batches_of_other_sizes(batch: int) -> None:
+    module = Net(lambda self, x: self.a(x).transpose(0, 1).softmax(-1).transpose(0, 1) + x, a=linear())
+    x = torch.randn(batch, 3, 4, dtype=torch.float64, requires_grad=True)
+    scan = jacsparse.nn.Scan(module, schedule="blelloch")
+    y = scan(x)
+    assert torch.equal(y, module(x))
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert jacsparse.jacobian(module, x.detach()).values.shape[1] == batch
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Net(lambda self, x: x.cumsum(1) * 2), r"operator aten.cumsum has no rule; register one .* at .*test_chain.py, "),
+        (Net(lambda self, x: x.softmax(0)), r"aten.softmax mixes the samples of a batch at .*test_chain.py, line \d+ \("),
+        (Net(lambda self, x: x - x.mean()), "aten.mean mixes the samples of a batch"),
+        (Net(lambda self, x: x.flip(0)), "aten.flip mixes the samples of a batch"),
+        (Net(lambda self, x: x.t()), "does not have them along its first axis"),
+        (Net(lambda self, x: x if x.sum() > 0 else -x), r"cannot trace it at .*test_chain.py, line \d+ .*torch.where"),
+        (Net(lambda self, x: x[x > 0]), "cannot trace it|mixes the samples|depends on the values"),
+        (Net(lambda self, x: x.reshape(len(x), 2, 2)), r"takes the size of the batch for a constant, as len\(x\)"),
+        (Net(lambda self, x: (x, x)), "its output is a tuple; wrap it"),
+        (Net(lambda self, x: torch.ones(2, 4)), "let it depend on the input"),
+        (Net(lambda self, x: x * x.shape[0]), "aten.mul mixes the samples of a batch"),
+        (Net(lambda self, x: x.gather(1, x.argsort(1))), "index of aten.gather depends on the input"),
+        (Net(lambda self, x: functional.linear(x, x.mean(0, keepdim=True))), "mixes the samples"),
+        (Net(lambda self, x: self.bn(x) + x, bn=nn.BatchNorm1d(4)), r"call \.eval\(\) on it first"),
+        (Net(lambda self, x: torch.view_as_real(torch.fft.fft(x)).flatten(1)), "aten.fft_fft gives complex numbers at"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_says_why(module: nn.Module, message: str) -> None:
+    with pytest.raises(UnsupportedOperatorError, match=message):
+        jacsparse.chain(module, (4,))
+
+
+def test_recurrent_layers_have_no_rule() -> None:
+    module = Net(lambda self, x: self.lstm(x)[0] + x, lstm=nn.LSTM(4, 4, batch_first=True))
+    with pytest.raises(UnsupportedOperatorError, match=r"^lstm: operator aten\.lstm has no rule"):
+        jacsparse.chain(module, (3, 4))
+
+
+def test_the_error_names_the_operator_in_the_model() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), Net(lambda self, x: self.a(x).cumsum(1), a=linear()))
+    model = Net(lambda self, x: self.body(x) + x, body=inner)
+    with pytest.raises(UnsupportedOperatorError, match=r"^body\.1: operator aten\.cumsum has no rule"):
+        jacsparse.jacobian_pattern(model, (4,))
+
+
+def test_a_shape_that_does_not_fit() -> None:
+    module = Net(lambda self, x: self.a(x) + x, a=linear())
+    with pytest.raises(ValueError, match=r"^Net: an input of shape \(3,\) does not fit at .*test_chain.py, line"):
+        jacsparse.chain(module, (3,))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.float16, torch.bool])
+def test_other_numbers_are_refused(dtype: torch.dtype) -> None:
+    module = Net(lambda self, x: self.a(x) + x, a=linear())
+    for call in (jacsparse.jacobian, jacsparse.verify, jacsparse.vjp):
+        with pytest.raises(TypeError, match=f"x is {dtype}; expected float32 or float64"):
+            call(module, torch.zeros(2, 4, dtype=dtype))
+
+
+def test_weights_of_another_kind_or_place() -> None:
+    module = Net(lambda self, x: self.a(x) + x, a=linear())
+    with pytest.raises(TypeError, match=r"a\.weight is torch\.float64, its input torch\.float32; convert one"):
+        jacsparse.jacobian(module, torch.zeros(2, 4))
+    half = Net(lambda self, x: self.a(x) + x, a=linear()).to(torch.complex128)
+    with pytest.raises((TypeError, ValueError), match="complex|does not fit"):
+        jacsparse.jacobian(half, torch.zeros(2, 4))
+    elsewhere = Net(lambda self, x: self.a(x) + x, a=linear()).to("meta")
+    with pytest.raises(ValueError, match=r"a\.weight is on meta; this runs on CPUs and CUDA"):
+        jacsparse.jacobian(elsewhere, torch.zeros(2, 4, dtype=torch.float64))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+def test_a_model_on_the_gpu_and_an_input_on_the_cpu() -> None:
+    module = Net(lambda self, x: self.a(x) + x, a=linear()).cuda()
+    with pytest.raises(ValueError, match=r"a\.weight is on cuda:0, its input on cpu; move one of them"):
+        jacsparse.jacobian(module, torch.zeros(2, 4, dtype=torch.float64))
+
+
+def test_hooks_inside_a_traced_module_are_refused() -> None:
+    module = Net(lambda self, x: self.a(x) + x, a=linear())
+    module.a.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedOperatorError, match=r"^a: hooks inside a module that is traced are not run"):
+        jacsparse.chain(module, (4,))
+
+
+def test_tracing_changes_nothing() -> None:
+    module = Net(lambda self, x: functional.dropout(self.n(self.a(x)), 0.5, self.training) + x, a=linear(),
+                 n=nn.InstanceNorm1d(3, track_running_stats=True))  # fmt: skip
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    drawn = torch.random.get_rng_state()
+    jacsparse.chain(module, (3, 4))
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+
+
+def test_active_dropout_has_the_jacobian_of_its_own_draw() -> None:
+    module = Net(lambda self, x: functional.dropout(x, 0.5, self.training) * 3 + x)
+    (record,) = jacsparse.chain(module, (40,)).run(torch.zeros(3, 40, dtype=torch.float64))
+    (expected,) = torch.autograd.grad(record.output.sum(), record.input, retain_graph=True)
+    assert torch.equal(record.transposed_jacobian().values, expected.T)
+    assert set(expected.flatten().tolist()) == {1.0, 7.0}
+
+
+def test_attributes_that_the_code_looks_at_are_part_of_the_structure() -> None:
+    module = Net(lambda self, x: self.a(x) * self.factor + x, a=linear())
+    module.factor = 2.0
+    scan = jacsparse.nn.Scan(module, schedule="blelloch")
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    for factor in (2.0, 5.0):
+        module.factor = factor
+        y = scan(x)
+        assert torch.equal(y, module(x))
+
+
+# Rules of the user's own.
+
+
+@pytest.fixture
+def rules() -> object:
+    before = dict(_RULES)
+    yield
+    _RULES.clear()
+    _RULES.update(before)
+
+
+def lower(call: jacsparse.Call) -> Pattern:
+    rows = torch.ones(call.out_size, call.in_size).tril().to_sparse_csr()
+    return Pattern((call.out_size, call.in_size), rows.crow_indices().numpy(), rows.col_indices().numpy())
+
+
+def test_a_rule_of_ones_own(rules: object) -> None:
+    module = Net(lambda self, x: self.a(x).cumsum(1) + x, a=linear())
+    jacsparse.register_rule("aten.cumsum", pattern=lower)
+    check(module, 4)
+
+    def ones(call: jacsparse.Call, pattern: Pattern) -> torch.Tensor:
+        return call.input.new_ones((pattern.nnz, 1))
+
+    with pytest.raises(ValueError, match=r"aten\.cumsum has a rule already; pass replace=True"):
+        jacsparse.register_rule(torch.ops.aten.cumsum, pattern=lower, values=ones, shared=True)
+    jacsparse.register_rule(torch.ops.aten.cumsum.default, pattern=lower, values=ones, shared=True, replace=True)
+    assert check(Net(lambda self, x: x.cumsum(1)), 4).batch == 1
+
+
+def test_values_by_colouring_take_columns_where_they_are_fewer(rules: object) -> None:
+    # One column that all rows share, and one of each row's own: two colours of columns, as many of rows as rows.
+    def arrow(call: jacsparse.Call) -> Pattern:
+        matrix = torch.eye(call.out_size)
+        matrix[:, 0] = 1
+        rows = matrix.to_sparse_csr()
+        return Pattern((call.out_size, call.in_size), rows.crow_indices().numpy(), rows.col_indices().numpy())
+
+    @torch.library.custom_op("jacsparse_test::arrow", mutates_args=())
+    def operator(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x) * x[:, :1]
+
+    operator.register_fake(torch.empty_like)
+    operator.register_autograd(
+        lambda ctx, g: _arrow_backward(ctx.saved_tensors[0], g),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+    )
+    jacsparse.register_rule("jacsparse_test::arrow", pattern=arrow)
+    check(Net(lambda self, x: torch.ops.jacsparse_test.arrow(x)), 6)
+
+
+def _arrow_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    own = g * x.cos() * x[:, :1]
+    first = (g * x.sin()).sum(1, keepdim=True)
+    return own + torch.nn.functional.pad(first, (0, x.shape[1] - 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"operator": "cumsum", "pattern": lower}, ValueError, r"operator is 'cumsum'; expected a namespace and a name"),
+        ({"operator": 3, "pattern": lower}, TypeError, "operator is a int; expected its name"),
+        ({"operator": "aten.cumsum", "pattern": None}, TypeError, "pattern is a NoneType; expected a function"),
+        ({"operator": "aten.cumsum", "pattern": lower, "values": 3}, TypeError, "values is a int; expected a function"),
+    ],
+)
+def test_bad_rules(rules: object, arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        jacsparse.register_rule(**arguments)
+
+
+def test_a_rule_that_gives_something_else(rules: object) -> None:
+    module = Net(lambda self, x: x.cumsum(1))
+    jacsparse.register_rule("aten.cumsum", pattern=lambda call: "full")
+    with pytest.raises(TypeError, match=r"the rule of aten\.cumsum gave a str, not a Pattern"):
+        jacsparse.jacobian_pattern(module, (4,))
+    jacsparse.register_rule("aten.cumsum", pattern=lambda call: Pattern((1, 1), [0, 0], []), replace=True)
+    with pytest.raises(ValueError, match=r"pattern of shape \(1, 1\); expected \(4, 4\)"):
+        jacsparse.jacobian_pattern(module, (4,))
+
+
+# Verification.
+
+
+def test_verification_names_what_differs(rules: object) -> None:
+    def too_little(call: jacsparse.Call) -> Pattern:
+        return Pattern.of(Diagonal(call.in_size))
+
+    module = Net(lambda self, x: torch.relu(self.a(x)).cumsum(1), a=linear())
+    jacsparse.register_rule("aten.cumsum", pattern=too_little)
+    x = torch.rand(1, 4, dtype=torch.float64)
+    with pytest.raises(jacsparse.VerificationError) as caught:
+        jacsparse.verify(module, x)
+    assert "Net (aten.cumsum), 4 × 4: all entries, difference 3.0e+00" in str(caught.value)
+    assert "∂y[1]/∂x[0] is 0, autograd 1, which the pattern leaves out" in str(caught.value)
+    found = jacsparse.verify(module, x, raise_exception=False)
+    assert [check.operator for check in found.failed] == ["aten.cumsum", "Net"]
+
+
+def test_verification_finds_an_entry_of_a_large_jacobian(rules: object) -> None:
+    def wrong(call: jacsparse.Call, pattern: Pattern) -> torch.Tensor:
+        values = call.input.new_full((pattern.nnz, len(call.input)), 2.0)
+        values[777] = 5.0
+        return values
+
+    jacsparse.register_rule("aten.neg", pattern=lambda call: Pattern.of(Diagonal(call.in_size)),
+                            values=lambda call, pattern: -wrong(call, pattern) / 2, replace="aten.neg" in _RULES)  # fmt: skip
+    with pytest.raises(jacsparse.VerificationError, match=r"∂y\[777\]/∂x\[777\] is -2\.5, autograd -1"):
+        jacsparse.verify(Net(lambda self, x: -x), torch.randn(2, 1000, dtype=torch.float64))
+
+
+def test_verification_of_an_empty_batch() -> None:
+    with pytest.raises(ValueError, match="x is an empty batch"):
+        jacsparse.verify(nn.ReLU(), torch.zeros(0, 3))
