@@ -110,6 +110,9 @@ class TracedRecord(Record):
             with torch.enable_grad():
                 own = x.detach().requires_grad_()
                 y = run(own)
+            if not y.requires_grad:
+                # Its operand's shape is all that the operator asks for.
+                return torch.zeros_like(x)
             (found,) = torch.autograd.grad(y, own, gradient.reshape(y.shape))
             return found
 
