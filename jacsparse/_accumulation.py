@@ -11,49 +11,70 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 
-from .patterns import Identity, Pattern
+from .patterns import Full, Identity, Pattern
+from .patterns._structure import frozen
+from .patterns._values import gathered
 from .spgemm import ProductPlan, SumPlan, multiply_adds, product_pattern, sum_pattern
 from .spgemm._plan import planned
 
 __all__ = ["Accumulation", "eliminate"]
 
 
+#: Share of a product's elements from which on it is made as a full matrix.
+FULL = 0.3
+
+
 @dataclass
-class _Leaf:
-    """A matrix that is given, by its key."""
+class _Matrix:
+    """A matrix of known pattern.
+
+    Attributes
+    ----------
+    pattern : Pattern
+        The positions that are not guaranteed zeros.
+    stored : Pattern
+        The positions that have values: all, where the pattern nearly fills up.
+    """
 
     pattern: Pattern
+    stored: Pattern
+
+
+@dataclass
+class _Leaf(_Matrix):
+    """A matrix that is given, by its key."""
+
     key: Hashable
 
 
 @dataclass
-class _Product:
+class _Product(_Matrix):
     """The product of two matrices, by their numbers."""
 
-    pattern: Pattern
     left: int
     right: int
     factors: tuple[Pattern, Pattern]
 
     @cached_property
     def plan(self) -> ProductPlan:
-        return planned(*self.factors, self.pattern)
+        return planned(*self.factors, self.stored)
 
 
 @dataclass
-class _Sum:
+class _Sum(_Matrix):
     """The sum of matrices, by their numbers."""
 
-    pattern: Pattern
     terms: tuple[int, ...]
     patterns: tuple[Pattern, ...]
 
     @cached_property
     def plan(self) -> SumPlan:
-        return SumPlan(self.patterns, self.pattern)
+        return SumPlan(self.patterns, self.stored)
 
 
 @dataclass
@@ -68,30 +89,40 @@ class Accumulation:
 
     def leaf(self, key: Hashable, pattern: Pattern) -> int:
         """A matrix whose values `run` is given by this key."""
-        self.matrices.append(_Leaf(pattern, key))
+        self.matrices.append(_Leaf(pattern, pattern, key))
         return len(self.matrices) - 1
 
     def multiply(self, left: int, right: int) -> int:
         """The product of two matrices; one with an identity is the other matrix."""
-        factors = (self.matrices[left].pattern, self.matrices[right].pattern)
-        if isinstance(factors[0].structure, Identity):
+        one, other = self.matrices[left], self.matrices[right]
+        if isinstance(one.pattern.structure, Identity):
             return right
-        if isinstance(factors[1].structure, Identity):
+        if isinstance(other.pattern.structure, Identity):
             return left
+        factors = (one.stored, other.stored)
         self.multiply_adds += multiply_adds(*factors)
-        self.matrices.append(_Product(product_pattern(*factors), left, right, factors))
+        pattern = product_pattern(one.pattern, other.pattern)
+        rows, columns = pattern.shape
+        full = any(isinstance(factor.structure, Full) for factor in factors)
+        stored = Pattern.of(Full(rows, columns)) if full else product_pattern(*factors)
+        self.matrices.append(_Product(pattern, stored, left, right, factors))
+        if not full and stored.nnz > FULL * rows * columns and not isinstance(stored.structure, Full):
+            return self.add([len(self.matrices) - 1], full=True)
         return len(self.matrices) - 1
 
-    def add(self, terms: Sequence[int]) -> int:
-        """The sum of matrices; of one, that one."""
-        if len(terms) == 1:
+    def add(self, terms: Sequence[int], *, full: bool = False) -> int:
+        """The sum of matrices, as a full one where asked for; of one, that one."""
+        if len(terms) == 1 and not full:
             return terms[0]
-        patterns = tuple(self.matrices[term].pattern for term in terms)
-        self.matrices.append(_Sum(sum_pattern(patterns), tuple(terms), patterns))
+        patterns = tuple(self.matrices[term].stored for term in terms)
+        pattern = sum_pattern([self.matrices[term].pattern for term in terms])
+        full = full or any(isinstance(each.structure, Full) for each in patterns)
+        stored = Pattern.of(Full(*pattern.shape)) if full else sum_pattern(patterns)
+        self.matrices.append(_Sum(pattern, stored, tuple(terms), patterns))
         return len(self.matrices) - 1
 
-    def run(self, result: int, leaf: Callable[[Hashable], torch.Tensor]) -> torch.Tensor:
-        """Values of a matrix, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
+    def run(self, result: int, leaf: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Values of a matrix on its pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         order, last_use = self._order(result)
         values: dict[int, torch.Tensor] = {}
         for number in order:
@@ -104,7 +135,16 @@ class Accumulation:
                 values[number] = matrix.plan.add([values[term] for term in matrix.terms])
             for used in last_use.get(number, ()):
                 del values[used]
-        return values[result]
+        return self._kept(self.matrices[result], values[result])
+
+    def _kept(self, matrix: _Matrix, values: torch.Tensor) -> torch.Tensor:
+        """Of values at all positions those of the pattern."""
+        if matrix.stored.nnz == matrix.pattern.nnz:
+            return values
+        rows, columns = matrix.pattern.shape
+        lengths = matrix.pattern.structure.row_counts()
+        place = np.repeat(np.arange(rows) * columns, lengths) + matrix.pattern.indices
+        return gathered(values, frozen(place))
 
     def _order(self, result: int) -> tuple[list[int], dict[int, list[int]]]:
         """What a result is made of, in order; and what is used for the last time by each of them."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import index
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from ._accumulation import Accumulation
+from ._jacobian import SparseJacobian
 from ._modules import Kept, call_of, is_inactive, is_known, refresh_weights, twin, undrawn
+from ._order import accumulated, best_order
 from ._stages import Edge, ModuleStage, Record, Stage
 from ._traced import traced_stages
-from .patterns import Call, UnsupportedOperatorError
+from .patterns import Call, Identity, Pattern, UnsupportedOperatorError
 
 __all__ = ["Chain", "Record", "Stage", "chain", "check_input", "check_shape"]
 
@@ -58,6 +64,34 @@ class Chain:
                 raise
             x = records[-1].output
         return records
+
+    @functools.cached_property
+    def _accumulated(self) -> tuple[Accumulation, int | None]:
+        return accumulated(self.stages, best_order(self.stages))
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """Of the whole module's transposed Jacobian, ``(in_size, out_size)``."""
+        rows, columns = math.prod(self.in_shape), math.prod(self.out_shape)
+        if not len(self):
+            return Pattern.of(Identity(rows))
+        accumulation, result = self._accumulated
+        if result is not None:
+            return accumulation.matrices[result].pattern
+        return Pattern((rows, columns), np.zeros(rows + 1, dtype=np.int32), np.zeros(0, dtype=np.int32))
+
+    def jacobian(self, x: torch.Tensor) -> SparseJacobian:
+        """The whole module's Jacobian at each sample of a batch; of batch 1 where all share the values."""
+        records = self.run(x)
+        if len(records) == 1:
+            return records[0].jacobian()
+        if not len(self):
+            return SparseJacobian(self.pattern, x.new_ones((self.pattern.nnz, 1)))
+        accumulation, result = self._accumulated
+        if result is None:
+            return SparseJacobian(self.pattern.T, x.new_empty((0, len(x))))
+        values = accumulation.run(result, lambda key: records[key[0]].values(key[1]))
+        return SparseJacobian(self.pattern, values).T
 
     def adapted(self, records: Sequence[Record]) -> tuple[Chain, list[Record]]:
         """A chain whose patterns hold for the weights that made these records, and the records as its own."""
@@ -157,7 +191,9 @@ def _reshaping(
     """A stage of modules that only reshape, where there is no operator beside them to run with."""
     path, last = waiting[-1]
     call = Call("aten.identity", {}, (1, *in_shape), (1, *out_shape), path)
-    return ModuleStage(path, in_shape, out_shape, (Edge("input", "output", call),), "input", "output", tuple(waiting), last)
+    return ModuleStage(
+        path, in_shape, out_shape, (Edge("input", "output", call),), "input", "output", tuple(waiting), last
+    )
 
 
 def _leaves(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

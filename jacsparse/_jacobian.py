@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import scipy.sparse
 import scipy.sparse.linalg
 import torch
 
-from .patterns import Pattern, _cuda
+from .patterns import Full, Pattern, _cuda
 from .patterns._values import gathered
 from .spgemm import matvec, plan_product
 
@@ -75,6 +74,10 @@ class SparseJacobian:
     @property
     def T(self) -> SparseJacobian:
         """The transposed Jacobian, its values in the transposed pattern's order."""
+        if isinstance(self.pattern.structure, Full):
+            # Without an index.
+            matrix = self.values.reshape(*self.shape, self.batch)
+            return SparseJacobian(self.pattern.T, matrix.transpose(0, 1).reshape(self.values.shape))
         return SparseJacobian(self.pattern.T, gathered(self.values, self.pattern.transposition))
 
     def __matmul__(self, other: Any) -> Any:
@@ -214,18 +217,8 @@ def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned:
     0.99157
     """
     from ._chain import chain
-    from .patterns import Identity
-    from .spgemm import product_pattern
 
-    stages = chain(module, input_shape, pruned=pruned)
-    if not len(stages):
-        import math
-
-        return Pattern.of(Identity(math.prod(stages.in_shape)))
-    pattern = stages.stages[0].pattern.T
-    for stage in stages.stages[1:]:
-        pattern = product_pattern(stage.pattern.T, pattern)
-    return pattern
+    return chain(module, input_shape, pruned=pruned).pattern.T
 
 
 def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> SparseJacobian:
@@ -261,15 +254,7 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
     <SparseJacobian 12 × 48, nnz 48, sparsity 0.91667, Pooling, batch 8, torch.float32>
     """
     from ._chain import chain, check_input
-    from .patterns import Identity
 
     check_input("x", x)
     stages = chain(module, tuple(x.shape[1:]), pruned=pruned, like=x)
-    if not len(stages):
-        size = math.prod(stages.in_shape)
-        return SparseJacobian(Pattern.of(Identity(size)), x.new_ones((size, 1)))
-    records = stages.run(x)
-    result = records[0].jacobian()
-    for record in records[1:]:
-        result = record.jacobian() @ result
-    return result
+    return stages.jacobian(x)

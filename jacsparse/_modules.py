@@ -106,9 +106,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 _LOWERINGS: dict[type[nn.Module], _Lowering] = {
     nn.Linear: _Lowering("aten.linear", "weight", "bias", forward=_meta_linear),
     nn.GroupNorm: _Lowering("aten.group_norm", "num_groups", "weight", "bias", "eps", forward=_meta_group_norm),
-    nn.LayerNorm: _Lowering(
-        "aten.layer_norm", "normalized_shape", "weight", "bias", "eps", forward=_meta_line_norm
-    ),
+    nn.LayerNorm: _Lowering("aten.layer_norm", "normalized_shape", "weight", "bias", "eps", forward=_meta_line_norm),
     nn.RMSNorm: _Lowering("aten.rms_norm", "normalized_shape", "weight", "eps", forward=_meta_line_norm),
     nn.Softmax: _Lowering("aten.softmax", "dim"),
     nn.LogSoftmax: _Lowering("aten.log_softmax", "dim"),
@@ -282,7 +280,9 @@ def settings_of(module: nn.Module) -> tuple[Any, ...]:
         # Its own code runs, and may look at any of its plain attributes.
         plain = tuple((name, value) for name, value in module.__dict__.items() if isinstance(value, _PLAIN))
     else:
-        plain = tuple((n, v) for n in _LOWERINGS[kind].names if not isinstance(v := module.__dict__.get(n), torch.Tensor))
+        plain = tuple(
+            (n, v) for n in _LOWERINGS[kind].names if not isinstance(v := module.__dict__.get(n), torch.Tensor)
+        )
     shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module._parameters.items() if p is not None)
     hooked = kind is None and any(module.__dict__[hooks] for hooks in _HOOKS)
     return type(module), module.training, getattr(module, "p", None), str(plain), shapes, hooked
@@ -308,7 +308,7 @@ def call_of(module: nn.Module, in_shape: tuple[int, ...], *, path: str) -> Call:
         out = forward(module, torch.empty((1, *in_shape), device="meta"))
     except (RuntimeError, IndexError, ValueError) as error:
         raise ValueError(f"{path}: an input of shape {in_shape} does not fit {module}: {error}") from error
-    if getattr(module, "dim", None) is not None and kind in (nn.Softmax, nn.LogSoftmax) and not module.dim % out.ndim:
+    if isinstance(module, (nn.Softmax, nn.LogSoftmax)) and module.dim is not None and not module.dim % out.ndim:
         raise call.unsupported(f"dim={module.dim} is the batch, whose samples it mixes", "name another axis")
     return replace(call, out_shape=tuple(out.shape))
 

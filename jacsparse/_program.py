@@ -1,7 +1,7 @@
 """A module traced by torch.export: a graph of ATen operators, and what is known of each tensor in it.
 
-Each operator is tried, once, on a batch of two random samples and on the first of them alone. That shows where the batch
-is among a tensor's axes, and that no operator mixes samples.
+Each operator is tried, once, on a batch of two random samples and on the first of them alone. That shows where the
+batch is among a tensor's axes, and that no operator mixes samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Layout", "Operation", "Program", "trace"]
 
 #: What these give depends on their operand's shape, not on its elements.
 _OF_SHAPE = {
-    *(f"aten.{how}_like" for how in ("empty", "full", "ones", "rand", "randn", "zeros")),
+    *(f"aten.{what}_like" for what in ("empty", "full", "ones", "rand", "randn", "zeros")),
     *(f"aten.new_{what}" for what in ("empty", "full", "ones", "zeros")),
 }
 
@@ -130,7 +130,7 @@ def operator_name(overload: Any) -> str:
 
 def _listed(name: str, arguments: Mapping[str, Any]) -> list[Any]:
     """The elements ``name.0``, ``name.1``, ... as a list again."""
-    elements = []
+    elements: list[Any] = []
     while f"{name}.{len(elements)}" in arguments:
         elements.append(arguments[f"{name}.{len(elements)}"])
     return elements
@@ -143,7 +143,7 @@ def _bound(node: fx.Node) -> dict[str, Any]:
     given.update(node.kwargs)
     bound: dict[str, Any] = {}
     for argument in overload._schema.arguments:
-        value = given[argument.name] if argument.name in given else argument.default_value
+        value = given.get(argument.name, argument.default_value)
         if isinstance(value, (list, tuple)) and any(isinstance(element, fx.Node) for element in value):
             bound.update({f"{argument.name}.{place}": element for place, element in enumerate(value)})
         else:
@@ -215,7 +215,7 @@ class Program:
         values: dict[fx.Node, torch.Tensor] = dict(self.constants)
         for node, target in self.attributes.items():
             module, name = self.located[target]
-            value = module._parameters.get(name)
+            value: torch.Tensor | None = module._parameters.get(name)
             if value is None:
                 value = module._buffers.get(name)
             if value is None:
@@ -334,7 +334,7 @@ def _exported(module: nn.Module, x: torch.Tensor, where: str) -> torch.export.Ex
         refresh_weights(part)
         part._forward_pre_hooks.clear()
         if getattr(part, "inplace", False) is True:
-            part.inplace = False
+            part.__dict__["inplace"] = False
         for name in weight_names(part):
             part.register_parameter(name, nn.Parameter(part.__dict__.pop(name).detach()))
     batch = torch.export.Dim("batch")
@@ -427,17 +427,17 @@ def _of_batch(value: Any, where: str) -> Callable[[int], Any]:
 
     def evaluate(batch: int) -> Any:
         if batch not in known:
-            known[batch] = kind(expression.subs({symbol: batch for symbol in symbols}))
+            known[batch] = kind(expression.subs(dict.fromkeys(symbols, batch)))
         return known[batch]
 
     return evaluate
 
 
 def _operation(node: fx.Node, where: str) -> Operation:
-    number = None
-    call = node
+    number: Any = None
+    call: Any = node
     if node.target is operator.getitem:
-        call, number = node.args  # type: ignore[assignment]
+        call, number = node.args
     path, source = _place_of(call)
     if not isinstance(call.target, torch._ops.OpOverload):
         raise UnsupportedOperatorError(f"{path or where}: {call.target} is no ATen operator{source}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,8 +35,8 @@ class Edge:
         The weights of which the pattern leaves some out.
     """
 
-    source: Hashable
-    target: Hashable
+    source: Any
+    target: Any
     call: Call
     kept: tuple[Kept, ...] = ()
 
@@ -87,8 +87,8 @@ class Stage(ABC):
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     edges: tuple[Edge, ...]
-    start: Hashable
-    stop: Hashable
+    start: Any
+    stop: Any
 
     @functools.cached_property
     def operator(self) -> Edge | None:
@@ -285,9 +285,9 @@ class Record(ABC):
                 new[edge] = edge.keeping([Kept(name, arguments[name], None) for name in edge.rule.weights])
         if not new:
             return self
-        arguments = {new.get(edge, edge): own for edge, own in self.arguments.items()}
+        renamed = {new.get(edge, edge): own for edge, own in self.arguments.items()}
         stage = self.stage.keeping([new.get(edge, edge) for edge in self.stage.edges])
-        return replace(self, stage=stage, arguments=arguments)
+        return replace(self, stage=stage, arguments=renamed)
 
     @property
     def batch(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ class TracedStage(Stage):
         with torch.enable_grad():
             own, attributes = self._read(x, state)
             leaf = x.detach().requires_grad_()
-            values = {**attributes, self.start: leaf}
+            values: dict[fx.Node, torch.Tensor] = {**attributes, self.start: leaf}
             arguments: dict[fx.Node, dict[str, Any]] = {}
             for operation in self.operations:
                 given = self.program.resolved(operation, values, len(x))
@@ -153,7 +153,7 @@ def traced_stages(
     program, known = trace(module, in_shape, path, like)
     stages: list[Stage] = []
     cuts = program.cuts()
-    start, waiting = cuts[0], False
+    start = cuts[0]
     for stop in cuts[1:]:
         operations = program.between(start, stop)
         edges = tuple(_edges(program, operations, start, known, pruned, path))
@@ -193,15 +193,21 @@ def _path(edges: Sequence[Edge], program: Program, where: str, taken: set[str]) 
     """Where a stage is in the model: what the paths of its operations have in common, and more where that is taken."""
     some = [edge for edge in edges if not isinstance(edge.pattern.structure, Identity)] or edges
     operations = [program.operations[edge.target] for edge in some]
-    common = os.path.commonprefix([f"{operation.path}." for operation in operations]).rpartition(".")[0]
-    path = ".".join(part for part in (where, common) if part) or type(program.module).__name__
+    paths = zip(*(operation.path.split(".") for operation in operations), strict=False)
+    common = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, paths)]
+    path = ".".join(part for part in (where, *common) if part) or type(program.module).__name__
     name = operations[-1].name.partition(".")[2] if operations else "constant"
     candidates = [path, f"{path}:{name}", *(f"{path}:{name}:{number}" for number in range(2, len(taken) + 3))]
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
 def _edges(
-    program: Program, operations: Sequence[Operation], start: fx.Node, known: dict[fx.Node, Any], pruned: bool, where: str
+    program: Program,
+    operations: Sequence[Operation],
+    start: fx.Node,
+    known: dict[fx.Node, Any],
+    pruned: bool,
+    where: str,
 ) -> list[Edge]:
     edges = []
     for operation in operations:

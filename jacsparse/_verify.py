@@ -134,7 +134,9 @@ def verify(
     found = Verification((*checks, _of_whole(module, x, records, limit)))
     if found.failed and raise_exception:
         lines = "\n".join(map(str, found.failed))
-        raise VerificationError(f"{len(found.failed)} of {len(found.checks)} comparisons with autograd failed:\n{lines}")
+        raise VerificationError(
+            f"{len(found.failed)} of {len(found.checks)} comparisons with autograd failed:\n{lines}"
+        )
     return found
 
 
@@ -144,7 +146,8 @@ def _of_edge(record: Record, edge: Edge, limit: float) -> Check:
     pattern, values = edge.pattern, record.values(edge)
     exact = call.out_size <= EXACT_ROWS
     generator = torch.Generator().manual_seed(0)
-    largest, worst, entries = 0.0, 0.0, []
+    largest, worst = 0.0, 0.0
+    entries: list[str] = []
     for number in range(call.out_size if exact else PROBES):
         if exact:
             one = torch.zeros(call.out_size)
@@ -161,7 +164,9 @@ def _of_edge(record: Record, edge: Edge, limit: float) -> Check:
             for sample, column in over[: NAMED - len(entries)].tolist():
                 row = number if exact else _row(pattern, values, call, sample, column, limit)
                 entries.append(_entry(pattern, values, call, sample, row, column))
-    return Check(call.path, call.operator, (call.out_size, call.in_size), exact, worst / max(largest, 1e-300), tuple(entries))
+    return Check(
+        call.path, call.operator, (call.out_size, call.in_size), exact, worst / max(largest, 1e-300), tuple(entries)
+    )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Operators that work along lines: softmax and normalisation, each output of which depends on all of its own line.
 
-Their Jacobians are full blocks along the diagonal, and of one form. With ``y`` at place ``i`` and ``x`` at place ``j`` of
-a line::
+Their Jacobians are full blocks along the diagonal, and of one form. With ``y`` at place ``i`` and ``x`` at place ``j``
+of a line::
 
     ∂y_i/∂x_j = scale_i · (δ_ij - left_i · right_j - mean)
 
@@ -171,7 +171,7 @@ class _GroupNormRule(_NormRule):
         own = super().weight(call, lines)
         if own is None:
             return None
-        images, channels, *sizes = call.in_shape
+        images, _, *sizes = call.in_shape
         return own.repeat_interleave(math.prod(sizes)).repeat(images)
 
 

@@ -465,9 +465,7 @@ class _LinearRule(Rule):
         kept = _packed(call, copies)
         if kept is not None:
             return Pattern.of(Convolution(copies * out_features, copies * in_features, copies, (), kept))
-        return Pattern.of(
-            Full(out_features, in_features) if copies == 1 else Blocks(copies, out_features, in_features)
-        )
+        return Pattern.of(Full(out_features, in_features) if copies == 1 else Blocks(copies, out_features, in_features))
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         weight = call["weight"].detach()

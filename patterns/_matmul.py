@@ -180,9 +180,7 @@ class _AttentionRule(Rule):
             tensor = tensor[None]
         return tensor.detach().expand(batch, *lead, length, width).reshape(batch, heads, length, width)
 
-    def _attention(
-        self, call: Call, q: torch.Tensor, k: torch.Tensor, scale: float, heads: int
-    ) -> torch.Tensor:
+    def _attention(self, call: Call, q: torch.Tensor, k: torch.Tensor, scale: float, heads: int) -> torch.Tensor:
         """``A``, ``(batch, heads, queries, keys)``."""
         assert call.input is not None
         scores = torch.einsum("bhie,bhje->bhij", q, k) * scale

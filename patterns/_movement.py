@@ -1,7 +1,7 @@
 """Operators that move data: each output is one element of the input, or none of them.
 
-Where each output comes from is asked of the operator itself, once: it is given the elements' own numbers, from 1 on, and
-zeros. What answers the same to both holds nothing of the input.
+Where each output comes from is asked of the operator itself, once: it is given the elements' own numbers, from 1 on,
+and zeros. What answers the same to both holds nothing of the input.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ def _numbered(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(1, count + 1, dtype=torch.float64).reshape(shape)
 
 
-@add_rule(
-    *(f"aten.{name}" for name in ("alias", "clone", "contiguous", "positive", "view", "_unsafe_view", "reshape")),
-    *(f"aten.{name}" for name in ("unsqueeze", "squeeze", "permute", "transpose", "movedim", "flip", "roll", "rot90")),
-    *(f"aten.{name}" for name in ("expand", "expand_as", "repeat", "repeat_interleave", "tile", "broadcast_to")),
-    *(f"aten.{name}" for name in ("slice", "select", "narrow", "index", "index_select", "diagonal", "unfold", "view_as")),
-    *(f"aten.{name}" for name in ("cat", "stack", "split", "split_with_sizes", "chunk", "unbind", "tensor_split")),
-    *(f"aten.{name}" for name in ("slice_scatter", "select_scatter", "index_put", "gather")),
-    *(f"aten.{name}" for name in ("tril", "triu", "diag_embed", "pad", "constant_pad_nd", "im2col")),
-    *(f"aten.{how}_pad{axes}d" for how in ("reflection", "replication") for axes in (1, 2, 3)),
-    *(f"aten.{name}" for name in ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")),
+_NAMES = (
+    "alias clone contiguous positive view view_as _unsafe_view reshape unsqueeze squeeze permute transpose movedim "
+    "flip roll rot90 expand expand_as broadcast_to repeat repeat_interleave tile slice select narrow index "
+    "index_select gather diagonal unfold cat stack split split_with_sizes chunk unbind tensor_split slice_scatter "
+    "select_scatter index_put tril triu diag_embed pad constant_pad_nd reflection_pad1d reflection_pad2d "
+    "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d pixel_shuffle pixel_unshuffle "
+    "channel_shuffle im2col"
 )
+
+
+@add_rule(*(f"aten.{name}" for name in _NAMES.split()))
 class _MovementRule(Rule):
     """One, where an output is an element of the input."""
 
@@ -47,7 +47,9 @@ class _MovementRule(Rule):
                 "take them by a product with zeros and ones, or by torch.where",
             )
         if call.arguments.get("accumulate"):
-            raise call.unsupported(f"{call.operator} with accumulate=True", "add a tensor of zeros with the values put in")
+            raise call.unsupported(
+                f"{call.operator} with accumulate=True", "add a tensor of zeros with the values put in"
+            )
 
     def shared(self, call: Call) -> bool:
         return True

@@ -198,17 +198,17 @@ class Pooling(Structure):
         return structure
 
 
-def _restored_sizes(description: Mapping[str, Any]) -> list[list[int]]:
+def _restored_sizes(description: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Of each axis its positions and windows, checked."""
     table = description.get("axes")
     if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 2:
         raise ValueError("axes is not an int64 array with 2 columns")
     if (table < 0).any() or (table > LARGEST_TABLE).any():
         raise ValueError(f"axes holds a size below 0 or beyond {LARGEST_TABLE}")
-    return table.tolist()  # type: ignore[no-any-return]
+    return [(size, windows) for size, windows in table.tolist()]
 
 
-def _restored_weighted(sizes: list[list[int]], reached: np.ndarray) -> tuple[Weighted, ...]:
+def _restored_weighted(sizes: list[tuple[int, int]], reached: np.ndarray) -> tuple[Weighted, ...]:
     lengths = [-(-size * windows // 8) for size, windows in sizes]
     if len(reached) != sum(lengths):
         raise ValueError(f"reached has {len(reached)} bytes; these axes need {sum(lengths)}")
@@ -413,8 +413,8 @@ class _UpsampleRule(_SeparableRule):
             with torch.enable_grad():
                 y = call.apply(x)
             chosen = torch.zeros_like(y)
-            line = [0] * len(call.out_shape[2:])
-            line[axis] = slice(None)  # type: ignore[call-overload]
+            line: list[Any] = [0] * len(call.out_shape[2:])
+            line[axis] = slice(None)
             chosen[(0, slice(None), *line)] = torch.eye(windows).to(y)
             (weights,) = torch.autograd.grad(y, x, chosen)
             others = [2 + other for other in range(len(line)) if other != axis]

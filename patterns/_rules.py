@@ -108,7 +108,8 @@ class Rule(ABC):
         others = call.dependent if call.argument in ("input", "self", "") else call.dependent | {call.argument}
         if others and not self.several:
             raise call.unsupported(
-                f"{', '.join(sorted(others))} of {call.operator} depends on the input", "its rule takes it as a constant"
+                f"{', '.join(sorted(others))} of {call.operator} depends on the input",
+                "its rule takes it as a constant",
             )
 
     def shared(self, call: Call) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from ..patterns import Full
 from ..patterns._cuda import memory_for
-from ..patterns._runtime import kernel, run_rows
+from ..patterns._runtime import SIMD, kernel, run_rows
 from ..patterns._structure import frozen
 from . import _cuda
 from ._lanes import accumulate_row, block_width
@@ -39,6 +39,45 @@ def _sparse_full(first, last, indptr, indices, columns, order, c_indptr, a, a_ba
 
 
 @kernel
+def _scan_rows(first, last, b, live, finite):
+    for row in range(first, last):
+        own = b[row]
+        held, difference = False, own.dtype.type(0)
+        for q in range(len(own)):
+            held |= own[q] != 0
+            # Zero, but for what is not finite.
+            difference += own[q] - own[q]
+        live[row], finite[row] = held, difference == 0
+
+
+@kernel
+def _sparse_full_one(first, last, indptr, indices, live, columns, c_indptr, a, b, c):
+    values, starts = np.empty(4, c.dtype), np.empty(4, np.int64)
+    for row in range(first, last):
+        out = c[c_indptr[row] : c_indptr[row + 1]]
+        out[:] = 0
+        count = 0
+        for p in range(indptr[row], indptr[row + 1]):
+            if (a[p] == 0 and live[len(live) - 1]) or not live[indices[p]]:
+                continue
+            values[count] = a[p]
+            starts[count] = np.int64(indices[p]) * columns
+            count += 1
+            if count == 4:
+                count = 0
+                one, two = b[starts[0] : starts[0] + columns], b[starts[1] : starts[1] + columns]
+                three, four = b[starts[2] : starts[2] + columns], b[starts[3] : starts[3] + columns]
+                v, w, x, y = values[0], values[1], values[2], values[3]
+                # Four terms at once, so that the sums are read and written a quarter as often; in the same order.
+                for q in range(len(out)):
+                    out[q] = (((out[q] + v * one[q]) + w * two[q]) + x * three[q]) + y * four[q]
+        for rest in range(count):
+            one, v = b[starts[rest] : starts[rest] + columns], values[rest]
+            for q in range(len(out)):
+                out[q] += v * one[q]
+
+
+@kernel
 def _full_sparse(first, last, inner, indptr, place, a, a_batch, b, b_batch, c, columns, batch):
     for row in range(first, last):
         start = np.int64(row) * columns * batch
@@ -55,6 +94,20 @@ def _full_sparse(first, last, inner, indptr, place, a, a_batch, b, b_batch, c, c
                     c, start + lane, batch, place, indptr[k], indptr[k + 1], a, at_a, a_batch, b, at_b, b_batch, width
                 )
             lane += width
+
+
+def _live(a: np.ndarray, b: np.ndarray, rows: int) -> np.ndarray:
+    """Which rows of `b` need not be left out; and last, whether zeros of `a` may be.
+
+    Zero times what is finite adds nothing, not even a sign, to a sum that began with zero.
+    """
+    live, finite = np.empty(rows + 1, dtype=np.bool_), np.empty(rows, dtype=np.bool_)
+    work = np.arange(rows + 1) * (b.size // max(1, rows) // SIMD)
+    run_rows(_scan_rows, work, b.reshape(rows, -1), live, finite)
+    live[-1] = finite.all()
+    if not np.isfinite(a).all():
+        live[:-1] = True
+    return live
 
 
 class Dense(Method):
@@ -79,13 +132,16 @@ class Dense(Method):
         self.full_a, self.full_b = isinstance(a, Full), isinstance(b, Full)
         if self.full_a and not self.full_b:
             # C's columns are those of b that hold anything: a column's rank among them is its place in each row.
-            rank = np.cumsum(b.column_counts() > 0) - 1
+            held = b.column_counts() > 0
+            # Where C is taken to be full it has a place for each column.
+            rank = np.arange(len(held)) if isinstance(product.c.structure, Full) else np.cumsum(held) - 1
             self.place = rank[product.b.indices].astype(np.uint32)
             self.columns = int(rank[-1]) + 1 if len(rank) else 0
         if not self.full_a:
             # Where each of C's rows starts: rows of a without an entry have none.
             self.c_indptr = np.zeros(product.c.shape[0] + 1, dtype=np.int64)
-            np.cumsum((a.row_counts() > 0) * product.c.shape[1], out=self.c_indptr[1:])
+            held = (a.row_counts() > 0) | isinstance(product.c.structure, Full)
+            np.cumsum(held * product.c.shape[1], out=self.c_indptr[1:])
             self.c_indptr = frozen(self.c_indptr)
             self.work = np.append(0, np.cumsum(a.row_counts())) * product.c.shape[1]
 
@@ -96,6 +152,10 @@ class Dense(Method):
         if self.full_a and self.full_b:
             # PyTorch's, on as many threads as everything else.
             self._multiply_full(*map(torch.from_numpy, (a, b, c)))
+        elif self.full_b and batch == 1:
+            pattern = (self.product.a.indptr, self.product.a.indices)
+            one = (a.reshape(-1), b.reshape(-1), c.reshape(-1))
+            run_rows(_sparse_full_one, self.work, *pattern, _live(a, b, inner), columns, self.c_indptr, *one)
         elif self.full_b:
             order = np.arange(columns, dtype=np.uint32)
             indices = (self.product.a.indptr, self.product.a.indices, columns, order, self.c_indptr)

@@ -94,8 +94,13 @@ class SumPlan:
         """Where each entry of a term is in the sum; None where they are the same."""
         if term.nnz == self.pattern.nnz:
             return None
+        if isinstance(self.pattern.structure, Full):
+            rows, columns = self.pattern.shape
+            return frozen(np.repeat(np.arange(rows) * columns, term.structure.row_counts()) + term.indices)
         place = np.empty(term.nnz, dtype=index_dtype(self.pattern.nnz, 0, 0))
-        run_rows(_find, self.pattern.indptr, term.indptr, term.indices, self.pattern.indptr, self.pattern.indices, place)
+        run_rows(
+            _find, self.pattern.indptr, term.indptr, term.indices, self.pattern.indptr, self.pattern.indices, place
+        )
         return frozen(place)
 
     @property

@@ -21,6 +21,10 @@ from ..patterns._structure import frozen, index_dtype, row_starts
 __all__ = ["check_shapes", "meeting", "multiply_adds", "product_meeting", "product_pattern", "row_work"]
 
 
+#: A row is merged as packed words from an entry for so many columns on.
+PACKED = 32
+
+
 @intrinsic
 def _population(typing_context, word):
     """Number of set bits of a word."""
@@ -96,6 +100,51 @@ def _fill(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indp
 
 
 @kernel
+def _pack(first, last, indptr, indices, words):
+    one = np.uint64(1)
+    for row in range(first, last):
+        for entry in range(indptr[row], indptr[row + 1]):
+            column = indices[entry]
+            words[row, column >> 6] |= one << np.uint64(column & 63)
+
+
+@inlined
+def _merge(row, a_indptr, a_indices, words, bits):
+    """The union of the packed rows that a row of `a` names."""
+    bits[:] = 0
+    for p in range(a_indptr[row], a_indptr[row + 1]):
+        own = words[a_indices[p]]
+        for word in range(len(bits)):
+            bits[word] |= own[word]
+
+
+@kernel
+def _count_packed(first, last, a_indptr, a_indices, words, counts):
+    bits = np.zeros(words.shape[1], np.uint64)
+    for row in range(first, last):
+        _merge(row, a_indptr, a_indices, words, bits)
+        total = np.uint64(0)
+        for word in range(len(bits)):
+            total += _population(bits[word])
+        counts[row] = total
+
+
+@kernel
+def _fill_packed(first, last, a_indptr, a_indices, words, c_indptr, c_indices):
+    one = np.uint64(1)
+    bits = np.zeros(words.shape[1], np.uint64)
+    for row in range(first, last):
+        _merge(row, a_indptr, a_indices, words, bits)
+        entry = c_indptr[row]
+        for word in range(len(bits)):
+            left = bits[word]
+            while left:
+                c_indices[entry] = (word << 6) + np.int64(_lowest(left))
+                entry += 1
+                left &= left - one
+
+
+@kernel
 def _meet(first, last, indptr, indices, held, pairs):
     for row in range(first, last):
         total = 0
@@ -155,13 +204,20 @@ def product_pattern(a: Pattern, b: Pattern, work: np.ndarray | None = None) -> P
         return _full_product(a, b)
     work = row_work(a, b) if work is None else work
     counts = np.empty(rows, dtype=np.int64)
-    run_rows(_count, work, a.indptr, a.indices, b.indptr, b.indices, columns, counts)
+    factors: tuple[Any, ...] = (a.indptr, a.indices, b.indptr, b.indices, columns)
+    # Rows of b with several columns to a word are merged a word at a time.
+    packed = b.nnz * PACKED > b.shape[0] * columns
+    if packed:
+        words = np.zeros((b.shape[0], -(-columns // 64)), dtype=np.uint64)
+        run_rows(_pack, b.indptr, b.indptr, b.indices, words)
+        factors = (a.indptr, a.indices, words)
+    run_rows(_count_packed if packed else _count, work, *factors, counts)
     nnz = int(counts.sum())
     if nnz == rows * columns:
         return Pattern.of(Full(rows, columns))
     dtype = index_dtype(nnz, rows, columns)
     indptr, indices = row_starts(counts, dtype), np.empty(nnz, dtype=dtype)
-    run_rows(_fill, work, a.indptr, a.indices, b.indptr, b.indices, columns, indptr, indices)
+    run_rows(_fill_packed if packed else _fill, work, *factors, indptr, indices)
     return _derived(a, b, indptr, indices)
 
 

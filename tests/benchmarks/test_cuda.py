@@ -348,11 +348,9 @@ def test_what_a_layer_did_is_said_beside_its_times(context: Context) -> None:
 def test_kernels_of_a_device_are_run_again_and_left_out() -> None:
     with emulated():
         (record,) = jacsparse.chain(nn.ReLU(), (2, 3, 3)).run(torch.randn(1, 2, 3, 3))
-        call = record._call(slice(None))
+        (edge,) = record.stage.edges
         made: list[torch.Tensor] = []
-        runs = jacobian_generation._kernel_runs(
-            lambda: made.append(record.stage.rule.transposed_values(call, record.stage.pattern))
-        )
+        runs = jacobian_generation._kernel_runs(lambda: made.append(record.values(edge)))
         assert len(runs) == 1
         expected = made[0].clone()
         made[0].fill_(7)

@@ -69,7 +69,7 @@ def test_a_residual_region_is_one_stage() -> None:
     stages = jacsparse.chain(module, (2, 4, 4))
     assert [stage.name for stage in stages] == ["6 operators"]
     # The union over both paths: the convolution's taps hold the diagonal.
-    assert stages.stages[0].pattern.T == jacsparse.jacobian_pattern(module.a, (2, 4, 4))
+    assert jacsparse.jacobian_pattern(module.a, (2, 4, 4)) == stages.stages[0].pattern.T
     check(module, 2, 4, 4)
 
 
@@ -240,8 +240,8 @@ def test_batches_of_other_sizes(batch: int) -> None:
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Net(lambda self, x: x.cumsum(1) * 2), r"operator aten.cumsum has no rule; register one .* at .*test_chain.py, "),
-        (Net(lambda self, x: x.softmax(0)), r"aten.softmax mixes the samples of a batch at .*test_chain.py, line \d+ \("),
+        (Net(lambda self, x: x.cumsum(1) * 2), r"aten.cumsum has no rule; register one .* at .*test_chain.py, "),
+        (Net(lambda self, x: x.softmax(0)), r"aten.softmax mixes the samples of a batch at .*test_chain.py, line"),
         (Net(lambda self, x: x - x.mean()), "aten.mean mixes the samples of a batch"),
         (Net(lambda self, x: x.flip(0)), "aten.flip mixes the samples of a batch"),
         (Net(lambda self, x: x.t()), "does not have them along its first axis"),
@@ -294,7 +294,7 @@ def test_weights_of_another_kind_or_place() -> None:
     with pytest.raises(TypeError, match=r"a\.weight is torch\.float64, its input torch\.float32; convert one"):
         jacsparse.jacobian(module, torch.zeros(2, 4))
     half = Net(lambda self, x: self.a(x) + x, a=linear()).to(torch.complex128)
-    with pytest.raises((TypeError, ValueError), match="complex|does not fit"):
+    with pytest.raises((TypeError, ValueError), match=r"complex|does not fit"):
         jacsparse.jacobian(half, torch.zeros(2, 4))
     elsewhere = Net(lambda self, x: self.a(x) + x, a=linear()).to("meta")
     with pytest.raises(ValueError, match=r"a\.weight is on meta; this runs on CPUs and CUDA"):
@@ -405,7 +405,11 @@ def _arrow_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"operator": "cumsum", "pattern": lower}, ValueError, r"operator is 'cumsum'; expected a namespace and a name"),
+        (
+            {"operator": "cumsum", "pattern": lower},
+            ValueError,
+            r"operator is 'cumsum'; expected a namespace and a name",
+        ),
         ({"operator": 3, "pattern": lower}, TypeError, "operator is a int; expected its name"),
         ({"operator": "aten.cumsum", "pattern": None}, TypeError, "pattern is a NoneType; expected a function"),
         ({"operator": "aten.cumsum", "pattern": lower, "values": 3}, TypeError, "values is a int; expected a function"),
@@ -446,12 +450,14 @@ def test_verification_names_what_differs(rules: object) -> None:
 
 def test_verification_finds_an_entry_of_a_large_jacobian(rules: object) -> None:
     def wrong(call: jacsparse.Call, pattern: Pattern) -> torch.Tensor:
-        values = call.input.new_full((pattern.nnz, len(call.input)), 2.0)
-        values[777] = 5.0
+        values = call.input.new_full((pattern.nnz, len(call.input)), -1.0)
+        values[777] = -2.5
         return values
 
-    jacsparse.register_rule("aten.neg", pattern=lambda call: Pattern.of(Diagonal(call.in_size)),
-                            values=lambda call, pattern: -wrong(call, pattern) / 2, replace="aten.neg" in _RULES)  # fmt: skip
+    def diagonal(call: jacsparse.Call) -> Pattern:
+        return Pattern.of(Diagonal(call.in_size))
+
+    jacsparse.register_rule("aten.neg", pattern=diagonal, values=wrong)
     with pytest.raises(jacsparse.VerificationError, match=r"∂y\[777\]/∂x\[777\] is -2\.5, autograd -1"):
         jacsparse.verify(Net(lambda self, x: -x), torch.randn(2, 1000, dtype=torch.float64))
 

@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import jacsparse
-from jacsparse._stages import Record
 from jacsparse._scan import Scanner
+from jacsparse._stages import Record
 from tests.helpers import close
 from tests.jacsparse.models import kaiming, lenet, small, vgg_features
 
