@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ._verify import Verification, VerificationError, verify
     from .patterns import Call, Pattern, UnsupportedOperatorError, register_rule
     from .recurrence import linear_recurrence
-    from .spgemm import ProductPlan, plan_product
+    from .spgemm import ProductPlan, SumPlan, plan_product, plan_sum
 
 __all__ = [
     "Call",
@@ -32,6 +32,7 @@ __all__ = [
     "ProductPlan",
     "SparseJacobian",
     "Stage",
+    "SumPlan",
     "UnsupportedOperatorError",
     "Verification",
     "VerificationError",
@@ -44,6 +45,7 @@ __all__ = [
     "linear_recurrence",
     "nn",
     "plan_product",
+    "plan_sum",
     "recurrence",
     "register_rule",
     "schedule",
@@ -72,6 +74,8 @@ _HOMES = {
     "UnsupportedOperatorError": "patterns",
     "register_rule": "patterns",
     "ProductPlan": "spgemm",
+    "SumPlan": "spgemm",
+    "plan_sum": "spgemm",
     "plan_product": "spgemm",
 }
 

@@ -78,14 +78,24 @@ class _Sum(_Matrix):
 
 
 @dataclass
+class _Pulled(_Matrix):
+    """What the operators' own backward, by their key, makes of all columns of a full matrix, by its number."""
+
+    key: Hashable
+    right: int
+
+
+@dataclass
 class Accumulation:
     """Products and sums of matrices of known patterns, in the order in which they are made.
 
     Plans are made when values are first asked for: patterns alone need none.
     """
 
-    matrices: list[_Leaf | _Product | _Sum] = field(default_factory=list)
+    matrices: list[_Leaf | _Product | _Sum | _Pulled] = field(default_factory=list)
     multiply_adds: int = 0
+    #: Whether nothing will be asked for but patterns.
+    patterns_only: bool = False
 
     def leaf(self, key: Hashable, pattern: Pattern) -> int:
         """A matrix whose values `run` is given by this key."""
@@ -100,8 +110,11 @@ class Accumulation:
         if isinstance(other.pattern.structure, Identity):
             return left
         factors = (one.stored, other.stored)
-        self.multiply_adds += multiply_adds(*factors)
         pattern = product_pattern(one.pattern, other.pattern)
+        if self.patterns_only:
+            self.matrices.append(_Product(pattern, pattern, left, right, factors))
+            return len(self.matrices) - 1
+        self.multiply_adds += multiply_adds(*factors)
         rows, columns = pattern.shape
         full = any(isinstance(factor.structure, Full) for factor in factors)
         stored = Pattern.of(Full(rows, columns)) if full else product_pattern(*factors)
@@ -121,8 +134,30 @@ class Accumulation:
         self.matrices.append(_Sum(pattern, stored, tuple(terms), patterns))
         return len(self.matrices) - 1
 
-    def run(self, result: int, leaf: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """Values of a matrix on its pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
+    def pulled(self, key: Hashable, right: int, pattern: Pattern) -> int:
+        """The product of the operators of a key, and a matrix, by the operators' own backward."""
+        if not isinstance(self.matrices[right].stored.structure, Full):
+            right = self.add([right], full=True)
+        self.matrices.append(_Pulled(pattern, Pattern.of(Full(*pattern.shape)), key, right))
+        return len(self.matrices) - 1
+
+    def run(
+        self,
+        result: int,
+        leaf: Callable[[Any], torch.Tensor],
+        pull: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Values of a matrix on its pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
+
+        Parameters
+        ----------
+        result : int
+            The matrix.
+        leaf : callable
+            ``leaf(key)``: the values of a matrix that is given.
+        pull : callable, optional
+            ``pull(key, matrix)``, for what `pulled` made: all columns of ``(rows, columns, batch)`` taken back.
+        """
         order, last_use = self._order(result)
         values: dict[int, torch.Tensor] = {}
         for number in order:
@@ -131,8 +166,13 @@ class Accumulation:
                 values[number] = leaf(matrix.key)
             elif isinstance(matrix, _Product):
                 values[number] = matrix.plan.multiply(values[matrix.left], values[matrix.right])
-            else:
+            elif isinstance(matrix, _Sum):
                 values[number] = matrix.plan.add([values[term] for term in matrix.terms])
+            else:
+                assert pull is not None
+                rows, columns = self.matrices[matrix.right].stored.shape
+                found = pull(matrix.key, values[matrix.right].reshape(rows, columns, -1))
+                values[number] = found.reshape(matrix.stored.nnz, -1)
             for used in last_use.get(number, ()):
                 del values[used]
         return self._kept(self.matrices[result], values[result])
@@ -163,6 +203,8 @@ class Accumulation:
         matrix = self.matrices[number]
         if isinstance(matrix, _Product):
             return (matrix.left, matrix.right)
+        if isinstance(matrix, _Pulled):
+            return (matrix.right,)
         return matrix.terms if isinstance(matrix, _Sum) else ()
 
 

@@ -90,7 +90,11 @@ class Chain:
         accumulation, result = self._accumulated
         if result is None:
             return SparseJacobian(self.pattern.T, x.new_empty((0, len(x))))
-        values = accumulation.run(result, lambda key: records[key[0]].values(key[1]))
+        values = accumulation.run(
+            result,
+            lambda key: records[key[0]].values(key[1]),
+            lambda number, matrix: records[number].pull_back_all(matrix),
+        )
         return SparseJacobian(self.pattern, values).T
 
     def adapted(self, records: Sequence[Record]) -> tuple[Chain, list[Record]]:

@@ -129,6 +129,16 @@ class Stage(ABC):
         """Whether all samples share the Jacobian's values."""
         return all(edge.shared for edge in self.edges)
 
+    @property
+    def backward_work(self) -> int:
+        """Multiply-adds, roughly, of the operators' own backward for one sample: dense, and one for each element."""
+        return sum(edge.rule.multiply_adds(edge.call) + edge.call.in_size + edge.call.out_size for edge in self.edges)
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a module of the stage has hooks that see gradients."""
+        return False
+
     @abstractmethod
     def run(self, x: torch.Tensor, state: dict[Any, Any]) -> Record:
         """The stage's output for a batch, with a graph of its own: nothing before `x` is reached from it.
@@ -163,6 +173,11 @@ class ModuleStage(Stage):
 
     modules: tuple[tuple[str, nn.Module], ...]
     module: nn.Module
+
+    @property
+    def hooked(self) -> bool:
+        """As `Stage.hooked`."""
+        return any(module._backward_hooks or module._backward_pre_hooks for _, module in self.modules)
 
     def run(self, x: torch.Tensor, state: dict[Any, Any]) -> Record:
         """As `Stage.run`.
@@ -324,6 +339,20 @@ class Record(ABC):
             )
         own = found[1:] if for_input else found
         return found[0] if for_input else gradient.new_empty(0), dict(zip(parameters, own, strict=True))
+
+    def pull_back_all(self, columns: torch.Tensor) -> torch.Tensor:
+        """``Jᵀ K`` for each sample by the operators' own backward.
+
+        Of ``(out_size, columns, batch)``, where a batch of 1 is shared; the result is ``(in_size, columns, batch)``.
+        """
+        count, batch = columns.shape[1], self.batch
+        gradients = columns.expand(-1, -1, batch).permute(1, 2, 0).reshape(count, *self.output.shape)
+        if not self.output.requires_grad:
+            return columns.new_zeros((self.input[:1].numel(), count, batch))
+        (found,) = torch.autograd.grad(
+            self.output, self.input, gradients, retain_graph=True, is_grads_batched=True, materialize_grads=True
+        )
+        return found.reshape(count, batch, -1).permute(2, 0, 1)
 
     def jacobian(self) -> SparseJacobian:
         """``J`` for the whole batch."""

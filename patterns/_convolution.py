@@ -391,6 +391,9 @@ class _Windows(Rule):
 class _ConvolutionRule(_Windows):
     """``aten.conv2d`` and its like: weights gathered along the pattern."""
 
+    def multiply_adds(self, call: Call) -> int:
+        return call.out_size * math.prod(call["weight"].shape[1:])
+
     def pattern(self, call: Call) -> Pattern:
         weight = call["weight"]
         copies, channels, *sizes = call.in_shape
@@ -409,6 +412,9 @@ class _ConvolutionRule(_Windows):
 @add_rule("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
 class _TransposedConvolutionRule(_Windows):
     """``aten.conv_transpose2d`` and its like: the transposed Jacobian of the convolution from output to input."""
+
+    def multiply_adds(self, call: Call) -> int:
+        return call.in_size * math.prod(call["weight"].shape[1:])
 
     def pattern(self, call: Call) -> Pattern:
         weight = call["weight"]
@@ -430,8 +436,13 @@ class _AnyConvolutionRule(_Windows):
     """``aten.convolution``: either of the two."""
 
     def pattern(self, call: Call) -> Pattern:
-        rule = _TransposedConvolutionRule() if call["transposed"] else _ConvolutionRule()
-        return rule.pattern(call)
+        return self._rule(call).pattern(call)
+
+    def multiply_adds(self, call: Call) -> int:
+        return self._rule(call).multiply_adds(call)
+
+    def _rule(self, call: Call) -> Rule:
+        return _TransposedConvolutionRule() if call["transposed"] else _ConvolutionRule()
 
 
 def _packed(call: Call, copies: int) -> bytes | None:
@@ -458,6 +469,9 @@ class _LinearRule(Rule):
 
     def shared(self, call: Call) -> bool:
         return True
+
+    def multiply_adds(self, call: Call) -> int:
+        return call.out_size * call.in_shape[-1]
 
     def pattern(self, call: Call) -> Pattern:
         out_features, in_features = call["weight"].shape

@@ -39,6 +39,9 @@ class _MatmulRule(Rule):
     def shared(self, call: Call) -> bool:
         return not call.batched
 
+    def multiply_adds(self, call: Call) -> int:
+        return call.out_size * self._sizes(call)[1]
+
     def pattern(self, call: Call) -> Pattern:
         lead, own = self._lead(call), self._matrices(call, call.in_shape)
         rows, inner, columns = self._sizes(call)
@@ -140,6 +143,10 @@ class _AttentionRule(Rule):
 
     def _width(self, call: Call) -> int:
         return call.in_shape[-1] if call.argument != "value" else int(call["key"].shape[-1])
+
+    def multiply_adds(self, call: Call) -> int:
+        heads, queries, keys, width, values = self._shapes(call)
+        return heads * queries * keys * (width + values)
 
     def pattern(self, call: Call) -> Pattern:
         heads, queries, keys, width, values = self._shapes(call)

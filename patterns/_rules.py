@@ -116,6 +116,13 @@ class Rule(ABC):
         """Whether all samples share their values, which then do not depend on the input."""
         return False
 
+    def multiply_adds(self, call: Call) -> int:
+        """Multiply-adds of the operator's forward pass for one sample, nothing pruned: of products of matrices alone.
+
+        Counted as ``torch.utils.flop_counter`` does: with a convolution's padding, without biases.
+        """
+        return 0
+
     @abstractmethod
     def pattern(self, call: Call) -> Pattern:
         """The pattern of `J`, from shapes and, where weights are pruned, from those."""

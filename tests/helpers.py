@@ -6,7 +6,10 @@ import csv
 import io
 from pathlib import Path
 
+import numpy as np
+import scipy.sparse
 import torch
+from jacsparse.patterns import Pattern
 from torch import nn
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -16,6 +19,11 @@ def reference_rows(name: str) -> list[dict[str, str]]:
     """The rows of a table under tests/reference, without its heading comments."""
     lines = (REFERENCE / name).read_text().splitlines()
     return list(csv.DictReader(io.StringIO("\n".join(line for line in lines if not line.startswith("#")))))
+
+
+def random_pattern(rows: int, columns: int, density: float, seed: int | np.random.Generator) -> Pattern:
+    """Positions drawn one by one."""
+    return Pattern.from_scipy(scipy.sparse.csr_array(np.random.default_rng(seed).random((rows, columns)) < density))
 
 
 def autograd_jacobian(module: nn.Module, sample: torch.Tensor) -> torch.Tensor:

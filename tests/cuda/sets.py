@@ -19,7 +19,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import jacsparse
 from tests.cuda.harness import DEVICE
 from tests.cuda.test_linear_recurrence import FORMS, matrices
-from tests.cuda.test_products import random_pattern, values_of
+from tests.cuda.test_products import values_of
+from tests.helpers import random_pattern
 
 
 def multiply(left: Pattern, right: Pattern, method: str, batches: Iterable[int], dtype: torch.dtype) -> None:

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import jacsparse
 from tests.cuda.harness import DEVICE, ON_GPU, emulated
 from tests.cuda.test_linear_recurrence import FORMS, matrices
-from tests.cuda.test_products import random_pattern, values_of
+from tests.cuda.test_products import values_of
+from tests.helpers import random_pattern
 
 
 class Work(NamedTuple):

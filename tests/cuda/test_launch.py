@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 
 import jacsparse
 from tests.cuda.harness import emulated
-from tests.cuda.test_products import random_pattern
+from tests.helpers import random_pattern
 
 FILE = _values_cuda._FILE
 CUDA = torch.device("cuda", 0)

@@ -11,7 +11,7 @@ import torch
 import jacsparse
 from jacsparse.recurrence import Dense, Diagonal, Scaled, Sparse, _cuda
 from tests.cuda.harness import DEVICE, emulated
-from tests.cuda.test_products import random_pattern
+from tests.helpers import random_pattern
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-11}
 

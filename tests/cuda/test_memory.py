@@ -14,7 +14,8 @@ from torch import nn
 
 import jacsparse
 from tests.cuda.harness import emulated
-from tests.cuda.test_products import random_pattern, values_of
+from tests.cuda.test_products import values_of
+from tests.helpers import random_pattern
 
 
 def refusing(make: Callable[..., Any], most: int) -> Callable[..., Any]:

@@ -15,16 +15,10 @@ from torch import nn
 
 import jacsparse
 from tests.cuda.harness import DEVICE, emulated
+from tests.helpers import random_pattern
 
 BATCHES = [(1, 1), (3, 1), (1, 3), (33, 33), (1, 33), (2, 2)]
 DTYPES = [torch.float32, torch.float64]
-
-
-def random_pattern(rows: int, columns: int, density: float, seed: int) -> Pattern:
-    rng = np.random.default_rng(seed)
-    kept = rng.random((rows, columns)) < density
-    indptr = np.append(0, np.cumsum(kept.sum(axis=1)))
-    return Pattern((rows, columns), indptr, np.nonzero(kept)[1])
 
 
 def values_of(pattern: Pattern, batch: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -16,13 +16,10 @@ from jacsparse.spgemm import METHODS, matvec, meeting, multiply_adds, product_me
 
 import jacsparse
 from jacsparse import Pattern, ProductPlan, plan_product
+from tests.helpers import random_pattern
 
 BATCHES = st.sampled_from([(1, 1), (1, 3), (3, 1), (5, 5), (16, 1), (1, 37), (21, 21)])
 dtypes = st.sampled_from([np.float32, np.float64])
-
-
-def random_pattern(rng: np.random.Generator, rows: int, columns: int, density: float) -> Pattern:
-    return Pattern.from_scipy(scipy.sparse.csr_array(rng.random((rows, columns)) < density))
 
 
 @st.composite
@@ -35,7 +32,7 @@ def factors(draw: st.DrawFn) -> tuple[Pattern, Pattern]:
         kinds = ["csr", "csr", "full"] + (["diagonal", "identity"] if rows == columns else [])
         kind = draw(st.sampled_from(kinds))
         if kind == "csr":
-            return random_pattern(rng, rows, columns, draw(st.sampled_from([0.0, 0.2, 0.6, 1.0])))
+            return random_pattern(rows, columns, draw(st.sampled_from([0.0, 0.2, 0.6, 1.0])), rng)
         return Pattern.of({"full": Full(rows, columns), "diagonal": Diagonal(rows), "identity": Identity(rows)}[kind])
 
     square = draw(st.booleans())
@@ -126,8 +123,8 @@ def pooling_factors(left: bool, overlap: bool) -> tuple[Pattern, Pattern]:
     selecting = Pattern.of(Pooling(2, (window, window), selects=True).T)
     rng = np.random.default_rng(0)
     if left:
-        return selecting, random_pattern(rng, selecting.shape[1], 11, 0.3)
-    return random_pattern(rng, 13, selecting.shape[0], 0.3), selecting
+        return selecting, random_pattern(selecting.shape[1], 11, 0.3, rng)
+    return random_pattern(13, selecting.shape[0], 0.3, rng), selecting
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -174,7 +171,7 @@ def test_a_scaled_selection_is_no_selection() -> None:
 
 def test_auto_keeps_to_the_memory_limit() -> None:
     rng = np.random.default_rng(0)
-    a, b = random_pattern(rng, 40, 40, 0.3), random_pattern(rng, 40, 40, 0.3)
+    a, b = random_pattern(40, 40, 0.3, rng), random_pattern(40, 40, 0.3, rng)
     slots = plan_product(a, b)
     assert slots.method == "slots" and slots.nbytes == slots.flop // 2 + 8 * 41
     limited = plan_product(a, b, memory_limit=slots.nbytes - 1)
@@ -204,7 +201,7 @@ def test_diagonal_factors_keep_the_structure(pair: tuple[Pattern, Pattern]) -> N
 
 def big_product() -> tuple[ProductPlan, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
-    a, b = random_pattern(rng, 700, 500, 0.05), random_pattern(rng, 500, 600, 0.05)
+    a, b = random_pattern(700, 500, 0.05, rng), random_pattern(500, 600, 0.05, rng)
     return plan_product(a, b), values_of(rng, a, 5, np.float32), values_of(rng, b, 5, np.float32)
 
 
