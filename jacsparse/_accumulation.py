@@ -170,9 +170,9 @@ class Accumulation:
                 values[number] = matrix.plan.add([values[term] for term in matrix.terms])
             else:
                 assert pull is not None
-                rows, columns = self.matrices[matrix.right].stored.shape
-                found = pull(matrix.key, values[matrix.right].reshape(rows, columns, -1))
-                values[number] = found.reshape(matrix.stored.nnz, -1)
+                own = values[matrix.right]
+                found = pull(matrix.key, own.reshape(*self.matrices[matrix.right].stored.shape, own.shape[1]))
+                values[number] = found.flatten(0, 1)
             for used in last_use.get(number, ()):
                 del values[used]
         return self._kept(self.matrices[result], values[result])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import nn
 
 from ._accumulation import Accumulation
 from ._jacobian import SparseJacobian
-from ._modules import Kept, call_of, is_inactive, is_known, refresh_weights, twin, undrawn
+from ._modules import Kept, call_of, fingerprint, has_own_hooks, is_inactive, is_known, refresh_weights, twin, undrawn
 from ._order import accumulated, best_order
 from ._stages import Edge, ModuleStage, Record, Stage
 from ._traced import traced_stages
@@ -187,6 +189,46 @@ def chain(
         else:
             stages.append(_reshaping(waiting, last.out_shape, shape))
     return Chain(module, stages, in_shape, shape)
+
+
+@dataclass
+class _Kept:
+    """A chain that was made before: it runs a twin of the module, which is gone when its user lets go of it."""
+
+    module: weakref.ref[nn.Module]
+    key: tuple[Any, ...]
+    tensors: list[torch.Tensor]
+    chain: Chain
+
+
+#: The last ones, by the module's ``id``.
+_KEPT: OrderedDict[int, _Kept] = OrderedDict()
+_MOST = 8
+
+
+def kept_chain(
+    module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True, like: torch.Tensor | None = None
+) -> Chain:
+    """As `chain`; the one of an earlier call, plans and all, where nothing has changed since, weights included.
+
+    Its parameters are the module's, but those of parametrisations are not: it is for values, not for gradients of them.
+    """
+    if not isinstance(module, nn.Module) or any(has_own_hooks(part) for part in module.modules()):
+        return chain(module, input_shape, pruned=pruned, like=like)
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(tensor.is_inference() for tensor in tensors):
+        return chain(module, input_shape, pruned=pruned, like=like)
+    versions = tuple((id(tensor), tensor._version) for tensor in tensors)
+    key = (check_shape(input_shape), pruned, fingerprint(module, like), versions)
+    kept = _KEPT.get(id(module))
+    if kept is None or kept.module() is not module or kept.key != key:
+        made = chain(twin(module), input_shape, pruned=pruned, like=like)
+        number = id(module)
+        kept = _Kept(weakref.ref(module, lambda _: _KEPT.pop(number, None)), key, tensors, made)
+        _KEPT[number] = kept
+        while len(_KEPT) > _MOST:
+            _KEPT.popitem(last=False)
+    return kept.chain
 
 
 def _reshaping(

@@ -216,9 +216,9 @@ def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned:
     >>> round(jacobian_pattern(torch.nn.Conv2d(3, 64, 3, padding=1), (3, 32, 32)).sparsity, 5)
     0.99157
     """
-    from ._chain import chain
+    from ._chain import kept_chain
 
-    return chain(module, input_shape, pruned=pruned).pattern.T
+    return kept_chain(module, input_shape, pruned=pruned).pattern.T
 
 
 def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> SparseJacobian:
@@ -253,8 +253,7 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
     >>> jacobian(torch.nn.MaxPool2d(2), torch.randn(8, 3, 4, 4))
     <SparseJacobian 12 × 48, nnz 48, sparsity 0.91667, Pooling, batch 8, torch.float32>
     """
-    from ._chain import chain, check_input
+    from ._chain import check_input, kept_chain
 
     check_input("x", x)
-    stages = chain(module, tuple(x.shape[1:]), pruned=pruned, like=x)
-    return stages.jacobian(x)
+    return kept_chain(module, tuple(x.shape[1:]), pruned=pruned, like=x).jacobian(x)

@@ -19,6 +19,7 @@ __all__ = [
     "Kept",
     "arguments_of",
     "call_of",
+    "fingerprint",
     "has_own_hooks",
     "is_inactive",
     "is_known",
@@ -286,6 +287,20 @@ def settings_of(module: nn.Module) -> tuple[Any, ...]:
     shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module._parameters.items() if p is not None)
     hooked = kind is None and any(module.__dict__[hooks] for hooks in _HOOKS)
     return type(module), module.training, getattr(module, "p", None), str(plain), shapes, hooked
+
+
+def fingerprint(module: nn.Module, like: torch.Tensor | None = None) -> tuple[Any, ...]:
+    """What a chain takes from a module: which operators it runs, their settings, modes and pruning masks.
+
+    And the dtype and device of `like`, where the module has none of its own.
+    """
+    marks: list[Any] = []
+    if like is not None and not any(t.is_floating_point() for t in (*module.parameters(), *module.buffers())):
+        marks.append((like.dtype, like.device))
+    for path, part in module.named_modules(remove_duplicate=False):
+        masks = [mask for name, mask in part._buffers.items() if name.endswith("_mask") and mask is not None]
+        marks.append((path, id(part), *settings_of(part), *((id(mask), mask._version) for mask in masks)))
+    return tuple(marks)
 
 
 _PLAIN = (bool, int, float, str, tuple, type(None))

@@ -352,7 +352,7 @@ class Record(ABC):
         (found,) = torch.autograd.grad(
             self.output, self.input, gradients, retain_graph=True, is_grads_batched=True, materialize_grads=True
         )
-        return found.reshape(count, batch, -1).permute(2, 0, 1)
+        return found.flatten(2).permute(2, 0, 1)
 
     def jacobian(self) -> SparseJacobian:
         """``J`` for the whole batch."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ._chain import chain, check_input
-from ._modules import settings_of
+from ._modules import fingerprint
 from ._scan import Scanner, check_limit, scanned
 from .recurrence import GRU, LSTM, RNN
 from .schedule import Schedule, parse
@@ -85,7 +85,7 @@ class Scan(nn.Module):
         if not torch.is_grad_enabled() or not (parameters or getattr(x, "requires_grad", False)):
             return self.module(x)
         check_input("x", x)
-        key = (tuple(x.shape[1:]), self._fingerprint(x))
+        key = (tuple(x.shape[1:]), fingerprint(self.module, x))
         scanner = self._scanner(key, x)
         if not len(scanner.chain):
             return self.module(x)
@@ -97,7 +97,7 @@ class Scan(nn.Module):
 
     def scanner(self, input_shape: tuple[int, ...]) -> Scanner:
         """Chain, schedule and plans for inputs of that shape, without the batch; kept until the structure changes."""
-        return self._scanner((input_shape, self._fingerprint()))
+        return self._scanner((input_shape, fingerprint(self.module)))
 
     def _scanner(self, key: tuple[tuple[int, ...], Any], like: torch.Tensor | None = None) -> Scanner:
         found = self._scanners.get(key)
@@ -119,16 +119,6 @@ class Scan(nn.Module):
     def reset(self) -> None:
         """Forget patterns and plans; the next forward makes them again, from the weights as they then are."""
         self._scanners = {}
-
-    def _fingerprint(self, like: torch.Tensor | None = None) -> tuple[Any, ...]:
-        """What a chain takes from the module: which operators it runs, their settings, modes and pruning masks."""
-        marks: list[Any] = []
-        if like is not None and not any(t.is_floating_point() for t in (*self.parameters(), *self.buffers())):
-            marks.append((like.dtype, like.device))
-        for path, part in self.module.named_modules(remove_duplicate=False):
-            masks = [mask for name, mask in part._buffers.items() if name.endswith("_mask") and mask is not None]
-            marks.append((path, id(part), *settings_of(part), *((id(mask), mask._version) for mask in masks)))
-        return tuple(marks)
 
     def extra_repr(self) -> str:
         """The schedule."""
