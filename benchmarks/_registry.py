@@ -12,6 +12,7 @@ from .parallel_forward import ParallelForward
 from .recurrent_convergence import RecurrentConvergence
 from .rnn_sensitivity import RnnSensitivity
 from .spgemm import Spgemm
+from .whole_jacobian import WholeJacobian
 
 __all__ = ["EXPERIMENTS"]
 
@@ -21,6 +22,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         JacobianGeneration(),
         Spgemm(),
         FlopAnalysis(),
+        WholeJacobian(),
         LenetConvergence(),
         RnnSensitivity(),
         GruBreakdown(),

@@ -186,6 +186,14 @@ class Accumulation:
         place = np.repeat(np.arange(rows) * columns, lengths) + matrix.pattern.indices
         return gathered(values, frozen(place))
 
+    @property
+    def moved(self) -> int:
+        """Values that are read and written for one sample, each product and sum by itself."""
+        total = 0
+        for number, matrix in enumerate(self.matrices):
+            total += matrix.stored.nnz + sum(self.matrices[operand].stored.nnz for operand in self._operands(number))
+        return total
+
     def _order(self, result: int) -> tuple[list[int], dict[int, list[int]]]:
         """What a result is made of, in order; and what is used for the last time by each of them."""
         last: dict[int, int] = {result: result}

@@ -18,8 +18,8 @@ from torch import nn
 from ._accumulation import Accumulation
 from ._jacobian import SparseJacobian
 from ._modules import Kept, call_of, fingerprint, has_own_hooks, is_inactive, is_known, refresh_weights, twin, undrawn
-from ._order import accumulated, best_order
-from ._stages import Edge, ModuleStage, Record, Stage
+from ._order import Order, accumulated, best_order
+from ._stages import JOINED, Edge, ModuleStage, Record, Stage, pull_back_all
 from ._traced import traced_stages
 from .patterns import Call, Identity, Pattern, UnsupportedOperatorError
 
@@ -53,11 +53,11 @@ class Chain:
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
 
-    def run(self, x: torch.Tensor) -> list[Record]:
-        """Forward for a batch: what each stage computed, each with a graph of its own."""
+    def run(self, x: torch.Tensor, *, joined: bool = False) -> list[Record]:
+        """Forward for a batch: what each stage computed, each with a graph of its own, or all with one."""
         check_input("x", x, self.in_shape)
         records: list[Record] = []
-        state: dict[Any, Any] = {}
+        state: dict[Any, Any] = {JOINED: joined}
         for stage in self.stages:
             try:
                 records.append(stage.run(x, state))
@@ -68,8 +68,13 @@ class Chain:
         return records
 
     @functools.cached_property
+    def order(self) -> Order:
+        """In which order `jacobian` multiplies: the one of least predicted cost; of at least one stage."""
+        return best_order(self.stages)
+
+    @functools.cached_property
     def _accumulated(self) -> tuple[Accumulation, int | None]:
-        return accumulated(self.stages, best_order(self.stages))
+        return accumulated(self.stages, self.order)
 
     @functools.cached_property
     def pattern(self) -> Pattern:
@@ -84,7 +89,7 @@ class Chain:
 
     def jacobian(self, x: torch.Tensor) -> SparseJacobian:
         """The whole module's Jacobian at each sample of a batch; of batch 1 where all share the values."""
-        records = self.run(x)
+        records = self.run(x, joined=True)
         if len(records) == 1:
             return records[0].jacobian()
         if not len(self):
@@ -95,7 +100,7 @@ class Chain:
         values = accumulation.run(
             result,
             lambda key: records[key[0]].values(key[1]),
-            lambda number, matrix: records[number].pull_back_all(matrix),
+            lambda span, matrix: pull_back_all(records[span[0]], records[span[1]], matrix),
         )
         return SparseJacobian(self.pattern, values).T
 

@@ -192,16 +192,27 @@ def accumulated(stages: Sequence[Stage], order: Order) -> tuple[Accumulation, in
                 return leaf(order.stage, stage.operator)
             edges = [(edge.source, edge.target, leaf(order.stage, edge)) for edge in stage.edges]
             return eliminate(accumulation, edges, stage.start, stage.stop)
+        if order.how == "backward":
+            return pulled(order)
         beside = made(order.left if order.how == "from" else order.right)  # type: ignore[arg-type]
-        if beside is None or order.how != "backward":
-            return None if beside is None else _passed(accumulation, stage, order, beside, leaf)
+        return None if beside is None else _passed(accumulation, stage, order, beside, leaf)
+
+    def pulled(order: Order) -> int | None:
+        """All stages in a row that go by their own backward, in one pass of it."""
+        span = [order]
+        while span[-1].right is not None and span[-1].right.how == "backward":
+            span.append(span[-1].right)
+        assert span[-1].right is not None
+        beside = made(span[-1].right)
         # Only which positions it fills.
         shadow = Accumulation(patterns_only=True)
-        right = shadow.leaf(None, accumulation.matrices[beside].pattern)
-        passed = _passed(shadow, stage, order, right, lambda _, edge: shadow.leaf(None, edge.pattern))
-        if passed is None:
+        passed = None if beside is None else shadow.leaf(None, accumulation.matrices[beside].pattern)
+        for each in reversed(span):
+            if passed is not None:
+                passed = _passed(shadow, stages[each.stage], each, passed, lambda _, e: shadow.leaf(None, e.pattern))
+        if beside is None or passed is None:
             return None
-        return accumulation.pulled(order.stage, beside, shadow.matrices[passed].pattern)
+        return accumulation.pulled((order.stage, span[-1].stage), beside, shadow.matrices[passed].pattern)
 
     return accumulation, made(order)
 

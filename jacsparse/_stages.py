@@ -18,7 +18,7 @@ from ._jacobian import SparseJacobian
 from ._modules import Kept, arguments_of, twin
 from .patterns import Call, Csr, Identity, Pattern, Rule, rule_for
 
-__all__ = ["Edge", "ModuleStage", "Record", "Stage", "check_alike"]
+__all__ = ["JOINED", "Edge", "ModuleStage", "Record", "Stage", "check_alike", "entered", "pull_back_all"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +195,7 @@ class ModuleStage(Stage):
             if parameter.requires_grad
         }
         with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
+            leaf = entered(x, state)
             y = operator_input = operator_output = leaf
             hooked, arguments = False, {}
             for path, module in self.modules:
@@ -215,6 +215,15 @@ class ModuleStage(Stage):
     def _check_alike(self, x: torch.Tensor) -> None:
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             check_alike(f"{self.path}.{name}", tensor, x)
+
+
+#: Names, among what the stages of a forward pass share, whether they share a graph.
+JOINED = "joined"
+
+
+def entered(x: torch.Tensor, state: dict[Any, Any]) -> torch.Tensor:
+    """What a stage is given, where its graph begins; or goes on, where the stages' are joined."""
+    return x if state.get(JOINED) and x.requires_grad else x.detach().requires_grad_()
 
 
 def check_alike(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
@@ -340,20 +349,6 @@ class Record(ABC):
         own = found[1:] if for_input else found
         return found[0] if for_input else gradient.new_empty(0), dict(zip(parameters, own, strict=True))
 
-    def pull_back_all(self, columns: torch.Tensor) -> torch.Tensor:
-        """``Jᵀ K`` for each sample by the operators' own backward.
-
-        Of ``(out_size, columns, batch)``, where a batch of 1 is shared; the result is ``(in_size, columns, batch)``.
-        """
-        count, batch = columns.shape[1], self.batch
-        gradients = columns.expand(-1, -1, batch).permute(1, 2, 0).reshape(count, *self.output.shape)
-        if not self.output.requires_grad:
-            return columns.new_zeros((self.input[:1].numel(), count, batch))
-        (found,) = torch.autograd.grad(
-            self.output, self.input, gradients, retain_graph=True, is_grads_batched=True, materialize_grads=True
-        )
-        return found.flatten(2).permute(2, 0, 1)
-
     def jacobian(self) -> SparseJacobian:
         """``J`` for the whole batch."""
         operator = self.stage.operator
@@ -411,6 +406,21 @@ class Record(ABC):
     @abstractmethod
     def _filled(self, edge: Edge, arguments: dict[str, Any], samples: slice) -> Call:
         """The call with what a forward pass knows, for a slice of the batch."""
+
+
+def pull_back_all(first: Record, last: Record, columns: torch.Tensor) -> torch.Tensor:
+    """``Jᵀ K`` for each sample by the operators' own backward, from one record's output to another's input.
+
+    Of ``(out_size, columns, batch)``, where a batch of 1 is shared; the result is ``(in_size, columns, batch)``.
+    """
+    count, batch = columns.shape[1], first.batch
+    gradients = columns.expand(-1, -1, batch).permute(1, 2, 0).reshape(count, *last.output.shape)
+    if not last.output.requires_grad:
+        return columns.new_zeros((math.prod(first.stage.in_shape), count, batch))
+    (found,) = torch.autograd.grad(
+        last.output, first.input, gradients, retain_graph=True, is_grads_batched=True, materialize_grads=True
+    )
+    return found.flatten(2).permute(2, 0, 1)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from ._modules import Kept
 from ._program import Operation, Program, trace
-from ._stages import Edge, Record, Stage, check_alike
+from ._stages import Edge, Record, Stage, check_alike, entered
 from .patterns import Call, Identity
 
 __all__ = ["traced_stages"]
@@ -40,7 +40,7 @@ class TracedStage(Stage):
         """As `Stage.run`."""
         with torch.enable_grad():
             own, attributes = self._read(x, state)
-            leaf = x.detach().requires_grad_()
+            leaf = entered(x, state)
             values: dict[fx.Node, torch.Tensor] = {**attributes, self.start: leaf}
             arguments: dict[fx.Node, dict[str, Any]] = {}
             for operation in self.operations:

@@ -30,6 +30,7 @@ from benchmarks.parallel_forward import ParallelForward
 from benchmarks.recurrent_convergence import RecurrentConvergence, Task
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.spgemm import Spgemm
+from benchmarks.whole_jacobian import Network, WholeJacobian
 
 
 def small_network() -> nn.Sequential:
@@ -47,6 +48,7 @@ SMALL: list[Experiment] = [
     JacobianGeneration(size=6, columns=3),
     Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
     FlopAnalysis(build=small_network, input_shape=(2, 6, 6)),
+    WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
     LenetConvergence(iterations=2, batch=4),
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
     GruBreakdown(sets=(("S", 5, 3), ("L", 7, 2)), batches=(2, 3)),
@@ -100,6 +102,15 @@ def test_a_wrong_jacobian_is_not_timed(context: Context, monkeypatch: pytest.Mon
     monkeypatch.setattr(jacobian_generation._Columns, "column", lambda self, _: torch.full_like(self.x, 7.0))
     rows = JacobianGeneration(size=4, columns=2).run(context)
     assert len(rows) == 3 and all("differs from autograd's" in row.not_measured for row in rows)
+
+
+def test_a_wrong_whole_jacobian_is_not_timed(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = WholeJacobian(networks=(Network("small", small_network, (2, 6, 6)),), chunks=(2,))
+    rows = small.run(context)
+    assert [row.unit for row in rows] == ["s", "s", "MiB", "MiB"] and not any(row.not_measured for row in rows)
+    monkeypatch.setattr(torch.func, "jacrev", lambda *_, **__: lambda x: torch.ones(1, 2, 3, 3, 1, 2, 6, 6))
+    with pytest.raises(ValueError, match="the Jacobian differs from autograd's by"):
+        small.run(context)
 
 
 def test_a_missing_peer_is_a_row_that_says_so(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,142 @@
+"""Jacobians of whole networks, against autograd's row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jacsparse.models import build
+from torch import nn
+
+import jacsparse
+from jacsparse._chain import kept_chain
+
+from ._context import Context, reason
+from ._experiment import Experiment, Row, compare
+from ._figures import bars
+from ._memory import peak_memory
+from ._workloads import pruned_vgg11
+
+__all__ = ["Network", "WholeJacobian"]
+
+PEER = "torch.func.jacrev"
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network whose Jacobian is made.
+
+    Attributes
+    ----------
+    label : str
+        With the Jacobian's shape.
+    build : callable
+        Makes it.
+    input_shape : tuple of int
+        Of a sample.
+    at_least : float or None
+        How many times as fast as autograd it should be.
+    """
+
+    label: str
+    build: Callable[[], nn.Module]
+    input_shape: tuple[int, ...] = (3, 32, 32)
+    at_least: float | None = None
+
+
+def _resnet8() -> nn.Module:
+    torch.manual_seed(0)
+    return build("resnet8").eval()
+
+
+@dataclass(frozen=True)
+class WholeJacobian(Experiment):
+    """One sample; plans are made beforehand, as they are kept. Autograd takes as many rows at once as is fastest.
+
+    Attributes
+    ----------
+    networks : tuple of Network
+        Which.
+    chunks : tuple of int
+        Rows that autograd may take at once.
+    """
+
+    networks: tuple[Network, ...] = (
+        Network("pruned VGG-11 features, 512 × 3072", pruned_vgg11, at_least=5),
+        Network("ResNet-8, 10 × 3072", _resnet8),
+    )
+    chunks: tuple[int, ...] = (16, 64, 256)
+
+    name = "whole_jacobian"
+    title = "Jacobians of whole networks, one sample"
+    source = "thesis, section 3.4; torch.func.jacrev"
+
+    def run(self, context: Context) -> list[Row]:
+        return [row for network in self.networks for row in self._network(network, context)]
+
+    def _network(self, network: Network, context: Context) -> list[Row]:
+        module = network.build()
+        x = torch.randn(1, *network.input_shape, generator=torch.Generator().manual_seed(0))
+
+        def ours() -> torch.Tensor:
+            return jacsparse.jacobian(module, x).values
+
+        def autograd(chunk: int) -> Callable[[], torch.Tensor]:
+            return lambda: torch.func.jacrev(module, chunk_size=chunk)(x).detach()
+
+        functions = {"ours": ours, **{f"chunks of {chunk}": autograd(chunk) for chunk in self.chunks}}
+        _check(jacsparse.jacobian(module, x), functions[f"chunks of {self.chunks[0]}"]())
+        found = context.under(network.label).times(functions)
+        peers = [
+            Row.timed(f"{PEER}, {label}", timing, group=network.label, role="peer")
+            for label, timing in found.items()
+            if label != "ours"
+        ]
+        timed = [row for row in peers if row.median is not None]
+        best = min(timed, key=lambda row: row.median or 0.0) if timed else peers[0]
+        chain = kept_chain(module, network.input_shape)
+        accumulation, _ = chain._accumulated
+        targets = {} if network.at_least is None else {"at_least": network.at_least}
+        own = Row.timed(
+            "jacsparse.jacobian",
+            found["ours"],
+            group=network.label,
+            floor=context.limits.floor(4 * accumulation.moved),
+            note=f"order {chain.order}; {accumulation.multiply_adds:,} multiply-adds in sparse products, some by zero",
+        )
+        ratio = compare(f"{PEER}, the fastest / ours", best, own, **targets)
+        chunk = int(best.label.rpartition(" ")[2])
+        return [
+            Row(**{**vars(own), "comparisons": ratio}),
+            *peers,
+            *_memory(network, ours, autograd(chunk), best.label),
+        ]
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        bars(rows, path, self.title)
+
+
+def _check(found: jacsparse.SparseJacobian, expected: torch.Tensor) -> None:
+    """Raise where the two Jacobians differ by more than rounding."""
+    difference = (found.todense(0) - expected.reshape(found.shape)).abs().max() / expected.abs().max()
+    if not difference < 1e-4:
+        raise ValueError(f"the Jacobian differs from autograd's by {difference.item():.1e} of its largest entry")
+
+
+def _memory(
+    network: Network, ours: Callable[[], object], autograd: Callable[[], object], label: str
+) -> tuple[Row, ...]:
+    """Rows of what each needs at its peak, its result included."""
+    group, rows = f"{network.label}: memory", []
+    for name, function, role in (("jacsparse.jacobian", ours, "ours"), (label, autograd, "peer")):
+        try:
+            nbytes = min(peak_memory(function) for _ in range(3))
+        except (OSError, AttributeError) as error:
+            rows.append(Row.missing(name, reason(error), group=group, role=role))
+        else:
+            rows.append(Row.of_value(name, nbytes / 2**20, "memory", "MiB", group=group, role=role))
+    mine, peer = rows
+    targets = {} if network.at_least is None else {"at_least": 1.0}
+    return Row(**{**vars(mine), "comparisons": compare(f"{PEER} / ours", peer, mine, **targets)}), peer
