@@ -87,7 +87,7 @@ class SparseJacobian:
             return SparseJacobian(plan.pattern, plan.multiply(self.values, other.values))
         if not isinstance(other, torch.Tensor):
             return NotImplemented
-        product = matvec(self.pattern, self.values, other.detach())
+        product = matvec(self.pattern, self.values, other)
         return product[:, 0] if other.ndim == 1 and self.batch == 1 else product
 
     def jvp(self, v: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ def _applied(matrix: SparseJacobian, name: str, vectors: torch.Tensor) -> torch.
         raise ValueError(
             f"{name} has shape {tuple(vectors.shape)}; expected (batch, *shape) with {columns} elements a sample"
         )
-    flat = vectors.detach().reshape(len(vectors), columns)
+    flat = vectors.reshape(len(vectors), columns)
     if matrix.batch not in (1, len(vectors)):
         raise ValueError(f"{name} has a batch of {len(vectors)}, the Jacobian one of {matrix.batch}")
     return matvec(matrix.pattern, matrix.values, flat.T.contiguous()).T.contiguous()

@@ -19,7 +19,17 @@ from ..patterns._structure import frozen
 if TYPE_CHECKING:
     from ._methods import Product
 
-__all__ = ["Rows", "full_sparse", "matvec", "merge", "scale", "select_left", "select_right", "sparse_full"]
+__all__ = [
+    "Rows",
+    "at_entries",
+    "full_sparse",
+    "matvec",
+    "merge",
+    "scale",
+    "select_left",
+    "select_right",
+    "sparse_full",
+]
 
 _SLOT = ("unsigned char", "unsigned short", "unsigned int")
 _FILE = KernelFile(
@@ -37,6 +47,7 @@ _FILE = KernelFile(
             ("rowwise_lanes",),
             ("select_left", _SLOT),
             ("select_right",),
+            ("at_entries",),
             ("sparse_full",),
             ("full_sparse",),
             ("matvec",),
@@ -204,6 +215,17 @@ def select_right(product: Product, a: torch.Tensor, winner: torch.Tensor, c: tor
         c,
         device=device,
     )
+
+
+def at_entries(
+    a: Pattern, b: Pattern, c: Pattern, g_values: torch.Tensor, b_values: torch.Tensor, out: torch.Tensor
+) -> None:
+    """``G Bᵀ`` at A's entries, with G on C's pattern."""
+    device, dtype = out.device, _index(a, b, c)
+    patterns = (array for pattern in (a, b, c) for array in _arrays(pattern, device, dtype))
+    factors = (g_values, g_values.shape[1], b_values, b_values.shape[1], out.shape[1], out)
+    types = f"<{c_type(out.dtype)}, {c_type(dtype)}>"
+    _FILE.launch(f"at_entries{types}", [a.shape[0]], [THREADS], *patterns, *factors, device=device)
 
 
 def sparse_full(

@@ -183,8 +183,9 @@ class Dense(Method):
 
     @functools.cached_property
     def _columns_of_b(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """B's columns that hold anything: where their entries start, whose rows these are in, and their places."""
+        """B's columns that C has: where their entries start, whose rows these are in, and their places."""
         b, transposed = self.product.b, self.product.b.T
         counts = np.diff(transposed.indptr)
-        starts = np.append(0, np.cumsum(counts[counts > 0])).astype(transposed.indptr.dtype)
+        held = (counts > 0) | isinstance(self.product.c.structure, Full)
+        starts = np.append(0, np.cumsum(counts[held])).astype(transposed.indptr.dtype)
         return frozen(starts), transposed.indices, b.transposition

@@ -10,6 +10,7 @@ import torch
 from ..patterns import Diagonal, Full, Pattern
 from ..patterns._runtime import kernel, run_rows, uncompiled
 from . import _cuda
+from ._gradients import VectorForm, differentiable, graph_operands, wants_gradient
 from ._lanes import unsigned
 from ._operands import result, same_batch, view
 
@@ -72,12 +73,20 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
     TypeError, ValueError
         Where an operand's kind, dtype, shape or device does not fit.
 
+    Notes
+    -----
+    Part of autograd where a tensor requires grad: gradients of values and vectors, of any order.
+
     Examples
     --------
     >>> pattern = Pattern((2, 3), [0, 2, 3], [0, 2, 1])
     >>> matvec(pattern, np.array([1.0, 2.0, 3.0]), np.array([1.0, 10.0, 100.0]))
     array([201.,  30.])
     """
+    if wants_gradient(values, x):
+        own = graph_operands(out, values=values, x=x)
+        product = differentiable(VectorForm(pattern), "y", dict(zip(("values", "x"), own, strict=True)))
+        return product[:, 0] if values.ndim == x.ndim == 1 else product
     m, n = pattern.shape
     left, right = view("values", values, pattern.nnz), view("x", x, n, "columns")
     batch = same_batch("values", left, "x", right)

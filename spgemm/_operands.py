@@ -62,13 +62,11 @@ def _memory(name: str, values: Any) -> Any:
         raise TypeError(f"{name} is a {type(values).__name__}; expected a NumPy array or a PyTorch tensor")
     if values.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {values.device}; this runs on CPUs and CUDA: move it with {name}.cpu()")
-    if values.requires_grad:
-        raise ValueError(f"{name} requires grad, but this product is not differentiable: pass {name}.detach()")
     if values.layout != torch.strided:
         raise TypeError(f"{name} has layout {values.layout}; expected a dense tensor of values")
     if _numpy_dtype(values.dtype) is None:
         raise TypeError(f"{name} has dtype {values.dtype}; convert it to float32 or float64")
-    plain = values.resolve_neg().resolve_conj()
+    plain = values.detach().resolve_neg().resolve_conj()
     return plain if on_device(plain) else plain.numpy()
 
 
@@ -107,6 +105,8 @@ def result(what: str, out: Any, operands: tuple[Any, ...], rows: int, batch: int
             return tensor, tensor.reshape(rows, batch)
         array = np.empty(shape, dtype=like.dtype)
         return torch.from_numpy(array) if all(tensors) else array, array.reshape(rows, batch)
+    if isinstance(out, torch.Tensor) and out.requires_grad:
+        raise ValueError("out requires grad, but it is only written to; pass out.detach()")
     array = _memory("out", out)
     same_device("out", array, "the operands", like)
     if isinstance(out, torch.Tensor) != all(tensors):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from ..patterns import Diagonal, Full, Pattern, _archive
 from ..patterns._runtime import uncompiled
 from . import _dense, _merge, _rowwise, _scale, _slots  # noqa: F401  (each registers its methods)
+from ._gradients import ProductForm, differentiable, graph_operands, wants_gradient
 from ._methods import METHODS, Method, Product
 from ._operands import result, same_batch, same_device, view
 from ._symbolic import check_shapes, multiply_adds, product_pattern, row_work
@@ -71,6 +73,8 @@ class ProductPlan:
 
         Notes
         -----
+        Part of autograd where a tensor requires grad: gradients of both factors' values, of any order.
+
         The same bits on any number of threads and for any batch: multiply-adds are added in the order of A's and B's
         entries; but for two full factors, whose sums are in the order that BLAS takes. A guaranteed zero of the product
         stays zero whatever the factors hold; at a stored entry, zero times infinity is NaN.
@@ -82,6 +86,8 @@ class ProductPlan:
         >>> plan_product(a, b).multiply(np.array([1.0, 2.0]), np.array([10.0, 100.0]))
         array([210.])
         """
+        if wants_gradient(a_values, b_values):
+            return self._differentiated(a_values, b_values, out)
         left = self._view("a_values", a_values, self.a, self.selects_left)
         right = self._view("b_values", b_values, self.b, self.selects_right)
         if self.selects_left or self.selects_right:
@@ -97,6 +103,18 @@ class ProductPlan:
         else:
             self._method.multiply(left, right, c)
         return returned
+
+    def _differentiated(self, a_values: Any, b_values: Any, out: Any) -> Any:
+        """`multiply` as a node of autograd's graph."""
+        if self.selects_left or self.selects_right:
+            raise ValueError("the method select moves values without a graph; plan with another method for gradients")
+        operands = graph_operands(out, a_values=a_values, b_values=b_values)
+        product = differentiable(self._form, "c", dict(zip("ab", operands, strict=True)))
+        return product[:, 0] if a_values.ndim == b_values.ndim == 1 else product
+
+    @functools.cached_property
+    def _form(self) -> ProductForm:
+        return ProductForm(self)
 
     @property
     def selects_left(self) -> bool:

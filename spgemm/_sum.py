@@ -12,6 +12,7 @@ from ..patterns import Csr, Diagonal, Full, Pattern
 from ..patterns._cuda import uploaded
 from ..patterns._runtime import kernel, run_rows, uncompiled
 from ..patterns._structure import frozen, index_dtype
+from ._gradients import graph_operands, wants_gradient
 from ._operands import result, same_batch, view
 from ._symbolic import product_pattern
 
@@ -131,6 +132,8 @@ class SumPlan:
         """
         if len(values) != len(self.terms):
             raise ValueError(f"values holds {len(values)} arrays for {len(self.terms)} terms")
+        if wants_gradient(*values):
+            return self._differentiated(values, out)
         parts = [
             view(f"values[{number}]", own, term.nnz)
             for number, (own, term) in enumerate(zip(values, self.terms, strict=True))
@@ -149,6 +152,16 @@ class SumPlan:
             else:
                 run_rows(_add, term.indptr, term.indptr, place, part, c, lanes=batch)
         return returned
+
+    def _differentiated(self, values: Sequence[Any], out: Any) -> Any:
+        """`add` as part of autograd's graph."""
+        parts = graph_operands(out, **{f"values[{number}]": own for number, own in enumerate(values)})
+        batch = max(part.shape[1] for part in parts)
+        total = parts[0].new_zeros((self.pattern.nnz, batch))
+        for part, place in zip(parts, self._places, strict=True):
+            own = part.expand(-1, batch)
+            total = total + own if place is None else total.index_add(0, uploaded(place, total.device), own)
+        return total[:, 0] if all(own.ndim == 1 for own in values) else total
 
     def __repr__(self) -> str:
         m, n = self.pattern.shape

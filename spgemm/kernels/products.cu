@@ -8,6 +8,7 @@
 //   merge    2 indices for each multiply-add, read once for all samples that are side by side in a warp;
 //   rows     1 slot (2 or 4 bytes) for each multiply-add, or log2(row of C) reads of its columns where it is searched;
 //   select   one index and log2(row of A) reads for each entry of C;
+//   entries  one index and log2(row of G) reads for each multiply-add;
 //   matvec   one index and one value for each entry.
 
 // At which sample's value a thread looks.
@@ -264,7 +265,28 @@ __global__ void select_right(const I* __restrict__ a_indptr, const I* __restrict
   }
 }
 
-// A sparse, B full with `columns` of them: rows of A without entries have no row in C. A thread an entry and sample.
+// G B^T at A's entries, what a product's gradient with respect to A is: an entry (i, k) sums over row k of B, whose
+// columns are all in row i of G. A block takes a row of A. Columns are sorted: each is searched behind the one before.
+template <typename T, typename I>
+__global__ void at_entries(const I* __restrict__ a_indptr, const I* __restrict__ a_indices,
+                           const I* __restrict__ b_indptr, const I* __restrict__ b_indices,
+                           const I* __restrict__ g_indptr, const I* __restrict__ g_indices, const T* __restrict__ g,
+                           long long g_batch, const T* __restrict__ b, long long b_batch, long long batch,
+                           T* __restrict__ out) {
+  long long row = blockIdx.x, last = g_indptr[row + 1];
+  for (long long i = a_indptr[row] * batch + threadIdx.x; i < a_indptr[row + 1] * batch; i += blockDim.x) {
+    long long entry = i / batch, sample = i - entry * batch, k = a_indices[entry], at = g_indptr[row];
+    T sum = T(0);
+    for (long long q = b_indptr[k]; q < b_indptr[k + 1]; ++q) {
+      at = find(g_indices, at, last, b_indices[q]);
+      sum += g[of_sample(at, g_batch, sample)] * b[of_sample(q, b_batch, sample)];
+    }
+    out[i] = sum;
+  }
+}
+
+// A sparse, B full with `columns` of them: C has all rows, or those in which A has entries. A thread an entry and
+// sample.
 template <typename T, typename I>
 __global__ void sparse_full(long long rows, const I* __restrict__ indptr, const I* __restrict__ indices,
                             long long columns, const long long* __restrict__ c_indptr, const T* __restrict__ a,
@@ -274,7 +296,7 @@ __global__ void sparse_full(long long rows, const I* __restrict__ indptr, const 
   long long row = all / width, i = all - row * width;
   if (row >= rows) return;
   long long first = indptr[row], last = indptr[row + 1];
-  if (first < last) {
+  if (c_indptr[row] < c_indptr[row + 1]) {
     long long column = i / batch, sample = i - column * batch;
     T sum = T(0);
     for (long long p = first; p < last; ++p)

@@ -46,6 +46,9 @@ def products() -> None:
     cases += [(a, diagonal, "scale"), (diagonal, b, "scale"), (a, full, "dense"), (Pattern.of(Full(3, 5)), b, "dense")]
     for case, batches in itertools.product(cases, ((1, 1), (2, 1), (1, 33))):
         multiply(*case, batches, torch.float32)
+    for batches in ((1, 1), (2, 1), (1, 33)):
+        operands = [values_of(one, n, torch.float32, 0).to(DEVICE) for one, n in zip((a, b), batches, strict=True)]
+        plan_product(a, b).multiply(*(operand.requires_grad_() for operand in operands)).sum().backward()
     long = random_pattern(2, 90, 0.9, 3)
     multiply(long, long.T, "merge", (1, 1), torch.float64)
     for batch in (1, 33):

@@ -11,6 +11,7 @@ from jacsparse.patterns import Diagonal, Full, Pattern
 from jacsparse.patterns import _cuda as patterns_cuda
 from jacsparse.patterns._cuda import Launch
 from jacsparse.spgemm import matvec, plan_product
+from jacsparse.spgemm._plan import planned
 from torch import nn
 
 import jacsparse
@@ -56,6 +57,41 @@ def test_general_products(
 ) -> None:
     rows, inner, columns = shape
     check(random_pattern(rows, inner, 0.4, 1), random_pattern(inner, columns, 0.4, 2), method, batches, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batches", BATCHES)
+@pytest.mark.parametrize("shape", [(7, 5, 9), (1, 1, 1), (37, 3, 40), (4, 70, 5)])
+def test_gradients(shape: tuple[int, int, int], batches: tuple[int, int], dtype: torch.dtype) -> None:
+    rows, inner, columns = shape
+    a, b = random_pattern(rows, inner, 0.4, 1), random_pattern(inner, columns, 0.4, 2)
+    plan = plan_product(a, b)
+    operands = [
+        values_of(p, n, dtype, s).requires_grad_() for s, (p, n) in enumerate(zip((a, b), batches, strict=True))
+    ]
+    weight = values_of(plan.pattern, max(batches), dtype, 3)
+    expected = torch.autograd.grad((plan.multiply(*operands) * weight).sum(), operands)
+    moved = [operand.detach().to(DEVICE).requires_grad_() for operand in operands]
+    with emulated():
+        found = torch.autograd.grad((plan.multiply(*moved) * weight.to(DEVICE)).sum(), moved)
+    for own, other in zip(found, expected, strict=True):
+        assert torch.allclose(own.cpu(), other, rtol=1e-4 if dtype == torch.float32 else 1e-12, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batches", [(1, 1), (2, 1), (1, 33)])
+@pytest.mark.parametrize("full", ["left", "right"])
+def test_full_results_of_factors_with_empty_rows(full: str, batches: tuple[int, int], dtype: torch.dtype) -> None:
+    a = random_pattern(6, 8, 0.1, 4) if full == "right" else Pattern.of(Full(6, 8))
+    b = random_pattern(8, 7, 0.1, 5) if full == "left" else Pattern.of(Full(8, 7))
+    plan = planned(a, b, Pattern.of(Full(6, 7)), "dense")
+    operands = [values_of(pattern, n, dtype, 0) for pattern, n in zip((a, b), batches, strict=True)]
+    expected = dense(a, operands[0], max(batches)) @ dense(b, operands[1], max(batches))
+    on_cpu = plan.multiply(*operands)
+    with emulated():
+        on_device = plan.multiply(*(operand.to(DEVICE) for operand in operands))
+    for found in (on_cpu, on_device.cpu()):
+        assert np.allclose(dense(plan.pattern, found, max(batches)), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
