@@ -19,10 +19,10 @@ import torch
 from .patterns import Full, Identity, Pattern
 from .patterns._structure import frozen
 from .patterns._values import gathered
-from .spgemm import ProductPlan, SumPlan, multiply_adds, product_pattern, sum_pattern
+from .spgemm import ProductPlan, SumPlan, meeting, multiply_adds, product_pattern, sum_pattern
 from .spgemm._plan import planned
 
-__all__ = ["Accumulation", "eliminate"]
+__all__ = ["Accumulation", "Region", "eliminate", "empty_pattern"]
 
 
 #: Share of a product's elements from which on it is made as a full matrix.
@@ -111,10 +111,10 @@ class Accumulation:
             return left
         factors = (one.stored, other.stored)
         pattern = product_pattern(one.pattern, other.pattern)
+        self.multiply_adds += multiply_adds(*factors)
         if self.patterns_only:
             self.matrices.append(_Product(pattern, pattern, left, right, factors))
             return len(self.matrices) - 1
-        self.multiply_adds += multiply_adds(*factors)
         rows, columns = pattern.shape
         full = any(isinstance(factor.structure, Full) for factor in factors)
         stored = Pattern.of(Full(rows, columns)) if full else product_pattern(*factors)
@@ -214,6 +214,65 @@ class Accumulation:
         if isinstance(matrix, _Pulled):
             return (matrix.right,)
         return matrix.terms if isinstance(matrix, _Sum) else ()
+
+
+@dataclass(eq=False)
+class Region:
+    """A graph of matrices between two vertices, in the place of the one matrix that they make together.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Of that matrix.
+    edges : sequence of (vertex, vertex, Pattern)
+        In an order in which all edges into a vertex come before those out of it.
+    start, stop : vertex
+        Rows and columns of the matrix.
+    """
+
+    shape: tuple[int, int]
+    edges: Sequence[tuple[Any, Any, Pattern]]
+    start: Any
+    stop: Any
+
+    @property
+    def nnz(self) -> int:
+        """Entries of all edges."""
+        return sum(pattern.nnz for _, _, pattern in self.edges)
+
+    @property
+    def pattern(self) -> Pattern:
+        """Of the one matrix: the union over all paths."""
+        return self._made[0]
+
+    @property
+    def multiply_adds(self) -> int:
+        """That it takes to make the one matrix."""
+        return self._made[1]
+
+    @cached_property
+    def _made(self) -> tuple[Pattern, int]:
+        shadow = Accumulation(patterns_only=True)
+        edges = [(source, target, shadow.leaf(None, pattern)) for source, target, pattern in self.edges]
+        made = eliminate(shadow, edges, self.start, self.stop)
+        pattern = empty_pattern(*self.shape) if made is None else shadow.matrices[made].pattern
+        return pattern, shadow.multiply_adds
+
+    def meeting(self, held: np.ndarray) -> tuple[int, np.ndarray]:
+        """Of a vector that is taken through the edges one by one: the pairs that meet, and which rows are reached."""
+        reached = {self.stop: held}
+        total = 0
+        for source, target, pattern in reversed(self.edges):
+            if target in reached:
+                pairs = meeting(pattern, reached[target])
+                total += int(pairs.sum())
+                reached[source] = reached[source] | (pairs > 0) if source in reached else pairs > 0
+        return total, reached.get(self.start, np.zeros(self.shape[0], dtype=np.bool_))
+
+
+def empty_pattern(rows: int, columns: int) -> Pattern:
+    """No position at all."""
+    return Pattern((rows, columns), np.zeros(rows + 1, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def eliminate(

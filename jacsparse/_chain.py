@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from ._accumulation import Accumulation
+from ._accumulation import Accumulation, empty_pattern
 from ._jacobian import SparseJacobian
 from ._modules import Kept, call_of, fingerprint, has_own_hooks, is_inactive, is_known, refresh_weights, twin, undrawn
 from ._order import Order, accumulated, best_order
@@ -85,7 +84,7 @@ class Chain:
         accumulation, result = self._accumulated
         if result is not None:
             return accumulation.matrices[result].pattern
-        return Pattern((rows, columns), np.zeros(rows + 1, dtype=np.int32), np.zeros(0, dtype=np.int32))
+        return empty_pattern(rows, columns)
 
     def jacobian(self, x: torch.Tensor) -> SparseJacobian:
         """The whole module's Jacobian at each sample of a batch; of batch 1 where all share the values."""

@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from ._chain import Stage, chain, check_input
-from .patterns import Csr, Diagonal, Pattern, Pooling
+from ._accumulation import Region
+from ._chain import Record, Stage, chain, check_input
+from ._stages import Edge
+from .patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from .patterns._files import replacing
 from .patterns._structure import frozen, row_starts
 from .schedule import Schedule, Step, resolve
@@ -273,37 +275,37 @@ class Subject:
     ----------
     in_shape : tuple of int
         Of a sample.
-    transposed : list of Pattern
+    transposed : list of Pattern or Region
         Of the transposed Jacobians.
     operators : list of (str, str, callable)
-        Of each the path, the name and what back-propagation's gradient operator takes for so many observed entries.
+        Of each the path, the name and what back-propagation's gradient operator takes for observed entries.
     observe : callable
-        The patterns of the entries that are not zero for one sample, ``(1, *in_shape)``.
+        The same for the entries that are not zero for one sample, ``(1, *in_shape)``.
     chain : Chain, or what is as long and has such stages
         What ``balanced`` schedules balance.
     """
 
     in_shape: tuple[int, ...]
-    transposed: list[Pattern]
-    operators: Sequence[tuple[str, str, Callable[[float], float]]]
-    observe: Callable[[torch.Tensor], list[Pattern]]
+    transposed: Sequence[Pattern | Region]
+    operators: Sequence[tuple[str, str, Callable[[Pattern | Region], float]]]
+    observe: Callable[[torch.Tensor], Sequence[Pattern | Region]]
     chain: Any
 
 
 def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     stages = chain(module, input_shape)
 
-    def observe(x: torch.Tensor) -> list[Pattern]:
-        patterns = []
-        for record in stages.run(x):
-            pattern = record.stage.pattern
-            if not record.stage.shared:
-                pattern = without_zeros(pattern, record.transposed_jacobian().values[:, 0].cpu().numpy())
-            patterns.append(pattern)
-        return patterns
+    def observed(record: Record, edge: Edge) -> Pattern:
+        if edge.shared:
+            return edge.pattern
+        return without_zeros(edge.pattern, record.values(edge)[:, 0].cpu().numpy())
 
-    operators = [(stage.path, stage.name, partial(_operator_flop, stage)) for stage in stages]
-    return Subject(stages.in_shape, [stage.pattern for stage in stages], operators, observe, stages)
+    def observe(x: torch.Tensor) -> list[Pattern | Region]:
+        records = stages.run(x)
+        return [record.stage.factor([observed(record, edge) for edge in record.stage.edges]) for record in records]
+
+    operators = [(stage.path, stage.name, partial(_stage_flop, stage)) for stage in stages]
+    return Subject(stages.in_shape, [stage.factor() for stage in stages], operators, observe, stages)
 
 
 def without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:
@@ -329,11 +331,12 @@ class _Counts:
     A product that only one vector will meet is not written down: it is run through when the vector is there.
     """
 
-    def __init__(self, schedule: Schedule, transposed: Sequence[Pattern]) -> None:
+    def __init__(self, schedule: Schedule, transposed: Sequence[Pattern | Region]) -> None:
         self.schedule = schedule
         n = schedule.n
         self.transposed = transposed
-        self.matrices = {n - stage: pattern for stage, pattern in enumerate(transposed)}
+        self.matrices: dict[int, Pattern | Region] = {n - stage: factor for stage, factor in enumerate(transposed)}
+        self.made: set[int] = set()
         self.waiting: dict[int, tuple[Pattern, Pattern, _Count]] = {}
         size = transposed[-1].shape[1] if transposed else 0
         self.vectors = {0: np.ones(size, dtype=np.bool_)}
@@ -353,8 +356,8 @@ class _Counts:
         return self
 
     def _product(self, step: Step) -> _Count:
-        left, right = self.matrices[step.left], self.matrices[step.right]
-        pairs = multiply_adds(left, right)
+        left, right = (_matrix(self.matrices[value]) for value in (step.left, step.right))
+        pairs = multiply_adds(left, right) + self._making(step.left) + self._making(step.right)
         count = _Count(pairs, pairs, 0)
         if step.out in self.used_once:
             self.waiting[step.out] = (left, right, count)
@@ -363,18 +366,36 @@ class _Counts:
             count.nnz = product.nnz
         return count
 
+    def _making(self, value: int) -> int:
+        """Multiply-adds that it takes to make a matrix of a stage of several operators, where nothing has yet."""
+        factor = self.matrices[value]
+        if not isinstance(factor, Region) or value in self.made:
+            return 0
+        self.made.add(value)
+        return factor.multiply_adds
+
     def _apply(self, left: int, right: int, out: int | None) -> _Count:
         held = self.vectors[right]
         if left in self.waiting:
             first, second, product = self.waiting.pop(left)
             product.nnz, pairs = product_meeting(first, second, held)
-            nnz = product.nnz
+            nnz, total, reached = product.nnz, int(pairs.sum()), pairs > 0
         else:
-            nnz, pairs = self.matrices[left].nnz, meeting(self.matrices[left], held)
-        reached = pairs > 0
+            factor = self.matrices[left]
+            nnz = factor.nnz
+            if isinstance(factor, Region):
+                # Operator by operator, as back-propagation goes: no matrix of it all is made.
+                total, reached = factor.meeting(held)
+            else:
+                pairs = meeting(factor, held)
+                total, reached = int(pairs.sum()), pairs > 0
         if out is not None:
             self.vectors[out] = reached
-        return _Count(int(pairs.sum()), nnz, int(reached.sum()))
+        return _Count(total, nnz, int(reached.sum()))
+
+
+def _matrix(factor: Pattern | Region) -> Pattern:
+    return factor.pattern if isinstance(factor, Region) else factor
 
 
 def _report(
@@ -447,18 +468,29 @@ def _names(plan: Schedule) -> dict[int, str]:
     return names
 
 
-def _baseline(subject: Subject, observed: Sequence[Sequence[Pattern]]) -> Iterable[BaselineStep]:
+def _baseline(subject: Subject, observed: Sequence[Sequence[Pattern | Region]]) -> Iterable[BaselineStep]:
     for number in reversed(range(len(subject.operators))):
         path, operator, flop = subject.operators[number]
-        nnz = float(np.mean([patterns[number].nnz for patterns in observed]))
-        yield BaselineStep(path, operator, *subject.transposed[number].shape, flop(nnz), live=number > 0)
+        mean = float(np.mean([flop(factors[number]) for factors in observed]))
+        yield BaselineStep(path, operator, *subject.transposed[number].shape, mean, live=number > 0)
 
 
-def _operator_flop(stage: Stage, nnz: float) -> float:
-    rows, columns = stage.pattern.shape
-    structure = stage.pattern.structure
-    if isinstance(structure, Diagonal):
+def _stage_flop(stage: Stage, observed: Pattern | Region) -> float:
+    """Of a stage's gradient operators, over observed entries."""
+    if not isinstance(observed, Region):
+        assert stage.operator is not None
+        return _operator_flop(stage.operator.pattern, observed.nnz)
+    own = zip(stage.edges, observed.edges, strict=True)
+    return math.fsum(_operator_flop(edge.pattern, pattern.nnz) for edge, (_, _, pattern) in own)
+
+
+def _operator_flop(pattern: Pattern, nnz: float) -> float:
+    rows, columns = pattern.shape
+    if isinstance(pattern.structure, Identity):
+        # Nothing is computed.
+        return 0.0
+    if isinstance(pattern.structure, Diagonal):
         return rows + nnz
-    if isinstance(structure, Pooling) and structure.selects:
+    if isinstance(pattern.structure, Pooling) and pattern.structure.selects:
         return float(rows + columns)
     return 2.0 * nnz

@@ -145,6 +145,16 @@ class _Run:
         self.before, self.sliced, self.after = _parts(
             self.steps, {step.out for step in self.steps if step.kind == "mm"}
         )
+        products = [step for step in self.sliced if step.kind == "mm"]
+        multiplied = {value for step in products for value in (step.left, step.right)}
+        # Stages of several operators that only vectors meet: no matrix of them is made.
+        self.through = {
+            step.left
+            for step in self.sliced
+            if step.left in scanner.stages_of
+            and step.left not in multiplied
+            and scanner.chain.stages[scanner.stages_of[step.left]].operator is None
+        }
         self.memory: dict[int, torch.Tensor] = {}
         self.parameter_gradients: list[dict[int, torch.Tensor]] = [{} for _ in records]
         # The gradients of the stages' inputs that their own backward gave.
@@ -183,6 +193,11 @@ class _Run:
         plan = self.scanner.plans.get(value)
         return self._record(value).stage.pattern if plan is None else plan.pattern
 
+    def _rows(self, value: int) -> int:
+        """Of a matrix of the schedule, whether it is made or not."""
+        plan = self.scanner.plans.get(value)
+        return math.prod(self._record(value).stage.in_shape) if plan is None else plan.pattern.shape[0]
+
     def _by_operators(self, steps: Iterable[Step]) -> None:
         for step in steps:
             number = self.scanner.stages_of[step.left]
@@ -193,7 +208,7 @@ class _Run:
         vectors_out = [step.out for step in self.sliced if step.kind == "mv" and step.out in used_later]
         for value in vectors_out:
             step = next(step for step in self.sliced if step.out == value)
-            self.vectors[value] = self.vectors[0].new_empty((self.batch, self._pattern(step.left).shape[0]))
+            self.vectors[value] = self.vectors[0].new_empty((self.batch, self._rows(step.left)))
         shared: dict[int, SparseJacobian] = {}
         size = self._slice_size()
         for begin in range(0, self.batch, size):
@@ -231,8 +246,11 @@ class _Run:
             else:
                 if step.right not in vectors:
                     vectors[step.right] = batch_last(self.vectors[step.right][samples])
-                left_matrix = matrix(step.left)
-                vectors[step.out] = matvec(left_matrix.pattern, left_matrix.values, vectors[step.right])
+                if step.left in self.through:
+                    vectors[step.out] = self._record(step.left).pull_back_sparse(vectors[step.right], samples)
+                else:
+                    left_matrix = matrix(step.left)
+                    vectors[step.out] = matvec(left_matrix.pattern, left_matrix.values, vectors[step.right])
                 if step.out in vectors_out:
                     self.vectors[step.out][samples] = vectors[step.out].T
             for value in (step.left, step.right):
@@ -253,7 +271,7 @@ class _Run:
         products = {step.out for step in self.sliced if step.kind == "mm"}
         matrices = (
             products | {step.left for step in self.sliced} | {step.right for step in self.sliced if step.kind == "mm"}
-        )
+        ) - self.through
         total = sum(self._pattern(value).nnz for value in matrices) * self.vectors[0].element_size()
         size = max(1, min(self.batch, self.scanner.memory_limit // max(1, total)))
         # Whole vectors of samples, or one at a time.

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from ._accumulation import Accumulation, eliminate
+from ._accumulation import Accumulation, Region, eliminate, empty_pattern
 from ._jacobian import SparseJacobian
 from ._modules import Kept, arguments_of, twin
-from .patterns import Call, Csr, Identity, Pattern, Rule, rule_for
+from .patterns import Call, Identity, Pattern, Rule, rule_for
+from .spgemm import matvec
 
 __all__ = ["JOINED", "Edge", "ModuleStage", "Record", "Stage", "check_alike", "entered", "pull_back_all"]
 
@@ -120,9 +120,16 @@ class Stage(ABC):
             return self.operator.pattern
         accumulation, result = self._accumulated
         if result is None:
-            rows = np.zeros(math.prod(self.in_shape) + 1, dtype=np.int32)
-            return Pattern.of(Csr(len(rows) - 1, math.prod(self.out_shape), rows, np.zeros(0, dtype=np.int32)))
+            return empty_pattern(math.prod(self.in_shape), math.prod(self.out_shape))
         return accumulation.matrices[result].pattern
+
+    def factor(self, patterns: Sequence[Pattern] | None = None) -> Pattern | Region:
+        """The transposed Jacobian as what counts ask of it; made of other patterns of the edges where given."""
+        own = [edge.pattern for edge in self.edges] if patterns is None else patterns
+        if self.operator is not None:
+            return own[self.edges.index(self.operator)]
+        edges = [(edge.source, edge.target, pattern) for edge, pattern in zip(self.edges, own, strict=True)]
+        return Region((math.prod(self.in_shape), math.prod(self.out_shape)), edges, self.start, self.stop)
 
     @property
     def shared(self) -> bool:
@@ -373,6 +380,16 @@ class Record(ABC):
     def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
         return edge.rule.transposed_values(self._call(edge, samples), edge.pattern)
+
+    def pull_back_sparse(self, vectors: torch.Tensor, samples: slice = slice(None)) -> torch.Tensor:
+        """``Jᵀ g`` for a slice of the batch by the operators' sparse Jacobians, one by one: ``(elements, batch)``."""
+        held = {self.stage.stop: vectors}
+        for edge in reversed(self.stage.edges):
+            if edge.target in held:
+                own = matvec(edge.pattern, self.values(edge, samples), held[edge.target])
+                held[edge.source] = held[edge.source] + own if edge.source in held else own
+        found = held.get(self.stage.start)
+        return vectors.new_zeros((math.prod(self.stage.in_shape), vectors.shape[1])) if found is None else found
 
     def _made(self, pattern: Pattern, values: Callable[[], torch.Tensor]) -> SparseJacobian:
         try:

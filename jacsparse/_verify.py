@@ -229,10 +229,10 @@ def _of_whole(module: nn.Module, x: torch.Tensor, records: list[Record], limit: 
     worst, exact = 0.0, outputs <= EXACT_ROWS
     for seed in _seeds(y.detach(), exact):
         expected = _gradient(y, given, seed)
-        found = seed
+        found = batch_last(seed)
         for record in reversed(records):
-            found = _pulled(record, found)
-        difference, largest = found.reshape(expected.shape) - expected, expected.abs().max().item()
+            found = record.pull_back_sparse(found)
+        difference, largest = found.T.reshape(expected.shape) - expected, expected.abs().max().item()
         worst = max(worst, difference.abs().max().item() / max(largest, 1e-300))
         over = _over(_flat(difference), limit * max(largest, 1e-300))
         for sample, column in over[: max(0, NAMED - len(entries))].tolist():
@@ -259,14 +259,3 @@ def _gradient(y: torch.Tensor, x: torch.Tensor, seed: torch.Tensor) -> torch.Ten
         return torch.zeros_like(x)
     (found,) = torch.autograd.grad(y, x, seed, retain_graph=True, materialize_grads=True)
     return found
-
-
-def _pulled(record: Record, gradient: torch.Tensor) -> torch.Tensor:
-    """A stage's gradient taken back through it by the sparse Jacobians of its operators, one after the other."""
-    held = {record.stage.stop: gradient.flatten(1)}
-    for edge in reversed(record.stage.edges):
-        if edge.target in held:
-            own = _product(edge.pattern, record.values(edge), held[edge.target])
-            held[edge.source] = held[edge.source] + own if edge.source in held else own
-    found = held.get(record.stage.start)
-    return torch.zeros_like(record.input) if found is None else found.reshape(record.input.shape)

@@ -8,6 +8,7 @@ from jacsparse.models import build
 from torch import nn
 
 import jacsparse
+from jacsparse._stages import Stage
 from tests.jacsparse.networks import NETWORKS
 
 CASES = {**NETWORKS, "resnet56": (lambda: build("resnet56"), (3, 32, 32))}
@@ -33,15 +34,55 @@ def test_network(name: str) -> None:
     check_scan(model, x)
 
 
-def check_scan(model: nn.Module, x: torch.Tensor) -> None:
-    """Output and all gradients of nn.Scan, which chooses its schedule, are the module's own."""
+@pytest.mark.parametrize("name", CASES)
+def test_flop(name: str) -> None:
+    model, x = made(name)
+    report = jacsparse.count_flop(model, tuple(x.shape[1:]), schedule="auto")
+    assert [step.kind for step in report.steps] == ["mv"] * len(report.steps)
+    # A step meets what of the gradient before it may be other than zero.
+    assert report.input_gradient is not None
+    assert 0 < report.total <= sum(step.executed or 0 for step in report.steps)
+    if name == "densenet121":
+        return
+    observed = jacsparse.count_flop(model, tuple(x.shape[1:]), schedule="linear", structure="observed", inputs=x[:1])
+    assert 0 < observed.total <= report.total
+    assert 0 < observed.baseline_total <= report.baseline_total
+
+
+@pytest.mark.parametrize("name", ["resnet56", "encoder_layer"])
+def test_going_linearly_makes_no_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At batch 16 those of ResNet-56's blocks would take 9.5 GB."""
+    model, x = made(name)
+
+    def refuse(self: Stage) -> None:
+        raise AssertionError(f"{self} is asked for its matrix")
+
+    monkeypatch.setattr(Stage, "pattern", property(refuse))
+    check_scan(model, x)
+    jacsparse.count_flop(model, tuple(x.shape[1:]), schedule="auto")
+
+
+@pytest.mark.parametrize("schedule", ["blelloch:1", "blelloch", "balanced:4"])
+@pytest.mark.parametrize("name", ["resnet8", "encoder_layer"])
+def test_scan_by_products(name: str, schedule: str) -> None:
+    if name == "resnet8":
+        model, x = build("resnet8").eval().double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    else:
+        model, x = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True).eval().double(), torch.randn(3, 4, 8).double()
+    check_scan(model, x, schedule)
+    report = jacsparse.count_flop(model, tuple(x.shape[1:]), schedule=schedule)
+    assert report.total > 0
+
+
+def check_scan(model: nn.Module, x: torch.Tensor, schedule: str = "auto") -> None:
+    """Output and all gradients of nn.Scan are the module's own."""
     given = [x.clone().requires_grad_() for _ in range(2)]
     y = model(given[0])
     gradient = torch.randn_like(y)
     y.backward(gradient)
     expected = {key: p.grad for key, p in model.named_parameters()}
     model.zero_grad()
-    scan = jacsparse.nn.Scan(model)
+    scan = jacsparse.nn.Scan(model, schedule=schedule)
     ours = scan(given[1])
     ours.backward(gradient)
     assert torch.allclose(ours, y, rtol=1e-12, atol=0)
