@@ -16,7 +16,7 @@ if (_ROOT / "setup.cfg").exists():
 if TYPE_CHECKING:
     from . import nn, recurrence, schedule
     from ._chain import Chain, Stage, chain
-    from ._flop import FlopReport, count_flop
+    from ._flop import FlopReport, LayerFlop, count_flop
     from ._jacobian import SparseJacobian, jacobian, jacobian_pattern
     from ._scan import backward, vjp
     from ._verify import Verification, VerificationError, verify
@@ -28,6 +28,7 @@ __all__ = [
     "Call",
     "Chain",
     "FlopReport",
+    "LayerFlop",
     "Pattern",
     "ProductPlan",
     "SparseJacobian",
@@ -59,6 +60,7 @@ _HOMES = {
     "Stage": "_chain",
     "chain": "_chain",
     "FlopReport": "_flop",
+    "LayerFlop": "_flop",
     "count_flop": "_flop",
     "SparseJacobian": "_jacobian",
     "jacobian": "_jacobian",

@@ -18,6 +18,7 @@ from torch import nn
 
 from ._accumulation import Region
 from ._chain import Record, Stage, chain, check_input
+from ._layers import LayerFlop, layers_of
 from ._stages import Edge
 from .patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from .patterns._files import replacing
@@ -25,7 +26,7 @@ from .patterns._structure import frozen, row_starts
 from .schedule import Schedule, Step, resolve
 from .spgemm import meeting, multiply_adds, product_meeting, product_pattern
 
-__all__ = ["BaselineStep", "FlopReport", "FlopStep", "Subject", "count_flop", "without_zeros"]
+__all__ = ["BaselineStep", "FlopReport", "FlopStep", "LayerFlop", "Subject", "count_flop", "without_zeros"]
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ class FlopReport:
         The one product more that gives the gradient of the network's input.
     baseline : tuple of BaselineStep
         Back-propagation's gradient operators, from the last stage to the first.
+    layers : tuple of LayerFlop
+        What each operator with weights costs forward and back, dense and sparse, over guaranteed structure.
     """
 
     schedule: str
@@ -137,6 +140,7 @@ class FlopReport:
     steps: tuple[FlopStep, ...]
     input_gradient: FlopStep | None
     baseline: tuple[BaselineStep, ...]
+    layers: tuple[LayerFlop, ...] = ()
 
     @property
     def total(self) -> float:
@@ -283,6 +287,8 @@ class Subject:
         The same for the entries that are not zero for one sample, ``(1, *in_shape)``.
     chain : Chain, or what is as long and has such stages
         What ``balanced`` schedules balance.
+    layers : tuple of LayerFlop
+        Its operators that have weights.
     """
 
     in_shape: tuple[int, ...]
@@ -290,6 +296,7 @@ class Subject:
     operators: Sequence[tuple[str, str, Callable[[Pattern | Region], float]]]
     observe: Callable[[torch.Tensor], Sequence[Pattern | Region]]
     chain: Any
+    layers: tuple[LayerFlop, ...] = ()
 
 
 def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
@@ -305,7 +312,8 @@ def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
         return [record.stage.factor([observed(record, edge) for edge in record.stage.edges]) for record in records]
 
     operators = [(stage.path, stage.name, partial(_stage_flop, stage)) for stage in stages]
-    return Subject(stages.in_shape, [stage.factor() for stage in stages], operators, observe, stages)
+    layers = tuple(layers_of(stages.stages))
+    return Subject(stages.in_shape, [stage.factor() for stage in stages], operators, observe, stages, layers)
 
 
 def without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:
@@ -441,7 +449,7 @@ def _report(
         mine = [count.input_gradient for count in counts if count.input_gradient is not None]
         last = step_of(final, mine, guaranteed.input_gradient if guaranteed else None, "input")
     baseline = tuple(_baseline(subject, [count.transposed for count in counts]))
-    return FlopReport(plan.name, structure, samples, tuple(_critical(steps)), last, baseline)
+    return FlopReport(plan.name, structure, samples, tuple(_critical(steps)), last, baseline, subject.layers)
 
 
 def _critical(steps: Sequence[FlopStep]) -> Iterable[FlopStep]:

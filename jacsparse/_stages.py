@@ -158,6 +158,10 @@ class Stage(ABC):
             What the stages of one forward pass share.
         """
 
+    def weights_of(self, edge: Edge) -> dict[str, tuple[torch.Tensor, bool]]:
+        """The weights of an edge's operator, as the module computes them, and whether they train; by name."""
+        return {}
+
     def keeping(self, edges: Sequence[Edge]) -> Stage:
         """The same stage with other edges in the place of its own."""
         return replace(self, edges=tuple(edges))
@@ -218,6 +222,12 @@ class ModuleStage(Stage):
         arguments_of_edge = {self.edges[0]: arguments}
         ends = {"operator_input": operator_input, "operator_output": operator_output}
         return ModuleRecord(self, leaf, y, own, arguments_of_edge, hooked, **ends)
+
+    def weights_of(self, edge: Edge) -> dict[str, tuple[torch.Tensor, bool]]:
+        """As `Stage.weights_of`."""
+        trains = any(parameter.requires_grad for parameter in self.module.parameters())
+        found = ((name, edge.call.arguments.get(name)) for name in ("weight", "bias"))
+        return {name: (value, trains) for name, value in found if isinstance(value, torch.Tensor)}
 
     def _check_alike(self, x: torch.Tensor) -> None:
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):

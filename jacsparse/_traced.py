@@ -55,6 +55,15 @@ class TracedStage(Stage):
         mine = {key: own[key] for key in self._parameters() if key in own}
         return TracedRecord(self, leaf, y, mine, of_edges, tensors={**attributes, **read})
 
+    def weights_of(self, edge: Edge) -> dict[str, tuple[torch.Tensor, bool]]:
+        """As `Stage.weights_of`."""
+        program, found = self.program, {}
+        for name, node in program.operations[edge.target].operands.items():
+            target = program.attributes.get(node)
+            if target is not None and program.located[target][1] not in program.located[target][0]._buffers:
+                found[name] = (edge.call.arguments[name], bool(program.parameters_of(target)))
+        return found
+
     def _read(self, x: torch.Tensor, state: dict[Any, Any]) -> tuple[dict[int, torch.Tensor], dict[fx.Node, Any]]:
         """Parameters of this forward's own, by the ``id`` of the module's; and the attributes that are made of them."""
         if self.program not in state:

@@ -123,6 +123,10 @@ class Rule(ABC):
         """
         return 0
 
+    def backward_multiply_adds(self, call: Call, operands: int, weights: bool, forward: int) -> int:
+        """Multiply-adds of the gradients of so many operands, and of the weights; the forward pass takes `forward`."""
+        return forward * (operands + weights)
+
     @abstractmethod
     def pattern(self, call: Call) -> Pattern:
         """The pattern of `J`, from shapes and, where weights are pruned, from those."""

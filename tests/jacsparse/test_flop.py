@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from jacsparse.models import build
 from torch import nn
+from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
 
 import jacsparse
 from jacsparse import FlopReport, count_flop
 from jacsparse.schedule import Schedule, balanced, blelloch, linear
 from tests.jacsparse.models import kaiming, lenet, small, vgg_features
+from tests.jacsparse.networks import NETWORKS
 
 
 def scipy_matrices(module: nn.Module, shape: tuple[int, ...], x: torch.Tensor | None) -> list[scipy.sparse.csr_array]:
@@ -183,6 +187,50 @@ def test_bad_arguments() -> None:
         count_flop(module, (3, 32, 32), structure="observed", inputs=torch.zeros(1, 1, 32, 32))
     with pytest.raises(ValueError, match=r"^1: an input of shape \(3,\) does not fit: .*missing 1 required"):
         count_flop(nn.Sequential(nn.ReLU(), nn.CosineSimilarity()), (3,))
+
+
+# Layers: what each costs, dense and pruned.
+
+
+@pytest.mark.parametrize("name", ["lenet5", "vgg11", "resnet8", "resnet56", "resnet110", "squeezenet", "densenet121"])
+def test_dense_totals_equal_pytorchs_counter(name: str) -> None:
+    model = (NETWORKS[name][0]() if name in NETWORKS else build(name)).eval()
+    x = torch.randn(1, 3, 32, 32)
+    with FlopCounterMode(display=False) as forward:
+        y = model(x)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    layers = count_flop(model, (3, 32, 32), schedule="linear").layers
+    assert sum(layer.forward for layer in layers) == forward.get_total_flops()
+    assert sum(layer.backward for layer in layers) == backward.get_total_flops()
+    assert sum(layer.parameters for layer in layers) == sum(p.numel() for p in model.parameters())
+
+
+def test_frozen_layers_have_no_backward() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 2))
+    model[0].requires_grad_(False)
+    with FlopCounterMode(display=False) as backward:
+        model(torch.randn(1, 2, 8, 8)).sum().backward()
+    layers = count_flop(model, (2, 8, 8), schedule="linear").layers
+    assert [layer.path for layer in layers] == ["0", "2", "4"] and layers[0].backward == 0
+    # The counter saw the forward pass, too.
+    assert sum(layer.backward for layer in layers) == backward.get_total_flops() - sum(
+        layer.forward for layer in layers
+    )
+
+
+def test_pruned_layers() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(48, 5))
+    prune.random_unstructured(model[0], "weight", 0.5)
+    convolution, linear_layer = count_flop(model, (2, 4, 4), schedule="linear").layers
+    nnz = jacsparse.jacobian_pattern(model[0], (2, 4, 4)).nnz
+    assert (convolution.parameters, convolution.nonzero, convolution.sparsity) == (54, 27, 0.5)
+    assert (convolution.forward, convolution.forward_sparse) == (2 * 48 * 18, 2 * nnz)
+    # Of its weights alone: nothing before it trains.
+    assert (convolution.backward, convolution.backward_sparse) == (2 * 48 * 18, 2 * nnz)
+    assert (linear_layer.forward, linear_layer.backward, linear_layer.backward_sparse) == (480, 960, 960)
+    assert convolution.jacobian_nnz == nnz and convolution.jacobian_nbytes == 8 * nnz + 4 * 33
+    assert count_flop(model, (2, 4, 4)).to_dict()["layers"][0]["nonzero"] == 27
 
 
 # Recurrent layers: chains of their steps.
