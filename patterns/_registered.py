@@ -80,11 +80,11 @@ def register_rule(
     >>> import numpy as np, scipy.sparse, torch, jacsparse
     >>> def lower_triangle(call):
     ...     return jacsparse.Pattern.from_scipy(scipy.sparse.csr_array(np.tril(np.ones((call.out_size, call.in_size)))))
-    >>> jacsparse.register_rule("aten.cumsum", pattern=lower_triangle, replace=True)
-    >>> class RunningTotal(torch.nn.Module):
+    >>> jacsparse.register_rule("aten.cumprod", pattern=lower_triangle, replace=True)
+    >>> class Growth(torch.nn.Module):
     ...     def forward(self, x):
-    ...         return x.cumsum(1)
-    >>> jacsparse.jacobian(RunningTotal(), torch.ones(1, 3)).todense()
+    ...         return x.cumprod(1)
+    >>> jacsparse.jacobian(Growth(), torch.ones(1, 3)).todense()
     tensor([[1., 0., 0.],
             [1., 1., 0.],
             [1., 1., 1.]])
