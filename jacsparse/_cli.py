@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ._flop import FlopReport, FlopStep
+    from ._flop import FlopReport, FlopStep, LayerFlop
 
 __all__ = ["app"]
 
@@ -356,7 +357,7 @@ def _print_report(report: FlopReport, name: str, data: str | None) -> None:
     table = Table(
         title=f"{name}: {report.schedule}, {structure}",
         caption="L: level. run: what the scan executes, over the guaranteed structure.\n"
-        "*: critical path. dead: in Algorithm 1 as printed, counted but not run.",
+        "*: critical path. <: less sparse than both factors. dead: in Algorithm 1 as printed, counted but not run.",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -375,11 +376,58 @@ def _print_report(report: FlopReport, name: str, data: str | None) -> None:
     totals.add_row(f"all {live} live steps of {len(report.steps)}", f"{report.total:,.0f} FLOP")
     totals.add_row("critical path", f"{report.critical_path:,.0f} FLOP")
     totals.add_row("back-propagation, all gradient operators", f"{report.baseline_total:,.0f} FLOP")
+    lost = [step for step in report.steps if step.live and step.loses_sparsity]
+    if lost:
+        worst = min(lost, key=lambda step: step.sparsity)
+        products = sum(step.live and step.kind == "mm" for step in report.steps)
+        totals.add_row(
+            "products less sparse than both factors",
+            f"{len(lost)} of {products}, least {worst.left}·{worst.right}: {worst.sparsity:.4f}",
+        )
     console.print(totals)
+    if report.layers:
+        console.print(_layers(report))
+
+
+def _layers(report: FlopReport) -> Any:
+    """A line for each operator with weights, and their sums."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title="layers, one sample",
+        caption="FLOP of a training step, dense as PyTorch's counter has them, and without pruned weights.",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("layer", overflow="fold")
+    for column in ("weights", "zero", "forward", "sparse", "backward", "sparse", "J nnz", "J MiB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for layer in report.layers:
+        table.add_row(layer.path, *_layer_cells(layer))
+    table.add_section()
+    counts = {name: sum(getattr(layer, name) for layer in report.layers) for name in _SUMMED}
+    table.add_row("all", *_layer_cells(replace(report.layers[0], **counts)))
+    return table
+
+
+_SUMMED = (
+    *("parameters", "nonzero", "forward", "forward_sparse", "backward", "backward_sparse"),
+    *("jacobian_nnz", "jacobian_nbytes"),
+)
+
+
+def _layer_cells(layer: LayerFlop) -> tuple[str, ...]:
+    return (
+        _short(layer.parameters),
+        f"{layer.sparsity:.3f}",
+        *map(_short, (layer.forward, layer.forward_sparse, layer.backward, layer.backward_sparse, layer.jacobian_nnz)),
+        f"{layer.jacobian_nbytes / 2**20:.1f}",
+    )
 
 
 def _cells(step: FlopStep) -> tuple[str, ...]:
-    mark = "dead" if not step.live else "*" if step.critical else ""
+    mark = "dead" if not step.live else ("*" if step.critical else "") + ("<" if step.loses_sparsity else "")
     return (
         str(step.level),
         step.phase,

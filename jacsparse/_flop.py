@@ -49,8 +49,8 @@ class FlopStep:
         Counted operations: 2 for each pair of stored entries that meets.
     executed : float or None
         Operations that the scan executes: over guaranteed structure, with full vectors. None where not asked for.
-    nnz : float
-        Entries of the result.
+    nnz, left_nnz, right_nnz : float
+        Entries of the result and of the factors.
     live : bool
         Whether a gradient depends on it: what is not live is counted, but not executed.
     critical : bool
@@ -70,6 +70,8 @@ class FlopStep:
     nnz: float
     live: bool = True
     critical: bool = False
+    left_nnz: float = 0.0
+    right_nnz: float = 0.0
 
     @property
     def dense(self) -> int:
@@ -80,6 +82,12 @@ class FlopStep:
     def sparsity(self) -> float:
         """Of the result."""
         return 1.0 - self.nnz / max(1, self.m * self.n)
+
+    @property
+    def loses_sparsity(self) -> bool:
+        """Whether a product of two matrices is less sparse than either of them."""
+        left, right = 1.0 - self.left_nnz / max(1, self.m * self.k), 1.0 - self.right_nnz / max(1, self.k * self.n)
+        return self.kind == "mm" and self.sparsity < min(left, right)
 
 
 @dataclass(frozen=True)
@@ -326,11 +334,13 @@ def without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:
 
 @dataclass
 class _Count:
-    """Of one step: counted and executed multiply-adds, and the result's entries."""
+    """Of one step: counted and executed multiply-adds, the result's entries and the factors'."""
 
     pairs: int
     executed: int
     nnz: int
+    left_nnz: int
+    right_nnz: int
 
 
 class _Counts:
@@ -366,7 +376,7 @@ class _Counts:
     def _product(self, step: Step) -> _Count:
         left, right = (_matrix(self.matrices[value]) for value in (step.left, step.right))
         pairs = multiply_adds(left, right) + self._making(step.left) + self._making(step.right)
-        count = _Count(pairs, pairs, 0)
+        count = _Count(pairs, pairs, 0, left.nnz, right.nnz)
         if step.out in self.used_once:
             self.waiting[step.out] = (left, right, count)
         else:
@@ -399,7 +409,7 @@ class _Counts:
                 total, reached = int(pairs.sum()), pairs > 0
         if out is not None:
             self.vectors[out] = reached
-        return _Count(total, nnz, int(reached.sum()))
+        return _Count(total, nnz, int(reached.sum()), nnz, int(held.sum()))
 
 
 def _matrix(factor: Pattern | Region) -> Pattern:
@@ -436,6 +446,8 @@ def _report(
             executed=None if sure is None else 2.0 * sure.executed,
             nnz=float(np.mean([count.nnz for count in mine])),
             live=step.live,
+            left_nnz=float(np.mean([count.left_nnz for count in mine])),
+            right_nnz=float(np.mean([count.right_nnz for count in mine])),
         )
 
     steps = [

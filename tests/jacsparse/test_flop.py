@@ -206,6 +206,21 @@ def test_dense_totals_equal_pytorchs_counter(name: str) -> None:
     assert sum(layer.parameters for layer in layers) == sum(p.numel() for p in model.parameters())
 
 
+def test_products_that_lose_sparsity() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(), nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(), nn.ReLU())
+    steps = [step for step in count_flop(model, (1, 8, 8), schedule="blelloch").steps if step.kind == "mm"]
+    chain = [stage.pattern for stage in jacsparse.chain(model, (1, 8, 8))]
+    for step in steps:
+        first, last = (
+            int(number) for number in (step.left.strip("Jᵀ").split("-")[0], step.right.strip("Jᵀ").split("-")[-1])
+        )
+        span = chain[first - 1 : last]
+        convolutions = sum(pattern.nnz > 64 for pattern in span)
+        # Two convolutions reach further than one; ReLU's diagonal takes nothing away.
+        assert step.loses_sparsity == (convolutions == 2 and "J1" in step.left)
+        assert step.left_nnz > 0 and step.right_nnz > 0
+
+
 def test_frozen_layers_have_no_backward() -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 2))
     model[0].requires_grad_(False)
