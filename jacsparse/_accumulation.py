@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from .patterns import Full, Identity, Pattern
-from .patterns._structure import frozen
 from .patterns._values import gathered
 from .spgemm import ProductPlan, SumPlan, meeting, multiply_adds, product_pattern, sum_pattern
 from .spgemm._plan import planned
@@ -117,7 +116,8 @@ class Accumulation:
             return len(self.matrices) - 1
         rows, columns = pattern.shape
         full = any(isinstance(factor.structure, Full) for factor in factors)
-        stored = Pattern.of(Full(rows, columns)) if full else product_pattern(*factors)
+        # Of factors that are stored as their patterns are, the product is.
+        stored = Pattern.of(Full(rows, columns)) if full else pattern
         self.matrices.append(_Product(pattern, stored, left, right, factors))
         if not full and stored.nnz > FULL * rows * columns and not isinstance(stored.structure, Full):
             return self.add([len(self.matrices) - 1], full=True)
@@ -130,7 +130,7 @@ class Accumulation:
         patterns = tuple(self.matrices[term].stored for term in terms)
         pattern = sum_pattern([self.matrices[term].pattern for term in terms])
         full = full or any(isinstance(each.structure, Full) for each in patterns)
-        stored = Pattern.of(Full(*pattern.shape)) if full else sum_pattern(patterns)
+        stored = Pattern.of(Full(*pattern.shape)) if full else pattern
         self.matrices.append(_Sum(pattern, stored, tuple(terms), patterns))
         return len(self.matrices) - 1
 
@@ -181,10 +181,7 @@ class Accumulation:
         """Of values at all positions those of the pattern."""
         if matrix.stored.nnz == matrix.pattern.nnz:
             return values
-        rows, columns = matrix.pattern.shape
-        lengths = matrix.pattern.structure.row_counts()
-        place = np.repeat(np.arange(rows) * columns, lengths) + matrix.pattern.indices
-        return gathered(values, frozen(place))
+        return gathered(values, matrix.pattern.places)
 
     @property
     def moved(self) -> int:

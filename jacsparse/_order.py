@@ -9,13 +9,13 @@ operator by the product beside it, whichever costs less.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ._accumulation import Accumulation, eliminate
+from ._accumulation import Accumulation
 from ._stages import Edge, Stage
 from .spgemm._estimate import KEYS, counts, fresh_keys, least
 
@@ -117,19 +117,18 @@ class _Estimates:
 
     def through(self, number: int) -> np.ndarray:
         """Multiply-adds of taking a stage's operators, one by one, to the left of intervals, by their last stage."""
-        total = np.zeros(len(self.stages))
-        for edge in self.stages[number].edges:
-            if edge.target in self.ahead[number]:
-                total += edge.pattern.structure.column_counts() @ self.ahead[number][edge.target]
-        return total
+        held, edges = self.ahead[number], self.stages[number].edges
+        met = ((held[edge.target], edge.pattern.structure) for edge in edges if edge.target in held)
+        return self._total(structure.column_counts() @ columns for columns, structure in met)
 
     def onward(self, number: int) -> np.ndarray:
         """The same to the right of intervals, by their first stage."""
-        total = np.zeros(len(self.stages))
-        for edge in self.stages[number].edges:
-            if edge.source in self.behind[number]:
-                total += edge.pattern.structure.row_counts() @ self.behind[number][edge.source]
-        return total
+        held, edges = self.behind[number], self.stages[number].edges
+        met = ((held[edge.source], edge.pattern.structure) for edge in edges if edge.source in held)
+        return self._total(structure.row_counts() @ rows for rows, structure in met)
+
+    def _total(self, terms: Iterable[np.ndarray]) -> np.ndarray:
+        return sum(terms, np.zeros(len(self.stages)))
 
 
 def best_order(stages: Sequence[Stage]) -> Order:
@@ -188,10 +187,7 @@ def accumulated(stages: Sequence[Stage], order: Order) -> tuple[Accumulation, in
             left, right = made(order.left), made(order.right)
             return None if left is None or right is None else accumulation.multiply(left, right)
         if order.how == "stage":
-            if stage.operator is not None:
-                return leaf(order.stage, stage.operator)
-            edges = [(edge.source, edge.target, leaf(order.stage, edge)) for edge in stage.edges]
-            return eliminate(accumulation, edges, stage.start, stage.stop)
+            return stage.joined(accumulation, lambda edge: leaf(order.stage, edge))
         if order.how == "backward":
             return pulled(order)
         beside = made(order.left if order.how == "from" else order.right)  # type: ignore[arg-type]

@@ -53,8 +53,6 @@ class Layout:
 
     def split(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as ``(batch, *shape for a batch of one)``."""
-        if self == _PLAIN:
-            return tensor.unsqueeze(1)
         batch = tensor.shape[self.axis] // max(1, self.copies)
         if self.minor:
             return tensor.unflatten(self.axis, (self.copies, batch)).movedim(self.axis + 1, 0)

@@ -107,17 +107,11 @@ class Stage(ABC):
     @functools.cached_property
     def _accumulated(self) -> tuple[Accumulation, int | None]:
         accumulation = Accumulation()
-        edges = [
-            (edge.source, edge.target, accumulation.leaf(number, edge.pattern))
-            for number, edge in enumerate(self.edges)
-        ]
-        return accumulation, eliminate(accumulation, edges, self.start, self.stop)
+        return accumulation, self.joined(accumulation, lambda edge: accumulation.leaf(edge, edge.pattern))
 
     @functools.cached_property
     def pattern(self) -> Pattern:
         """Of the transposed Jacobian, ``(in_size, out_size)``: the union over all paths."""
-        if self.operator is not None:
-            return self.operator.pattern
         accumulation, result = self._accumulated
         if result is None:
             return empty_pattern(math.prod(self.in_shape), math.prod(self.out_shape))
@@ -130,6 +124,13 @@ class Stage(ABC):
             return own[self.edges.index(self.operator)]
         edges = [(edge.source, edge.target, pattern) for edge, pattern in zip(self.edges, own, strict=True)]
         return Region((math.prod(self.in_shape), math.prod(self.out_shape)), edges, self.start, self.stop)
+
+    def joined(self, accumulation: Accumulation, leaf: Callable[[Edge], int]) -> int | None:
+        """The stage's matrix among those of an accumulation, made of its edges' own; None where it is zero."""
+        if self.operator is not None:
+            return leaf(self.operator)
+        edges = [(edge.source, edge.target, leaf(edge)) for edge in self.edges]
+        return eliminate(accumulation, edges, self.start, self.stop)
 
     @property
     def shared(self) -> bool:
@@ -382,10 +383,7 @@ class Record(ABC):
         accumulation, result = self.stage._accumulated
         if result is None:
             return SparseJacobian(self.stage.pattern, self.input.new_empty((0, len(self.input[samples]))))
-        edges = self.stage.edges
-        return self._made(
-            self.stage.pattern, lambda: accumulation.run(result, lambda number: self.values(edges[number], samples))
-        )
+        return self._made(self.stage.pattern, lambda: accumulation.run(result, lambda edge: self.values(edge, samples)))
 
     def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -51,9 +52,8 @@ class TracedStage(Stage):
         if y.dtype != x.dtype:
             raise TypeError(f"{self.path} makes {y.dtype} of {x.dtype}; run it outside torch.autocast")
         of_edges = {edge: arguments[edge.target] for edge in self.edges}
-        read = {node: values[node] for node in (self.start, *(operation.node for operation in self.operations))}
         mine = {key: own[key] for key in self._parameters() if key in own}
-        return TracedRecord(self, leaf, y, mine, of_edges, tensors={**attributes, **read})
+        return TracedRecord(self, leaf, y, mine, of_edges, tensors=values)
 
     def weights_of(self, edge: Edge) -> dict[str, tuple[torch.Tensor, bool]]:
         """As `Stage.weights_of`."""
@@ -76,9 +76,13 @@ class TracedStage(Stage):
 
     def _parameters(self) -> set[int]:
         """The training parameters that the stage reads, by their ``id``."""
+        return set().union(*(self.program.parameters_of(target) for target in self._targets))
+
+    @functools.cached_property
+    def _targets(self) -> list[str]:
+        """The attributes that the stage reads."""
         read = {operand for operation in self.operations for operand in operation.operands.values()}
-        targets = [target for node, target in self.program.attributes.items() if node in read]
-        return set().union(*(self.program.parameters_of(target) for target in targets))
+        return [target for node, target in self.program.attributes.items() if node in read]
 
 
 @dataclass(eq=False)
@@ -165,7 +169,7 @@ def traced_stages(
     start = cuts[0]
     for stop in cuts[1:]:
         operations = program.between(start, stop)
-        edges = tuple(_edges(program, operations, start, known, pruned, path))
+        edges = tuple(_edges(program, operations, known, pruned, path))
         only_reshapes = len(edges) == 1 and isinstance(edges[0].pattern.structure, Identity)
         if only_reshapes and stop is not cuts[-1]:
             # It runs with the stage that follows.
@@ -213,25 +217,17 @@ def _path(edges: Sequence[Edge], program: Program, where: str, taken: set[str]) 
 def _edges(
     program: Program,
     operations: Sequence[Operation],
-    start: fx.Node,
     known: dict[fx.Node, Any],
     pruned: bool,
     where: str,
 ) -> list[Edge]:
-    edges = []
-    for operation in operations:
-        if operation.node not in program.active:
-            continue
-        for name, operand in operation.operands.items():
-            if operand in program.active:
-                edges.append(_edge(program, operation, name, known, pruned, where))
-    reached = {start}
-    used = []
-    for edge in edges:
-        if edge.source in reached:
-            reached.add(edge.target)
-            used.append(edge)
-    return used
+    return [
+        _edge(program, operation, name, known, pruned, where)
+        for operation in operations
+        if operation.node in program.active
+        for name, operand in operation.operands.items()
+        if operand in program.active
+    ]
 
 
 def _edge(
@@ -256,6 +252,7 @@ def _edge(
         program.shapes[source],
         program.shapes[operation.node],
         path,
+        operation.source,
         argument=argument,
         batched=frozenset(batched - {argument}),
         dependent=frozenset(n for n, node in operation.operands.items() if node in program.dependent and n != argument),
@@ -263,10 +260,7 @@ def _edge(
         apply=apply,
     )
     edge = Edge(source, operation.node, call)
-    try:
-        edge.rule.check(call)
-    except NotImplementedError as error:
-        raise type(error)(f"{error}{operation.source}") from None
+    edge.rule.check(call)
     weights = [name for name in edge.rule.weights if name != argument and name not in batched]
     if pruned and weights:
         masks = {name: program.mask_of(operation.arguments[name]) for name in weights}

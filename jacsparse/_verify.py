@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -129,7 +130,8 @@ def verify(
         raise ValueError("x is an empty batch; pass at least one sample")
     limit = _TOLERANCE[x.dtype] if tolerance is None else tolerance
     stages = chain(module, tuple(x.shape[1:]), like=x)
-    records = stages.run(x)
+    with _alike(x):
+        records = stages.run(x)
     checks = [_of_edge(record, edge, limit) for record in records for edge in record.stage.edges]
     found = Verification((*checks, _of_whole(module, x, records, limit)))
     if found.failed and raise_exception:
@@ -145,16 +147,9 @@ def _of_edge(record: Record, edge: Edge, limit: float) -> Check:
     assert call.vjp is not None and call.input is not None
     pattern, values = edge.pattern, record.values(edge)
     exact = call.out_size <= EXACT_ROWS
-    generator = torch.Generator().manual_seed(0)
     largest, worst = 0.0, 0.0
     entries: list[str] = []
-    for number in range(call.out_size if exact else PROBES):
-        if exact:
-            one = torch.zeros(call.out_size)
-            one[number] = 1
-            seed = one.expand(len(call.input), -1).to(call.input)
-        else:
-            seed = torch.randn((len(call.input), call.out_size), generator=generator).to(call.input)
+    for number, seed in enumerate(_seeds(call.input, call.out_size)):
         expected = _flat(call.vjp(seed.reshape(-1, *call.out_shape)))
         difference = _flat(_product(pattern, values, seed)) - expected
         largest = max(largest, expected.abs().max().item() if expected.numel() else 0.0)
@@ -214,21 +209,17 @@ def _entry(pattern: Pattern, values: torch.Tensor, call: Call, sample: int, row:
 def _of_whole(module: nn.Module, x: torch.Tensor, records: list[Record], limit: float) -> Check:
     """The module's own output and gradients beside those of all the sparse Jacobians."""
     given = x.detach().clone().requires_grad_()
-    with torch.enable_grad():
+    with torch.enable_grad(), _alike(x):
         y = module(given * 1)
     name = type(module).__name__
     outputs = y[:1].numel()
     ours = records[-1].output if records else y
-    random = any(edge.call.operator in _RANDOM for record in records for edge in record.stage.edges)
-    shape = (outputs, x[:1].numel())
-    if random:
-        return Check(name, name, shape, False, 0.0)
     entries = []
     if ours.shape != y.shape or _over(_flat(ours) - _flat(y), limit * max(1e-300, y.abs().max().item())).numel():
         entries.append("the output is another than the module's own")
-    worst, exact = 0.0, outputs <= EXACT_ROWS
-    for seed in _seeds(y.detach(), exact):
-        expected = _gradient(y, given, seed)
+    worst = 0.0
+    for seed in _seeds(y, outputs):
+        expected = _gradient(y, given, seed.reshape(y.shape))
         found = batch_last(seed)
         for record in reversed(records):
             found = record.pull_back_sparse(found)
@@ -237,21 +228,27 @@ def _of_whole(module: nn.Module, x: torch.Tensor, records: list[Record], limit: 
         over = _over(_flat(difference), limit * max(largest, 1e-300))
         for sample, column in over[: max(0, NAMED - len(entries))].tolist():
             entries.append(f"sample {sample}: the gradient of x[{column}] is another than autograd's")
-    return Check(name, name, shape, exact, worst, tuple(entries))
+    return Check(name, name, (outputs, x[:1].numel()), outputs <= EXACT_ROWS, worst, tuple(entries))
 
 
-#: What they draw, they draw anew at each run.
-_RANDOM = ("aten.dropout", "aten.alpha_dropout", "aten.feature_dropout", "aten.feature_alpha_dropout")
+@contextlib.contextmanager
+def _alike(x: torch.Tensor) -> Iterator[None]:
+    """Where what is drawn at random, as by active dropout, is the same each time, and nobody else's draws change."""
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+        torch.manual_seed(0)
+        yield
 
 
-def _seeds(y: torch.Tensor, exact: bool) -> Iterator[torch.Tensor]:
-    outputs = y[:1].numel()
+def _seeds(like: torch.Tensor, outputs: int) -> Iterator[torch.Tensor]:
+    """Gradients of the outputs, ``(batch, outputs)``: each unit vector where there are few, else random ones."""
     generator = torch.Generator().manual_seed(0)
+    exact = outputs <= EXACT_ROWS
     for number in range(outputs if exact else PROBES):
-        seed = torch.zeros((len(y), outputs)) if exact else torch.randn((len(y), outputs), generator=generator)
+        shape = (len(like), outputs)
+        seed = torch.zeros(shape) if exact else torch.randn(shape, generator=generator)
         if exact:
             seed[:, number] = 1
-        yield seed.to(y).reshape(y.shape)
+        yield seed.to(like.device, like.dtype)
 
 
 def _gradient(y: torch.Tensor, x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["check_count", "check_number", "check_one_of"]
+__all__ = ["check_count", "check_images", "check_number", "check_one_of"]
 
 
 def check_one_of(name: str, value: Any, known: Collection[str]) -> None:
@@ -29,3 +29,11 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, o
     if not low <= number < high or (open_low and number == low):
         raise ValueError(f"{name} is {value!r}; expected a number in {'(' if open_low else '['}{low:g}, {high:g})")
     return number
+
+
+def check_images(num_classes: Any, in_channels: Any) -> dict[str, Any]:
+    """What all networks for images are built with, by name, where each is an integer of at least 1."""
+    return {
+        "num_classes": check_count("num_classes", num_classes),
+        "in_channels": check_count("in_channels", in_channels),
+    }

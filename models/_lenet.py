@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from ._checks import check_count
+from ._checks import check_images
 
 __all__ = ["LeNet5"]
 
@@ -38,10 +38,7 @@ class LeNet5(nn.Sequential):
     """
 
     def __init__(self, num_classes: int = 10, in_channels: int = 3) -> None:
-        options = {
-            "num_classes": check_count("num_classes", num_classes),
-            "in_channels": check_count("in_channels", in_channels),
-        }
+        options = check_images(num_classes, in_channels)
         super().__init__(
             OrderedDict(features=_features(in_channels), flatten=nn.Flatten(), classifier=_classifier(num_classes))
         )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ._checks import check_count
+from ._checks import check_images
 
 __all__ = ["ResNet8", "ResNet56", "ResNet110", "ResidualUnit"]
 
@@ -50,16 +50,30 @@ class ResidualUnit(nn.Module):
 
 
 class _ResNet(nn.Sequential):
-    """`stem`, three groups of residual units, `pool`, `flatten` and `classifier`."""
+    """`stem`, three groups of residual units, `pool`, `flatten` and `classifier`.
+
+    Parameters
+    ----------
+    num_classes : int
+        Outputs.
+    in_channels : int
+        Of the images, ``(batch, in_channels, 32, 32)``.
+
+    Raises
+    ------
+    ValueError
+        Where an argument does not fit.
+
+    Notes
+    -----
+    Huo et al. (2018), *Decoupled parallel backpropagation*, Table 2; He et al. (2016), section 4.2.
+    """
 
     #: Residual units of each group.
     units: ClassVar[tuple[int, int, int]]
 
     def __init__(self, num_classes: int = 10, in_channels: int = 3) -> None:
-        options = {
-            "num_classes": check_count("num_classes", num_classes),
-            "in_channels": check_count("in_channels", in_channels),
-        }
+        options = check_images(num_classes, in_channels)
         stem, *widths = _CHANNELS
         parts: OrderedDict[str, nn.Module] = OrderedDict()
         parts["stem"] = nn.Sequential(
@@ -79,42 +93,19 @@ class _ResNet(nn.Sequential):
                 nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
 
 
-_PARAMETERS = """
-    Parameters
-    ----------
-    num_classes : int
-        Outputs.
-    in_channels : int
-        Of the images, ``(batch, in_channels, 32, 32)``.
-
-    Raises
-    ------
-    ValueError
-        Where an argument does not fit.
-
-    Notes
-    -----
-    Huo et al. (2018), *Decoupled parallel backpropagation*, Table 2; He et al. (2016), section 4.2.
-    """
-
-
 class ResNet8(_ResNet):
-    """ResNet-8: one residual unit in each group."""
+    """ResNet-8: one residual unit in each group; `num_classes` outputs, images of `in_channels` × 32 × 32."""
 
     units = (1, 1, 1)
 
 
 class ResNet56(_ResNet):
-    """ResNet-56: nine residual units in each group."""
+    """ResNet-56: nine residual units in each group; `num_classes` outputs, images of `in_channels` × 32 × 32."""
 
     units = (9, 9, 9)
 
 
 class ResNet110(_ResNet):
-    """ResNet-110: eighteen residual units in each group."""
+    """ResNet-110: eighteen residual units in each group; `num_classes` outputs, images of `in_channels` × 32 × 32."""
 
     units = (18, 18, 18)
-
-
-for _kind in (ResNet8, ResNet56, ResNet110):
-    _kind.__doc__ = f"{_kind.__doc__}\n{_PARAMETERS}"

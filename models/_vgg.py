@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from ._checks import check_count, check_number
+from ._checks import check_images, check_number
 
 __all__ = ["VGG11"]
 
@@ -45,11 +45,7 @@ class VGG11(nn.Sequential):
     """
 
     def __init__(self, num_classes: int = 10, in_channels: int = 3, dropout: float = 0.5) -> None:
-        options = {
-            "num_classes": check_count("num_classes", num_classes),
-            "in_channels": check_count("in_channels", in_channels),
-            "dropout": check_number("dropout", dropout, 0, 1),
-        }
+        options = {**check_images(num_classes, in_channels), "dropout": check_number("dropout", dropout, 0, 1)}
         super().__init__(
             OrderedDict(
                 features=_features(in_channels), flatten=nn.Flatten(), classifier=_classifier(num_classes, dropout)

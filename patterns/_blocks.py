@@ -13,6 +13,7 @@ a normalisation over `n` elements with ``x̂ = (x - μ)/σ``: ``scale = weight/�
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,12 +68,13 @@ def _block_values(
 class _LineRule(Rule):
     """Values of the form above, from each operator's own factors."""
 
+    @abstractmethod
     def lines(self, call: Call) -> _Lines:
-        raise NotImplementedError
+        """Of one operator."""
 
+    @abstractmethod
     def factors(self, call: Call, lines: _Lines) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         """Scale, left, right and mean."""
-        raise NotImplementedError
 
     def pattern(self, call: Call) -> Pattern:
         lines = self.lines(call)

@@ -77,8 +77,8 @@ def compressed_values(pattern: Pattern, call: Call) -> torch.Tensor:
     if call.jvp is not None and colors.max(initial=0) > 0:
         of_columns = row_colors(pattern.T)
         if of_columns.max(initial=0) < colors.max():
-            rows = np.repeat(np.arange(pattern.shape[0]), np.diff(pattern.indptr))
-            return _passes(call.jvp, call, call.in_shape, of_columns[pattern.indices], of_columns, rows, pattern.nnz)
+            entry_columns = of_columns[pattern.indices]
+            return _passes(call.jvp, call, call.in_shape, entry_columns, of_columns, pattern.rows, pattern.nnz)
     of_entries = np.repeat(colors, pattern.structure.row_counts())
     return _passes(call.vjp, call, call.out_shape, of_entries, colors, pattern.indices, pattern.nnz)
 

@@ -10,7 +10,7 @@ import torch
 
 from ._pattern import Pattern
 from ._rules import POINTWISE, Call, Rule, add_rule
-from ._structure import Csr, Diagonal, Identity, frozen, index_dtype
+from ._structure import Csr, Diagonal, Identity
 from ._values import batch_last, positive
 
 __all__ = ["broadcast"]
@@ -21,10 +21,8 @@ def broadcast(in_shape: tuple[int, ...], out_shape: tuple[int, ...]) -> Pattern:
     size = int(np.prod(in_shape))
     if size == int(np.prod(out_shape)):
         return Pattern.of(Diagonal(size))
-    places = np.arange(size, dtype=index_dtype(0, 0, size)).reshape(in_shape)
-    indices = np.broadcast_to(places, out_shape).reshape(-1)
-    rows = np.arange(len(indices) + 1, dtype=index_dtype(len(indices), 0, size))
-    return Pattern.of(Csr(len(indices), size, frozen(rows), frozen(indices.astype(rows.dtype))))
+    sources = np.broadcast_to(np.arange(size).reshape(in_shape), out_shape).reshape(-1)
+    return Pattern.of(Csr.picking(sources, size))
 
 
 class _DiagonalRule(Rule):
@@ -66,9 +64,8 @@ class _PointwiseRule(_DiagonalRule):
         # Linear in this operand: its derivative is a constant, or another operand.
         if call.operator in ("aten.add", "aten.sub", "aten.rsub", "aten.neg"):
             return True
-        return call.operator in ("aten.mul", "aten.div") and call.argument != _DIVISORS.get(call.operator) and (
-            not call.batched
-        )  # fmt: skip
+        divides = call.operator == "aten.div" and call.argument == "other"
+        return call.operator in ("aten.mul", "aten.div") and not divides and not call.batched
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert call.input is not None
@@ -92,9 +89,6 @@ class _PointwiseRule(_DiagonalRule):
             y = call.function({**others, call.argument: own})
         (derivative,) = torch.autograd.grad(y, own, torch.ones_like(y))
         return derivative
-
-
-_DIVISORS = {"aten.div": "other"}
 
 
 def _aligned(tensor: torch.Tensor, rank: int) -> torch.Tensor:

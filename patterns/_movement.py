@@ -11,7 +11,7 @@ import torch
 
 from ._pattern import Pattern
 from ._rules import Call, Rule, add_rule
-from ._structure import Csr, Identity, frozen, index_dtype, row_starts
+from ._structure import Csr, Identity
 
 __all__: list[str] = []
 
@@ -56,16 +56,13 @@ class _MovementRule(Rule):
 
     def pattern(self, call: Call) -> Pattern:
         assert call.apply is not None
-        moved, nothing = call.apply(_numbered(call.in_shape)), call.apply(torch.zeros(call.in_shape).double())
+        moved = call.apply(_numbered(call.in_shape))
+        nothing = call.apply(torch.zeros(call.in_shape, dtype=torch.float64))
         sources = torch.where(moved == nothing, 0, moved).reshape(-1).to(torch.int64).numpy(force=True) - 1
         columns = call.in_size
         if len(sources) == columns and bool((sources == np.arange(columns)).all()):
             return Pattern.of(Identity(columns))
-        held = sources >= 0
-        dtype = index_dtype(0, len(sources), columns)
-        return Pattern.of(
-            Csr(len(sources), columns, frozen(row_starts(held, dtype)), frozen(sources[held].astype(dtype)))
-        )
+        return Pattern.of(Csr.picking(sources, columns))
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert call.input is not None
@@ -83,9 +80,4 @@ class _FoldRule(_MovementRule):
         arguments = (call[name] for name in ("kernel_size", "dilation", "padding", "stride"))
         pixels = _numbered((1, images * channels, *sizes))
         targets = torch.ops.aten.im2col(pixels, *arguments).reshape(-1).to(torch.int64).numpy() - 1
-        held, pixel_count = targets >= 0, call.out_size
-        dtype = index_dtype(0, len(targets), pixel_count)
-        transposed = Csr(
-            len(targets), pixel_count, frozen(row_starts(held, dtype)), frozen(targets[held].astype(dtype))
-        )
-        return Pattern.of(transposed).T
+        return Pattern.of(Csr.picking(targets, call.out_size)).T

@@ -108,6 +108,17 @@ class Pattern:
         place = np.arange(self.nnz, dtype=index_dtype(self.nnz, 0, 0))
         return frozen(scipy.sparse.csr_array((place, self.indices, self.indptr), shape=self.shape).tocsc().data)
 
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """Row of each entry; read-only, shape ``(nnz,)``, of the indices' type."""
+        dtype = index_dtype(self.nnz, *self.shape)
+        return frozen(np.repeat(np.arange(self.shape[0], dtype=dtype), self.structure.row_counts()))
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """Place of each entry among all the matrix' elements in C order; read-only, int64, shape ``(nnz,)``."""
+        return frozen(self.rows * np.int64(self.shape[1]) + self.indices)
+
     @property
     def digest(self) -> str:
         """A digest of the structure. Patterns with the same digest are equal, not the other way round."""

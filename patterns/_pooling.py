@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -245,12 +246,13 @@ def _channels(call: Call) -> int:
 class _SelectingRule(Rule):
     """Each window passes its gradient to its winner, ties broken as PyTorch breaks them."""
 
+    @abstractmethod
     def axes(self, call: Call) -> tuple[Sliding, ...] | tuple[Adaptive, ...]:
-        raise NotImplementedError
+        """Of one operator."""
 
+    @abstractmethod
     def pooled(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Position within its channel that wins each window of ``(images, channels, ...)``, int64."""
-        raise NotImplementedError
 
     def pattern(self, call: Call) -> Pattern:
         return Pattern.of(Pooling(_channels(call), self.axes(call), selects=True))
@@ -329,8 +331,9 @@ class _SeparableRule(Rule):
     def shared(self, call: Call) -> bool:
         return True
 
+    @abstractmethod
     def axes(self, call: Call) -> tuple[Sliding, ...] | tuple[Adaptive, ...] | tuple[Weighted, ...]:
-        raise NotImplementedError
+        """Of one operator."""
 
     def pattern(self, call: Call) -> Pattern:
         return Pattern.of(Pooling(_channels(call), self.axes(call)))
@@ -339,9 +342,9 @@ class _SeparableRule(Rule):
 class _AveragePoolRule(_SeparableRule):
     """A window's mean: one over its divisor for each entry."""
 
+    @abstractmethod
     def divisors(self, call: Call) -> np.ndarray:
         """Divisor of each window of a channel, float64."""
-        raise NotImplementedError
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert isinstance(pattern.structure, Pooling) and call.input is not None

@@ -10,7 +10,7 @@ import torch
 
 from ._pattern import Pattern
 from ._rules import Call, Rule, add_rule
-from ._structure import Csr, Full, frozen, index_dtype
+from ._structure import Csr, Full
 
 __all__: list[str] = []
 
@@ -37,10 +37,8 @@ class _ReductionRule(Rule):
         outputs = math.prod(shape)
         if outputs == 1:
             return Pattern.of(Full(1, size))
-        dtype = index_dtype(0, outputs, size)
-        targets = np.broadcast_to(np.arange(outputs, dtype=dtype).reshape(shape), call.in_shape).reshape(-1)
-        transposed = Csr(size, outputs, frozen(np.arange(size + 1, dtype=dtype)), frozen(targets.copy()))
-        return Pattern.of(transposed).T
+        targets = np.broadcast_to(np.arange(outputs).reshape(shape), call.in_shape).reshape(-1)
+        return Pattern.of(Csr.picking(targets, outputs)).T
 
 
 @add_rule("aten.sum", "aten.mean")

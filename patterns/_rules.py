@@ -38,8 +38,8 @@ class Call:
         wherever it is, or of size `k` where each sample is a batch of `k` to the operator.
     argument : str
         Name of the differentiated argument.
-    path : str
-        Where in the model: for messages.
+    path, source : str
+        Where in the model, and in its code, as in `` at net.py, line 7``: for messages.
     kept : dict
         For weights of which some are pruned: which are kept, bool, by the argument's name.
     input, output : Tensor or None
@@ -65,6 +65,7 @@ class Call:
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     path: str = ""
+    source: str = ""
     argument: str = "input"
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     input: torch.Tensor | None = None
@@ -91,8 +92,8 @@ class Call:
         return math.prod(self.out_shape)
 
     def unsupported(self, what: str, remedy: str) -> UnsupportedOperatorError:
-        """An error that names the operator's path, what is not supported and what to do."""
-        return UnsupportedOperatorError(f"{self.path or self.operator}: {what}; {remedy}")
+        """An error that names the operator's path, what is not supported, what to do and the line of code."""
+        return UnsupportedOperatorError(f"{self.path or self.operator}: {what}; {remedy}{self.source}")
 
 
 class Rule(ABC):
@@ -105,7 +106,7 @@ class Rule(ABC):
 
     def check(self, call: Call) -> None:
         """Raise UnsupportedOperatorError where this use of the operator has no Jacobian for each sample."""
-        others = call.dependent if call.argument in ("input", "self", "") else call.dependent | {call.argument}
+        others = call.dependent if call.argument in ("input", "self") else call.dependent | {call.argument}
         if others and not self.several:
             raise call.unsupported(
                 f"{', '.join(sorted(others))} of {call.operator} depends on the input",

@@ -308,6 +308,13 @@ class Csr(Structure):
         return {"rows": self.rows, "columns": self.columns, "indptr": self.indptr, "indices": self.indices}
 
     @classmethod
+    def picking(cls, sources: np.ndarray, columns: int) -> Csr:
+        """At most one entry in each row: in the column that `sources` names, none where that is negative."""
+        held = sources >= 0
+        dtype = index_dtype(0, len(sources), columns)
+        return cls(len(sources), columns, frozen(row_starts(held, dtype)), frozen(sources[held].astype(dtype)))
+
+    @classmethod
     def restore(cls, description: Mapping[str, Any]) -> Csr:
         rows, columns = natural(description, "rows"), natural(description, "columns")
         return cls.checked((rows, columns), description.get("indptr"), description.get("indices"))

@@ -21,7 +21,6 @@ import torch
 from ..patterns import Full, Pattern
 from ..patterns._cuda import allocated, on_device
 from ..patterns._runtime import kernel, run_rows
-from ..patterns._structure import frozen
 from ..patterns._values import gathered
 from . import _cuda
 from ._lanes import block_width
@@ -161,12 +160,7 @@ class VectorForm(_Form):
         if wanted == "x":
             turned = gathered(values["values"], pattern.transposition)
             return matvec(pattern.T, turned, values["y"])  # type: ignore[no-any-return]
-        return gathered(values["y"], self._rows) * gathered(values["x"], pattern.indices)
-
-    @functools.cached_property
-    def _rows(self) -> np.ndarray:
-        """Row of each entry."""
-        return frozen(np.repeat(np.arange(self.pattern.shape[0]), self.pattern.structure.row_counts()))
+        return gathered(values["y"], pattern.rows) * gathered(values["x"], pattern.indices)
 
 
 class _Derivative(torch.autograd.Function):

@@ -96,8 +96,7 @@ class SumPlan:
         if term.nnz == self.pattern.nnz:
             return None
         if isinstance(self.pattern.structure, Full):
-            rows, columns = self.pattern.shape
-            return frozen(np.repeat(np.arange(rows) * columns, term.structure.row_counts()) + term.indices)
+            return term.places
         place = np.empty(term.nnz, dtype=index_dtype(self.pattern.nnz, 0, 0))
         run_rows(
             _find, self.pattern.indptr, term.indptr, term.indices, self.pattern.indptr, self.pattern.indices, place

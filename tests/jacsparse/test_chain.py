@@ -334,6 +334,18 @@ def test_active_dropout_has_the_jacobian_of_its_own_draw() -> None:
     assert set(expected.flatten().tolist()) == {1.0, 7.0}
 
 
+def test_verify_compares_active_dropout_under_one_draw() -> None:
+    x = torch.randn(3, 40, dtype=torch.float64)
+    for module in (
+        nn.Sequential(nn.Linear(40, 40), nn.Dropout(), nn.ReLU(), nn.AlphaDropout()),
+        Net(lambda self, x: functional.dropout(self.a(x), 0.5, self.training) * 3 + x, a=linear(40, 40)),
+    ):
+        drawn = torch.random.get_rng_state()
+        found = jacsparse.verify(module.double(), x)
+        assert found.checks[-1].exact
+        assert torch.equal(torch.random.get_rng_state(), drawn)
+
+
 def test_attributes_that_the_code_looks_at_are_part_of_the_structure() -> None:
     module = Net(lambda self, x: self.a(x) * self.factor + x, a=linear())
     module.factor = 2.0
