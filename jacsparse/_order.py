@@ -9,15 +9,15 @@ operator by the product beside it, whichever costs less.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ._accumulation import Accumulation
 from ._stages import Edge, Stage
-from .spgemm._estimate import KEYS, counts, fresh_keys, least
+from .spgemm._estimate import counts, fresh_keys, least
 
 __all__ = ["Order", "accumulated", "best_order"]
 
@@ -59,76 +59,65 @@ class Order:
 
 
 class _Estimates:
-    """Of each interval of stages: multiply-adds of its products, by keys that are taken through the stages.
+    """Multiply-adds that take each interval of stages further, by keys that are passed through the stages.
 
-    At each vertex (a tensor between operators) ``ahead[v][:, j]`` is how many elements of the output of stage `j`
-    depend on each element of the vertex, and ``behind[v][:, i]`` on how many of the input of stage `i` it depends.
+    Attributes
+    ----------
+    entries : ndarray, (stages, stages)
+        Of each interval, by its first and last stage.
+    through : ndarray, (stages, stages)
+        Multiply-adds of taking a stage's operators, one by one, to the left of an interval: by stage and last stage.
+    onward : ndarray, (stages, stages)
+        The same to the right of an interval: by stage and first stage.
+    meets : list of ndarray
+        Of the product of intervals that meet behind each stage: by first stage, and by last from the next one on.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        self.stages = stages
         n = len(stages)
-        sizes = np.array([int(np.prod(stage.out_shape)) for stage in stages])
-        before = np.array([int(np.prod(stage.in_shape)) for stage in stages])
-        # Towards the output: keys start at each stage's output, and go back.
-        self.ahead: list[dict[Any, np.ndarray]] = [{} for _ in stages]
-        keys = np.full((int(sizes[-1]), n * KEYS), np.inf, dtype=np.float32)
+        sizes = np.array([math.prod(stages[0].in_shape), *(math.prod(stage.out_shape) for stage in stages)])
+        self.entries, self.through, self.onward = np.zeros((3, n, n))
+        # How many elements of each later stage's output depend on each element of a tensor. Keys begin there.
+        ahead: list[np.ndarray] = [np.zeros((sizes[n], 0))] * (n + 1)
+        keys = np.empty((sizes[n], 0), dtype=np.float32)
         for number in reversed(range(n)):
-            keys = np.ascontiguousarray(keys)
-            keys[:, number * KEYS : (number + 1) * KEYS] = fresh_keys(int(sizes[number]), number)
-            keys = self._taken(number, keys, self.ahead[number], sizes, backwards=True)
-        # Towards the input: keys start at each stage's input, and go on.
-        self.behind: list[dict[Any, np.ndarray]] = [{} for _ in stages]
-        keys = np.full((int(before[0]), n * KEYS), np.inf, dtype=np.float32)
-        for number in range(n):
-            keys = np.ascontiguousarray(keys)
-            keys[:, number * KEYS : (number + 1) * KEYS] = fresh_keys(int(before[number]), n + number)
-            keys = self._taken(number, keys, self.behind[number], before, backwards=False)
+            stage, later = stages[number], slice(number, n)
+            keys = np.hstack([fresh_keys(int(sizes[number + 1]), number), keys])
+            held = _passed_keys(stage, keys, backwards=True)
+            reached = {vertex: counts(own, sizes[number + 1 :]) for vertex, own in held.items()}
+            for edge in stage.edges:
+                if edge.target in reached:
+                    self.through[number, later] += edge.pattern.structure.column_counts() @ reached[edge.target]
+            keys, ahead[number] = held[stage.start], reached[stage.start]
+            self.entries[number, later] = ahead[number].sum(axis=0)
+        # On how many elements of each earlier stage's input each element depends.
+        self.meets: list[np.ndarray] = []
+        keys = np.empty((sizes[0], 0), dtype=np.float32)
+        for number, stage in enumerate(stages):
+            sooner = slice(number + 1)
+            keys = np.hstack([keys, fresh_keys(int(sizes[number]), n + number)])
+            held = _passed_keys(stage, keys, backwards=False)
+            reached = {vertex: counts(own, sizes[sooner]) for vertex, own in held.items()}
+            for edge in stage.edges:
+                if edge.source in reached:
+                    self.onward[number, sooner] += edge.pattern.structure.row_counts() @ reached[edge.source]
+            keys = held[stage.stop]
+            self.meets.append(reached[stage.stop].T @ ahead[number + 1])
 
-    def _taken(
-        self, number: int, keys: np.ndarray, kept: dict[Any, np.ndarray], limits: np.ndarray, *, backwards: bool
-    ) -> np.ndarray:
-        """Keys at one end of a stage taken to its other, the counts at each vertex kept."""
-        stage = self.stages[number]
-        first, last = (stage.stop, stage.start) if backwards else (stage.start, stage.stop)
-        held = {first: keys}
-        for edge in reversed(stage.edges) if backwards else stage.edges:
-            source, target = (edge.target, edge.source) if backwards else (edge.source, edge.target)
-            if source in held:
-                pattern = edge.pattern if backwards else edge.pattern.T
-                own = least(pattern, held[source])
-                held[target] = np.minimum(held[target], own) if target in held else own
-        kept.update({vertex: counts(own, limits) for vertex, own in held.items()})
-        missing = np.full((int(np.prod(stage.in_shape if backwards else stage.out_shape)), keys.shape[1]), np.inf)
-        return held.get(last, missing.astype(np.float32))
 
-    def product(self, middle: int) -> np.ndarray:
-        """Multiply-adds of the products of intervals that meet behind stage `middle`: ``(first, last)``."""
-        behind, ahead = self.behind[middle], self.ahead[middle + 1]
-        left = behind.get(self.stages[middle].stop)
-        right = ahead.get(self.stages[middle + 1].start)
-        n = len(self.stages)
-        return np.zeros((n, n)) if left is None or right is None else left.T @ right
-
-    def nnz(self, first: int) -> np.ndarray:
-        """Entries of the intervals that begin with stage `first`, by their last stage."""
-        own = self.ahead[first].get(self.stages[first].start)
-        return np.zeros(len(self.stages)) if own is None else own.sum(axis=0)
-
-    def through(self, number: int) -> np.ndarray:
-        """Multiply-adds of taking a stage's operators, one by one, to the left of intervals, by their last stage."""
-        held, edges = self.ahead[number], self.stages[number].edges
-        met = ((held[edge.target], edge.pattern.structure) for edge in edges if edge.target in held)
-        return self._total(structure.column_counts() @ columns for columns, structure in met)
-
-    def onward(self, number: int) -> np.ndarray:
-        """The same to the right of intervals, by their first stage."""
-        held, edges = self.behind[number], self.stages[number].edges
-        met = ((held[edge.source], edge.pattern.structure) for edge in edges if edge.source in held)
-        return self._total(structure.row_counts() @ rows for rows, structure in met)
-
-    def _total(self, terms: Iterable[np.ndarray]) -> np.ndarray:
-        return sum(terms, np.zeros(len(self.stages)))
+def _passed_keys(stage: Stage, keys: np.ndarray, *, backwards: bool) -> dict[Any, np.ndarray]:
+    """Keys at one end of a stage passed to all its vertices; infinite at the other end where no path leads there."""
+    first, last = (stage.stop, stage.start) if backwards else (stage.start, stage.stop)
+    held = {first: keys}
+    for edge in reversed(stage.edges) if backwards else stage.edges:
+        source, target = (edge.target, edge.source) if backwards else (edge.source, edge.target)
+        if source in held:
+            own = least(edge.pattern if backwards else edge.pattern.T, held[source])
+            held[target] = np.minimum(held[target], own) if target in held else own
+    if last not in held:
+        size = math.prod(stage.in_shape if backwards else stage.out_shape)
+        held[last] = np.full((size, keys.shape[1]), np.inf, dtype=np.float32)
+    return held
 
 
 def best_order(stages: Sequence[Stage]) -> Order:
@@ -137,36 +126,31 @@ def best_order(stages: Sequence[Stage]) -> Order:
     if n == 1:
         return Order("stage", 0)
     estimates = _Estimates(stages)
-    entries = [estimates.nnz(first) for first in range(n)]
-    through = [estimates.through(number) for number in range(n)]
-    onward = [estimates.onward(number) for number in range(n)]
-    meets = [estimates.product(middle) for middle in range(n - 1)]
+    # Where an operator's own backward may be asked, what it takes for each column.
+    backward = [math.inf if stage.hooked else DENSE * stage.backward_work for stage in stages]
     best: dict[tuple[int, int], Order] = {}
     for number, stage in enumerate(stages):
-        own = through[number] if stage.operator is None else entries[number]
-        best[number, number] = Order("stage", number, cost=float(own[number]))
+        own = estimates.through if stage.operator is None else estimates.entries
+        best[number, number] = Order("stage", number, cost=float(own[number, number]))
     for length in range(1, n):
         for first in range(n - length):
             last = first + length
-            ways = []
-            for middle in range(first, last):
-                left, right = best[first, middle], best[middle + 1, last]
-                cost = left.cost + right.cost + float(meets[middle][first, last])
-                ways.append(Order("product", left=left, right=right, cost=cost))
+            ways = [
+                (best[first, middle].cost + best[middle + 1, last].cost + meets[first, last - middle - 1], middle)
+                for middle, meets in enumerate(estimates.meets[first:last], start=first)
+            ]
+            cost, middle = min(ways)
+            left, right = best[first, last - 1], best[first + 1, last]
+            orders = [Order("product", left=best[first, middle], right=best[middle + 1, last], cost=cost)]
             if stages[first].operator is None:
-                right = best[first + 1, last]
-                ways.append(Order("through", first, right=right, cost=right.cost + float(through[first][last])))
-            if not stages[first].hooked:
-                right, columns = best[first + 1, last], math.prod(stages[last].out_shape)
-                cost = right.cost + DENSE * columns * stages[first].backward_work
-                ways.append(Order("backward", first, right=right, cost=cost))
+                orders.append(Order("through", first, right=right, cost=right.cost + estimates.through[first, last]))
             if stages[last].operator is None:
-                left = best[first, last - 1]
-                ways.append(Order("from", last, left=left, cost=left.cost + float(onward[last][first])))
-            chosen = min(ways, key=lambda way: way.cost)
-            best[first, last] = Order(
-                chosen.how, chosen.stage, chosen.left, chosen.right, chosen.cost + float(entries[first][last])
-            )
+                orders.append(Order("from", last, left=left, cost=left.cost + estimates.onward[last, first]))
+            if not stages[first].hooked:
+                cost = right.cost + math.prod(stages[last].out_shape) * backward[first]
+                orders.append(Order("backward", first, right=right, cost=cost))
+            chosen = min(orders, key=lambda order: order.cost)
+            best[first, last] = replace(chosen, cost=float(chosen.cost + estimates.entries[first, last]))
     return best[0, n - 1]
 
 

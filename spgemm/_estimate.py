@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..patterns import Diagonal, Full, Pattern
+from ..patterns import Blocks, Convolution, Diagonal, Full, Pattern, Pooling, Structure
 from ..patterns._runtime import kernel, run_rows
 
 __all__ = ["KEYS", "counts", "fresh_keys", "least"]
@@ -30,6 +30,18 @@ def _least(first, last, indptr, indices, keys, out):
                 own[lane] = min(own[lane], other[lane])
 
 
+@kernel
+def _counts(first, last, keys, columns, out):
+    for row in range(first, last):
+        own, found = keys[row], out[row]
+        for product in range(len(columns)):
+            total = np.float32(0)
+            for key in range(product * KEYS, (product + 1) * KEYS):
+                total += own[key]
+            # No key at all is infinite.
+            found[product] = min((KEYS - 1) / total, columns[product])
+
+
 def fresh_keys(columns: int, seed: int) -> np.ndarray:
     """Keys of columns that are the ends of products: float32, ``(columns, KEYS)``."""
     return np.random.default_rng(seed).standard_exponential((columns, KEYS), dtype=np.float32)
@@ -37,19 +49,49 @@ def fresh_keys(columns: int, seed: int) -> np.ndarray:
 
 def least(pattern: Pattern, keys: np.ndarray) -> np.ndarray:
     """For each row of a pattern the least keys among its columns: float32, ``(rows, lanes)``; infinite for none."""
-    if isinstance(pattern.structure, Diagonal):
+    for structure in reversed(_factors(pattern.structure)):
+        keys = _least_of(structure, keys)
+    return keys
+
+
+def _factors(structure: Structure) -> tuple[Structure, ...]:
+    """Structures whose product is this one, each with few entries: rows of which many are alike are made once."""
+    if isinstance(structure, Full):
+        structure = Blocks(1, structure.m, structure.n)
+    if isinstance(structure, Blocks):
+        outer, rows, columns, inner = structure.outer, structure.rows, structure.columns, structure.inner
+        return (Blocks(outer, rows, 1, inner), Blocks(outer, 1, columns, inner))
+    if isinstance(structure, Convolution) and structure.kept is None:
+        if structure.transposed:
+            return tuple(factor.T for factor in reversed(_factors(structure.T)))
+        # From any channel of a group to any other, by the same windows.
+        windows = Pooling(structure.groups, structure.axes)
+        channels = (structure.out_channels // structure.groups, structure.in_channels // structure.groups)
+        places = tuple(size // max(1, structure.groups) for size in windows.shape)
+        return (
+            Blocks(structure.groups, channels[0], 1, places[0]),
+            windows,
+            Blocks(structure.groups, 1, channels[1], places[1]),
+        )
+    return (structure,)
+
+
+def _least_of(structure: Structure, keys: np.ndarray) -> np.ndarray:
+    if isinstance(structure, Diagonal):
         return keys
-    rows, lanes = pattern.shape[0], keys.shape[1]
-    if isinstance(pattern.structure, Full):
-        return np.broadcast_to(keys.min(axis=0, initial=np.inf), (rows, lanes))
+    rows, lanes = structure.shape[0], keys.shape[1]
+    if isinstance(structure, Blocks):
+        blocks = keys.reshape(structure.outer, structure.columns, structure.inner, lanes)
+        shortest = blocks.min(axis=1, keepdims=True, initial=np.inf)
+        return np.repeat(shortest, structure.rows, axis=1).reshape(rows, lanes)
     out = np.empty((rows, lanes), dtype=np.float32)
-    run_rows(_least, pattern.indptr, pattern.indptr, pattern.indices, np.ascontiguousarray(keys), out, lanes=lanes)
+    indptr, indices = structure.csr()
+    run_rows(_least, indptr, indptr, indices, np.ascontiguousarray(keys), out, lanes=lanes)
     return out
 
 
 def counts(keys: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """How many columns each row reaches, of as many as `columns` says for each product: ``(rows, products)``."""
-    # A product with ones, which BLAS takes: NumPy's sum over so short an axis is ten times slower.
-    sums = (keys.reshape(-1, KEYS) @ np.ones(KEYS, dtype=keys.dtype)).reshape(len(keys), -1)
-    with np.errstate(divide="ignore"):
-        return np.minimum(np.where(np.isinf(sums), 0, (KEYS - 1) / sums), columns)
+    out = np.empty((len(keys), len(columns)), dtype=np.float32)
+    run_rows(_counts, np.arange(len(keys) + 1), keys, columns, out, lanes=keys.shape[1])
+    return out

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jacsparse.models import build, prune_weights
-from jacsparse.patterns import Csr, Full, Pattern
+from jacsparse.patterns import Blocks, Convolution, Csr, Diagonal, Full, Pattern, Pooling, Sliding
 from jacsparse.spgemm import product_pattern
 from jacsparse.spgemm._estimate import KEYS, counts, fresh_keys, least
 from torch import nn
@@ -138,6 +138,29 @@ def test_estimated_counts_are_near_the_true_ones(sizes: list[tuple[int, float]],
     assert ((found == 0) == (true == 0)).all()
     # The share of a row's error that is left after as many draws, five times over.
     assert (np.abs(found - true) <= 1 + 5 * true / math.sqrt(24 * (KEYS - 2))).all()
+
+
+STRUCTURES = {
+    "full": Full(5, 7),
+    "blocks": Blocks(3, 4, 2, 5),
+    "empty": Blocks(2, 3, 0, 4),
+    "diagonal": Diagonal(6),
+    "linear": Convolution(6, 4, 1, ()),
+    "convolution": Convolution(6, 4, 1, (Sliding(7, 3, stride=2, before=1, after=1), Sliding(5, 2, dilation=2))),
+    "grouped": Convolution(6, 4, 2, (Sliding(7, 3, before=4, after=0),)),
+    "pruned": Convolution(2, 2, 1, (Sliding(5, 3),), np.packbits([1, 0, 0] * 4).tobytes()),
+    "pooling": Pooling(3, (Sliding(6, 2, stride=2), Sliding(5, 3)), selects=True),
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_least_keys_of_a_structure_are_those_of_its_entries(name: str, transposed: bool) -> None:
+    pattern = Pattern.of(STRUCTURES[name].T if transposed else STRUCTURES[name])
+    keys = fresh_keys(pattern.shape[1], 3)
+    expected = np.full((pattern.shape[0], KEYS), np.inf, dtype=np.float32)
+    np.minimum.at(expected, pattern.rows, keys[pattern.indices])
+    assert np.array_equal(least(pattern, keys), expected)
 
 
 def test_packed_rows_give_the_same_pattern() -> None:
