@@ -306,7 +306,7 @@ def _multiplication(plan: ProductPlan, a_values: torch.Tensor, b_values: torch.T
 
 
 def _planning(a: Pattern, b: Pattern, method: str) -> Call:
-    return lambda: plan_product(a, b, method=method)
+    return lambda: plan_product(a, b, method=method, cache=False)
 
 
 def _moved(plan: ProductPlan, factors: Sequence[torch.Tensor], batch: int) -> int:

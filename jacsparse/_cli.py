@@ -209,6 +209,20 @@ def doctor() -> None:
     report()
 
 
+@app.command()
+def clear_cache() -> None:
+    """Remove what is kept between runs: compiled kernels, plans, features of sounds. All is made again when needed."""
+    from .patterns._runtime import cache_directory
+    from .patterns._store import SHELVES, clear, used
+
+    before = sum(used(shelf)[1] for shelf in SHELVES)
+    clear()
+    after = sum(used(shelf)[1] for shelf in SHELVES)
+    typer.echo(f"{cache_directory()}: {(before - after) / 2**20:.1f} MiB removed")
+    if after:
+        raise OSError(f"{after / 2**20:.1f} MiB in {cache_directory()} cannot be removed; remove the folder by hand")
+
+
 def _sizes(text: str) -> tuple[int, ...]:
     from ._chain import check_shape
 

@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import platform
 import shutil
-from pathlib import Path
 
 __all__ = ["report"]
 
@@ -66,17 +65,26 @@ def _machine() -> list[tuple[str, str]]:
 
 def _caches() -> list[tuple[str, str]]:
     from .patterns._runtime import cache_directory, kernel_cache
+    from .patterns._store import SHELVES, plan_limit, used
 
     kernels = kernel_cache()
     if kernels is None:
         return [("cache", f"{cache_directory()} cannot be written: kernels are compiled anew in each process; "
                  "set JACSPARSE_CACHE_DIR to a folder that can")]  # fmt: skip
-    size = sum(file.stat().st_size for file in Path(kernels).rglob("*.nb[ci]"))
     free = shutil.disk_usage(kernels).free
+    sizes = {shelf: _size(*used(shelf)) for shelf in SHELVES}
+    most = plan_limit() // 2**20
+    limit = f"of at most {most:,} MiB" if most else "no more are kept"
     return [
-        ("cache", f"{cache_directory()}"),
-        ("compiled kernels", f"{size / 2**20:.1f} MiB, {free / 2**30:.0f} GiB free"),
+        ("cache", f"{cache_directory()}, {free / 2**30:.0f} GiB free (jacsparse clear-cache empties it)"),
+        ("compiled kernels", sizes["kernels"]),
+        ("plans", f"{sizes['plans']}, {limit} (JACSPARSE_CACHE_MIB)"),
+        ("features of sounds", sizes["features"]),
     ]
+
+
+def _size(files: int, nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB in {files:,} files"
 
 
 def _optional() -> list[tuple[str, str]]:

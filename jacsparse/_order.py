@@ -8,8 +8,9 @@ operator by the product beside it, whichever costs less.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +18,17 @@ import numpy as np
 
 from ._accumulation import Accumulation
 from ._stages import Edge, Stage
-from .spgemm._estimate import counts, fresh_keys, least
+from .patterns._store import remembered
+from .spgemm._estimate import KEYS, counts, fresh_keys, least
 
 __all__ = ["Order", "accumulated", "best_order"]
 
 #: What a multiply-add of an operator's own dense backward costs, in those of sparse products: measured on CPUs, where
 #: convolutions of PyTorch reach 10 to 90 billion a second and sparse products 2 to 15.
 DENSE = 1 / 8
+
+
+_HOWS = ("stage", "product", "through", "from", "backward")
 
 
 @dataclass(frozen=True)
@@ -121,10 +126,49 @@ def _passed_keys(stage: Stage, keys: np.ndarray, *, backwards: bool) -> dict[Any
 
 
 def best_order(stages: Sequence[Stage]) -> Order:
-    """The cheapest order of a chain's products, of at least one stage."""
-    n = len(stages)
-    if n == 1:
+    """The cheapest order of a chain's products, of at least one stage; where it was found before, that one."""
+    if len(stages) == 1:
         return Order("stage", 0)
+    found = remembered(f"order {_digest(stages)}", lambda: _packed(_cheapest(stages)))
+    return _unpacked(zip(found["how"].tolist(), found["stage"].tolist(), found["cost"].tolist(), strict=True))
+
+
+def _digest(stages: Sequence[Stage]) -> str:
+    """Of all that decides upon an order."""
+    digest = hashlib.blake2b(f"{KEYS} {DENSE}".encode())
+    for stage in stages:
+        numbers: dict[Any, int] = {}
+        ends = [numbers.setdefault(vertex, len(numbers)) for vertex in (stage.start, stage.stop)]
+        digest.update(f"{stage.in_shape} {stage.out_shape} {stage.hooked} {stage.backward_work} {ends}".encode())
+        for edge in stage.edges:
+            ends = [numbers.setdefault(vertex, len(numbers)) for vertex in (edge.source, edge.target)]
+            digest.update(f"{ends} {edge.pattern.digest}".encode())
+    return digest.hexdigest()
+
+
+def _packed(order: Order) -> dict[str, np.ndarray]:
+    """An order as arrays: each node before what it is made of, the left one first."""
+    nodes, waiting = [], [order]
+    while waiting:
+        nodes.append(waiting.pop())
+        waiting += [part for part in (nodes[-1].right, nodes[-1].left) if part is not None]
+    return {
+        "how": np.array([_HOWS.index(node.how) for node in nodes]),
+        "stage": np.array([node.stage for node in nodes]),
+        "cost": np.array([node.cost for node in nodes]),
+    }
+
+
+def _unpacked(nodes: Iterator[tuple[int, int, float]]) -> Order:
+    number, stage, cost = next(nodes)
+    how = _HOWS[number]
+    left = _unpacked(nodes) if how in ("product", "from") else None
+    right = _unpacked(nodes) if how in ("product", "through", "backward") else None
+    return Order(how, stage, left, right, cost)
+
+
+def _cheapest(stages: Sequence[Stage]) -> Order:
+    n = len(stages)
     estimates = _Estimates(stages)
     # Where an operator's own backward may be asked, what it takes for each column.
     backward = [math.inf if stage.hooked else DENSE * stage.backward_work for stage in stages]

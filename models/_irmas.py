@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jacsparse.patterns._files import replacing
-from jacsparse.patterns._runtime import cache_directory
+from jacsparse.patterns import _store
 
 from ._checks import check_one_of
 from ._data import Dataset
@@ -111,7 +110,7 @@ def load_irmas(folder: Path, features: str = "S", *, skip_damaged: bool = False)
     """
     check_one_of("features", features, FEATURES)
     files, labels = _files(Path(folder))
-    digest = hashlib.blake2b(f"2 {features} {skip_damaged}".encode(), digest_size=12)
+    digest = hashlib.blake2b(f"3 {features} {skip_damaged}".encode(), digest_size=12)
     for path in files:
         about = path.stat()
         digest.update(f"{path.parent.name}/{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
@@ -153,26 +152,20 @@ class Features:
         )
 
 
-def kept(name: str, make: Callable[[], Features]) -> Features:
+def kept(key: str, make: Callable[[], Features]) -> Features:
     """Features from the cache directory, or made and kept there."""
-    place = cache_directory() / "features" / f"{name}.npz"
+    arrays = _store.find("features", key)
+    if arrays is not None:
+        return Features(arrays["inputs"], arrays["labels"], arrays["test"], tuple(arrays["skipped"].tolist()))
+    made = make()
+    skipped = np.array(made.skipped, dtype=np.str_)
     try:
-        with np.load(place, allow_pickle=False) as content:
-            found = Features(content["inputs"], content["labels"], content["test"], tuple(content["skipped"].tolist()))
-        if found.inputs.ndim == 3 and found.labels.shape == found.test.shape == found.inputs.shape[:1]:
-            return found
-    except Exception:
-        # None there, or a damaged one: made again.
-        pass
-    found = make()
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(place) as temporary:
-            skipped = np.array(found.skipped, dtype=np.str_)
-            np.savez(temporary, inputs=found.inputs, labels=found.labels, test=found.test, skipped=skipped)
+        _store.keep(
+            "features", key, {"inputs": made.inputs, "labels": made.labels, "test": made.test, "skipped": skipped}
+        )
     except OSError as error:
-        warnings.warn(f"features cannot be kept in {place.parent}: {error}", RuntimeWarning, stacklevel=2)
-    return found
+        warnings.warn(f"features cannot be kept: {error}", RuntimeWarning, stacklevel=2)
+    return made
 
 
 def _librosa() -> Any:

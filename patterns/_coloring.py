@@ -16,6 +16,7 @@ import torch
 
 from ._pattern import Pattern
 from ._runtime import kernel
+from ._store import remembered
 from ._structure import Blocks, Diagonal, Full
 
 if TYPE_CHECKING:
@@ -59,8 +60,14 @@ def row_colors(pattern: Pattern) -> np.ndarray:
         return np.tile(line, structure.outer)
     colors = np.zeros(rows, dtype=np.int64)
     if structure.column_counts().max(initial=0) > 1:
-        # Each row waits for those before it: one range, on one thread.
-        _greedy(0, rows, pattern.indptr, pattern.indices, pattern.T.indptr, pattern.T.indices, colors)
+        return remembered(f"colors {pattern.digest}", lambda: {"colors": _greedy_colors(pattern)})["colors"]
+    return colors
+
+
+def _greedy_colors(pattern: Pattern) -> np.ndarray:
+    colors = np.zeros(pattern.shape[0], dtype=np.int64)
+    # Each row waits for those before it: one range, on one thread.
+    _greedy(0, len(colors), pattern.indptr, pattern.indices, pattern.T.indptr, pattern.T.indices, colors)
     return colors
 
 

@@ -12,10 +12,11 @@ import torch
 from ..patterns import Diagonal, Full, Pattern, _archive
 from ..patterns._runtime import uncompiled
 from . import _dense, _merge, _rowwise, _scale, _slots  # noqa: F401  (each registers its methods)
+from ._cache import PLANS
 from ._gradients import ProductForm, differentiable, graph_operands, wants_gradient
 from ._methods import METHODS, Method, Product
 from ._operands import result, same_batch, same_device, view
-from ._symbolic import check_shapes, multiply_adds, product_pattern, row_work
+from ._symbolic import check_shapes, multiply_adds, product_digest, product_pattern, row_work
 
 __all__ = ["DEFAULT_MEMORY_LIMIT", "ProductPlan", "plan_product"]
 
@@ -183,7 +184,13 @@ class ProductPlan:
 
 
 def plan_product(
-    a: Pattern, b: Pattern, *, method: str = "auto", memory_limit: int | None = None, winners: bool = False
+    a: Pattern,
+    b: Pattern,
+    *,
+    method: str = "auto",
+    memory_limit: int | None = None,
+    winners: bool = False,
+    cache: bool = True,
 ) -> ProductPlan:
     """Plan the product ``C = A B`` of two patterns: the symbolic phase, done once.
 
@@ -200,6 +207,9 @@ def plan_product(
         Bytes of index arrays that ``auto`` may hold beside the patterns; 2 GiB where left out.
     winners : bool
         Whether a factor that selects will be given by its winners: ``auto`` then tries select first.
+    cache : bool
+        Whether to return the plan of an earlier call where one is still held, and to hold this one: the plans used
+        last are, up to 512 MiB. What took long is kept on disk too, in the user's cache directory.
 
     Raises
     ------
@@ -215,7 +225,7 @@ def plan_product(
     >>> plan_product(a, a, method="rowwise").flop
     4
     """
-    return planned(a, b, None, method, memory_limit, winners)
+    return planned(a, b, None, method, memory_limit, winners, cache)
 
 
 def planned(
@@ -225,6 +235,7 @@ def planned(
     method: str = "auto",
     memory_limit: int | None = None,
     winners: bool = False,
+    cache: bool = True,
 ) -> ProductPlan:
     """As `plan_product`, where the product's pattern may be known already."""
     for name, factor in (("a", a), ("b", b)):
@@ -237,9 +248,21 @@ def planned(
         raise ValueError(f"memory_limit is {memory_limit!r}; expected a number of bytes of at least 0, or None")
     check_shapes(a, b)
     closed = any(isinstance(factor.structure, (Diagonal, Full)) for factor in (a, b))
-    work = None if closed else row_work(a, b)
-    count = multiply_adds(a, b) if work is None else int(work[-1])
-    product = Product(a, b, product_pattern(a, b, work) if c is None else c, count, work)
+
+    def make() -> ProductPlan:
+        work = None if closed else row_work(a, b)
+        count = multiply_adds(a, b) if work is None else int(work[-1])
+        pattern = product_pattern(a, b, work, cache=cache) if c is None else c
+        return _made(Product(a, b, pattern, count, work), method, limit, winners)
+
+    if closed or not cache:
+        # Of a closed product there is nothing to be worked out, not even its key.
+        return make()
+    own = product_digest(a, b)
+    return PLANS.get((own, own if c is None else c.digest, method, limit, winners), make)
+
+
+def _made(product: Product, method: str, limit: int, winners: bool) -> ProductPlan:
     if method == "auto":
         return ProductPlan(product, _best(product, limit, winners))
     chosen = METHODS[method]

@@ -16,11 +16,22 @@ from numba.extending import intrinsic
 
 from ..patterns import Csr, Diagonal, Full, Identity, Pattern
 from ..patterns._runtime import inlined, kernel, run_rows
+from ..patterns._store import remembered
 from ..patterns._structure import frozen, index_dtype, row_starts
 
-__all__ = ["check_shapes", "meeting", "multiply_adds", "product_meeting", "product_pattern", "row_work"]
+__all__ = [
+    "check_shapes",
+    "meeting",
+    "multiply_adds",
+    "product_digest",
+    "product_meeting",
+    "product_pattern",
+    "row_work",
+]
 
 
+#: Multiply-adds that take about as long as asking the disk.
+SLOW_WORK = 1_000_000
 #: A row is merged as packed words from an entry for so many columns on.
 PACKED = 32
 
@@ -194,15 +205,34 @@ def row_work(a: Pattern, b: Pattern) -> np.ndarray:
     return frozen(row_starts(work, np.int64))
 
 
-def product_pattern(a: Pattern, b: Pattern, work: np.ndarray | None = None) -> Pattern:
-    """The pattern of ``a @ b``: where at least one pair of entries meets."""
+def product_pattern(a: Pattern, b: Pattern, work: np.ndarray | None = None, *, cache: bool = True) -> Pattern:
+    """The pattern of ``a @ b``: where at least one pair of entries meets; of an earlier run where that is faster."""
     for diagonal, other in ((a, b), (b, a)):
         if isinstance(diagonal.structure, Diagonal):
             return other if isinstance(diagonal.structure, Identity) else _scaled(other)
     (rows, _), (_, columns) = a.shape, b.shape
     if isinstance(a.structure, Full) or isinstance(b.structure, Full):
         return _full_product(a, b)
-    work = row_work(a, b) if work is None else work
+    running = row_work(a, b) if work is None else work
+
+    def make() -> dict[str, np.ndarray]:
+        return _product_arrays(a, b, running)
+
+    slow = cache and running[-1] > SLOW_WORK
+    found = remembered(f"product {product_digest(a, b)}", make) if slow else make()
+    if not found:
+        return Pattern.of(Full(rows, columns))
+    return _derived(a, b, found["indptr"], found["indices"])
+
+
+def product_digest(a: Pattern, b: Pattern) -> str:
+    """Of a product that is worked out, before it is."""
+    return hashlib.blake2b(f"product {a.digest} {b.digest}".encode(), digest_size=16).hexdigest()
+
+
+def _product_arrays(a: Pattern, b: Pattern, work: np.ndarray) -> dict[str, np.ndarray]:
+    """``indptr`` and ``indices`` of a product; none where it is full."""
+    rows, columns = a.shape[0], b.shape[1]
     counts = np.empty(rows, dtype=np.int64)
     factors: tuple[Any, ...] = (a.indptr, a.indices, b.indptr, b.indices, columns)
     # Rows of b with several columns to a word are merged a word at a time.
@@ -214,11 +244,11 @@ def product_pattern(a: Pattern, b: Pattern, work: np.ndarray | None = None) -> P
     run_rows(_count_packed if packed else _count, work, *factors, counts)
     nnz = int(counts.sum())
     if nnz == rows * columns:
-        return Pattern.of(Full(rows, columns))
+        return {}
     dtype = index_dtype(nnz, rows, columns)
     indptr, indices = row_starts(counts, dtype), np.empty(nnz, dtype=dtype)
     run_rows(_fill_packed if packed else _fill, work, *factors, indptr, indices)
-    return _derived(a, b, indptr, indices)
+    return {"indptr": indptr, "indices": indices}
 
 
 def _scaled(pattern: Pattern) -> Pattern:
@@ -243,8 +273,7 @@ def _full_product(a: Pattern, b: Pattern) -> Pattern:
 def _derived(a: Pattern, b: Pattern, indptr: np.ndarray, indices: np.ndarray) -> Pattern:
     structure = Csr(a.shape[0], b.shape[1], frozen(indptr), frozen(indices))
     # The factors determine the product: no need to read all its indices for a digest.
-    digest = hashlib.blake2b(f"product {a.digest} {b.digest}".encode(), digest_size=16).hexdigest()
-    structure.__dict__["digest"] = digest
+    structure.__dict__["digest"] = product_digest(a, b)
     return Pattern.of(structure)
 
 

@@ -17,6 +17,10 @@ if os.environ.get("JACSPARSE_TESTS") != "gpu":
     settings.load_profile("full" if os.environ.get("JACSPARSE_TESTS") == "full" else "ci")
 
 
+# What an earlier run kept on disk would hide what this one does.
+os.environ["JACSPARSE_CACHE_MIB"] = "0"
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

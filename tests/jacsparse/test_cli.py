@@ -117,6 +117,20 @@ def test_doctor(jac) -> None:
     assert "jacsparse[gpu]" in out or "installed" in out
 
 
+def test_clear_cache(jac, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JACSPARSE_CACHE_DIR", str(tmp_path))
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans" / "one.npz").write_bytes(bytes(3 * 2**20))
+    (tmp_path / "mine").write_text("kept")
+    status, out, _ = jac("doctor")
+    assert status == 0 and "3.0 MiB in 1 files" in out and "no more are kept" in out
+    status, out, _ = jac("clear-cache")
+    assert status == 0 and out.endswith("3.0 MiB removed")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    monkeypatch.setenv("JACSPARSE_CACHE_MIB", "5")
+    assert "of at most 5 MiB" in jac("doctor")[1]
+
+
 def test_doctor_tries_cupy_where_there_is_a_device(jac, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -101,6 +102,25 @@ def test_the_order_fits_the_shape() -> None:
     assert order.stage == 0 or (order.left is not None and order.left.stage == 0)
     order = _order.best_order(jacsparse.chain(widening, (16,)).stages)
     assert order.how == "product" and order.right is not None and order.right.stage == 4
+
+
+def test_an_order_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JACSPARSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JACSPARSE_CACHE_MIB", "1")
+    monkeypatch.setattr("jacsparse.patterns._store.SLOW", 0.0)
+    monkeypatch.setattr("jacsparse.patterns._store.READ", 1e12)
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), Unit(3, moves=False), nn.Conv2d(3, 2, 3, padding=1))
+
+    def stages(module: nn.Module = module, size: int = 6) -> tuple[jacsparse.Stage, ...]:
+        return jacsparse.chain(module, (2, size, size)).stages
+
+    first = _order.best_order(stages())
+    with monkeypatch.context() as patched:
+        patched.setattr(_order, "_cheapest", lambda _: pytest.fail("worked out again"))
+        assert _order.best_order(stages()) == first
+        for other in (stages(size=7), stages(nn.Sequential(*module, nn.ReLU()))):
+            with pytest.raises(pytest.fail.Exception):
+                _order.best_order(other)
 
 
 def test_pruned_vgg_11_equals_autograd() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jacsparse.patterns import Diagonal, Full, Identity, Pooling, Sliding
-from jacsparse.spgemm import METHODS, matvec, meeting, multiply_adds, product_meeting, product_pattern
+from jacsparse.spgemm import METHODS, _cache, _plan, matvec, meeting, multiply_adds, product_meeting, product_pattern
 
 import jacsparse
 from jacsparse import Pattern, ProductPlan, plan_product
@@ -388,3 +389,44 @@ def test_held_must_fit() -> None:
         meeting(pattern, np.ones(1, dtype=bool))
     with pytest.raises(ValueError, match="held has shape"):
         product_meeting(pattern, Pattern.of(Diagonal(3)), np.ones(9, dtype=bool))
+
+
+# Plans that were used before.
+
+
+def test_equal_patterns_share_a_plan() -> None:
+    a, b = random_pattern(6, 8, 0.4, 1), random_pattern(8, 7, 0.4, 2)
+    plan = plan_product(a, b)
+    again = Pattern((6, 8), a.indptr, a.indices)
+    assert plan_product(again, b) is plan
+    assert plan_product(a, b, cache=False) is not plan
+    others = [plan_product(b.T, a.T), plan_product(a, b, method="rowwise"), plan_product(a, b, memory_limit=0)]
+    assert len({id(plan), *map(id, others)}) == 4
+
+
+def test_the_plans_used_last_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(random_pattern(6, 8, 0.5, seed), random_pattern(8, 7, 0.5, 9)) for seed in range(4)]
+    plans = [plan_product(a, b, cache=False) for a, b in pairs]
+    size = max(plan.nbytes + sum(p.index_nbytes for p in (plan.a, plan.b, plan.pattern)) for plan in plans)
+    held = _cache.PlanCache(3 * size)
+    monkeypatch.setattr(_plan, "PLANS", held)
+    first, second, third = (plan_product(*pair) for pair in pairs[:3])
+    assert plan_product(*pairs[0]) is first
+    plan_product(*pairs[3])
+    assert held.nbytes <= held.limit
+    assert plan_product(*pairs[0]) is first and plan_product(*pairs[2]) is third
+    assert plan_product(*pairs[1]) is not second
+    monkeypatch.setattr(_plan, "PLANS", _cache.PlanCache(10))
+    assert plan_product(*pairs[0]) is not plan_product(*pairs[0])
+    held.clear()
+    assert (len(held), held.nbytes) == (0, 0)
+
+
+def test_threads_may_plan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_plan, "PLANS", _cache.PlanCache(3000))
+    pairs = [(random_pattern(6, 8, 0.5, seed), random_pattern(8, 7, 0.5, 9)) for seed in range(6)]
+    expected = [plan_product(a, b, cache=False).pattern for a, b in pairs]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda number: plan_product(*pairs[number % 6]), range(600)))
+    assert all(plan.pattern == expected[number % 6] for number, plan in enumerate(found))
+    assert 0 < _plan.PLANS.nbytes <= 3000
