@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ._flop import FlopReport, FlopStep, LayerFlop
+    from .models import ExportedModel
 
 __all__ = ["app"]
 
@@ -24,11 +25,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[str, typer.Argument(help="A built-in name (vgg11, lenet5, ...) or package.module:factory.")]
-Input = Annotated[str, typer.Option("--input", help="Sizes of one sample, as in 3,32,32.")]
+Model = Annotated[
+    str, typer.Argument(help="A built-in name (vgg11, lenet5, ...), package.module:factory, or an exported .pt2 file.")
+]
+Input = Annotated[
+    str | None,
+    typer.Option(
+        "--input", help="Sizes of one sample; 3,32,32 where left out, bitstream 1,1000, irmas 38,259, a .pt2 its own."
+    ),
+]
 Layer = Annotated[str, typer.Option("--layer", help="Path of an operator in the model, as in features.0.")]
 Prune = Annotated[float, typer.Option(help="Share of the weights of each convolution and linear layer to prune.")]
-Checkpoint = Annotated[Path | None, typer.Option(help="Weights, as a safetensors file of `jacsparse train`.")]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(help="Weights and masks: safetensors, or a .pt file of a state dict, of which none is run."),
+]
+Trust = Annotated[bool, typer.Option("--trust", help="Load a .pt2 file, which may run code of whoever made it.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random weights and inputs.")]
 
 
@@ -46,12 +58,10 @@ def _root(
 @app.command()
 def flop(
     model: Model,
-    input: Annotated[
-        str | None,
-        typer.Option(help="Sizes of one sample; 3,32,32 where left out, bitstream 1,1000, irmas 38,259."),
-    ] = None,
+    input: Input = None,
     prune: Prune = 0.0,
     checkpoint: Checkpoint = None,
+    trust: Trust = False,
     part: Annotated[
         str | None, typer.Option(help="Submodule to analyse; vgg11: features, as in the thesis; bitstream, irmas: rnn.")
     ] = None,
@@ -76,8 +86,7 @@ def flop(
         check_figure(plot)
     if samples is not None and data is None:
         raise ValueError("--samples says how many to observe, but not of what; add --data, as in --data digits")
-    shape = _sizes(_SAMPLES.get(model, "3,32,32") if input is None else input)
-    module, default_part = _model(model, prune, checkpoint, seed)
+    module, shape, default_part = _model(model, input, prune, checkpoint, seed, trust)
     chosen = part if part is not None else default_part
     x = _samples("random" if data is None else data, (samples or 4) if data is not None else 1, shape, seed, module)
     analysed, x = _part(module, chosen, "--part", x)
@@ -106,9 +115,10 @@ def jacobian(
     model: Model,
     layer: Layer,
     out: Annotated[Path, typer.Option(help="SciPy matrix to write (.npz, for scipy.sparse.load_npz).")],
-    input: Input = "3,32,32",
+    input: Input = None,
     prune: Prune = 0.0,
     checkpoint: Checkpoint = None,
+    trust: Trust = False,
     data: Annotated[str, typer.Option(help="Where the sample is from: digits, cifar10:DIR or random.")] = "random",
     seed: Seed = 0,
 ) -> None:
@@ -121,8 +131,8 @@ def jacobian(
     _check_outputs(out)
     if out.suffix != ".npz":
         raise ValueError(f"--out is {out}; name a file that ends in .npz")
-    module, _ = _model(model, prune, checkpoint, seed)
-    operator, x = _part(module, layer, "--layer", _samples(data, 1, _sizes(input), seed, module))
+    module, shape, _ = _model(model, input, prune, checkpoint, seed, trust)
+    operator, x = _part(module, layer, "--layer", _samples(data, 1, shape, seed, module))
     matrix = jacobian_of(operator, x)
     with replacing(out) as temporary:
         scipy.sparse.save_npz(temporary, matrix.to_scipy())
@@ -133,17 +143,18 @@ def jacobian(
 def spy(
     model: Model,
     layer: Layer,
-    input: Input = "3,32,32",
+    input: Input = None,
     prune: Prune = 0.0,
     checkpoint: Checkpoint = None,
+    trust: Trust = False,
     transposed: Annotated[bool, typer.Option("--transposed", help="Show the transposed Jacobian.")] = False,
     seed: Seed = 0,
 ) -> None:
     """Show where one operator's Jacobian may be other than zero."""
     from ._jacobian import jacobian_pattern
 
-    module, _ = _model(model, prune, checkpoint, seed)
-    operator, x = _part(module, layer, "--layer", _samples("random", 1, _sizes(input), seed, module))
+    module, shape, _ = _model(model, input, prune, checkpoint, seed, trust)
+    operator, x = _part(module, layer, "--layer", _samples("random", 1, shape, seed, module))
     pattern = jacobian_pattern(operator, tuple(x.shape[1:]))
     typer.echo(f"{layer}: {pattern.T if transposed else pattern}")
 
@@ -233,33 +244,52 @@ def _sizes(text: str) -> tuple[int, ...]:
     return check_shape(sizes)
 
 
-def _model(name: str, prune: float, checkpoint: Path | None, seed: int) -> tuple[nn.Module, str | None]:
-    """A model in eval mode, and the part of it that is analysed where none is named."""
+def _model(
+    name: str, input: str | None, prune: float, checkpoint: Path | None, seed: int, trust: bool
+) -> tuple[nn.Module, tuple[int, ...], str | None]:
+    """A model in eval mode, the shape of its samples, and the part of it that is analysed where none is named."""
     import torch
 
     from . import models
 
+    given = None if input is None else _sizes(input)
+    shape = _SAMPLES.get(name, (3, 32, 32))
     torch.manual_seed(seed)
-    if ":" in name:
-        module, part = _from_factory(name), None
+    module: nn.Module
+    if name.endswith(".pt2"):
+        module = exported = _from_exported(name, checkpoint, trust)
+        shape = exported.input_shape
+    elif ":" in name:
+        module = _from_factory(name)
         if checkpoint is not None:
             models.load_weights(module, checkpoint)
     elif checkpoint is not None:
-        module, metadata = models.load_checkpoint(checkpoint)
-        part = _FEATURES.get(name)
-        if metadata["model"] != name:
-            raise ValueError(f"{checkpoint} holds {metadata['model']}, not {name}; name the model that it holds")
+        from .models._checkpoint import built_from
+
+        module = built_from(name, checkpoint)
     else:
-        module, part = models.build(name), _FEATURES.get(name)
+        module = models.build(name)
     if prune:
         models.prune_weights(module, prune)
-    return module.eval(), part
+    return module.eval(), given or shape, _FEATURES.get(name)
 
 
 #: The parts that are analysed where none is named: those that are chains of many steps.
 _FEATURES = {"vgg11": "features", "bitstream": "rnn", "irmas": "rnn"}
 #: Sizes of a sample of the models that do not take images of 3 × 32 × 32.
-_SAMPLES = {"bitstream": "1,1000", "irmas": "38,259"}
+_SAMPLES = {"bitstream": (1, 1000), "irmas": (38, 259)}
+
+
+def _from_exported(name: str, checkpoint: Path | None, trust: bool) -> ExportedModel:
+    from . import models
+
+    if not trust:
+        raise ValueError(
+            f"{name} is a file of torch.export, which may run code of whoever made it; add --trust where you trust them"
+        )
+    if checkpoint is not None:
+        raise ValueError(f"--checkpoint {checkpoint} is of no use: {name} has its own weights")
+    return models.load_exported(name)
 
 
 def _from_factory(name: str) -> nn.Module:

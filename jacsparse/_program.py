@@ -6,6 +6,7 @@ batch is among a tensor's axes, and that no operator mixes samples.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import traceback
 import warnings
@@ -335,11 +336,13 @@ def _exported(module: nn.Module, x: torch.Tensor, where: str) -> torch.export.Ex
             part.__dict__["inplace"] = False
         for name in weight_names(part):
             part.register_parameter(name, nn.Parameter(part.__dict__.pop(name).detach()))
-    batch = torch.export.Dim("batch")
+    shapes: Any = {0: torch.export.Dim("batch")}
+    if _takes_any(plain):
+        shapes = (shapes,)
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported = torch.export.export(plain, (x,), dynamic_shapes=({0: batch},), strict=False)
+            exported = torch.export.export(plain, (x,), dynamic_shapes=(shapes,), strict=False)
             # Nothing may be overwritten: what a stage was given is asked for again.
             return exported.run_decompositions({}) if _overwrites(exported) else exported
     except Exception as error:
@@ -354,6 +357,12 @@ def _exported(module: nn.Module, x: torch.Tensor, where: str) -> torch.export.Ex
             f"{where}: torch.export cannot trace it{_source_of(error)}: {reason}; what is computed must not depend on "
             "the values of the input in any other way than by its operators: use torch.where in the place of a branch"
         ) from error
+
+
+def _takes_any(module: nn.Module) -> bool:
+    """Whether its forward takes ``*args``, of which torch.export asks for a tuple of shapes."""
+    first = next(iter(inspect.signature(module.forward).parameters.values()), None)
+    return first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
 
 
 def _overwrites(exported: torch.export.ExportedProgram) -> bool:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from ._bitstream import bitstreams
     from ._checkpoint import load_checkpoint, load_weights, save_checkpoint
     from ._data import Dataset, load_data
+    from ._exported import ExportedModel, load_exported
     from ._irmas import load_irmas
     from ._lenet import LeNet5
     from ._progress import Progress, progress_bar
@@ -26,6 +27,7 @@ __all__ = [
     "VGG11",
     "BitstreamRNN",
     "Dataset",
+    "ExportedModel",
     "InstrumentGRU",
     "LeNet5",
     "Progress",
@@ -42,6 +44,7 @@ __all__ = [
     "evaluate",
     "load_checkpoint",
     "load_data",
+    "load_exported",
     "load_irmas",
     "load_weights",
     "progress_bar",
@@ -64,6 +67,8 @@ _HOMES = {
     "save_checkpoint": "_checkpoint",
     "Dataset": "_data",
     "load_data": "_data",
+    "ExportedModel": "_exported",
+    "load_exported": "_exported",
     "LeNet5": "_lenet",
     "load_irmas": "_irmas",
     "write_tones": "_tones",

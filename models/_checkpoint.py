@@ -9,22 +9,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 from jacsparse.patterns._files import check_writable, replacing
 from torch import nn
-from torch.nn.utils import prune
-
-from jacsparse._modules import refresh_weights
 
 from ._checks import check_count, check_one_of
 from ._pruning import pruned_fraction
 from ._registry import MODELS, build, describe, name_of
+from ._weights import fit_weights, read_tensors, unfit, unwrapped
 
-__all__ = ["Checkpoint", "load_checkpoint", "load_weights", "model_of", "read_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "built_from",
+    "load_checkpoint",
+    "load_weights",
+    "model_of",
+    "read_checkpoint",
+    "save_checkpoint",
+]
 
 _FORMAT = 1
+# What marks a file's metadata.
+_OURS = "jacsparse"
 # No module has a slash in its path.
 _STATE = "training/"
 
@@ -97,7 +104,7 @@ def save_checkpoint(
     tensors |= {_STATE + key: value for key, value in (state or {}).items()}
     tensors = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
     with replacing(path) as temporary:
-        safetensors.torch.save_file(tensors, temporary, metadata={"jacsparse": json.dumps(about)})
+        safetensors.torch.save_file(tensors, temporary, metadata={_OURS: json.dumps(about)})
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]:
@@ -126,21 +133,65 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, 
 def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Load a file's weights and masks into a module of the same architecture, whose own masks are given up.
 
+    Parameters
+    ----------
+    module : Module
+        Any.
+    path : path-like
+        A checkpoint of `save_checkpoint`; safetensors of any origin; or a PyTorch file (.pt, .pth, .bin, .ckpt, .tar)
+        of a state dict, of which nothing is executed. Pairs of ``weight_orig`` and ``weight_mask``, as
+        ``torch.nn.utils.prune`` leaves them, become a pruned weight.
+
     Returns
     -------
     dict
-        What is known about the model, as `load_checkpoint` has it.
+        What is known about the model, as `load_checkpoint` has it; empty for a file of another origin.
 
     Raises
     ------
     FileNotFoundError
         Where there is no such file.
     ValueError
-        Where it is damaged, no checkpoint, or of another architecture; the module is left as it was.
+        Where it is damaged, holds no weights, or those of another architecture; the module is left as it was.
     """
-    checkpoint = read_checkpoint(path)
-    _load(module, checkpoint)
-    return checkpoint.metadata
+    tensors, header = read_tensors(path)
+    if _OURS in header:
+        checkpoint = _checkpoint(Path(path), tensors, header)
+        _load(module, checkpoint)
+        return checkpoint.metadata
+    _load_foreign(module, Path(path), tensors)
+    return {}
+
+
+def built_from(name: str, path: str | os.PathLike[str]) -> nn.Module:
+    """The built-in model of a name, with a file's weights and masks, in eval mode.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no such file.
+    ValueError
+        Where it is damaged, or holds the weights of another model.
+    """
+    tensors, header = read_tensors(path)
+    if _OURS not in header:
+        module = build(name)
+        _load_foreign(module, Path(path), tensors)
+        return module.eval()
+    checkpoint = _checkpoint(Path(path), tensors, header)
+    if checkpoint.metadata["model"] != name:
+        raise ValueError(f"{path} holds {checkpoint.metadata['model']}, not {name}; name the model that it holds")
+    return model_of(checkpoint).eval()
+
+
+def _load_foreign(module: nn.Module, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    # Names as they are first: a model may have a part that is called as a wrapper's is.
+    if unfit(module, tensors):
+        tensors = unwrapped(tensors)
+    reason = unfit(module, tensors)
+    if reason:
+        raise ValueError(f"{path} does not fit {reason}; build the model that it holds, or take another file")
+    fit_weights(module, tensors)
 
 
 def model_of(checkpoint: Checkpoint) -> nn.Module:
@@ -158,6 +209,20 @@ def model_of(checkpoint: Checkpoint) -> nn.Module:
     return module
 
 
+def _check_fits(module: nn.Module, checkpoint: Checkpoint) -> None:
+    reason = unfit(module, checkpoint.weights)
+    if reason:
+        raise ValueError(
+            f"{checkpoint.path} holds {checkpoint.model}, which does not fit {reason}; build the model that it holds, "
+            "or take another checkpoint"
+        )
+
+
+def _load(module: nn.Module, checkpoint: Checkpoint) -> None:
+    _check_fits(module, checkpoint)
+    fit_weights(module, checkpoint.weights)
+
+
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The content of a file, checked but for whether it fits a module.
 
@@ -168,32 +233,23 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     ValueError
         Where it is damaged, or no checkpoint.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint {path}; make one with jacsparse train --out {path}")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            # Copies: the file may change under a memory map.
-            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-    except (safetensors.SafetensorError, OSError, RuntimeError) as error:
-        raise ValueError(
-            f"{path} cannot be read as a checkpoint ({error}); it is damaged or no safetensors file: "
-            "make it again with jacsparse train"
-        ) from error
+    return _checkpoint(Path(path), *read_tensors(path))
+
+
+def _checkpoint(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str]) -> Checkpoint:
     state = {key.removeprefix(_STATE): value for key, value in tensors.items() if key.startswith(_STATE)}
     weights = {key: value for key, value in tensors.items() if not key.startswith(_STATE)}
     return Checkpoint(path, _metadata(path, header), weights, state)
 
 
 def _metadata(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
-    if "jacsparse" not in header:
+    if _OURS not in header:
         raise ValueError(
             f"{path} was not saved by jacsparse, so it does not say which model it holds; build the model and load the "
-            "file with safetensors.torch.load_model"
+            "file with jacsparse.models.load_weights"
         )
     try:
-        metadata = json.loads(header["jacsparse"])
+        metadata = json.loads(header[_OURS])
         if metadata["format"] != _FORMAT:
             raise ValueError(f"its format is {metadata['format']!r}, this jacsparse reads {_FORMAT}")
         check_one_of("model", metadata["model"], MODELS)
@@ -206,64 +262,3 @@ def _metadata(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
             "jacsparse: make it again with jacsparse train"
         ) from error
     return metadata
-
-
-def _masked(names: Mapping[str, Any]) -> set[str]:
-    """The weights, of those of a state dict, that have masks."""
-    return {name.removesuffix("_mask") for name in names if name.endswith("_mask")}
-
-
-def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    """Shapes of a state dict's tensors by the names that they have without masks."""
-    masked = _masked(tensors)
-    return {
-        name.removesuffix("_orig") if name.removesuffix("_orig") in masked else name: tuple(value.shape)
-        for name, value in tensors.items()
-        if name.removesuffix("_mask") not in masked
-    }
-
-
-def _check_fits(module: nn.Module, checkpoint: Checkpoint) -> None:
-    found, expected = _plain(checkpoint.weights), _plain(module.state_dict())
-    wrong = [
-        f"{name} is {found.get(name, 'missing')}, not {expected.get(name, 'expected')}"
-        for name in (*expected, *(name for name in found if name not in expected))
-        if found.get(name) != expected.get(name)
-    ]
-    for name in sorted(_masked(checkpoint.weights)):
-        mask = checkpoint.weights[f"{name}_mask"]
-        if tuple(mask.shape) != found.get(name) or mask.dtype != torch.bool:
-            wrong.append(f"{name}_mask is {mask.dtype} {tuple(mask.shape)}, not a mask of {name}")
-    counters = {name for name, value in module.state_dict().items() if not value.is_floating_point()}
-    wrong += [
-        f"{name} is {value.dtype}, not floating"
-        for name, value in checkpoint.weights.items()
-        if not name.endswith("_mask") and name not in counters and not value.is_floating_point()
-    ]
-    if not wrong:
-        return
-    known = name_of(module)
-    given = type(module).__name__ if known is None else describe(known, vars(module)["options"])
-    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    raise ValueError(
-        f"{checkpoint.path} holds {checkpoint.model}, which does not fit {given}: {wrong[0]}{more}; "
-        "build the model that it holds, or take another checkpoint"
-    )
-
-
-def _load(module: nn.Module, checkpoint: Checkpoint) -> None:
-    _check_fits(module, checkpoint)
-    before, after = _masked(module.state_dict()), _masked(checkpoint.weights)
-    for path in sorted(before - after):
-        prune.remove(*_place(module, path))
-    for path in sorted(after - before):
-        prune.custom_from_mask(*_place(module, path), mask=checkpoint.weights[f"{path}_mask"])
-    module.load_state_dict(checkpoint.weights)
-    for part in module.modules():
-        refresh_weights(part)
-
-
-def _place(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The module that has a parameter, and its name there."""
-    home, _, name = path.rpartition(".")
-    return module.get_submodule(home), name

@@ -316,6 +316,14 @@ def test_hooks_inside_a_traced_module_are_refused() -> None:
         jacsparse.chain(module, (4,))
 
 
+def test_any_number_of_arguments() -> None:
+    class Any(nn.Module):
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            return args[0].tanh() + args[0]
+
+    assert jacsparse.jacobian_pattern(Any(), (3,)).nnz == 3
+
+
 def test_tracing_changes_nothing() -> None:
     module = Net(lambda self, x: functional.dropout(self.n(self.a(x)), 0.5, self.training) + x, a=linear(),
                  n=nn.InstanceNorm1d(3, track_running_stats=True))  # fmt: skip

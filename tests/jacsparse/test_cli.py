@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import scipy.sparse
 import torch
 from jacsparse.models import build, save_checkpoint
 from jacsparse.patterns import _cuda
 from torch import nn
+from torch.nn.utils import prune
 
 import jacsparse
 from jacsparse.__main__ import main
@@ -90,6 +92,40 @@ def test_flop_of_a_part(jac) -> None:
     assert "lenet5.features: linear" in out
     status, _, err = jac("flop", "lenet5", "--part", "head")
     assert status == 2 and "--part is 'head'" in err
+
+
+def test_flop_with_weights_of_another_origin(jac, tmp_path: Path) -> None:
+    module = custom_model()
+    prune.l1_unstructured(module[0], "weight", 0.5)
+    torch.save({"state_dict": module.state_dict()}, tmp_path / "pruned.pt")
+    factory = "tests.jacsparse.test_cli:custom_model"
+    status, out, err = jac("flop", factory, "--input", "3,8,8", "--checkpoint", tmp_path / "pruned.pt")
+    assert status == 0, err
+    # Weights, share of zeros: half of 108 weights of 112 parameters.
+    assert "0 112 0.482" in out
+    vgg = build("vgg11")
+    safetensors.torch.save_file(vgg.state_dict(), tmp_path / "vgg.safetensors")
+    status, out, err = jac("flop", "vgg11", "--schedule", "linear", "--checkpoint", tmp_path / "vgg.safetensors")
+    assert status == 0, err
+    status, _, err = jac("flop", "lenet5", "--checkpoint", tmp_path / "vgg.safetensors")
+    assert status == 2 and "does not fit lenet5" in err
+
+
+def test_flop_of_an_exported_file(jac, tmp_path: Path) -> None:
+    file = tmp_path / "net.pt2"
+    shapes = ({0: torch.export.Dim("batch")},)
+    torch.export.save(
+        torch.export.export(custom_model().eval(), (torch.randn(2, 3, 8, 8),), dynamic_shapes=shapes), file
+    )
+    status, _, err = jac("flop", file)
+    assert status == 2 and "may run code of whoever made it; add --trust where" in err
+    status, _, err = jac("flop", file, "--trust", "--checkpoint", file)
+    assert status == 2 and "has its own weights" in err
+    status, out, err = jac("flop", file, "--trust")
+    assert status == 0, err
+    assert "model.3" in out
+    status, out, err = jac("spy", file, "--trust", "--layer", "model")
+    assert status == 0 and out.startswith("model: 5 × 192"), err
 
 
 def test_jacobian_is_written_for_scipy(jac, tmp_path: Path) -> None:

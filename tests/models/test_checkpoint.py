@@ -15,6 +15,7 @@ from jacsparse.models import (
     LeNet5,
     build,
     load_checkpoint,
+    load_exported,
     load_weights,
     prune_weights,
     pruned_fraction,
@@ -22,6 +23,8 @@ from jacsparse.models import (
 )
 from torch import nn
 from torch.nn.utils import prune
+
+import jacsparse
 
 
 @pytest.fixture
@@ -228,3 +231,140 @@ def test_a_failed_write_leaves_what_was_there(path: Path, monkeypatch: pytest.Mo
         save_checkpoint(path, LeNet5())
     assert path.read_text() == "before"
     assert list(path.parent.iterdir()) == [path]
+
+
+# Files of another origin.
+
+
+class Normalised(nn.Module):
+    """With a counter, and a buffer that is called a mask but is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.register_buffer("attention_mask", torch.ones(2, dtype=torch.bool))
+
+
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.randn_like(value) if value.is_floating_point() else value
+            for name, value in module.state_dict().items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
+def test_weights_of_another_origin(suffix: str, tmp_path: Path) -> None:
+    file, module = tmp_path / f"weights{suffix}", Normalised()
+    state = state_of(module)
+    safetensors.torch.save_file(state, file) if suffix == ".safetensors" else torch.save(state, file)
+    assert load_weights(module, file) == {}
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("nested", [None, "state_dict", "model_state_dict", "model"])
+def test_what_training_scripts_save(tmp_path: Path, nested: str | None, wrapper: str) -> None:
+    file, module = tmp_path / "last.ckpt", Normalised()
+    state = state_of(module)
+    wrapped = {wrapper + name: value for name, value in state.items() if not name.endswith("num_batches_tracked")}
+    torch.save(wrapped if nested is None else {"epoch": 3, nested: wrapped, "optimizer": {"lr": 0.1}}, file)
+    load_weights(module, file)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+
+
+def test_masks_of_another_origin(tmp_path: Path, pruned: LeNet5) -> None:
+    """As torch.nn.utils.prune leaves them: floats."""
+    file = tmp_path / "pruned.pt"
+    torch.save(pruned.state_dict(), file)
+    assert pruned.state_dict()["features.0.weight_mask"].is_floating_point()
+    module = LeNet5(num_classes=7)
+    load_weights(module, file)
+    same(pruned, module)
+    assert pruned_fraction(module) == pruned_fraction(pruned) > 0.8
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("executed",))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (Evil(), "cannot be read as a state dict .* save the weights alone"),
+        (nn.Linear(2, 2), "cannot be read as a state dict .* save the weights alone"),
+        ({"weights": 3, "epoch": 1}, "holds weights, epoch; expected a state dict, or one named state_dict, "),
+        ([torch.zeros(2)], "holds list; expected a state dict"),
+        ({}, "holds nothing; expected a state dict"),
+        ({"weight": torch.zeros(2)}, r"does not fit LeNet5|lenet5"),
+    ],
+)
+def test_no_state_dict(tmp_path: Path, content: Any, message: str) -> None:
+    torch.save(content, tmp_path / "file.pt")
+    with pytest.raises(ValueError, match=message):
+        load_weights(LeNet5(), tmp_path / "file.pt")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+def test_a_truncated_pytorch_file(tmp_path: Path, share: float) -> None:
+    file, module = tmp_path / "file.pt", LeNet5()
+    torch.save(module.state_dict(), file)
+    content = file.read_bytes()
+    file.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ValueError, match="cannot be read as a state dict"):
+        load_weights(module, file)
+
+
+def test_a_part_that_is_called_as_a_wrapper_is(tmp_path: Path) -> None:
+    module = nn.ModuleDict({"module": nn.Linear(2, 2)})
+    torch.save(state_of(module), tmp_path / "file.pt")
+    assert load_weights(module, tmp_path / "file.pt") == {}
+
+
+# Exported programs.
+
+
+class Branched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.stem(x)
+        return (self.head(y) + y[:, :2]).flatten(1)
+
+
+def exported(file: Path, *, any_batch: bool = True) -> nn.Module:
+    module = Branched().eval()
+    shapes = ({0: torch.export.Dim("batch")},) if any_batch else None
+    torch.export.save(torch.export.export(module, (torch.randn(2, 3, 6, 5),), dynamic_shapes=shapes), file)
+    return module
+
+
+def test_an_exported_program(tmp_path: Path) -> None:
+    module = exported(tmp_path / "net.pt2")
+    loaded = load_exported(tmp_path / "net.pt2")
+    assert loaded.input_shape == (3, 6, 5)
+    x = torch.randn(3, 3, 6, 5)
+    assert torch.equal(loaded(x), module(x))
+    assert jacsparse.jacobian(loaded, x).pattern == jacsparse.jacobian(module, x).pattern
+    assert jacsparse.verify(loaded.double(), x.double()).checks[0].path == "model.stem.0"
+
+
+def test_exported_programs_that_cannot_be_taken(tmp_path: Path) -> None:
+    file = tmp_path / "net.pt2"
+    with pytest.raises(FileNotFoundError, match="there is no exported program"):
+        load_exported(file)
+    exported(file, any_batch=False)
+    with pytest.raises(ValueError, match=r"net.pt2: .* takes an input of \('2', '3', '6', '5'\); expected any batch"):
+        load_exported(file)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"cannot be loaded as an exported program .* export it again"):
+        load_exported(file)
+
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y
+
+    torch.export.save(torch.export.export(Two(), (torch.zeros(2), torch.zeros(2))), file)
+    with pytest.raises(ValueError, match="takes 2 inputs; expected one tensor"):
+        load_exported(file)

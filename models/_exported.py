@@ -1,0 +1,82 @@
+"""Files of torch.export: whole models, graph and weights."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+__all__ = ["ExportedModel", "load_exported"]
+
+
+class ExportedModel(nn.Module):
+    """An exported program of one input and any batch, as a module.
+
+    Parameters
+    ----------
+    program : ExportedProgram
+        Of ``torch.export``.
+
+    Attributes
+    ----------
+    model : Module
+        Its parts have the names that they had in the model that was exported.
+    input_shape : tuple of int
+        Of one sample.
+
+    Raises
+    ------
+    ValueError
+        Where it takes more than one tensor, or batches of one size alone.
+    """
+
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        super().__init__()
+        given = [node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs]
+        shapes = [tuple(node.meta["val"].shape) for node in given if isinstance(node.meta.get("val"), torch.Tensor)]
+        if len(given) != 1 or len(shapes) != 1:
+            raise ValueError(f"the exported program takes {len(given)} inputs; expected one tensor")
+        ((batch, *sizes),) = shapes
+        if isinstance(batch, int) or not all(isinstance(size, int) for size in sizes):
+            raise ValueError(
+                f"the exported program takes an input of {tuple(map(str, shapes[0]))}; expected any batch, of samples "
+                "of one size: export it with dynamic_shapes=({0: torch.export.Dim('batch')},)"
+            )
+        self.input_shape = tuple(sizes)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.model = torch.export.unflatten(program)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of ``(batch, *input_shape)``."""
+        return self.model(x)  # type: ignore[no-any-return]
+
+
+def load_exported(path: str | os.PathLike[str]) -> ExportedModel:
+    """The model in a file of ``torch.export.save``.
+
+    Loading such a file may run code of whoever made it: load none that you do not trust.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no such file.
+    ValueError
+        Where it is damaged, or takes more than one tensor, or batches of one size alone.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no exported program {path}; make one with torch.export.save")
+    try:
+        program = torch.export.load(path)
+    except Exception as error:
+        # What torch.export raises of a damaged file shares no base class.
+        reason = str(error).strip().split("\n", 1)[0]
+        raise ValueError(f"{path} cannot be loaded as an exported program ({reason}); export it again") from error
+    try:
+        return ExportedModel(program)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
