@@ -19,6 +19,7 @@ import torch
 from .patterns import Full, Identity, Pattern
 from .patterns._values import gathered
 from .spgemm import ProductPlan, SumPlan, meeting, multiply_adds, product_pattern, sum_pattern
+from .spgemm._estimate import counts, fresh_keys, spread
 from .spgemm._plan import planned
 
 __all__ = ["Accumulation", "Region", "eliminate", "empty_pattern"]
@@ -246,6 +247,15 @@ class Region:
     def multiply_adds(self) -> int:
         """That it takes to make the one matrix."""
         return self._made[1]
+
+    @cached_property
+    def estimate(self) -> float:
+        """About as many, without any pattern of a product: the edges one by one to what is made of those behind."""
+        backwards = [(target, source, pattern) for source, target, pattern in reversed(self.edges)]
+        held = spread(backwards, self.stop, fresh_keys(self.shape[1], 0))
+        reached = {vertex: counts(keys, np.array([self.shape[1]]))[:, 0] for vertex, keys in held.items()}
+        products = (edge for edge in backwards if edge[0] in reached and edge[0] != self.stop)
+        return float(sum(pattern.structure.column_counts() @ reached[source] for source, _, pattern in products))
 
     @cached_property
     def _made(self) -> tuple[Pattern, int]:

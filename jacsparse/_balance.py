@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ._accumulation import Region
 from .spgemm import multiply_adds, product_pattern
 
 if TYPE_CHECKING:
-    from ._chain import Chain
+    from .patterns import Pattern
 
 __all__ = ["boundaries"]
 
+#: How much less making a matrix may take than is estimated.
+DOUBT = 2
 
-def boundaries(chain: Chain, workers: int) -> list[int]:
+
+def boundaries(factors: Sequence[Pattern | Region], workers: int) -> list[int]:
     """Places of the scan's array at which blocks begin, for the least predicted time; ``[0]`` where no split pays.
 
-    The cost of a matrix-vector step is its matrix' entries, that of a block's reduction its products' multiply-adds.
-    A reduction that alone takes longer than going linearly is not looked at: its patterns would be the largest.
+    The cost of a matrix-vector step is its matrix' entries, that of a block's reduction its products' multiply-adds,
+    those included that make the one matrix of a stage of several operators. A reduction that alone takes longer than
+    going linearly is not looked at, as its patterns would be the largest: so no block's matrix has more entries than
+    all factors together.
     """
-    n = len(chain)
+    n = len(factors)
     if workers == 1 or n < 3:
         return [0]
     # Place j of the array holds the transposed Jacobian of stage n - j (stages from 0).
-    matrices = [None] + [chain.stages[n - place].pattern for place in range(1, n)]
-    apply = np.array([0] + [matrix.nnz for matrix in matrices[1:] if matrix is not None])
-    through = np.concatenate([[0], np.cumsum(apply)])
+    places = [factors[n - place] for place in range(1, n)]
+    through = np.concatenate([[0, 0], np.cumsum([factor.nnz for factor in places])])
     total = int(through[n])
-    reduce = _reductions(matrices, total)
+    reduce = _reductions(places, total)
 
     def makespan(begins: list[int]) -> int:
         """When the last worker is done: each block is entered in turn, and then gone through."""
@@ -59,15 +65,37 @@ def boundaries(chain: Chain, workers: int) -> list[int]:
     return answer
 
 
-def _reductions(matrices: list, limit: int) -> dict[tuple[int, int], tuple[int, int]]:
-    """For blocks of at least two places whose reduction costs less than `limit`: that, and the product's entries."""
+def _reductions(factors: Sequence[Pattern | Region], limit: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """For blocks of at least two places whose reduction costs less than `limit`: that, and the product's entries.
+
+    Places count from 1.
+    """
     found = {}
-    for begin in range(1, len(matrices)):
-        product, cost = matrices[begin], 0
-        for place in range(begin + 1, len(matrices)):
-            cost += multiply_adds(matrices[place], product)
+    for begin in range(len(factors)):
+        cost = _making(factors[begin], limit)
+        if cost >= limit:
+            continue
+        product = _matrix(factors[begin])
+        for place in range(begin + 1, len(factors)):
+            cost += _making(factors[place], limit - cost)
             if cost >= limit:
                 break
-            product = product_pattern(matrices[place], product)
-            found[begin, place + 1] = (cost, product.nnz)
+            matrix = _matrix(factors[place])
+            cost += multiply_adds(matrix, product)
+            if cost >= limit:
+                break
+            product = product_pattern(matrix, product)
+            found[begin + 1, place + 2] = (cost, product.nnz)
     return found
+
+
+def _making(factor: Pattern | Region, limit: int) -> int:
+    """Multiply-adds that make the matrix of a factor; where they are far beyond the limit, about as many."""
+    if not isinstance(factor, Region):
+        return 0
+    estimate = int(factor.estimate)
+    return estimate if estimate > DOUBT * limit else factor.multiply_adds
+
+
+def _matrix(factor: Pattern | Region) -> Pattern:
+    return factor.pattern if isinstance(factor, Region) else factor

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._accumulation import Accumulation, empty_pattern
+from ._accumulation import Accumulation, Region, empty_pattern
 from ._jacobian import SparseJacobian
 from ._modules import Kept, call_of, fingerprint, has_own_hooks, is_inactive, is_known, refresh_weights, twin, undrawn
 from ._order import Order, accumulated, best_order
@@ -65,6 +65,11 @@ class Chain:
                 raise
             x = records[-1].output
         return records
+
+    @property
+    def factors(self) -> list[Pattern | Region]:
+        """Of each stage the transposed Jacobian, as what counts ask of it."""
+        return [stage.factor() for stage in self.stages]
 
     @functools.cached_property
     def order(self) -> Order:

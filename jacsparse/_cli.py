@@ -72,6 +72,9 @@ def flop(
         str | None, typer.Option(help="Observe the zeros of these data: digits, cifar10:DIR, random.")
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="How many samples to observe; 4.")] = None,
+    workers: Annotated[
+        str, typer.Option(help="Say which schedule is done first on so many workers, as in 1,2,4,8.")
+    ] = "",
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the steps to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the thesis' Figure 5.5 into this file.")] = None,
@@ -84,6 +87,7 @@ def flop(
     _check_outputs(json, csv, plot)
     if plot is not None:
         check_figure(plot)
+    counts = _numbers("--workers", workers, "numbers of workers, as in 1,2,4,8") if workers else ()
     if samples is not None and data is None:
         raise ValueError("--samples says how many to observe, but not of what; add --data, as in --data digits")
     module, shape, default_part = _model(model, input, prune, checkpoint, seed, trust)
@@ -99,6 +103,7 @@ def flop(
             structure="observed" if data else "guaranteed",
             inputs=x if data else None,
             executed=True,
+            workers=counts,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     _print_report(report, f"{model}{f'.{chosen}' if chosen else ''}", data)
@@ -237,11 +242,15 @@ def clear_cache() -> None:
 def _sizes(text: str) -> tuple[int, ...]:
     from ._chain import check_shape
 
-    try:
-        sizes = tuple(int(size) for size in text.split(","))
-    except ValueError:
-        raise ValueError(f"--input is {text!r}; expected sizes of one sample, as in 3,32,32") from None
-    return check_shape(sizes)
+    return check_shape(_numbers("--input", text, "sizes of one sample, as in 3,32,32"))
+
+
+def _numbers(option: str, text: str, expected: str) -> tuple[int, ...]:
+    """Natural numbers with commas between them."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{option} is {text!r}; expected {expected}")
+    return tuple(map(int, parts))
 
 
 def _model(
@@ -429,8 +438,33 @@ def _print_report(report: FlopReport, name: str, data: str | None) -> None:
             f"{len(lost)} of {products}, least {worst.left}·{worst.right}: {worst.sparsity:.4f}",
         )
     console.print(totals)
+    if report.choices:
+        console.print(_choices(report))
     if report.layers:
         console.print(_layers(report))
+
+
+def _choices(report: FlopReport) -> Any:
+    """A line for each number of workers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title="which schedule is done first",
+        caption="FLOP until the last step is done, each worker doing one step at a time.",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    others = [name for name in report.choices[0].times if not name.startswith("balanced")]
+    for column in ("workers", *others, "balanced"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("first")
+    table.add_column("why", overflow="fold")
+    for choice in report.choices:
+        balanced = choice.times[f"balanced:{choice.workers}"]
+        times = [_short(time) for time in (*(choice.times[name] for name in others), balanced)]
+        table.add_row(str(choice.workers), *times, choice.schedule, choice.reason)
+    return table
 
 
 def _layers(report: FlopReport) -> Any:

@@ -23,10 +23,19 @@ from ._stages import Edge
 from .patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from .patterns._files import replacing
 from .patterns._structure import frozen, row_starts
-from .schedule import Schedule, Step, resolve
+from .schedule import Schedule, Step, balanced, linear, resolve
 from .spgemm import meeting, multiply_adds, product_meeting, product_pattern
 
-__all__ = ["BaselineStep", "FlopReport", "FlopStep", "LayerFlop", "Subject", "count_flop", "without_zeros"]
+__all__ = [
+    "BaselineStep",
+    "FlopReport",
+    "FlopStep",
+    "LayerFlop",
+    "ScheduleChoice",
+    "Subject",
+    "count_flop",
+    "without_zeros",
+]
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,42 @@ class BaselineStep:
 
 
 @dataclass(frozen=True)
+class ScheduleChoice:
+    """Which schedule is done first by a number of workers, each of which does one step at a time.
+
+    Attributes
+    ----------
+    workers : int
+        How many.
+    schedule : str
+        Of those that are compared the one that is done first; of equal ones that of the least work.
+    times : dict of str to float
+        FLOP that pass until each schedule's last step is done, over guaranteed structure, as the scan executes them.
+    work : dict of str to float
+        FLOP of all steps of each.
+    """
+
+    workers: int
+    schedule: str
+    times: dict[str, float]
+    work: dict[str, float]
+
+    @property
+    def reason(self) -> str:
+        """What speaks for the schedule, in numbers."""
+        if self.schedule == "linear":
+            others = {
+                name: time for name, time in self.times.items() if name != "linear" and time > self.times["linear"]
+            }
+            if not others:
+                return "nothing is done sooner, with less work"
+            nearest = min(others, key=others.__getitem__)
+            return f"{nearest} takes {others[nearest] / self.times['linear']:.3g} times as long"
+        time, work = self.times[self.schedule] / self.times["linear"], self.work[self.schedule] / self.work["linear"]
+        return f"{time:.3g} of linear's time, for {work:.3g} times its work"
+
+
+@dataclass(frozen=True)
 class FlopReport:
     """What a backward pass costs for one sample, by scan and by back-propagation.
 
@@ -140,6 +185,8 @@ class FlopReport:
         Back-propagation's gradient operators, from the last stage to the first.
     layers : tuple of LayerFlop
         What each operator with weights costs forward and back, dense and sparse, over guaranteed structure.
+    choices : tuple of ScheduleChoice
+        For each number of workers that was asked for.
     """
 
     schedule: str
@@ -149,6 +196,7 @@ class FlopReport:
     input_gradient: FlopStep | None
     baseline: tuple[BaselineStep, ...]
     layers: tuple[LayerFlop, ...] = ()
+    choices: tuple[ScheduleChoice, ...] = ()
 
     @property
     def total(self) -> float:
@@ -169,6 +217,7 @@ class FlopReport:
         """The report as plain values, for JSON."""
         return {
             **asdict(self),
+            "choices": [{**asdict(choice), "reason": choice.reason} for choice in self.choices],
             "total": self.total,
             "critical_path": self.critical_path,
             "baseline_total": self.baseline_total,
@@ -208,6 +257,7 @@ def count_flop(
     structure: str = "guaranteed",
     inputs: torch.Tensor | None = None,
     executed: bool | None = None,
+    workers: Sequence[int] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> FlopReport:
     """Count the FLOP of one sample's backward pass, step by step.
@@ -229,6 +279,8 @@ def count_flop(
     executed : bool, optional
         Whether to count what the scan executes too; where left out, for the guaranteed structure only, since for the
         observed one it means planning the guaranteed products as well.
+    workers : sequence of int
+        For each the report says which is done first: ``linear``, ``balanced`` for as many workers, or `schedule`.
     progress : callable, optional
         Called with the samples done and all samples.
 
@@ -257,26 +309,60 @@ def count_flop(
         subject = flop_subject(module, input_shape)
     else:
         subject = _chain_subject(module, input_shape)
-    plan = resolve(schedule, len(subject.transposed), subject.chain)
+    plan = resolve(schedule, len(subject.factors), subject)
     if structure == "guaranteed":
         if inputs is not None:
             raise ValueError(
                 "inputs are given, but the guaranteed structure does not depend on them; pass structure='observed'"
             )
-        counts = _Counts(plan, subject.transposed).run()
-        return _report(plan, subject, structure, 0, [counts], counts if executed is not False else None)
+        counts = _Counts(plan, subject.factors).run()
+        report = _report(plan, subject, structure, 0, [counts], counts if executed is not False else None)
+        return replace(report, choices=_choices(subject, plan, counts, workers))
     if inputs is None:
         raise ValueError("structure='observed' needs inputs: a batch to observe")
     check_input("inputs", inputs, subject.in_shape)
     if not len(inputs):
         raise ValueError("inputs is an empty batch; the observed structure needs at least one sample")
-    guaranteed = _Counts(plan, subject.transposed).run() if executed else None
+    guaranteed = _Counts(plan, subject.factors).run() if executed or workers else None
     samples = []
     for number in range(len(inputs)):
         samples.append(_Counts(plan, subject.observe(inputs[number : number + 1])).run())
         if progress is not None:
             progress(number + 1, len(inputs))
-    return _report(plan, subject, structure, len(inputs), samples, guaranteed)
+    report = _report(plan, subject, structure, len(inputs), samples, guaranteed if executed else None)
+    return replace(report, choices=_choices(subject, plan, guaranteed, workers))
+
+
+def _choices(
+    subject: Subject, plan: Schedule, counts: _Counts | None, workers: Sequence[int]
+) -> tuple[ScheduleChoice, ...]:
+    """Which schedule is done first, for each number of workers."""
+    if not workers:
+        return ()
+    assert counts is not None
+    n = len(subject.factors)
+    known = {"linear": linear(n), plan.name: plan}
+    executed = {plan.name: _executed(counts)}
+
+    def choice(number: int) -> ScheduleChoice:
+        name = f"balanced:{number}"
+        schedules = {**known, name: balanced(subject, number)}
+        for each, schedule in schedules.items():
+            if each not in executed:
+                executed[each] = _executed(_Counts(schedule, subject.factors).run())
+        times = {each: schedule.makespan(executed[each], number) for each, schedule in schedules.items()}
+        work = {each: math.fsum(executed[each]) for each in schedules}
+        # Of equal ones the first: linear.
+        best = min(times, key=lambda each: (times[each], work[each]))
+        return ScheduleChoice(number, best, times, work)
+
+    return tuple(choice(number) for number in workers)
+
+
+def _executed(counts: _Counts) -> list[float]:
+    """FLOP of the live steps, as the scan executes them."""
+    steps = zip(counts.schedule.products, counts.steps, strict=True)
+    return [2.0 * count.executed for step, count in steps if step.live]
 
 
 @dataclass(frozen=True)
@@ -287,23 +373,20 @@ class Subject:
     ----------
     in_shape : tuple of int
         Of a sample.
-    transposed : list of Pattern or Region
-        Of the transposed Jacobians.
+    factors : list of Pattern or Region
+        The transposed Jacobians.
     operators : list of (str, str, callable)
         Of each the path, the name and what back-propagation's gradient operator takes for observed entries.
     observe : callable
         The same for the entries that are not zero for one sample, ``(1, *in_shape)``.
-    chain : Chain, or what is as long and has such stages
-        What ``balanced`` schedules balance.
     layers : tuple of LayerFlop
         Its operators that have weights.
     """
 
     in_shape: tuple[int, ...]
-    transposed: Sequence[Pattern | Region]
+    factors: Sequence[Pattern | Region]
     operators: Sequence[tuple[str, str, Callable[[Pattern | Region], float]]]
     observe: Callable[[torch.Tensor], Sequence[Pattern | Region]]
-    chain: Any
     layers: tuple[LayerFlop, ...] = ()
 
 
@@ -321,7 +404,7 @@ def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
 
     operators = [(stage.path, stage.name, partial(_stage_flop, stage)) for stage in stages]
     layers = tuple(layers_of(stages.stages))
-    return Subject(stages.in_shape, [stage.factor() for stage in stages], operators, observe, stages, layers)
+    return Subject(stages.in_shape, stages.factors, operators, observe, layers)
 
 
 def without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:
@@ -349,14 +432,14 @@ class _Counts:
     A product that only one vector will meet is not written down: it is run through when the vector is there.
     """
 
-    def __init__(self, schedule: Schedule, transposed: Sequence[Pattern | Region]) -> None:
+    def __init__(self, schedule: Schedule, factors: Sequence[Pattern | Region]) -> None:
         self.schedule = schedule
         n = schedule.n
-        self.transposed = transposed
-        self.matrices: dict[int, Pattern | Region] = {n - stage: factor for stage, factor in enumerate(transposed)}
+        self.factors = factors
+        self.matrices: dict[int, Pattern | Region] = {n - stage: factor for stage, factor in enumerate(factors)}
         self.made: set[int] = set()
         self.waiting: dict[int, tuple[Pattern, Pattern, _Count]] = {}
-        size = transposed[-1].shape[1] if transposed else 0
+        size = factors[-1].shape[1] if factors else 0
         self.vectors = {0: np.ones(size, dtype=np.bool_)}
         users = Counter(value for step in schedule.products for value in (step.left, step.right))
         self.used_once = {step.left for step in schedule.products if step.kind == "mv" and users[step.left] == 1}
@@ -460,7 +543,7 @@ def _report(
         final = Step(-2, plan.n, plan.gradients[-1], "mv", depth, "down")
         mine = [count.input_gradient for count in counts if count.input_gradient is not None]
         last = step_of(final, mine, guaranteed.input_gradient if guaranteed else None, "input")
-    baseline = tuple(_baseline(subject, [count.transposed for count in counts]))
+    baseline = tuple(_baseline(subject, [count.factors for count in counts]))
     return FlopReport(plan.name, structure, samples, tuple(_critical(steps)), last, baseline, subject.layers)
 
 
@@ -492,7 +575,7 @@ def _baseline(subject: Subject, observed: Sequence[Sequence[Pattern | Region]]) 
     for number in reversed(range(len(subject.operators))):
         path, operator, flop = subject.operators[number]
         mean = float(np.mean([flop(factors[number]) for factors in observed]))
-        yield BaselineStep(path, operator, *subject.transposed[number].shape, mean, live=number > 0)
+        yield BaselineStep(path, operator, *subject.factors[number].shape, mean, live=number > 0)
 
 
 def _stage_flop(stage: Stage, observed: Pattern | Region) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 from ._accumulation import Accumulation
 from ._stages import Edge, Stage
 from .patterns._store import remembered
-from .spgemm._estimate import KEYS, counts, fresh_keys, least
+from .spgemm._estimate import KEYS, counts, fresh_keys, spread
 
 __all__ = ["Order", "accumulated", "best_order"]
 
@@ -112,13 +112,12 @@ class _Estimates:
 
 def _passed_keys(stage: Stage, keys: np.ndarray, *, backwards: bool) -> dict[Any, np.ndarray]:
     """Keys at one end of a stage passed to all its vertices; infinite at the other end where no path leads there."""
-    first, last = (stage.stop, stage.start) if backwards else (stage.start, stage.stop)
-    held = {first: keys}
-    for edge in reversed(stage.edges) if backwards else stage.edges:
-        source, target = (edge.target, edge.source) if backwards else (edge.source, edge.target)
-        if source in held:
-            own = least(edge.pattern if backwards else edge.pattern.T, held[source])
-            held[target] = np.minimum(held[target], own) if target in held else own
+    if backwards:
+        first, last = stage.stop, stage.start
+        held = spread(((edge.target, edge.source, edge.pattern) for edge in reversed(stage.edges)), first, keys)
+    else:
+        first, last = stage.start, stage.stop
+        held = spread(((edge.source, edge.target, edge.pattern.T) for edge in stage.edges), first, keys)
     if last not in held:
         size = math.prod(stage.in_shape if backwards else stage.out_shape)
         held[last] = np.full((size, keys.shape[1]), np.inf, dtype=np.float32)

@@ -16,13 +16,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from ._chain import Chain
+    from ._flop import Subject
 
 __all__ = ["Complexity", "Schedule", "Step", "balanced", "blelloch", "chunked", "linear", "parse", "resolve"]
 
@@ -144,10 +145,52 @@ class Schedule:
         >>> blelloch(1023).complexity(2048).steps, linear(1023).complexity(2048).steps
         (18, 1022)
         """
-        workers = _natural("workers", workers, 1)
         steps = self.live_steps()
-        made = {step.out: step for step in steps}
+        matrices = {*range(1, self.n + 1), *(step.out for step in steps if step.kind == "mm")}
         uses = Counter(factor for step in steps for factor in (step.left, step.right))
+        held = peak = sum(1 for value in uses if 1 <= value <= self.n)
+        timeline = list(self._timeline(steps, [1] * len(steps), workers))
+        for _, done in timeline:
+            for step in done:
+                held += step.kind == "mm"
+                for factor in (step.left, step.right):
+                    uses[factor] -= 1
+                    held -= factor in matrices and uses[factor] == 0
+            peak = max(peak, held)
+        time = int(timeline[-1][0]) if timeline else 0
+        return Complexity(workers, time, len(steps), max(1, -(-peak // workers)))
+
+    def makespan(self, durations: Sequence[float], workers: int) -> float:
+        """When the last live step is done, where each takes as long as is said: `complexity` with steps of any length.
+
+        Parameters
+        ----------
+        durations : sequence of float
+            Of `live_steps`, in any unit.
+        workers : int
+            How many run at once.
+
+        Raises
+        ------
+        ValueError
+            Where there is no worker, or not one duration for each live step.
+
+        Examples
+        --------
+        >>> linear(4).makespan([5.0, 1.0, 1.0], 2)
+        7.0
+        """
+        steps = self.live_steps()
+        if len(durations) != len(steps):
+            raise ValueError(f"durations has {len(durations)} elements; the schedule has {len(steps)} live steps")
+        return max((time for time, _ in self._timeline(steps, durations, workers)), default=0.0)
+
+    def _timeline(
+        self, steps: Sequence[Step], durations: Sequence[float], workers: int
+    ) -> Iterator[tuple[float, list[Step]]]:
+        """Which steps are done when, the workers taking them in the schedule's order as soon as their factors are."""
+        free = _natural("workers", workers, 1)
+        made = {step.out for step in steps}
         users: dict[int, list[int]] = {}
         missing = []
         for number, step in enumerate(steps):
@@ -156,24 +199,24 @@ class Schedule:
             for factor in waits_for:
                 users.setdefault(factor, []).append(number)
         ready = [number for number, count in enumerate(missing) if count == 0]
-        held = peak = sum(1 for value in uses if 1 <= value <= self.n)
-        time = 0
-        while ready:
-            time += 1
-            running = [heapq.heappop(ready) for _ in range(min(workers, len(ready)))]
-            for number in running:
-                step = steps[number]
-                held += step.kind == "mm"
-                for factor in (step.left, step.right):
-                    uses[factor] -= 1
-                    is_matrix = 1 <= factor <= self.n or (factor in made and made[factor].kind == "mm")
-                    held -= is_matrix and uses[factor] == 0
-                for user in users.get(step.out, ()):
+        running: list[tuple[float, int]] = []
+        time = 0.0
+        while ready or running:
+            while ready and free:
+                number = heapq.heappop(ready)
+                heapq.heappush(running, (time + durations[number], number))
+                free -= 1
+            time = running[0][0]
+            done = []
+            while running and running[0][0] == time:
+                number = heapq.heappop(running)[1]
+                done.append(steps[number])
+                free += 1
+                for user in users.get(steps[number].out, ()):
                     missing[user] -= 1
                     if missing[user] == 0:
                         heapq.heappush(ready, user)
-            peak = max(peak, held)
-        return Complexity(workers, time, len(steps), max(1, -(-peak // workers)))
+            yield time, done
 
 
 def _natural(name: str, value: int, least: int) -> int:
@@ -293,7 +336,7 @@ def _linear_middle(record: _Recorder, block: int, level: int) -> None:
         a[0] = IDENTITY
 
 
-def balanced(chain: Chain, workers: int) -> Schedule:
+def balanced(chain: Chain | Subject, workers: int) -> Schedule:
     """The schedule of least predicted time for `workers` workers, over blocks of the chain of unequal length.
 
     Each worker but the first reduces a block of stages to one matrix; the gradient goes through the blocks one after
@@ -303,7 +346,7 @@ def balanced(chain: Chain, workers: int) -> Schedule:
     Parameters
     ----------
     chain : Chain
-        Its patterns give the cost of each product, in flop.
+        Its patterns give the cost of each product, in flop; or what `count_flop` counts.
     workers : int
         How many run at once.
 
@@ -315,9 +358,10 @@ def balanced(chain: Chain, workers: int) -> Schedule:
     from ._balance import boundaries
 
     workers = _natural("workers", workers, 1)
-    if not hasattr(chain, "stages"):
+    if not hasattr(chain, "factors"):
         raise TypeError(f"chain is a {type(chain).__name__}; make one with jacsparse.chain(module, input_shape)")
-    return blocked(len(chain), boundaries(chain, workers))
+    factors = chain.factors
+    return blocked(len(factors), boundaries(factors, workers))
 
 
 def chunked(n: int, length: int) -> Schedule:
@@ -366,7 +410,7 @@ def blocked(n: int, boundaries: Sequence[int], name: str = "balanced") -> Schedu
     return record.finish(name)
 
 
-def resolve(schedule: Schedule | str, n: int, chain: Chain | None = None) -> Schedule:
+def resolve(schedule: Schedule | str, n: int, chain: Chain | Subject | None = None) -> Schedule:
     """The schedule that a ``schedule=`` argument means, for a chain of `n` stages.
 
     Parameters

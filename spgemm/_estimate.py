@@ -8,12 +8,14 @@ is estimated by ``(r - 1) / Σ m``, with a relative error of about ``1/√(r - 2
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
+
 import numpy as np
 
 from ..patterns import Blocks, Convolution, Diagonal, Full, Pattern, Pooling, Structure
 from ..patterns._runtime import kernel, run_rows
 
-__all__ = ["KEYS", "counts", "fresh_keys", "least"]
+__all__ = ["KEYS", "counts", "fresh_keys", "least", "spread"]
 
 #: Keys of each column.
 KEYS = 8
@@ -52,6 +54,29 @@ def least(pattern: Pattern, keys: np.ndarray) -> np.ndarray:
     for structure in reversed(_factors(pattern.structure)):
         keys = _least_of(structure, keys)
     return keys
+
+
+def spread(
+    edges: Iterable[tuple[Hashable, Hashable, Pattern]], start: Hashable, keys: np.ndarray
+) -> dict[Hashable, np.ndarray]:
+    """Keys of one vertex of a graph taken along its edges to all that it reaches.
+
+    Parameters
+    ----------
+    edges : iterable of (vertex, vertex, Pattern)
+        From where, to where, and the pattern whose columns belong to the first and whose rows to the second; all edges
+        into a vertex come before those out of it.
+    start : vertex
+        That has the keys.
+    keys : ndarray of float32, (elements, lanes)
+        Of its elements.
+    """
+    held = {start: keys}
+    for source, target, pattern in edges:
+        if source in held:
+            own = least(pattern, held[source])
+            held[target] = np.minimum(held[target], own) if target in held else own
+    return held
 
 
 def _factors(structure: Structure) -> tuple[Structure, ...]:

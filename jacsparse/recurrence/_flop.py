@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,21 +15,6 @@ from ._cells import CELLS, Kept, Weights
 from ._runs import Sequences
 
 __all__ = ["flop_subject"]
-
-
-@dataclass(frozen=True)
-class _Step:
-    pattern: Pattern
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """What a schedule that balances asks of a chain."""
-
-    stages: list[_Step]
-
-    def __len__(self) -> int:
-        return len(self.stages)
 
 
 def flop_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
@@ -72,4 +56,4 @@ def flop_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
         return [without_zeros(transposed, values[:, step].cpu().numpy()) for step in range(time)]
 
     operators = [(f"step {step}", module.mode.lower(), lambda _: gate_flop) for step in range(time)]
-    return Subject(shape, [transposed] * time, operators, observe, _Steps([_Step(transposed)] * time))
+    return Subject(shape, [transposed] * time, operators, observe)

@@ -111,6 +111,16 @@ def test_flop_with_weights_of_another_origin(jac, tmp_path: Path) -> None:
     assert status == 2 and "does not fit lenet5" in err
 
 
+def test_flop_for_workers(jac) -> None:
+    status, out, err = jac("flop", "lenet5", "--schedule", "blelloch:1", "--workers", "1,16")
+    assert status == 0, err
+    assert "which schedule is done first" in out and "workers linear blelloch:1 balanced first why" in out
+    assert "times as long" in out
+    for wrong in ("0", "1,", "two", "1;2"):
+        status, _, err = jac("flop", "lenet5", "--workers", wrong)
+        assert status == 2 and f"--workers is '{wrong}'; expected numbers of workers, as in 1,2,4,8" in err
+
+
 def test_flop_of_an_exported_file(jac, tmp_path: Path) -> None:
     file = tmp_path / "net.pt2"
     shapes = ({0: torch.export.Dim("batch")},)
@@ -204,7 +214,7 @@ BAD = {
     "two outputs, one file": (["flop", "lenet5", "--json", "r.txt", "--csv", "./r.txt"], "would be written twice"),
     "part": (["flop", "lenet5", "--part", "head"], "--part is 'head'; the model's parts are features"),
     "input": (["flop", "lenet5", "--input", "3,x"], "--input is '3,x'"),
-    "input zero": (["flop", "lenet5", "--input", "0,32,32"], "input_shape is (0, 32, 32)"),
+    "input zero": (["flop", "lenet5", "--input", "0,32,32"], "--input is '0,32,32'; expected sizes of one sample"),
     "input shape": (["flop", "lenet5", "--input", "1,32,32"], "0: an input of shape (1, 32, 32) does not fit"),
     "prune": (["flop", "lenet5", "--prune", "1.0"], "1.0"),
     "prune negative": (["flop", "lenet5", "--prune", "-0.1"], "-0.1"),

@@ -330,3 +330,40 @@ def test_pruned_recurrent_layers_count_the_weights_in_use() -> None:
     assert total(other) == total(nn.GRU(8, 8))
     # Schedules that balance, too.
     assert total(plain, "auto") == total(plain) and total(plain, "balanced:2") > 0
+
+
+# Which schedule for how many workers.
+
+
+def test_one_worker_goes_linearly_and_many_split_what_pays() -> None:
+    scales = nn.Sequential(*(nn.ReLU() for _ in range(40)))
+    report = count_flop(scales, (50,), schedule="blelloch", workers=(1, 4))
+    one, four = report.choices
+    assert (one.workers, one.schedule, four.schedule) == (1, "linear", "blelloch")
+    assert one.times["linear"] == one.work["linear"] == one.times["balanced:1"] == 39 * 100
+    assert one.times["blelloch"] == one.work["blelloch"] == sum(s.executed for s in report.steps if s.live)
+    assert four.times["blelloch"] < four.times["balanced:4"] < four.times["linear"] == 39 * 100
+    assert one.reason == f"blelloch takes {one.times['blelloch'] / 3900:.3g} times as long"
+    assert four.reason == (
+        f"{four.times['blelloch'] / 3900:.3g} of linear's time, for {four.work['blelloch'] / 3900:.3g} times its work"
+    )
+    plain = report.to_dict()
+    assert plain["choices"][1]["schedule"] == "blelloch" and plain["choices"][1]["reason"] == four.reason
+    assert count_flop(scales, (50,)).choices == ()
+
+
+def test_choices_of_observed_zeros_are_over_guaranteed_structure() -> None:
+    x = torch.randn(2, 3, 32, 32)
+    sure = count_flop(lenet(), (3, 32, 32), workers=[2])
+    seen = count_flop(lenet(), (3, 32, 32), structure="observed", inputs=x, executed=False, workers=[2])
+    assert sure.choices == seen.choices
+    assert all(step.executed is None for step in seen.steps)
+    with pytest.raises(ValueError, match="workers is 0"):
+        count_flop(lenet(), (3, 32, 32), workers=[0])
+
+
+def test_choices_of_a_single_operator_and_of_steps() -> None:
+    (choice,) = count_flop(nn.ReLU(), (3,), schedule="linear", workers=[2]).choices
+    assert choice.schedule == "linear" and choice.reason == "nothing is done sooner, with less work"
+    (choice,) = count_flop(nn.RNN(2, 3), (8, 2), schedule="linear", workers=[2]).choices
+    assert choice.times["linear"] == 7 * 18

@@ -6,9 +6,13 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import jacsparse
+from jacsparse._accumulation import Region
 from jacsparse.schedule import Schedule, balanced, blelloch, blocked, linear, resolve
 
 
@@ -107,6 +111,47 @@ def test_balanced_uses_workers_where_it_pays() -> None:
     schedule = balanced(scales, 4)
     assert any(step.kind == "mm" for step in schedule.products)
     assert schedule.complexity(4).steps < linear(40).complexity(4).steps
+
+
+class Block(nn.Module):
+    """A residual block, whose matrix takes more to make than to go through."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + x)
+
+
+def test_balanced_weighs_what_it_takes_to_make_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = jacsparse.chain(nn.Sequential(*(Block(8) for _ in range(6))), (8, 12, 12))
+    region = chain.factors[0]
+    assert isinstance(region, Region)
+    # The estimate is near what it takes, one operator after the other.
+    assert 0.3 < region.estimate / region.multiply_adds < 3
+    monkeypatch.setattr(Region, "pattern", property(lambda _: pytest.fail("the matrix was made")))
+    assert all(step.kind == "mv" for step in balanced(chain, 4).products)
+
+
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(0, 3), st.integers(0, 2**31))
+def test_makespan(n: int, workers: int, levels: int, seed: int) -> None:
+    """No less than the work shared evenly and than the longest way through; no more than that and the work together."""
+    schedule = blelloch(n, levels)
+    steps = schedule.live_steps()
+    durations = np.random.default_rng(seed).integers(0, 9, len(steps)).astype(float).tolist()
+    found = schedule.makespan(durations, workers)
+    done: dict[int, float] = {}
+    for step, duration in zip(steps, durations, strict=True):
+        done[step.out] = duration + max(done.get(step.left, 0.0), done.get(step.right, 0.0))
+    longest, even = max(done.values(), default=0.0), sum(durations) / workers
+    assert max(longest, even) - 1e-9 <= found <= longest + even + 1e-9
+    assert schedule.makespan([1.0] * len(steps), workers) == schedule.complexity(workers).steps
+    if steps:
+        with pytest.raises(ValueError, match=rf"durations has 0 elements; the schedule has {len(steps)} live steps"):
+            schedule.makespan([], workers)
 
 
 def test_names() -> None:
