@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from .._chain import check_shape
-from .._flop import Subject, without_zeros
+from .._flop import LayerFlop, Subject, without_zeros
 from .._modules import refresh_weights
 from ..patterns import Pattern, UnsupportedOperatorError, state_jacobian_pattern, state_jacobian_values
 from ._cells import CELLS, Kept, Weights
 from ._runs import Sequences
 
 __all__ = ["flop_subject"]
+
+_NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
 
 
 def flop_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
@@ -35,8 +37,7 @@ def flop_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
             f"{module} is no chain of steps; count its layers and directions one by one, without projections"
         )
     refresh_weights(module)
-    names = ("weight_ih_l0", "weight_hh_l0", *(("bias_ih_l0", "bias_hh_l0") if module.bias else ()))
-    weights = Weights(*(getattr(module, name).detach() for name in names))
+    weights = Weights(*(getattr(module, name).detach() for name in _NAMES[: 4 if module.bias else 2]))
     cell, time = CELLS[module.mode], shape[0]
     kept = weights.hidden != 0
     transposed = state_jacobian_pattern(module.mode, kept.cpu().numpy()).T
@@ -56,4 +57,33 @@ def flop_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
         return [without_zeros(transposed, values[:, step].cpu().numpy()) for step in range(time)]
 
     operators = [(f"step {step}", module.mode.lower(), lambda _: gate_flop) for step in range(time)]
-    return Subject(shape, [transposed] * time, operators, observe)
+    return Subject(shape, [transposed] * time, operators, observe, (_layer(module, transposed, time),))
+
+
+def _layer(module: nn.RNNBase, transposed: Pattern, time: int) -> LayerFlop:
+    """All steps of a layer. The first step's state has no gradient; its weights' gradient is added up all the same."""
+    tensors = {name: getattr(module, name).detach() for name in _NAMES[: 4 if module.bias else 2]}
+    trains = [any(p.requires_grad for name, p in module.named_parameters() if name.startswith(own)) for own in _NAMES]
+
+    def flop(sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Forward and back, where the weights have so many elements to multiply by."""
+        of_input, of_state = (sizes[name] for name in _NAMES[:2])
+        gradients = time * (trains[0] * of_input + trains[1] * of_state) + (time - 1) * any(trains) * of_state
+        return 2 * time * (of_input + of_state), 2 * gradients
+
+    sizes = {name: tensor.numel() for name, tensor in tensors.items()}
+    nonzero = {name: int(tensor.count_nonzero()) for name, tensor in tensors.items()}
+    (forward, backward), (forward_sparse, backward_sparse) = flop(sizes), flop(nonzero)
+    return LayerFlop(
+        path=type(module).__name__,
+        operator=module.mode.lower(),
+        parameters=sum(sizes.values()),
+        nonzero=sum(nonzero.values()),
+        forward=forward,
+        forward_sparse=forward_sparse,
+        backward=backward,
+        backward_sparse=backward_sparse,
+        jacobian_nnz=time * transposed.nnz,
+        # One pattern for all steps.
+        jacobian_nbytes=4 * time * transposed.nnz + transposed.index_nbytes,
+    )

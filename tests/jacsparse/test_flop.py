@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from jacsparse.models import build
+from jacsparse.models import MODELS, build
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
@@ -192,7 +192,10 @@ def test_bad_arguments() -> None:
 # Layers: what each costs, dense and pruned.
 
 
-@pytest.mark.parametrize("name", ["lenet5", "vgg11", "resnet8", "resnet56", "resnet110", "squeezenet", "densenet121"])
+RECURRENT = {"bitstream": (1, 50), "irmas": (38, 30)}
+
+
+@pytest.mark.parametrize("name", [*sorted(MODELS.keys() - RECURRENT.keys()), "squeezenet", "densenet121"])
 def test_dense_totals_equal_pytorchs_counter(name: str) -> None:
     model = (NETWORKS[name][0]() if name in NETWORKS else build(name)).eval()
     x = torch.randn(1, 3, 32, 32)
@@ -204,6 +207,51 @@ def test_dense_totals_equal_pytorchs_counter(name: str) -> None:
     assert sum(layer.forward for layer in layers) == forward.get_total_flops()
     assert sum(layer.backward for layer in layers) == backward.get_total_flops()
     assert sum(layer.parameters for layer in layers) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "shape"), RECURRENT.items())
+def test_dense_totals_of_recurrent_models_equal_pytorchs_counter(name: str, shape: tuple[int, int]) -> None:
+    model = build(name)
+    with FlopCounterMode(display=False) as forward:
+        y = model(torch.randn(1, *shape))
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    (layer,) = count_flop(model.rnn, shape[::-1], schedule="linear").layers
+    (head,) = count_flop(model.head, (20,), schedule="linear").layers
+    assert layer.forward + head.forward == forward.get_total_flops()
+    # Within the model the head's input has a gradient, too.
+    of_state = 2 * model.head.weight.numel()
+    assert layer.backward + head.backward + of_state == backward.get_total_flops()
+    assert layer.parameters + head.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("frozen", ["", "weight_ih_l0", "weight_hh_l0", "all"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_dense_totals_of_recurrent_layers_equal_pytorchs_counter(kind: type[nn.RNNBase], frozen: str) -> None:
+    layer = kind(3, 4)
+    for parameter_name, parameter in layer.named_parameters():
+        parameter.requires_grad_(frozen not in (parameter_name, "all"))
+    # oneDNN's LSTM is one operator, which the counter does not know.
+    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as forward:
+        out, _ = layer(torch.randn(7, 1, 3))
+    with FlopCounterMode(display=False) as backward:
+        if out.requires_grad:
+            out.sum().backward()
+    (found,) = count_flop(layer, (7, 3), schedule="linear").layers
+    assert (found.forward, found.backward) == (forward.get_total_flops(), backward.get_total_flops())
+
+
+def test_layers_of_pruned_recurrent_layers() -> None:
+    layer = pruned_layer(nn.GRU)
+    (found,) = count_flop(layer, (7, 3), schedule="linear").layers
+    own, nonzero = layer.weight_ih_l0.numel(), int(layer.weight_hh_l0.count_nonzero())
+    assert found.forward_sparse == 2 * 7 * (own + nonzero)
+    assert found.backward_sparse == 2 * (7 * own + 13 * nonzero)
+    assert (
+        found.jacobian_nnz
+        == 7 * jacsparse.patterns.state_jacobian_pattern("GRU", (layer.weight_hh_l0 != 0).numpy()).nnz
+    )
+    assert found.path == "GRU" and found.operator == "gru" and 0.5 < found.sparsity < 0.9
 
 
 def test_products_that_lose_sparsity() -> None:
