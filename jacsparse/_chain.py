@@ -53,7 +53,7 @@ class Chain:
         return iter(self.stages)
 
     def run(self, x: torch.Tensor, *, joined: bool = False) -> list[Record]:
-        """Forward for a batch: what each stage computed, each with a graph of its own, or all with one."""
+        """Forward for a batch: what each stage computed, each with a graph of its own; or all with one of the input."""
         check_input("x", x, self.in_shape)
         records: list[Record] = []
         state: dict[Any, Any] = {JOINED: joined}

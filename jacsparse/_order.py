@@ -26,6 +26,10 @@ __all__ = ["Order", "accumulated", "best_order"]
 #: What a multiply-add of an operator's own dense backward costs, in those of sparse products: measured on CPUs, where
 #: convolutions of PyTorch reach 10 to 90 billion a second and sparse products 2 to 15.
 DENSE = 1 / 8
+#: What each product, sum or operator's backward takes beside that: about 100 µs.
+START = 200_000
+#: What beginning a backward pass takes: about 500 µs.
+PASS = 1_000_000
 
 
 _HOWS = ("stage", "product", "through", "from", "backward")
@@ -134,7 +138,7 @@ def best_order(stages: Sequence[Stage]) -> Order:
 
 def _digest(stages: Sequence[Stage]) -> str:
     """Of all that decides upon an order."""
-    digest = hashlib.blake2b(f"{KEYS} {DENSE}".encode())
+    digest = hashlib.blake2b(f"{KEYS} {DENSE} {START} {PASS}".encode())
     for stage in stages:
         numbers: dict[Any, int] = {}
         ends = [numbers.setdefault(vertex, len(numbers)) for vertex in (stage.start, stage.stop)]
@@ -171,10 +175,11 @@ def _cheapest(stages: Sequence[Stage]) -> Order:
     estimates = _Estimates(stages)
     # Where an operator's own backward may be asked, what it takes for each column.
     backward = [math.inf if stage.hooked else DENSE * stage.backward_work for stage in stages]
+    start = [START * len(stage.edges) for stage in stages]
     best: dict[tuple[int, int], Order] = {}
     for number, stage in enumerate(stages):
         own = estimates.through if stage.operator is None else estimates.entries
-        best[number, number] = Order("stage", number, cost=float(own[number, number]))
+        best[number, number] = Order("stage", number, cost=start[number] + float(own[number, number]))
     for length in range(1, n):
         for first in range(n - length):
             last = first + length
@@ -183,14 +188,19 @@ def _cheapest(stages: Sequence[Stage]) -> Order:
                 for middle, meets in enumerate(estimates.meets[first:last], start=first)
             ]
             cost, middle = min(ways)
+            cost += START
             left, right = best[first, last - 1], best[first + 1, last]
             orders = [Order("product", left=best[first, middle], right=best[middle + 1, last], cost=cost)]
             if stages[first].operator is None:
-                orders.append(Order("through", first, right=right, cost=right.cost + estimates.through[first, last]))
+                cost = right.cost + start[first] + estimates.through[first, last]
+                orders.append(Order("through", first, right=right, cost=cost))
             if stages[last].operator is None:
-                orders.append(Order("from", last, left=left, cost=left.cost + estimates.onward[last, first]))
+                cost = left.cost + start[last] + estimates.onward[last, first]
+                orders.append(Order("from", last, left=left, cost=cost))
             if not stages[first].hooked:
-                cost = right.cost + math.prod(stages[last].out_shape) * backward[first]
+                cost = right.cost + start[first] + math.prod(stages[last].out_shape) * backward[first]
+                # Another pass of it, where the one behind goes otherwise.
+                cost += PASS * (right.how != "backward")
                 orders.append(Order("backward", first, right=right, cost=cost))
             chosen = min(orders, key=lambda order: order.cost)
             best[first, last] = replace(chosen, cost=float(chosen.cost + estimates.entries[first, last]))

@@ -103,21 +103,36 @@ class Operation:
         """Whether it draws random numbers."""
         return torch.Tag.nondeterministic_seeded in getattr(self.overload, "tags", ())
 
-    @property
+    @cached_property
     def operands(self) -> dict[str, fx.Node]:
         """The arguments that are made in the graph, by name."""
         return {name: value for name, value in self.arguments.items() if isinstance(value, fx.Node)}
 
+    @cached_property
+    def nested(self) -> dict[str, Any]:
+        """The arguments that have parts that are made in the graph, as sizes are."""
+        found = {}
+        for name, argument in self.arguments.items():
+            parts: list[fx.Node] = []
+            fx.map_arg(argument, parts.append)
+            if parts and not isinstance(argument, fx.Node):
+                found[name] = argument
+        return found
+
+    @cached_property
+    def _names(self) -> tuple[list[str], list[str]]:
+        """Of the operator's parameters: by position, and by keyword alone."""
+        schema = self.overload._schema.arguments
+        return [a.name for a in schema if not a.kwarg_only], [a.name for a in schema if a.kwarg_only]
+
     def evaluate(self, arguments: Mapping[str, Any]) -> torch.Tensor:
         """The result on these arguments."""
-        positional, named = [], {}
-        for argument in self.overload._schema.arguments:
-            value = arguments[argument.name] if argument.name in arguments else _listed(argument.name, arguments)
-            if argument.kwarg_only:
-                named[argument.name] = value
-            else:
-                positional.append(value)
-        result = self.overload(*positional, **named)
+
+        def value(name: str) -> Any:
+            return arguments[name] if name in arguments else _listed(name, arguments)
+
+        positional, named = self._names
+        result = self.overload(*map(value, positional), **{name: value(name) for name in named})
         return result if self.number is None else result[self.number]  # type: ignore[no-any-return]
 
 
@@ -240,7 +255,10 @@ class Program:
         def value(node: fx.Node) -> Any:
             return self.sizes[node](batch) if node in self.sizes else values[node]
 
-        return {name: fx.map_arg(argument, value) for name, argument in operation.arguments.items()}
+        found = dict(operation.arguments)
+        found.update({name: value(node) for name, node in operation.operands.items()})
+        found.update({name: fx.map_arg(argument, value) for name, argument in operation.nested.items()})
+        return found
 
     def between(self, start: fx.Node, stop: fx.Node) -> list[Operation]:
         """The operations that make `stop` from `start`, with those on no input that they need; in order."""

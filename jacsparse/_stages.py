@@ -18,7 +18,17 @@ from ._modules import Kept, arguments_of, twin
 from .patterns import Call, Identity, Pattern, Rule, rule_for
 from .spgemm import matvec
 
-__all__ = ["JOINED", "Edge", "ModuleStage", "Record", "Stage", "check_alike", "entered", "pull_back_all"]
+__all__ = [
+    "JOINED",
+    "Edge",
+    "ModuleStage",
+    "Record",
+    "Stage",
+    "check_alike",
+    "entered",
+    "own_parameters",
+    "pull_back_all",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,11 +211,7 @@ class ModuleStage(Stage):
         """
         # Parameters of the record's own: the user's hooks on theirs are for autograd to call, once, not for the stage.
         self._check_alike(x)
-        own = {
-            id(parameter): parameter.detach().requires_grad_()
-            for parameter in self.module.parameters()
-            if parameter.requires_grad
-        }
+        own = own_parameters(self.module, state)
         with torch.enable_grad():
             leaf = entered(x, state)
             y = operator_input = operator_output = leaf
@@ -235,8 +241,14 @@ class ModuleStage(Stage):
             check_alike(f"{self.path}.{name}", tensor, x)
 
 
-#: Names, among what the stages of a forward pass share, whether they share a graph.
+#: Names, among what the stages of a forward pass share, whether they share a graph; then none of it is of parameters.
 JOINED = "joined"
+
+
+def own_parameters(module: nn.Module, state: dict[Any, Any]) -> dict[int, torch.Tensor]:
+    """What a forward pass has in the place of a module's training parameters, by their ``id``."""
+    wanted = not state.get(JOINED)
+    return {id(p): p.detach().requires_grad_(wanted) for p in module.parameters() if p.requires_grad}
 
 
 def entered(x: torch.Tensor, state: dict[Any, Any]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from ._modules import Kept
 from ._program import Operation, Program, trace
-from ._stages import Edge, Record, Stage, check_alike, entered
+from ._stages import Edge, Record, Stage, check_alike, entered, own_parameters
 from .patterns import Call, Identity
 
 __all__ = ["traced_stages"]
@@ -70,7 +70,7 @@ class TracedStage(Stage):
             module = self.program.module
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 check_alike(f"{self.where}.{name}".lstrip("."), tensor, x)
-            own = {id(p): p.detach().requires_grad_() for p in module.parameters() if p.requires_grad}
+            own = own_parameters(module, state)
             state[self.program] = own, self.program.read(own)
         return state[self.program]  # type: ignore[no-any-return]
 
