@@ -18,7 +18,7 @@ from ._accumulation import Accumulation, Region, empty_pattern
 from ._jacobian import SparseJacobian
 from ._modules import Kept, call_of, fingerprint, has_own_hooks, is_inactive, is_known, refresh_weights, twin, undrawn
 from ._order import Order, accumulated, best_order
-from ._stages import JOINED, Edge, ModuleStage, Record, Stage, pull_back_all
+from ._stages import TRAINS, Edge, ModuleStage, Record, Stage, pull_back_all
 from ._traced import traced_stages
 from .patterns import Call, Identity, Pattern, UnsupportedOperatorError
 
@@ -52,11 +52,11 @@ class Chain:
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
 
-    def run(self, x: torch.Tensor, *, joined: bool = False) -> list[Record]:
-        """Forward for a batch: what each stage computed, each with a graph of its own; or all with one of the input."""
+    def run(self, x: torch.Tensor, *, trains: bool = True) -> list[Record]:
+        """Forward for a batch: what each stage computed, with a graph of its own; of parameters too where it trains."""
         check_input("x", x, self.in_shape)
         records: list[Record] = []
-        state: dict[Any, Any] = {JOINED: joined}
+        state: dict[Any, Any] = {TRAINS: trains}
         for stage in self.stages:
             try:
                 records.append(stage.run(x, state))
@@ -93,7 +93,7 @@ class Chain:
 
     def jacobian(self, x: torch.Tensor) -> SparseJacobian:
         """The whole module's Jacobian at each sample of a batch; of batch 1 where all share the values."""
-        records = self.run(x, joined=True)
+        records = self.run(x, trains=False)
         if len(records) == 1:
             return records[0].jacobian()
         if not len(self):
@@ -104,7 +104,7 @@ class Chain:
         values = accumulation.run(
             result,
             lambda key: records[key[0]].values(key[1]),
-            lambda span, matrix: pull_back_all(records[span[0]], records[span[1]], matrix),
+            lambda span, matrix: pull_back_all(records[span[0] : span[1] + 1], matrix),
         )
         return SparseJacobian(self.pattern, values).T
 

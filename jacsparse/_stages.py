@@ -19,13 +19,12 @@ from .patterns import Call, Identity, Pattern, Rule, rule_for
 from .spgemm import matvec
 
 __all__ = [
-    "JOINED",
+    "TRAINS",
     "Edge",
     "ModuleStage",
     "Record",
     "Stage",
     "check_alike",
-    "entered",
     "own_parameters",
     "pull_back_all",
 ]
@@ -213,7 +212,7 @@ class ModuleStage(Stage):
         self._check_alike(x)
         own = own_parameters(self.module, state)
         with torch.enable_grad():
-            leaf = entered(x, state)
+            leaf = x.detach().requires_grad_()
             y = operator_input = operator_output = leaf
             hooked, arguments = False, {}
             for path, module in self.modules:
@@ -241,19 +240,13 @@ class ModuleStage(Stage):
             check_alike(f"{self.path}.{name}", tensor, x)
 
 
-#: Names, among what the stages of a forward pass share, whether they share a graph; then none of it is of parameters.
-JOINED = "joined"
+#: Names, among what the stages of a forward pass share, whether gradients of parameters will be asked for.
+TRAINS = "trains"
 
 
 def own_parameters(module: nn.Module, state: dict[Any, Any]) -> dict[int, torch.Tensor]:
     """What a forward pass has in the place of a module's training parameters, by their ``id``."""
-    wanted = not state.get(JOINED)
-    return {id(p): p.detach().requires_grad_(wanted) for p in module.parameters() if p.requires_grad}
-
-
-def entered(x: torch.Tensor, state: dict[Any, Any]) -> torch.Tensor:
-    """What a stage is given, where its graph begins; or goes on, where the stages' are joined."""
-    return x if state.get(JOINED) and x.requires_grad else x.detach().requires_grad_()
+    return {id(p): p.detach().requires_grad_(state[TRAINS]) for p in module.parameters() if p.requires_grad}
 
 
 def check_alike(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
@@ -411,6 +404,19 @@ class Record(ABC):
         found = held.get(self.stage.start)
         return vectors.new_zeros((math.prod(self.stage.in_shape), vectors.shape[1])) if found is None else found
 
+    def pull_back_columns(self, gradients: torch.Tensor) -> torch.Tensor:
+        """``Jᵀ g`` of many gradients for each sample by the operators' own backward: ``(columns, batch, elements)``."""
+        held = {self.stage.stop: gradients}
+        shape = (*gradients.shape[:2], math.prod(self.stage.in_shape))
+        if not gradients.numel():
+            return gradients.new_zeros(shape)
+        for edge in reversed(self.stage.edges):
+            if edge.target in held:
+                given = held[edge.target].reshape(*gradients.shape[:2], *edge.call.out_shape)
+                own = edge.rule.pull_back(self._call(edge, slice(None)), edge.pattern.T, given).flatten(2)
+                held[edge.source] = held[edge.source] + own if edge.source in held else own
+        return held.get(self.stage.start, gradients.new_zeros(()).expand(shape))
+
     def _made(self, pattern: Pattern, values: Callable[[], torch.Tensor]) -> SparseJacobian:
         try:
             return SparseJacobian(pattern, values())
@@ -445,19 +451,24 @@ class Record(ABC):
         """The call with what a forward pass knows, for a slice of the batch."""
 
 
-def pull_back_all(first: Record, last: Record, columns: torch.Tensor) -> torch.Tensor:
-    """``Jᵀ K`` for each sample by the operators' own backward, from one record's output to another's input.
+#: Bytes of the largest gradient that is taken back at once.
+AT_ONCE = 2**26
+
+
+def pull_back_all(records: Sequence[Record], columns: torch.Tensor) -> torch.Tensor:
+    """``Jᵀ K`` for each sample by the operators' own backward, from the last record's output to the first one's input.
 
     Of ``(out_size, columns, batch)``, where a batch of 1 is shared; the result is ``(in_size, columns, batch)``.
     """
-    count, batch = columns.shape[1], first.batch
-    gradients = columns.expand(-1, -1, batch).permute(1, 2, 0).reshape(count, *last.output.shape)
-    if not last.output.requires_grad:
-        return columns.new_zeros((math.prod(first.stage.in_shape), count, batch))
-    (found,) = torch.autograd.grad(
-        last.output, first.input, gradients, retain_graph=True, is_grads_batched=True, materialize_grads=True
-    )
-    return found.flatten(2).permute(2, 0, 1)
+    batch = records[0].batch
+    gradients = columns.expand(-1, -1, batch).permute(1, 2, 0)
+    largest = max(max(edge.pattern.shape) for record in records for edge in record.stage.edges)
+    parts = []
+    for part in gradients.split(max(1, AT_ONCE // (largest * batch * columns.element_size()))):
+        for record in reversed(records):
+            part = record.pull_back_columns(part)
+        parts.append(part)
+    return torch.cat(parts).permute(2, 0, 1)
 
 
 @dataclass(eq=False)
@@ -478,7 +489,17 @@ class ModuleRecord(Record):
             output=made if whole else made[samples],
             node=self.operator_output.grad_fn if whole else None,
             vjp=lambda gradient: self._operator_vjp(gradient, samples),
+            vjps=self._operator_vjps if whole else None,
         )
+
+    def _operator_vjps(self, gradients: torch.Tensor) -> torch.Tensor:
+        given, made = self.operator_input, self.operator_output
+        if not made.requires_grad:
+            return torch.zeros_like(given).expand(len(gradients), *given.shape)
+        (found,) = torch.autograd.grad(
+            made, given, gradients.reshape(len(gradients), *made.shape), retain_graph=True, is_grads_batched=True
+        )
+        return found
 
     def _operator_vjp(self, gradient: torch.Tensor, samples: slice) -> torch.Tensor:
         # The graph holds the whole batch; samples do not mix, so the others may have any gradient.

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from ._modules import Kept
 from ._program import Operation, Program, trace
-from ._stages import Edge, Record, Stage, check_alike, entered, own_parameters
+from ._stages import Edge, Record, Stage, check_alike, own_parameters
 from .patterns import Call, Identity
 
 __all__ = ["traced_stages"]
@@ -41,7 +41,7 @@ class TracedStage(Stage):
         """As `Stage.run`."""
         with torch.enable_grad():
             own, attributes = self._read(x, state)
-            leaf = entered(x, state)
+            leaf = x.detach().requires_grad_()
             values: dict[fx.Node, torch.Tensor] = {**attributes, self.start: leaf}
             arguments: dict[fx.Node, dict[str, Any]] = {}
             for operation in self.operations:
@@ -120,14 +120,20 @@ class TracedRecord(Record):
                     self.tensors[edge.target], self.tensors[edge.source], out.join(whole), retain_graph=True
                 )
                 return into.split(found)[samples]
+            return vjps(gradient[None])[0]
+
+        def vjps(gradients: torch.Tensor) -> torch.Tensor:
             with torch.enable_grad():
                 own = x.detach().requires_grad_()
                 y = run(own)
+            count = len(gradients)
             if not y.requires_grad:
                 # Its operand's shape is all that the operator asks for.
-                return torch.zeros_like(x)
-            (found,) = torch.autograd.grad(y, own, gradient.reshape(y.shape))
-            return found
+                return torch.zeros_like(x).expand(count, *x.shape)
+            if count == 1:
+                return torch.autograd.grad(y, own, gradients.reshape(y.shape))[0][None]
+            gradients = gradients.reshape(count, *y.shape)
+            return torch.autograd.grad(y, own, gradients, is_grads_batched=True)[0]
 
         def jvp(tangent: torch.Tensor) -> torch.Tensor:
             # Twice backward: forward mode takes an operator that has none for a constant, and says nothing.
@@ -147,6 +153,7 @@ class TracedRecord(Record):
             output=out.split(self.tensors[edge.target].detach())[samples],
             node=self.tensors[edge.target].grad_fn if samples == slice(None) else None,
             vjp=vjp,
+            vjps=None if operation.random else vjps,
             jvp=None if operation.random else jvp,
         )
 

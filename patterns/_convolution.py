@@ -22,12 +22,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional, grad
 
 from ._pattern import Pattern
 from ._rules import Call, Rule, add_rule
@@ -367,6 +369,11 @@ def pairs(values: Any, count: int) -> tuple[int, ...]:
     return tuple(itertools.islice(itertools.cycle(values), count))
 
 
+_CONVOLUTIONS: dict[int, Any] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+#: Of the input, by the number of axes; no input is asked for.
+_GRADIENTS: dict[int, Any] = {1: grad.conv1d_input, 2: grad.conv2d_input, 3: grad.conv3d_input}
+
+
 class _Windows(Rule):
     """A weight slid over the input, shared by all samples.
 
@@ -385,6 +392,17 @@ class _Windows(Rule):
 
     # The structure knows its orientation, and so the order of its weights.
     transposed_values = values
+
+    def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
+        if isinstance(call["padding"], str):
+            return super().pull_back(call, pattern, gradients)
+        images = gradients.flatten(0, 1).flatten(0, 1)
+        found = self.pulled(call, images, [len(images), *call.in_shape[1:]])
+        return found.reshape(*gradients.shape[:2], *call.in_shape)
+
+    @abstractmethod
+    def pulled(self, call: Call, gradients: torch.Tensor, shape: list[int]) -> torch.Tensor:
+        """The gradients of an input of that shape, for those of a batch of outputs."""
 
 
 @add_rule("aten.conv1d", "aten.conv2d", "aten.conv3d")
@@ -408,6 +426,11 @@ class _ConvolutionRule(_Windows):
         groups, kept = copies * call["groups"], _packed(call, copies)
         return Pattern.of(Convolution(copies * weight.shape[0], copies * channels, groups, axes, kept))
 
+    def pulled(self, call: Call, gradients: torch.Tensor, shape: list[int]) -> torch.Tensor:
+        into = _GRADIENTS[len(shape) - 2]
+        arguments = (call[name] for name in ("stride", "padding", "dilation", "groups"))
+        return into(shape, call["weight"].detach(), gradients, *arguments)  # type: ignore[no-any-return]
+
 
 @add_rule("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
 class _TransposedConvolutionRule(_Windows):
@@ -430,6 +453,13 @@ class _TransposedConvolutionRule(_Windows):
         groups, kept = copies * call["groups"], _packed(call, copies)
         return Pattern.of(Convolution(copies * channels, copies * out_channels, groups, axes, kept, transposed=True))
 
+    def pulled(self, call: Call, gradients: torch.Tensor, shape: list[int]) -> torch.Tensor:
+        convolve = _CONVOLUTIONS[len(shape) - 2]
+        arguments = (call[name] for name in ("stride", "padding", "dilation", "groups"))
+        found = convolve(gradients, call["weight"].detach(), None, *arguments)
+        # Padding of the output may have room for windows that no input position has.
+        return found[(..., *(slice(size) for size in shape[2:]))]  # type: ignore[no-any-return]
+
 
 @add_rule("aten.convolution")
 class _AnyConvolutionRule(_Windows):
@@ -441,7 +471,10 @@ class _AnyConvolutionRule(_Windows):
     def multiply_adds(self, call: Call) -> int:
         return self._rule(call).multiply_adds(call)
 
-    def _rule(self, call: Call) -> Rule:
+    def pulled(self, call: Call, gradients: torch.Tensor, shape: list[int]) -> torch.Tensor:
+        return self._rule(call).pulled(call, gradients, shape)
+
+    def _rule(self, call: Call) -> _Windows:
         return _TransposedConvolutionRule() if call["transposed"] else _ConvolutionRule()
 
 
@@ -488,6 +521,9 @@ class _LinearRule(Rule):
             return pattern.structure.values(weight if copies == 1 else weight.repeat(copies, 1))
         # A copy: values stay what they are when the weight goes on training.
         return weight.repeat(copies, 1).reshape(-1, 1)
+
+    def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
+        return gradients @ call["weight"].detach()
 
     def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         if isinstance(pattern.structure, Convolution):

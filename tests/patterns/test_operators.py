@@ -65,6 +65,14 @@ def drawn_input(shape: tuple[int, ...], batch: int, seed: int) -> torch.Tensor:
     return x.round() if seed % 3 == 0 else x
 
 
+def pulled_back(records: list[jacsparse._chain.Record], batch: int, outputs: int) -> torch.Tensor:
+    """All rows of the Jacobian at each sample by the operators' own backward: ``(outputs, batch, inputs)``."""
+    gradients = torch.eye(outputs, dtype=torch.float64)[:, None].expand(outputs, batch, outputs)
+    for record in reversed(records):
+        gradients = record.pull_back_columns(gradients)
+    return gradients
+
+
 def check_values(module: nn.Module, x: torch.Tensor) -> jacsparse.Chain:
     """All that is asked of an operator's Jacobian, and of its transpose, at each sample."""
     jacobian = jacsparse.jacobian(module, x)
@@ -72,6 +80,7 @@ def check_values(module: nn.Module, x: torch.Tensor) -> jacsparse.Chain:
     pattern = jacsparse.jacobian_pattern(module, x.shape[1:])
     assert jacobian.pattern == pattern and jacobian.batch in (1, len(x))
     records = chain.run(x)
+    rows = pulled_back(records, len(x), pattern.shape[0])
     transposed = records[0].transposed_jacobian() if len(records) == 1 else jacobian.T
     inside = torch.from_numpy(pattern.to_scipy().toarray())
     for number, sample in enumerate(x):
@@ -81,6 +90,7 @@ def check_values(module: nn.Module, x: torch.Tensor) -> jacsparse.Chain:
         # Some derivatives are small differences of numbers around one.
         limit = 1e-12 * max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
         assert ((found - expected).abs() <= limit).all()
+        assert ((rows[:, number] - expected).abs() <= limit).all()
         difference = (transposed.todense(number) - found.T).abs()
         # Blocks are made by one formula, but not in the same order of operations.
         in_blocks = isinstance(pattern.structure, (Blocks, Full))
