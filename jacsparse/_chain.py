@@ -13,10 +13,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ._accumulation import Accumulation, Region, empty_pattern
 from ._jacobian import SparseJacobian
-from ._modules import Kept, call_of, fingerprint, has_own_hooks, is_inactive, is_known, refresh_weights, twin, undrawn
+from ._modules import (
+    Kept,
+    call_of,
+    fingerprint,
+    has_own_hooks,
+    is_inactive,
+    is_known,
+    refresh_weights,
+    runs_as,
+    twin,
+    undrawn,
+)
 from ._order import Order, accumulated, best_order
 from ._stages import TRAINS, Edge, ModuleStage, Record, Stage, pull_back_all
 from ._traced import traced_stages
@@ -93,7 +105,10 @@ class Chain:
 
     def jacobian(self, x: torch.Tensor) -> SparseJacobian:
         """The whole module's Jacobian at each sample of a batch; of batch 1 where all share the values."""
-        records = self.run(x, trains=False)
+        chain, records = self.adapted(self.run(x, trains=False))
+        return chain._jacobian(x, records)
+
+    def _jacobian(self, x: torch.Tensor, records: Sequence[Record]) -> SparseJacobian:
         if len(records) == 1:
             return records[0].jacobian()
         if not len(self):
@@ -222,7 +237,7 @@ def kept_chain(
 
     Its parameters are the module's, but those of parametrisations are not: it is for values, not for gradients of them.
     """
-    if not isinstance(module, nn.Module) or any(has_own_hooks(part) for part in module.modules()):
+    if not isinstance(module, nn.Module) or not all(_keepable(part) for part in module.modules()):
         return chain(module, input_shape, pruned=pruned, like=like)
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.is_inference() for tensor in tensors):
@@ -240,6 +255,11 @@ def kept_chain(
     return kept.chain
 
 
+def _keepable(part: nn.Module) -> bool:
+    """Whether a module has nothing that a twin of it would not follow: hooks, and weights that it would make once."""
+    return not has_own_hooks(part) and not parametrize.is_parametrized(part)
+
+
 def _reshaping(
     waiting: Sequence[tuple[str, nn.Module]], in_shape: tuple[int, ...], out_shape: tuple[int, ...]
 ) -> Stage:
@@ -253,7 +273,7 @@ def _reshaping(
 
 def _leaves(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules that nn.Sequential, nested at will, runs, with their paths."""
-    if is_known(module) or type(module).forward is not nn.Sequential.forward:
+    if is_known(module) or not isinstance(module, nn.Sequential) or not runs_as(module, nn.Sequential):
         yield path or type(module).__name__, module
         return
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:

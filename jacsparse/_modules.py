@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -25,6 +28,7 @@ __all__ = [
     "is_known",
     "refresh_weights",
     "remake_weights",
+    "runs_as",
     "settings_of",
     "twin",
     "undrawn",
@@ -172,11 +176,21 @@ def _known_type(module: nn.Module) -> type[nn.Module] | None:
     """The type in the table whose forward the module runs."""
     for kind in type(module).__mro__:
         if kind in _LOWERINGS:
-            # A subclass with a forward of its own is another operator, and so are some settings.
+            # What has a forward of its own is another operator, and so are some settings.
             plain = getattr(module, "padding_mode", "zeros") == "zeros" and not getattr(module, "return_indices", False)
             named = getattr(module, "dim", 0) is not None
-            return kind if type(module).forward is kind.forward and plain and named else None
+            return kind if runs_as(module, kind) and plain and named else None
     return None
+
+
+def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether what a module computes is what that type, of which it is one, does."""
+    own = (getattr(type(module), name, None) is getattr(kind, name, None) for name in _RUNS)
+    return all(own) and not module.__dict__.keys() & set(_RUNS)
+
+
+#: The methods that decide what a module computes.
+_RUNS = ("forward", "__call__", "_conv_forward", "_output_padding")
 
 
 def is_known(module: nn.Module) -> bool:
@@ -206,7 +220,12 @@ def remake_weights(module: nn.Module) -> None:
 
 def weight_names(module: nn.Module) -> list[str]:
     """The weights that are made of others before each forward: plain tensors, where parameters would be."""
-    return [name for name, value in module.__dict__.items() if isinstance(value, torch.Tensor)]
+    made = (name.rpartition("_")[0] for name in module._parameters if name.endswith(("_orig", "_g")))
+    return [*module.__dict__.get(_MADE, ()), *made]
+
+
+#: Where a twin has the names of weights that parametrisations made.
+_MADE = "_made_weights"
 
 
 def has_own_hooks(module: nn.Module) -> bool:
@@ -250,6 +269,7 @@ def twin(module: nn.Module, parameters: Mapping[int, torch.Tensor] | None = None
         made = {name: weight() for name, weight in fields["_modules"].pop("parametrizations").items()}
         other.__class__ = parametrize.type_before_parametrizations(module)
         fields.update(made)
+        fields[_MADE] = tuple(made)
     return other
 
 
@@ -274,19 +294,73 @@ def arguments_of(module: nn.Module) -> Arguments:
     return _LOWERINGS[kind].arguments(module)
 
 
+class _Same:
+    """An object of which nothing is known but which one it is; it is not kept alive where that can be helped."""
+
+    def __init__(self, value: object) -> None:
+        self._hash = id(value)
+        try:
+            self._value: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._value = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        own = self._value()
+        return isinstance(other, _Same) and own is not None and own is other._value()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def _mark(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """What tells whether an attribute is still what it was: plain values, and what holds them, by themselves."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+        # NaN is not itself.
+        return type(value), repr(value)
+    if isinstance(value, torch.Tensor):
+        return _Same(value), None if value.is_inference() else value._version
+    if len(inside) == _DEPTH or id(value) in inside:
+        return _Same(value)
+    inside = (*inside, id(value))
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return type(value), tuple(_mark(element, inside) for element in value)
+    if isinstance(value, Mapping):
+        return type(value), tuple((_mark(key, inside), _mark(own, inside)) for key, own in value.items())
+    if isinstance(value, types.MethodType):
+        return _Same(value.__func__), _Same(value.__self__)
+    if isinstance(value, functools.partial):
+        return _mark((value.func, value.args, value.keywords), inside)
+    if isinstance(value, _WHOLE) or not hasattr(value, "__dict__"):
+        return _Same(value)
+    return _Same(value), _mark(vars(value), inside)
+
+
 def settings_of(module: nn.Module) -> tuple[Any, ...]:
     """All that a chain takes from the module itself, but for its weights' values."""
-    kind = _known_type(module)
-    if kind is None:
-        # Its own code runs, and may look at any of its plain attributes.
-        plain = tuple((name, value) for name, value in module.__dict__.items() if isinstance(value, _PLAIN))
-    else:
-        plain = tuple(
-            (n, v) for n in _LOWERINGS[kind].names if not isinstance(v := module.__dict__.get(n), torch.Tensor)
-        )
+    # Weights that are made before each forward are read at each.
+    apart = _INTERNAL | {*weight_names(module)}
+    plain = tuple((name, _mark(value)) for name, value in module.__dict__.items() if name not in apart)
     shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module._parameters.items() if p is not None)
-    hooked = kind is None and any(module.__dict__[hooks] for hooks in _HOOKS)
-    return type(module), module.training, getattr(module, "p", None), str(plain), shapes, hooked
+    # What they say where to read is part of patterns; so are pruning's masks.
+    buffers = tuple(
+        (name, _mark(buffer))
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name != "num_batches_tracked" and _decides(name, buffer)
+    )
+    hooked = not is_known(module) and any(module.__dict__[hooks] for hooks in _HOOKS)
+    return type(module), plain, shapes, buffers, hooked
+
+
+def _decides(name: str, buffer: torch.Tensor) -> bool:
+    return name.endswith("_mask") or not buffer.is_floating_point()
+
+
+#: What is not looked into.
+_WHOLE = (type, nn.Module, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+#: How deep attributes are looked into.
+_DEPTH = 3
+#: What nn.Module has in its instances for itself.
+_INTERNAL = set(nn.Module().__dict__) - {"training"}
 
 
 def fingerprint(module: nn.Module, like: torch.Tensor | None = None) -> tuple[Any, ...]:
@@ -298,12 +372,8 @@ def fingerprint(module: nn.Module, like: torch.Tensor | None = None) -> tuple[An
     if like is not None and not any(t.is_floating_point() for t in (*module.parameters(), *module.buffers())):
         marks.append((like.dtype, like.device))
     for path, part in module.named_modules(remove_duplicate=False):
-        masks = [mask for name, mask in part._buffers.items() if name.endswith("_mask") and mask is not None]
-        marks.append((path, id(part), *settings_of(part), *((id(mask), mask._version) for mask in masks)))
+        marks.append((path, _Same(part), settings_of(part)))
     return tuple(marks)
-
-
-_PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def call_of(module: nn.Module, in_shape: tuple[int, ...], *, path: str) -> Call:
@@ -345,8 +415,10 @@ class Kept:
 
     def __init__(self, name: str, weight: torch.Tensor, mask: torch.Tensor | None) -> None:
         self.name = name
-        self.mask = ((weight if mask is None else mask) != 0).detach()
-        self._seen = (weight, weight._version)
+        self.mask = (weight != 0).detach()
+        # A mask says which are zero for good; one that does not belong to pruning says nothing.
+        if mask is not None and not bool((self.mask & (mask == 0)).any()):
+            self.mask = (mask != 0).detach()
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> Kept:
@@ -356,9 +428,4 @@ class Kept:
 
     def holds(self, weight: torch.Tensor) -> bool:
         """Whether all elements that were left out are zero in this weight."""
-        seen, version = self._seen
-        if weight is not seen or weight._version != version:
-            if bool(weight.detach().masked_fill(self.mask, 0).any()):
-                return False
-            self._seen = (weight, weight._version)
-        return True
+        return not bool(weight.detach().masked_fill(self.mask, 0).any())

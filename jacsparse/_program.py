@@ -6,8 +6,10 @@ batch is among a tensor's axes, and that no operator mixes samples.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numba.core.registry import cpu_target
 from torch import fx, nn
 
 from ._modules import has_own_hooks, refresh_weights, remake_weights, twin, undrawn, weight_names
 from .patterns import UnsupportedOperatorError
+from .patterns._rules import has_rule
 
 __all__ = ["Layout", "Operation", "Program", "trace"]
 
@@ -29,6 +33,9 @@ _OF_SHAPE = {
     *(f"aten.{what}_like" for what in ("empty", "full", "ones", "rand", "randn", "zeros")),
     *(f"aten.new_{what}" for what in ("empty", "full", "ones", "zeros")),
 }
+
+#: Arguments that keep an operator from drawing random numbers, and what does not.
+_QUIET = (("dropout_p", 0.0, 1.0), ("p", 0.0, 1.0), ("train", False, True), ("training", False, True))
 
 #: What these give changes in steps, or is taken for a constant: no derivative passes.
 _CONSTANT = {f"aten.{name}" for name in ("ceil", "detach", "floor", "heaviside", "round", "sgn", "sign", "trunc")}
@@ -98,10 +105,16 @@ class Operation:
         """The operator, as in ``aten.add``."""
         return operator_name(self.overload)
 
-    @property
+    @cached_property
     def random(self) -> bool:
-        """Whether it draws random numbers."""
-        return torch.Tag.nondeterministic_seeded in getattr(self.overload, "tags", ())
+        """Whether it draws random numbers: tagged as one that may, and not told to leave it."""
+        tagged = torch.Tag.nondeterministic_seeded in getattr(self.overload, "tags", ())
+        return tagged and not any(self.arguments.get(name, loud) == quiet for name, quiet, loud in _QUIET)
+
+    @cached_property
+    def quiet(self) -> dict[str, Any]:
+        """Arguments with which it draws nothing, in the place of its own."""
+        return {name: value for name, value, _ in _QUIET if self.random and name in self.arguments}
 
     @cached_property
     def operands(self) -> dict[str, fx.Node]:
@@ -185,8 +198,8 @@ class Program:
         Numbers that depend on the batch's size.
     layouts : dict of Node to Layout
         Of the tensors that have a batch; others are the same for any.
-    shapes : dict of Node to tuple of int
-        For a batch of one.
+    shapes, dtypes : dict
+        Of each tensor the shape for a batch of one, and the dtype.
     active : set of Node
         The tensors through which a derivative passes.
     dependent : set of Node
@@ -202,6 +215,7 @@ class Program:
     sizes: dict[fx.Node, Callable[[int], Any]] = field(default_factory=dict)
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
     shapes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[fx.Node, torch.dtype] = field(default_factory=dict)
     active: set[fx.Node] = field(default_factory=set)
     dependent: set[fx.Node] = field(default_factory=set)
 
@@ -253,22 +267,32 @@ class Program:
         """An operation's arguments, tensors and numbers in the place of nodes."""
 
         def value(node: fx.Node) -> Any:
-            return self.sizes[node](batch) if node in self.sizes else values[node]
+            if node in self.sizes:
+                return self.sizes[node](batch)
+            if node not in values and operation.name in _OF_SHAPE:
+                # Made before the stage: only its shape is asked for.
+                made = self.layouts[node].join(torch.empty((batch, *self.shapes[node]), dtype=self.dtypes[node]))
+                return made.to(next(iter(values.values())).device)
+            return values[node]
 
         found = dict(operation.arguments)
         found.update({name: value(node) for name, node in operation.operands.items()})
         found.update({name: fx.map_arg(argument, value) for name, argument in operation.nested.items()})
         return found
 
-    def between(self, start: fx.Node, stop: fx.Node) -> list[Operation]:
-        """The operations that make `stop` from `start`, with those on no input that they need; in order."""
+    def between(self, start: fx.Node, stop: fx.Node, *, shapes: bool = False) -> list[Operation]:
+        """The operations that make `stop` from `start`, with those on no input that they need; in order.
+
+        Those of which only the shape is asked for are left out, unless `shapes`.
+        """
         needed, waiting = set(), [stop]
         while waiting:
             node = waiting.pop()
             if node in needed or node is start or node not in self.operations:
                 continue
             needed.add(node)
-            waiting.extend(self.operations[node].operands.values())
+            if shapes or self.operations[node].name not in _OF_SHAPE:
+                waiting.extend(self.operations[node].operands.values())
         return [operation for node, operation in self.operations.items() if node in needed]
 
     def cuts(self) -> list[fx.Node]:
@@ -302,18 +326,37 @@ def trace(
     ValueError
         Where the input does not fit.
     """
+    # torch.export replaces functions of Python's for all threads, and Numba must not meet those.
+    with _TRACING:
+        _load_numba()
+        return _traced(module, in_shape, path, like)
+
+
+_TRACING = threading.RLock()
+
+
+@functools.cache
+def _load_numba() -> None:
+    """Let Numba look up what it knows, as it does when it first compiles."""
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
+
+
+def _traced(
+    module: nn.Module, in_shape: Sequence[int], path: str, like: torch.Tensor | None
+) -> tuple[Program, dict[fx.Node, torch.Tensor]]:
     _check_hooks(module, path)
     x = _random_samples(module, in_shape, like)
-    with undrawn():
+    where = path or type(module).__name__
+    with undrawn(), torch.enable_grad():
         try:
-            expected = twin(module, aside=True)(x.clone())
+            given = x.clone().requires_grad_()
+            expected = twin(module, aside=True)(given * 1)
         except Exception as error:
             # Whatever the user's own code raises.
             raise ValueError(
-                f"{path or type(module).__name__}: an input of shape {tuple(in_shape)} does not fit"
-                f"{_source_of(error)}: {error}"
+                f"{where}: an input of shape {tuple(in_shape)} does not fit{_source_of(error)}: {error}"
             ) from error
-    where = path or type(module).__name__
     if not isinstance(expected, torch.Tensor):
         raise UnsupportedOperatorError(
             f"{where}: its output is a {type(expected).__name__}; wrap it in a module that returns one tensor"
@@ -322,6 +365,8 @@ def trace(
     with undrawn():
         known = _examine(program, x, where)
     _check_output(program, expected, where)
+    if not any(operation.random for operation in program.operations.values()):
+        _check_alike(program, given, expected, where)
     return program, known
 
 
@@ -352,8 +397,13 @@ def _exported(module: nn.Module, x: torch.Tensor, where: str) -> torch.export.Ex
         part._forward_pre_hooks.clear()
         if getattr(part, "inplace", False) is True:
             part.__dict__["inplace"] = False
-        for name in weight_names(part):
-            part.register_parameter(name, nn.Parameter(part.__dict__.pop(name).detach()))
+        part.__dict__["_buffers"] = dict(part._buffers)
+        for name, value in [item for item in part.__dict__.items() if isinstance(item[1], torch.Tensor)]:
+            del part.__dict__[name]
+            if name in weight_names(part):
+                part.register_parameter(name, nn.Parameter(value.detach()))
+            else:
+                part._buffers[name] = value.detach()
     shapes: Any = {0: torch.export.Dim("batch")}
     if _takes_any(plain):
         shapes = (shapes,)
@@ -361,8 +411,9 @@ def _exported(module: nn.Module, x: torch.Tensor, where: str) -> torch.export.Ex
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exported = torch.export.export(plain, (x,), dynamic_shapes=(shapes,), strict=False)
+            unknown = _composed(exported)
             # Nothing may be overwritten: what a stage was given is asked for again.
-            return exported.run_decompositions({}) if _overwrites(exported) else exported
+            return exported.run_decompositions(unknown) if unknown or _overwrites(exported) else exported
     except Exception as error:
         # torch.export's errors share no base class.
         if "specialized" in str(error) or "Constraints violated" in str(error):
@@ -379,8 +430,20 @@ def _exported(module: nn.Module, x: torch.Tensor, where: str) -> torch.export.Ex
 
 def _takes_any(module: nn.Module) -> bool:
     """Whether its forward takes ``*args``, of which torch.export asks for a tuple of shapes."""
-    first = next(iter(inspect.signature(module.forward).parameters.values()), None)
+    try:
+        first = next(iter(inspect.signature(module.forward).parameters.values()), None)
+    except ValueError:
+        # A function of C's.
+        return False
     return first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
+
+
+def _composed(exported: torch.export.ExportedProgram) -> dict[Any, Any]:
+    """How ATen composes the operators of a program that have no rule of their own of others."""
+    called = {node.target for node in exported.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    unknown = [overload for overload in called if not has_rule(operator_name(overload)) and overload._can_decompose()]
+    known = torch.export.default_decompositions() if unknown else {}
+    return {overload: known[overload] for overload in unknown if overload in known}
 
 
 def _overwrites(exported: torch.export.ExportedProgram) -> bool:
@@ -422,7 +485,7 @@ def _program(module: nn.Module, exported: torch.export.ExportedProgram, where: s
         elif node.op == "call_function" and isinstance(value, torch.Tensor):
             program.operations[node] = _operation(node, where)
     # Numbers that were computed have no tensor behind them; neither has what nobody needs.
-    needed = {operation.node for operation in program.between(program.input, program.output)}
+    needed = {operation.node for operation in program.between(program.input, program.output, shapes=True)}
     program.operations = {node: made for node, made in program.operations.items() if node in needed}
     read = {operand for made in program.operations.values() for operand in made.operands.values()}
     read |= {program.output}
@@ -438,7 +501,18 @@ def _place(program: Program, node: fx.Node, exported: torch.export.ExportedProgr
             program.attributes[node] = names[node.name]
     constant = signature.inputs_to_lifted_tensor_constants.get(node.name)
     if constant is not None:
-        program.constants[node] = exported.constants[constant]
+        tensor = exported.constants[constant]
+        name = _names(program.module).get(tensor.data_ptr()) if tensor.numel() else None
+        if name is None:
+            program.constants[node] = tensor.detach()
+        else:
+            # Reached by another way than its module: a list, a bound method.
+            program.attributes[node] = name
+
+
+def _names(module: nn.Module) -> dict[int, str]:
+    """The name of each parameter and buffer, by its memory."""
+    return {tensor.data_ptr(): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
 
 
 def _of_batch(value: Any, where: str) -> Callable[[int], Any]:
@@ -465,7 +539,10 @@ def _operation(node: fx.Node, where: str) -> Operation:
         call, number = node.args
     path, source = _place_of(call)
     if not isinstance(call.target, torch._ops.OpOverload):
-        raise UnsupportedOperatorError(f"{path or where}: {call.target} is no ATen operator{source}")
+        raise UnsupportedOperatorError(
+            f"{path or where}: {call.target} is no ATen operator{source}; write it with operators of tensors alone: "
+            "t.detach() in the place of torch.no_grad(), torch.where in that of torch.cond"
+        )
     if call.target is torch.ops.aten.copy.default:
         # What an assignment becomes; it has no derivative of its own.
         assigned = {"self": call.args[1], "other": call.args[0]}
@@ -500,6 +577,7 @@ def _examine(program: Program, x: torch.Tensor, where: str) -> dict[fx.Node, tor
     pair[program.input], single[program.input] = x, x[:1]
     program.layouts[program.input] = _PLAIN
     program.shapes[program.input] = tuple(x[:1].shape)
+    program.dtypes[program.input] = x.dtype
     program.dependent.add(program.input)
     program.active.add(program.input)
     for node, operation in program.operations.items():
@@ -516,7 +594,7 @@ def _examine(program: Program, x: torch.Tensor, where: str) -> dict[fx.Node, tor
             differentiable = pair[node].is_floating_point() and operation.name not in _CONSTANT
             if operands & program.active and differentiable:
                 program.active.add(node)
-        layout = _layout(pair[node], alone, operation.random)
+        layout = _layout(program, operation, pair, alone)
         mixes = layout is None and (node in program.dependent or pair[node].shape != alone.shape)
         if mixes:
             raise UnsupportedOperatorError(
@@ -527,32 +605,109 @@ def _examine(program: Program, x: torch.Tensor, where: str) -> dict[fx.Node, tor
             program.layouts[node] = layout
             alone = layout.join(layout.split(pair[node])[:1])
         single[node] = alone
-        program.shapes[node] = tuple(alone.shape)
+        program.shapes[node], program.dtypes[node] = tuple(alone.shape), alone.dtype
     return single
 
 
-def _layout(pair: torch.Tensor, alone: torch.Tensor, random: bool) -> Layout | None:
-    """Where the samples are in a result of two samples, whose first gave `alone`; None where it is nowhere."""
-    if pair.ndim != alone.ndim:
-        return None
-    grown = [axis for axis in range(pair.ndim) if pair.shape[axis] != alone.shape[axis]]
-    if len(grown) != 1 or pair.shape[grown[0]] != 2 * alone.shape[grown[0]]:
+def _layout(
+    program: Program, operation: Operation, pair: dict[fx.Node, torch.Tensor], alone: torch.Tensor
+) -> Layout | None:
+    """Where the samples are in an operation's result of two samples; None where it is nowhere.
+
+    It must be there for each of the two, and, lest values that happen to be alike hide anything, for random operands.
+    """
+    made = pair[operation.node]
+    grown = [axis for axis in range(made.ndim) if made.ndim == alone.ndim and made.shape[axis] != alone.shape[axis]]
+    if len(grown) != 1 or made.shape[grown[0]] != 2 * alone.shape[grown[0]]:
         return None
     (axis,) = grown
-    for minor in (False, True):
-        layout = Layout(axis, alone.shape[axis], minor)
-        if random or _alike(layout.join(layout.split(pair)[:1]), alone):
-            return layout
-    return None
+    dependent = [node for node in operation.operands.values() if node in program.layouts]
+    like = [program.layouts[node].minor for node in dependent if program.layouts[node].copies > 1][:1]
+    fitting = (
+        [Layout(axis, alone.shape[axis], minor) for minor in (like[0], not like[0])]
+        if like
+        else [Layout(axis, alone.shape[axis], minor) for minor in (False, True)]
+    )
+    if operation.random and not operation.quiet:
+        # Nothing can be compared; what draws works on each element by itself.
+        return fitting[0]
+    generator = torch.Generator().manual_seed(0)
+    drawn = dict(pair)
+    for node in dependent:
+        if pair[node].is_floating_point():
+            drawn[node] = torch.randn(pair[node].shape, generator=generator).to(pair[node])
+    for values in (pair, drawn):
+        try:
+            fitting = [layout for layout in fitting if _fits(program, operation, values, layout)]
+        except RuntimeError:
+            # It does not take any numbers.
+            if values is pair:
+                raise
+    return fitting[0] if fitting else None
+
+
+def _fits(program: Program, operation: Operation, values: dict[fx.Node, torch.Tensor], layout: Layout) -> bool:
+    """Whether the result of two samples has, along a layout, those of each of them alone."""
+
+    def evaluated(values: Mapping[fx.Node, torch.Tensor], batch: int) -> torch.Tensor:
+        return operation.evaluate({**program.resolved(operation, values, batch), **operation.quiet})
+
+    both = layout.split(evaluated(values, 2))
+    for number in range(2):
+        own = dict(values)
+        for node in operation.operands.values():
+            if node in program.layouts:
+                place = program.layouts[node]
+                own[node] = place.join(place.split(values[node])[number : number + 1])
+        if not _alike(layout.join(both[number : number + 1]), evaluated(own, 1)):
+            return False
+    return True
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two results are one, but for rounding."""
+    if one.shape != other.shape:
+        return False
     if not one.is_floating_point():
         return torch.equal(one, other)
     finite = other.isfinite()
     size = other[finite].abs().max().item() if bool(finite.any()) else 0.0
-    return torch.allclose(one, other, rtol=1e-3, atol=1e-4 * size, equal_nan=True)
+    share = 1e-9 if one.dtype == torch.float64 else 1e-5
+    return torch.allclose(one, other, rtol=share, atol=share * size, equal_nan=True)
+
+
+def _check_alike(program: Program, x: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+    """Raise where the program is not what the module computes, for one sample or two, or has another derivative."""
+    with undrawn(), torch.enable_grad():
+        alone = twin(program.module, aside=True)(x[:1].detach() * 1)
+        results = {}
+        for batch in (1, 2):
+            values = {**program.read({}), program.input: x[:batch].detach().requires_grad_()}
+            for node, operation in program.operations.items():
+                values[node] = operation.evaluate(program.resolved(operation, values, batch))
+            results[batch] = values[program.input], values[program.output]
+        if not (_alike(results[2][1], expected) and _alike(results[1][1], alone)):
+            raise UnsupportedOperatorError(
+                f"{where}: its output is not that of its operators, for one sample or two; nothing but shapes may "
+                "depend on the size of the batch"
+            )
+        if not expected.requires_grad:
+            return
+        seed = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected)
+        try:
+            (own,) = torch.autograd.grad(expected, x, seed, allow_unused=True, materialize_grads=True)
+        except RuntimeError:
+            # It overwrites what its own derivative needs: there is none to compare with.
+            return
+        given, made = results[2]
+        found = torch.zeros_like(own)
+        if made.requires_grad:
+            (found,) = torch.autograd.grad(made, given, seed, allow_unused=True, materialize_grads=True)
+    if (found - own).norm() > 0.01 * own.norm() and bool(own.isfinite().all()):
+        raise UnsupportedOperatorError(
+            f"{where}: its derivative is not that of its operators; a torch.autograd.Function, or a hook on a tensor, "
+            "is not traced: write it with operators, as x + (f(x) - x).detach(), or make it a custom operator"
+        )
 
 
 def _check_output(program: Program, expected: torch.Tensor, where: str) -> None:

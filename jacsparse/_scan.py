@@ -330,7 +330,8 @@ class _Scanned(torch.autograd.Function):
         ctx.scanner, ctx.parameters = scanner, parameters
         # In whose place the hooks of `scanned` keep the records.
         ctx.save_for_backward(x.new_empty(0))
-        return output.view_as(output)
+        # A copy: what follows may change its own in place, and the last stage may need this one.
+        return output.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -268,7 +268,11 @@ def _called(module: nn.Module, x: torch.Tensor, path: str) -> torch.Tensor:
         return output
 
     module.forward = look
-    y = module(x)
+    try:
+        y = module(x)
+    finally:
+        # Or it would hold itself, and all that it computed.
+        del module.forward
     taken, given, version = seen[0]
     if not _same(taken, x) or not _same(given, y) or y._version != version:
         raise RuntimeError(
@@ -314,6 +318,8 @@ class Record(ABC):
     hooked: bool = False
 
     def __post_init__(self) -> None:
+        # Whether the patterns are known to leave out none of this forward's weights.
+        self._fits = False
         # No derivative depends on what is only added.
         self._versions = {
             (edge, name): value._version
@@ -331,6 +337,7 @@ class Record(ABC):
                 # Masks are in the stage's key: what does not hold is what was zero by chance.
                 new[edge] = edge.keeping([Kept(name, arguments[name], None) for name in edge.rule.weights])
         if not new:
+            self._fits = True
             return self
         renamed = {new.get(edge, edge): own for edge, own in self.arguments.items()}
         stage = self.stage.keeping([new.get(edge, edge) for edge in self.stage.edges])
@@ -437,7 +444,7 @@ class Record(ABC):
                 raise RuntimeError(
                     f"{path}.{name} was changed in place between forward and backward; run the forward again"
                 )
-        for kept in edge.kept:
+        for kept in () if self._fits else edge.kept:
             if not kept.holds(arguments[kept.name]):
                 raise RuntimeError(
                     f"{path}.{kept.name}: weights that were pruned or zero when the pattern was made are not "

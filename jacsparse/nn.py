@@ -19,6 +19,10 @@ __all__ = ["GRU", "LSTM", "RNN", "Scan"]
 _SHAPES = 8
 
 
+#: Whether torch.export is tracing; what asks is younger than PyTorch 2.6.
+_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
+
 class Scan(nn.Module):
     """A module that computes what `module` computes, and back-propagates by a scan.
 
@@ -82,7 +86,7 @@ class Scan(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``module(x)``; `x` has shape ``(batch, *input_shape)``, float32 or float64."""
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        if not torch.is_grad_enabled() or not (parameters or getattr(x, "requires_grad", False)):
+        if not torch.is_grad_enabled() or not (parameters or getattr(x, "requires_grad", False)) or _exporting():
             return self.module(x)
         check_input("x", x)
         key = (tuple(x.shape[1:]), fingerprint(self.module, x))

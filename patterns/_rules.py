@@ -183,6 +183,11 @@ def add_rule(*operators: str) -> Callable[[RuleType], RuleType]:
     return add
 
 
+def has_rule(operator: str) -> bool:
+    """Whether an operator, as in ``aten.exp``, has a rule."""
+    return operator in _RULES or is_pointwise(operator)
+
+
 def rule_for(call: Call) -> Rule:
     """The rule of a call's operator.
 

@@ -659,3 +659,37 @@ def test_bad_schedule_is_named_at_the_call() -> None:
         with pytest.raises(ValueError, match=f"schedule is '{name}'"):
             jacsparse.nn.Scan(lenet(), schedule=name)
     assert Scanner(jacsparse.chain(lenet(), (3, 32, 32)), "blelloch:2").schedule.name == "blelloch:2"
+
+
+def test_what_follows_may_change_the_output_in_place() -> None:
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh())
+    x = torch.randn(2, 1, 5, 5, requires_grad=True)
+    (expected,) = torch.autograd.grad(torch.relu(module(x)).sum(), x)
+    (found,) = torch.autograd.grad(nn.Sequential(jacsparse.nn.Scan(module), nn.ReLU(inplace=True))(x).sum(), x)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_a_scan_is_a_module_like_any_other() -> None:
+    module = nn.Sequential(nn.Linear(4, 5), nn.Tanh()).double()
+    x = torch.randn(2, 4, dtype=torch.float64)
+    found, expected = jacsparse.jacobian(jacsparse.nn.Scan(module), x), jacsparse.jacobian(module, x)
+    assert torch.equal(found.todense(1), expected.todense(1))
+
+
+def test_records_go_without_the_garbage_collector() -> None:
+    scan = jacsparse.nn.Scan(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), schedule="blelloch")
+    x = torch.randn(7, 4)
+    scan(x).sum().backward()
+
+    def tensors() -> int:
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = tensors()
+        for _ in range(3):
+            scan(x).sum().backward()
+        assert tensors() == before
+    finally:
+        gc.enable()
