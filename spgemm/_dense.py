@@ -103,7 +103,7 @@ def _live(a: np.ndarray, b: np.ndarray, rows: int) -> np.ndarray:
     """
     live, finite = np.empty(rows + 1, dtype=np.bool_), np.empty(rows, dtype=np.bool_)
     work = np.arange(rows + 1) * (b.size // max(1, rows) // SIMD)
-    run_rows(_scan_rows, work, b.reshape(rows, -1), live, finite)
+    run_rows(_scan_rows, work, b.reshape(rows, b.size // max(1, rows)), live, finite)
     live[-1] = finite.all()
     if not np.isfinite(a).all():
         live[:-1] = True

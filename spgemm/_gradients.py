@@ -98,7 +98,7 @@ class ProductForm(_Form):
         plan = self.plan
         if wanted == "c":
             return plan.multiply(values["a"], values["b"])  # type: ignore[no-any-return]
-        if all(isinstance(pattern.structure, Full) for pattern in (plan.a, plan.b)):
+        if all(isinstance(pattern.structure, Full) for pattern in (plan.a, plan.b, plan.pattern)):
             return self._full(wanted, values)
         if wanted == "a":
             return self._left(plan.a, plan.b, plan.pattern, self._work, values["c"], values["b"])
@@ -119,7 +119,7 @@ class ProductForm(_Form):
         self, a: Pattern, b: Pattern, c: Pattern, work: np.ndarray, g_values: torch.Tensor, b_values: torch.Tensor
     ) -> torch.Tensor:
         """``G Bᵀ`` at A's entries."""
-        batch = max(g_values.shape[1], b_values.shape[1])
+        batch = g_values.shape[1] if b_values.shape[1] == 1 else b_values.shape[1]
         out = allocated("gradients of a sparse product", (a.nnz, batch), g_values.dtype, g_values.device, batch)
         if not batch or not a.nnz:
             return out
@@ -134,12 +134,13 @@ class ProductForm(_Form):
 
     def _full(self, wanted: str, values: dict[str, torch.Tensor]) -> torch.Tensor:
         (m, k), n = self.plan.a.shape, self.plan.b.shape[1]
-        g = values["c"].reshape(m, n, -1).movedim(2, 0)
-        if wanted == "a":
-            found = g @ values["b"].reshape(k, n, -1).movedim(2, 0).mT
-        else:
-            found = values["a"].reshape(m, k, -1).movedim(2, 0).mT @ g
-        return found.movedim(0, 2).reshape(-1, found.shape[0])
+        g = self._matrices(values["c"], m, n)
+        found = g @ self._matrices(values["b"], k, n).mT if wanted == "a" else self._matrices(values["a"], m, k).mT @ g
+        return found.movedim(0, 2).flatten(0, 1)
+
+    def _matrices(self, values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """``(batch, rows, columns)``."""
+        return values.reshape(rows, columns, values.shape[1]).movedim(2, 0)
 
 
 class VectorForm(_Form):
@@ -180,7 +181,7 @@ class _Derivative(torch.autograd.Function):
         for name, needed in zip(names, ctx.needs_input_grad[2:], strict=True):
             own = differentiable(ctx.form, name, values) if needed else None
             # What all samples share gets the sum of their gradients.
-            shared = own is not None and values[name].shape[1] < own.shape[1]
+            shared = own is not None and values[name].shape[1] != own.shape[1]
             found.append(own.sum(1, keepdim=True) if own is not None and shared else own)
         return (None, None, *found)
 

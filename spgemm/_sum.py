@@ -131,15 +131,13 @@ class SumPlan:
         """
         if len(values) != len(self.terms):
             raise ValueError(f"values holds {len(values)} arrays for {len(self.terms)} terms")
-        if wants_gradient(*values):
-            return self._differentiated(values, out)
         parts = [
             view(f"values[{number}]", own, term.nnz)
             for number, (own, term) in enumerate(zip(values, self.terms, strict=True))
         ]
-        batch = 1
-        for number, part in enumerate(parts):
-            batch = max(batch, same_batch("values[0]", parts[0], f"values[{number}]", part)) if part.shape[1] else 0
+        batch = _batch(parts)
+        if wants_gradient(*values):
+            return self._differentiated(values, batch, out)
         what = "values of a sum of {:,} × {:,} matrices".format(*self.pattern.shape)
         returned, c = result(what, out, tuple(values), self.pattern.nnz, batch, parts[0])
         c[...] = 0
@@ -152,10 +150,9 @@ class SumPlan:
                 run_rows(_add, term.indptr, term.indptr, place, part, c, lanes=batch)
         return returned
 
-    def _differentiated(self, values: Sequence[Any], out: Any) -> Any:
+    def _differentiated(self, values: Sequence[Any], batch: int, out: Any) -> Any:
         """`add` as part of autograd's graph."""
         parts = graph_operands(out, **{f"values[{number}]": own for number, own in enumerate(values)})
-        batch = max(part.shape[1] for part in parts)
         total = parts[0].new_zeros((self.pattern.nnz, batch))
         for part, place in zip(parts, self._places, strict=True):
             own = part.expand(-1, batch)
@@ -165,6 +162,15 @@ class SumPlan:
     def __repr__(self) -> str:
         m, n = self.pattern.shape
         return f"<SumPlan {m} × {n}, {len(self.terms)} terms, nnz {self.pattern.nnz:,}, {self.nbytes:,} bytes>"
+
+
+def _batch(parts: Sequence[Any]) -> int:
+    """The batch of terms on one device, each of which may hold one column that all samples share."""
+    first = 0
+    for number, part in enumerate(parts):
+        batch = same_batch(f"values[{first}]", parts[first], f"values[{number}]", part)
+        first = first if batch == parts[first].shape[1] else number
+    return int(parts[first].shape[1])
 
 
 def plan_sum(terms: Sequence[Pattern]) -> SumPlan:

@@ -106,6 +106,26 @@ def test_sums() -> None:
         assert torch.allclose(plan.add(operands), plan.add([own.detach() for own in operands]))
 
 
+@pytest.mark.parametrize("kind", PATTERNS)
+@pytest.mark.parametrize("batches", [(0, 0), (0, 1), (1, 0)])
+def test_empty_batches(kind: str, batches: tuple[int, int]) -> None:
+    pattern = PATTERNS[kind](4, 4)
+    product, total = jacsparse.plan_product(pattern, pattern), jacsparse.plan_sum([pattern, Pattern.of(Full(4, 4))])
+    for run, other in ((product.multiply, pattern), (lambda *values: total.add(values), total.terms[1])):
+        operands = [values_of(own, batch) for own, batch in zip((pattern, other), batches, strict=True)]
+        result = run(*operands)
+        found = torch.autograd.grad(result.sum(), operands)
+        assert result.shape[1] == 0 and [own.shape for own in found] == [own.shape for own in operands]
+        assert not any(own.any() for own in found)
+
+
+def test_products_over_nothing() -> None:
+    plan = jacsparse.plan_product(Pattern.of(Full(3, 0)), Pattern.of(Full(0, 2)))
+    plan.multiply(*(values_of(own, 2) for own in (plan.a, plan.b))).sum().backward()
+    sparse = jacsparse.plan_product(Pattern((3, 0), [0] * 4, []), Pattern.of(Full(0, 2)), method="dense")
+    assert not sparse.multiply(np.zeros((0, 1)), np.zeros((0, 1))).any()
+
+
 def test_one_dimension_and_one_operand() -> None:
     a, b = random_pattern(3, 4, 0.5, 1), random_pattern(4, 5, 0.5, 2)
     plan = jacsparse.plan_product(a, b)
@@ -139,5 +159,12 @@ def test_bad_operands() -> None:
         plan.multiply(values.detach(), values.detach(), out=torch.empty(4, 1, requires_grad=True))
     with pytest.raises(ValueError, match=r"a_values has shape \(3, 1\)"):
         plan.multiply(torch.ones(3, 1, requires_grad=True), values)
+    total = jacsparse.plan_sum([plan.a] * 3)
+    with pytest.raises(ValueError, match=r"values\[0\] has shape \(1, 2\); expected \(4, batch\)"):
+        total.add([torch.ones(1, 2, requires_grad=True), values, values])
+    with pytest.raises(TypeError, match=r"values\[0\] is float32 and values\[1\] is float64"):
+        total.add([values, values.double(), values])
+    with pytest.raises(ValueError, match=r"values\[1\] has a batch of 3 and values\[2\] one of 2"):
+        total.add([values, values.expand(-1, 3), values.expand(-1, 2)])
     with pytest.raises(TypeError, match="a_values is float64 and b_values is float32"):
         plan.multiply(torch.ones(4, 1, dtype=torch.float64, requires_grad=True), values)
