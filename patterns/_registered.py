@@ -35,7 +35,28 @@ class _Registered(Rule):
         return pattern
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        return super().values(call, pattern) if self._values is None else self._values(call, pattern)
+        if self._values is None:
+            return super().values(call, pattern)
+        values = self._values(call, pattern)
+        self._check_values(call, pattern, values)
+        return values
+
+    def _check_values(self, call: Call, pattern: Pattern, values: Any) -> None:
+        """Raise where what a user's function gave are no values of that pattern."""
+        assert call.input is not None
+        given, like = f"{call.path}: the rule of {call.operator} gave values", call.input
+        if not isinstance(values, torch.Tensor):
+            raise TypeError(f"{given} that are a {type(values).__name__}; expected a tensor")
+        if values.dtype != like.dtype or values.device != like.device:
+            raise TypeError(
+                f"{given} of {values.dtype} on {values.device}; expected {like.dtype} on {like.device}, as the input"
+            )
+        batches = [1] if self._shared else [1, len(like)]
+        if values.ndim != 2 or len(values) != pattern.nnz or values.shape[1] not in batches:
+            expected = " or ".join(str((pattern.nnz, batch)) for batch in dict.fromkeys(reversed(batches)))
+            raise ValueError(
+                f"{given} of shape {tuple(values.shape)}; expected {expected}: an entry of the pattern in each row"
+            )
 
 
 def register_rule(

@@ -451,6 +451,29 @@ def test_a_rule_that_gives_something_else(rules: object) -> None:
         jacsparse.jacobian_pattern(module, (4,))
 
 
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        (lambda x, nnz: None, TypeError, "values that are a NoneType; expected a tensor"),
+        (lambda x, nnz: x.new_ones((nnz, 1)).numpy(), TypeError, "values that are a ndarray; expected a tensor"),
+        (lambda x, nnz: torch.ones(nnz, 1), TypeError, r"values of torch\.float32 on cpu; expected torch\.float64"),
+        (lambda x, nnz: x.new_ones(nnz), ValueError, r"values of shape \(4,\); expected \(4, 3\) or \(4, 1\)"),
+        (lambda x, nnz: x.new_ones((len(x), nnz)), ValueError, r"values of shape \(3, 4\); expected \(4, 3\) or"),
+        (lambda x, nnz: x.new_ones((nnz + 1, len(x))), ValueError, r"values of shape \(5, 3\); expected \(4, 3\) or"),
+    ],
+)
+def test_a_rule_that_gives_other_values(
+    rules: object, values: Callable[..., object], error: type[Exception], message: str
+) -> None:
+    jacsparse.register_rule(
+        "aten.neg",
+        pattern=lambda call: Pattern.of(Diagonal(call.in_size)),
+        values=lambda call, pattern: values(call.input, pattern.nnz),
+    )
+    with pytest.raises(error, match=rf"^Net: the rule of aten\.neg gave {message}"):
+        jacsparse.jacobian(Net(lambda self, x: -x), torch.randn(3, 4, dtype=torch.float64))
+
+
 # Verification.
 
 
