@@ -382,6 +382,14 @@ class _Windows(Rule):
 
     weights = ("weight",)
 
+    def check(self, call: Call) -> None:
+        super().check(call)
+        if len(call.in_shape) < call["weight"].ndim:
+            raise call.unsupported(
+                f"{call.operator} takes the samples of shape {call.in_shape[1:]} for the channels of one image",
+                "give it samples of shape (channels, *sizes), as x.unsqueeze(1) makes them",
+            )
+
     def shared(self, call: Call) -> bool:
         return True
 
@@ -496,7 +504,10 @@ def _padding(padding: Any, taps: tuple[int, ...], dilation: tuple[int, ...]) -> 
 
 @add_rule("aten.linear")
 class _LinearRule(Rule):
-    """``aten.linear``: its weight, full or pruned, at each place of the axes before the last."""
+    """``aten.linear``: its weight, full or pruned, at each place of the axes before the last.
+
+    A weight of one dimension is that of one feature, whose axis the output does not have.
+    """
 
     weights = ("weight",)
 
@@ -507,7 +518,7 @@ class _LinearRule(Rule):
         return call.out_size * call.in_shape[-1]
 
     def pattern(self, call: Call) -> Pattern:
-        out_features, in_features = call["weight"].shape
+        out_features, in_features = self._weight(call).shape
         copies = math.prod(call.in_shape[:-1])
         kept = _packed(call, copies)
         if kept is not None:
@@ -515,7 +526,7 @@ class _LinearRule(Rule):
         return Pattern.of(Full(out_features, in_features) if copies == 1 else Blocks(copies, out_features, in_features))
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        weight = call["weight"].detach()
+        weight = self._weight(call)
         copies = math.prod(call.in_shape[:-1])
         if isinstance(pattern.structure, Convolution):
             return pattern.structure.values(weight if copies == 1 else weight.repeat(copies, 1))
@@ -523,9 +534,15 @@ class _LinearRule(Rule):
         return weight.repeat(copies, 1).reshape(-1, 1)
 
     def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
-        return gradients @ call["weight"].detach()
+        weight = self._weight(call)
+        rows = gradients.reshape(*gradients.shape[:2], *call.in_shape[:-1], len(weight))
+        return rows @ weight
 
     def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         if isinstance(pattern.structure, Convolution):
             return self.values(call, pattern)
-        return call["weight"].detach().T.repeat(math.prod(call.in_shape[:-1]), 1).reshape(-1, 1)
+        return self._weight(call).T.repeat(math.prod(call.in_shape[:-1]), 1).reshape(-1, 1)
+
+    def _weight(self, call: Call) -> torch.Tensor:
+        """``(out_features, in_features)``."""
+        return torch.atleast_2d(call["weight"].detach())

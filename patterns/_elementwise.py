@@ -87,7 +87,7 @@ class _PointwiseRule(_DiagonalRule):
             others[name] = _aligned(value, rank)
         with torch.enable_grad():
             y = call.function({**others, call.argument: own})
-        (derivative,) = torch.autograd.grad(y, own, torch.ones_like(y))
+        (derivative,) = torch.autograd.grad(y, own, torch.ones_like(y), materialize_grads=True)
         return derivative
 
 

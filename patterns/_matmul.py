@@ -208,4 +208,5 @@ class _AttentionRule(Rule):
             whole = whole.reshape(len(whole), *[1] * (len(lead) + 3 - whole.ndim), *whole.shape[1:])
             whole = whole.expand(len(scores), *lead, queries, keys).reshape(scores.shape)
             scores = scores.masked_fill(~whole, -math.inf) if mask.dtype == torch.bool else scores + whole
-        return scores.softmax(-1)
+        # A query that no key is allowed to attends to nothing.
+        return scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0)

@@ -58,7 +58,8 @@ class _MovementRule(Rule):
         assert call.apply is not None
         moved = call.apply(_numbered(call.in_shape))
         nothing = call.apply(torch.zeros(call.in_shape, dtype=torch.float64))
-        sources = torch.where(moved == nothing, 0, moved).reshape(-1).to(torch.int64).numpy(force=True) - 1
+        constant = (moved == nothing) | (moved.isnan() & nothing.isnan())
+        sources = moved.masked_fill(constant, 0).reshape(-1).to(torch.int64).numpy(force=True) - 1
         columns = call.in_size
         if len(sources) == columns and bool((sources == np.arange(columns)).all()):
             return Pattern.of(Identity(columns))

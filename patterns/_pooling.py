@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -222,9 +223,23 @@ def _rows(indptr: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(len(indptr) - 1, dtype=indptr.dtype), np.diff(indptr))
 
 
+def _count(call: Call) -> int:
+    """Axes along which windows slide: the last ones, as many as the operator's name says."""
+    found = re.search(r"(\d)d", call.operator)
+    assert found is not None
+    return int(found[1])
+
+
+def _sizes(call: Call) -> tuple[int, ...]:
+    return call.in_shape[-_count(call) :]
+
+
+def _windows(call: Call) -> tuple[int, ...]:
+    return call.out_shape[-_count(call) :]
+
+
 def _sliding(call: Call) -> tuple[Sliding, ...]:
-    sizes = call.in_shape[2:]
-    count = len(sizes)
+    sizes, count = _sizes(call), _count(call)
     kernel = pairs(call["kernel_size"], count)
     stride = pairs(call["stride"] or kernel, count)
     padding, dilation = pairs(call["padding"], count), pairs(call.arguments.get("dilation", 1), count)
@@ -235,12 +250,12 @@ def _sliding(call: Call) -> tuple[Sliding, ...]:
 
 
 def _adaptive(call: Call) -> tuple[Adaptive, ...]:
-    return tuple(Adaptive(size, windows) for size, windows in zip(call.in_shape[2:], call.out_shape[2:], strict=True))
+    return tuple(Adaptive(size, windows) for size, windows in zip(_sizes(call), _windows(call), strict=True))
 
 
 def _channels(call: Call) -> int:
-    """Channels of all the images that a sample is."""
-    return call.in_shape[0] * call.in_shape[1]
+    """Channels of all the images that a sample is; one where PyTorch takes the samples for channels."""
+    return math.prod(call.in_shape[: -_count(call)])
 
 
 class _SelectingRule(Rule):
@@ -260,7 +275,7 @@ class _SelectingRule(Rule):
     def winners(self, call: Call) -> torch.Tensor:
         """Position within its channel that wins each window, int64, ``(batch, channels, *windows)``."""
         assert call.input is not None
-        batch, windows = len(call.input), call.out_shape[2:]
+        batch, windows = len(call.input), _windows(call)
         try:
             saved = getattr(call.node, "_saved_result1", None)
         except RuntimeError:
@@ -283,7 +298,7 @@ class _SelectingRule(Rule):
     def selection(self, call: Call) -> torch.Tensor:
         winners = self.winners(call).flatten(2)
         channel = torch.arange(_channels(call), device=winners.device)[:, None]
-        return batch_last((winners + channel * math.prod(call.in_shape[2:])).to(torch.int32))
+        return batch_last((winners + channel * math.prod(_sizes(call))).to(torch.int32))
 
 
 @add_rule(
@@ -306,7 +321,7 @@ class _MaxPoolRule(_SelectingRule):
         return _sliding(call)
 
     def pooled(self, call: Call, x: torch.Tensor) -> torch.Tensor:
-        pool = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[len(call.in_shape) - 3]
+        pool = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[_count(call) - 1]
         names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
         _, winners = pool(x, *(call[name] for name in names), return_indices=True)
         return winners  # type: ignore[no-any-return]
@@ -321,7 +336,7 @@ class _AdaptiveMaxPoolRule(_SelectingRule):
 
     def pooled(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         pools = (functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d)
-        _, winners = pools[len(call.in_shape) - 3](x, call.out_shape[2:], return_indices=True)
+        _, winners = pools[_count(call) - 1](x, _windows(call), return_indices=True)
         return winners
 
 

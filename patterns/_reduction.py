@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ._pattern import Pattern
-from ._rules import Call, Rule, add_rule
+from ._rules import _RULES, POINTWISE, Call, Rule, add_rule
 from ._structure import Csr, Full
 
 __all__: list[str] = []
@@ -25,7 +25,7 @@ def _axes(call: Call) -> list[int]:
 
 
 @add_rule(
-    *(f"aten.{name}" for name in ("amax", "amin", "max", "min", "logsumexp", "prod", "median")),
+    *(f"aten.{name}" for name in ("amax", "amin", "logsumexp", "prod", "median")),
     *(f"aten.{name}" for name in ("std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm")),
 )
 class _ReductionRule(Rule):
@@ -39,6 +39,14 @@ class _ReductionRule(Rule):
             return Pattern.of(Full(1, size))
         targets = np.broadcast_to(np.arange(outputs).reshape(shape), call.in_shape).reshape(-1)
         return Pattern.of(Csr.picking(targets, outputs)).T
+
+
+@add_rule("aten.max", "aten.min")
+class _ExtremeRule(_ReductionRule):
+    """``aten.max`` and ``aten.min``: of two operands they are pointwise."""
+
+    def chosen(self, call: Call) -> Rule:
+        return _RULES[POINTWISE] if "other" in {*call.arguments, call.argument} else self
 
 
 @add_rule("aten.sum", "aten.mean")

@@ -129,6 +129,10 @@ class Rule(ABC):
         """Multiply-adds of the gradients of so many operands, and of the weights; the forward pass takes `forward`."""
         return forward * (operands + weights)
 
+    def chosen(self, call: Call) -> Rule:
+        """The rule of this use of the operator: another where its overloads are different operators."""
+        return self
+
     @abstractmethod
     def pattern(self, call: Call) -> Pattern:
         """The pattern of `J`, from shapes and, where weights are pruned, from those."""
@@ -156,7 +160,10 @@ class Rule(ABC):
             return gradients.reshape(shape)
         if isinstance(pattern.structure, Diagonal):
             return (gradients.flatten(2) * self.values(call, pattern).T).reshape(shape)
-        assert call.vjps is not None
+        if call.vjps is None:
+            # Of an operator that may draw, what was drawn is in one graph: a column at a time.
+            assert call.vjp is not None
+            return torch.stack([call.vjp(gradient) for gradient in gradients]).reshape(shape)
         return call.vjps(gradients).reshape(shape)
 
     def selection(self, call: Call) -> torch.Tensor | None:
@@ -199,7 +206,7 @@ def rule_for(call: Call) -> Rule:
     rule = _RULES.get(call.operator) or (_RULES[POINTWISE] if is_pointwise(call.operator) else None)
     if rule is None:
         raise call.unsupported(f"operator {call.operator} has no rule", "register one with jacsparse.register_rule")
-    return rule
+    return rule.chosen(call)
 
 
 @functools.cache

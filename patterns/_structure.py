@@ -310,6 +310,10 @@ class Csr(Structure):
     @classmethod
     def picking(cls, sources: np.ndarray, columns: int) -> Csr:
         """At most one entry in each row: in the column that `sources` names, none where that is negative."""
+        outside = np.flatnonzero(sources >= columns)
+        if len(outside):
+            place = int(outside[0])
+            raise ValueError(f"sources[{place}] is {sources[place]}; columns run from 0 to {columns - 1}")
         held = sources >= 0
         dtype = index_dtype(0, len(sources), columns)
         return cls(len(sources), columns, frozen(row_starts(held, dtype)), frozen(sources[held].astype(dtype)))

@@ -91,7 +91,18 @@ def linears(draw: st.DrawFn) -> Case:
     return nn.Linear(into, draw(st.integers(1, 9)), draw(flags), dtype=torch.float64), (*lead, into)
 
 
+@st.composite
+def single_features(draw: st.DrawFn) -> Case:
+    """A linear layer whose weight has one dimension."""
+    into, lead = draw(st.integers(1, 9)), draw(st.lists(st.integers(1, 3), max_size=2))
+    weight = constant(into) * (torch.rand(into) < draw(st.sampled_from([0.5, 1])))
+    return Apply(lambda x, w: functional.linear(x, w), weight), (*lead, into)
+
+
 # Pooling and interpolation.
+
+#: Without any, PyTorch takes the samples for channels.
+channels = st.lists(st.integers(1, 3), max_size=1)
 
 
 @st.composite
@@ -101,7 +112,7 @@ def max_pools(draw: st.DrawFn, axes: int = 2) -> Case:
     kind = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[axes - 1]
     stride, padding = draw(st.none() | pair(1, 4, axes)), draw(st.integers(0, low // 2))
     module = kind(kernel, stride, padding, draw(pair(1, 3 if axes < 3 else 1, axes)), ceil_mode=draw(flags))
-    return module, (draw(st.integers(1, 3)), *draw(lengths(axes)))
+    return module, (*draw(channels), *draw(lengths(axes)))
 
 
 @st.composite
@@ -125,14 +136,14 @@ def average_pools(draw: st.DrawFn, axes: int = 2) -> Case:
     kind = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[axes - 1]
     override = [] if axes == 1 else [draw(st.none() | st.integers(1, 5))]
     stride, padding = draw(st.none() | pair(1, 4, axes)), draw(st.integers(0, low // 2))
-    return kind(kernel, stride, padding, draw(flags), draw(flags), *override), (draw(sizes), *draw(lengths(axes)))
+    return kind(kernel, stride, padding, draw(flags), draw(flags), *override), (*draw(channels), *draw(lengths(axes)))
 
 
 @st.composite
 def adaptive_pools(draw: st.DrawFn, how: str, axes: int = 2) -> Case:
     one = st.integers(1, 9 if axes < 3 else 4)
     size = draw(one if axes == 1 else one | st.tuples(*[st.none() | one] * axes))
-    return getattr(nn, f"Adaptive{how}Pool{axes}d")(size), (draw(st.integers(1, 3)), *draw(lengths(axes)))
+    return getattr(nn, f"Adaptive{how}Pool{axes}d")(size), (*draw(channels), *draw(lengths(axes)))
 
 
 @st.composite
@@ -292,10 +303,10 @@ def _zeros(a: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 def attentions(draw: st.DrawFn) -> Case:
     heads, queries, keys, width, values = (draw(st.integers(1, 3)) for _ in range(5))
     causal = draw(flags)
-    masks = [None, torch.rand(queries, keys) > 0.3, constant(heads, queries, keys)]
-    mask = None if causal else draw(st.sampled_from(masks))
-    if mask is not None and mask.dtype == torch.bool:
-        mask[:, 0] = True
+    # Some queries may attend to no key at all.
+    allowed = torch.rand(queries, keys) > 0.5
+    added = constant(heads, queries, keys)
+    mask = None if causal else draw(st.sampled_from([None, allowed, added, added.masked_fill(~allowed, -torch.inf)]))
     parts = [queries * width, keys * width, keys * values]
     own = draw(st.sampled_from(["q", "k", "v", "qkv"]))
     held = [constant(heads, *size) for size in ((queries, width), (keys, width), (keys, values))]
@@ -326,6 +337,7 @@ def movements(draw: st.DrawFn, kind: str) -> Case:
     order = [0, *draw(st.permutations(range(1, rank)))]
     picks = torch.tensor(draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=4)))
     last, numel = draw(st.integers(0, rank - 2)), int(torch.tensor(shape).prod())
+    filling = draw(st.sampled_from([2.0, -torch.inf, torch.nan]))
     whole = {
         "alias": lambda x: aten.alias(x),
         "clone": lambda x: aten.clone(x),
@@ -374,8 +386,8 @@ def movements(draw: st.DrawFn, kind: str) -> Case:
         ),
         "tril": lambda x: aten.tril(x.unsqueeze(-1).expand(*x.shape, count), last - 1),
         "triu": lambda x: aten.triu(x.unsqueeze(-1).expand(*x.shape, count), last - 1),
-        "pad": lambda x: aten.pad(x, [1, count], "constant", 0.5),
-        "constant_pad_nd": lambda x: aten.constant_pad_nd(x, [count, -1 if shape[-1] > 1 else 0], 2.0),
+        "pad": lambda x: aten.pad(x, [1, count], "constant", filling),
+        "constant_pad_nd": lambda x: aten.constant_pad_nd(x, [count, -1 if shape[-1] > 1 else 0], filling),
     }[kind]
     return Apply(whole, *([picks] if kind in ("index", "index_select", "index_put", "gather") else [])), shape
 
@@ -415,6 +427,9 @@ def windows(draw: st.DrawFn, kind: str) -> Case:
 
 @st.composite
 def reductions(draw: st.DrawFn, kind: str) -> Case:
+    if kind in ("max", "min") and draw(flags):
+        # Of two operands, at each place.
+        return draw(binaries(getattr(aten, kind)))
     shape = draw(shapes)
     axes = draw(st.lists(st.integers(1, len(shape)), min_size=1, max_size=len(shape), unique=True))
     if draw(flags):
@@ -523,9 +538,9 @@ def unaries(draw: st.DrawFn, name: str) -> Case:
 
 
 @st.composite
-def binaries(draw: st.DrawFn, name: str) -> Case:
+def binaries(draw: st.DrawFn, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Case:
     """With a constant on either side, or two operands made of the input, one of them broadcast."""
-    shape, function = draw(shapes), BINARY[name]
+    shape = draw(shapes)
     how = draw(st.sampled_from(["left", "right", "same", "broadcast", "over"]))
     if how in ("left", "right"):
         other = constant(*(1 if draw(flags) else size for size in shape))
@@ -557,7 +572,7 @@ OPERATORS: dict[str, Cases] = {
     **{f"aten.conv{axes}d": convolutions(axes) for axes in (1, 2, 3)},
     **{f"aten.conv_transpose{axes}d": transposed_convolutions(axes) for axes in (1, 2, 3)},
     "aten.convolution": raw_convolutions(),
-    "aten.linear": linears(),
+    "aten.linear": linears() | single_features(),
     **{f"aten.max_pool{axes}d": max_pools(axes) for axes in (1, 2, 3)},
     **{f"aten.max_pool{axes}d_with_indices": pools_with_indices(axes) for axes in (2, 3)},
     **{f"aten.avg_pool{axes}d": average_pools(axes) for axes in (1, 2, 3)},
@@ -610,5 +625,5 @@ OPERATORS: dict[str, Cases] = {
     "aten._to_copy": st.tuples(st.just(Apply(lambda x, c: aten._to_copy(x, dtype=c.dtype), constant(1))), shapes),
     "aten.to": st.tuples(st.just(Apply(lambda x, c: x.to(c.dtype, copy=True), constant(1))), shapes),
     **{f"aten.{name}": unaries(name) for name in UNARY},
-    **{f"aten.{name}": binaries(name) for name in BINARY},
+    **{f"aten.{name}": binaries(function) for name, function in BINARY.items()},
 }

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jacsparse.patterns import Blocks, Convolution, Full, Pattern, Pooling
 from jacsparse.patterns._rules import _RULES
+from jacsparse.patterns._structure import Csr
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils import prune
 
 import jacsparse
 from tests.helpers import autograd_jacobian
-from tests.patterns.operators import OPERATORS, adaptive_pools, average_pools, convolutions, linears, max_pools
+from tests.patterns.operators import OPERATORS, Apply, adaptive_pools, average_pools, convolutions, linears, max_pools
 
 seeds = st.integers(0, 2**31 - 1)
 
@@ -182,6 +185,28 @@ def test_active_dropout_has_the_jacobian_of_its_own_draw() -> None:
     )
     assert torch.equal(record.transposed_jacobian().values, expected.T)
     assert {0.0, 2.0} == set(expected.flatten().tolist())
+
+
+def test_a_constant_nan_is_nothing_of_the_input() -> None:
+    module = Apply(lambda x: functional.pad(x, (1, 1), value=torch.nan) * 1.0)
+    pattern = jacsparse.jacobian_pattern(module, (2,))
+    assert pattern.to_scipy().toarray().tolist() == [[False, False], [True, False], [False, True], [False, False]]
+
+
+def test_no_element_comes_from_beyond_the_input() -> None:
+    with pytest.raises(ValueError, match=r"sources\[1\] is 2; columns run from 0 to 1"):
+        Csr.picking(np.array([0, 2]), 2)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d])
+def test_convolution_of_samples_without_channels(kind: type[nn.Module]) -> None:
+    module = kind(1, 2, 3)
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"takes the samples of shape .* as x\.unsqueeze\(1\)"):
+        jacsparse.jacobian_pattern(nn.Sequential(module), (6,) * len(module.kernel_size))
+
+
+def test_sum_over_nothing() -> None:
+    check_values(Apply(lambda x: x[:, :0].sum(1, keepdim=True) + x), drawn_input((4,), 2, 1))
 
 
 def test_relu_passes_a_nan_as_autograd_does() -> None:
