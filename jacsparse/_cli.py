@@ -474,12 +474,13 @@ def _layers(report: FlopReport) -> Any:
 
     table = Table(
         title="layers, one sample",
-        caption="FLOP of a training step, dense as PyTorch's counter has them, and without pruned weights.",
+        caption="FLOP of a training step, dense as PyTorch's counter has them; sparse: the share that pruning leaves.\n"
+        "zero: of the weights that are multiplied by.",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("layer", overflow="fold")
-    for column in ("weights", "zero", "forward", "sparse", "backward", "sparse", "J nnz", "J MiB"):
+    for column in ("parameters", "zero", "forward", "sparse", "backward", "sparse", "J nnz", "J MiB"):
         table.add_column(column, justify="right", no_wrap=True)
     for layer in report.layers:
         table.add_row(layer.path, *_layer_cells(layer))
@@ -490,7 +491,7 @@ def _layers(report: FlopReport) -> Any:
 
 
 _SUMMED = (
-    *("parameters", "nonzero", "forward", "forward_sparse", "backward", "backward_sparse"),
+    *("parameters", "nonzero", "weights", "zeros", "forward", "forward_sparse", "backward", "backward_sparse"),
     *("jacobian_nnz", "jacobian_nbytes"),
 )
 

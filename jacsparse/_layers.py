@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+import torch
+
 from ._stages import Edge, Stage
+from .patterns import Call
 
 __all__ = ["LayerFlop", "layers_of"]
 
@@ -21,21 +24,30 @@ class LayerFlop:
     path, operator : str
         In the model, and as ATen names it.
     parameters, nonzero : int
-        Elements of its weights, and those that are not zero.
+        Elements of its weights, biases and what else it takes of parameters, and those that are not zero.
+    weights, zeros : int
+        Elements of the weights that it multiplies by, and those that are zero.
     forward, backward : int
-        FLOP, dense, as ``torch.utils.flop_counter.FlopCounterMode`` counts a training step: products of matrices and
-        convolutions alone, with padding, without biases; backward the gradients of weights that train and of inputs
-        on which such weights depend.
+        FLOP, dense: products of matrices and convolutions alone, with padding, without biases; backward the gradients
+        of weights that train and of inputs that depend on such weights.
     forward_sparse, backward_sparse : int
-        The same, with 2 for each entry of the Jacobian in the place of each multiply-add.
+        The same, times the share of the Jacobian's entries that pruning leaves; as many where nothing is pruned.
     jacobian_nnz, jacobian_nbytes : int
         Entries of the Jacobian, and its bytes as CSR with float32 values.
+
+    Notes
+    -----
+    Dense FLOP are those of ``torch.utils.flop_counter.FlopCounterMode`` for a training step, but where that counts
+    otherwise: the gradient of a grouped convolution's weight times the number of groups, and neither attention on the
+    CPU nor products of a matrix and a vector. What makes a weight of others is not counted here.
     """
 
     path: str
     operator: str
     parameters: int
     nonzero: int
+    weights: int
+    zeros: int
     forward: int
     forward_sparse: int
     backward: int
@@ -45,8 +57,8 @@ class LayerFlop:
 
     @property
     def sparsity(self) -> float:
-        """Share of the parameters that is zero."""
-        return 1.0 - self.nonzero / self.parameters if self.parameters else 0.0
+        """Share of the weights that is zero."""
+        return self.zeros / self.weights if self.weights else 0.0
 
 
 def layers_of(stages: Sequence[Stage]) -> Iterator[LayerFlop]:
@@ -72,15 +84,17 @@ def _layer(edges: Sequence[Edge], operands: Sequence[Edge], weights: dict[str, t
     call, rule = edges[0].call, edges[0].rule
     dense = rule.multiply_adds(call)
     nnz = sum(edge.pattern.nnz for edge in edges)
-    # Only where weights are pruned does the Jacobian tell how many multiply-adds there are.
-    sparse = nnz if dense and rule.weights else dense
-    of_weights = any(trained for name, (_, trained) in weights.items() if name in rule.weights)
+    sparse = _kept(dense, nnz, sum(_unpruned(edge) for edge in edges)) if dense else 0
+    multiplied = [weight for name, weight in weights.items() if dense and not _is_added(name, call)]
+    of_weights = any(trained for _, trained in multiplied)
     gradients = [rule.backward_multiply_adds(call, len(operands), of_weights, count) for count in (dense, sparse)]
     return LayerFlop(
         path=call.path,
         operator=call.operator,
         parameters=sum(tensor.numel() for tensor, _ in weights.values()),
-        nonzero=sum(int(tensor.detach().count_nonzero()) for tensor, _ in weights.values()),
+        nonzero=sum(_nonzero(tensor) for tensor, _ in weights.values()),
+        weights=sum(tensor.numel() for tensor, _ in multiplied),
+        zeros=sum(tensor.numel() - _nonzero(tensor) for tensor, _ in multiplied),
         forward=2 * dense,
         forward_sparse=2 * sparse,
         backward=2 * gradients[0],
@@ -88,3 +102,22 @@ def _layer(edges: Sequence[Edge], operands: Sequence[Edge], weights: dict[str, t
         jacobian_nnz=nnz,
         jacobian_nbytes=sum(4 * edge.pattern.nnz + edge.pattern.index_nbytes for edge in edges),
     )
+
+
+def _kept(dense: int, nnz: int, unpruned: int) -> int:
+    """Multiply-adds where pruning leaves `nnz` of the Jacobian's entries."""
+    return dense if nnz == unpruned else round(dense * nnz / unpruned)
+
+
+def _unpruned(edge: Edge) -> int:
+    """Entries of an edge's Jacobian if all of its weights were kept."""
+    return edge.rule.pattern(replace(edge.call, kept={})).nnz if edge.call.kept else edge.pattern.nnz
+
+
+def _is_added(name: str, call: Call) -> bool:
+    """Whether an operand is a summand, not a factor: of ``aten.addmm`` and its like it is what ``beta`` scales."""
+    return name in ("bias", "attn_mask") or (name == "self" and "beta" in call.arguments)
+
+
+def _nonzero(tensor: torch.Tensor) -> int:
+    return int(tensor.detach().count_nonzero())

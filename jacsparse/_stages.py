@@ -27,6 +27,7 @@ __all__ = [
     "check_alike",
     "own_parameters",
     "pull_back_all",
+    "trains",
 ]
 
 
@@ -231,9 +232,8 @@ class ModuleStage(Stage):
 
     def weights_of(self, edge: Edge) -> dict[str, tuple[torch.Tensor, bool]]:
         """As `Stage.weights_of`."""
-        trains = any(parameter.requires_grad for parameter in self.module.parameters())
         found = ((name, edge.call.arguments.get(name)) for name in ("weight", "bias"))
-        return {name: (value, trains) for name, value in found if isinstance(value, torch.Tensor)}
+        return {name: (value, trains(self.module, name)) for name, value in found if isinstance(value, torch.Tensor)}
 
     def _check_alike(self, x: torch.Tensor) -> None:
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
@@ -247,6 +247,15 @@ TRAINS = "trains"
 def own_parameters(module: nn.Module, state: dict[Any, Any]) -> dict[int, torch.Tensor]:
     """What a forward pass has in the place of a module's training parameters, by their ``id``."""
     return {id(p): p.detach().requires_grad_(state[TRAINS]) for p in module.parameters() if p.requires_grad}
+
+
+def trains(module: nn.Module, name: str) -> bool:
+    """Whether a module's weight is a parameter that trains, or is made of one, as pruning and parametrisations do."""
+    own = module._parameters.get(name)
+    if own is not None:
+        return own.requires_grad
+    origins = (f"{name}_", f"parametrizations.{name}.")
+    return any(p.requires_grad for path, p in module.named_parameters() if path.startswith(origins))
 
 
 def check_alike(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from ._modules import Kept
 from ._program import Operation, Program, trace
-from ._stages import Edge, Record, Stage, check_alike, own_parameters
+from ._stages import Edge, Record, Stage, check_alike, own_parameters, trains
 from .patterns import Call, Identity
 
 __all__ = ["traced_stages"]
@@ -59,10 +59,22 @@ class TracedStage(Stage):
         """As `Stage.weights_of`."""
         program, found = self.program, {}
         for name, node in program.operations[edge.target].operands.items():
-            target = program.attributes.get(node)
-            if target is not None and program.located[target][1] not in program.located[target][0]._buffers:
-                found[name] = (edge.call.arguments[name], bool(program.parameters_of(target)))
+            if node in program.dependent or node in program.layouts:
+                continue
+            made_of = [program.located[target] for target in self._attributes_of(node)]
+            if any(own not in module._buffers for module, own in made_of):
+                found[name] = (edge.call.arguments[name], any(trains(module, own) for module, own in made_of))
         return found
+
+    def _attributes_of(self, node: fx.Node) -> list[str]:
+        """The parameters and buffers that a tensor is made of."""
+        program, seen, waiting = self.program, set[fx.Node](), [node]
+        while waiting:
+            node = waiting.pop()
+            if node not in seen and node in program.operations:
+                waiting.extend(program.operations[node].operands.values())
+            seen.add(node)
+        return [target for node, target in program.attributes.items() if node in seen]
 
     def _read(self, x: torch.Tensor, state: dict[Any, Any]) -> tuple[dict[int, torch.Tensor], dict[fx.Node, Any]]:
         """Parameters of this forward's own, by the ``id`` of the module's; and the attributes that are made of them."""

@@ -151,7 +151,7 @@ class _AttentionRule(Rule):
     def backward_multiply_adds(self, call: Call, operands: int, weights: bool, forward: int) -> int:
         # The scores are made once more; then each product has two gradients.
         heads, queries, keys, width, values = self._shapes(call)
-        return heads * queries * keys * (3 * width + 2 * values) if operands else 0
+        return heads * queries * keys * (3 * width + 2 * values) if operands or weights else 0
 
     def pattern(self, call: Call) -> Pattern:
         heads, queries, keys, width, values = self._shapes(call)

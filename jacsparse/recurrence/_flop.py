@@ -10,6 +10,7 @@ from torch import nn
 from .._chain import check_shape
 from .._flop import LayerFlop, Subject, without_zeros
 from .._modules import refresh_weights
+from .._stages import trains
 from ..patterns import Pattern, UnsupportedOperatorError, state_jacobian_pattern, state_jacobian_values
 from ._cells import CELLS, Kept, Weights
 from ._runs import Sequences
@@ -63,12 +64,12 @@ def flop_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
 def _layer(module: nn.RNNBase, transposed: Pattern, time: int) -> LayerFlop:
     """All steps of a layer. The first step's state has no gradient; its weights' gradient is added up all the same."""
     tensors = {name: getattr(module, name).detach() for name in _NAMES[: 4 if module.bias else 2]}
-    trains = [any(p.requires_grad for name, p in module.named_parameters() if name.startswith(own)) for own in _NAMES]
+    trained = [trains(module, name) for name in _NAMES]
 
     def flop(sizes: Mapping[str, int]) -> tuple[int, int]:
         """Forward and back, where the weights have so many elements to multiply by."""
         of_input, of_state = (sizes[name] for name in _NAMES[:2])
-        gradients = time * (trains[0] * of_input + trains[1] * of_state) + (time - 1) * any(trains) * of_state
+        gradients = time * (trained[0] * of_input + trained[1] * of_state) + (time - 1) * any(trained) * of_state
         return 2 * time * (of_input + of_state), 2 * gradients
 
     sizes = {name: tensor.numel() for name, tensor in tensors.items()}
@@ -79,6 +80,8 @@ def _layer(module: nn.RNNBase, transposed: Pattern, time: int) -> LayerFlop:
         operator=module.mode.lower(),
         parameters=sum(sizes.values()),
         nonzero=sum(nonzero.values()),
+        weights=sum(sizes[name] for name in _NAMES[:2]),
+        zeros=sum(sizes[name] - nonzero[name] for name in _NAMES[:2]),
         forward=forward,
         forward_sparse=forward_sparse,
         backward=backward,

@@ -13,6 +13,7 @@ import scipy.sparse
 import torch
 from jacsparse.models import MODELS, build
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -207,6 +208,96 @@ def test_dense_totals_equal_pytorchs_counter(name: str) -> None:
     assert sum(layer.forward for layer in layers) == forward.get_total_flops()
     assert sum(layer.backward for layer in layers) == backward.get_total_flops()
     assert sum(layer.parameters for layer in layers) == sum(p.numel() for p in model.parameters())
+    assert all(layer.forward_sparse == layer.forward and layer.backward_sparse == layer.backward for layer in layers)
+
+
+class Products(nn.Module):
+    """Weights multiplied by in other ways than nn.Linear's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(4, 6))
+        self.third, self.bias = nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.gelu(x @ self.first)
+        return torch.addmm(self.bias, torch.mm(y, self.second), self.third)
+
+
+class Batches(nn.Module):
+    """A weight for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.bias = nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.randn(1, 1, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.baddbmm(self.bias, x.transpose(0, 1), self.heads).transpose(0, 1).relu()
+
+
+class Computed(nn.Module):
+    """Weights that are made in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.weight = nn.Parameter(torch.randn(3, 2, 3)), nn.Parameter(torch.randn(24, 5))
+        self.register_buffer("mask", (torch.arange(18).reshape(3, 2, 3) % 3 == 0).float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.conv1d(x, self.kernel * self.mask, padding=1)
+        return functional.linear(y.flatten(1).tanh(), (self.weight * 0.5).T)
+
+
+OTHER_WEIGHTS = {"products": (Products, (8,)), "batches": (Batches, (3, 4)), "computed": (Computed, (2, 8))}
+
+
+def counted(model: nn.Module, shape: tuple[int, ...]) -> tuple[int, int]:
+    """FLOP forward and back, as PyTorch counts them."""
+    with FlopCounterMode(display=False) as forward:
+        y = model(torch.randn(1, *shape))
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", OTHER_WEIGHTS)
+def test_dense_totals_of_other_weights_equal_pytorchs_counter(name: str, frozen: bool) -> None:
+    kind, shape = OTHER_WEIGHTS[name]
+    model = kind()
+    next(model.parameters()).requires_grad_(not frozen)
+    layers = count_flop(model, shape, schedule="linear").layers
+    found = (sum(layer.forward for layer in layers), sum(layer.backward for layer in layers))
+    assert found == counted(model, shape)
+    assert sum(layer.parameters for layer in layers) == sum(p.numel() for p in model.parameters())
+
+
+def test_a_weight_masked_in_the_forward_pass() -> None:
+    convolution, *_ = count_flop(Computed(), (2, 8), schedule="linear").layers
+    assert (convolution.parameters, convolution.nonzero, convolution.weights, convolution.zeros) == (18, 6, 18, 12)
+    # Its first tap alone, which misses the first of eight places: of 22 that are met with padding left out, 7.
+    assert convolution.forward_sparse == round(convolution.forward * 7 / 22)
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+def test_a_frozen_weight_with_a_bias_that_trains(pruned: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 3))
+    if pruned:
+        prune.l1_unstructured(model[1], "weight", 0.5)
+    else:
+        nn.utils.parametrizations.weight_norm(model[1])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    layers = count_flop(model, (4,), schedule="linear").layers
+    # Of the inputs alone, but for the first layer's.
+    assert [layer.backward for layer in layers] == [0, 2 * 6 * 5, 2 * 5 * 3]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_pytorchs_counter_multiplies_by_groups(groups: int) -> None:
+    model = nn.Conv2d(4, 8, 3, groups=groups)
+    (layer,) = count_flop(model, (4, 6, 6), schedule="linear").layers
+    assert (layer.forward, layer.backward * groups) == counted(model, (4, 6, 6))
 
 
 @pytest.mark.parametrize(("name", "shape"), RECURRENT.items())
@@ -288,12 +379,23 @@ def test_pruned_layers() -> None:
     convolution, linear_layer = count_flop(model, (2, 4, 4), schedule="linear").layers
     nnz = jacsparse.jacobian_pattern(model[0], (2, 4, 4)).nnz
     assert (convolution.parameters, convolution.nonzero, convolution.sparsity) == (54, 27, 0.5)
-    assert (convolution.forward, convolution.forward_sparse) == (2 * 48 * 18, 2 * nnz)
+    # Padding is counted dense, but has no entries: the share of those that are kept is what counts.
+    sparse = 2 * round(48 * 18 * nnz / jacsparse.jacobian_pattern(nn.Conv2d(2, 3, 3, padding=1), (2, 4, 4)).nnz)
+    assert (convolution.forward, convolution.forward_sparse) == (2 * 48 * 18, sparse)
     # Of its weights alone: nothing before it trains.
-    assert (convolution.backward, convolution.backward_sparse) == (2 * 48 * 18, 2 * nnz)
+    assert (convolution.backward, convolution.backward_sparse) == (2 * 48 * 18, sparse)
     assert (linear_layer.forward, linear_layer.backward, linear_layer.backward_sparse) == (480, 960, 960)
     assert convolution.jacobian_nnz == nnz and convolution.jacobian_nbytes == 8 * nnz + 4 * 33
     assert count_flop(model, (2, 4, 4)).to_dict()["layers"][0]["nonzero"] == 27
+
+
+def test_sparsity_is_of_what_is_multiplied_by() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    nn.init.zeros_(model[0].bias)
+    linear_layer, norm = count_flop(model, (4,), schedule="linear").layers
+    assert (linear_layer.parameters, linear_layer.nonzero, linear_layer.sparsity) == (20, 16, 0.0)
+    # Its bias is zero.
+    assert (norm.parameters, norm.nonzero, norm.weights, norm.sparsity) == (8, 4, 0, 0.0)
 
 
 # Recurrent layers: chains of their steps.
