@@ -24,6 +24,7 @@ def _numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 _NAMES = (
     "alias clone contiguous positive view view_as _unsafe_view reshape unsqueeze squeeze permute transpose movedim "
+    "moveaxis swapaxes swapdims mT adjoint atleast_1d atleast_2d atleast_3d hstack vstack dstack column_stack fliplr "
     "flip roll rot90 expand expand_as broadcast_to repeat repeat_interleave tile slice select narrow index "
     "index_select gather diagonal unfold cat stack split split_with_sizes chunk unbind tensor_split slice_scatter "
     "select_scatter index_put tril triu diag_embed pad constant_pad_nd reflection_pad1d reflection_pad2d "

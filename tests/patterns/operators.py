@@ -354,6 +354,19 @@ def movements(draw: st.DrawFn, kind: str) -> Case:
         "permute": lambda x: aten.permute(x, order),
         "transpose": lambda x: aten.transpose(x, 1, axis),
         "movedim": lambda x: aten.movedim(x, axis, 1),
+        "moveaxis": lambda x: aten.moveaxis(x, axis, 1),
+        "swapaxes": lambda x: aten.swapaxes(x, axis, 1),
+        "swapdims": lambda x: aten.swapdims(x, axis, 1),
+        "mT": lambda x: aten.mT(x[:, None]),
+        "adjoint": lambda x: aten.adjoint(x[:, None]),
+        "atleast_1d": lambda x: aten.atleast_1d(x),
+        "atleast_2d": lambda x: aten.atleast_2d(x),
+        "atleast_3d": lambda x: aten.atleast_3d(x[:, None]),
+        "hstack": lambda x: aten.hstack([x, x * 2]),
+        "vstack": lambda x: aten.vstack([x.transpose(0, 1), x.transpose(0, 1) * 2]).transpose(0, 1),
+        "dstack": lambda x: aten.dstack([x[:, None], x[:, None] * 2]),
+        "column_stack": lambda x: aten.column_stack([x, x * 2]),
+        "fliplr": lambda x: aten.fliplr(x),
         "flip": lambda x: aten.flip(x, [axis]),
         "roll": lambda x: aten.roll(x, [count], [axis]),
         "rot90": lambda x: aten.rot90(x.unsqueeze(1), count, [1, axis + 1]),
@@ -563,7 +576,8 @@ MOVEMENTS = (
     "alias clone contiguous positive view _unsafe_view reshape view_as flatten unflatten unsqueeze squeeze permute "
     "transpose movedim flip roll rot90 expand expand_as broadcast_to repeat repeat_interleave tile slice select narrow "
     "index index_select diagonal diag_embed unfold cat stack split split_with_sizes chunk unbind tensor_split "
-    "slice_scatter select_scatter index_put gather tril triu pad constant_pad_nd"
+    "slice_scatter select_scatter index_put gather tril triu pad constant_pad_nd moveaxis swapaxes swapdims mT adjoint "
+    "atleast_1d atleast_2d atleast_3d hstack vstack dstack column_stack fliplr"
 )
 REDUCTIONS = "sum mean amax amin max min median prod logsumexp std var std_mean var_mean norm linalg_vector_norm"
 
