@@ -314,9 +314,10 @@ class _Same:
 
 def _mark(value: Any, inside: tuple[int, ...] = ()) -> Any:
     """What tells whether an attribute is still what it was: plain values, and what holds them, by themselves."""
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+    kind = type(value)
+    if kind in _PLAIN:
         # NaN is not itself.
-        return type(value), repr(value)
+        return (kind, value) if value == value else (kind, "nan")
     if isinstance(value, torch.Tensor):
         return _Same(value), None if value.is_inference() else value._version
     if len(inside) == _DEPTH or id(value) in inside:
@@ -338,8 +339,10 @@ def _mark(value: Any, inside: tuple[int, ...] = ()) -> Any:
 def settings_of(module: nn.Module) -> tuple[Any, ...]:
     """All that a chain takes from the module itself, but for its weights' values."""
     # Weights that are made before each forward are read at each.
-    apart = _INTERNAL | {*weight_names(module)}
-    plain = tuple((name, _mark(value)) for name, value in module.__dict__.items() if name not in apart)
+    made = weight_names(module)
+    plain = tuple(
+        (name, _mark(value)) for name, value in module.__dict__.items() if name not in _INTERNAL and name not in made
+    )
     shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module._parameters.items() if p is not None)
     # What they say where to read is part of patterns; so are pruning's masks.
     buffers = tuple(
@@ -355,6 +358,7 @@ def _decides(name: str, buffer: torch.Tensor) -> bool:
     return name.endswith("_mask") or not buffer.is_floating_point()
 
 
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
 #: What is not looked into.
 _WHOLE = (type, nn.Module, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 #: How deep attributes are looked into.

@@ -25,6 +25,7 @@ __all__ = [
     "Record",
     "Stage",
     "check_alike",
+    "check_dtype",
     "own_parameters",
     "pull_back_all",
     "trains",
@@ -224,8 +225,7 @@ class ModuleStage(Stage):
                 hooked |= _pulls(running, y)
                 if module is self.module:
                     operator_input, operator_output, arguments = given, y, arguments_of(running)
-        if y.dtype != x.dtype:
-            raise TypeError(f"{self.path} makes {y.dtype} of {x.dtype}; run it outside torch.autocast")
+        check_dtype(self.path, y, x)
         arguments_of_edge = {self.edges[0]: arguments}
         ends = {"operator_input": operator_input, "operator_output": operator_output}
         return ModuleRecord(self, leaf, y, own, arguments_of_edge, hooked, **ends)
@@ -256,6 +256,14 @@ def trains(module: nn.Module, name: str) -> bool:
         return own.requires_grad
     origins = (f"{name}_", f"parametrizations.{name}.")
     return any(p.requires_grad for path, p in module.named_parameters() if path.startswith(origins))
+
+
+def check_dtype(path: str, y: torch.Tensor, x: torch.Tensor) -> None:
+    """Raise where what a stage makes is not of its input's dtype."""
+    if y.dtype != x.dtype:
+        raise TypeError(
+            f"{path} makes {y.dtype} of {x.dtype}; keep one dtype, without torch.autocast, .half() or .double()"
+        )
 
 
 def check_alike(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:

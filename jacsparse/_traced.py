@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from ._modules import Kept
 from ._program import Operation, Program, trace
-from ._stages import Edge, Record, Stage, check_alike, own_parameters, trains
+from ._stages import Edge, Record, Stage, check_alike, check_dtype, own_parameters, trains
 from .patterns import Call, Identity
 
 __all__ = ["traced_stages"]
@@ -49,8 +49,7 @@ class TracedStage(Stage):
                 arguments[operation.node] = given
                 values[operation.node] = operation.evaluate(given)
         y = values[self.stop]
-        if y.dtype != x.dtype:
-            raise TypeError(f"{self.path} makes {y.dtype} of {x.dtype}; run it outside torch.autocast")
+        check_dtype(self.path, y, x)
         of_edges = {edge: arguments[edge.target] for edge in self.edges}
         mine = {key: own[key] for key in self._parameters() if key in own}
         return TracedRecord(self, leaf, y, mine, of_edges, tensors=values)

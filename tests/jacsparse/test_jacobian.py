@@ -250,3 +250,13 @@ def test_bad_sums(call: Callable[[object], object], error: type[Exception], mess
     plan = jacsparse.plan_sum([Pattern.of(Full(1, 2)), Pattern.of(Full(1, 2))])
     with pytest.raises(error, match=message):
         call(plan)
+
+
+def test_a_hook_on_the_input_is_not_the_models() -> None:
+    module = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 2)
+    )
+    x = torch.randn(1, 1, 6, 6, requires_grad=True)
+    expected = jacsparse.jacobian(module, x).todense(0)
+    x.register_hook(lambda gradient: 2 * gradient)
+    assert torch.equal(jacsparse.jacobian(module, x).todense(0), expected)
