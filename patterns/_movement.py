@@ -24,12 +24,13 @@ def _numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 _NAMES = (
     "alias clone contiguous positive view view_as _unsafe_view reshape unsqueeze squeeze permute transpose movedim "
-    "moveaxis swapaxes swapdims mT adjoint atleast_1d atleast_2d atleast_3d hstack vstack dstack column_stack fliplr "
+    "adjoint hstack vstack dstack column_stack "
     "flip roll rot90 expand expand_as broadcast_to repeat repeat_interleave tile slice select narrow index "
     "index_select gather diagonal unfold cat stack split split_with_sizes chunk unbind tensor_split slice_scatter "
     "select_scatter index_put tril triu diag_embed pad constant_pad_nd reflection_pad1d reflection_pad2d "
     "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d pixel_shuffle pixel_unshuffle "
-    "channel_shuffle im2col"
+    "channel_shuffle im2col t mT mH swapaxes swapdims moveaxis fliplr flipud atleast_1d atleast_2d atleast_3d scatter "
+    "index_copy index_fill"
 )
 
 
@@ -47,10 +48,11 @@ class _MovementRule(Rule):
                 "when it runs",
                 "take them by a product with zeros and ones, or by torch.where",
             )
-        if call.arguments.get("accumulate"):
-            raise call.unsupported(
-                f"{call.operator} with accumulate=True", "add a tensor of zeros with the values put in"
-            )
+        for name in ("accumulate", "reduce"):
+            if call.arguments.get(name):
+                raise call.unsupported(
+                    f"{call.operator} with {name}={call[name]}", "add a tensor of zeros with the values put in"
+                )
 
     def shared(self, call: Call) -> bool:
         return True
@@ -61,10 +63,7 @@ class _MovementRule(Rule):
         nothing = call.apply(torch.zeros(call.in_shape, dtype=torch.float64))
         constant = (moved == nothing) | (moved.isnan() & nothing.isnan())
         sources = moved.masked_fill(constant, 0).reshape(-1).to(torch.int64).numpy(force=True) - 1
-        columns = call.in_size
-        if len(sources) == columns and bool((sources == np.arange(columns)).all()):
-            return Pattern.of(Identity(columns))
-        return Pattern.of(Csr.picking(sources, columns))
+        return _picking(sources, call.in_size)
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert call.input is not None
@@ -73,13 +72,25 @@ class _MovementRule(Rule):
     transposed_values = values
 
 
-@add_rule("aten.col2im")
-class _FoldRule(_MovementRule):
-    """``aten.col2im``: each element of a column is added to one pixel, the one that `im2col` would take it from."""
+def _picking(sources: np.ndarray, columns: int) -> Pattern:
+    if len(sources) == columns and bool((sources == np.arange(columns)).all()):
+        return Pattern.of(Identity(columns))
+    return Pattern.of(Csr.picking(sources, columns))
+
+
+@add_rule("aten.col2im", "aten.index_add", "aten.scatter_add")
+class _AddedRule(_MovementRule):
+    """Each element is added to one output, or to none: the one whose gradient it is given."""
+
+    def check(self, call: Call) -> None:
+        super().check(call)
+        if call.arguments.get("alpha", 1) != 1:
+            raise call.unsupported(f"{call.operator} with alpha={call['alpha']}", "multiply what is added by it before")
 
     def pattern(self, call: Call) -> Pattern:
-        images, channels, *sizes = call.out_shape
-        arguments = (call[name] for name in ("kernel_size", "dilation", "padding", "stride"))
-        pixels = _numbered((1, images * channels, *sizes))
-        targets = torch.ops.aten.im2col(pixels, *arguments).reshape(-1).to(torch.int64).numpy() - 1
-        return Pattern.of(Csr.picking(targets, call.out_size)).T
+        assert call.apply is not None
+        with torch.enable_grad():
+            x = torch.zeros(call.in_shape, dtype=torch.float64, requires_grad=True)
+            y = call.apply(x)
+        (given,) = torch.autograd.grad(y, x, _numbered(call.out_shape).to(y.device), materialize_grads=True)
+        return _picking(given.reshape(-1).to(torch.int64).numpy(force=True) - 1, call.out_size).T

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ def _axes(call: Call) -> list[int]:
 
 
 @add_rule(
-    *(f"aten.{name}" for name in ("amax", "amin", "logsumexp", "prod", "median")),
+    *(f"aten.{name}" for name in ("amax", "amin", "logsumexp", "prod", "median", "nanmean", "nansum")),
     *(f"aten.{name}" for name in ("std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm")),
 )
 class _ReductionRule(Rule):
@@ -47,6 +48,21 @@ class _ExtremeRule(_ReductionRule):
 
     def chosen(self, call: Call) -> Rule:
         return _RULES[POINTWISE] if "other" in {*call.arguments, call.argument} else self
+
+
+@add_rule("aten.cosine_similarity", "aten.pairwise_distance")
+class _ComparisonRule(_ReductionRule):
+    """Each line of one operand with that of the other; distances are along the last axis."""
+
+    several = True
+
+    def check(self, call: Call) -> None:
+        super().check(call)
+        if self.pattern(call).shape[0] != call.out_size:
+            raise call.unsupported(f"{call.argument} of {call.operator} is broadcast", "expand it before")
+
+    def pattern(self, call: Call) -> Pattern:
+        return super().pattern(replace(call, arguments={"dim": -1, **call.arguments}))
 
 
 @add_rule("aten.sum", "aten.mean")

@@ -73,7 +73,7 @@ def register_rule(
     Parameters
     ----------
     operator : str or OpOverload or OpOverloadPacket
-        As in ``"aten.cumsum"`` or ``torch.ops.mylib.scale``: as torch.export names it.
+        As in ``"aten.logcumsumexp"`` or ``torch.ops.mylib.scale``: as torch.export names it.
     pattern : callable
         ``pattern(call) -> Pattern``, of shape ``(call.out_size, call.in_size)``: the positions of the Jacobian that
         may be other than zero for some input, from ``call.in_shape``, ``call.out_shape`` and ``call["argument"]``.
@@ -101,14 +101,14 @@ def register_rule(
     >>> import numpy as np, scipy.sparse, torch, jacsparse
     >>> def lower_triangle(call):
     ...     return jacsparse.Pattern.from_scipy(scipy.sparse.csr_array(np.tril(np.ones((call.out_size, call.in_size)))))
-    >>> jacsparse.register_rule("aten.cumprod", pattern=lower_triangle, replace=True)
+    >>> jacsparse.register_rule("aten.logcumsumexp", pattern=lower_triangle, replace=True)
     >>> class Growth(torch.nn.Module):
     ...     def forward(self, x):
-    ...         return x.cumprod(1)
-    >>> jacsparse.jacobian(Growth(), torch.ones(1, 3)).todense()
-    tensor([[1., 0., 0.],
-            [1., 1., 0.],
-            [1., 1., 1.]])
+    ...         return x.logcumsumexp(1)
+    >>> jacsparse.jacobian(Growth(), torch.zeros(1, 3)).todense()
+    tensor([[1.0000, 0.0000, 0.0000],
+            [0.5000, 0.5000, 0.0000],
+            [0.3333, 0.3333, 0.3333]])
     """
     name = _name(operator)
     for what, function in (("pattern", pattern), ("values", values)):

@@ -338,6 +338,13 @@ def movements(draw: st.DrawFn, kind: str) -> Case:
     picks = torch.tensor(draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=4)))
     last, numel = draw(st.integers(0, rank - 2)), int(torch.tensor(shape).prod())
     filling = draw(st.sampled_from([2.0, -torch.inf, torch.nan]))
+
+    def along(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return i.view(-1, *[1] * (rank - 1 - axis)).expand(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+    def repeated(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return 2 * x.narrow(axis, 0, 1).expand_as(along(x, i))
+
     whole = {
         "alias": lambda x: aten.alias(x),
         "clone": lambda x: aten.clone(x),
@@ -354,19 +361,11 @@ def movements(draw: st.DrawFn, kind: str) -> Case:
         "permute": lambda x: aten.permute(x, order),
         "transpose": lambda x: aten.transpose(x, 1, axis),
         "movedim": lambda x: aten.movedim(x, axis, 1),
-        "moveaxis": lambda x: aten.moveaxis(x, axis, 1),
-        "swapaxes": lambda x: aten.swapaxes(x, axis, 1),
-        "swapdims": lambda x: aten.swapdims(x, axis, 1),
-        "mT": lambda x: aten.mT(x[:, None]),
         "adjoint": lambda x: aten.adjoint(x[:, None]),
-        "atleast_1d": lambda x: aten.atleast_1d(x),
-        "atleast_2d": lambda x: aten.atleast_2d(x),
-        "atleast_3d": lambda x: aten.atleast_3d(x[:, None]),
         "hstack": lambda x: aten.hstack([x, x * 2]),
         "vstack": lambda x: aten.vstack([x.transpose(0, 1), x.transpose(0, 1) * 2]).transpose(0, 1),
         "dstack": lambda x: aten.dstack([x[:, None], x[:, None] * 2]),
         "column_stack": lambda x: aten.column_stack([x, x * 2]),
-        "fliplr": lambda x: aten.fliplr(x),
         "flip": lambda x: aten.flip(x, [axis]),
         "roll": lambda x: aten.roll(x, [count], [axis]),
         "rot90": lambda x: aten.rot90(x.unsqueeze(1), count, [1, axis + 1]),
@@ -394,15 +393,29 @@ def movements(draw: st.DrawFn, kind: str) -> Case:
         "slice_scatter": lambda x: aten.slice_scatter(x, 2 * x.narrow(axis, 0, size - begin), axis, begin),
         "select_scatter": lambda x: aten.select_scatter(x, 3 * x.select(axis, 0), axis, begin),
         "index_put": lambda x, i: aten.index_put(x, [*[None] * axis, i[:1]], x.narrow(axis, 0, 1) * 2),
-        "gather": lambda x, i: aten.gather(
-            x, axis, i.view(-1, *[1] * (rank - 1 - axis)).expand(*x.shape[:axis], -1, *x.shape[axis + 1 :])
-        ),
+        "gather": lambda x, i: aten.gather(x, axis, along(x, i)),
+        "t": lambda x: aten.mul(aten.t(x.flatten(1)), 2.0).movedim(1, 0),
+        "mT": lambda x: aten.mT(x.unsqueeze(1)),
+        "mH": lambda x: aten.mH(x.unsqueeze(1)),
+        "swapaxes": lambda x: aten.swapaxes(x, 1, axis),
+        "swapdims": lambda x: aten.swapdims(x, 1, axis),
+        "moveaxis": lambda x: aten.moveaxis(x, axis, 1),
+        "fliplr": lambda x: aten.fliplr(x),
+        "flipud": lambda x: aten.flipud(x.transpose(0, 1)).transpose(0, 1),
+        "atleast_1d": lambda x: aten.atleast_1d(x),
+        "atleast_2d": lambda x: aten.atleast_2d(x),
+        "atleast_3d": lambda x: aten.atleast_3d(x),
+        "scatter": lambda x, i: aten.scatter(x, axis, along(x, i[:1]), 2 * x.narrow(axis, 0, 1)),
+        "scatter_add": lambda x, i: aten.scatter_add(x, axis, along(x, i), repeated(x, i)),
+        "index_add": lambda x, i: aten.index_add(x, axis, i, repeated(x, i)),
+        "index_copy": lambda x, i: aten.index_copy(x, axis, i[:1], x.narrow(axis, 0, 1) * 2),
+        "index_fill": lambda x, i: aten.index_fill(x, axis, i, filling),
         "tril": lambda x: aten.tril(x.unsqueeze(-1).expand(*x.shape, count), last - 1),
         "triu": lambda x: aten.triu(x.unsqueeze(-1).expand(*x.shape, count), last - 1),
         "pad": lambda x: aten.pad(x, [1, count], "constant", filling),
         "constant_pad_nd": lambda x: aten.constant_pad_nd(x, [count, -1 if shape[-1] > 1 else 0], filling),
     }[kind]
-    return Apply(whole, *([picks] if kind in ("index", "index_select", "index_put", "gather") else [])), shape
+    return Apply(whole, *([picks] if kind in PICKING.split() else [])), shape
 
 
 @st.composite
@@ -454,6 +467,8 @@ def reductions(draw: st.DrawFn, kind: str) -> Case:
     function = {
         "sum": lambda x: aten.sum(x, axes, keep),
         "mean": lambda x: aten.mean(x, axes, keep),
+        "nansum": lambda x: aten.nansum(_with_nans(x, axis), axes, keep),
+        "nanmean": lambda x: aten.nanmean(_with_nans(x, axis), axes, keep),
         "amax": lambda x: aten.amax(x, axes, keep),
         "amin": lambda x: aten.amin(x, axes, keep),
         "max": lambda x: aten.max(x, axis, keep)[0],
@@ -469,6 +484,41 @@ def reductions(draw: st.DrawFn, kind: str) -> Case:
         "linalg_vector_norm": lambda x: aten.linalg_vector_norm(x, order, axes, keep),
     }[kind]
     return Apply(function), shape
+
+
+def _with_nans(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """Some, but not along all of a line."""
+    return torch.cat([torch.where(x > 0.5, torch.nan, x), x], axis)
+
+
+@st.composite
+def comparisons(draw: st.DrawFn, kind: str) -> Case:
+    shape, keep = draw(shapes), draw(flags)
+    axis = draw(st.integers(1, len(shape)))
+    function = {
+        "cosine_similarity": lambda x, y: aten.cosine_similarity(x, y, axis),
+        "pairwise_distance": lambda x, y: aten.pairwise_distance(x, y, 2, 0.1, keep),
+    }[kind]
+    how = draw(st.sampled_from(["left", "right", "both"]))
+    if how == "both":
+        return Apply(lambda x: function(x, x.flip(-1) * 0.5)), shape
+    return Apply(
+        (lambda x, c: function(x, c)) if how == "left" else (lambda x, c: function(c, x)), constant(1, *shape)
+    ), shape
+
+
+# Along an axis.
+
+
+@st.composite
+def differences(draw: st.DrawFn) -> Case:
+    times = draw(st.integers(0, 3))
+    return draw(along_an_axis(lambda x, axis: aten.diff(torch.cat([x] * 4, axis), times, axis)))
+
+
+@st.composite
+def gates(draw: st.DrawFn) -> Case:
+    return draw(along_an_axis(lambda x, axis: aten.glu(torch.cat([x, x.flip(axis)], axis), axis)))
 
 
 # Elementwise.
@@ -575,11 +625,14 @@ def _dropouts(kind: type[nn.Module]) -> Cases:
 MOVEMENTS = (
     "alias clone contiguous positive view _unsafe_view reshape view_as flatten unflatten unsqueeze squeeze permute "
     "transpose movedim flip roll rot90 expand expand_as broadcast_to repeat repeat_interleave tile slice select narrow "
-    "index index_select diagonal diag_embed unfold cat stack split split_with_sizes chunk unbind tensor_split "
-    "slice_scatter select_scatter index_put gather tril triu pad constant_pad_nd moveaxis swapaxes swapdims mT adjoint "
-    "atleast_1d atleast_2d atleast_3d hstack vstack dstack column_stack fliplr"
+    "diagonal diag_embed unfold cat stack split split_with_sizes chunk unbind tensor_split "
+    "slice_scatter select_scatter tril triu pad constant_pad_nd t mT mH swapaxes swapdims moveaxis fliplr flipud "
+    "atleast_1d atleast_2d atleast_3d adjoint hstack vstack dstack column_stack"
 )
-REDUCTIONS = "sum mean amax amin max min median prod logsumexp std var std_mean var_mean norm linalg_vector_norm"
+PICKING = "index index_select index_put gather scatter scatter_add index_add index_copy index_fill"
+REDUCTIONS = (
+    "sum mean nansum nanmean amax amin max min median prod logsumexp std var std_mean var_mean norm linalg_vector_norm"
+)
 
 #: By ATen's name.
 OPERATORS: dict[str, Cases] = {
@@ -614,6 +667,13 @@ OPERATORS: dict[str, Cases] = {
     "aten.log_softmax": along_an_axis(torch.log_softmax),
     "aten._softmax": along_an_axis(lambda x, axis: aten._softmax(x, axis, False)),
     "aten._log_softmax": along_an_axis(lambda x, axis: aten._log_softmax(x, axis, False)),
+    "aten.cumsum": along_an_axis(torch.cumsum),
+    "aten.cumprod": along_an_axis(torch.cumprod),
+    "aten.cummax": along_an_axis(lambda x, axis: torch.cummax(x, axis)[0]),
+    "aten.cummin": along_an_axis(lambda x, axis: torch.cummin(x, axis)[0]),
+    "aten.diff": differences(),
+    "aten.glu": gates(),
+    **{f"aten.{kind}": comparisons(kind) for kind in ("cosine_similarity", "pairwise_distance")},
     "aten.layer_norm": line_norms(nn.LayerNorm),
     "aten.native_layer_norm": native_layer_norms(),
     "aten.rms_norm": line_norms(nn.RMSNorm),
@@ -624,7 +684,7 @@ OPERATORS: dict[str, Cases] = {
     "aten._native_batch_norm_legit_no_training": functional_batch_norms(),
     **{f"aten.{kind}": products(kind) for kind in ("matmul", "mm", "bmm", "mv", "addmm", "baddbmm")},
     "aten.scaled_dot_product_attention": attentions(),
-    **{f"aten.{kind}": movements(kind) for kind in MOVEMENTS.split()},
+    **{f"aten.{kind}": movements(kind) for kind in f"{MOVEMENTS} {PICKING}".split()},
     **{f"aten.{how}_pad{axes}d": paddings(how, axes) for how in ("reflection", "replication") for axes in (1, 2, 3)},
     **{f"aten.{kind}": shuffles(kind) for kind in ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")},
     **{f"aten.{kind}": windows(kind) for kind in ("im2col", "col2im")},
