@@ -21,7 +21,10 @@ DOUBT = 2
 
 
 def boundaries(factors: Sequence[Pattern | Region], workers: int) -> list[int]:
-    """Places of the scan's array at which blocks begin, for the least predicted time; ``[0]`` where no split pays.
+    """Places of the scan's array at which blocks begin, for a short predicted time; ``[0]`` where no split pays.
+
+    For each place and number of blocks before it, the search goes on only with the split by which the gradient gets
+    there first. The best of all splits may be another, as each worker has its own block still to go through.
 
     The cost of a matrix-vector step is its matrix' entries, that of a block's reduction its products' multiply-adds,
     those included that make the one matrix of a stage of several operators. A reduction that alone takes longer than
@@ -51,7 +54,7 @@ def boundaries(factors: Sequence[Pattern | Region], workers: int) -> list[int]:
     # entered[j]: the blocks before place j by which the gradient gets there first, and when.
     entered = {place: (int(through[place]), [0]) for place in range(1, n)}
     answer = [0]
-    for _ in range(1, workers):
+    for _ in range(1, min(workers, n)):
         following: dict[int, tuple[int, list[int]]] = {}
         for begin, (_time, begins) in entered.items():
             answer = min(answer, [*begins, begin], key=makespan)
@@ -61,6 +64,8 @@ def boundaries(factors: Sequence[Pattern | Region], workers: int) -> list[int]:
                 ready = max(time, cost) + nnz
                 if stop not in following or ready < following[stop][0]:
                     following[stop] = (ready, [*begins, begin])
+        if not following:
+            break
         entered = following
     return answer
 

@@ -92,13 +92,16 @@ def flop(
         raise ValueError("--samples says how many to observe, but not of what; add --data, as in --data digits")
     module, shape, default_part = _model(model, input, prune, checkpoint, seed, trust)
     chosen = part if part is not None else default_part
-    x = _samples("random" if data is None else data, (samples or 4) if data is not None else 1, shape, seed, module)
-    analysed, x = _part(module, chosen, "--part", x)
+    analysed = module
+    x: torch.Tensor | None = None
+    if data is not None or chosen:
+        x = _samples("random" if data is None else data, 1 if data is None else samples or 4, shape, seed, module)
+        analysed, x = _part(module, chosen, "--part", x)
     with _progress() as bar:
-        task = bar.add_task("observing samples" if data else "counting", total=len(x) if data else None)
+        task = bar.add_task("observing samples" if data else "counting", total=(samples or 4) if data else None)
         report = count_flop(
             analysed,
-            tuple(x.shape[1:]),
+            shape if x is None else tuple(x.shape[1:]),
             schedule=schedule,
             structure="observed" if data else "guaranteed",
             inputs=x if data else None,
@@ -265,7 +268,11 @@ def _model(
     shape = _SAMPLES.get(name, (3, 32, 32))
     torch.manual_seed(seed)
     module: nn.Module
+    if trust and not name.endswith(".pt2"):
+        raise ValueError(f"--trust is of no use: {name} is no .pt2 file")
     if name.endswith(".pt2"):
+        if prune:
+            raise ValueError(f"--prune {prune} is of no use: {name} has operators, not layers; prune before exporting")
         module = exported = _from_exported(name, checkpoint, trust)
         shape = exported.input_shape
     elif ":" in name:
@@ -328,7 +335,7 @@ def _from_factory(name: str) -> nn.Module:
 
 
 class _ReachedError(Exception):
-    """No error: carries a submodule's input out of the model."""
+    """No error: stops the model once a submodule is reached."""
 
 
 def _part(module: nn.Module, path: str | None, option: str, x: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
@@ -343,24 +350,32 @@ def _part(module: nn.Module, path: str | None, option: str, x: torch.Tensor) -> 
     except AttributeError:
         known = ", ".join(name for name, _ in module.named_modules() if name)
         raise ValueError(f"{option} is {path!r}; the model's parts are {known}") from None
+    # Kept here: whoever runs the model may change an exception on its way.
+    seen: list[list[Any]] = []
 
-    def reached(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        raise _ReachedError(args[0])
+    def reached(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        # None and False are options that are not used.
+        seen.append([value for value in (*args, *named.values()) if value is not None and value is not False])
+        raise _ReachedError
 
-    handle = part.register_forward_pre_hook(reached)
+    handle = part.register_forward_pre_hook(reached, with_kwargs=True)
     try:
         with torch.no_grad():
             module(x)
-    except _ReachedError as stop:
-        given: torch.Tensor = stop.args[0]
-        if isinstance(part, nn.RNNBase) and not part.batch_first:
-            given = given.transpose(0, 1)
-        return part, given
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise ValueError(f"an input of shape {tuple(x.shape[1:])} does not get to {path}: {error}") from error
+    except Exception as error:
+        # The user's own code: whatever it raises.
+        if not seen:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"an input of shape {tuple(x.shape[1:])} does not get to {path} ({reason})") from error
     finally:
         handle.remove()
-    raise ValueError(f"{option} is {path!r}, which the model does not run; name a part that it does")
+    if not seen:
+        raise ValueError(f"{option} is {path!r}, which the model does not run; name a part that it does")
+    if len(seen[0]) != 1 or not isinstance(seen[0][0], torch.Tensor):
+        kinds = ", ".join(type(value).__name__ for value in seen[0]) or "nothing"
+        raise ValueError(f"{option} is {path!r}, which is given {kinds}; name a part that is given one tensor")
+    given: torch.Tensor = seen[0][0]
+    return part, given.transpose(0, 1) if isinstance(part, nn.RNNBase) and not part.batch_first else given
 
 
 def _check_outputs(*paths: Path | None) -> None:
@@ -382,7 +397,12 @@ def _samples(data: str, count: int, shape: tuple[int, ...], seed: int, module: n
 
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     if data == "random":
-        return torch.randn((count, *shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
+        try:
+            return torch.randn((count, *shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{count} samples of shape {shape} are more than there is memory for; name smaller sizes with --input"
+            ) from error
     images = models.load_data(data).test_inputs
     if tuple(images.shape[1:]) != shape:
         raise ValueError(f"--data {data} has samples of shape {tuple(images.shape[1:])}, --input is {shape}")
@@ -398,12 +418,23 @@ def _progress() -> Any:
     return Progress(console=Console(stderr=True), transient=True)
 
 
+def _console() -> Any:
+    """Where names are printed as they are, and what is no terminal has wide lines."""
+    import os
+
+    from rich.console import Console
+
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 160
+    return console
+
+
 def _print_report(report: FlopReport, name: str, data: str | None) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = _console()
     structure = (
         "guaranteed structure" if not report.samples else f"structure observed, {data}, {report.samples} samples"
     )
@@ -414,9 +445,12 @@ def _print_report(report: FlopReport, name: str, data: str | None) -> None:
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for column in ("L", "phase", "", "product"):
+    for column in ("L", "phase", ""):
         table.add_column(column, no_wrap=True)
-    for column in ("m×k×n", "sparse", "FLOP", "run", ""):
+    # Where the terminal is narrow, names and sizes are folded, and no count loses its unit.
+    table.add_column("product", overflow="fold")
+    table.add_column("m×k×n", justify="right", overflow="fold")
+    for column in ("sparse", "FLOP", "run", ""):
         table.add_column(column, justify="right", no_wrap=True)
     for step in report.steps:
         table.add_row(*_cells(step), style="dim" if not step.live else "")
@@ -455,7 +489,7 @@ def _choices(report: FlopReport) -> Any:
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    others = [name for name in report.choices[0].times if not name.startswith("balanced")]
+    others = list(dict.fromkeys(("linear", report.schedule)))
     for column in ("workers", *others, "balanced"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("first")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -280,14 +281,17 @@ def count_flop(
         Whether to count what the scan executes too; where left out, for the guaranteed structure only, since for the
         observed one it means planning the guaranteed products as well.
     workers : sequence of int
-        For each the report says which is done first: ``linear``, ``balanced`` for as many workers, or `schedule`.
+        For each the report says, once, which is done first: ``linear``, ``balanced`` for as many workers, or
+        `schedule`.
     progress : callable, optional
         Called with the samples done and all samples.
 
     Raises
     ------
+    TypeError
+        Where `workers` is no sequence of integers.
     ValueError
-        Where the structure is unknown, or needs inputs that are missing, empty or do not fit.
+        Where the structure is unknown, or needs inputs that are missing, empty or do not fit, or there is no worker.
     UnsupportedOperatorError
         Where an operator has no rule.
 
@@ -303,6 +307,7 @@ def count_flop(
     """
     if structure not in ("guaranteed", "observed"):
         raise ValueError(f"structure is {structure!r}; expected 'guaranteed' or 'observed'")
+    workers = _numbers(workers)
     if isinstance(module, nn.RNNBase):
         from .recurrence import flop_subject
 
@@ -331,6 +336,17 @@ def count_flop(
             progress(number + 1, len(inputs))
     report = _report(plan, subject, structure, len(inputs), samples, guaranteed if executed else None)
     return replace(report, choices=_choices(subject, plan, guaranteed, workers))
+
+
+def _numbers(workers: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of workers, each once."""
+    try:
+        found = tuple(dict.fromkeys(index(number) for number in workers))
+    except TypeError:
+        raise TypeError(f"workers is {workers!r}; expected integers, as in (1, 2, 4)") from None
+    if min(found, default=1) < 1:
+        raise ValueError(f"workers is {workers!r}; expected integers of at least 1, as in (1, 2, 4)")
+    return found
 
 
 def _choices(

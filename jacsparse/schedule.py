@@ -173,7 +173,7 @@ class Schedule:
         Raises
         ------
         ValueError
-            Where there is no worker, or not one duration for each live step.
+            Where there is no worker, or not one duration for each live step, or one is negative or no number.
 
         Examples
         --------
@@ -183,6 +183,9 @@ class Schedule:
         steps = self.live_steps()
         if len(durations) != len(steps):
             raise ValueError(f"durations has {len(durations)} elements; the schedule has {len(steps)} live steps")
+        wrong = next((duration for duration in durations if not duration >= 0), None)
+        if wrong is not None:
+            raise ValueError(f"durations has {wrong}; expected numbers that are not negative")
         return max((time for time, _ in self._timeline(steps, durations, workers)), default=0.0)
 
     def _timeline(
@@ -337,11 +340,12 @@ def _linear_middle(record: _Recorder, block: int, level: int) -> None:
 
 
 def balanced(chain: Chain | Subject, workers: int) -> Schedule:
-    """The schedule of least predicted time for `workers` workers, over blocks of the chain of unequal length.
+    """A schedule of short predicted time for `workers` workers, over blocks of the chain of unequal length.
 
     Each worker but the first reduces a block of stages to one matrix; the gradient goes through the blocks one after
     the other; then each worker takes it through its block. Where no such split is faster than going linearly, and
-    with one worker, the schedule is linear.
+    with one worker, the schedule is linear. Splits are searched stage by stage, each block being added to the split by
+    which the gradient gets there first: the best of these, not of all splits that there are.
 
     Parameters
     ----------
@@ -361,7 +365,7 @@ def balanced(chain: Chain | Subject, workers: int) -> Schedule:
     if not hasattr(chain, "factors"):
         raise TypeError(f"chain is a {type(chain).__name__}; make one with jacsparse.chain(module, input_shape)")
     factors = chain.factors
-    return blocked(len(factors), boundaries(factors, workers))
+    return blocked(len(factors), boundaries(factors, workers), f"balanced:{workers}")
 
 
 def chunked(n: int, length: int) -> Schedule:
@@ -383,7 +387,7 @@ def chunked(n: int, length: int) -> Schedule:
     return blocked(n, [0, *range(length + 1, n, length)], f"chunked:{length}")
 
 
-def blocked(n: int, boundaries: Sequence[int], name: str = "balanced") -> Schedule:
+def blocked(n: int, boundaries: Sequence[int], name: str) -> Schedule:
     """Blocks of the places of `a` that begin at `boundaries` (at 0 the one with the gradient), reduced side by side."""
     if len(boundaries) < 2:
         return replace(linear(n), name=name)

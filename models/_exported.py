@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 __all__ = ["ExportedModel", "load_exported"]
 
@@ -39,13 +40,19 @@ class ExportedModel(nn.Module):
         shapes = [tuple(node.meta["val"].shape) for node in given if isinstance(node.meta.get("val"), torch.Tensor)]
         if len(given) != 1 or len(shapes) != 1:
             raise ValueError(f"the exported program takes {len(given)} inputs; expected one tensor")
-        ((batch, *sizes),) = shapes
-        if isinstance(batch, int) or not all(isinstance(size, int) for size in sizes):
+        if program.call_spec.in_spec != _pytree.tree_structure(((None,), {})):
             raise ValueError(
-                f"the exported program takes an input of {tuple(map(str, shapes[0]))}; expected any batch, of samples "
+                "the exported program takes its input by name, or among others in a list; expected one tensor, by "
+                "position: export it with torch.export.export(model, (x,), ...)"
+            )
+        (shape,) = shapes
+        sizes = shape[1:]
+        if not shape or isinstance(shape[0], int) or not all(isinstance(size, int) for size in sizes):
+            raise ValueError(
+                f"the exported program takes an input of {tuple(map(str, shape))}; expected any batch, of samples "
                 "of one size: export it with dynamic_shapes=({0: torch.export.Dim('batch')},)"
             )
-        self.input_shape = tuple(sizes)
+        self.input_shape = sizes
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.model = torch.export.unflatten(program)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import jacsparse
+from jacsparse import _cli
 from jacsparse.__main__ import main
 
 
@@ -116,6 +119,8 @@ def test_flop_for_workers(jac) -> None:
     assert status == 0, err
     assert "which schedule is done first" in out and "workers linear blelloch:1 balanced first why" in out
     assert "times as long" in out
+    _, out, _ = jac("flop", "lenet5", "--part", "classifier", "--schedule", "balanced:2", "--workers", "1,16,1")
+    assert "workers linear balanced:2 balanced first why" in out
     for wrong in ("0", "1,", "two", "1;2"):
         status, _, err = jac("flop", "lenet5", "--workers", wrong)
         assert status == 2 and f"--workers is '{wrong}'; expected numbers of workers, as in 1,2,4,8" in err
@@ -131,9 +136,13 @@ def test_flop_of_an_exported_file(jac, tmp_path: Path) -> None:
     assert status == 2 and "may run code of whoever made it; add --trust where" in err
     status, _, err = jac("flop", file, "--trust", "--checkpoint", file)
     assert status == 2 and "has its own weights" in err
+    status, _, err = jac("flop", file, "--trust", "--prune", 0.5)
+    assert status == 2 and "--prune 0.5 is of no use" in err and "prune before exporting" in err
     status, out, err = jac("flop", file, "--trust")
     assert status == 0, err
     assert "model.3" in out
+    status, out, err = jac("flop", file, "--trust", "--part", "model.3", "--schedule", "linear")
+    assert status == 0 and "net.pt2.model.3: linear" in out, err
     status, out, err = jac("spy", file, "--trust", "--layer", "model")
     assert status == 0 and out.startswith("model: 5 × 192"), err
 
@@ -218,6 +227,7 @@ BAD = {
     "input shape": (["flop", "lenet5", "--input", "1,32,32"], "0: an input of shape (1, 32, 32) does not fit"),
     "prune": (["flop", "lenet5", "--prune", "1.0"], "1.0"),
     "prune negative": (["flop", "lenet5", "--prune", "-0.1"], "-0.1"),
+    "trust of nothing": (["flop", "lenet5", "--trust"], "--trust is of no use: lenet5 is no .pt2 file"),
     "schedule": (["flop", "lenet5", "--schedule", "fast"], "schedule is 'fast'"),
     "data": (["flop", "lenet5", "--data", "cake"], "cake"),
     "data missing": (["flop", "lenet5", "--data", "cifar10:/nowhere"], "/nowhere"),
@@ -248,6 +258,71 @@ def test_an_unwritable_output_is_noticed_first(jac, monkeypatch: pytest.MonkeyPa
 def test_a_part_is_given_what_the_model_gives_it(jac) -> None:
     status, out, err = jac("flop", "lenet5", "--part", "classifier", "--schedule", "linear", "--data", "digits")
     assert status == 0 and "lenet5.classifier: linear, structure observed" in out, err
+
+
+class Callers(nn.Module):
+    """Parts that are called in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named, self.with_options, self.pair = nn.ReLU(), nn.TransformerEncoderLayer(4, 2, 8), nn.Bilinear(4, 4, 4)
+        self.listed, self.empty, self.failing, self.last = (nn.Identity() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.with_options(self.named(input=x), src_mask=None, is_causal=False)
+        y = self.pair(y, y)
+        self.listed((y, y))
+        with contextlib.suppress(TypeError):
+            self.empty()
+        y = self.failing(y)
+        raise KeyError("a mistake of the user's")
+        return self.last(y)
+
+
+def test_parts_that_are_called_in_other_ways(jac) -> None:
+    model = ("tests.jacsparse.test_cli:Callers", "--input", "3,4")
+    status, out, err = jac("flop", *model, "--part", "named")
+    assert status == 0 and "Callers.named: blelloch:2" in out, err
+    status, _, err = jac("flop", *model, "--part", "with_options", "--schedule", "linear")
+    assert status == 0, err
+    for part, given in (("pair", "Tensor, Tensor"), ("listed", "tuple"), ("empty", "nothing")):
+        status, _, err = jac("spy", *model, "--layer", part)
+        assert status == 2 and f"--layer is '{part}', which is given {given}; name a part" in err
+    status, _, err = jac("spy", *model, "--layer", "last")
+    assert status == 2 and 'does not get to last (KeyError: "a mistake of the user\'s")' in err
+
+
+def test_no_sample_is_made_that_is_not_needed(jac) -> None:
+    model = "tests.jacsparse.test_cli:unknown_at_the_end"
+    status, _, err = jac("spy", model, "--layer", "0", "--input", "2,99999999,99999999")
+    assert status == 2 and "1 samples of shape (2, 99999999, 99999999) are more than there is memory for" in err
+    with_samples = _cli._samples
+    try:
+        _cli._samples = lambda *_: pytest.fail("a sample was made")
+        assert jac("flop", "lenet5", "--schedule", "linear")[0] == 0
+    finally:
+        _cli._samples = with_samples
+
+
+def named_by_its_user() -> nn.Module:
+    """A model whose parts' names look like Rich's markup."""
+    return nn.Sequential(OrderedDict([("a[/x]", nn.Linear(4, 3)), (":fire:", nn.Linear(3, 2))]))
+
+
+def test_names_are_printed_as_they_are(jac) -> None:
+    status, out, err = jac("flop", "tests.jacsparse.test_cli:named_by_its_user", "--input", 4)
+    assert status == 0 and "a[/x]" in out and ":fire:" in out, err
+
+
+def test_narrow_tables_keep_units(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    report = jacsparse.count_flop(build("vgg11").features, (3, 32, 32), schedule="linear")
+    monkeypatch.setenv("COLUMNS", "80")
+    _cli._print_report(report, "vgg11", None)
+    assert "…" not in capsys.readouterr().out
+    # A pipe has no width.
+    monkeypatch.delenv("COLUMNS")
+    _cli._print_report(report, "vgg11", None)
+    assert "J20ᵀ·∇x20" in capsys.readouterr().out
 
 
 def test_a_layer_needs_no_other_one_to_be_known(jac) -> None:

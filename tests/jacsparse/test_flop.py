@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import jacsparse
-from jacsparse import FlopReport, count_flop
+from jacsparse import FlopReport, _flop, count_flop
 from jacsparse.schedule import Schedule, balanced, blelloch, linear
 from tests.jacsparse.models import kaiming, lenet, small, vgg_features
 from tests.jacsparse.networks import NETWORKS
@@ -508,8 +508,20 @@ def test_choices_of_observed_zeros_are_over_guaranteed_structure() -> None:
     seen = count_flop(lenet(), (3, 32, 32), structure="observed", inputs=x, executed=False, workers=[2])
     assert sure.choices == seen.choices
     assert all(step.executed is None for step in seen.steps)
-    with pytest.raises(ValueError, match="workers is 0"):
-        count_flop(lenet(), (3, 32, 32), workers=[0])
+
+
+def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales = nn.Sequential(*(nn.ReLU() for _ in range(9)))
+    two, three = count_flop(scales, (5,), schedule="balanced:3", workers=np.array([2, 3, 2])).choices
+    assert (two.workers, three.workers) == (2, 3)
+    assert list(two.times) == ["linear", "balanced:3", "balanced:2"] and list(three.times) == ["linear", "balanced:3"]
+    # Before anything is counted.
+    monkeypatch.setattr(_flop, "chain", lambda *_: pytest.fail("the module was looked at"))
+    with pytest.raises(ValueError, match=r"workers is \[2, 0\]; expected integers of at least 1"):
+        count_flop(lenet(), (3, 32, 32), workers=[2, 0])
+    for wrong in (4, [1.5], "4", np.array([0.5]), torch.ones(2)):
+        with pytest.raises(TypeError, match=r"workers is .*; expected integers, as in"):
+            count_flop(lenet(), (3, 32, 32), workers=wrong)
 
 
 def test_choices_of_a_single_operator_and_of_steps() -> None:

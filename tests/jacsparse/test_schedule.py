@@ -44,7 +44,9 @@ def problem(n: int) -> tuple[list[np.ndarray], np.ndarray, list[np.ndarray]]:
 def test_every_schedule_is_exact(n: int) -> None:
     matrices, vector, expected = problem(n)
     schedules = [linear(n), blelloch(n), *(blelloch(n, levels) for levels in range(7))]
-    schedules += [blocked(n, [0, *cuts]) for cuts in ([], [1], [n // 2], [n // 3, 2 * n // 3]) if n > 6 or not cuts]
+    schedules += [
+        blocked(n, [0, *cuts], "blocked") for cuts in ([], [1], [n // 2], [n // 3, 2 * n // 3]) if n > 6 or not cuts
+    ]
     for schedule in schedules:
         found = gradients(schedule, matrices, vector)
         assert len(found) == n and all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -111,6 +113,9 @@ def test_balanced_uses_workers_where_it_pays() -> None:
     schedule = balanced(scales, 4)
     assert any(step.kind == "mm" for step in schedule.products)
     assert schedule.complexity(4).steps < linear(40).complexity(4).steps
+    assert schedule.name == "balanced:4" and balanced(scales, 1).name == "balanced:1"
+    # More workers than stages.
+    assert balanced(scales, 10**12).products == balanced(scales, 40).products
 
 
 class Block(nn.Module):
@@ -152,6 +157,9 @@ def test_makespan(n: int, workers: int, levels: int, seed: int) -> None:
     if steps:
         with pytest.raises(ValueError, match=rf"durations has 0 elements; the schedule has {len(steps)} live steps"):
             schedule.makespan([], workers)
+        for wrong in (math.nan, -1.0):
+            with pytest.raises(ValueError, match=f"durations has {wrong}; expected numbers that are not negative"):
+                schedule.makespan([*durations[1:], wrong], workers)
 
 
 def test_names() -> None:

@@ -368,3 +368,13 @@ def test_exported_programs_that_cannot_be_taken(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(Two(), (torch.zeros(2), torch.zeros(2))), file)
     with pytest.raises(ValueError, match="takes 2 inputs; expected one tensor"):
         load_exported(file)
+
+    shapes = {"input": {0: torch.export.Dim("batch")}}
+    named = torch.export.export(nn.ReLU(), (), {"input": torch.zeros(2, 3)}, dynamic_shapes=shapes)
+    torch.export.save(named, file)
+    with pytest.raises(ValueError, match="takes its input by name, or among others in a list; expected one tensor"):
+        load_exported(file)
+
+    torch.export.save(torch.export.export(nn.ReLU(), (torch.tensor(1.0),)), file)
+    with pytest.raises(ValueError, match=r"takes an input of \(\); expected any batch"):
+        load_exported(file)
