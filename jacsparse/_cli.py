@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     import torch
@@ -17,8 +19,22 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
+
+class _Commands(TyperGroup):
+    """The commands, of which any may meet a compiled kernel that was damaged on disk."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """As of any group; an error of reading what is kept names the remedy."""
+        try:
+            return super().invoke(ctx)
+        except (EOFError, UnpicklingError) as error:
+            # Here, as Click takes the first for the end of what a person types.
+            raise OSError(f"a kept kernel cannot be read ({error}); remove all with jacsparse clear-cache") from error
+
+
 app = typer.Typer(
     name="jacsparse",
+    cls=_Commands,
     help="Sparse Jacobians of neural networks: their FLOP, their patterns, and training by parallel scan.",
     no_args_is_help=True,
     add_completion=False,

@@ -256,7 +256,7 @@ def _metadata(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
         for option in ("num_classes", "in_channels"):
             check_count(option, metadata["options"][option])
         metadata["pruned"] = float(metadata["pruned"])
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"{path} has metadata that cannot be used ({error}); it is damaged or of another version of "
             "jacsparse: make it again with jacsparse train"

@@ -25,12 +25,14 @@ _NESTED = ("state_dict", "model_state_dict", "model", "module", "net")
 #: What DistributedDataParallel and torch.compile put before each name.
 _WRAPPERS = ("module.", "_orig_mod.")
 _COUNTER = "num_batches_tracked"
+#: What a module with ``get_extra_state`` has in its state dict.
+_EXTRA = "_extra_state"
 
 
 def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
     """The tensors of a file by their names, and the metadata of a safetensors file.
 
-    A PyTorch file holds a state dict, or one among other plain values. Masks of ``torch.nn.utils.prune`` come as bool.
+    A PyTorch file holds a state dict, or one among other plain values.
 
     Raises
     ------
@@ -42,12 +44,7 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor],
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}; make one with jacsparse train --out {path}")
-    found, header = (_unpickled(path), {}) if path.suffix in _PYTORCH else _safetensors(path)
-    for name in masked(found):
-        mask = found[f"{name}_mask"]
-        if bool(((mask == 0) | (mask == 1)).all()):
-            found[f"{name}_mask"] = mask.bool()
-    return found, header
+    return (_unpickled(path), {}) if path.suffix in _PYTORCH else _safetensors(path)
 
 
 def _safetensors(path: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
@@ -67,19 +64,37 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # What torch.load raises of a damaged file shares no base class.
-        reason = str(error).strip().split("\n", 1)[0]
         raise ValueError(
-            f"{path} cannot be read as a state dict ({reason}); it is damaged, or holds objects that would have to be "
-            "executed: save the weights alone, torch.save(model.state_dict(), path)"
+            f"{path} cannot be read as a state dict ({type(error).__name__}); it is damaged, or holds objects that "
+            "would have to be executed: save the weights alone, torch.save(model.state_dict(), path)"
         ) from error
     for state in (content, *(content.get(name) for name in _NESTED if isinstance(content, dict))):
-        if isinstance(state, dict) and state and all(isinstance(value, torch.Tensor) for value in state.values()):
-            return {str(name): value.detach() for name, value in state.items()}
+        tensors = _tensors(state) if isinstance(state, dict) else {}
+        if tensors and all(isinstance(value, torch.Tensor) for value in tensors.values()):
+            _check_plain(path, tensors)
+            return {name: value.detach() for name, value in tensors.items()}
     held = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
     raise ValueError(
         f"{path} holds {held or 'nothing'}; expected a state dict, or one named {', '.join(_NESTED)}: "
         "torch.save(model.state_dict(), path)"
     )
+
+
+def _tensors(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """A state dict without what modules of their own add that is no tensor."""
+    return {
+        str(name): value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) or not str(name).endswith(_EXTRA)
+    }
+
+
+def _check_plain(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, value in tensors.items():
+        if value.layout != torch.strided or value.is_nested or value.is_quantized or value.device.type != "cpu":
+            raise ValueError(
+                f"{path} holds {name}, which is sparse, nested, quantized or without values; save it as a plain tensor"
+            )
 
 
 def unwrapped(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -110,7 +125,8 @@ def unfit(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
     >>> unfit(nn.Linear(2, 3, bias=False), {"weight": torch.zeros(3, 4)})
     'Linear: weight is (3, 4), not (3, 2)'
     """
-    found, expected = _plain(weights), _plain(module.state_dict())
+    own = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    found, expected = _plain(weights), _plain(own)
     # Files older than these counters lack them.
     expected = {name: shape for name, shape in expected.items() if name in found or not name.endswith(_COUNTER)}
     wrong = [
@@ -118,11 +134,17 @@ def unfit(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
         for name in (*expected, *(name for name in found if name not in expected))
         if found.get(name) != expected.get(name)
     ]
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name in sorted(masked(weights)):
         mask = weights[f"{name}_mask"]
-        if tuple(mask.shape) != found.get(name) or mask.dtype != torch.bool:
+        if name in weights:
+            wrong.append(f"{name} is there twice, as {name}_orig too")
+        elif not parameters & {name, f"{name}_orig"}:
+            wrong.append(f"{name} has a mask, but is no parameter")
+        # Shapes first: an expanded mask takes no room in a file, but here it would.
+        elif tuple(mask.shape) != expected.get(name) or not _is_mask(mask):
             wrong.append(f"{name}_mask is {mask.dtype} {tuple(mask.shape)}, not a mask of {name}")
-    counters = {name for name, value in module.state_dict().items() if not value.is_floating_point()}
+    counters = {name for name, value in own.items() if not value.is_floating_point()}
     wrong += [
         f"{name} is {value.dtype}, not floating"
         for name, value in weights.items()
@@ -134,6 +156,10 @@ def unfit(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
     given = type(module).__name__ if known is None else describe(known, vars(module)["options"])
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return f"{given}: {wrong[0]}{more}"
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
@@ -153,7 +179,8 @@ def fit_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         prune.remove(*_place(module, path))
     for path in sorted(after - before):
         prune.custom_from_mask(*_place(module, path), mask=weights[f"{path}_mask"])
-    module.load_state_dict(weights)
+    # What else the module has in its state dict is no weight, and stays.
+    module.load_state_dict(weights, strict=False)
     for part in module.modules():
         refresh_weights(part)
 

@@ -43,9 +43,14 @@ def read(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
         if not zipfile.is_zipfile(path):
             raise ValueError("it is no archive")
         with np.load(path, allow_pickle=False) as archive:
-            content = {name: archive[name] for name in archive.files}
-        header = json.loads(content.pop("header").tobytes().decode())
-        found = header.pop("jacsparse")
+            members = archive.zip.infolist()
+            stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+            if not stored or sum(member.file_size for member in members) > path.stat().st_size:
+                raise ValueError("its members are compressed or overlap")
+            header = json.loads(archive["header"].tobytes().decode())
+            found = header.pop("jacsparse")
+            names = [name for name in archive.files if name != "header"] if found == kind else []
+            content = {name: archive[name] for name in names}
     except Exception as error:
         # What a damaged zip, header or JSON raises shares no base class.
         raise ValueError(

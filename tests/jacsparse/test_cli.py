@@ -8,6 +8,7 @@ import json
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import pytest
@@ -184,6 +185,16 @@ def test_clear_cache(jac, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     monkeypatch.setenv("JACSPARSE_CACHE_MIB", "5")
     assert "of at most 5 MiB" in jac("doctor")[1]
+
+
+@pytest.mark.parametrize("error", [EOFError("Ran out of input"), UnpicklingError("pickle data was truncated")])
+def test_a_damaged_kernel(jac, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(jacsparse, "count_flop", load, raising=False)
+    status, _, err = jac("flop", "lenet5")
+    assert status == 2 and f"a kept kernel cannot be read ({error}); remove all with jacsparse clear-cache" in err
 
 
 def test_doctor_tries_cupy_where_there_is_a_device(jac, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,12 @@ def test_bad_metadata(path: Path, pruned: LeNet5, changes: dict[str, Any], messa
         load_checkpoint(path)
 
 
+def test_metadata_without_end(path: Path) -> None:
+    safetensors.torch.save_file({"weight": torch.zeros(2)}, path, metadata={"jacsparse": "[" * 100_000})
+    with pytest.raises(ValueError, match=rf"{path} has metadata that cannot be used \(maximum recursion depth"):
+        load_checkpoint(path)
+
+
 def test_metadata_that_asks_for_memory(path: Path, pruned: LeNet5) -> None:
     save_checkpoint(path, pruned)
     rewritten(path, options={"num_classes": 10**12, "in_channels": 3})
@@ -311,6 +317,55 @@ def test_a_truncated_pytorch_file(tmp_path: Path, share: float) -> None:
     file.write_bytes(content[: int(share * len(content))])
     with pytest.raises(ValueError, match="cannot be read as a state dict"):
         load_weights(module, file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": torch.zeros(3, 2).to_sparse()}, "holds weight, which is sparse"),
+        ({"weight": torch.zeros(3, 2, device="meta")}, "holds weight, which is .* without values"),
+        ({"weight_orig": torch.zeros(3, 2), "weight_mask": torch.ones(3, 2)}, "weight is there twice, as weight_orig"),
+        ({"weight_mask": torch.ones(1, 1).expand(10**6, 10**6), "weight_orig": torch.zeros(3, 2), "weight": None},
+         r"weight_mask is torch.float32 \(1000000, 1000000\), not a mask of weight"),
+        ({"weight": None, "weight_mask": torch.ones(1, 1).expand(10**6, 10**6),
+          "weight_orig": torch.ones(1, 1).expand(10**6, 10**6)}, r"weight is \(1000000, 1000000\), not \(3, 2\)"),
+        ({"scale": None, "scale_orig": torch.ones(3), "scale_mask": torch.ones(3)}, "has a mask, but is no parameter"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_no_weights(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    module = nn.Linear(2, 3)
+    module.register_buffer("scale", torch.ones(3))
+    state = {**module.state_dict(), **changes}
+    torch.save({name: value for name, value in state.items() if value is not None}, tmp_path / "file.pt")
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        load_weights(module, tmp_path / "file.pt")
+    assert list(before) == list(module.state_dict())
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in before.items())
+
+
+def test_no_advice_to_execute_a_file(tmp_path: Path) -> None:
+    torch.save(Evil(), tmp_path / "file.pt")
+    with pytest.raises(ValueError, match=r"\(UnpicklingError\); it is damaged, or holds objects") as caught:
+        load_weights(LeNet5(), tmp_path / "file.pt")
+    assert "weights_only" not in str(caught.value) and "\x1b" not in str(caught.value)
+
+
+class Extra(nn.Linear):
+    """With something in its state dict that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        raise AssertionError("it was given some")
+
+
+def test_extra_state_is_left_alone(tmp_path: Path) -> None:
+    file, module, other = tmp_path / "file.pt", Extra(2, 3), Extra(2, 3)
+    torch.save(module.state_dict(), file)
+    load_weights(other, file)
+    assert torch.equal(module.weight, other.weight)
 
 
 def test_a_part_that_is_called_as_a_wrapper_is(tmp_path: Path) -> None:

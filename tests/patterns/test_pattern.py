@@ -304,6 +304,14 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
         Pattern.load(tmp_path / "zip.npz")
 
 
+def test_compressed_files(tmp_path: Path) -> None:
+    Pattern.of(Diagonal(2)).save(tmp_path / "p.npz")
+    with np.load(tmp_path / "p.npz") as archive:
+        np.savez_compressed(tmp_path / "small.npz", **archive, more=np.zeros(10**7))
+    with pytest.raises(ValueError, match=r"small\.npz cannot be read as a pattern \(its members are compressed"):
+        Pattern.load(tmp_path / "small.npz")
+
+
 def test_a_link_stays_one_and_files_are_as_readable_as_any(tmp_path: Path) -> None:
     (tmp_path / "link.npz").symlink_to(tmp_path / "p.npz")
     Pattern.of(Diagonal(2)).save(tmp_path / "link.npz")
