@@ -14,6 +14,9 @@ def main() -> None:
     except (ValueError, TypeError, OSError, ImportError, NotImplementedError, FloatingPointError) as error:
         print(f"jacsparse: {error}", file=sys.stderr)
         sys.exit(2)
+    except MemoryError as error:
+        print(f"jacsparse: there is not enough memory ({error}); name smaller sizes with --input", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

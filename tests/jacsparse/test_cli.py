@@ -197,6 +197,12 @@ def test_a_damaged_kernel(jac, error: Exception, monkeypatch: pytest.MonkeyPatch
     assert status == 2 and f"a kept kernel cannot be read ({error}); remove all with jacsparse clear-cache" in err
 
 
+def test_too_little_memory(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jacsparse, "count_flop", lambda *_, **__: np.empty(2**50), raising=False)
+    status, _, err = jac("flop", "lenet5")
+    assert status == 2 and "there is not enough memory (Unable to allocate" in err and "--input" in err
+
+
 def test_doctor_tries_cupy_where_there_is_a_device(jac, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
