@@ -142,9 +142,10 @@ class TracedRecord(Record):
                 # Its operand's shape is all that the operator asks for.
                 return torch.zeros_like(x).expand(count, *x.shape)
             if count == 1:
-                return torch.autograd.grad(y, own, gradients.reshape(y.shape))[0][None]
+                return torch.autograd.grad(y, own, gradients.reshape(y.shape), materialize_grads=True)[0][None]
             gradients = gradients.reshape(count, *y.shape)
-            return torch.autograd.grad(y, own, gradients, is_grads_batched=True)[0]
+            (found,) = torch.autograd.grad(y, own, gradients, is_grads_batched=True, allow_unused=True)
+            return torch.zeros_like(x).expand(count, *x.shape) if found is None else found
 
         def jvp(tangent: torch.Tensor) -> torch.Tensor:
             # Twice backward: forward mode takes an operator that has none for a constant, and says nothing.

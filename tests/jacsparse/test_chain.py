@@ -599,6 +599,7 @@ def test_derivatives_that_are_not_the_operators_are_noticed(function) -> None:
         lambda self, x: torch.tanh(x) + x.new_ones(4),
         lambda self, x: torch.cat([torch.tanh(x), torch.zeros_like(x)], 1),
         lambda self, x: torch.relu(torch.tanh(x) * 2) + torch.ones_like(x.sin()),
+        lambda self, x: x.norm(p=0, dim=1, keepdim=True) + x,
     ],
 )
 def test_shapes_of_tensors_before_a_stage(function) -> None:
