@@ -440,7 +440,9 @@ def _takes_any(module: nn.Module) -> bool:
 
 def _composed(exported: torch.export.ExportedProgram) -> dict[Any, Any]:
     """How ATen composes the operators of a program that have no rule of their own of others."""
-    called = {node.target for node in exported.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    numbers = (torch.SymInt, torch.SymFloat)
+    made = (node for node in exported.graph.nodes if not isinstance(node.meta.get("val"), numbers))
+    called = {node.target for node in made if isinstance(node.target, torch._ops.OpOverload)}
     unknown = [overload for overload in called if not has_rule(operator_name(overload)) and overload._can_decompose()]
     known = torch.export.default_decompositions() if unknown else {}
     return {overload: known[overload] for overload in unknown if overload in known}

@@ -282,7 +282,8 @@ class Callers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.named, self.with_options, self.pair = nn.ReLU(), nn.TransformerEncoderLayer(4, 2, 8), nn.Bilinear(4, 4, 4)
+        self.named, self.pair = nn.ReLU(), nn.Bilinear(4, 4, 4)
+        self.with_options = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
         self.listed, self.empty, self.failing, self.last = (nn.Identity() for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
