@@ -26,7 +26,7 @@ seeds = st.integers(0, 2**31 - 1)
 COMPOSED = {"aten.relu6", "aten.softsign", "aten.tanhshrink"}
 
 #: Of each operator; each is traced once or three times.
-DRAWS = 200 if os.environ.get("JACSPARSE_TESTS") == "full" else 10
+DRAWS = 200 if os.environ.get("JACSPARSE_TESTS") == "full" else 5
 
 #: Reached only where autograd draws, or never by a chain that has a Jacobian; tested by themselves below.
 APART = {
