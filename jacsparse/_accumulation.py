@@ -277,6 +277,11 @@ class Region:
         return total, reached.get(self.start, np.zeros(self.shape[0], dtype=np.bool_))
 
 
+def matrix_of(factor: Pattern | Region) -> Pattern:
+    """The pattern of a factor, of one operator or of several."""
+    return factor.pattern if isinstance(factor, Region) else factor
+
+
 def empty_pattern(rows: int, columns: int) -> Pattern:
     """No position at all."""
     return Pattern((rows, columns), np.zeros(rows + 1, dtype=np.int64), np.zeros(0, dtype=np.int64))

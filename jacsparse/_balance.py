@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ._accumulation import Region
+from ._accumulation import Region, matrix_of
 from .spgemm import multiply_adds, product_pattern
 
 if TYPE_CHECKING:
@@ -80,12 +80,12 @@ def _reductions(factors: Sequence[Pattern | Region], limit: int) -> dict[tuple[i
         cost = _making(factors[begin], limit)
         if cost >= limit:
             continue
-        product = _matrix(factors[begin])
+        product = matrix_of(factors[begin])
         for place in range(begin + 1, len(factors)):
             cost += _making(factors[place], limit - cost)
             if cost >= limit:
                 break
-            matrix = _matrix(factors[place])
+            matrix = matrix_of(factors[place])
             cost += multiply_adds(matrix, product)
             if cost >= limit:
                 break
@@ -100,7 +100,3 @@ def _making(factor: Pattern | Region, limit: int) -> int:
         return 0
     estimate = int(factor.estimate)
     return estimate if estimate > DOUBT * limit else factor.multiply_adds
-
-
-def _matrix(factor: Pattern | Region) -> Pattern:
-    return factor.pattern if isinstance(factor, Region) else factor

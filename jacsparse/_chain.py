@@ -300,9 +300,13 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
         sizes = ()
     if not sizes or min(sizes) < 1:
         raise ValueError(
-            f"input_shape is {shape!r}; expected the sizes of one sample, without the batch, each at least 1"
+            f"input_shape is {_said(shape)}; expected the sizes of one sample, without the batch, each at least 1"
         )
     return sizes
+
+
+def _said(shape: object) -> str:
+    return f"a tensor: give x.shape[1:] of {tuple(shape.shape)}" if isinstance(shape, torch.Tensor) else repr(shape)
 
 
 def _check_devices(stage: Stage, x: torch.Tensor, error: RuntimeError) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ._accumulation import Region
+from ._accumulation import Region, matrix_of
 from ._chain import Record, Stage, chain, check_input
 from ._layers import LayerFlop, layers_of
 from ._stages import Edge
@@ -473,7 +473,7 @@ class _Counts:
         return self
 
     def _product(self, step: Step) -> _Count:
-        left, right = (_matrix(self.matrices[value]) for value in (step.left, step.right))
+        left, right = (matrix_of(self.matrices[value]) for value in (step.left, step.right))
         pairs = multiply_adds(left, right) + self._making(step.left) + self._making(step.right)
         count = _Count(pairs, pairs, 0, left.nnz, right.nnz)
         if step.out in self.used_once:
@@ -509,10 +509,6 @@ class _Counts:
         if out is not None:
             self.vectors[out] = reached
         return _Count(total, nnz, int(reached.sum()), nnz, int(held.sum()))
-
-
-def _matrix(factor: Pattern | Region) -> Pattern:
-    return factor.pattern if isinstance(factor, Region) else factor
 
 
 def _report(

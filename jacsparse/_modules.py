@@ -26,10 +26,11 @@ __all__ = [
     "has_own_hooks",
     "is_inactive",
     "is_known",
+    "origins",
     "refresh_weights",
     "remake_weights",
     "runs_as",
-    "settings_of",
+    "trains",
     "twin",
     "undrawn",
     "weight_names",
@@ -224,6 +225,20 @@ def weight_names(module: nn.Module) -> list[str]:
     return [*module.__dict__.get(_MADE, ()), *made]
 
 
+def origins(module: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameters that a weight is, or is made of, as pruning and parametrisations do."""
+    own = module._parameters.get(name)
+    if own is not None:
+        return [own]
+    begins = (f"{name}_", f"parametrizations.{name}.")
+    return [parameter for path, parameter in module.named_parameters() if path.startswith(begins)]
+
+
+def trains(module: nn.Module, name: str) -> bool:
+    """Whether any parameter that a weight is made of trains."""
+    return any(parameter.requires_grad for parameter in origins(module, name))
+
+
 #: Where a twin has the names of weights that parametrisations made.
 _MADE = "_made_weights"
 
@@ -336,7 +351,7 @@ def _mark(value: Any, inside: tuple[int, ...] = ()) -> Any:
     return _Same(value), _mark(vars(value), inside)
 
 
-def settings_of(module: nn.Module) -> tuple[Any, ...]:
+def _settings(module: nn.Module) -> tuple[Any, ...]:
     """All that a chain takes from the module itself, but for its weights' values."""
     # Weights that are made before each forward are read at each.
     made = weight_names(module)
@@ -376,7 +391,7 @@ def fingerprint(module: nn.Module, like: torch.Tensor | None = None) -> tuple[An
     if like is not None and not any(t.is_floating_point() for t in (*module.parameters(), *module.buffers())):
         marks.append((like.dtype, like.device))
     for path, part in module.named_modules(remove_duplicate=False):
-        marks.append((path, _Same(part), settings_of(part)))
+        marks.append((path, _Same(part), _settings(part)))
     return tuple(marks)
 
 

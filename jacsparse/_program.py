@@ -6,13 +6,15 @@ batch is among a tensor's axes, and that no operator mixes samples.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +24,7 @@ import torch
 from numba.core.registry import cpu_target
 from torch import fx, nn
 
-from ._modules import has_own_hooks, refresh_weights, remake_weights, twin, undrawn, weight_names
+from ._modules import has_own_hooks, origins, refresh_weights, remake_weights, twin, undrawn, weight_names
 from .patterns import UnsupportedOperatorError
 from .patterns._rules import has_rule
 
@@ -230,12 +232,12 @@ class Program:
 
     def parameters_of(self, target: str) -> set[int]:
         """The ``id`` of each training parameter that an attribute is, or is made of."""
-        module, name = self.located[target]
-        own = module._parameters.get(name)
-        if name in module._buffers:
-            return set()
-        parameters = module.parameters() if own is None else [own]
-        return {id(parameter) for parameter in parameters if parameter.requires_grad}
+        return {id(parameter) for parameter in origins(*self.located[target]) if parameter.requires_grad}
+
+    def read_by(self, operations: Iterable[Operation], *nodes: fx.Node) -> list[str]:
+        """The attributes that operations read, and those among other nodes."""
+        read = {operand for operation in operations for operand in operation.operands.values()}.union(nodes)
+        return [target for node, target in self.attributes.items() if node in read]
 
     def read(self, own: Mapping[int, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
         """The attributes and constants as they are now, made of other parameters where `own` names them by ``id``."""
@@ -271,8 +273,9 @@ class Program:
                 return self.sizes[node](batch)
             if node not in values and operation.name in _OF_SHAPE:
                 # Made before the stage: only its shape is asked for.
-                made = self.layouts[node].join(torch.empty((batch, *self.shapes[node]), dtype=self.dtypes[node]))
-                return made.to(next(iter(values.values())).device)
+                device = next(iter(values.values())).device
+                blank = torch.empty((batch, *self.shapes[node]), dtype=self.dtypes[node], device=device)
+                return self.layouts[node].join(blank)
             return values[node]
 
         found = dict(operation.arguments)
@@ -481,7 +484,7 @@ def _program(module: nn.Module, exported: torch.export.ExportedProgram, where: s
     for node in nodes:
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            program.sizes[node] = _of_batch(value, where)
+            program.sizes[node] = _of_batch(value, node, where)
         elif node.op == "placeholder":
             _place(program, node, exported)
         elif node.op == "call_function" and isinstance(value, torch.Tensor):
@@ -504,7 +507,7 @@ def _place(program: Program, node: fx.Node, exported: torch.export.ExportedProgr
     constant = signature.inputs_to_lifted_tensor_constants.get(node.name)
     if constant is not None:
         tensor = exported.constants[constant]
-        name = _names(program.module).get(tensor.data_ptr()) if tensor.numel() else None
+        name = _names(program.module).get(_memory(tensor)) if tensor.numel() else None
         if name is None:
             program.constants[node] = tensor.detach()
         else:
@@ -512,17 +515,26 @@ def _place(program: Program, node: fx.Node, exported: torch.export.ExportedProgr
             program.attributes[node] = name
 
 
-def _names(module: nn.Module) -> dict[int, str]:
+def _names(module: nn.Module) -> dict[Any, str]:
     """The name of each parameter and buffer, by its memory."""
-    return {tensor.data_ptr(): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
+    return {_memory(tensor): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
 
 
-def _of_batch(value: Any, where: str) -> Callable[[int], Any]:
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Which elements a tensor has: a view of another has other ones."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _of_batch(value: Any, node: fx.Node, where: str) -> Callable[[int], Any]:
     """A symbolic number as a function of the batch's size."""
     expression = value.node.expr
     symbols = list(getattr(expression, "free_symbols", ()))
     if len(symbols) > 1 or any(str(symbol).startswith("u") for symbol in symbols):
-        raise UnsupportedOperatorError(f"{where}: a size depends on the values of the input: {expression}")
+        path, source = _place_of(node)
+        raise UnsupportedOperatorError(
+            f"{path or where}: a size depends on what a tensor holds{source}; take elements by their numbers, found "
+            "once, as by mask.nonzero().flatten() in __init__, or keep the shape, with torch.where"
+        )
     kind = {torch.SymInt: int, torch.SymFloat: float}.get(type(value), bool)
     known: dict[int, Any] = {}
 
@@ -584,8 +596,8 @@ def _examine(program: Program, x: torch.Tensor, where: str) -> dict[fx.Node, tor
     program.active.add(program.input)
     for node, operation in program.operations.items():
         operands = set(operation.operands.values())
-        pair[node] = operation.evaluate(program.resolved(operation, pair, 2))
-        alone = operation.evaluate(program.resolved(operation, single, 1))
+        tried = _tried(program, operation, pair, single)
+        pair[node], alone = tried.together, tried.alone[0]
         if operands & program.dependent and operation.name not in _OF_SHAPE:
             program.dependent.add(node)
             if operands & program.active and pair[node].is_complex():
@@ -596,7 +608,7 @@ def _examine(program: Program, x: torch.Tensor, where: str) -> dict[fx.Node, tor
             differentiable = pair[node].is_floating_point() and operation.name not in _CONSTANT
             if operands & program.active and differentiable:
                 program.active.add(node)
-        layout = _layout(program, operation, pair, alone)
+        layout = _layout(program, operation, tried, pair, single)
         mixes = layout is None and (node in program.dependent or pair[node].shape != alone.shape)
         if mixes:
             raise UnsupportedOperatorError(
@@ -611,59 +623,66 @@ def _examine(program: Program, x: torch.Tensor, where: str) -> dict[fx.Node, tor
     return single
 
 
+@dataclass(frozen=True)
+class _Tried:
+    """What an operation makes of two samples together, and of each of them alone."""
+
+    together: torch.Tensor
+    alone: tuple[torch.Tensor, torch.Tensor]
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether the samples are where a layout says, and none is another with the other beside it."""
+        samples = layout.split(self.together)
+        return all(_alike(layout.join(samples[number : number + 1]), alone) for number, alone in enumerate(self.alone))
+
+
+def _tried(program: Program, operation: Operation, pair: dict[fx.Node, Any], single: dict[fx.Node, Any]) -> _Tried:
+    """An operation on two samples and on each alone; what has no samples is made for one anew, in `single`."""
+
+    def evaluated(values: Mapping[fx.Node, Any], batch: int) -> torch.Tensor:
+        return operation.evaluate({**program.resolved(operation, values, batch), **operation.quiet})
+
+    def sample(number: int) -> Mapping[fx.Node, Any]:
+        own = {}
+        for node in operation.operands.values():
+            if node in program.layouts and node in pair:
+                layout = program.layouts[node]
+                own[node] = layout.join(layout.split(pair[node])[number : number + 1])
+        return ChainMap(own, single)
+
+    return _Tried(evaluated(pair, 2), (evaluated(sample(0), 1), evaluated(sample(1), 1)))
+
+
 def _layout(
-    program: Program, operation: Operation, pair: dict[fx.Node, torch.Tensor], alone: torch.Tensor
+    program: Program, operation: Operation, tried: _Tried, pair: dict[fx.Node, Any], single: dict[fx.Node, Any]
 ) -> Layout | None:
     """Where the samples are in an operation's result of two samples; None where it is nowhere.
 
     It must be there for each of the two, and, lest values that happen to be alike hide anything, for random operands.
     """
-    made = pair[operation.node]
+    made, alone = tried.together, tried.alone[0]
     grown = [axis for axis in range(made.ndim) if made.ndim == alone.ndim and made.shape[axis] != alone.shape[axis]]
     if len(grown) != 1 or made.shape[grown[0]] != 2 * alone.shape[grown[0]]:
         return None
     (axis,) = grown
-    dependent = [node for node in operation.operands.values() if node in program.layouts]
-    like = [program.layouts[node].minor for node in dependent if program.layouts[node].copies > 1][:1]
-    fitting = (
-        [Layout(axis, alone.shape[axis], minor) for minor in (like[0], not like[0])]
-        if like
-        else [Layout(axis, alone.shape[axis], minor) for minor in (False, True)]
-    )
+    operands = [node for node in operation.operands.values() if node in program.layouts]
+    minor = next((program.layouts[node].minor for node in operands if program.layouts[node].copies > 1), False)
+    fitting = [Layout(axis, alone.shape[axis], minor), Layout(axis, alone.shape[axis], not minor)]
     if operation.random and not operation.quiet:
         # Nothing can be compared; what draws works on each element by itself.
         return fitting[0]
+    fitting = [layout for layout in fitting if tried.fits(layout)]
     generator = torch.Generator().manual_seed(0)
-    drawn = dict(pair)
-    for node in dependent:
-        if pair[node].is_floating_point():
-            drawn[node] = torch.randn(pair[node].shape, generator=generator).to(pair[node])
-    for values in (pair, drawn):
-        try:
-            fitting = [layout for layout in fitting if _fits(program, operation, values, layout)]
-        except RuntimeError:
-            # It does not take any numbers.
-            if values is pair:
-                raise
+    drawn = {
+        node: torch.randn(pair[node].shape, generator=generator).to(pair[node])
+        for node in operands
+        if pair[node].is_floating_point()
+    }
+    # Not every operator takes any numbers.
+    with contextlib.suppress(RuntimeError):
+        again = _tried(program, operation, {**pair, **drawn}, single)
+        fitting = [layout for layout in fitting if again.fits(layout)]
     return fitting[0] if fitting else None
-
-
-def _fits(program: Program, operation: Operation, values: dict[fx.Node, torch.Tensor], layout: Layout) -> bool:
-    """Whether the result of two samples has, along a layout, those of each of them alone."""
-
-    def evaluated(values: Mapping[fx.Node, torch.Tensor], batch: int) -> torch.Tensor:
-        return operation.evaluate({**program.resolved(operation, values, batch), **operation.quiet})
-
-    both = layout.split(evaluated(values, 2))
-    for number in range(2):
-        own = dict(values)
-        for node in operation.operands.values():
-            if node in program.layouts:
-                place = program.layouts[node]
-                own[node] = place.join(place.split(values[node])[number : number + 1])
-        if not _alike(layout.join(both[number : number + 1]), evaluated(own, 1)):
-            return False
-    return True
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -696,19 +715,31 @@ def _check_alike(program: Program, x: torch.Tensor, expected: torch.Tensor, wher
         if not expected.requires_grad:
             return
         seed = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected)
+        given, made = results[2]
+        trained = {name: p for name, p in program.module.named_parameters() if p.requires_grad}
+        inputs = [x, *trained.values()]
         try:
-            (own,) = torch.autograd.grad(expected, x, seed, allow_unused=True, materialize_grads=True)
+            # The graph's beginning may be the user's, made before the forward pass.
+            own = torch.autograd.grad(
+                expected, inputs, seed, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
         except RuntimeError:
             # It overwrites what its own derivative needs: there is none to compare with.
             return
-        given, made = results[2]
-        found = torch.zeros_like(own)
+        found = tuple(map(torch.zeros_like, own))
         if made.requires_grad:
-            (found,) = torch.autograd.grad(made, given, seed, allow_unused=True, materialize_grads=True)
-    if (found - own).norm() > 0.01 * own.norm() and bool(own.isfinite().all()):
+            found = torch.autograd.grad(made, [given, *inputs[1:]], seed, allow_unused=True, materialize_grads=True)
+    differ = [
+        name
+        for name, one, other in zip(["", *trained], own, found, strict=True)
+        if (one - other).norm() > 0.01 * one.norm() and bool(one.isfinite().all())
+    ]
+    if differ:
+        of = f" with respect to {differ[0]}" if differ[0] else ""
         raise UnsupportedOperatorError(
-            f"{where}: its derivative is not that of its operators; a torch.autograd.Function, or a hook on a tensor, "
-            "is not traced: write it with operators, as x + (f(x) - x).detach(), or make it a custom operator"
+            f"{where}: its derivative{of} is not that of its operators; a torch.autograd.Function, a hook on a tensor, "
+            "or a tensor made of parameters before the forward pass, is not traced: write it with operators, as "
+            "x + (f(x) - x).detach(), or make it a custom operator"
         )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ._accumulation import Accumulation, Region, eliminate, empty_pattern
 from ._jacobian import SparseJacobian
-from ._modules import Kept, arguments_of, twin
+from ._modules import Kept, arguments_of, trains, twin
 from .patterns import Call, Identity, Pattern, Rule, rule_for
 from .spgemm import matvec
 
@@ -28,7 +28,6 @@ __all__ = [
     "check_dtype",
     "own_parameters",
     "pull_back_all",
-    "trains",
 ]
 
 
@@ -247,15 +246,6 @@ TRAINS = "trains"
 def own_parameters(module: nn.Module, state: dict[Any, Any]) -> dict[int, torch.Tensor]:
     """What a forward pass has in the place of a module's training parameters, by their ``id``."""
     return {id(p): p.detach().requires_grad_(state[TRAINS]) for p in module.parameters() if p.requires_grad}
-
-
-def trains(module: nn.Module, name: str) -> bool:
-    """Whether a module's weight is a parameter that trains, or is made of one, as pruning and parametrisations do."""
-    own = module._parameters.get(name)
-    if own is not None:
-        return own.requires_grad
-    origins = (f"{name}_", f"parametrizations.{name}.")
-    return any(p.requires_grad for path, p in module.named_parameters() if path.startswith(origins))
 
 
 def check_dtype(path: str, y: torch.Tensor, x: torch.Tensor) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ._modules import Kept
+from ._modules import Kept, trains
 from ._program import Operation, Program, trace
-from ._stages import Edge, Record, Stage, check_alike, check_dtype, own_parameters, trains
+from ._stages import Edge, Record, Stage, check_alike, check_dtype, own_parameters
 from .patterns import Call, Identity
 
 __all__ = ["traced_stages"]
@@ -60,20 +60,11 @@ class TracedStage(Stage):
         for name, node in program.operations[edge.target].operands.items():
             if node in program.dependent or node in program.layouts:
                 continue
-            made_of = [program.located[target] for target in self._attributes_of(node)]
+            read = program.read_by(program.between(program.input, node), node)
+            made_of = [program.located[target] for target in read]
             if any(own not in module._buffers for module, own in made_of):
                 found[name] = (edge.call.arguments[name], any(trains(module, own) for module, own in made_of))
         return found
-
-    def _attributes_of(self, node: fx.Node) -> list[str]:
-        """The parameters and buffers that a tensor is made of."""
-        program, seen, waiting = self.program, set[fx.Node](), [node]
-        while waiting:
-            node = waiting.pop()
-            if node not in seen and node in program.operations:
-                waiting.extend(program.operations[node].operands.values())
-            seen.add(node)
-        return [target for node, target in program.attributes.items() if node in seen]
 
     def _read(self, x: torch.Tensor, state: dict[Any, Any]) -> tuple[dict[int, torch.Tensor], dict[fx.Node, Any]]:
         """Parameters of this forward's own, by the ``id`` of the module's; and the attributes that are made of them."""
@@ -87,13 +78,11 @@ class TracedStage(Stage):
 
     def _parameters(self) -> set[int]:
         """The training parameters that the stage reads, by their ``id``."""
-        return set().union(*(self.program.parameters_of(target) for target in self._targets))
+        return set().union(*(self.program.parameters_of(target) for target in self._attributes))
 
     @functools.cached_property
-    def _targets(self) -> list[str]:
-        """The attributes that the stage reads."""
-        read = {operand for operation in self.operations for operand in operation.operands.values()}
-        return [target for node, target in self.program.attributes.items() if node in read]
+    def _attributes(self) -> list[str]:
+        return self.program.read_by(self.operations)
 
 
 @dataclass(eq=False)

@@ -23,14 +23,13 @@ def _numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 _NAMES = (
-    "alias clone contiguous positive view view_as _unsafe_view reshape unsqueeze squeeze permute transpose movedim "
-    "adjoint hstack vstack dstack column_stack "
-    "flip roll rot90 expand expand_as broadcast_to repeat repeat_interleave tile slice select narrow index "
-    "index_select gather diagonal unfold cat stack split split_with_sizes chunk unbind tensor_split slice_scatter "
-    "select_scatter index_put tril triu diag_embed pad constant_pad_nd reflection_pad1d reflection_pad2d "
-    "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d pixel_shuffle pixel_unshuffle "
-    "channel_shuffle im2col t mT mH swapaxes swapdims moveaxis fliplr flipud atleast_1d atleast_2d atleast_3d scatter "
-    "index_copy index_fill"
+    "_unsafe_view adjoint alias atleast_1d atleast_2d atleast_3d broadcast_to cat channel_shuffle chunk clone "
+    "column_stack constant_pad_nd contiguous diag_embed diagonal dstack expand expand_as flip fliplr flipud gather "
+    "hstack im2col index index_copy index_fill index_put index_select mH mT moveaxis movedim narrow pad permute "
+    "pixel_shuffle pixel_unshuffle positive reflection_pad1d reflection_pad2d reflection_pad3d repeat "
+    "repeat_interleave replication_pad1d replication_pad2d replication_pad3d reshape roll rot90 scatter select "
+    "select_scatter slice slice_scatter split split_with_sizes squeeze stack swapaxes swapdims t tensor_split tile "
+    "transpose tril triu unbind unfold unsqueeze view view_as vstack"
 )
 
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from .._chain import check_shape
 from .._flop import LayerFlop, Subject, without_zeros
-from .._modules import refresh_weights
-from .._stages import trains
+from .._modules import refresh_weights, trains
 from ..patterns import Pattern, UnsupportedOperatorError, state_jacobian_pattern, state_jacobian_values
 from ._cells import CELLS, Kept, Weights
 from ._runs import Sequences

@@ -248,7 +248,8 @@ def test_batches_of_other_sizes(batch: int) -> None:
         (Net(lambda self, x: x.flip(0)), "aten.flip mixes the samples of a batch"),
         (Net(lambda self, x: x.t()), "does not have them along its first axis"),
         (Net(lambda self, x: x if x.sum() > 0 else -x), r"cannot trace it at .*test_chain.py, line \d+ .*torch.where"),
-        (Net(lambda self, x: x[x > 0]), "cannot trace it|mixes the samples|depends on the values"),
+        (Net(lambda self, x: x[x > 0]), r"a size depends on what a tensor holds at .*test_chain.py, line"),
+        (Net(lambda self, x: x[:, torch.arange(4) > 1]), r"take elements by their numbers, .* mask\.nonzero"),
         (Net(lambda self, x: x.reshape(len(x), 2, 2)), r"takes the size of the batch for a constant, as len\(x\)"),
         (Net(lambda self, x: (x, x)), "its output is a tuple; wrap it"),
         (Net(lambda self, x: torch.ones(2, 4)), "let it depend on the input"),
@@ -265,6 +266,11 @@ def test_batches_of_other_sizes(batch: int) -> None:
 def test_what_is_refused_says_why(module: nn.Module, message: str) -> None:
     with pytest.raises(UnsupportedOperatorError, match=message):
         jacsparse.chain(module, (4,))
+
+
+def test_a_tensor_is_no_shape() -> None:
+    with pytest.raises(ValueError, match=r"input_shape is a tensor: give x\.shape\[1:\] of \(2, 3\)"):
+        jacsparse.chain(nn.ReLU(), torch.randn(2, 3))
 
 
 def test_recurrent_layers_are_taken_step_by_step() -> None:
@@ -526,6 +532,7 @@ def test_verification_of_an_empty_batch() -> None:
         Net(lambda self, x: torch.tril(x.flatten(1))),
         Net(lambda self, x: torch.relu(x - 50).flip(0)),
         Net(lambda self, x: (1 + 1e-4 * x).flip(0)),
+        Net(lambda self, x: x * x.new_ones(4).mul(x.shape[0])),
     ],
 )
 def test_mixed_samples_are_noticed(module: nn.Module) -> None:
@@ -586,7 +593,7 @@ def hooked(self: Net, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [lambda self, x: Straight.apply(x) * x, hooked])
 def test_derivatives_that_are_not_the_operators_are_noticed(function) -> None:
-    with pytest.raises(UnsupportedOperatorError, match=r"a torch.autograd.Function, or a hook"):
+    with pytest.raises(UnsupportedOperatorError, match=r"a torch\.autograd\.Function, a hook on a tensor"):
         jacsparse.chain(Net(function), (4,))
 
 
@@ -629,7 +636,21 @@ class Listed(nn.Module):
         return (self.parts[0](x) @ self.weights["w"]).tanh()
 
 
-@pytest.mark.parametrize("kind", [Bound, Listed])
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+
+    def double(self) -> Part:
+        super().double()
+        self.rows = [self.w.data[0]]
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.w).tanh() * self.rows[0]
+
+
+@pytest.mark.parametrize("kind", [Bound, Listed, Part])
 def test_parameters_that_are_reached_by_another_way_train(kind: type[nn.Module]) -> None:
     module = kind().double()
     x = torch.randn(3, 4, dtype=torch.float64)
@@ -639,6 +660,13 @@ def test_parameters_that_are_reached_by_another_way_train(kind: type[nn.Module])
     jacsparse.nn.Scan(module, schedule="blelloch")(x).square().sum().backward()
     for own, parameter in zip(expected, module.parameters(), strict=True):
         assert torch.allclose(own, parameter.grad, rtol=1e-10)
+
+
+def test_what_is_made_of_parameters_before_the_forward_pass_is_refused() -> None:
+    module = Net(lambda self, x: self.a(x) * self.rows[0], a=linear(), w=linear()).double()
+    module.rows = [module.w.weight[0]]
+    with pytest.raises(UnsupportedOperatorError, match=r"its derivative with respect to w\.weight is not that of its"):
+        jacsparse.chain(module, (4,))
 
 
 def test_plain_tensors_are_what_a_module_may_have() -> None:

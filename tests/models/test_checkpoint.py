@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +405,19 @@ def test_an_exported_program(tmp_path: Path) -> None:
     assert torch.equal(loaded(x), module(x))
     assert jacsparse.jacobian(loaded, x).pattern == jacsparse.jacobian(module, x).pattern
     assert jacsparse.verify(loaded.double(), x.double()).checks[0].path == "model.stem.0"
+
+
+def test_an_exported_program_of_a_pruned_network(pruned: LeNet5, tmp_path: Path) -> None:
+    file, x = tmp_path / "lenet.pt2", torch.randn(2, 3, 32, 32)
+    shapes = ({0: torch.export.Dim("batch")},)
+    with warnings.catch_warnings():
+        # Of weights that pruning's hooks assign.
+        warnings.simplefilter("ignore")
+        torch.export.save(torch.export.export(pruned, (x,), dynamic_shapes=shapes), file)
+    loaded = load_exported(file)
+    assert jacsparse.jacobian(loaded, x).pattern == jacsparse.jacobian(pruned, x).pattern
+    found, expected = (jacsparse.count_flop(module, (3, 32, 32)) for module in (loaded, pruned))
+    assert [replace(layer, path=layer.path.removeprefix("model.")) for layer in found.layers] == [*expected.layers]
 
 
 def test_exported_programs_that_cannot_be_taken(tmp_path: Path) -> None:
