@@ -20,12 +20,15 @@ from ._jacobian import SparseJacobian
 from ._modules import (
     Kept,
     call_of,
+    check_module,
     fingerprint,
     has_own_hooks,
     is_inactive,
     is_known,
+    parts_of,
     refresh_weights,
     runs_as,
+    tensors_of,
     twin,
     undrawn,
 )
@@ -171,8 +174,7 @@ def chain(
     >>> [stage.path for stage in chain(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()), (3, 8, 8))]
     ['0', '1']
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
+    check_module(module)
     shape = check_shape(input_shape)
     in_shape = shape
     stages: list[Stage] = []
@@ -237,9 +239,9 @@ def kept_chain(
 
     Its parameters are the module's, but those of parametrisations are not: it is for values, not for gradients of them.
     """
-    if not isinstance(module, nn.Module) or not all(_keepable(part) for part in module.modules()):
+    if not all(map(_keepable, parts_of(check_module(module)))):
         return chain(module, input_shape, pruned=pruned, like=like)
-    tensors = [*module.parameters(), *module.buffers()]
+    tensors = list(tensors_of(module))
     if any(tensor.is_inference() for tensor in tensors):
         return chain(module, input_shape, pruned=pruned, like=like)
     versions = tuple((id(tensor), tensor._version) for tensor in tensors)

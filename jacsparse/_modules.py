@@ -22,14 +22,17 @@ __all__ = [
     "Kept",
     "arguments_of",
     "call_of",
+    "check_module",
     "fingerprint",
     "has_own_hooks",
     "is_inactive",
     "is_known",
     "origins",
+    "parts_of",
     "refresh_weights",
     "remake_weights",
     "runs_as",
+    "tensors_of",
     "trains",
     "twin",
     "undrawn",
@@ -228,8 +231,8 @@ def weight_names(module: nn.Module) -> list[str]:
 def origins(module: nn.Module, name: str) -> list[nn.Parameter]:
     """The parameters that a weight is, or is made of, as pruning and parametrisations do."""
     own = module._parameters.get(name)
-    if own is not None:
-        return [own]
+    if own is not None or name in module._buffers:
+        return [] if own is None else [own]
     begins = (f"{name}_", f"parametrizations.{name}.")
     return [parameter for path, parameter in module.named_parameters() if path.startswith(begins)]
 
@@ -351,22 +354,55 @@ def _mark(value: Any, inside: tuple[int, ...] = ()) -> Any:
     return _Same(value), _mark(vars(value), inside)
 
 
+def check_module(module: object) -> nn.Module:
+    """`module` where it is one that can be looked into.
+
+    Raises
+    ------
+    TypeError
+        Where it is no Module, or a program that TorchScript has compiled.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
+    if any(isinstance(part, torch.jit.ScriptModule) for part in parts_of(module)):
+        raise TypeError("module is, or holds, a torch.jit.ScriptModule; give the module that it was compiled from")
+    return module
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """A module and all inside it, each once; in any order, but faster than ``module.modules()`` has them."""
+    found, waiting = {id(module): module}, [module]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                waiting.append(child)
+    return list(found.values())
+
+
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """All parameters and buffers, in any order."""
+    for part in parts_of(module):
+        for tensors in (part._parameters, part._buffers):
+            yield from (tensor for tensor in tensors.values() if tensor is not None)
+
+
 def _settings(module: nn.Module) -> tuple[Any, ...]:
     """All that a chain takes from the module itself, but for its weights' values."""
+    fields = module.__dict__
     # Weights that are made before each forward are read at each.
-    made = weight_names(module)
-    plain = tuple(
-        (name, _mark(value)) for name, value in module.__dict__.items() if name not in _INTERNAL and name not in made
-    )
-    shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module._parameters.items() if p is not None)
+    left = _INTERNAL.union(weight_names(module))
+    plain = [(name, _mark(value)) for name, value in fields.items() if name not in left]
+    shapes = [(name, p.shape, p.dtype) for name, p in module._parameters.items() if p is not None]
     # What they say where to read is part of patterns; so are pruning's masks.
-    buffers = tuple(
+    buffers = [
         (name, _mark(buffer))
         for name, buffer in module._buffers.items()
         if buffer is not None and name != "num_batches_tracked" and _decides(name, buffer)
-    )
-    hooked = not is_known(module) and any(module.__dict__[hooks] for hooks in _HOOKS)
-    return type(module), plain, shapes, buffers, hooked
+    ]
+    children = [(name, id(child)) for name, child in module._modules.items()]
+    hooked = any(fields[hooks] for hooks in _HOOKS) and not is_known(module)
+    return type(module), tuple(plain), tuple(shapes), tuple(buffers), tuple(children), hooked
 
 
 def _decides(name: str, buffer: torch.Tensor) -> bool:
@@ -388,10 +424,9 @@ def fingerprint(module: nn.Module, like: torch.Tensor | None = None) -> tuple[An
     And the dtype and device of `like`, where the module has none of its own.
     """
     marks: list[Any] = []
-    if like is not None and not any(t.is_floating_point() for t in (*module.parameters(), *module.buffers())):
+    if like is not None and not any(tensor.is_floating_point() for tensor in tensors_of(module)):
         marks.append((like.dtype, like.device))
-    for path, part in module.named_modules(remove_duplicate=False):
-        marks.append((path, _Same(part), _settings(part)))
+    marks += [(_Same(part), _settings(part)) for part in parts_of(module)]
     return tuple(marks)
 
 

@@ -63,6 +63,8 @@ class Layout:
 
     def split(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as ``(batch, *shape for a batch of one)``."""
+        if not self.axis and self.copies == 1:
+            return tensor.unsqueeze(1)
         batch = tensor.shape[self.axis] // max(1, self.copies)
         if self.minor:
             return tensor.unflatten(self.axis, (self.copies, batch)).movedim(self.axis + 1, 0)
@@ -142,12 +144,9 @@ class Operation:
 
     def evaluate(self, arguments: Mapping[str, Any]) -> torch.Tensor:
         """The result on these arguments."""
-
-        def value(name: str) -> Any:
-            return arguments[name] if name in arguments else _listed(name, arguments)
-
         positional, named = self._names
-        result = self.overload(*map(value, positional), **{name: value(name) for name in named})
+        given = [arguments[name] if name in arguments else _listed(name, arguments) for name in (*positional, *named)]
+        result = self.overload(*given[: len(positional)], **dict(zip(named, given[len(positional) :], strict=True)))
         return result if self.number is None else result[self.number]  # type: ignore[no-any-return]
 
 
@@ -234,6 +233,10 @@ class Program:
         """The ``id`` of each training parameter that an attribute is, or is made of."""
         return {id(parameter) for parameter in origins(*self.located[target]) if parameter.requires_grad}
 
+    def layouts_of(self, operation: Operation) -> dict[str, Layout]:
+        """Those of an operation's operands that have a batch, by name."""
+        return {name: self.layouts[node] for name, node in operation.operands.items() if node in self.layouts}
+
     def read_by(self, operations: Iterable[Operation], *nodes: fx.Node) -> list[str]:
         """The attributes that operations read, and those among other nodes."""
         read = {operand for operation in operations for operand in operation.operands.values()}.union(nodes)
@@ -279,8 +282,10 @@ class Program:
             return values[node]
 
         found = dict(operation.arguments)
-        found.update({name: value(node) for name, node in operation.operands.items()})
-        found.update({name: fx.map_arg(argument, value) for name, argument in operation.nested.items()})
+        for name, node in operation.operands.items():
+            found[name] = values[node] if node in values else value(node)
+        for name, argument in operation.nested.items():
+            found[name] = fx.map_arg(argument, value)
         return found
 
     def between(self, start: fx.Node, stop: fx.Node, *, shapes: bool = False) -> list[Operation]:
@@ -377,6 +382,12 @@ def _check_hooks(module: nn.Module, path: str) -> None:
     for inner, part in module.named_modules():
         if has_own_hooks(part):
             where = ".".join(name for name in (path, inner) if name) or type(part).__name__
+            hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
+            if any(getattr(hook, "__module__", "").startswith("torch.export.") for hook in hooks):
+                raise UnsupportedOperatorError(
+                    f"{where}: what ExportedProgram.module() makes checks its inputs by hooks; take "
+                    "torch.export.unflatten(program) in its place"
+                )
             raise UnsupportedOperatorError(
                 f"{where}: hooks inside a module that is traced are not run; remove them, or build the model as "
                 "nn.Sequential of single operators"

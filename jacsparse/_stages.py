@@ -14,8 +14,8 @@ from torch import nn
 
 from ._accumulation import Accumulation, Region, eliminate, empty_pattern
 from ._jacobian import SparseJacobian
-from ._modules import Kept, arguments_of, trains, twin
-from .patterns import Call, Identity, Pattern, Rule, rule_for
+from ._modules import Kept, arguments_of, tensors_of, trains, twin
+from .patterns import Call, Diagonal, Identity, Pattern, Rule, rule_for
 from .spgemm import matvec
 
 __all__ = [
@@ -210,7 +210,7 @@ class ModuleStage(Stage):
             Where a hook changes what a module takes or gives: the operator's Jacobian would be another one.
         """
         # Parameters of the record's own: the user's hooks on theirs are for autograd to call, once, not for the stage.
-        self._check_alike(x)
+        check_alike(self.path, self.module, x)
         own = own_parameters(self.module, state)
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
@@ -234,10 +234,6 @@ class ModuleStage(Stage):
         found = ((name, edge.call.arguments.get(name)) for name in ("weight", "bias"))
         return {name: (value, trains(self.module, name)) for name, value in found if isinstance(value, torch.Tensor)}
 
-    def _check_alike(self, x: torch.Tensor) -> None:
-        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
-            check_alike(f"{self.path}.{name}", tensor, x)
-
 
 #: Names, among what the stages of a forward pass share, whether gradients of parameters will be asked for.
 TRAINS = "trains"
@@ -245,7 +241,7 @@ TRAINS = "trains"
 
 def own_parameters(module: nn.Module, state: dict[Any, Any]) -> dict[int, torch.Tensor]:
     """What a forward pass has in the place of a module's training parameters, by their ``id``."""
-    return {id(p): p.detach().requires_grad_(state[TRAINS]) for p in module.parameters() if p.requires_grad}
+    return {id(p): p.detach().requires_grad_(state[TRAINS]) for p in tensors_of(module) if p.requires_grad}
 
 
 def check_dtype(path: str, y: torch.Tensor, x: torch.Tensor) -> None:
@@ -256,12 +252,20 @@ def check_dtype(path: str, y: torch.Tensor, x: torch.Tensor) -> None:
         )
 
 
-def check_alike(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+def check_alike(path: str, module: nn.Module, x: torch.Tensor) -> None:
     """Raise where a parameter or buffer is not of the input's kind, or elsewhere."""
-    if tensor.device != x.device:
-        raise ValueError(f"{name} is on {tensor.device}, its input on {x.device}; move one of them")
-    if tensor.is_floating_point() and tensor.dtype != x.dtype:
-        raise TypeError(f"{name} is {tensor.dtype}, its input {x.dtype}; convert one of them")
+    dtypes = (x.dtype, *_INTEGERS)
+    if all(tensor.dtype in dtypes and tensor.device == x.device for tensor in tensors_of(module)):
+        return
+    for own, tensor in (*module.named_parameters(), *module.named_buffers()):
+        name = f"{path}.{own}".lstrip(".")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, its input on {x.device}; move one of them")
+        if tensor.is_floating_point() and tensor.dtype != x.dtype:
+            raise TypeError(f"{name} is {tensor.dtype}, its input {x.dtype}; convert one of them")
+
+
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _called(module: nn.Module, x: torch.Tensor, path: str) -> torch.Tensor:
@@ -418,18 +422,23 @@ class Record(ABC):
         found = held.get(self.stage.start)
         return vectors.new_zeros((math.prod(self.stage.in_shape), vectors.shape[1])) if found is None else found
 
-    def pull_back_columns(self, gradients: torch.Tensor) -> torch.Tensor:
-        """``Jᵀ g`` of many gradients for each sample by the operators' own backward: ``(columns, batch, elements)``."""
+    def pull_back_columns(self, gradients: Scaled) -> Scaled:
+        """``Jᵀ g`` of many gradients for each sample by the operators' own backward."""
+        columns = gradients.gradients.shape[:2]
         held = {self.stage.stop: gradients}
-        shape = (*gradients.shape[:2], math.prod(self.stage.in_shape))
-        if not gradients.numel():
-            return gradients.new_zeros(shape)
         for edge in reversed(self.stage.edges):
-            if edge.target in held:
-                given = held[edge.target].reshape(*gradients.shape[:2], *edge.call.out_shape)
-                own = edge.rule.pull_back(self._call(edge, slice(None)), edge.pattern.T, given).flatten(2)
-                held[edge.source] = held[edge.source] + own if edge.source in held else own
-        return held.get(self.stage.start, gradients.new_zeros(()).expand(shape))
+            if edge.target not in held:
+                continue
+            own = held[edge.target]
+            if isinstance(edge.pattern.structure, Diagonal):
+                own = own.times(self.values(edge).T)
+            elif not isinstance(edge.pattern.structure, Identity):
+                given = own.product().reshape(*columns, *edge.call.out_shape)
+                pulled = edge.rule.pull_back(self._call(edge, slice(None)), edge.pattern.T, given)
+                own = Scaled(pulled.reshape(*columns, edge.call.in_size))
+            held[edge.source] = held[edge.source].plus(own) if edge.source in held else own
+        zeros = gradients.gradients.new_zeros(()).expand(*columns, math.prod(self.stage.in_shape))
+        return held.get(self.stage.start, Scaled(zeros))
 
     def _made(self, pattern: Pattern, values: Callable[[], torch.Tensor]) -> SparseJacobian:
         try:
@@ -465,6 +474,30 @@ class Record(ABC):
         """The call with what a forward pass knows, for a slice of the batch."""
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """Gradients, ``(columns, batch, elements)``, and what each element is still to be multiplied by."""
+
+    gradients: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    def times(self, scale: torch.Tensor) -> Scaled:
+        """Of diagonals that follow each other the product is taken, not that of each with all columns."""
+        return Scaled(self.gradients, scale if self.scale is None else self.scale * scale)
+
+    def product(self) -> torch.Tensor:
+        """The gradients."""
+        return self.gradients if self.scale is None else self.gradients * self.scale
+
+    def plus(self, other: Scaled) -> Scaled:
+        """The sum of two."""
+        if self.scale is None and other.scale is not None:
+            return other.plus(self)
+        if self.scale is None:
+            return Scaled(self.gradients + other.gradients)
+        return Scaled(torch.addcmul(other.product(), self.gradients, self.scale))
+
+
 #: Bytes of the largest gradient that is taken back at once.
 AT_ONCE = 2**26
 
@@ -477,12 +510,15 @@ def pull_back_all(records: Sequence[Record], columns: torch.Tensor) -> torch.Ten
     batch = records[0].batch
     gradients = columns.expand(-1, -1, batch).permute(1, 2, 0)
     largest = max(max(edge.pattern.shape) for record in records for edge in record.stage.edges)
+    if not gradients.numel():
+        return gradients.new_zeros(math.prod(records[0].stage.in_shape), *columns.shape[1:2], batch)
     parts = []
     for part in gradients.split(max(1, AT_ONCE // (largest * batch * columns.element_size()))):
+        own = Scaled(part)
         for record in reversed(records):
-            part = record.pull_back_columns(part)
-        parts.append(part)
-    return torch.cat(parts).permute(2, 0, 1)
+            own = record.pull_back_columns(own)
+        parts.append(own.product())
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).permute(2, 0, 1)
 
 
 @dataclass(eq=False)

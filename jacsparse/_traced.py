@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,8 +71,7 @@ class TracedStage(Stage):
         """Parameters of this forward's own, by the ``id`` of the module's; and the attributes that are made of them."""
         if self.program not in state:
             module = self.program.module
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                check_alike(f"{self.where}.{name}".lstrip("."), tensor, x)
+            check_alike(self.where, module, x)
             own = own_parameters(module, state)
             state[self.program] = own, self.program.read(own)
         return state[self.program]  # type: ignore[no-any-return]
@@ -94,7 +94,7 @@ class TracedRecord(Record):
     def _filled(self, edge: Edge, arguments: dict[str, Any], samples: slice) -> Call:
         program = self.stage.program  # type: ignore[attr-defined]
         operation = program.operations[edge.target]
-        layouts = {name: program.layouts[node] for name, node in operation.operands.items() if node in program.layouts}
+        layouts = program.layouts_of(operation)
         split = {
             name: layouts[name].split(value.detach())[samples] if name in layouts else value
             for name, value in arguments.items()
@@ -212,8 +212,10 @@ def traced_stages(
 
 def _path(edges: Sequence[Edge], program: Program, where: str, taken: set[str]) -> str:
     """Where a stage is in the model: what the paths of its operations have in common, and more where that is taken."""
-    some = [edge for edge in edges if not isinstance(edge.pattern.structure, Identity)] or edges
-    operations = [program.operations[edge.target] for edge in some]
+    # A sum is where its branches meet; what has one operand alone, and passes it on, only reshapes.
+    operands = Counter(edge.target for edge in edges)
+    some = [edge for edge in edges if operands[edge.target] > 1 or not isinstance(edge.pattern.structure, Identity)]
+    operations = [program.operations[edge.target] for edge in some or edges]
     paths = zip(*(operation.path.split(".") for operation in operations), strict=False)
     common = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, paths)]
     path = ".".join(part for part in (where, *common) if part) or type(program.module).__name__

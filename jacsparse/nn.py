@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ._chain import chain, check_input
-from ._modules import fingerprint
+from ._modules import check_module, fingerprint
 from ._scan import Scanner, check_limit, scanned
 from .recurrence import GRU, LSTM, RNN
 from .schedule import Schedule, parse
@@ -75,9 +75,7 @@ class Scan(nn.Module):
         super().__init__()
         parse(schedule)
         check_limit(memory_limit)
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
-        self.module = module
+        self.module = check_module(module)
         self.schedule = schedule
         self.pruned = pruned
         self.memory_limit = memory_limit

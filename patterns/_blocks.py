@@ -226,5 +226,5 @@ def _running_scale(call: Call) -> torch.Tensor:
     scale: Any = torch.rsqrt(call["running_var"] + call["eps"])
     if call["weight"] is not None:
         scale = scale * call["weight"].detach()
-    images, _, *sizes = call.in_shape
-    return scale.repeat_interleave(math.prod(sizes)).repeat(images).reshape(-1, 1)
+    images, channels, *sizes = call.in_shape
+    return scale.reshape(1, -1, 1).expand(images, channels, math.prod(sizes)).reshape(-1, 1)

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional, grad
+from torch.nn import functional
 
 from ._pattern import Pattern
 from ._rules import Call, Rule, add_rule
@@ -370,8 +370,11 @@ def pairs(values: Any, count: int) -> tuple[int, ...]:
 
 
 _CONVOLUTIONS: dict[int, Any] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
-#: Of the input, by the number of axes; no input is asked for.
-_GRADIENTS: dict[int, Any] = {1: grad.conv1d_input, 2: grad.conv2d_input, 3: grad.conv3d_input}
+_TRANSPOSED: dict[int, Any] = {
+    1: functional.conv_transpose1d,
+    2: functional.conv_transpose2d,
+    3: functional.conv_transpose3d,
+}
 
 
 class _Windows(Rule):
@@ -435,9 +438,16 @@ class _ConvolutionRule(_Windows):
         return Pattern.of(Convolution(copies * weight.shape[0], copies * channels, groups, axes, kept))
 
     def pulled(self, call: Call, gradients: torch.Tensor, shape: list[int]) -> torch.Tensor:
-        into = _GRADIENTS[len(shape) - 2]
-        arguments = (call[name] for name in ("stride", "padding", "dilation", "groups"))
-        return into(shape, call["weight"].detach(), gradients, *arguments)  # type: ignore[no-any-return]
+        # Faster on CPUs than what autograd calls, by up to twice.
+        weight, count = call["weight"].detach(), len(shape) - 2
+        stride, padding, dilation = (pairs(call[name], count) for name in ("stride", "padding", "dilation"))
+        windows = zip(shape[2:], gradients.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+        rest = [
+            size - ((made - 1) * step - 2 * beside + spread * (taps - 1) + 1)
+            for size, made, taps, step, beside, spread in windows
+        ]
+        convolve = _TRANSPOSED[count]
+        return convolve(gradients, weight, None, stride, padding, rest, call["groups"], dilation)  # type: ignore[no-any-return]
 
 
 @add_rule("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")

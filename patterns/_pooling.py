@@ -295,6 +295,13 @@ class _SelectingRule(Rule):
 
     transposed_values = values
 
+    def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
+        winners = self.winners(call).flatten(0, 1).flatten(1)
+        channels, positions = len(winners), math.prod(_sizes(call))
+        places = winners + positions * torch.arange(channels, device=winners.device)[:, None]
+        found = gradients.new_zeros(len(gradients), channels * positions)
+        return found.index_add_(1, places.flatten(), gradients.flatten(1))
+
     def selection(self, call: Call) -> torch.Tensor:
         winners = self.winners(call).flatten(2)
         channel = torch.arange(_channels(call), device=winners.device)[:, None]

@@ -13,7 +13,7 @@ import torch
 
 from ._coloring import compressed_values
 from ._pattern import Pattern
-from ._structure import Diagonal, Identity
+from ._structure import Diagonal
 from ._values import gathered
 
 __all__ = ["POINTWISE", "Call", "Rule", "UnsupportedOperatorError", "add_rule", "is_pointwise", "rule_for"]
@@ -151,20 +151,16 @@ class Rule(ABC):
         return gathered(self.values(call, pattern.T), pattern.T.transposition)
 
     def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
-        """``Jᵀ g`` of many gradients: ``(columns, batch, *out_shape)`` to ``(columns, batch, *in_shape)``.
+        """``Jᵀ g`` of many gradients, ``(columns, batch, *out_shape)``, each of as many elements as the operand has.
 
-        Where a rule has nothing faster: by the operator's own backward, all columns at once.
+        Not asked for where the pattern is a diagonal. Where a rule has nothing faster: by the operator's own backward,
+        all columns at once.
         """
-        shape = (*gradients.shape[:2], *call.in_shape)
-        if isinstance(pattern.structure, Identity):
-            return gradients.reshape(shape)
-        if isinstance(pattern.structure, Diagonal):
-            return (gradients.flatten(2) * self.values(call, pattern).T).reshape(shape)
         if call.vjps is None:
             # Of an operator that may draw, what was drawn is in one graph: a column at a time.
             assert call.vjp is not None
-            return torch.stack([call.vjp(gradient) for gradient in gradients]).reshape(shape)
-        return call.vjps(gradients).reshape(shape)
+            return torch.stack([call.vjp(gradient) for gradient in gradients])
+        return call.vjps(gradients)
 
     def selection(self, call: Call) -> torch.Tensor | None:
         """For an operator that selects, the one column that each row keeps: int32, ``(rows of J, batch)``."""

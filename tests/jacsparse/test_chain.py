@@ -268,6 +268,20 @@ def test_what_is_refused_says_why(module: nn.Module, message: str) -> None:
         jacsparse.chain(module, (4,))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_programs_of_pytorch_have_a_remedy() -> None:
+    module, x = Net(lambda self, x: self.a(x) + x, a=linear()), torch.randn(2, 4, dtype=torch.float64)
+    program = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    with pytest.raises(UnsupportedOperatorError, match=r"take torch\.export\.unflatten\(program\)"):
+        jacsparse.jacobian(program.module(), x)
+    expected = jacsparse.jacobian(module, x)
+    assert torch.equal(jacsparse.jacobian(torch.export.unflatten(program), x).values, expected.values)
+    for scripted in (torch.jit.trace(nn.ReLU(), x), nn.Sequential(torch.jit.trace(nn.ReLU(), x))):
+        for use in (lambda m: jacsparse.jacobian(m, x), jacsparse.nn.Scan, lambda m: jacsparse.count_flop(m, (4,))):
+            with pytest.raises(TypeError, match=r"a torch\.jit\.ScriptModule; give the module that it was compiled"):
+                use(scripted)
+
+
 def test_a_tensor_is_no_shape() -> None:
     with pytest.raises(ValueError, match=r"input_shape is a tensor: give x\.shape\[1:\] of \(2, 3\)"):
         jacsparse.chain(nn.ReLU(), torch.randn(2, 3))

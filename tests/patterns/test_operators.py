@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.nn.utils import prune
 
 import jacsparse
+from jacsparse._stages import pull_back_all
 from tests.helpers import autograd_jacobian
 from tests.patterns.operators import OPERATORS, Apply, adaptive_pools, average_pools, convolutions, linears, max_pools
 
@@ -70,10 +71,9 @@ def drawn_input(shape: tuple[int, ...], batch: int, seed: int) -> torch.Tensor:
 
 def pulled_back(records: list[jacsparse._chain.Record], batch: int, outputs: int) -> torch.Tensor:
     """All rows of the Jacobian at each sample by the operators' own backward: ``(outputs, batch, inputs)``."""
-    gradients = torch.eye(outputs, dtype=torch.float64)[:, None].expand(outputs, batch, outputs)
-    for record in reversed(records):
-        gradients = record.pull_back_columns(gradients)
-    return gradients
+    columns = torch.eye(outputs, dtype=torch.float64)[:, :, None]
+    found = pull_back_all(records, columns) if records else columns.expand(-1, -1, batch)
+    return found.permute(1, 2, 0)
 
 
 def check_values(module: nn.Module, x: torch.Tensor) -> jacsparse.Chain:
