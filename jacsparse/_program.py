@@ -418,7 +418,8 @@ def _exported(module: nn.Module, x: torch.Tensor, where: str) -> torch.export.Ex
                 part.register_parameter(name, nn.Parameter(value.detach()))
             else:
                 part._buffers[name] = value.detach()
-    shapes: Any = {0: torch.export.Dim("batch")}
+    # PyTorch 2.6 wants to know that it is not the number that stands for the end of a slice.
+    shapes: Any = {0: torch.export.Dim("batch", max=2**31 - 1)}
     if _takes_any(plain):
         shapes = (shapes,)
     try:
@@ -541,7 +542,9 @@ def _of_batch(value: Any, node: fx.Node, where: str) -> Callable[[int], Any]:
     expression = value.node.expr
     symbols = list(getattr(expression, "free_symbols", ()))
     if len(symbols) > 1 or any(str(symbol).startswith("u") for symbol in symbols):
-        path, source = _place_of(node)
+        # What asks for a size may be PyTorch's own: then the line that made the tensor is the user's.
+        places = map(_place_of, (node, *node.all_input_nodes))
+        path, source = max(places, key=lambda place: bool(place[1]))
         raise UnsupportedOperatorError(
             f"{path or where}: a size depends on what a tensor holds{source}; take elements by their numbers, found "
             "once, as by mask.nonzero().flatten() in __init__, or keep the shape, with torch.where"
@@ -582,7 +585,7 @@ def _place_of(node: fx.Node) -> tuple[str, str]:
     if isinstance(path, str):
         path = path.removeprefix("L['self']").removeprefix(".").replace("slice(None, None, None)", "")
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    files = [number for number, line in enumerate(lines) if line.startswith('File "')]
+    files = [n for n, line in enumerate(lines) if line.startswith('File "') and not line.startswith('File "torch/')]
     source = ""
     if files:
         name, line, *_ = lines[files[-1]].removeprefix('File "').split('", line ')
