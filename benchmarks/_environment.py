@@ -102,7 +102,7 @@ def _nvidia_smi(*fields: str) -> list[str | None]:
     """What the driver says of the first GPU, as in ``1980 MHz``; None where it says nothing. It takes a second."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        answer = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return [None] * len(fields)
     values = [value.strip() for value in answer.split(",")]

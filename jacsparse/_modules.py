@@ -69,6 +69,11 @@ class _BatchNorm(_Lowering):
         return {**super().arguments(module), "training": module.training or module.running_var is None}
 
 
+class _InstanceNorm(_Lowering):
+    def arguments(self, module: Any) -> Arguments:
+        return {**super().arguments(module), "use_input_stats": module.training or module.running_var is None}
+
+
 def _meta_convolution(module: Any, x: torch.Tensor) -> torch.Tensor:
     return module._conv_forward(x, module.weight.detach().to("meta"), None)  # type: ignore[no-any-return]
 
@@ -91,6 +96,15 @@ def _meta_batch_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _meta_instance_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.ndim == module._get_no_batch_dim():
+        raise RuntimeError("it takes the samples for the channels of one image; give them an axis of channels")
+    module._check_input_dim(x)
+    if x.shape[1] != module.num_features and (module.affine or module.track_running_stats):
+        raise RuntimeError(f"expected {module.num_features} channels")
+    return functional.instance_norm(x) if module.training or module.running_var is None else x
+
+
 def _meta_group_norm(module: nn.GroupNorm, x: torch.Tensor) -> torch.Tensor:
     if x.shape[1] != module.num_channels:
         raise RuntimeError(f"expected {module.num_channels} channels")
@@ -105,9 +119,9 @@ def _meta_prelu(module: nn.PReLU, x: torch.Tensor) -> torch.Tensor:
     return functional.prelu(x, module.weight.detach().to("meta", x.dtype))
 
 
-_BATCH_NORM = _BatchNorm(
-    "aten.batch_norm", "weight", "bias", "running_mean", "running_var", "eps", forward=_meta_batch_norm
-)
+_STATISTICS = ("weight", "bias", "running_mean", "running_var", "eps")
+_BATCH_NORM = _BatchNorm("aten.batch_norm", *_STATISTICS, forward=_meta_batch_norm)
+_INSTANCE_NORM = _InstanceNorm("aten.instance_norm", *_STATISTICS, forward=_meta_instance_norm)
 
 #: Each passes on its input where it is inactive.
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -122,6 +136,9 @@ _LOWERINGS: dict[type[nn.Module], _Lowering] = {
     nn.BatchNorm1d: _BATCH_NORM,
     nn.BatchNorm2d: _BATCH_NORM,
     nn.BatchNorm3d: _BATCH_NORM,
+    nn.InstanceNorm1d: _INSTANCE_NORM,
+    nn.InstanceNorm2d: _INSTANCE_NORM,
+    nn.InstanceNorm3d: _INSTANCE_NORM,
     nn.CELU: _Lowering("aten.celu", "alpha"),
     nn.ELU: _Lowering("aten.elu", "alpha"),
     nn.GELU: _Lowering("aten.gelu", "approximate"),

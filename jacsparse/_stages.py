@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = [
     "check_dtype",
     "own_parameters",
     "pull_back_all",
+    "working",
 ]
 
 
@@ -77,6 +79,12 @@ class Edge:
         return replace(self, call=replace(self.call, kept={weight.name: weight.mask for weight in some}), kept=some)
 
 
+def working(edges: Sequence[Edge]) -> list[Edge]:
+    """The edges of operators that do more than pass their one operand on, in another shape perhaps."""
+    operands = Counter(edge.target for edge in edges)
+    return [edge for edge in edges if operands[edge.target] > 1 or not isinstance(edge.pattern.structure, Identity)]
+
+
 @dataclass(frozen=True, eq=False)
 class Stage(ABC):
     """A part of a chain through which all of the gradient passes: an operator, or a graph of several.
@@ -105,14 +113,14 @@ class Stage(ABC):
         """The operator, where there is one alone among others that only reshape; else None."""
         if len({edge.source for edge in self.edges}) < len(self.edges):
             return None
-        some = [edge for edge in self.edges if not isinstance(edge.pattern.structure, Identity)] or self.edges[:1]
+        some = working(self.edges) or self.edges[:1]
         return some[0] if len(some) == 1 else None
 
     @property
     def name(self) -> str:
-        """The ATen operator, or how many there are."""
-        operator = self.operator
-        return f"{len(self.edges)} operators" if operator is None else operator.call.operator
+        """The ATen operator, or how many there are that do more than reshape."""
+        operator, count = self.operator, len({edge.target for edge in working(self.edges)})
+        return f"{count} operators" if operator is None else operator.call.operator
 
     @functools.cached_property
     def _accumulated(self) -> tuple[Accumulation, int | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +13,7 @@ from torch import fx, nn
 
 from ._modules import Kept, trains
 from ._program import Operation, Program, trace
-from ._stages import Edge, Record, Stage, check_alike, check_dtype, own_parameters
+from ._stages import Edge, Record, Stage, check_alike, check_dtype, own_parameters, working
 from .patterns import Call, Identity
 
 __all__ = ["traced_stages"]
@@ -212,10 +211,7 @@ def traced_stages(
 
 def _path(edges: Sequence[Edge], program: Program, where: str, taken: set[str]) -> str:
     """Where a stage is in the model: what the paths of its operations have in common, and more where that is taken."""
-    # A sum is where its branches meet; what has one operand alone, and passes it on, only reshapes.
-    operands = Counter(edge.target for edge in edges)
-    some = [edge for edge in edges if operands[edge.target] > 1 or not isinstance(edge.pattern.structure, Identity)]
-    operations = [program.operations[edge.target] for edge in some or edges]
+    operations = [program.operations[edge.target] for edge in working(edges) or edges]
     paths = zip(*(operation.path.split(".") for operation in operations), strict=False)
     common = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, paths)]
     path = ".".join(part for part in (where, *common) if part) or type(program.module).__name__

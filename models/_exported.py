@@ -55,11 +55,30 @@ class ExportedModel(nn.Module):
         self.input_shape = sizes
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.model = torch.export.unflatten(program)
+            self.model = _parts(program)
+
+    def train(self, mode: bool = True) -> ExportedModel:
+        """Nothing: a program goes on in the mode in which it was exported."""
+        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of ``(batch, *input_shape)``."""
         return self.model(x)  # type: ignore[no-any-return]
+
+
+def _parts(program: torch.export.ExportedProgram) -> nn.Module:
+    """The program as modules of the names that they had, where that is known."""
+    try:
+        return torch.export.unflatten(program)
+    except RuntimeError:
+        # PyTorch 2.6 cannot do it for what it traced itself, strictly.
+        module = program.module()
+        # What checks inputs, as limits on the batch, is in the way of tracing.
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            hooks.clear()
+        if "_guards_fn" in module._modules:
+            module._guards_fn = nn.Identity()
+        return module
 
 
 def load_exported(path: str | os.PathLike[str]) -> ExportedModel:

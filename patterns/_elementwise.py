@@ -37,9 +37,10 @@ class _DiagonalRule(Rule):
 
 
 # Activations too: PyTorch's own backward takes the derivative from the input or the output, whichever it kept.
-add_rule("aten.hardswish", "aten.log_sigmoid", "aten.native_dropout", "aten.prelu", "aten.softsign", "aten.tanhshrink")(
-    _DiagonalRule
-)
+add_rule(
+    *("aten.hardswish", "aten.leaky_relu", "aten.log_sigmoid", "aten.native_dropout", "aten.prelu", "aten.softsign"),
+    "aten.tanhshrink",
+)(_DiagonalRule)
 
 
 @add_rule("aten.alpha_dropout", "aten.dropout", "aten.feature_alpha_dropout", "aten.feature_dropout")

@@ -48,7 +48,7 @@ def environment(folder: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    packages = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    packages = subprocess.run([python, "-c", code], capture_output=True, encoding="utf-8", check=True).stdout.strip()
     # A path of a .pth file has its packages seen, but not its own .pth files: not an editable jacsparse there.
     (Path(packages) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
@@ -72,7 +72,7 @@ def use(python: Path | str, folder: Path) -> str:
     """Run `USE` in `folder`; where jacsparse came from."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(python), "-c", textwrap.dedent(USE)]
-    result = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=folder, env=clean, capture_output=True, encoding="utf-8", check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -92,7 +92,7 @@ def test_installed(way: str, tmp_path: Path) -> None:
     home = use(python, elsewhere)
     assert ("checkout" in home) == (way != "wheel")
     command = [str(python.parent / "jacsparse"), "--version"]
-    version = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, check=True).stdout
+    version = subprocess.run(command, cwd=elsewhere, capture_output=True, encoding="utf-8", check=True).stdout
     assert version.strip() == "0.1.0"
 
 
@@ -103,7 +103,7 @@ def test_plain_checkout(tmp_path: Path) -> None:
         [str(environment(tmp_path)), "-c", textwrap.dedent(code)],
         cwd=source,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     assert result.returncode == 0, result.stderr

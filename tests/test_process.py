@@ -30,7 +30,7 @@ def run(code: str, **environment: str) -> str:
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         cwd=ROOT,
         env={**os.environ, **environment},
         check=False,

@@ -57,7 +57,9 @@ def _library(name: str, code: str, sanitizer: str) -> Path:
         (work / "kernels.cpp").write_text(code)
         # A sanitizer's library, preloaded, would be loaded into the compiler too.
         environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
-        run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, env=environment, cwd=work)
+        run = functools.partial(
+            subprocess.run, check=True, capture_output=True, encoding="utf-8", env=environment, cwd=work
+        )
         # The runtime is not instrumented: it tells sanitizers of fibers itself.
         run([COMPILER, *_COMMON, "-O2", "-c", str(HERE / "fibers.cpp"), "-o", "fibers.o"])
         run([COMPILER, *_COMMON, *flags, f"-I{HERE}", "-shared", "kernels.cpp", "fibers.o", "-o", "kernels.so"])
@@ -128,7 +130,7 @@ def sanitized(kind: str, arguments: Sequence[str], **environment: str) -> subpro
     """Run Python with these arguments under a sanitizer, ``address`` or ``thread``; all it says is in stdout."""
     name = {"address": "libasan.so", "thread": "libtsan.so"}[kind]
     command = [str(COMPILER), f"-print-file-name={name}"]
-    library = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    library = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.strip()
     settings = {
         "LD_PRELOAD": os.path.realpath(library),
         "FIBER_SANITIZER": kind,

@@ -43,7 +43,7 @@ def checked(tool: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[
     return subprocess.run(
         [*command, sys.executable, *arguments],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         env=environment,
         cwd=Path(__file__).parents[2],
         timeout=600,

@@ -129,10 +129,9 @@ def test_flop_for_workers(jac) -> None:
 
 def test_flop_of_an_exported_file(jac, tmp_path: Path) -> None:
     file = tmp_path / "net.pt2"
-    shapes = ({0: torch.export.Dim("batch")},)
-    torch.export.save(
-        torch.export.export(custom_model().eval(), (torch.randn(2, 3, 8, 8),), dynamic_shapes=shapes), file
-    )
+    shapes = ({0: torch.export.Dim("batch", max=1024)},)
+    x = torch.randn(2, 3, 8, 8)
+    torch.export.save(torch.export.export(custom_model().eval(), (x,), dynamic_shapes=shapes, strict=False), file)
     status, _, err = jac("flop", file)
     assert status == 2 and "may run code of whoever made it; add --trust where" in err
     status, _, err = jac("flop", file, "--trust", "--checkpoint", file)

@@ -94,7 +94,9 @@ def test_memory_of_a_batch_of_16() -> None:
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         print(int(status["VmHWM"].split()[0]) * 1024)
     """
-    output = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    output = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, encoding="utf-8", check=True
+    )
     assert int(output.stdout) < 4e9
 
 
@@ -586,7 +588,7 @@ BAD_INPUTS = {
     "device": (torch.ones(1, 3, 32, 32, device="meta"), ValueError, "x is on meta"),
     "no tensor": ([1.0], TypeError, "x is a list; expected a torch.Tensor"),
     "channels": (torch.ones(1, 4, 32, 32), ValueError, r"0\.0: an input of shape \(4, 32, 32\) does not fit Conv2d"),
-    "too small": (torch.ones(1, 3, 4, 4), ValueError, r"0\.0: an input of shape \(3, 4, 4\) does not fit"),
+    "too small": (torch.ones(1, 3, 4, 4), ValueError, r"0\.[02]: an input of shape .* does not fit"),
     "sparse": (torch.ones(1, 3, 32, 32).to_sparse(), TypeError, "x has layout torch.sparse_coo"),
     "double": (torch.ones(1, 3, 32, 32).double(), TypeError, r"0\.0\.weight is torch.float32, its input torch.float64"),
     "zero size": (torch.ones(1, 3, 0, 32), ValueError, r"input_shape is \(3, 0, 32\)"),

@@ -392,8 +392,9 @@ class Branched(nn.Module):
 
 def exported(file: Path, *, any_batch: bool = True) -> nn.Module:
     module = Branched().eval()
-    shapes = ({0: torch.export.Dim("batch")},) if any_batch else None
-    torch.export.save(torch.export.export(module, (torch.randn(2, 3, 6, 5),), dynamic_shapes=shapes), file)
+    shapes = ({0: torch.export.Dim("batch", max=1024)},) if any_batch else None
+    program = torch.export.export(module, (torch.randn(2, 3, 6, 5),), dynamic_shapes=shapes, strict=False)
+    torch.export.save(program, file)
     return module
 
 
@@ -409,15 +410,26 @@ def test_an_exported_program(tmp_path: Path) -> None:
 
 def test_an_exported_program_of_a_pruned_network(pruned: LeNet5, tmp_path: Path) -> None:
     file, x = tmp_path / "lenet.pt2", torch.randn(2, 3, 32, 32)
-    shapes = ({0: torch.export.Dim("batch")},)
+    shapes = ({0: torch.export.Dim("batch", max=1024)},)
     with warnings.catch_warnings():
         # Of weights that pruning's hooks assign.
         warnings.simplefilter("ignore")
-        torch.export.save(torch.export.export(pruned, (x,), dynamic_shapes=shapes), file)
+        torch.export.save(torch.export.export(pruned, (x,), dynamic_shapes=shapes, strict=False), file)
     loaded = load_exported(file)
     assert jacsparse.jacobian(loaded, x).pattern == jacsparse.jacobian(pruned, x).pattern
     found, expected = (jacsparse.count_flop(module, (3, 32, 32)) for module in (loaded, pruned))
     assert [replace(layer, path=layer.path.removeprefix("model.")) for layer in found.layers] == [*expected.layers]
+
+
+def test_an_exported_program_of_no_known_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(torch.export, "unflatten", refuse)
+    module, x = exported(tmp_path / "net.pt2"), torch.randn(3, 3, 6, 5)
+    loaded = load_exported(tmp_path / "net.pt2").eval()
+    assert torch.equal(loaded(x), module(x))
+    assert torch.equal(jacsparse.jacobian(loaded, x).values, jacsparse.jacobian(module, x).values)
 
 
 def test_exported_programs_that_cannot_be_taken(tmp_path: Path) -> None:
