@@ -22,7 +22,7 @@ from .spgemm import ProductPlan, SumPlan, meeting, multiply_adds, product_patter
 from .spgemm._estimate import counts, fresh_keys, spread
 from .spgemm._plan import planned
 
-__all__ = ["Accumulation", "Region", "eliminate", "empty_pattern"]
+__all__ = ["Accumulation", "Region", "eliminate", "empty_pattern", "matrix_of"]
 
 
 #: Share of a product's elements from which on it is made as a full matrix.

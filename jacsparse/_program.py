@@ -1,7 +1,8 @@
 """A module traced by torch.export: a graph of ATen operators, and what is known of each tensor in it.
 
-Each operator is tried, once, on a batch of two random samples and on the first of them alone. That shows where the
-batch is among a tensor's axes, and that no operator mixes samples.
+Each operator is tried on a batch of two random samples and on each of them alone, and again on random operands. That
+shows where the batch is among a tensor's axes, and that no operator mixes samples. The whole is compared with the
+module once: outputs, and the derivatives with respect to input and parameters.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ _OF_SHAPE = {
     *(f"aten.{what}_like" for what in ("empty", "full", "ones", "rand", "randn", "zeros")),
     *(f"aten.new_{what}" for what in ("empty", "full", "ones", "zeros")),
 }
+
+#: What these give is not initialised: nothing can be compared.
+_BLANK = {"aten.empty_like", "aten.new_empty"}
 
 #: Arguments that keep an operator from drawing random numbers, and what does not.
 _QUIET = (("dropout_p", 0.0, 1.0), ("p", 0.0, 1.0), ("train", False, True), ("training", False, True))
@@ -242,8 +246,11 @@ class Program:
         read = {operand for operation in operations for operand in operation.operands.values()}.union(nodes)
         return [target for node, target in self.attributes.items() if node in read]
 
-    def read(self, own: Mapping[int, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
-        """The attributes and constants as they are now, made of other parameters where `own` names them by ``id``."""
+    def read(self, own: Mapping[int, torch.Tensor], *, aside: bool = False) -> dict[fx.Node, torch.Tensor]:
+        """The attributes and constants as they are now, made of other parameters where `own` names them by ``id``.
+
+        With `aside`, what making them changes in the module, as spectral normalisation does, is changed in copies.
+        """
         made: dict[int, nn.Module] = {}
         values: dict[fx.Node, torch.Tensor] = dict(self.constants)
         for node, target in self.attributes.items():
@@ -254,7 +261,7 @@ class Program:
             if value is None:
                 # Made of others before each forward, by pruning's hooks or a parametrisation.
                 if id(module) not in made:
-                    made[id(module)] = twin(module, own)
+                    made[id(module)] = twin(module, own, aside=aside)
                     remake_weights(made[id(module)])
                 value = getattr(made[id(module)], name)
             values[node] = own.get(id(value), value)
@@ -358,8 +365,8 @@ def _traced(
     where = path or type(module).__name__
     with undrawn(), torch.enable_grad():
         try:
-            given = x.clone().requires_grad_()
-            expected = twin(module, aside=True)(given * 1)
+            given, copies = x.clone().requires_grad_(), _copies(module)
+            expected = twin(module, copies, aside=True)(given * 1)
         except Exception as error:
             # Whatever the user's own code raises.
             raise ValueError(
@@ -374,8 +381,13 @@ def _traced(
         known = _examine(program, x, where)
     _check_output(program, expected, where)
     if not any(operation.random for operation in program.operations.values()):
-        _check_alike(program, given, expected, where)
+        _check_alike(program, given, copies, expected, where)
     return program, known
+
+
+def _copies(module: nn.Module) -> dict[int, torch.Tensor]:
+    """In the place of parameters, by their ``id``: the user's hooks on those are none of ours to call."""
+    return {id(p): p.detach().requires_grad_() for p in module.parameters() if p.requires_grad}
 
 
 def _check_hooks(module: nn.Module, path: str) -> None:
@@ -405,7 +417,8 @@ def _random_samples(module: nn.Module, in_shape: Sequence[int], like: torch.Tens
 def _exported(module: nn.Module, x: torch.Tensor, where: str) -> torch.export.ExportedProgram:
     """The module as torch.export writes it down, of functional ATen operators."""
     # Parameters that train: PyTorch takes short cuts that have no derivative where none does.
-    plain = twin(module, {id(p): nn.Parameter(p.detach()) for p in module.parameters() if p.is_floating_point()})
+    trained = {id(p): nn.Parameter(p.detach()) for p in module.parameters() if p.is_floating_point()}
+    plain = twin(module, trained, aside=True)
     for part in plain.modules():
         refresh_weights(part)
         part._forward_pre_hooks.clear()
@@ -600,7 +613,7 @@ def _examine(program: Program, x: torch.Tensor, where: str) -> dict[fx.Node, tor
     Returns all tensors for a batch of one.
     """
     # Copies: some operators update running statistics.
-    read = program.read({}).items()
+    read = program.read({}, aside=True).items()
     pair, single = ({node: value if value.requires_grad else value.clone() for node, value in read} for _ in range(2))
     pair[program.input], single[program.input] = x, x[:1]
     program.layouts[program.input] = _PLAIN
@@ -611,7 +624,9 @@ def _examine(program: Program, x: torch.Tensor, where: str) -> dict[fx.Node, tor
     for node, operation in program.operations.items():
         operands = set(operation.operands.values())
         tried = _tried(program, operation, pair, single)
-        pair[node], alone = tried.together, tried.alone[0]
+        # What is compared draws nothing; what goes on may.
+        pair[node] = operation.evaluate(program.resolved(operation, pair, 2)) if operation.random else tried.together
+        alone = tried.alone[0]
         if operands & program.dependent and operation.name not in _OF_SHAPE:
             program.dependent.add(node)
             if operands & program.active and pair[node].is_complex():
@@ -632,6 +647,9 @@ def _examine(program: Program, x: torch.Tensor, where: str) -> dict[fx.Node, tor
         if layout is not None:
             program.layouts[node] = layout
             alone = layout.join(layout.split(pair[node])[:1])
+        elif operation.random:
+            # Drawn once for all samples.
+            alone = pair[node]
         single[node] = alone
         program.shapes[node], program.dtypes[node] = tuple(alone.shape), alone.dtype
     return single
@@ -659,7 +677,7 @@ def _tried(program: Program, operation: Operation, pair: dict[fx.Node, Any], sin
     def sample(number: int) -> Mapping[fx.Node, Any]:
         own = {}
         for node in operation.operands.values():
-            if node in program.layouts and node in pair:
+            if node in program.layouts:
                 layout = program.layouts[node]
                 own[node] = layout.join(layout.split(pair[node])[number : number + 1])
         return ChainMap(own, single)
@@ -680,9 +698,10 @@ def _layout(
         return None
     (axis,) = grown
     operands = [node for node in operation.operands.values() if node in program.layouts]
+    copies = alone.shape[axis]
     minor = next((program.layouts[node].minor for node in operands if program.layouts[node].copies > 1), False)
-    fitting = [Layout(axis, alone.shape[axis], minor), Layout(axis, alone.shape[axis], not minor)]
-    if operation.random and not operation.quiet:
+    fitting = [Layout(axis, copies, first) for first in (minor, not minor)] if copies > 1 else [Layout(axis, copies)]
+    if (operation.random and not operation.quiet) or operation.name in _BLANK:
         # Nothing can be compared; what draws works on each element by itself.
         return fitting[0]
     fitting = [layout for layout in fitting if tried.fits(layout)]
@@ -710,50 +729,117 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=share, atol=share * size, equal_nan=True)
 
 
-def _check_alike(program: Program, x: torch.Tensor, expected: torch.Tensor, where: str) -> None:
-    """Raise where the program is not what the module computes, for one sample or two, or has another derivative."""
+def _check_alike(
+    program: Program, x: torch.Tensor, copies: Mapping[int, torch.Tensor], expected: torch.Tensor, where: str
+) -> None:
+    """Raise where the program is not what the module computes, for one sample or two, or has another derivative.
+
+    What is `expected` of two samples was made of `x` and of copies of the parameters, by the parameters' ``id``.
+    """
+    own = _copies(program.module)
     with undrawn(), torch.enable_grad():
         alone = twin(program.module, aside=True)(x[:1].detach() * 1)
         results = {}
         for batch in (1, 2):
-            values = {**program.read({}), program.input: x[:batch].detach().requires_grad_()}
+            values = {**program.read(own, aside=True), program.input: x[:batch].detach().requires_grad_()}
             for node, operation in program.operations.items():
                 values[node] = operation.evaluate(program.resolved(operation, values, batch))
             results[batch] = values[program.input], values[program.output]
-        if not (_alike(results[2][1], expected) and _alike(results[1][1], alone)):
-            raise UnsupportedOperatorError(
-                f"{where}: its output is not that of its operators, for one sample or two; nothing but shapes may "
-                "depend on the size of the batch"
-            )
-        if not expected.requires_grad:
-            return
-        seed = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected)
-        given, made = results[2]
-        trained = {name: p for name, p in program.module.named_parameters() if p.requires_grad}
-        inputs = [x, *trained.values()]
-        try:
-            # The graph's beginning may be the user's, made before the forward pass.
-            own = torch.autograd.grad(
-                expected, inputs, seed, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-        except RuntimeError:
-            # It overwrites what its own derivative needs: there is none to compare with.
-            return
-        found = tuple(map(torch.zeros_like, own))
-        if made.requires_grad:
-            found = torch.autograd.grad(made, [given, *inputs[1:]], seed, allow_unused=True, materialize_grads=True)
-    differ = [
-        name
-        for name, one, other in zip(["", *trained], own, found, strict=True)
-        if (one - other).norm() > 0.01 * one.norm() and bool(one.isfinite().all())
-    ]
-    if differ:
-        of = f" with respect to {differ[0]}" if differ[0] else ""
+    if not (_alike(results[2][1], expected) and _alike(results[1][1], alone)):
         raise UnsupportedOperatorError(
-            f"{where}: its derivative{of} is not that of its operators; a torch.autograd.Function, a hook on a tensor, "
-            "or a tensor made of parameters before the forward pass, is not traced: write it with operators, as "
-            "x + (f(x) - x).detach(), or make it a custom operator"
+            f"{where}: its output is not that of its operators, for one sample or two; nothing but shapes may depend "
+            "on the size of the batch"
         )
+    given, made = results[2]
+    leaves = _leaves(expected)
+    parameters = {name: p for name, p in program.module.named_parameters() if p.requires_grad}
+    known = {id(tensor) for tensor in (x, *copies.values(), *parameters.values())}
+    if leaves.keys() - known:
+        shapes = ", ".join(str(tuple(leaf.shape)) for number, leaf in leaves.items() if number not in known)
+        raise UnsupportedOperatorError(
+            f"{where}: it uses a tensor of shape {shapes} that requires a gradient and is no parameter; make it an "
+            "nn.Parameter, or detach it"
+        )
+    # A parameter that is reached by another way than its module is a leaf itself, beside its copy.
+    wanted = {"": ([x], given)}
+    for name, p in parameters.items():
+        wanted[name] = ([copies[id(p)], *([p] if id(p) in leaves else [])], own[id(p)])
+    seed = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected)
+    try:
+        differences = [measured for some in _chunks(wanted) for measured in _differences(expected, made, seed, some)]
+    except RuntimeError:
+        # It overwrites what its own derivative needs: there is none to compare with.
+        return
+    # What is zero but for rounding, as the gradient of a bias before a normalisation, is rounded in either's own way.
+    rounding = 1e3 * torch.finfo(expected.dtype).eps * max(largest for *_, largest in differences)
+    for name, difference, size, count, _ in differences:
+        if difference > max(0.01 * size, rounding * count**0.5):
+            of = f" with respect to {name}" if name else ""
+            raise UnsupportedOperatorError(
+                f"{where}: its derivative{of} is not that of its operators; a torch.autograd.Function, a hook on a "
+                "tensor, or a tensor made of parameters before the forward pass, is not traced: write it with "
+                "operators, as x + (f(x) - x).detach(), or make it a custom operator"
+            )
+
+
+def _leaves(y: torch.Tensor) -> dict[int, torch.Tensor]:
+    """What a graph of autograd begins with, by the ``id``."""
+    found, seen, waiting = {}, set(), [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            found[id(leaf)] = leaf
+        waiting.extend(behind for behind, _ in node.next_functions)
+    return found
+
+
+_Wanted = dict[str, tuple[list[torch.Tensor], torch.Tensor]]
+
+#: Bytes of gradients that are compared at once.
+_AT_ONCE = 2**26
+
+
+def _chunks(wanted: _Wanted) -> list[_Wanted]:
+    """Parts of it, so that few gradients are held at once."""
+    parts: list[_Wanted] = []
+    room = 0
+    for name, (theirs, ours) in wanted.items():
+        if ours.nbytes > room:
+            parts.append({})
+            room = max(_AT_ONCE, ours.nbytes)
+        parts[-1][name] = theirs, ours
+        room -= ours.nbytes
+    return parts
+
+
+def _differences(
+    expected: torch.Tensor, made: torch.Tensor, seed: torch.Tensor, wanted: _Wanted
+) -> list[tuple[str, float, float, int, float]]:
+    """Of derivatives that should be one: name, norm of the difference, norm, elements and largest of what is right."""
+    names = [(name, tensor) for name, (theirs, _) in wanted.items() for tensor in theirs]
+    found = {name: torch.zeros_like(ours) for name, (_, ours) in wanted.items()}
+    for (name, _), gradient in zip(names, _gradients(expected, [tensor for _, tensor in names], seed), strict=True):
+        found[name] = found[name] + gradient
+    measured = []
+    for own, (name, one) in zip(
+        _gradients(made, [ours for _, ours in wanted.values()], seed), found.items(), strict=True
+    ):
+        # Where the derivative does not exist, nothing can be compared.
+        if bool(one.isfinite().all()):
+            largest = one.abs().max().item() if one.numel() else 0.0
+            measured.append((name, (own - one).norm().item(), one.norm().item(), one.numel(), largest))
+    return measured
+
+
+def _gradients(y: torch.Tensor, tensors: Sequence[torch.Tensor], seed: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Derivatives of a tensor, zero where it does not depend; the graph is kept, for the user may have begun it."""
+    if not y.requires_grad:
+        return [torch.zeros_like(tensor) for tensor in tensors]
+    return torch.autograd.grad(y, tensors, seed, retain_graph=True, allow_unused=True, materialize_grads=True)
 
 
 def _check_output(program: Program, expected: torch.Tensor, where: str) -> None:

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Edge:
     """One operator's dependence on one of its operands: a local Jacobian.
 
@@ -77,6 +77,9 @@ class Edge:
         """The same edge with a pattern that leaves out what these weights do."""
         some = tuple(weight for weight in kept if not bool(weight.mask.all()))
         return replace(self, call=replace(self.call, kept={weight.name: weight.mask for weight in some}), kept=some)
+
+    def __repr__(self) -> str:
+        return f"<Edge {self.call.path}: {self.call.operator}, {self.call.argument}>"
 
 
 def working(edges: Sequence[Edge]) -> list[Edge]:
@@ -438,15 +441,18 @@ class Record(ABC):
             if edge.target not in held:
                 continue
             own = held[edge.target]
-            if isinstance(edge.pattern.structure, Diagonal):
+            if isinstance(edge.pattern.structure, Identity):
+                pass
+            elif isinstance(edge.pattern.structure, Diagonal):
                 own = own.times(self.values(edge).T)
-            elif not isinstance(edge.pattern.structure, Identity):
+            else:
                 given = own.product().reshape(*columns, *edge.call.out_shape)
                 pulled = edge.rule.pull_back(self._call(edge, slice(None)), edge.pattern.T, given)
                 own = Scaled(pulled.reshape(*columns, edge.call.in_size))
             held[edge.source] = held[edge.source].plus(own) if edge.source in held else own
-        zeros = gradients.gradients.new_zeros(()).expand(*columns, math.prod(self.stage.in_shape))
-        return held.get(self.stage.start, Scaled(zeros))
+        if self.stage.start not in held:
+            return Scaled(gradients.gradients.new_zeros(()).expand(*columns, math.prod(self.stage.in_shape)))
+        return held[self.stage.start]
 
     def _made(self, pattern: Pattern, values: Callable[[], torch.Tensor]) -> SparseJacobian:
         try:

@@ -47,9 +47,10 @@ class TracedStage(Stage):
             for operation in self.operations:
                 given = self.program.resolved(operation, values, len(x))
                 arguments[operation.node] = given
-                values[operation.node] = operation.evaluate(given)
+                values[operation.node] = made = operation.evaluate(given)
+                if operation.node in self.program.active:
+                    check_dtype(f"{operation.path or self.path}: {operation.name}", made, x)
         y = values[self.stop]
-        check_dtype(self.path, y, x)
         of_edges = {edge: arguments[edge.target] for edge in self.edges}
         mine = {key: own[key] for key in self._parameters() if key in own}
         return TracedRecord(self, leaf, y, mine, of_edges, tensors=values)
@@ -101,9 +102,12 @@ class TracedRecord(Record):
         into, out = layouts[edge.call.argument], program.layouts[edge.target]
         x = split.pop(edge.call.argument)
 
+        # Samples of no tensor but the operand, on which the derivative does not depend: columns are more samples.
+        alike = edge.shared and not split.keys() & layouts.keys() and not operation.random
+
         def run(own: torch.Tensor) -> torch.Tensor:
             """The operator on these samples, as PyTorch is given them, with others in the place of its operand."""
-            given = program.resolved(operation, self.tensors, len(x))
+            given = program.resolved(operation, self.tensors, len(own))
             for name, value in split.items():
                 if isinstance(value, torch.Tensor):
                     given[name] = layouts[name].join(value) if name in layouts else value.detach()
@@ -122,10 +126,16 @@ class TracedRecord(Record):
             return vjps(gradient[None])[0]
 
         def vjps(gradients: torch.Tensor) -> torch.Tensor:
+            count = len(gradients)
+            if alike and count > 1:
+                with torch.enable_grad():
+                    own = x.new_zeros(()).expand(count * len(x), *x.shape[1:]).requires_grad_()
+                    y = run(own)
+                (found,) = torch.autograd.grad(y, own, gradients.reshape(y.shape), materialize_grads=True)
+                return found.reshape(count, *x.shape)
             with torch.enable_grad():
                 own = x.detach().requires_grad_()
                 y = run(own)
-            count = len(gradients)
             if not y.requires_grad:
                 # Its operand's shape is all that the operator asks for.
                 return torch.zeros_like(x).expand(count, *x.shape)
@@ -267,7 +277,13 @@ def _edge(
     )
     edge = Edge(source, operation.node, call)
     edge.rule.check(call)
-    weights = [name for name in edge.rule.weights if name != argument and name not in batched]
+    # What was drawn is no guaranteed zero.
+    drawn = [
+        name
+        for name in edge.rule.weights
+        if any(made.random for made in program.between(program.input, operation.arguments[name]))
+    ]
+    weights = [name for name in edge.rule.weights if name not in {argument, *batched, *drawn}]
     if pruned and weights:
         masks = {name: program.mask_of(operation.arguments[name]) for name in weights}
         edge = edge.keeping([Kept(name, arguments[name], masks[name]) for name in weights])

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
+from torch.nn import functional, grad
 
 from ._pattern import Pattern
 from ._rules import Call, Rule, add_rule
@@ -370,6 +370,8 @@ def pairs(values: Any, count: int) -> tuple[int, ...]:
 
 
 _CONVOLUTIONS: dict[int, Any] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+#: Of the input, by the number of axes; no input is asked for.
+_GRADIENTS: dict[int, Any] = {1: grad.conv1d_input, 2: grad.conv2d_input, 3: grad.conv3d_input}
 _TRANSPOSED: dict[int, Any] = {
     1: functional.conv_transpose1d,
     2: functional.conv_transpose2d,
@@ -405,7 +407,7 @@ class _Windows(Rule):
     transposed_values = values
 
     def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
-        if isinstance(call["padding"], str):
+        if isinstance(call["padding"], str) or "weight" in call.batched:
             return super().pull_back(call, pattern, gradients)
         images = gradients.flatten(0, 1).flatten(0, 1)
         found = self.pulled(call, images, [len(images), *call.in_shape[1:]])
@@ -438,9 +440,12 @@ class _ConvolutionRule(_Windows):
         return Pattern.of(Convolution(copies * weight.shape[0], copies * channels, groups, axes, kept))
 
     def pulled(self, call: Call, gradients: torch.Tensor, shape: list[int]) -> torch.Tensor:
-        # Faster on CPUs than what autograd calls, by up to twice.
         weight, count = call["weight"].detach(), len(shape) - 2
         stride, padding, dilation = (pairs(call[name], count) for name in ("stride", "padding", "dilation"))
+        if weight.dtype != torch.float32:
+            into = _GRADIENTS[count]
+            return into(shape, weight, gradients, stride, padding, dilation, call["groups"])  # type: ignore[no-any-return]
+        # On CPUs up to twice as fast as what autograd calls, but in float32 alone.
         windows = zip(shape[2:], gradients.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
         rest = [
             size - ((made - 1) * step - 2 * beside + spread * (taps - 1) + 1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ._cuda import uploaded
 from ._pattern import Pattern
 from ._rules import Call, Rule, add_rule
 from ._structure import Csr, Identity
@@ -70,13 +69,6 @@ class _MovementRule(Rule):
         return call.input.new_ones((pattern.nnz, 1))
 
     transposed_values = values
-
-    def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
-        given = gradients.flatten(2).flatten(0, 1)
-        if not bool((pattern.structure.row_counts() == 1).all()):
-            given = given.index_select(1, uploaded(pattern.rows, given.device))
-        found = given.new_zeros(len(given), call.in_size)
-        return found.index_add_(1, uploaded(pattern.indices, given.device), given)
 
 
 def _picking(sources: np.ndarray, columns: int) -> Pattern:

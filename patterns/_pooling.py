@@ -296,6 +296,9 @@ class _SelectingRule(Rule):
     transposed_values = values
 
     def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
+        if on_device(gradients):
+            # Where windows overlap, what is added there comes in any order.
+            return super().pull_back(call, pattern, gradients)
         winners = self.winners(call).flatten(0, 1).flatten(1)
         channels, positions = len(winners), math.prod(_sizes(call))
         places = winners + positions * torch.arange(channels, device=winners.device)[:, None]

@@ -12,7 +12,7 @@ from jacsparse.patterns import Diagonal, Pattern
 from jacsparse.patterns._rules import _RULES
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import jacsparse
 from jacsparse import UnsupportedOperatorError
@@ -681,6 +681,84 @@ def test_what_is_made_of_parameters_before_the_forward_pass_is_refused() -> None
     module.rows = [module.w.weight[0]]
     with pytest.raises(UnsupportedOperatorError, match=r"its derivative with respect to w\.weight is not that of its"):
         jacsparse.chain(module, (4,))
+
+
+def test_what_requires_a_gradient_is_a_parameter() -> None:
+    module = Net(lambda self, x: self.a(x) * self.scale, a=linear()).double()
+    module.register_buffer("scale", torch.randn(4, dtype=torch.float64, requires_grad=True))
+    with pytest.raises(UnsupportedOperatorError, match=r"a tensor of shape \(4,\) that requires a gradient and is no"):
+        jacsparse.chain(module, (4,))
+
+
+class Owned(nn.Module):
+    """A parametrisation that reads another parameter of its owner."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.gain = lambda: owner.gain
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.gain()
+
+
+def test_a_parametrisation_that_reads_its_owner_is_refused() -> None:
+    module = Net(lambda self, x: self.a(x) * self.a.gain, a=linear()).double()
+    module.a.gain = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    parametrize.register_parametrization(module.a, "weight", Owned(module.a))
+    with pytest.raises(UnsupportedOperatorError, match=r"its derivative with respect to a\.gain is not"):
+        jacsparse.chain(module, (4,))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_that_are_zero_but_for_rounding(seed: int) -> None:
+    torch.manual_seed(seed)
+    # The softmax does not see what the keys have in common.
+    module = Net(
+        lambda self, x: functional.scaled_dot_product_attention(self.q(y := self.lstm(x)[0]), self.k(y), self.v(y)),
+        lstm=nn.LSTM(4, 8, batch_first=True), q=nn.Linear(8, 8), k=nn.Linear(8, 8), v=nn.Linear(8, 8),
+    )  # fmt: skip
+    jacsparse.chain(module.float(), (5, 4))
+
+
+def test_tracing_calls_no_hook_and_changes_nothing() -> None:
+    module = Net(lambda self, x: self.a(x) + x, a=nn.Linear(4, 4))
+    parametrizations.spectral_norm(module.a)
+    calls: list[torch.Tensor] = []
+    module.a.bias.register_hook(calls.append)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    jacsparse.chain(module, (4,))
+    assert not calls and before
+    assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda self, x: torch.tanh(self.a(x) * torch.rand(4)),
+        lambda self, x: functional.linear(x, self.a.weight * torch.randn_like(self.a.weight)),
+        lambda self, x: functional.linear(x, self.a.weight * torch.bernoulli(self.a.weight.detach(), 0.5)),
+        lambda self, x: self.a(x) * x.new_empty((x.shape[0], 1)).bernoulli_(0.9) + x,
+        lambda self, x: functional.gumbel_softmax(self.a(x), dim=1),
+    ],
+)
+def test_random_tensors(function) -> None:
+    module = Net(function, a=nn.Linear(4, 4)).float()
+    # What is drawn is no guaranteed zero.
+    assert jacsparse.jacobian_pattern(module, (4,)).nnz == 16
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.manual_seed(0)
+    (expected,) = torch.autograd.grad(module(x).square().sum(), x)
+    torch.manual_seed(0)
+    (found,) = torch.autograd.grad(jacsparse.nn.Scan(module)(x).square().sum(), x)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_sums_of_other_dtypes() -> None:
+    module = Net(lambda self, x: self.a((x + self.shift).float()), a=nn.Linear(4, 4)).float()
+    module.shift = torch.randn(4, dtype=torch.float64)
+    for use in (lambda x: jacsparse.jacobian(module, x), jacsparse.nn.Scan(module)):
+        with pytest.raises(TypeError, match=r"Net: aten\.add makes torch\.float64 of torch\.float32"):
+            use(torch.randn(2, 4, requires_grad=True))
 
 
 def test_plain_tensors_are_what_a_module_may_have() -> None:
