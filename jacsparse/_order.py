@@ -177,6 +177,8 @@ def _cheapest(stages: Sequence[Stage]) -> Order:
     backward = [math.inf if stage.hooked else DENSE * stage.backward_work for stage in stages]
     start = [START * len(stage.edges) for stage in stages]
     best: dict[tuple[int, int], Order] = {}
+    # The cheapest that begins with an operator's own backward: one more before it needs no pass of its own.
+    passing: dict[tuple[int, int], Order] = {}
     for number, stage in enumerate(stages):
         own = estimates.through if stage.operator is None else estimates.entries
         best[number, number] = Order("stage", number, cost=start[number] + float(own[number, number]))
@@ -198,12 +200,15 @@ def _cheapest(stages: Sequence[Stage]) -> Order:
                 cost = left.cost + start[last] + estimates.onward[last, first]
                 orders.append(Order("from", last, left=left, cost=cost))
             if not stages[first].hooked:
-                cost = right.cost + start[first] + math.prod(stages[last].out_shape) * backward[first]
-                # Another pass of it, where the one behind goes otherwise.
-                cost += PASS * (right.how != "backward")
+                cost, onwards = right.cost + PASS, passing.get((first + 1, last))
+                if onwards is not None and onwards.cost < cost:
+                    cost, right = onwards.cost, onwards
+                cost += start[first] + math.prod(stages[last].out_shape) * backward[first]
                 orders.append(Order("backward", first, right=right, cost=cost))
-            chosen = min(orders, key=lambda order: order.cost)
-            best[first, last] = replace(chosen, cost=float(chosen.cost + estimates.entries[first, last]))
+            orders = [replace(each, cost=float(each.cost + estimates.entries[first, last])) for each in orders]
+            best[first, last] = min(orders, key=lambda order: order.cost)
+            if orders[-1].how == "backward":
+                passing[first, last] = orders[-1]
     return best[0, n - 1]
 
 

@@ -104,6 +104,12 @@ def test_the_order_fits_the_shape() -> None:
     assert order.how == "product" and order.right is not None and order.right.stage == 4
 
 
+def test_one_backward_pass_takes_all_that_it_can() -> None:
+    # Ending the pass early costs less for the last stages alone, more for all.
+    order = _order.best_order(jacsparse.chain(build("resnet8").eval(), (3, 32, 32)).stages)
+    assert str(order) == "·".join([*(f"J{number}*" for number in range(1, 11)), "J11"])
+
+
 def test_an_order_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JACSPARSE_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("JACSPARSE_CACHE_MIB", "1")
