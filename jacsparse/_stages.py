@@ -15,7 +15,7 @@ from torch import nn
 
 from ._accumulation import Accumulation, Region, eliminate, empty_pattern
 from ._jacobian import SparseJacobian
-from ._modules import Kept, arguments_of, tensors_of, trains, twin
+from ._modules import Kept, arguments_of, parts_of, tensors_of, trains, twin
 from .patterns import Call, Diagonal, Identity, Pattern, Rule, rule_for
 from .spgemm import matvec
 
@@ -222,7 +222,7 @@ class ModuleStage(Stage):
         """
         # Parameters of the record's own: the user's hooks on theirs are for autograd to call, once, not for the stage.
         check_alike(self.path, self.module, x)
-        own = own_parameters(self.module, state)
+        own = own_parameters(self.module, trains=state[TRAINS])
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             y = operator_input = operator_output = leaf
@@ -250,9 +250,13 @@ class ModuleStage(Stage):
 TRAINS = "trains"
 
 
-def own_parameters(module: nn.Module, state: dict[Any, Any]) -> dict[int, torch.Tensor]:
-    """What a forward pass has in the place of a module's training parameters, by their ``id``."""
-    return {id(p): p.detach().requires_grad_(state[TRAINS]) for p in tensors_of(module) if p.requires_grad}
+def own_parameters(module: nn.Module, *, trains: bool = True) -> dict[int, torch.Tensor]:
+    """What a forward pass has in the place of a module's training parameters, by their ``id``.
+
+    The user's hooks on those are for autograd to call, once.
+    """
+    held = (p for part in parts_of(module) for p in part._parameters.values() if p is not None)
+    return {id(p): p.detach().requires_grad_(trains) for p in held if p.requires_grad}
 
 
 def check_dtype(path: str, y: torch.Tensor, x: torch.Tensor) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ._export import trace
 from ._modules import Kept, trains
-from ._program import Operation, Program, trace
-from ._stages import Edge, Record, Stage, check_alike, check_dtype, own_parameters, working
+from ._program import Operation, Program
+from ._stages import TRAINS, Edge, Record, Stage, check_alike, check_dtype, own_parameters, working
 from .patterns import Call, Identity
 
 __all__ = ["traced_stages"]
@@ -72,7 +73,7 @@ class TracedStage(Stage):
         if self.program not in state:
             module = self.program.module
             check_alike(self.where, module, x)
-            own = own_parameters(module, state)
+            own = own_parameters(module, trains=state[TRAINS])
             state[self.program] = own, self.program.read(own)
         return state[self.program]  # type: ignore[no-any-return]
 
