@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import jacsparse
 from jacsparse import UnsupportedOperatorError
+from jacsparse._stages import check_alike
 from tests.helpers import autograd_jacobian
 
 
@@ -323,6 +324,12 @@ def test_weights_of_another_kind_or_place() -> None:
     elsewhere = Net(lambda self, x: self.a(x) + x, a=linear()).to("meta")
     with pytest.raises(ValueError, match=r"a\.weight is on meta; this runs on CPUs and CUDA"):
         jacsparse.jacobian(elsewhere, torch.zeros(2, 4, dtype=torch.float64))
+
+
+def test_weights_and_input_on_two_devices() -> None:
+    # As the one below, where there is no GPU: what every stage of a forward pass is checked by.
+    with pytest.raises(ValueError, match=r"^net\.weight is on meta, its input on cpu; move one of them"):
+        check_alike("net", nn.Linear(4, 4, device="meta"), torch.zeros(2, 4))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
