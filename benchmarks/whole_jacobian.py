@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jacsparse.models import build
@@ -130,7 +131,8 @@ def _backward_multiply_adds(chain: Chain) -> int:
     total = 0
     for matrix in chain._accumulated[0].matrices:
         if isinstance(matrix, _Pulled):
-            first, last = matrix.key
+            span: Any = matrix.key
+            first, last = span
             total += matrix.pattern.shape[1] * sum(stage.backward_work for stage in chain.stages[first : last + 1])
     return total
 
