@@ -286,7 +286,8 @@ def products(draw: st.DrawFn, kind: str) -> Case:
         )  # fmt: skip
         return Apply(expanded, other), ((rows, inner) if side == "left" else (inner, columns))
     lead = draw(st.sampled_from([(), (heads,), (heads, 1)]))
-    own = draw(st.sampled_from([(), (heads,), (1,)]))
+    # Without heads, the first axis would meet that of the batch.
+    own = draw(st.sampled_from([(), (1,), *([(heads,)] if lead else [])]))
     vector = draw(flags)
     if side == "left":
         other = constant(inner) if vector else constant(*own, inner, columns)
