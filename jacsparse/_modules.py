@@ -505,4 +505,4 @@ class Kept:
         """Whether all elements that were left out are zero in this weight."""
         elements = weight.detach().reshape(-1)
         some = elements.index_select(0, self._places).count_nonzero()
-        return not int(some) if self._most else int(some) == int(elements.count_nonzero())
+        return bool(some == (0 if self._most else elements.count_nonzero()))
