@@ -18,7 +18,7 @@ from torch import fx
 
 from ._modules import twin, undrawn
 from ._program import OF_SHAPE, PLAIN, Layout, Operation, Program
-from ._stages import own_parameters
+from ._stages import AT_ONCE, own_parameters
 from .patterns import UnsupportedOperatorError
 
 __all__ = ["check_output", "compare", "examine"]
@@ -224,9 +224,6 @@ def _leaves(y: torch.Tensor) -> dict[int, torch.Tensor]:
 
 _Wanted = dict[str, tuple[list[torch.Tensor], torch.Tensor]]
 
-#: Bytes of gradients that are compared at once.
-_AT_ONCE = 2**26
-
 
 def _chunks(wanted: _Wanted) -> list[_Wanted]:
     """Parts of it, so that few gradients are held at once."""
@@ -235,7 +232,7 @@ def _chunks(wanted: _Wanted) -> list[_Wanted]:
     for name, (theirs, ours) in wanted.items():
         if ours.nbytes > room:
             parts.append({})
-            room = max(_AT_ONCE, ours.nbytes)
+            room = max(AT_ONCE, ours.nbytes)
         parts[-1][name] = theirs, ours
         room -= ours.nbytes
     return parts

@@ -8,7 +8,7 @@ import operator
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,6 @@ def _exported(module: nn.Module, x: torch.Tensor, where: str) -> torch.export.Ex
         part._forward_pre_hooks.clear()
         if getattr(part, "inplace", False) is True:
             part.__dict__["inplace"] = False
-        part.__dict__["_buffers"] = dict(part._buffers)
         for name, value in [item for item in part.__dict__.items() if isinstance(item[1], torch.Tensor)]:
             del part.__dict__[name]
             if name in weight_names(part):
@@ -198,12 +197,13 @@ def _program(module: nn.Module, exported: torch.export.ExportedProgram, where: s
     (outputs,) = (node for node in nodes if node.op == "output")
     results = [node for node in outputs.args[0] if node is not None and node.name in signature.user_outputs]
     program = Program(module, users[0], results[0])
+    names = {_memory(tensor): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
     for node in nodes:
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             program.sizes[node] = _of_batch(value, node, where)
         elif node.op == "placeholder":
-            _place(program, node, exported)
+            _place(program, node, exported, names)
         elif node.op == "call_function" and isinstance(value, torch.Tensor):
             program.operations[node] = _operation(node, where)
     # Numbers that were computed have no tensor behind them; neither has what nobody needs.
@@ -216,7 +216,9 @@ def _program(module: nn.Module, exported: torch.export.ExportedProgram, where: s
     return program
 
 
-def _place(program: Program, node: fx.Node, exported: torch.export.ExportedProgram) -> None:
+def _place(
+    program: Program, node: fx.Node, exported: torch.export.ExportedProgram, names_by_memory: Mapping[Any, str]
+) -> None:
     signature = exported.graph_signature
     for names in (signature.inputs_to_parameters, signature.inputs_to_buffers):
         if node.name in names:
@@ -224,17 +226,12 @@ def _place(program: Program, node: fx.Node, exported: torch.export.ExportedProgr
     constant = signature.inputs_to_lifted_tensor_constants.get(node.name)
     if constant is not None:
         tensor = exported.constants[constant]
-        name = _names(program.module).get(_memory(tensor)) if tensor.numel() else None
+        name = names_by_memory.get(_memory(tensor)) if tensor.numel() else None
         if name is None:
             program.constants[node] = tensor.detach()
         else:
             # Reached by another way than its module: a list, a bound method.
             program.attributes[node] = name
-
-
-def _names(module: nn.Module) -> dict[Any, str]:
-    """The name of each parameter and buffer, by its memory."""
-    return {_memory(tensor): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -64,14 +64,19 @@ class _Lowering:
         return {name: getattr(module, name) for name in self.names}
 
 
+def _measures(module: Any) -> bool:
+    """Whether a normalisation goes by the statistics of its input, not by running ones."""
+    return module.training or module.running_var is None
+
+
 class _BatchNorm(_Lowering):
     def arguments(self, module: Any) -> Arguments:
-        return {**super().arguments(module), "training": module.training or module.running_var is None}
+        return {**super().arguments(module), "training": _measures(module)}
 
 
 class _InstanceNorm(_Lowering):
     def arguments(self, module: Any) -> Arguments:
-        return {**super().arguments(module), "use_input_stats": module.training or module.running_var is None}
+        return {**super().arguments(module), "use_input_stats": _measures(module)}
 
 
 def _meta_convolution(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +107,7 @@ def _meta_instance_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     module._check_input_dim(x)
     if x.shape[1] != module.num_features and (module.affine or module.track_running_stats):
         raise RuntimeError(f"expected {module.num_features} channels")
-    return functional.instance_norm(x) if module.training or module.running_var is None else x
+    return functional.instance_norm(x) if _measures(module) else x
 
 
 def _meta_group_norm(module: nn.GroupNorm, x: torch.Tensor) -> torch.Tensor:

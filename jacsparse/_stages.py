@@ -20,6 +20,7 @@ from .patterns import Call, Diagonal, Identity, Pattern, Rule, rule_for
 from .spgemm import matvec
 
 __all__ = [
+    "AT_ONCE",
     "TRAINS",
     "Edge",
     "ModuleStage",
@@ -516,7 +517,7 @@ class Scaled:
         return Scaled(torch.addcmul(other.product(), self.gradients, self.scale))
 
 
-#: Bytes of the largest gradient that is taken back at once.
+#: Bytes of gradients that are held at once.
 AT_ONCE = 2**26
 
 
