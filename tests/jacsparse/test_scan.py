@@ -405,7 +405,8 @@ def test_backward_accumulates_and_refuses_randomness() -> None:
 def test_graph_is_released() -> None:
     def alive() -> int:
         gc.collect()
-        return sum(isinstance(thing, Record) for thing in gc.get_objects())
+        # isinstance would ask weak proxies whose object is gone, which other tests leave behind, and they raise.
+        return sum(issubclass(type(thing), Record) for thing in gc.get_objects())
 
     module = lenet()
     scan = jacsparse.nn.Scan(module, schedule="blelloch")
