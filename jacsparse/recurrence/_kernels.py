@@ -9,6 +9,8 @@ is with.
 Weights are padded: ``w[k, g * width + j]`` is what element ``k`` of the state weighs in element ``j`` of gate ``g``
 (forward), or what element ``k`` of gate ``g``, row ``g * width + k``, weighs in element ``j`` of the state (backward).
 
+Backward all is computed in the dtype of `grad_end`, whichever that of what the forward pass kept and of the weights is.
+
 All loops over elements are over whole arrays by a plain index, for LLVM to vectorise.
 """
 
@@ -95,10 +97,11 @@ def rnn_backward(
     `grad_out` or `grad_gates` without rows: there are no gradients of outputs, or those of gates are not wanted.
     """
     size, width = grad_end.shape[1], w.shape[1]
-    zero, one = h.dtype.type(0), h.dtype.type(1)
+    zero, one = grad_end.dtype.type(0), grad_end.dtype.type(1)
     weights, outputs, added, written = w.reshape(-1), h.reshape(-1), grad_out.reshape(-1), grad_gates.reshape(-1)
     ends, starts = grad_end.reshape(-1), grad_start.reshape(-1)
-    v, g, d, state = _scratch(width, h), _scratch(width, h), _scratch(width, h), _scratch(width, h)
+    v, g = _scratch(width, grad_end), _scratch(width, grad_end)
+    d, state = _scratch(width, grad_end), _scratch(width, grad_end)
     for block in range(first, last):
         run = block * together
         rows = min(together, len(sample) - run)
@@ -207,12 +210,13 @@ def gru_backward(
 ):
     """Writes the gradients of what enters r, z, n and of ``m``; `initial` is the state before time ``edge[sample]``."""
     size, width = grad_end.shape[1], w.shape[1]
-    one, part = h.dtype.type(1), width * width
+    one, part = grad_end.dtype.type(1), width * width
     weights, outputs, first_states, keep = w.reshape(-1), h.reshape(-1), initial.reshape(-1), gates.reshape(-1)
     added, written = grad_out.reshape(-1), grad_gates.reshape(-1)
     ends, starts = grad_end.reshape(-1), grad_start.reshape(-1)
-    v, g, before = _scratch(width, h), _scratch(width, h), _scratch(width, h)
-    reset, update, fresh, inner = _scratch(width, h), _scratch(width, h), _scratch(width, h), _scratch(width, h)
+    v, g, before = _scratch(width, grad_end), _scratch(width, grad_end), _scratch(width, grad_end)
+    reset, update = _scratch(width, grad_end), _scratch(width, grad_end)
+    fresh, inner = _scratch(width, grad_end), _scratch(width, grad_end)
     for block in range(first, last):
         run = block * together
         rows = min(together, len(sample) - run)
@@ -342,13 +346,14 @@ def lstm_backward(
 ):
     """Writes the gradients of what enters i, f, g and o; `initial` is the state before time ``edge[sample]``."""
     size, width = grad_end.shape[1] // 2, w.shape[1]
-    zero, one, part = gates.dtype.type(0), gates.dtype.type(1), width * width
+    zero, one, part = grad_end.dtype.type(0), grad_end.dtype.type(1), width * width
     weights, first_states, keep = w.reshape(-1), initial.reshape(-1), gates.reshape(-1)
     added, written = grad_out.reshape(-1), grad_gates.reshape(-1)
     ends, starts = grad_end.reshape(-1), grad_start.reshape(-1)
-    v, cell_v, g, before = _scratch(width, w), _scratch(width, w), _scratch(width, w), _scratch(width, w)
-    enter, forget, fresh = _scratch(width, w), _scratch(width, w), _scratch(width, w)
-    leave, cell = _scratch(width, w), _scratch(width, w)
+    v, cell_v = _scratch(width, grad_end), _scratch(width, grad_end)
+    g, before = _scratch(width, grad_end), _scratch(width, grad_end)
+    enter, forget, fresh = _scratch(width, grad_end), _scratch(width, grad_end), _scratch(width, grad_end)
+    leave, cell = _scratch(width, grad_end), _scratch(width, grad_end)
     for block in range(first, last):
         run = block * together
         rows = min(together, len(sample) - run)

@@ -2,6 +2,7 @@
 
 The adjoint goes through a run's steps the other way: ``v_t = g_t + (what came)``, and ``A_tᵀ v_t`` goes on. `b`, `out`
 or their like without rows are left out. Runs are as in `_kernels`; `shared` says that all samples have the same blocks.
+States have the dtype of `start`, in which all is computed, whichever that of the blocks and of `b` is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ..patterns._runtime import inlined, kernel
-from ._vector import LANES, copy_elements, multiply_rows
+from ._vector import LANES, as_elements, copy_elements, multiply_rows
 
 __all__ = [
     "dense_adjoint",
@@ -30,22 +31,23 @@ __all__ = [
 
 @intrinsic
 def _dot(typing_context, a, at_a, b, at_b, count):
-    """``Σ_i a[at_a + i] * b[at_b + i]``: `LANES` sums side by side, added in a fixed order."""
+    """``Σ_i a[at_a + i] * b[at_b + i]`` in the dtype of `b`: `LANES` sums side by side, added in a fixed order."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         left_, place_a, right_, place_b, size = args
         left = context.make_array(a)(context, builder, left_).data
         right = context.make_array(b)(context, builder, right_).data
-        element, integer = context.get_data_type(a.dtype), size.type
-        vector, alignment = ir.VectorType(element, LANES), context.get_abi_alignment(element)
+        element, integer = context.get_data_type(b.dtype), size.type
+        vector = ir.VectorType(element, LANES)
         zero = ir.Constant(element, 0.0)
         sums = cgutils.alloca_once_value(builder, ir.Constant(vector, [zero] * LANES))
         rest = cgutils.alloca_once_value(builder, zero)
 
         def wide(data: Any, place: Any) -> Any:
-            loaded = builder.load(builder.bitcast(builder.gep(data, [place]), vector.as_pointer()))
-            loaded.align = alignment
-            return loaded
+            given = data.type.pointee
+            loaded = builder.load(builder.bitcast(builder.gep(data, [place]), ir.VectorType(given, LANES).as_pointer()))
+            loaded.align = context.get_abi_alignment(given)
+            return as_elements(builder, loaded, element)
 
         lanes = ir.Constant(integer, LANES)
         groups = builder.sdiv(size, lanes)
@@ -57,6 +59,7 @@ def _dot(typing_context, a, at_a, b, at_b, count):
         with cgutils.for_range(builder, builder.sub(size, done), intp=integer) as loop:
             at = builder.add(done, loop.index)
             one = builder.load(builder.gep(left, [builder.add(place_a, at)]))
+            one = context.cast(builder, one, a.dtype, b.dtype)
             other = builder.load(builder.gep(right, [builder.add(place_b, at)]))
             builder.store(builder.fadd(builder.load(rest), builder.fmul(one, other)), rest)
         total, found = builder.load(rest), builder.load(sums)
@@ -65,7 +68,7 @@ def _dot(typing_context, a, at_a, b, at_b, count):
         return total
 
     integer = types.intp
-    return a.dtype(a, integer, b, integer, integer), generate
+    return b.dtype(a, integer, b, integer, integer), generate
 
 
 @inlined

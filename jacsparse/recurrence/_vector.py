@@ -16,7 +16,7 @@ from numba.extending import intrinsic, overload
 
 from ..patterns._runtime import inlined
 
-__all__ = ["LANES", "ROWS", "copy_elements", "multiply_rows", "padded", "sigmoid", "tanh"]
+__all__ = ["LANES", "ROWS", "as_elements", "copy_elements", "multiply_rows", "padded", "sigmoid", "tanh"]
 
 #: Rows are padded to a multiple of as many elements.
 LANES = 8
@@ -35,11 +35,20 @@ def padded(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
+def as_elements(builder: Any, vector: Any, element: Any) -> Any:
+    """While a kernel is compiled: a vector of float32 or float64 as one of `element`."""
+    kind = ir.VectorType(element, vector.type.count)
+    if vector.type == kind:
+        return vector
+    return (builder.fpext if isinstance(element, ir.DoubleType) else builder.fptrunc)(vector, kind)
+
+
 @intrinsic(prefer_literal=True)
 def _multiply_block(typing_context, out, at_out, out_step, w, at_w, w_step, x, at_x, x_step, depth, rows, lanes):
     """``out[at_out + r*out_step + l] += Σ_k w[at_w + k*w_step + l] * x[at_x + r*x_step + k]``.
 
-    For a literal number of rows ``r`` and of lanes ``l``; the sums over ``k`` stay in registers.
+    For a literal number of rows ``r`` and of lanes ``l``; the sums over ``k`` stay in registers. `out` and `x` have one
+    dtype; weights are converted to it.
     """
     count, width = rows.literal_value, lanes.literal_value
 
@@ -50,14 +59,14 @@ def _multiply_block(typing_context, out, at_out, out_step, w, at_w, w_step, x, a
             for kind, place in zip(array_types, (0, 3, 6), strict=True)
         )
         _, at_out, out_step, _, at_w, w_step, _, at_x, x_step, depth_, _, _ = args
-        element = context.get_data_type(array_types[0].dtype)
-        alignment = context.get_abi_alignment(element)
+        element, weight = (context.get_data_type(kind.dtype) for kind in array_types[:2])
+        alignment, weight_alignment = (context.get_abi_alignment(kind) for kind in (element, weight))
         vector, integer = ir.VectorType(element, width), at_out.type
         undefined = ir.Constant(vector, ir.Undefined)
         first_lane = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
 
-        def place_of(data: Any, place: Any) -> Any:
-            return builder.bitcast(builder.gep(data, [place]), vector.as_pointer())
+        def place_of(data: Any, place: Any, element: Any = element) -> Any:
+            return builder.bitcast(builder.gep(data, [place]), ir.VectorType(element, width).as_pointer())
 
         def shifted(place: Any, step: Any, number: int) -> Any:
             return builder.add(place, builder.mul(step, ir.Constant(integer, number)))
@@ -72,8 +81,9 @@ def _multiply_block(typing_context, out, at_out, out_step, w, at_w, w_step, x, a
             sums.append(total)
         starts = [shifted(at_x, x_step, row) for row in range(count)]
         with cgutils.for_range(builder, depth_, intp=integer) as loop:
-            weights = builder.load(place_of(w_data, builder.add(at_w, builder.mul(loop.index, w_step))))
-            weights.align = alignment
+            weights = builder.load(place_of(w_data, builder.add(at_w, builder.mul(loop.index, w_step)), weight))
+            weights.align = weight_alignment
+            weights = as_elements(builder, weights, element)
             for start, total in zip(starts, sums, strict=True):
                 factor = builder.load(builder.gep(x_data, [builder.add(start, loop.index)]))
                 single = builder.insert_element(undefined, factor, ir.Constant(ir.IntType(32), 0))
@@ -101,7 +111,7 @@ def multiply_rows(out, at_out, out_step, w, at_w, w_step, x, at_x, x_step, depth
         left = rows - row
         to, source = at_out + row * out_step, at_x + row * x_step
         column = 0
-        if w.itemsize == 4:
+        if x.itemsize == 4:
             while width - column >= 16:
                 at = at_w + column
                 if left >= 8:
@@ -128,14 +138,18 @@ def _copy_lanes(typing_context, out, at_out, source, at_source):
     """``out[at_out + i] = source[at_source + i]`` for `LANES` elements of two contiguous arrays."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to, place, source_, from_ = args
-        element = context.get_data_type(out.dtype)
-        alignment, pointer = context.get_abi_alignment(element), ir.VectorType(element, LANES).as_pointer()
-        target = context.make_array(out)(context, builder, to).data
-        origin = context.make_array(source)(context, builder, source_).data
-        loaded = builder.load(builder.bitcast(builder.gep(origin, [from_]), pointer))
-        loaded.align = alignment
-        builder.store(loaded, builder.bitcast(builder.gep(target, [place]), pointer)).align = alignment
+        to, to_place, from_, from_place = args
+
+        def place_of(kind: Any, array: Any, place: Any) -> tuple[Any, Any]:
+            element = context.get_data_type(kind.dtype)
+            data = context.make_array(kind)(context, builder, array).data
+            return element, builder.bitcast(builder.gep(data, [place]), ir.VectorType(element, LANES).as_pointer())
+
+        (element, target), (given, origin) = place_of(out, to, to_place), place_of(source, from_, from_place)
+        loaded = builder.load(origin)
+        loaded.align = context.get_abi_alignment(given)
+        copied = as_elements(builder, loaded, element)
+        builder.store(copied, target).align = context.get_abi_alignment(element)
         return context.get_dummy_value()
 
     integer = types.intp
@@ -144,7 +158,7 @@ def _copy_lanes(typing_context, out, at_out, source, at_source):
 
 @inlined
 def copy_elements(out, at_out, source, at_source, count):
-    """``out[at_out + i] = source[at_source + i]`` for `count` elements of two contiguous arrays."""
+    """``out[at_out + i] = source[at_source + i]`` for `count` elements of two contiguous arrays of floats."""
     if count < LANES:
         for i in range(count):
             out[at_out + i] = source[at_source + i]
