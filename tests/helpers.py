@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,20 @@ def reference_rows(name: str) -> list[dict[str, str]]:
 def random_pattern(rows: int, columns: int, density: float, seed: int | np.random.Generator) -> Pattern:
     """Positions drawn one by one."""
     return Pattern.from_scipy(scipy.sparse.csr_array(np.random.default_rng(seed).random((rows, columns)) < density))
+
+
+def reflections(n: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """A product of Householder reflections, n × n, in float64, worked out exactly: the same on all processors."""
+    product = np.eye(n, dtype=int).astype(object)
+    for _ in range(count):
+        v = rng.integers(1, 9, n).astype(object)
+        product = product - Fraction(2, v @ v) * np.outer(product @ v, v)
+    return product.astype(np.float64)
+
+
+def uniform(rng: np.random.Generator, *shape: int) -> torch.Tensor:
+    """Multiples of 2^-20 between -1 and 1, in float32."""
+    return torch.from_numpy(rng.integers(-(2**20), 2**20, shape) / 2**20).float()
 
 
 def autograd_jacobian(module: nn.Module, sample: torch.Tensor) -> torch.Tensor:

@@ -73,6 +73,22 @@ class Chunks:
         return frozen(np.where(self.place > 0, self.table[self.place - 1, self.runs.sample], -1))
 
     @functools.cached_property
+    def after(self) -> np.ndarray:
+        """The run to which each one's last state goes; itself where it is the sample's last one."""
+        counts = self.counts[self.runs.sample]
+        return frozen(self.table[np.minimum(self.place + 1, counts - 1), self.runs.sample])
+
+    @functools.cached_property
+    def inner(self) -> np.ndarray:
+        """Which runs are neither the first nor the last of their sample."""
+        return frozen(np.flatnonzero((self.place > 0) & (self.place < self.counts[self.runs.sample] - 1)))
+
+    @functools.cached_property
+    def inner_runs(self) -> Runs:
+        """These."""
+        return self.runs.take(self.inner)
+
+    @functools.cached_property
     def last(self) -> np.ndarray:
         """The run at each sample's last place."""
         return frozen(self.table[self.counts - 1, np.arange(self.sequences.batch)])
@@ -87,43 +103,36 @@ class Chunks:
         """First states to begin with: zeros, and the samples' own where they are known."""
         return self.starts(edge.new_zeros(len(self.runs), edge.shape[1]), edge)
 
-    def solve(self, matrices: torch.Tensor, offsets: torch.Tensor, edge: torch.Tensor, *, tree: bool) -> torch.Tensor:
-        """Each run's first state, where a run takes a state ``s`` to ``s @ matrices[run] + offsets[run]``.
+    def solve(self, matrices: torch.Tensor, gaps: torch.Tensor, *, tree: bool) -> torch.Tensor:
+        """How far each run's first state has to move for all gaps to close.
 
         Parameters
         ----------
         matrices : Tensor, (runs, state, state) or (runs, state)
-            Of the runs; or their diagonals.
-        offsets : Tensor, (runs, state)
-            Of the runs.
-        edge : Tensor, (batch, state)
-            The samples' first states.
+            What a move ``s`` of a run's first state makes of its last one, ``s @ matrices[run]``; or their diagonals.
+            Those of the samples' first and last runs are not used, but have to be finite.
+        gaps : Tensor, (runs, state)
+            From each run's first state to the last one of the run before, 0 where there is none.
         tree : bool
             Whether pairs are composed side by side, as in the thesis' scan, or the states go from run to run.
 
-        Notes
-        -----
-        In float64: a power of a matrix doubles its error at each level, which in float32 is 20 times that of going
-        step by step after 30,000 steps.
+        Returns
+        -------
+        Tensor, (runs, state)
+            As `gaps`; worked out in float64, for a power of a matrix doubles its error at each level.
         """
-        table, batch, begin = index(self.table, edge), self.sequences.batch, 0
-        found = edge.new_empty(*table.shape, edge.shape[1])
-        # Shorter samples stay where they are after their end.
-        unit = matrices.new_ones(matrices.shape[1]).double()
-        unit = unit.diag() if matrices.ndim == 3 else unit
+        table, batch, begin = index(self.table, gaps), self.sequences.batch, 0
+        found = gaps.new_empty(*table.shape, gaps.shape[1])
         while begin < batch:
-            # The longest come first: none of these is longer than the first one.
+            # The longest come first: none of these is longer than the first one. Nobody reads what stands in the places
+            # beyond a shorter one's end.
             count = int(self.counts[begin])
-            end = min(batch, begin + max(1, _ELEMENTS // max(1, count * unit.numel())))
-            places = table[:count, begin:end]
-            steps, shifts = (given[places.clamp(min=0)].double() for given in (matrices, offsets))
-            if self.counts[end - 1] < count:
-                there = (places >= 0).unsqueeze(-1)
-                shifts = torch.where(there, shifts, 0)
-                steps = torch.where(there.unsqueeze(-1) if matrices.ndim == 3 else there, steps, unit)
-            found[:count, begin:end] = compose(steps, shifts, edge[begin:end].double(), tree=tree)[:-1]
+            end = min(batch, begin + max(1, _ELEMENTS // max(1, count * matrices[0].numel())))
+            places = table[:count, begin:end].clamp(min=0)
+            steps, moves = matrices[places[:-1]].double(), gaps[places].double()
+            found[:count, begin:end] = compose(steps, moves[1:], moves[0], tree=tree)
             begin = end
-        return found[index(self.place, edge), index(self.runs.sample, edge)]
+        return found[index(self.place, gaps), index(self.runs.sample, gaps)]
 
 
 def compose(matrices: torch.Tensor, offsets: torch.Tensor, state: torch.Tensor, *, tree: bool) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,12 +46,15 @@ _SHARES = {
 }
 
 
-def _in_registers(name: str, *cells: str) -> tuple[str, ...]:
+#: What sweeps compute in, and the dtype of their data: gaps between chunks of float32 are measured in float64.
+_SWEPT = ("float, float", "double, double", "double, float")
+
+
+def _in_registers(name: str, types: Iterable[str], *cells: str) -> tuple[str, ...]:
     return tuple(
-        f"{name.format(cell)}<{real}, {registers}, {split}>"
-        for (cell, real), shares in _SHARES.items()
-        if cell in cells
-        for registers, split in shares
+        f"{name.format(cell)}<{kind}, {registers}, {split}>"
+        for cell, kind in itertools.product(cells, types)
+        for registers, split in _SHARES[cell, kind.partition(",")[0]]
     )
 
 
@@ -60,8 +65,8 @@ def _transfers(name: str) -> tuple[str, ...]:
 _CELLS = KernelFile(
     _FOLDER / "recurrent.cu",
     (
-        *_in_registers("{}_forward", "rnn", "gru", "lstm"),
-        *_in_registers("{}_backward", "rnn", "gru", "lstm"),
+        *_in_registers("{}_forward", REAL, "rnn", "gru", "lstm"),
+        *_in_registers("{}_backward", _SWEPT, "rnn", "gru", "lstm"),
         *_transfers("rnn"),
         *_transfers("gru"),
     ),
@@ -69,10 +74,10 @@ _CELLS = KernelFile(
 _LINEAR = KernelFile(
     _FOLDER / "linear.cu",
     (
-        *instances("dense_sweep", REAL),
-        *instances("diagonal_sweep", REAL),
-        *_in_registers("{}_sweep", "scaled"),
-        *instances("sparse_sweep", REAL, INDEX),
+        *instances("dense_sweep", _SWEPT),
+        *instances("diagonal_sweep", _SWEPT),
+        *_in_registers("{}_sweep", _SWEPT, "scaled"),
+        *instances("sparse_sweep", _SWEPT, INDEX),
         *_transfers("dense"),
         *_transfers("scaled"),
     ),
@@ -87,7 +92,7 @@ def launch(name: str, runs: Runs | OnDevice, weight: torch.Tensor, size: int, *a
     """Run one of the cells' kernels, as in ``gru_forward``, on the device of the weight.
 
     Arguments are those that the CPU's kernel of the same name takes after the runs; arrays are uploaded, and tensors
-    without rows are left out.
+    without rows are left out. The last one are the states that come out, in whose dtype all is computed.
 
     Raises
     ------
@@ -96,10 +101,11 @@ def launch(name: str, runs: Runs | OnDevice, weight: torch.Tensor, size: int, *a
     """
     check_size("hidden_size", size, LARGEST)
     device = weight.device
-    there = runs.on(device)
-    (registers, split), threads = _shares(name.partition("_")[0], weight.dtype, size)
+    there, dtype, (cell, _, way) = runs.on(device), arguments[-1].dtype, name.partition("_")
+    (registers, split), threads = _shares(cell, dtype, size)
+    types = c_type(dtype) if way == "forward" else _swept(dtype, weight.dtype)
     _CELLS.launch(
-        f"{name}<{c_type(weight.dtype)}, {registers}, {split}>",
+        f"{name}<{types}, {registers}, {split}>",
         [len(there.sample)],
         [threads],
         *there[:6],
@@ -110,7 +116,13 @@ def launch(name: str, runs: Runs | OnDevice, weight: torch.Tensor, size: int, *a
 
 
 def sweep(
-    form: str, runs: Runs | OnDevice, like: torch.Tensor, matrices: tuple[Any, ...], states: tuple[Any, ...], back: bool
+    form: str,
+    runs: Runs | OnDevice,
+    like: torch.Tensor,
+    dtype: torch.dtype,
+    matrices: tuple[Any, ...],
+    states: tuple[Any, ...],
+    back: bool,
 ) -> None:
     """Take runs of a linear recurrence with matrices of a form, as in ``dense``, from first to last states, or back.
 
@@ -121,7 +133,9 @@ def sweep(
     runs : Runs
         Which.
     like : Tensor, (runs, n)
-        The first states.
+        The first states, in whose dtype all is computed.
+    dtype : torch.dtype
+        Of the matrices and of what is added.
     matrices, states : tuple
         What the kernel takes of each, before and after `shared`, or the width of sparse values.
     back : bool
@@ -133,12 +147,12 @@ def sweep(
         Where the state is too large.
     """
     device, (count, size) = like.device, like.shape
-    there, real = runs.on(device), c_type(like.dtype)
+    there, types = runs.on(device), _swept(like.dtype, dtype)
     table = (*there[:4], there.batch)
     given = (*matrices, *states)
     if form == "diagonal":
         grid = [blocks(count * size)]
-        _LINEAR.launch(f"diagonal_sweep<{real}>", grid, [THREADS], *table, count, size, back, *given, device=device)
+        _LINEAR.launch(f"diagonal_sweep<{types}>", grid, [THREADS], *table, count, size, back, *given, device=device)
         return
     check_size("n", size, WIDEST)
     if form == "sparse":
@@ -150,7 +164,7 @@ def sweep(
         batch, fitting = there.batch, 48 * 1024 // (2 * size * like.element_size())
         lanes = 1 << min(5, batch.bit_length() - 1, fitting.bit_length() - 1)
         _LINEAR.launch(
-            f"sparse_sweep<{real}, {index}>",
+            f"sparse_sweep<{types}, {index}>",
             [blocks(count, lanes)],
             [lanes, THREADS // lanes],
             *table,
@@ -164,9 +178,9 @@ def sweep(
         return
     if form == "scaled":
         (registers, split), threads = _shares(form, like.dtype, size)
-        instance = f"scaled_sweep<{real}, {registers}, {split}>"
+        instance = f"scaled_sweep<{types}, {registers}, {split}>"
     else:
-        instance, threads = f"dense_sweep<{real}>", max(THREADS, _warps(size))
+        instance, threads = f"dense_sweep<{types}>", max(THREADS, _warps(size))
     _LINEAR.launch(instance, [count], [threads], *table, size, back, *given, device=device)
 
 
@@ -379,6 +393,10 @@ def _shares(cell: str, dtype: torch.dtype, size: int) -> tuple[tuple[int, int], 
     shares = _SHARES[cell, c_type(dtype)]
     registers, split = next((share for share in shares if size <= share[0] * share[1]), shares[-1])
     return (registers, split), _warps(registers * split**2 or -(-size // 8) * 8 * split)
+
+
+def _swept(dtype: torch.dtype, memory: torch.dtype) -> str:
+    return f"{c_type(dtype)}, {c_type(memory)}"
 
 
 def _warps(size: int) -> int:

@@ -92,7 +92,8 @@ class Blocks(ABC):
         end = start.new_empty(start.shape)
         if on_device(start):
             given = self.on_device(adjoint=adjoint)
-            _cuda.sweep(type(self).__name__.lower(), runs, start, given, (added, start, out, end), adjoint)
+            form, dtype = type(self).__name__.lower(), self.tensors[0].dtype
+            _cuda.sweep(form, runs, start, dtype, given, (added, start, out, end), adjoint)
             return end
         assert isinstance(runs, Runs)
         states = (rows_of(tensor, start) for tensor in (added, start, out, end))
@@ -303,37 +304,36 @@ class _Linear(Sweep):
     out: torch.Tensor
     adjoint: bool
 
+    @property
+    def diagonal(self) -> bool:
+        return isinstance(self.blocks, Diagonal)
+
     def run(self, runs: Runs | OnDevice, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
         return self.blocks.run(runs, self.added, start, self.out if record else None, adjoint=self.adjoint)
 
     def matrices(
-        self, runs: Runs, again: torch.Tensor | None = None, before: torch.Tensor | None = None
+        self,
+        runs: Runs,
+        dtype: torch.dtype,
+        again: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         size = self.blocks.size
-        if isinstance(self.blocks, Diagonal):
-            return self.blocks.run(runs, None, self.out.new_ones(len(runs), size), None, adjoint=self.adjoint)
-        found = self._transfer(runs, None)
-        if found is not None:
-            return found[:, :size]
-        units = self.out.new_ones(size).diag().repeat(len(runs), 1)
+        if self.diagonal:
+            return self.blocks.run(
+                runs, None, self.out.new_ones(len(runs), size, dtype=dtype), None, adjoint=self.adjoint
+            )
+        units = torch.eye(size, dtype=dtype, device=self.out.device).repeat(len(runs), 1)
         ends = self.blocks.run(runs.repeat(size), None, units, None, adjoint=self.adjoint)
         return ends.reshape(len(runs), size, size)
 
-    def walk(self, chunks: Chunks, edge: torch.Tensor) -> tuple[torch.Tensor, OnDevice]:
-        if isinstance(self.blocks, Diagonal):
-            diagonals, offsets = self.affine(chunks.runs, edge)
-            return _cuda.walk(chunks, diagonals, edge, offsets=offsets)
-        found = self._transfer(chunks.runs, self.added)
-        return super().walk(chunks, edge) if found is None else _cuda.walk(chunks, found, edge)
-
-    def _transfer(self, runs: Runs, added: torch.Tensor | None) -> torch.Tensor | None:
-        """On a device what `_cuda.transfer` finds, where it has a kernel."""
-        if not on_device(self.out) or self.blocks.size > _cuda.LARGEST or not isinstance(self.blocks, Dense | Scaled):
-            return None
+    def transfer(self, runs: Runs, edge: torch.Tensor) -> torch.Tensor:
+        if self.blocks.size > _cuda.LARGEST or not isinstance(self.blocks, Dense | Scaled):
+            return super().transfer(runs, edge)
         name, given = type(self.blocks).__name__.lower(), self.blocks.on_device(adjoint=self.adjoint)
         if isinstance(self.blocks, Scaled):
             given = (_cuda.padded(given[0]), *given[1:])
-        return _cuda.transfer(name, runs, self.out, self.blocks.size, *given, added, back=self.adjoint)
+        return _cuda.transfer(name, runs, self.out, self.blocks.size, *given, self.added, back=self.adjoint)
 
     def starts(self, chunks: Chunks, edge: torch.Tensor, schedule: str) -> torch.Tensor:
         if schedule == "blelloch" and isinstance(self.blocks, Sparse):
@@ -518,14 +518,14 @@ def _planned(sweep: _Linear, blocks: Sparse, start: torch.Tensor, direction: int
     """The states before each step, in the order of the steps, by a scan over planned sparse products."""
     pattern, values = blocks.pattern, blocks.values.detach().transpose(0, 1)
     assert sweep.added is not None
-    values = values.expand(-1, -1, len(start))
-    offsets = sweep.added.permute(2, 0, 1)
+    values, offsets = values.expand(-1, -1, len(start)), sweep.added.permute(2, 0, 1)
     if (direction < 0) != sweep.adjoint:
         values, offsets = values.flip(1), offsets.flip(1)
     if sweep.adjoint:
         values, pattern = values[index(pattern.transposition, values).long()], pattern.T
+    # In float64, as `Sweep.starts` has single steps.
+    values, offsets, state = (tensor.double().contiguous() for tensor in (values, offsets, start.T))
+    if sweep.adjoint:
         # The adjoint adds before it multiplies.
         offsets = times(pattern, values, offsets)
-    # In float64, as `compose`.
-    operands = (values.double().contiguous(), offsets.double().contiguous(), start.T.double().contiguous())
-    return scan(pattern, *operands).permute(1, 2, 0)[:-1].to(start.dtype).contiguous()
+    return scan(pattern, values, offsets, state).permute(1, 2, 0)[:-1].to(start.dtype).contiguous()

@@ -39,7 +39,7 @@ def guessed(
         ends, following = sweep.run(runs._replace(steps=again), state), None
         # What is right is, at last, what follows from the run before, whatever Newton's method makes of it.
         if newton and number < count:
-            matrices = sweep.matrices(chunks.runs, again, matrices)
+            matrices = sweep.matrices(chunks.runs, edge.dtype, again, matrices)
             following = _newton(sweep, chunks, matrices, ends, guess, edge, previous)
         judge(chunks, ends, following, edge, sweep.least, guess, previous, defects[number], judged)
         state, again, previous = judged.start, judged.again, defects[number]
@@ -66,7 +66,7 @@ def chunked(sweep: Sweep, chunks: Chunks, edge: torch.Tensor, schedule: str, rep
     """The last states of an affine recurrence, by what chunks do to a state."""
     report.methods.append(schedule)
     if schedule == "chunked":
-        start, lost = sweep.walk(chunks, edge)
+        start, lost = _walked(sweep, chunks, edge)
     else:
         start = sweep.starts(chunks, edge, schedule)
         lost = _overflowing(chunks, start, edge)
@@ -74,6 +74,22 @@ def chunked(sweep: Sweep, chunks: Chunks, edge: torch.Tensor, schedule: str, rep
     report.pending, report.sweeps = Pending.of(report.methods, lost.steps, None), 2
     # A product of many matrices may overflow where no state does.
     return sweep.run(lost, torch.where((lost.steps > 0)[:, None], edge, last))
+
+
+def _walked(sweep: Sweep, chunks: Chunks, edge: torch.Tensor) -> tuple[torch.Tensor, OnDevice]:
+    """As `Sweep.starts`, and the runs of the samples in which a state overflows."""
+    wide = edge.double()
+    if sweep.diagonal:
+        offsets = sweep.run(chunks.runs, wide.new_zeros(len(chunks.runs), edge.shape[1]), record=False)
+        start, lost = walk(chunks, sweep.matrices(chunks.runs, torch.float64), wide, offsets=offsets)
+        return start.to(edge.dtype), lost
+    matrices = sweep.transfer(chunks.runs, edge)
+    start = walk(chunks, matrices, edge)[0].double()
+    gaps = chunks.starts(sweep.run(chunks.runs, start, record=False), wide) - start
+    # A run adds the gap behind it.
+    matrices[:, -1] = gaps[index(chunks.after, gaps)]
+    moves, lost = walk(chunks, matrices, torch.zeros_like(edge))
+    return (start + moves).to(edge.dtype), lost
 
 
 def _overflowing(chunks: Chunks, start: torch.Tensor, edge: torch.Tensor) -> OnDevice:
@@ -166,8 +182,9 @@ def choose(
     if schedule == "relaxed":
         sweeps, launches = 2.0, 2 * SWEEPS + 1
     else:
-        # All rows of a step's matrix, n (n + 1) n multiply-adds, take as long as so many steps of one.
-        sweeps, launches = (2.0 if diagonal else 2 + size**3 / 2000), 4 + places // LAUNCH
+        # All rows of a step's matrix, n (n + 1) n multiply-adds, take as long as so many steps of one; what these leave
+        # over takes another sweep, and another walk from chunk to chunk.
+        sweeps, launches = (3.0, 4 + places // LAUNCH) if diagonal else (3 + size**3 / 2000, 16 + 2 * places // LAUNCH)
     linear = time * -(-batch // together)
     chosen = sweeps * chunk * -(-batch * places // together) + launches * LAUNCH
     told = f"{batch} samples of {time} steps and {size} elements on {multiprocessors} multiprocessors"

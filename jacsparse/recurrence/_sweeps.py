@@ -33,7 +33,7 @@ from ..schedule import Schedule, blelloch, chunked, linear
 from . import _on_device
 from ._cells import Cell, Kept, Weights
 from ._chunks import Chunks
-from ._cuda import tolerance, walk
+from ._cuda import tolerance
 from ._planned import scan, times
 from ._runs import OnDevice, Runs, Sequences, index
 
@@ -200,32 +200,65 @@ class Sweep(ABC):
 
     least: ClassVar[float] = 0.0
 
+    @property
+    def diagonal(self) -> bool:
+        """Whether matrices are diagonals."""
+        return False
+
     @abstractmethod
     def run(self, runs: Runs | OnDevice, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
-        """Take runs from first to last states; what happens on the way is recorded, unless it is not wanted."""
+        """Take runs from first to last states; what happens on the way is recorded, unless it is not wanted.
+
+        All is computed in the dtype of `start`, which may be wider than that of the recurrence.
+        """
 
     @abstractmethod
     def matrices(
-        self, runs: Runs, again: torch.Tensor | None = None, before: torch.Tensor | None = None
+        self,
+        runs: Runs,
+        dtype: torch.dtype,
+        again: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """For each run ``M`` with ``d(last state) = d(first state) @ M``, ``(runs, state, state)``.
+        """For each run ``M`` with ``d(last state) = d(first state) @ M``, ``(runs, state, state)``; or its diagonal.
 
         On a device of so many steps `again`; runs without steps may keep the matrix that they had `before`.
         """
 
+    def between(self, chunks: Chunks, dtype: torch.dtype) -> torch.Tensor:
+        """`matrices` of the chunks, as `Chunks.solve` takes them: zeros of those that are not used."""
+        matrices = self.matrices(chunks.inner_runs, dtype)
+        found = matrices.new_zeros(len(chunks.runs), *matrices.shape[1:])
+        found[index(chunks.inner, found)] = matrices
+        return found
+
     def starts(self, chunks: Chunks, edge: torch.Tensor, schedule: str) -> torch.Tensor:
-        """The chunks' first states, ``(runs, state)``, where the recurrence is affine: by the chunks' matrices."""
-        return chunks.solve(*self.affine(chunks.runs, edge), edge, tree=schedule == "blelloch")
+        """The chunks' first states, ``(runs, state)``, where the recurrence is affine, by Newton's method.
 
-    def walk(self, chunks: Chunks, edge: torch.Tensor) -> tuple[torch.Tensor, OnDevice]:
-        """On a device: `starts`, and the runs of the samples in which a state overflows."""
-        matrices, offsets = self.affine(chunks.runs, edge)
-        return walk(chunks, torch.cat([matrices, offsets.unsqueeze(1)], dim=1), edge)
+        Notes
+        -----
+        One step of it would be enough, were the chunks' matrices not rounded. Where all steps are alike, all chunks
+        round alike: over T steps this adds up to a share ρ of a state, of at most T n ε κ, where κ is the largest norm
+        of a product of steps. A loop has the same bound, but rounds other numbers at each step, and much of it cancels.
 
-    def affine(self, runs: Runs, edge: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What runs do to a state: `matrices`, and what they make of zeros, ``(runs, state)``."""
+        Diagonals, and matrices of single steps, cost little: in float64, for which ρ is nothing. Others would take
+        twice the time there. They stay as they are, and a second step, from gaps measured in float64, leaves ρ².
+        """
+        tree = schedule == "blelloch"
+        wide = tree or self.diagonal
+        matrices = self.matrices(chunks.runs, torch.float64) if wide else self.between(chunks, edge.dtype)
+        start = chunks.guess(edge)
+        for dtype in (torch.float64,) if wide else (edge.dtype, torch.float64):
+            start = start.to(dtype)
+            ends = self.run(chunks.runs, start, record=False)
+            start += chunks.solve(matrices, chunks.starts(ends, edge.to(dtype)) - start, tree=tree)
+        return start.to(edge.dtype)
+
+    def transfer(self, runs: Runs, edge: torch.Tensor) -> torch.Tensor:
+        """On a device: `matrices` and, below each, what the run makes of zeros, ``(runs, state + 1, state)``."""
         zeros = edge.new_zeros(len(runs), edge.shape[1])
-        return self.matrices(runs), self.run(runs, zeros, record=False)
+        offsets = self.run(runs, zeros, record=False)
+        return torch.cat([self.matrices(runs, edge.dtype), offsets.unsqueeze(1)], dim=1)
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         """The nearest states that the recurrence can reach from `edge`."""
@@ -245,11 +278,15 @@ class _Forward(Sweep):
         return self.cell.forward(runs, self.entered, self.weights, start, self.kept)
 
     def matrices(
-        self, runs: Runs, again: torch.Tensor | None = None, before: torch.Tensor | None = None
+        self,
+        runs: Runs,
+        dtype: torch.dtype,
+        again: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         # Row j is the gradient of element j of the last state.
         rows = None if before is None else before.transpose(1, 2)
-        return _units(self.cell, self.weights, self.kept, runs, again, rows).transpose(1, 2)
+        return _units(self.cell, self.weights, self.kept, runs, dtype, again, rows).transpose(1, 2)
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         return self.cell.limit(states, edge)
@@ -268,14 +305,18 @@ class _Backward(Sweep):
         return self.cell.backward(runs, self.weights, self.kept, self.grad_output, start, gates)
 
     def matrices(
-        self, runs: Runs, again: torch.Tensor | None = None, before: torch.Tensor | None = None
+        self,
+        runs: Runs,
+        dtype: torch.dtype,
+        again: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return _units(self.cell, self.weights, self.kept, runs, again, before)
+        return _units(self.cell, self.weights, self.kept, runs, dtype, again, before)
 
-    def walk(self, chunks: Chunks, edge: torch.Tensor) -> tuple[torch.Tensor, OnDevice]:
+    def transfer(self, runs: Runs, edge: torch.Tensor) -> torch.Tensor:
         if not self.cell.transfers:
-            return super().walk(chunks, edge)
-        return walk(chunks, self.cell.transfer(chunks.runs, self.weights, self.kept, self.grad_output), edge)
+            return super().transfer(runs, edge)
+        return self.cell.transfer(runs, self.weights, self.kept, self.grad_output)
 
     def starts(self, chunks: Chunks, edge: torch.Tensor, schedule: str) -> torch.Tensor:
         return _planned(self, chunks, edge) if schedule == "planned" else super().starts(chunks, edge, schedule)
@@ -286,18 +327,19 @@ def _units(
     weights: Weights,
     kept: Kept,
     runs: Runs,
+    dtype: torch.dtype,
     again: torch.Tensor | None = None,
     before: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What each unit vector at a run's end is at its start, as rows, ``(runs, state, state)``; as `Sweep.matrices`."""
     size = cell.states * weights.size
-    if cell.transfers and on_device(weights.hidden):
+    if cell.transfers and on_device(weights.hidden) and dtype == weights.hidden.dtype:
         there = runs.on(weights.hidden.device)
         there = there if again is None else there._replace(steps=again)
         # The rows before are those of a matrix with another one below.
         out = None if before is None else before.as_strided((len(runs), size + 1, size), before.stride())
         return cell.transfer(there, weights, kept, None, out)[:, :size]
-    units = weights.hidden.new_ones(size).diag().repeat(len(runs), 1)
+    units = torch.eye(size, dtype=dtype, device=weights.hidden.device).repeat(len(runs), 1)
     return cell.backward(runs.repeat(size), weights, kept, None, units, None).reshape(len(runs), size, size)
 
 
@@ -411,13 +453,15 @@ def _planned(sweep: _Backward, chunks: Chunks, edge: torch.Tensor) -> torch.Tens
     cell, weights, sequences = sweep.cell, sweep.weights, chunks.sequences
     pattern = state_jacobian_pattern(cell.mode, weights.hidden.cpu().numpy() != 0)
     state = cell.state(sweep.kept, sequences.before(chunks.runs.direction), index(sequences.sample, edge))
-    values = state_jacobian_values(cell.mode, weights.hidden, pattern, state)
+    # In float64, as `Sweep.starts` has single steps.
+    state = {name: tensor.double() for name, tensor in state.items()}
+    values = state_jacobian_values(cell.mode, weights.hidden.double(), pattern, state)
     values = gathered(values, pattern.transposition)
     # In the order in which gradients get to them; what comes after a sample's last step reaches nothing.
     rows = torch.zeros(chunks.table.shape, dtype=torch.int64, device=edge.device)
     place, sample = index(chunks.place, edge), index(chunks.runs.sample, edge)
     rows[place, sample] = index(sequences.offset[chunks.runs.begin] + chunks.runs.sample, edge)
-    values = values[:, rows].double()
+    values = values[:, rows]
     added = edge.new_zeros(sequences.steps, edge.shape[1])
     if sweep.grad_output is not None:
         added[:, : weights.size] = sweep.grad_output
@@ -484,9 +528,8 @@ def _relax(
         wanted = chunks.starts(ends, edge)
         following = wanted
         if newton:
-            matrices = sweep.matrices(runs)
-            offsets = ends - (start.unsqueeze(1) @ matrices).squeeze(1)
-            solved = sweep.limit(chunks.solve(matrices, offsets, edge, tree=False), edge[sample])
+            moves = chunks.solve(sweep.between(chunks, edge.dtype), wanted.double() - start, tree=False)
+            solved = sweep.limit((start + moves).to(edge.dtype), edge[sample])
             following = torch.where(solved.isfinite() & ~own, solved, wanted)
         # How far the guesses still are to move: for Newton's method, with all that boundaries do to later ones.
         scale = _largest(wanted, sample, len(edge)).clamp(min=least)

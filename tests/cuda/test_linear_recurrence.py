@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from jacsparse.patterns import Full, Pattern
 
 import jacsparse
 from jacsparse.recurrence import Dense, Diagonal, Scaled, Sparse, _cuda
 from tests.cuda.harness import DEVICE, emulated
-from tests.helpers import random_pattern
+from tests.helpers import random_pattern, reflections, uniform
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-11}
 
@@ -106,7 +108,7 @@ def test_guesses_that_do_not_settle_are_finished_step_after_step() -> None:
 def test_matrices_that_overflow(form: str) -> None:
     make, tensors = matrices(form, 60, 2, 4, torch.float32, 1.0)
     # What begins from zero stays zero, whatever the matrices grow to.
-    tensors[-1] = torch.full_like(tensors[-1], 1e9)
+    tensors[-1] = torch.full_like(tensors[-1], 1e18)
     b = torch.zeros(60, 2, 4)
     reports: list[Any] = []
     with emulated():
@@ -115,6 +117,31 @@ def test_matrices_that_overflow(form: str) -> None:
     assert torch.equal(h.cpu(), torch.zeros(60, 2, 4))
     report = reports[0].read()
     assert report.methods == ["chunked", "sequential"] and report.fallback_steps == 60 * report.fallback_samples == 120
+
+
+@pytest.mark.parametrize("form", ["dense", "diagonal", "scaled", "sparse"])
+def test_what_equal_steps_round_does_not_add_up(form: str) -> None:
+    """A state has the roundings of a chunk's steps, of n + 2 operations each, and of the state where it begins."""
+    time, n, rng = 10_000, 5, np.random.default_rng(0)
+    matrix = torch.from_numpy(reflections(n, 1, rng)).float()
+    make: Callable[[torch.dtype], Any] = {
+        "dense": lambda dtype: Dense(matrix.to(DEVICE, dtype).expand(time, 1, n, n)),
+        "diagonal": lambda dtype: Diagonal(torch.full((time, 1, n), 1 - 2.0**-8 / 3).to(DEVICE, dtype)),
+        "scaled": lambda dtype: Scaled(
+            (matrix / 0.8).to(DEVICE, dtype), torch.full((time, 1, n), 0.8).to(DEVICE, dtype)
+        ),
+        "sparse": lambda dtype: Sparse(
+            Pattern.of(Full(n, n)), matrix.to(DEVICE, dtype).reshape(1, -1, 1).expand(time, -1, 1)
+        ),
+    }[form]
+    b = uniform(rng, time, 1, n)
+    with emulated():
+        expected, found = (
+            jacsparse.linear_recurrence(make(dtype), b.to(DEVICE, dtype), schedule=schedule).cpu().double()
+            for dtype, schedule in ((torch.float64, "linear"), (torch.float32, "chunked:3"))
+        )
+    error = ((found - expected).abs().amax(dim=2) / expected.abs().amax(dim=2)).max()
+    assert error <= (3 + 1) * (n + 2) * n**0.5 * torch.finfo(torch.float32).eps / 2
 
 
 def test_states_that_are_too_large() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import scipy.linalg
 import scipy.sparse
 import torch
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 import jacsparse
 from jacsparse import Pattern, linear_recurrence
 from jacsparse.recurrence import Dense, Diagonal, Report, Scaled, Sparse
-from tests.helpers import close
+from tests.helpers import close, reflections, uniform
 
 SCHEDULES = ["auto", "linear", "chunked:3", "chunked", "blelloch", "relaxed:4"]
 FORMS = ["dense", "diagonal", "scaled", "sparse"]
@@ -120,6 +122,79 @@ def test_long_sequences_stay_as_accurate_as_a_loop(kind: str, schedule: str, whe
         assert found <= 10 * sequential, name
 
 
+#: Matrices, or diagonals, of which no power is much larger than another.
+EQUAL: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
+    "orthogonal": lambda rng: torch.linalg.qr(torch.from_numpy(rng.standard_normal((12, 12))))[0].numpy(),
+    "reflection": lambda rng: reflections(12, 1, rng),
+    "reflections": lambda rng: reflections(12, 12, rng),
+    "rotations": lambda rng: scipy.linalg.block_diag(*(rotation(*rng.choice(SIDES)) for _ in range(6))),
+    "permutation": lambda rng: scaled_permutation(rng.permutation(12), rng.choice([1, 1.25], 12)),
+    "signs": lambda rng: rng.choice([-1.0, 1.0], 12),
+    "memory": lambda rng: 1 - 2.0 ** -rng.integers(8, 16, 12) / 3,
+}
+#: Of right triangles.
+SIDES = [(3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25)]
+
+
+def rotation(a: int, b: int, c: int) -> np.ndarray:
+    return np.array([[a, -b], [b, a]]) / c
+
+
+def scaled_permutation(order: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    return scale[:, None] * np.eye(len(order))[order] / scale
+
+
+def equal_steps(form: str, kind: str, time: int, seeds: int) -> Any:
+    """The same matrix at each step, another one for each sample."""
+    matrices = np.stack([EQUAL[kind](np.random.default_rng(seed)) for seed in range(seeds)])
+    steps = torch.from_numpy(matrices).float().expand(time, *matrices.shape)
+    if matrices.ndim == 2:
+        return Diagonal(steps.contiguous())
+    if form == "dense":
+        return Dense(steps.contiguous())
+    if form == "scaled":
+        # One matrix for all samples; the steps are its product with what float32 has of 0.8.
+        return Scaled(steps[0, 0] / 0.8, steps.new_full((time, seeds, len(matrices[0])), 0.8))
+    pattern = Pattern.from_scipy(scipy.sparse.csr_array((matrices != 0).any(axis=0)))
+    rows, columns = (torch.from_numpy(places) for places in (matrices != 0).any(axis=0).nonzero())
+    return Sparse(pattern, steps[:, :, rows, columns].transpose(1, 2).contiguous())
+
+
+@functools.lru_cache(maxsize=1)
+def solved_by_a_loop(
+    form: str, kind: str, where: str
+) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A recurrence, and its solution in float64 and in float32."""
+    time, seeds = 5_000, 3
+    A, b = equal_steps(form, kind, time, seeds), uniform(np.random.default_rng(seeds), time, seeds, 12)
+    if where == "last":
+        b[1:] = 0
+    wide = solved(A.form(*[t.double() for t in A.tensors]), b.double(), "linear")
+    return A, b, wide, solved(A, b, "linear")
+
+
+@pytest.mark.parametrize("schedule", ["chunked", "chunked:3", "chunked:32", "chunked:256", "blelloch", "relaxed:32"])
+@pytest.mark.parametrize("where", ["all", "last"])
+@pytest.mark.parametrize(
+    ("form", "kind"), [*(("dense", kind) for kind in EQUAL), ("scaled", "reflection"), ("sparse", "rotations")]
+)
+def test_what_equal_steps_round_does_not_add_up(form: str, kind: str, where: str, schedule: str) -> None:
+    """Each chunk's matrix has the same rounding, where a loop rounds other numbers at each step.
+
+    Let products of steps have norms of at most κ. What is rounded within a chunk is a loop's error at its end less, at
+    most κ times, that at its start; and the state that it starts from was rounded, which is carried along. Both are
+    shares of the largest state in the chunk.
+    """
+    A, b, wide, loop = solved_by_a_loop(form, kind, where)
+    condition, eps = A.size**0.5, torch.finfo(b.dtype).eps
+    found = solved(A, b, schedule)
+    for name, expected in wide.items():
+        for sample in range(b.shape[1]):
+            sequential, error = (_chunk_error(of[name][:, sample], expected[:, sample]) for of in (loop, found))
+            # What is rounded in another order has another error, of the same size.
+            assert error <= 2 * (1 + condition) * sequential + (A.size + 2) * condition * eps, (name, sample)
+
+
 def solved(A: Any, b: torch.Tensor, schedule: str) -> dict[str, torch.Tensor]:
     """The states, and the gradients of `b` for a loss on the last one or, where all have one, on all."""
     b = b.clone().requires_grad_()
@@ -137,6 +212,12 @@ def _step_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     size = expected.abs().amax(dim=(1, 2))
     there = size > 1e-30
     return float(((found.double() - expected).abs().amax(dim=(1, 2))[there] / size[there]).max())
+
+
+def _chunk_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest of any step, as a share of the largest state within a chunk of it."""
+    largest = torch.nn.functional.max_pool1d(expected.abs().amax(dim=1)[None], 2 * 256 + 1, stride=1, padding=256)[0]
+    return float(((found.double() - expected).abs().amax(dim=1) / largest).max())
 
 
 def test_edges() -> None:

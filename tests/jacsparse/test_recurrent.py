@@ -17,8 +17,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 import jacsparse
 from jacsparse.recurrence import _sweeps
+from jacsparse.recurrence._cells import CELLS, Cell, Kept, Weights
+from jacsparse.recurrence._runs import Sequences
 from jacsparse.recurrence._vector import sigmoid, tanh
-from tests.helpers import close
+from tests.helpers import close, reflections, uniform
 
 KINDS = {
     "RNN": (jacsparse.nn.RNN, nn.RNN, {}),
@@ -669,3 +671,44 @@ def test_bad_options() -> None:
         jacsparse.nn.LSTM(3, 4, proj_size=2)
     with pytest.raises(ValueError, match="Unknown nonlinearity"):
         jacsparse.nn.RNN(3, 4, nonlinearity="sine")
+
+
+def equal_steps(cell: Cell, time: int, batch: int, seed: int, dtype: torch.dtype) -> tuple[Weights, Kept]:
+    """Weights, and what a forward pass might have kept, with the same Jacobian at each step.
+
+    With a reflection ``Q`` that is ``Q`` for an RNN, ``(I + Q) / 2`` for a GRU and, for the sum of both of its states'
+    gradients, for an LSTM.
+    """
+    n, rows = 12, time * batch
+    Q = torch.from_numpy(reflections(n, 1, np.random.default_rng(seed))).float()
+    # r, z, n and what is inside n's product; i, f, g, o and c.
+    gates = {"GRU": (1, 0.5, 0, 0), "LSTM": (0.5, 0.5, 0, 1, 0)}.get(cell.mode, ())
+    hidden = torch.cat([Q if gate == len(gates) // 2 else torch.zeros(n, n) for gate in range(cell.gates)]).to(dtype)
+    kept = torch.tensor(gates, dtype=dtype).repeat_interleave(n).expand(rows, -1).contiguous()
+    output = torch.full((rows, n), float(cell.mode == "RNN_RELU"), dtype=dtype)
+    return Weights(hidden, hidden), Kept(output, kept, torch.zeros(batch, n * cell.states, dtype=dtype))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("schedule", ["chunked", "chunked:3", "chunked:32", "blelloch", "planned"])
+@pytest.mark.parametrize("mode", CELLS)
+def test_what_equal_steps_round_does_not_add_up(mode: str, schedule: str, seed: int) -> None:
+    """Up to a bound that is derived where linear recurrences are tested."""
+    time, batch, cell = 5_000, 2, CELLS[mode]
+
+    def solved(schedule: str, dtype: torch.dtype) -> torch.Tensor:
+        weights, kept = equal_steps(cell, time, batch, seed, dtype)
+        rng, shapes = np.random.default_rng(seed), (kept.output.shape, kept.initial.shape)
+        gradients = (uniform(rng, *shape).to(dtype) for shape in shapes)
+        options = _sweeps.Options(schedule=schedule)
+        gates, _ = _sweeps.solve_backward(cell, Sequences.equal(time, batch), 1, weights, kept, *gradients, options)
+        return gates.view(time, -1)
+
+    expected = solved("linear", torch.float64)
+    sequential, error = (
+        float((solved(way, torch.float32) - expected).abs().max() / expected.abs().max())
+        for way in ("linear", schedule)
+    )
+    size = 12 * cell.states
+    condition = size**0.5
+    assert error <= 2 * (1 + condition) * sequential + (size + 2) * condition * torch.finfo(torch.float32).eps

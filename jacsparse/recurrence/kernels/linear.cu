@@ -15,11 +15,11 @@ __device__ __forceinline__ long long block_of(const Run& run, int time, bool sha
 
 // A block takes a run. Forward a warp takes a row at a time; back a group of threads takes some of the rows, a thread a
 // column of these.
-template <typename T>
+template <typename T, typename D>
 __global__ void __launch_bounds__(512, 1)
     dense_sweep(const long long* __restrict__ sample, const long long* __restrict__ begin,
                 const long long* __restrict__ count, int direction, int batch, int size, bool back,
-                const T* __restrict__ blocks, bool shared, const T* __restrict__ added, const T* __restrict__ start,
+                const D* __restrict__ blocks, bool shared, const D* __restrict__ added, const T* __restrict__ start,
                 T* __restrict__ out, T* __restrict__ end) {
   SHARED(T, state, 2 * 512);
   SHARED(T, sums, 512);
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(512, 1)
   for (int i = 0; i < run.steps; ++i) {
     int time = run.time(i);
     long long row = static_cast<long long>(run.row_at(time)) * size;
-    const T* a = blocks + block_of(run, time, shared) * size * size;
+    const D* a = blocks + block_of(run, time, shared) * size * size;
     T* fresh = state + (1 - (i & 1)) * 512;
     const T* held = state + (i & 1) * 512;
     if (back) {
@@ -72,11 +72,11 @@ __global__ void __launch_bounds__(512, 1)
 }
 
 // A thread takes an element of a run.
-template <typename T>
+template <typename T, typename D>
 __global__ void __launch_bounds__(256, 1)
     diagonal_sweep(const long long* __restrict__ sample, const long long* __restrict__ begin,
                    const long long* __restrict__ count, int direction, int batch, long long runs, int size, bool back,
-                   const T* __restrict__ d, bool shared, const T* __restrict__ added, const T* __restrict__ start,
+                   const D* __restrict__ d, bool shared, const D* __restrict__ added, const T* __restrict__ start,
                    T* __restrict__ out, T* __restrict__ end) {
   struct Read {
     T scale, comes;
@@ -104,11 +104,11 @@ __global__ void __launch_bounds__(256, 1)
 
 // A = W diag(d): a block takes a run, SPLIT threads an element. `w` is transposed forward, and as it is back: a row for
 // each element that comes in.
-template <typename T, int REGISTERS, int SPLIT>
+template <typename T, typename D, int REGISTERS, int SPLIT>
 __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
     scaled_sweep(const long long* __restrict__ sample, const long long* __restrict__ begin,
                  const long long* __restrict__ count, int direction, int batch, int size, bool back,
-                 const T* __restrict__ w, const T* __restrict__ d, bool shared, const T* __restrict__ added,
+                 const D* __restrict__ w, const D* __restrict__ d, bool shared, const D* __restrict__ added,
                  const T* __restrict__ start, T* __restrict__ out, T* __restrict__ end) {
   struct Read {
     T scale, comes;
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
   Run run = run_of(sample, begin, count, direction, nullptr, batch, back, blockIdx.x);
   int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
   bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
-  Column<T, REGISTERS, SPLIT> column;
+  Column<T, D, REGISTERS, SPLIT> column;
   column.load(w, size, size);
   T own = active ? start[blockIdx.x * static_cast<long long>(size) + j] : T(0);
   go_through<ahead<REGISTERS, SPLIT>(4), Read>(
@@ -141,12 +141,12 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
 
 // Rows of `indptr` and `indices` are those of A or, back, of A^T, whose entry p is number slots[p] of A's. A block
 // takes blockDim.x runs, which read values side by side where they are of neighbouring samples, (time, entries, width).
-template <typename T, typename I>
+template <typename T, typename D, typename I>
 __global__ void __launch_bounds__(256, 1)
     sparse_sweep(const long long* __restrict__ sample, const long long* __restrict__ begin,
                  const long long* __restrict__ count, int direction, int batch, long long runs, int size, bool back,
                  const I* __restrict__ indptr, const I* __restrict__ indices, const I* __restrict__ slots,
-                 const T* __restrict__ values, int width, const T* __restrict__ added, const T* __restrict__ start,
+                 const D* __restrict__ values, int width, const D* __restrict__ added, const T* __restrict__ start,
                  T* __restrict__ out, T* __restrict__ end) {
   DYNAMIC_SHARED(T, held);
   int lane = threadIdx.x, lanes = blockDim.x;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(256, 1)
     bool goes = there && i < run.steps;
     int time = goes ? run.time(i) : 0;
     long long row = goes ? static_cast<long long>(run.row_at(time)) * size : 0;
-    const T* own = values + time * entries * width + (width > 1 ? run.sample : 0);
+    const D* own = values + time * entries * width + (width > 1 ? run.sample : 0);
     if (back) {
       if (goes) {
         for (int j = threadIdx.y; j < size; j += blockDim.y) {

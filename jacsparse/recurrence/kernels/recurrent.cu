@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
   // Threads beyond the last element read what the last one does.
   int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
   bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
-  Column<T, REGISTERS, SPLIT> column;
+  Column<T, T, REGISTERS, SPLIT> column;
   column.load(w, size, size);
   T own = active ? start[blockIdx.x * static_cast<long long>(size) + j] : T(0);
   if (first) state[j] = own;
@@ -51,18 +51,18 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
 }
 
 // v <- W^T (v + g) f'(h): writes (v + g) f' of each step where it is wanted.
-template <typename T, int REGISTERS, int SPLIT>
+template <typename T, typename D, int REGISTERS, int SPLIT>
 __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
     rnn_backward(const long long* __restrict__ sample, const long long* __restrict__ begin,
                  const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
-                 int size, const T* __restrict__ h, const T* __restrict__ w, bool relu, const T* __restrict__ grad_out,
+                 int size, const D* __restrict__ h, const D* __restrict__ w, bool relu, const D* __restrict__ grad_out,
                  const T* __restrict__ grad_end, T* __restrict__ grad_gates, T* __restrict__ grad_start) {
   SHARED(T, scaled, 2 * 128);
   Run run = run_of(sample, begin, count, direction, offset, batch, true, blockIdx.x);
   // Threads beyond the last element read what the last one does.
   int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
   bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
-  Column<T, REGISTERS, SPLIT> column;
+  Column<T, D, REGISTERS, SPLIT> column;
   column.load(w, size, size);
   T v = active ? grad_end[blockIdx.x * static_cast<long long>(size) + j] : T(0);
   go_through<ahead<REGISTERS, SPLIT>(8), Values<T, 2>>(
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
   // Threads beyond the last element read what the last one does.
   int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
   bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
-  Column<T, REGISTERS, SPLIT> reset, update, fresh;
+  Column<T, T, REGISTERS, SPLIT> reset, update, fresh;
   reset.load(w, 3 * size, size);
   update.load(w + size, 3 * size, size);
   fresh.load(w + 2 * size, 3 * size, size);
@@ -130,9 +130,10 @@ template <typename T>
 struct GruKept {
   T r, z, n, m, before, grad;
   // Of a row, and the one before, which is the sample's initial state where that is negative.
-  __device__ __forceinline__ void fetch(long long row, long long preceding, int size, int j, const T* h, const T* gates,
-                                        const T* initial, const T* grad_out) {
-    const T* keep = gates + row * 4 * size + j;
+  template <typename D>
+  __device__ __forceinline__ void fetch(long long row, long long preceding, int size, int j, const D* h, const D* gates,
+                                        const D* initial, const D* grad_out) {
+    const D* keep = gates + row * 4 * size + j;
     r = keep[0], z = keep[size], n = keep[2 * size], m = keep[3 * size];
     before = *(preceding < 0 ? initial + j : h + preceding * size + j);
     grad = grad_out ? grad_out[row * size + j] : T(0);
@@ -147,12 +148,12 @@ struct GruKept {
 };
 
 // Equation 4.4, transposed and applied: writes the gradients of what enters r, z and n, and of m.
-template <typename T, int REGISTERS, int SPLIT>
+template <typename T, typename D, int REGISTERS, int SPLIT>
 __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
     gru_backward(const long long* __restrict__ sample, const long long* __restrict__ begin,
                  const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
-                 int size, const T* __restrict__ h, const T* __restrict__ gates, const T* __restrict__ initial,
-                 const long long* __restrict__ edge, const T* __restrict__ w, const T* __restrict__ grad_out,
+                 int size, const D* __restrict__ h, const D* __restrict__ gates, const D* __restrict__ initial,
+                 const long long* __restrict__ edge, const D* __restrict__ w, const D* __restrict__ grad_out,
                  const T* __restrict__ grad_end, T* __restrict__ grad_gates, T* __restrict__ grad_start) {
   SHARED(T, lines, 2 * 3 * 128);
   Run run = run_of(sample, begin, count, direction, offset, batch, true, blockIdx.x);
@@ -160,12 +161,12 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
   // Threads beyond the last element read what the last one does.
   int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
   bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
-  Column<T, REGISTERS, SPLIT> reset, update, fresh;
+  Column<T, D, REGISTERS, SPLIT> reset, update, fresh;
   reset.load(w, size, size);
   update.load(w + square, size, size);
   fresh.load(w + 2 * square, size, size);
   T v = active ? grad_end[blockIdx.x * static_cast<long long>(size) + j] : T(0);
-  const T* own_initial = initial + run.sample * static_cast<long long>(size);
+  const D* own_initial = initial + run.sample * static_cast<long long>(size);
   go_through<ahead<REGISTERS, SPLIT>(4), GruKept<T>>(
       run, run.beyond(edge),
       [&](long long row, long long preceding, GruKept<T>& kept) {
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
   // Threads beyond the last element read what the last one does.
   int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
   bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
-  Column<T, REGISTERS, SPLIT> enter, forget, fresh, leave;
+  Column<T, T, REGISTERS, SPLIT> enter, forget, fresh, leave;
   enter.load(w, 4 * size, size);
   forget.load(w + size, 4 * size, size);
   fresh.load(w + 2 * size, 4 * size, size);
@@ -233,12 +234,12 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
 }
 
 // Writes the gradients of what enters i, f, g and o.
-template <typename T, int REGISTERS, int SPLIT>
+template <typename T, typename D, int REGISTERS, int SPLIT>
 __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
     lstm_backward(const long long* __restrict__ sample, const long long* __restrict__ begin,
                   const long long* __restrict__ count, int direction, const long long* __restrict__ offset, int batch,
-                  int size, const T* __restrict__ gates, const T* __restrict__ initial,
-                  const long long* __restrict__ edge, const T* __restrict__ w, const T* __restrict__ grad_out,
+                  int size, const D* __restrict__ gates, const D* __restrict__ initial,
+                  const long long* __restrict__ edge, const D* __restrict__ w, const D* __restrict__ grad_out,
                   const T* __restrict__ grad_end, T* __restrict__ grad_gates, T* __restrict__ grad_start) {
   SHARED(T, lines, 2 * 4 * 128);
   Run run = run_of(sample, begin, count, direction, offset, batch, true, blockIdx.x);
@@ -246,14 +247,14 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
   // Threads beyond the last element read what the last one does.
   int j = threadIdx.x / SPLIT, mine = j < size ? j : size - 1;
   bool active = j < size, first = threadIdx.x % SPLIT == 0, writes = active && first;
-  Column<T, REGISTERS, SPLIT> enter, forget, fresh, leave;
+  Column<T, D, REGISTERS, SPLIT> enter, forget, fresh, leave;
   enter.load(w, size, size);
   forget.load(w + square, size, size);
   fresh.load(w + 2 * square, size, size);
   leave.load(w + 3 * square, size, size);
   long long place = blockIdx.x * 2ll * size + j;
   T v = active ? grad_end[place] : T(0), u = active ? grad_end[place + size] : T(0);
-  const T* own_initial = initial + (run.sample * 2ll + 1) * size;
+  const D* own_initial = initial + (run.sample * 2ll + 1) * size;
   go_through<ahead<REGISTERS, SPLIT>(2), Values<T, 7>>(
       run, run.beyond(edge),
       [&](long long row, long long preceding, Values<T, 7>& values) {

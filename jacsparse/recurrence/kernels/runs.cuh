@@ -3,6 +3,8 @@
 // A run is some consecutive steps of one sample in one direction of time: its step i is at time begin + i * direction.
 // A run of no steps ends where it starts. Rows of memory are numbered by 32 bits: that of time t is offset[t] + sample
 // or, where all samples are equally long and there is no `offset`, t * batch + sample.
+//
+// Backward and linear sweeps read data of type D, and compute in the type T of the states that they start from.
 
 // Four neighbours, which memory gives at once.
 template <typename T>
@@ -111,20 +113,20 @@ __device__ constexpr int ahead(int most) {
 
 // Weights of an element of the state, of which each of SPLIT neighbouring threads has a share: w[k * stride]. Either
 // REGISTERS of them, in registers; or none, and they come from the first-level cache.
-template <typename T, int REGISTERS, int SPLIT>
+template <typename T, typename D, int REGISTERS, int SPLIT>
 struct Column {
   T own[REGISTERS > 0 ? REGISTERS : 1];
-  const T* far;
+  const D* far;
   int stride, begin, count;
   // Threads beyond the last element have the last one's.
-  __device__ __forceinline__ void load(const T* first, int step, int size) {
+  __device__ __forceinline__ void load(const D* first, int step, int size) {
     int element = threadIdx.x / SPLIT, share = REGISTERS > 0 ? REGISTERS : whole_fours((size + SPLIT - 1) / SPLIT);
     begin = threadIdx.x % SPLIT * share, stride = step;
     count = size - begin < share ? size - begin : share;
     far = first + (element < size ? element : size - 1) + static_cast<long long>(begin) * step;
     if (REGISTERS > 0) {
 #pragma unroll
-      for (int k = 0; k < REGISTERS; ++k) own[k] = k < count ? far[static_cast<long long>(k) * step] : T(0);
+      for (int k = 0; k < REGISTERS; ++k) own[k] = k < count ? T(far[static_cast<long long>(k) * step]) : T(0);
     }
   }
   // The sum over k of w[k] and x[k]; x is aligned and, up to all registers, padded with zeros.
@@ -139,7 +141,7 @@ struct Column {
         for (int i = 0; i < 4; ++i) sums[i] += own[k + i] * four.at[i];
       }
     } else {
-      const T* w = far;
+      const D* w = far;
       int k = 0;
 #pragma unroll 4
       for (; k + 3 < count; k += 4) {
