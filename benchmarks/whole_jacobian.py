@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import jacsparse
 from jacsparse._accumulation import _Pulled
-from jacsparse._chain import Chain, kept_chain
+from jacsparse._chain import Chain
+from jacsparse._chain import chain as chain_of
 
 from ._context import Context, reason
 from ._experiment import Experiment, Row, compare
@@ -99,7 +100,7 @@ class WholeJacobian(Experiment):
         ]
         timed = [row for row in peers if row.median is not None]
         best = min(timed, key=lambda row: row.median or 0.0) if timed else peers[0]
-        chain = kept_chain(module, network.input_shape)
+        chain = chain_of(module, network.input_shape)
         accumulation, _ = chain._accumulated
         passed = _backward_multiply_adds(chain)
         with FlopCounterMode(display=False) as forward:

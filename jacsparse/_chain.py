@@ -3,48 +3,50 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import traceback
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Sequence
 from operator import index
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from ._accumulation import Accumulation, Region, empty_pattern
+from ._backward import has_hooks
 from ._jacobian import SparseJacobian
-from ._modules import (
-    Kept,
-    call_of,
-    check_module,
-    fingerprint,
-    has_own_hooks,
-    is_inactive,
-    is_known,
-    parts_of,
-    refresh_weights,
-    runs_as,
-    tensors_of,
-    twin,
-    undrawn,
-)
+from ._modules import check_module, tensors_of, undisturbed
 from ._order import Order, accumulated, best_order
-from ._stages import TRAINS, Edge, ModuleStage, Record, Stage, pull_back_all
-from ._traced import traced_stages
+from ._pruned import Kept, mask_of
+from ._stages import Edge, Record, Stage, pull_back_all, working
 from .patterns import Call, Identity, Pattern, UnsupportedOperatorError
+from .tracing._program import Operation, Program, contents_of, key_of, program_of
+from .tracing._recorder import Recording, record
 
-__all__ = ["Chain", "Record", "Stage", "chain", "check_input", "check_shape"]
+__all__ = [
+    "Chain",
+    "Chains",
+    "Record",
+    "Run",
+    "Stage",
+    "chain",
+    "check_input",
+    "check_shape",
+    "recent_chains",
+    "recorded",
+    "samples_of",
+]
 
 
 class Chain:
     """The stages of a module, in order.
 
-    Made by `chain`. Modules that only reshape (Flatten, Identity, inactive Dropout) are no stages: they run with the
-    stage that follows them, or with the last one.
+    Made by `chain`. Operators that only reshape are no stages: they run with the stage that follows them, or with the
+    last one.
 
     Attributes
     ----------
@@ -67,19 +69,18 @@ class Chain:
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
 
-    def run(self, x: torch.Tensor, *, trains: bool = True) -> list[Record]:
-        """Forward for a batch: what each stage computed, with a graph of its own; of parameters too where it trains."""
+    def records(self, recording: Recording) -> tuple[Chain, list[Record]]:
+        """What each stage did in a run; of a chain whose patterns hold for the weights of that run."""
+        records = [Record(stage, recording).adapted() for stage in self.stages]
+        stages = [own.stage for own in records]
+        if all(one is other for one, other in zip(stages, self.stages, strict=True)):
+            return self, records
+        return Chain(self.module, stages, self.in_shape, self.out_shape), records
+
+    def run(self, x: torch.Tensor) -> list[Record]:
+        """Run the module on a batch: what each stage did, with patterns that hold for this run."""
         check_input("x", x, self.in_shape)
-        records: list[Record] = []
-        state: dict[Any, Any] = {TRAINS: trains}
-        for stage in self.stages:
-            try:
-                records.append(stage.run(x, state))
-            except RuntimeError as error:
-                _check_devices(stage, x, error)
-                raise
-            x = records[-1].output
-        return records
+        return Chains(self.module).of(x)[1].records
 
     @property
     def factors(self) -> list[Pattern | Region]:
@@ -106,12 +107,9 @@ class Chain:
             return accumulation.matrices[result].pattern
         return empty_pattern(rows, columns)
 
-    def jacobian(self, x: torch.Tensor) -> SparseJacobian:
+    def jacobian(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
         """The whole module's Jacobian at each sample of a batch; of batch 1 where all share the values."""
-        chain, records = self.adapted(self.run(x, trains=False))
-        return chain._jacobian(x, records)
-
-    def _jacobian(self, x: torch.Tensor, records: Sequence[Record]) -> SparseJacobian:
+        refuse_hooks(records)
         if len(records) == 1:
             return records[0].jacobian()
         if not len(self):
@@ -125,13 +123,6 @@ class Chain:
             lambda span, matrix: pull_back_all(records[span[0] : span[1] + 1], matrix),
         )
         return SparseJacobian(self.pattern, values).T
-
-    def adapted(self, records: Sequence[Record]) -> tuple[Chain, list[Record]]:
-        """A chain whose patterns hold for the weights that made these records, and the records as its own."""
-        own = [record.adapted() for record in records]
-        if all(new is old for new, old in zip(own, records, strict=True)):
-            return self, own
-        return Chain(self.module, [record.stage for record in own], self.in_shape, self.out_shape), own
 
     def __repr__(self) -> str:
         lines = [f"<Chain of {len(self)} stages, {self.in_shape} to {self.out_shape}>"]
@@ -150,19 +141,19 @@ def chain(
     Parameters
     ----------
     module : Module
-        Of operators that have a rule: ``nn.Sequential`` of them is taken as it is, everything else is traced.
+        It is run once, on a few random samples; what that changes in it is undone.
     input_shape : sequence of int
         Of the input, without the batch axis.
     pruned : bool
         Whether patterns leave out pruned weights: those that a mask of ``torch.nn.utils.prune`` removes and, without a
-        mask, those that are exactly zero.
+        mask, those that are exactly zero, where leaving them out pays.
     like : Tensor, optional
         Of the input's dtype, on its device: where a module without parameters asks for them.
 
     Raises
     ------
     UnsupportedOperatorError
-        Where an operator has no rule; the message begins with its path in the model.
+        Where an operator has no rule, or what runs depends on what the input holds; the message begins with its path.
     TypeError
         Where `module` is no Module.
     ValueError
@@ -175,117 +166,279 @@ def chain(
     ['0', '1']
     """
     check_module(module)
-    shape = check_shape(input_shape)
-    in_shape = shape
-    stages: list[Stage] = []
-    waiting: list[tuple[str, nn.Module]] = []
-    for path, leaf in _leaves(module, ""):
-        for name, parameter in leaf.named_parameters():
-            if parameter.device.type not in ("cpu", "cuda"):
-                raise ValueError(
-                    f"{path}.{name} is on {parameter.device}; this runs on CPUs and CUDA: move it with .cpu()"
-                )
-        start = stages[-1].out_shape if stages else in_shape
-        if not is_known(leaf):
-            traced = traced_stages(leaf, shape, "" if leaf is module else path, pruned=pruned, like=like)
-            if waiting:
-                # What only reshapes runs by itself, as nothing that follows is a module.
-                traced = [_reshaping(waiting, start, shape), *traced]
-                waiting = []
-            stages += traced
-            shape = stages[-1].out_shape if stages else shape
-            continue
-        with undrawn():
-            current = twin(leaf, aside=True)
-            refresh_weights(current)
-        call = call_of(current, shape, path=path)
-        waiting.append((path, leaf))
-        shape = tuple(call.out_shape[1:])
-        if not is_inactive(leaf):
-            edge = Edge("input", "output", call)
-            edge.rule.check(call)
-            if pruned:
-                edge = edge.keeping([Kept.of(current, name) for name in edge.rule.weights])
-            stages.append(ModuleStage(path, start, shape, (edge,), "input", "output", tuple(waiting), leaf))
-            waiting = []
-    if waiting and stages:
-        last = stages[-1]
-        if isinstance(last, ModuleStage):
-            stages[-1] = replace(last, modules=(*last.modules, *waiting), out_shape=shape)
-        else:
-            stages.append(_reshaping(waiting, last.out_shape, shape))
-    return Chain(module, stages, in_shape, shape)
+    x = samples_of(module, check_shape(input_shape), like)
+    recording = recorded(module, x, readable=False, undone=True)
+    made = made_of(recording, pruned=pruned)
+    refuse_hooks(made.records(recording)[1])
+    for edge in (edge for stage in made for edge in stage.edges):
+        if edge.call.sources is not None and edge.call.sources.rows > 1:
+            raise edge.call.unsupported(
+                f"{edge.call.operator} mixes the samples of a batch: it moves the elements of each in another way",
+                "each sample must be worked on alike where no input is given",
+            )
+    return made
 
 
-@dataclass
-class _Kept:
-    """A chain that was made before: it runs a twin of the module, which is gone when its user lets go of it."""
+def refuse_hooks(records: Sequence[Record]) -> None:
+    """Raise where a backward hook may make another derivative than the operators' own."""
+    for own in records:
+        if has_hooks(own):
+            raise UnsupportedOperatorError(
+                f"{own.stage.path}: a backward hook, of a module or on a tensor, may change gradients, so that the "
+                "Jacobian is not the operators'; remove it"
+            )
 
-    module: weakref.ref[nn.Module]
-    key: tuple[Any, ...]
-    tensors: list[torch.Tensor]
-    chain: Chain
+
+#: Samples by which a module is looked at where no input is given: one would show nothing of how they are kept apart.
+SAMPLES = 3
 
 
-#: The last ones, by the module's ``id``.
-_KEPT: OrderedDict[int, _Kept] = OrderedDict()
+def samples_of(
+    module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | None = None, count: int = SAMPLES
+) -> torch.Tensor:
+    """Random samples of the module's dtype, on its device; where it has neither, as `like`."""
+    own = (tensor for tensor in tensors_of(module) if tensor.is_floating_point())
+    like = next(own, torch.empty(0) if like is None else like)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn((count, *shape), generator=generator)
+    return drawn if like.device.type == "meta" else drawn.to(like)
+
+
+def recorded(module: nn.Module, x: torch.Tensor, *, readable: bool = True, undone: bool = False) -> Recording:
+    """A forward pass of a module, its errors told in the user's words.
+
+    Raises
+    ------
+    ValueError
+        Where the input does not fit, or a parameter is elsewhere.
+    TypeError
+        Where parameters are of another dtype than the input.
+    """
+    try:
+        if undone:
+            with undisturbed(module):
+                return record(module, x, readable=readable)
+        return record(module, x, readable=readable)
+    except (UnsupportedOperatorError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            _check_alike(module, name, tensor, x, error)
+        where, shape, part = _failed(module, error, x)
+        what = type(part).__name__ if part._modules else str(part)
+        raise ValueError(
+            f"{where}: an input of shape {shape} does not fit {what}{_source_of(error)}: {error}"
+        ) from error
+
+
+def _check_alike(module: nn.Module, name: str, tensor: torch.Tensor, x: torch.Tensor, error: Exception) -> None:
+    """Raise where a parameter or buffer is not of the input's dtype, or elsewhere: why a forward pass has failed."""
+    where = name if "." in name else f"{type(module).__name__}.{name}"
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{where} is on {tensor.device}; this runs on CPUs and CUDA: move it with .cpu()") from error
+    if tensor.device != x.device:
+        raise ValueError(f"{where} is on {tensor.device}, its input on {x.device}; move one of them") from error
+    if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != x.dtype:
+        raise TypeError(f"{where} is {tensor.dtype}, its input {x.dtype}; convert one of them") from error
+
+
+def _failed(module: nn.Module, error: BaseException, x: torch.Tensor) -> tuple[str, tuple[int, ...], nn.Module]:
+    """The innermost module in which an error was raised: its path, the shape of its sample, and itself."""
+    paths = {id(part): name for name, part in module.named_modules()}
+    where, shape, found = type(module).__name__, tuple(x.shape[1:]), module
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is nn.Module._call_impl.__code__:
+            part, args = frame.f_locals["self"], frame.f_locals["args"]
+            if id(part) in paths and args and isinstance(args[0], torch.Tensor):
+                where, shape, found = paths[id(part)] or type(part).__name__, tuple(args[0].shape[1:]), part
+    return where, shape, found
+
+
+def _source_of(error: BaseException) -> str:
+    """The last line of the user's own code that an error came through, as in `` at net.py, line 7``."""
+    torch_folder = Path(torch.__file__).parent
+    here = Path(__file__).parent
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if file.is_file() and not file.is_relative_to(torch_folder) and not file.is_relative_to(here):
+            return f" at {file}, line {frame.lineno} ({(frame.line or '').strip()})"
+    return ""
+
+
+class Run(NamedTuple):
+    """A forward pass: the whole, and what each stage of a chain did."""
+
+    recording: Recording
+    records: list[Record]
+
+
+class Chains:
+    """The chains of one module that earlier calls have made, found again by what runs.
+
+    Parameters
+    ----------
+    module : Module
+        It is run at each call: what it does then decides.
+    pruned : bool
+        As in `chain`.
+    """
+
+    #: How many are kept.
+    most = 8
+
+    def __init__(self, module: nn.Module, *, pruned: bool = True) -> None:
+        self._module = weakref.ref(module)
+        self.pruned = pruned
+        self._chains: OrderedDict[Hashable, list[tuple[list[torch.Tensor], Chain]]] = OrderedDict()
+
+    def of(self, x: torch.Tensor, *, undone: bool = False) -> tuple[Chain, Run]:
+        """The chain of what the module does with a batch, and what it did."""
+        module = self._module()
+        assert module is not None
+        check_shape(x.shape[1:])
+        recording = recorded(module, x, undone=undone)
+        chain, records = self.matching(recording)
+        return chain, Run(recording, records)
+
+    def matching(self, recording: Recording) -> tuple[Chain, list[Record]]:
+        """The chain of a run, one that was made before where the same has run; and what each of its stages did."""
+        key, contents = key_of(recording), contents_of(recording)
+        known = self._chains.setdefault(key, [])
+        self._chains.move_to_end(key)
+        while len(self._chains) > self.most:
+            self._chains.popitem(last=False)
+        for place, (own, chain) in enumerate(known):
+            if all(torch.equal(one, other) for one, other in zip(own, contents, strict=True)):
+                # Weights that were zero when the patterns were made may have moved since.
+                adapted, records = chain.records(recording)
+                known[place] = own, adapted
+                return adapted, records
+        made = made_of(recording, pruned=self.pruned)
+        known.append(([tensor.detach().clone() for tensor in contents], made))
+        del known[: -self.most]
+        return made.records(recording)
+
+
+#: Those of the modules that `jacobian` was called with last, by ``id``.
+_RECENT: OrderedDict[int, tuple[weakref.ref[nn.Module], dict[bool, Chains]]] = OrderedDict()
 _MOST = 8
 
 
-def kept_chain(
-    module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True, like: torch.Tensor | None = None
-) -> Chain:
-    """As `chain`; the one of an earlier call, plans and all, where nothing has changed since, weights included.
+def _forget(recent: OrderedDict[int, Any], number: int, _: object) -> None:
+    recent.pop(number, None)
 
-    Its parameters are the module's, but those of parametrisations are not: it is for values, not for gradients of them.
+
+def recent_chains(module: nn.Module, *, pruned: bool) -> Chains:
+    """The chains that earlier calls have made of a module."""
+    number = id(module)
+    known = _RECENT.get(number)
+    if known is None or known[0]() is not module:
+        known = _RECENT[number] = (weakref.ref(module, functools.partial(_forget, _RECENT, number)), {})
+        while len(_RECENT) > _MOST:
+            _RECENT.popitem(last=False)
+    return known[1].setdefault(pruned, Chains(module, pruned=pruned))
+
+
+def made_of(recording: Recording, *, pruned: bool = True) -> Chain:
+    """The chain of a recording.
+
+    Raises
+    ------
+    UnsupportedOperatorError, TypeError
+        As `program_of` does, and where the output has no samples along its first axis.
     """
-    if not all(map(_keepable, parts_of(check_module(module)))):
-        return chain(module, input_shape, pruned=pruned, like=like)
-    tensors = list(tensors_of(module))
-    if any(tensor.is_inference() for tensor in tensors):
-        return chain(module, input_shape, pruned=pruned, like=like)
-    versions = tuple((id(tensor), tensor._version) for tensor in tensors)
-    key = (check_shape(input_shape), pruned, fingerprint(module, like), versions)
-    kept = _KEPT.get(id(module))
-    if kept is None or kept.module() is not module or kept.key != key:
-        made = chain(twin(module), input_shape, pruned=pruned, like=like)
-        number = id(module)
-        kept = _Kept(weakref.ref(module, lambda _: _KEPT.pop(number, None)), key, tensors, made)
-        _KEPT[number] = kept
-        while len(_KEPT) > _MOST:
-            _KEPT.popitem(last=False)
-    return kept.chain
-
-
-def _keepable(part: nn.Module) -> bool:
-    """Whether a module has nothing that a twin of it would not follow: hooks, and weights that it would make once."""
-    return not has_own_hooks(part) and not parametrize.is_parametrized(part)
-
-
-def _reshaping(
-    waiting: Sequence[tuple[str, nn.Module]], in_shape: tuple[int, ...], out_shape: tuple[int, ...]
-) -> Stage:
-    """A stage of modules that only reshape, where there is no operator beside them to run with."""
-    path, last = waiting[-1]
-    call = Call("aten.identity", {}, (1, *in_shape), (1, *out_shape), path)
-    return ModuleStage(
-        path, in_shape, out_shape, (Edge("input", "output", call),), "input", "output", tuple(waiting), last
-    )
-
-
-def _leaves(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that nn.Sequential, nested at will, runs, with their paths."""
-    if is_known(module) or not isinstance(module, nn.Sequential) or not runs_as(module, nn.Sequential):
-        yield path or type(module).__name__, module
-        return
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    module, x, y = recording.module, recording.input, recording.output
+    name, in_shape = type(module).__name__, tuple(x.shape[1:])
+    if recording.last is None or not y.ndim or y.shape[0] != len(x):
         raise UnsupportedOperatorError(
-            f"{path or type(module).__name__}: hooks of a container are not run; register them on the modules inside"
+            f"{name}: its output of shape {tuple(y.shape)} for {len(x)} samples does not have them along its first "
+            "axis; permute it, or let it depend on the input"
         )
-    # Not named_children, which gives a module that is used twice only once.
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _leaves(child, f"{path}.{name}" if path else name)
+    out_shape = tuple(y.shape[1:])
+    program = program_of(recording)
+    if program.operations and program.layouts[program.output] != program.layouts[0]:
+        raise UnsupportedOperatorError(
+            f"{name}: its output of shape {tuple(y.shape)} for {len(x)} samples does not have them along its first "
+            "axis; permute it"
+        )
+    if recording.last.vertex and not program.operations:
+        # No derivative passes.
+        stage = Stage(name, in_shape, out_shape, (), 0, program.output, program)
+        return Chain(module, [stage], in_shape, out_shape)
+    return Chain(module, _stages(program, recording, pruned), in_shape, out_shape)
+
+
+def _stages(program: Program, recording: Recording, pruned: bool) -> list[Stage]:
+    stages: list[Stage] = []
+    start, *cuts = program.cuts(program.layouts[0])
+    for stop in cuts:
+        operations = program.between(start, stop)
+        edges = tuple(
+            _edge(program, recording, operation, name, pruned)
+            for operation in operations
+            for name in operation.operands
+        )
+        if all(isinstance(edge.pattern.structure, Identity) for edge in edges):
+            if stop != cuts[-1]:
+                # What only reshapes runs with the stage that follows.
+                continue
+            if stages:
+                # Or with the one before.
+                last = stages.pop()
+                edges, start = (*last.edges, *edges), last.start
+            elif not any(operation.hooked or _externals(recording, operation) for operation in operations):
+                return []
+        out_shape = program.shapes[stop][1:]
+        path = _path(edges, program, {stage.path for stage in stages})
+        stages.append(Stage(path, program.shapes[start][1:], out_shape, edges, start, stop, program))
+        start = stop
+    return stages
+
+
+def _externals(recording: Recording, operation: Operation) -> frozenset[int]:
+    """The tensors from outside that an operation reads and that autograd has gradients of."""
+    return recording.externals_of(recording.invocations[operation.place], operation.operands)
+
+
+def _path(edges: Sequence[Edge], program: Program, taken: set[str]) -> str:
+    """Where a stage is in the model: what the paths of its operations have in common, and more where that is taken."""
+    operations = [program.operations[edge.target] for edge in working(edges) or edges]
+    paths = zip(*(operation.path.split(".") for operation in operations), strict=False)
+    common = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, paths)]
+    path = ".".join(common) or operations[-1].path.rpartition(".")[0] or operations[-1].path
+    name = operations[-1].name.partition(".")[2]
+    candidates = [path, f"{path}:{name}", *(f"{path}:{name}:{number}" for number in range(2, len(taken) + 3))]
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
+def _edge(program: Program, recording: Recording, operation: Operation, argument: str, pruned: bool) -> Edge:
+    source = operation.operands[argument]
+    call = Call(
+        operation.name,
+        {name: value for name, value in operation.arguments.items() if name != argument},
+        program.shapes[source],
+        program.shapes[operation.vertex],
+        operation.path,
+        operation.source,
+        argument=argument,
+        batched=frozenset(operation.layouts.keys() - {argument} - operation.alike),
+        dependent=operation.dependent - {argument},
+        sources=operation.sources.get(argument),
+        function=operation.evaluate,
+    )
+    edge = Edge(source, operation.vertex, call)
+    edge.rule.check(call)
+    weights = [
+        name
+        for name in edge.rule.pruned_arguments(call)
+        if name not in call.dependent | call.batched | operation.layouts.keys()
+    ]
+    given = recording.invocations[operation.place].arguments
+    # What was drawn is no guaranteed zero.
+    sure = [name for name in weights if not recording.drawn(given[name])]
+    if pruned and sure:
+        edge = edge.keeping([Kept(name, given[name], mask_of(recording, given[name])) for name in sure])
+    return edge
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -308,17 +461,9 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _said(shape: object) -> str:
-    return f"a tensor: give x.shape[1:] of {tuple(shape.shape)}" if isinstance(shape, torch.Tensor) else repr(shape)
-
-
-def _check_devices(stage: Stage, x: torch.Tensor, error: RuntimeError) -> None:
-    """ValueError in the place of `error` where a stage's weights are not where its input is."""
-    for edge in stage.edges:
-        for name, value in edge.call.arguments.items():
-            if isinstance(value, torch.Tensor) and value.device != x.device:
-                raise ValueError(
-                    f"{edge.call.path}.{name} is on {value.device} and the input on {x.device}; move one of them"
-                ) from error
+    if isinstance(shape, torch.Tensor):
+        return f"a tensor: give x.shape[1:] of {tuple(shape.shape)}"
+    return repr(tuple(shape) if isinstance(shape, torch.Size) else shape)
 
 
 def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from ._accumulation import Region, matrix_of
-from ._chain import Record, Stage, chain, check_input
+from ._chain import Chains, Record, Stage, check_input, check_shape, recorded, samples_of
 from ._layers import LayerFlop, layers_of
+from ._modules import check_module
 from ._stages import Edge
 from .patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from .patterns._files import replacing
@@ -266,7 +267,7 @@ def count_flop(
     Parameters
     ----------
     module : Module
-        A chain of operators: one, or ``nn.Sequential``. Or an ``nn.RNN``, ``nn.GRU`` or ``nn.LSTM`` of one layer in one
+        Any that works on each sample by itself. Or an ``nn.RNN``, ``nn.GRU`` or ``nn.LSTM`` of one layer in one
         direction: a chain of its steps.
     input_shape : sequence of int
         Without the batch axis; ``(time, features)`` for a recurrent layer.
@@ -407,20 +408,23 @@ class Subject:
 
 
 def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
-    stages = chain(module, input_shape)
+    check_module(module)
+    shape = check_shape(input_shape)
+    chains = Chains(module)
+    chain, records = chains.matching(recorded(module, samples_of(module, shape), readable=False, undone=True))
 
     def observed(record: Record, edge: Edge) -> Pattern:
         if edge.shared:
             return edge.pattern
-        return without_zeros(edge.pattern, record.values(edge)[:, 0].cpu().numpy())
+        return without_zeros(edge.pattern, record.values(edge, slice(0, 1))[:, 0].cpu().numpy())
 
     def observe(x: torch.Tensor) -> list[Pattern | Region]:
-        records = stages.run(x)
+        # Twice: a sample by itself would not show where samples are, and be cut into other stages.
+        _, (_, records) = chains.of(x.repeat(2, *[1] * (x.ndim - 1)), undone=True)
         return [record.stage.factor([observed(record, edge) for edge in record.stage.edges]) for record in records]
 
-    operators = [(stage.path, stage.name, partial(_stage_flop, stage)) for stage in stages]
-    layers = tuple(layers_of(stages.stages))
-    return Subject(stages.in_shape, stages.factors, operators, observe, layers)
+    operators = [(stage.path, stage.name, partial(_stage_flop, stage)) for stage in chain]
+    return Subject(chain.in_shape, chain.factors, operators, observe, tuple(layers_of(records)))
 
 
 def without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:

@@ -188,7 +188,7 @@ def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned:
     Parameters
     ----------
     module : Module
-        An operator, or ``nn.Sequential`` of operators: then the product of their patterns.
+        Any that works on each sample by itself. It is run once, on random samples; what that changes in it is undone.
     input_shape : tuple of int
         Without the batch axis.
     pruned : bool
@@ -216,9 +216,9 @@ def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned:
     >>> round(jacobian_pattern(torch.nn.Conv2d(3, 64, 3, padding=1), (3, 32, 32)).sparsity, 5)
     0.99157
     """
-    from ._chain import kept_chain
+    from ._chain import chain
 
-    return kept_chain(module, input_shape, pruned=pruned).pattern.T
+    return chain(module, input_shape, pruned=pruned).pattern.T
 
 
 def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> SparseJacobian:
@@ -227,7 +227,8 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
     Parameters
     ----------
     module : Module
-        An operator, or ``nn.Sequential`` of operators: then the product of their Jacobians.
+        Any that works on each sample by itself. It is run once; what that changes in it is undone, and what it draws is
+        what it would draw next.
     x : Tensor, (batch, *input_shape)
         float32 or float64, on the CPU or a CUDA device, where the module's parameters must be, and of the same dtype.
     pruned : bool
@@ -253,7 +254,14 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
     >>> jacobian(torch.nn.MaxPool2d(2), torch.randn(8, 3, 4, 4))
     <SparseJacobian 12 × 48, nnz 48, sparsity 0.91667, Pooling, batch 8, torch.float32>
     """
-    from ._chain import check_input, kept_chain
+    from ._chain import check_input, recent_chains
+    from ._modules import check_module
 
     check_input("x", x)
-    return kept_chain(module, tuple(x.shape[1:]), pruned=pruned, like=x).jacobian(x)
+    # One sample says what there is to be said of none.
+    given = x if len(x) else x.new_zeros((1, *x.shape[1:]))
+    chain, (_, records) = recent_chains(check_module(module), pruned=pruned).of(given, undone=True)
+    found = chain.jacobian(records, given)
+    if len(x) or all(record.stage.shared for record in records):
+        return found
+    return SparseJacobian(found.pattern, found.values[:, :0])

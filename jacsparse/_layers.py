@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._stages import Edge, Stage
+from ._stages import Edge, Record
 from .patterns import Call
 
 __all__ = ["LayerFlop", "layers_of"]
@@ -61,16 +61,17 @@ class LayerFlop:
         return self.zeros / self.weights if self.weights else 0.0
 
 
-def layers_of(stages: Sequence[Stage]) -> Iterator[LayerFlop]:
-    """The operators of a chain that have weights, or multiply."""
+def layers_of(records: Sequence[Record]) -> Iterator[LayerFlop]:
+    """The operators of a chain that have weights, or multiply; from what a run of it recorded."""
     # Whether a gradient is wanted of each tensor: the chain's input has none.
     wanted: dict[Any, bool] = {}
     before = False
-    for stage in stages:
+    for record in records:
+        stage = record.stage
         wanted[stage.start] = before
         for target, group in groupby(stage.edges, lambda edge: edge.target):
             edges = list(group)
-            weights = stage.weights_of(edges[0])
+            weights = _weights_of(record, edges[0])
             trains = any(trained for _, trained in weights.values())
             operands = [edge for edge in edges if wanted.get(edge.source, False)]
             layer = _layer(edges, operands, weights)
@@ -78,6 +79,19 @@ def layers_of(stages: Sequence[Stage]) -> Iterator[LayerFlop]:
                 yield layer
             wanted[target] = trains or bool(operands)
         before = wanted.get(stage.stop, False)
+
+
+def _weights_of(record: Record, edge: Edge) -> dict[str, tuple[torch.Tensor, bool]]:
+    """What an operator reads of parameters, as the module computes it, and whether it trains; by name."""
+    recording, invocation = record.recording, record.invocation(edge.target)
+    dependent = {operand.name for operand in invocation.operands}
+    given = {name: invocation.arguments[name] for name in invocation.versions if name not in dependent}
+    parameters = {id(parameter) for parameter in recording.module.parameters()}
+    return {
+        name: (tensor, tensor.requires_grad)
+        for name, tensor in given.items()
+        if tensor.requires_grad or recording.made_of(tensor, parameters)
+    }
 
 
 def _layer(edges: Sequence[Edge], operands: Sequence[Edge], weights: dict[str, tuple[Any, bool]]) -> LayerFlop:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ._chain import Chain, Record, chain, check_input
+from ._backward import externals_of, has_hooks, pull_back
+from ._chain import Chain, Chains, Record, Run, check_input
 from ._jacobian import SparseJacobian
+from ._modules import check_module
 from .patterns import Pattern
 from .patterns._cuda import allocated
 from .patterns._values import batch_last
@@ -84,9 +88,9 @@ class Scanner:
         return plans
 
     def pull_back(
-        self, records: Sequence[Record], gradient: torch.Tensor, parameters: Iterable[int], *, for_input: bool
+        self, records: Sequence[Record], gradient: torch.Tensor, externals: Iterable[int], *, for_input: bool
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        """Gradients of the chain's input and of parameters, for a gradient of its output.
+        """Gradients of the chain's input and of what else the run was given, for a gradient of its output.
 
         Parameters
         ----------
@@ -94,8 +98,8 @@ class Scanner:
             What the forward pass left, for the whole batch.
         gradient : Tensor, (batch, *out_shape)
             Of the chain's output.
-        parameters : iterable of int
-            Which, by the ``id`` of the module's.
+        externals : iterable of int
+            Which, by their places among the recording's.
         for_input : bool
             Whether the input's is wanted too.
 
@@ -103,28 +107,45 @@ class Scanner:
         -------
         gradient : Tensor or None
             Of the input, ``(batch, *in_shape)``.
-        parameter_gradients : dict of int to Tensor
-            By ``id``. A parameter of several stages gets their sum.
+        external_gradients : dict of int to Tensor
+            By place. One that several stages read gets their sum; one that none reads has none.
         """
-        asked = set(parameters)
-        own = [[key for key in record.parameters if key in asked] for record in records]
+        if not records:
+            return (gradient.reshape(len(gradient), *self.chain.in_shape) if for_input else None), {}
+        asked = set(externals)
+        own = [sorted(externals_of(record) & asked) for record in records]
         if not for_input and not any(own):
             return None, {}
         run = _Run(self, records, gradient, own, for_input)
         run.execute()
-        found: dict[int, torch.Tensor] = {}
-        for part in run.parameter_gradients:
-            for key, value in part.items():
-                found[key] = found[key] + value if key in found else value
-        return run.input_gradient, found
+        return run.input_gradient, run.external_gradients
+
+
+@dataclass
+class _Pass:
+    """Stages that autograd goes back through at once.
+
+    Attributes
+    ----------
+    gradient : int
+        The schedule's value that it begins with.
+    stages : list of int
+        By number, the last one first.
+    steps : dict of int to int
+        Of those stages that are steps of the schedule, the value that each makes: its input's gradient.
+    """
+
+    gradient: int
+    stages: list[int]
+    steps: dict[int, int]
 
 
 class _Run:
     """One pass of the steps over a batch.
 
-    Steps that no product of matrices precedes, or that none follows, run on the whole batch by the operators' own
-    backward, which gives their parameters' gradients as well. The rest run in slices of samples: only there matrices
-    exist.
+    Steps that no product of matrices precedes, or that none follows, run on the whole batch by autograd itself, in one
+    pass for all of them, which gives the gradients of weights as well. The rest run in slices of samples: only there
+    matrices exist.
     """
 
     def __init__(
@@ -132,13 +153,13 @@ class _Run:
         scanner: Scanner,
         records: Sequence[Record],
         gradient: torch.Tensor,
-        parameters: Sequence[Sequence[int]],
+        externals: Sequence[Sequence[int]],
         for_input: bool,
     ) -> None:
-        self.scanner, self.records, self.parameters, self.for_input = scanner, records, parameters, for_input
+        self.scanner, self.records, self.externals, self.for_input = scanner, records, externals, for_input
         self.batch = gradient.shape[0]
         self.vectors = {0: gradient}
-        stages = [number for number, own in enumerate(parameters) if own or records[number].hooked]
+        stages = [number for number, own in enumerate(externals) if own or has_hooks(records[number])]
         stages += [0] if for_input else []
         self.wanted = {scanner.gradient_of(number) for number in stages}
         self.steps = scanner.schedule.live_steps(self.wanted)
@@ -156,35 +177,73 @@ class _Run:
             and scanner.chain.stages[scanner.stages_of[step.left]].operator is None
         }
         self.memory: dict[int, torch.Tensor] = {}
-        self.parameter_gradients: list[dict[int, torch.Tensor]] = [{} for _ in records]
-        # The gradients of the stages' inputs that their own backward gave.
-        self.pulled: dict[int, torch.Tensor] = {}
+        self.external_gradients: dict[int, torch.Tensor] = {}
         self.input_gradient: torch.Tensor | None = None
+        self.passes_before, self.passes_after = self._passes(self.before), self._passes(self.after)
+        taken = {number for each in (*self.passes_before, *self.passes_after) for number in each.stages}
+        alone = [number for number in range(len(records)) if number not in taken and self._asked(number)]
+        self.passes_after += [_Pass(scanner.gradient_of(number), [number], {}) for number in alone]
+        # What several passes read: each must leave out what the others add.
+        passes = (*self.passes_before, *self.passes_after)
+        readers = Counter(place for each in passes for place in {p for n in each.stages for p in externals[n]})
+        self.apart = {place for place, count in readers.items() if count > 1}
+
+    def _asked(self, number: int) -> bool:
+        """Whether autograd is to go through a stage even if no step needs it to."""
+        first = self.for_input and number == 0
+        return bool(first or self.externals[number] or has_hooks(self.records[number]))
+
+    def _passes(self, steps: Sequence[Step]) -> list[_Pass]:
+        """Steps of a stage's own matrix and a vector, as passes of autograd through stages that follow each other."""
+        passes: list[_Pass] = []
+        ends: dict[int, _Pass] = {}
+        multiplied = {value for step in self.steps for value in (step.left, step.right)}
+        for step in steps:
+            number = self.scanner.stages_of[step.left]
+            own = ends.pop(step.right, None)
+            if own is None:
+                own = _Pass(step.right, [], {})
+                passes.append(own)
+            own.stages.append(number)
+            own.steps[number] = step.out
+            ends[step.out] = own
+        for own in passes:
+            # The stage before may be wanted only for what it reads, or for the input.
+            before = own.stages[-1] - 1
+            if before >= 0 and len(self.records) - before not in multiplied and self._asked(before):
+                own.stages.append(before)
+        return passes
 
     def execute(self) -> None:
         """Take all steps, and then the gradients that only need their own stage's."""
-        self._by_operators(self.before)
+        for each in self.passes_before:
+            self._take(each)
         if self.sliced:
             self._in_slices()
-        self._by_operators(self.after)
-        for number, own in enumerate(self.parameters):
-            for_input = (self.for_input and number == 0) or self.records[number].hooked
-            if number not in self.pulled and (own or for_input):
-                self._pull_back(number, self.vectors[self.scanner.gradient_of(number)], for_input=for_input)
-        if self.for_input:
-            self.input_gradient = self.pulled[0]
-        for step in self.sliced:
-            for value in {step.left, step.right} & self.scanner.stages_of.keys():
-                number = self.scanner.stages_of[value]
-                if self.records[number].hooked:
-                    gradient = self.vectors[self.scanner.gradient_of(number)]
-                    _check_hook(self.records[number], gradient, self.pulled[number])
+        for each in self.passes_after:
+            self._take(each)
 
-    def _pull_back(self, number: int, gradient: torch.Tensor, *, for_input: bool) -> torch.Tensor:
-        """A stage's own backward, hooks and all."""
-        found = self.records[number].pull_back(gradient, self.parameters[number], for_input=for_input)
-        self.pulled[number], self.parameter_gradients[number] = found
-        return self.pulled[number]
+    def _take(self, own: _Pass) -> None:
+        """Go back through some stages by autograd."""
+        used = self.wanted | {value for step in (*self.sliced, *self.after) for value in (step.left, step.right)}
+        inputs = [number for number in own.stages if own.steps.get(number) in used]
+        if self.for_input and 0 in own.stages:
+            inputs.append(0)
+        externals = sorted({place for number in own.stages for place in self.externals[number]})
+        records = [self.records[number] for number in own.stages]
+        inner = [self.records[number] for number in inputs]
+        # Matrices know of no hooks: what those would change is found out here.
+        matrices = {value for step in self.sliced for value in (step.left, step.right)}
+        strict = [self.records[number] for number in own.stages if len(self.records) - number in matrices]
+        found, others = pull_back(records, self.vectors[own.gradient], inner, externals, self.apart, strict)
+        for place, gradient in others.items():
+            known = self.external_gradients.get(place)
+            self.external_gradients[place] = gradient if known is None else known + gradient
+        for number, gradient in zip(inputs, found, strict=True):
+            if number in own.steps:
+                self.vectors[own.steps[number]] = gradient
+            if number == 0 and self.for_input:
+                self.input_gradient = gradient
 
     def _record(self, value: int) -> Record:
         return self.records[self.scanner.stages_of[value]]
@@ -197,11 +256,6 @@ class _Run:
         """Of a matrix of the schedule, whether it is made or not."""
         plan = self.scanner.plans.get(value)
         return math.prod(self._record(value).stage.in_shape) if plan is None else plan.pattern.shape[0]
-
-    def _by_operators(self, steps: Iterable[Step]) -> None:
-        for step in steps:
-            number = self.scanner.stages_of[step.left]
-            self.vectors[step.out] = self._pull_back(number, self.vectors[step.right], for_input=True)
 
     def _in_slices(self) -> None:
         used_later = self.wanted | {step.right for step in self.after}
@@ -295,40 +349,29 @@ def _parts(steps: Sequence[Step], products: set[int]) -> tuple[list[Step], list[
     return before, [step for step in steps if step.out in between], after
 
 
-def _check_hook(record: Record, gradient: torch.Tensor, result: torch.Tensor) -> None:
-    """Raise where a module's backward hook gives another gradient of its input than the Jacobian does."""
-    matrix = record.transposed_jacobian()
-    ours = matvec(matrix.pattern, matrix.values, batch_last(gradient)).T.reshape(result.shape)
-    if result.numel() and (ours - result).abs().max() > 1e-3 * result.abs().max():
-        raise RuntimeError(
-            f"{record.stage.path}: a backward hook changes the gradient, which a product of Jacobians cannot know; "
-            "use schedule='linear', or a module of its own"
-        )
-
-
-def scanned(scanner: Scanner, records: list[Record], x: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
+def scanned(scanner: Scanner, run: Run, x: torch.Tensor) -> torch.Tensor:
     """The output of a forward pass as one node of autograd's graph, whose backward pass is the scan.
 
-    The records live as long as what autograd saves: until the backward pass, unless the graph is retained.
+    What was recorded lives as long as what autograd saves: until the backward pass, unless the graph is retained.
     """
 
-    def unpack(held: list[Record]) -> torch.Tensor:
+    def unpack(run: Run) -> torch.Tensor:
         handle = torch.empty(0)
-        handle.records = held  # type: ignore[attr-defined]
+        handle.run = run  # type: ignore[attr-defined]
         return handle
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: records, unpack):
-        output: torch.Tensor = _Scanned.apply(scanner, records[-1].output.detach(), x, *parameters)
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: run, unpack):
+        output: torch.Tensor = _Scanned.apply(scanner, run.recording.output.detach(), x, *run.recording.externals)
     return output
 
 
 class _Scanned(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scanner: Scanner, output: torch.Tensor, x: torch.Tensor, *parameters: torch.Tensor
+        ctx: Any, scanner: Scanner, output: torch.Tensor, x: torch.Tensor, *externals: torch.Tensor
     ) -> torch.Tensor:
-        ctx.scanner, ctx.parameters = scanner, parameters
-        # In whose place the hooks of `scanned` keep the records.
+        ctx.scanner = scanner
+        # In whose place the hooks of `scanned` keep the run.
         ctx.save_for_backward(x.new_empty(0))
         # A copy: what follows may change its own in place, and the last stage may need this one.
         return output.clone()
@@ -341,9 +384,10 @@ class _Scanned(torch.autograd.Function):
                 "call the module without Scan for those"
             )
         (handle,) = ctx.saved_tensors
-        needed = [id(p) for p, needs in zip(ctx.parameters, ctx.needs_input_grad[3:], strict=True) if needs]
-        x_gradient, found = ctx.scanner.pull_back(handle.records, gradient, needed, for_input=ctx.needs_input_grad[2])
-        return (None, None, x_gradient, *(found.get(id(parameter)) for parameter in ctx.parameters))
+        _, _, for_input, *wanted = ctx.needs_input_grad
+        needed = [place for place, wants in enumerate(wanted) if wants]
+        x_gradient, found = ctx.scanner.pull_back(handle.run.records, gradient, needed, for_input=for_input)
+        return (None, None, x_gradient, *(found.get(place) for place in range(len(wanted))))
 
 
 def vjp(
@@ -354,7 +398,7 @@ def vjp(
     Parameters
     ----------
     module : Module
-        A chain of operators: one, or ``nn.Sequential``.
+        Any that works on each sample by itself.
     x : Tensor, (batch, *input_shape)
         float32 or float64.
     schedule : Schedule or str
@@ -380,16 +424,11 @@ def vjp(
     (tensor([[5., 0.]]),)
     """
     check_input("x", x)
-    scanner = Scanner(chain(module, tuple(x.shape[1:]), like=x), schedule)
-    if not len(scanner.chain):
-        with torch.no_grad():
-            y = module(x)
-        return y, lambda gradient: (_checked(gradient, y).reshape(x.shape),)
-    records = scanner.chain.run(x)
-    y = records[-1].output.detach()
+    made, run = Chains(check_module(module)).of(x)
+    scanner, y = Scanner(made, schedule), run.recording.output.detach()
 
     def pullback(gradient: torch.Tensor) -> tuple[torch.Tensor]:
-        x_gradient, _ = scanner.pull_back(records, _checked(gradient, y), (), for_input=True)
+        x_gradient, _ = scanner.pull_back(run.records, _checked(gradient, y), (), for_input=True)
         assert x_gradient is not None
         return (x_gradient,)
 
@@ -416,7 +455,7 @@ def backward(
     Parameters
     ----------
     module : Module
-        A chain of operators without randomness and without running statistics: the forward is run here once more.
+        Any that works on each sample by itself and draws no random numbers: the forward pass is run here once more.
     x : Tensor, (batch, *input_shape)
         float32 or float64.
     grad_output : Tensor, (batch, *output_shape)
@@ -433,16 +472,15 @@ def backward(
     ValueError
         Where the module draws random numbers, or a shape does not fit.
     """
-    from .nn import Scan
-
     check_input("x", x)
-    for path, part in module.named_modules():
-        if part.training and isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-            raise ValueError(
-                f"{path or type(part).__name__}: backward runs the forward again, which would drop others; call .eval()"
-            )
+    made, run = Chains(check_module(module)).of(x)
+    if run.recording.draws:
+        paths = {id(part): path for path, part in module.named_modules()}
+        drawing = run.recording.draws[0]
+        where = paths.get(id(drawing)) or type(drawing or module).__name__
+        raise ValueError(f"{where}: backward runs the forward again, which would draw other numbers; call .eval()")
     given = x.detach().requires_grad_()
-    y = Scan(module, schedule=schedule)(given)
+    y = scanned(Scanner(made, schedule), run, given)
     y.backward(_checked(grad_output, y))
     assert given.grad is not None
     return given.grad

@@ -1,37 +1,27 @@
-"""Stages of a chain, and what a forward pass records of each."""
+"""Stages of a chain, and what a forward pass recorded of each."""
 
 from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from ._accumulation import Accumulation, Region, eliminate, empty_pattern
 from ._jacobian import SparseJacobian
-from ._modules import Kept, arguments_of, parts_of, tensors_of, trains, twin
+from ._nodes import applied, freely
+from ._pruned import Kept
 from .patterns import Call, Diagonal, Identity, Pattern, Rule, rule_for
 from .spgemm import matvec
+from .tracing._program import Operation, Program
+from .tracing._recorder import Invocation, Recording
 
-__all__ = [
-    "AT_ONCE",
-    "TRAINS",
-    "Edge",
-    "ModuleStage",
-    "Record",
-    "Stage",
-    "check_alike",
-    "check_dtype",
-    "own_parameters",
-    "pull_back_all",
-    "working",
-]
+__all__ = ["AT_ONCE", "Edge", "Record", "Stage", "pull_back_all", "working"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -40,16 +30,16 @@ class Edge:
 
     Attributes
     ----------
-    source, target : hashable
-        The operand and the result.
+    source, target : int
+        Vertices of the operand and of the result.
     call : Call
         The operator's, while only shapes are known.
     kept : tuple of Kept
         The weights of which the pattern leaves some out.
     """
 
-    source: Any
-    target: Any
+    source: int
+    target: int
     call: Call
     kept: tuple[Kept, ...] = ()
 
@@ -75,8 +65,8 @@ class Edge:
         return self.rule.shared(self.call)
 
     def keeping(self, kept: Sequence[Kept]) -> Edge:
-        """The same edge with a pattern that leaves out what these weights do."""
-        some = tuple(weight for weight in kept if not bool(weight.mask.all()))
+        """The same edge with a pattern that leaves out what these weights do, where that pays."""
+        some = tuple(w for w in kept if not bool(w.mask.all()) and self.rule.prunes(self.call, w.mask))
         return replace(self, call=replace(self.call, kept={weight.name: weight.mask for weight in some}), kept=some)
 
     def __repr__(self) -> str:
@@ -89,8 +79,8 @@ def working(edges: Sequence[Edge]) -> list[Edge]:
     return [edge for edge in edges if operands[edge.target] > 1 or not isinstance(edge.pattern.structure, Identity)]
 
 
-@dataclass(frozen=True, eq=False)
-class Stage(ABC):
+@dataclass(frozen=True, eq=False, repr=False)
+class Stage:
     """A part of a chain through which all of the gradient passes: an operator, or a graph of several.
 
     Attributes
@@ -101,16 +91,19 @@ class Stage(ABC):
         Without the batch axis.
     edges : tuple of Edge
         The operators, with their operands.
-    start, stop : hashable
+    start, stop : int
         The edges' first source and last target.
+    program : Program
+        The whole of which the stage is a part.
     """
 
     path: str
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     edges: tuple[Edge, ...]
-    start: Any
-    stop: Any
+    start: int
+    stop: int
+    program: Program
 
     @functools.cached_property
     def operator(self) -> Edge | None:
@@ -154,7 +147,7 @@ class Stage(ABC):
         edges = [(edge.source, edge.target, leaf(edge)) for edge in self.edges]
         return eliminate(accumulation, edges, self.start, self.stop)
 
-    @property
+    @functools.cached_property
     def shared(self) -> bool:
         """Whether all samples share the Jacobian's values."""
         return all(edge.shared for edge in self.edges)
@@ -164,26 +157,15 @@ class Stage(ABC):
         """Multiply-adds, roughly, of the operators' own backward for one sample: dense, and one for each element."""
         return sum(edge.rule.multiply_adds(edge.call) + edge.call.in_size + edge.call.out_size for edge in self.edges)
 
-    @property
+    @functools.cached_property
+    def operations(self) -> tuple[Operation, ...]:
+        """The operations of the edges, in order."""
+        return tuple(self.program.operations[target] for target in dict.fromkeys(edge.target for edge in self.edges))
+
+    @functools.cached_property
     def hooked(self) -> bool:
-        """Whether a module of the stage has hooks that see gradients."""
-        return False
-
-    @abstractmethod
-    def run(self, x: torch.Tensor, state: dict[Any, Any]) -> Record:
-        """The stage's output for a batch, with a graph of its own: nothing before `x` is reached from it.
-
-        Parameters
-        ----------
-        x : Tensor, (batch, *in_shape)
-            Its input.
-        state : dict
-            What the stages of one forward pass share.
-        """
-
-    def weights_of(self, edge: Edge) -> dict[str, tuple[torch.Tensor, bool]]:
-        """The weights of an edge's operator, as the module computes them, and whether they train; by name."""
-        return {}
+        """Whether backward hooks of a module see a gradient within the stage."""
+        return any(operation.hooked for operation in self.operations)
 
     def keeping(self, edges: Sequence[Edge]) -> Stage:
         """The same stage with other edges in the place of its own."""
@@ -193,218 +175,78 @@ class Stage(ABC):
         return f"<Stage {self.path}: {self.name}, {self.in_shape} to {self.out_shape}>"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class ModuleStage(Stage):
-    """One module that is an operator, with the modules around it that only reshape.
+class _Arguments(dict[str, Any]):
+    """Arguments of a call as they were: one that was changed since raises where it is asked for."""
 
-    Attributes
-    ----------
-    modules : tuple of (str, Module)
-        What runs, in order, with paths; one of them is the operator.
-    module : Module
-        The one that computes.
-    """
+    def __init__(self, arguments: dict[str, Any], path: str, stale: frozenset[str]) -> None:
+        super().__init__(arguments)
+        self.path, self.stale = path, stale
 
-    modules: tuple[tuple[str, nn.Module], ...]
-    module: nn.Module
-
-    @property
-    def hooked(self) -> bool:
-        """As `Stage.hooked`."""
-        return any(module._backward_hooks or module._backward_pre_hooks for _, module in self.modules)
-
-    def run(self, x: torch.Tensor, state: dict[Any, Any]) -> Record:
-        """As `Stage.run`.
-
-        Raises
-        ------
-        RuntimeError
-            Where a hook changes what a module takes or gives: the operator's Jacobian would be another one.
-        """
-        # Parameters of the record's own: the user's hooks on theirs are for autograd to call, once, not for the stage.
-        check_alike(self.path, self.module, x)
-        own = own_parameters(self.module, trains=state[TRAINS])
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            y = operator_input = operator_output = leaf
-            hooked, arguments = False, {}
-            for path, module in self.modules:
-                # An in-place operator would overwrite the stage's input, which the stage before may need.
-                given = y.clone() if getattr(module, "inplace", False) else y
-                running = twin(module, own)
-                y = _called(running, given, path)
-                hooked |= _pulls(running, y)
-                if module is self.module:
-                    operator_input, operator_output, arguments = given, y, arguments_of(running)
-        check_dtype(self.path, y, x)
-        arguments_of_edge = {self.edges[0]: arguments}
-        ends = {"operator_input": operator_input, "operator_output": operator_output}
-        return ModuleRecord(self, leaf, y, own, arguments_of_edge, hooked, **ends)
-
-    def weights_of(self, edge: Edge) -> dict[str, tuple[torch.Tensor, bool]]:
-        """As `Stage.weights_of`."""
-        found = ((name, edge.call.arguments.get(name)) for name in ("weight", "bias"))
-        return {name: (value, trains(self.module, name)) for name, value in found if isinstance(value, torch.Tensor)}
+    def __getitem__(self, name: str) -> Any:
+        if name in self.stale:
+            raise _changed(f"{self.path}.{name}")
+        return super().__getitem__(name)
 
 
-#: Names, among what the stages of a forward pass share, whether gradients of parameters will be asked for.
-TRAINS = "trains"
-
-
-def own_parameters(module: nn.Module, *, trains: bool = True) -> dict[int, torch.Tensor]:
-    """What a forward pass has in the place of a module's training parameters, by their ``id``.
-
-    The user's hooks on those are for autograd to call, once.
-    """
-    held = (p for part in parts_of(module) for p in part._parameters.values() if p is not None)
-    return {id(p): p.detach().requires_grad_(trains) for p in held if p.requires_grad}
-
-
-def check_dtype(path: str, y: torch.Tensor, x: torch.Tensor) -> None:
-    """Raise where what a stage makes is not of its input's dtype."""
-    if y.dtype != x.dtype:
-        raise TypeError(
-            f"{path} makes {y.dtype} of {x.dtype}; keep one dtype, without torch.autocast, .half() or .double()"
-        )
-
-
-def check_alike(path: str, module: nn.Module, x: torch.Tensor) -> None:
-    """Raise where a parameter or buffer is not of the input's kind, or elsewhere."""
-    dtypes = (x.dtype, *_INTEGERS)
-    if all(tensor.dtype in dtypes and tensor.device == x.device for tensor in tensors_of(module)):
-        return
-    for own, tensor in (*module.named_parameters(), *module.named_buffers()):
-        name = f"{path}.{own}".lstrip(".")
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, its input on {x.device}; move one of them")
-        if tensor.is_floating_point() and tensor.dtype != x.dtype:
-            raise TypeError(f"{name} is {tensor.dtype}, its input {x.dtype}; convert one of them")
-
-
-_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def _called(module: nn.Module, x: torch.Tensor, path: str) -> torch.Tensor:
-    """``module(x)``, hooks and all, where no hook changes what goes in or comes out."""
-    seen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-    forward = module.forward
-
-    def look(taken: torch.Tensor) -> torch.Tensor:
-        output = forward(taken)
-        seen.append((taken, output, output._version))
-        return output
-
-    module.forward = look
-    try:
-        y = module(x)
-    finally:
-        # Or it would hold itself, and all that it computed.
-        del module.forward
-    taken, given, version = seen[0]
-    if not _same(taken, x) or not _same(given, y) or y._version != version:
-        raise RuntimeError(
-            f"{path}: a forward hook changes the module's input or output, so its Jacobian is not the operator's; "
-            "make the change in a module of its own"
-        )
-    return y
-
-
-def _pulls(module: nn.Module, y: torch.Tensor) -> bool:
-    """Whether a hook is run when a gradient passes through the module."""
-    everywhere = nn.modules.module
-    hooks = (module._backward_hooks, module._backward_pre_hooks, y._backward_hooks)
-    return any((*hooks, everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks))
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are one, or one is the other as PyTorch's backward hooks wrap it."""
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+def _changed(what: str) -> RuntimeError:
+    return RuntimeError(f"{what} was changed in place between forward and backward; run the forward again")
 
 
 @dataclass(eq=False)
-class Record(ABC):
+class Record:
     """What a stage computed for one batch.
 
     Attributes
     ----------
-    input, output : Tensor
-        ``(batch, *shape)``; a graph leads from one to the other and to the stage's parameters.
-    parameters : dict of int to Tensor
-        The graph's own parameters, by the ``id`` of the module's; those that train.
-    arguments : dict of Edge to dict
-        Each operator's: its weights as pruning hooks and parametrisations made them for this forward.
-    hooked : bool
-        Whether a hook sees gradients on their way through.
+    stage : Stage
+        What it was.
+    recording : Recording
+        The forward pass that it was a part of.
     """
 
     stage: Stage
-    input: torch.Tensor
-    output: torch.Tensor
-    parameters: dict[int, torch.Tensor] = field(repr=False)
-    arguments: dict[Edge, dict[str, Any]] = field(repr=False)
-    hooked: bool = False
+    recording: Recording = field(repr=False)
+    #: Whether the patterns are known to leave out none of this forward's weights.
+    _fits: bool = field(default=False, repr=False)
 
-    def __post_init__(self) -> None:
-        # Whether the patterns are known to leave out none of this forward's weights.
-        self._fits = False
-        # No derivative depends on what is only added.
-        self._versions = {
-            (edge, name): value._version
-            for edge, arguments in self.arguments.items()
-            for name, value in arguments.items()
-            if isinstance(value, torch.Tensor) and name not in ("bias", "running_mean")
-        }
+    def invocation(self, target: int) -> Invocation:
+        """The call that made a vertex."""
+        return self.recording.invocations[self.stage.program.operations[target].place]
 
     def adapted(self) -> Record:
         """The same record, of a stage whose pattern leaves out what is zero in the weights of this forward."""
         new: dict[Edge, Edge] = {}
         for edge in self.stage.edges:
-            arguments = self.arguments[edge]
+            arguments = self.invocation(edge.target).arguments if edge.kept else {}
             if not all(kept.holds(arguments[kept.name]) for kept in edge.kept):
-                # Masks are in the stage's key: what does not hold is what was zero by chance.
-                new[edge] = edge.keeping([Kept(name, arguments[name], None) for name in edge.rule.weights])
+                # What does not hold is what was zero by chance.
+                names = edge.rule.pruned_arguments(edge.call)
+                new[edge] = edge.keeping([Kept(name, arguments[name], None) for name in names])
         if not new:
             self._fits = True
             return self
-        renamed = {new.get(edge, edge): own for edge, own in self.arguments.items()}
-        stage = self.stage.keeping([new.get(edge, edge) for edge in self.stage.edges])
-        return replace(self, stage=stage, arguments=renamed)
+        return Record(self.stage.keeping([new.get(edge, edge) for edge in self.stage.edges]), self.recording, True)
 
     @property
     def batch(self) -> int:
         """Samples."""
-        return self.input.shape[0]
+        return self.stage.program.batch
 
-    def vjp(self, gradient: torch.Tensor) -> torch.Tensor:
-        """``Jᵀ g`` for each sample, ``(batch, *out_shape)`` to ``(batch, *in_shape)``: the operators' own backward."""
-        return self.pull_back(gradient, (), for_input=True)[0]
+    @property
+    def input(self) -> torch.Tensor:
+        """What the stage was given."""
+        return self._tensor(self.stage.start)
 
-    def pull_back(
-        self, gradient: torch.Tensor, parameters: Sequence[int], *, for_input: bool
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Gradients of the input and of parameters (equation 2.2), for a gradient of the output.
+    @property
+    def output(self) -> torch.Tensor:
+        """What the stage gave."""
+        return self._tensor(self.stage.stop)
 
-        Parameters
-        ----------
-        gradient : Tensor, (batch, *out_shape)
-            Of the output.
-        parameters : sequence of int
-            Which, by the ``id`` of the module's.
-        for_input : bool
-            Whether the input's is wanted too; it is empty otherwise.
-        """
-        wanted = [*([self.input] if for_input else []), *(self.parameters[key] for key in parameters)]
-        if not wanted:
-            return gradient.new_empty(0), {}
-        if not self.output.requires_grad:
-            # No derivative passes through the stage.
-            found: Sequence[torch.Tensor] = [torch.zeros_like(tensor) for tensor in wanted]
-        else:
-            found = torch.autograd.grad(
-                self.output, wanted, gradient.reshape(self.output.shape), retain_graph=True, materialize_grads=True
-            )
-        own = found[1:] if for_input else found
-        return found[0] if for_input else gradient.new_empty(0), dict(zip(parameters, own, strict=True))
+    def _tensor(self, vertex: int) -> torch.Tensor:
+        if not vertex:
+            return self.recording.input
+        invocation = self.invocation(vertex)
+        return invocation.results[vertex - invocation.first]
 
     def jacobian(self) -> SparseJacobian:
         """``J`` for the whole batch."""
@@ -421,7 +263,8 @@ class Record(ABC):
             return self._made(self.stage.pattern, lambda: self.values(operator, samples))
         accumulation, result = self.stage._accumulated
         if result is None:
-            return SparseJacobian(self.stage.pattern, self.input.new_empty((0, len(self.input[samples]))))
+            count = len(range(self.batch)[samples])
+            return SparseJacobian(self.stage.pattern, self.recording.input.detach().new_empty((0, count)))
         return self._made(self.stage.pattern, lambda: accumulation.run(result, lambda edge: self.values(edge, samples)))
 
     def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
@@ -430,22 +273,22 @@ class Record(ABC):
 
     def pull_back_sparse(self, vectors: torch.Tensor, samples: slice = slice(None)) -> torch.Tensor:
         """``Jᵀ g`` for a slice of the batch by the operators' sparse Jacobians, one by one: ``(elements, batch)``."""
-        held = {self.stage.stop: vectors}
+        gradients = {self.stage.stop: vectors}
         for edge in reversed(self.stage.edges):
-            if edge.target in held:
-                own = matvec(edge.pattern, self.values(edge, samples), held[edge.target])
-                held[edge.source] = held[edge.source] + own if edge.source in held else own
-        found = held.get(self.stage.start)
+            if edge.target in gradients:
+                own = matvec(edge.pattern, self.values(edge, samples), gradients[edge.target])
+                gradients[edge.source] = gradients[edge.source] + own if edge.source in gradients else own
+        found = gradients.get(self.stage.start)
         return vectors.new_zeros((math.prod(self.stage.in_shape), vectors.shape[1])) if found is None else found
 
     def pull_back_columns(self, gradients: Scaled) -> Scaled:
         """``Jᵀ g`` of many gradients for each sample by the operators' own backward."""
         columns = gradients.gradients.shape[:2]
-        held = {self.stage.stop: gradients}
+        waiting = {self.stage.stop: gradients}
         for edge in reversed(self.stage.edges):
-            if edge.target not in held:
+            if edge.target not in waiting:
                 continue
-            own = held[edge.target]
+            own = waiting[edge.target]
             if isinstance(edge.pattern.structure, Identity):
                 pass
             elif isinstance(edge.pattern.structure, Diagonal):
@@ -454,10 +297,10 @@ class Record(ABC):
                 given = own.product().reshape(*columns, *edge.call.out_shape)
                 pulled = edge.rule.pull_back(self._call(edge, slice(None)), edge.pattern.T, given)
                 own = Scaled(pulled.reshape(*columns, edge.call.in_size))
-            held[edge.source] = held[edge.source].plus(own) if edge.source in held else own
-        if self.stage.start not in held:
+            waiting[edge.source] = waiting[edge.source].plus(own) if edge.source in waiting else own
+        if self.stage.start not in waiting:
             return Scaled(gradients.gradients.new_zeros(()).expand(*columns, math.prod(self.stage.in_shape)))
-        return held[self.stage.start]
+        return waiting[self.stage.start]
 
     def _made(self, pattern: Pattern, values: Callable[[], torch.Tensor]) -> SparseJacobian:
         try:
@@ -473,24 +316,162 @@ class Record(ABC):
 
     def _call(self, edge: Edge, samples: slice) -> Call:
         """An operator's call with its tensors, for a slice of the batch."""
-        arguments, path = self.arguments[edge], edge.call.path
-        for name, value in arguments.items():
-            if (edge, name) in self._versions and value._version != self._versions[edge, name]:
-                raise RuntimeError(
-                    f"{path}.{name} was changed in place between forward and backward; run the forward again"
-                )
+        operation, invocation = self.stage.program.operations[edge.target], self.invocation(edge.target)
+        path, argument, layouts = edge.call.path, edge.call.argument, operation.layouts
+        given = invocation.arguments
         for kept in () if self._fits else edge.kept:
-            if not kept.holds(arguments[kept.name]):
+            if not kept.holds(given[kept.name]):
                 raise RuntimeError(
-                    f"{path}.{kept.name}: weights that were pruned or zero when the pattern was made are not "
-                    "zero any more; make the chain again, keep them zero by a mask (torch.nn.utils.prune), or pass "
-                    "pruned=False"
+                    f"{path}.{kept.name}: weights that were pruned or zero when the pattern was made are not zero any "
+                    "more; make the chain again, keep them zero by a mask (torch.nn.utils.prune), or pass pruned=False"
                 )
-        return self._filled(edge, arguments, samples)
+        stale = frozenset(name for name, version in invocation.versions.items() if given[name]._version != version)
+        number = edge.target - invocation.first
+        x = given[argument]
+        if "input" in edge.rule.reads and argument in stale:
+            if "input" not in invocation.saved:
+                raise _changed(f"{path}.{argument}")
+            x = invocation.saved["input"]
+        out = self.stage.program.layouts[edge.target]
+        result = invocation.results[number]
+        if "output" in edge.rule.reads and result._version != invocation.result_versions[number]:
+            if "output" not in invocation.saved:
+                raise _changed(f"{path}: what {operation.name} gave")
+            result = invocation.saved["output"]
+        arguments: dict[str, Any] = {}
+        for name, value in {**edge.call.arguments, **given}.items():
+            layout = layouts.get(name)
+            if layout is None or not isinstance(value, torch.Tensor):
+                arguments[name] = value
+            elif name in operation.alike:
+                arguments[name] = layout.split(value.detach())[0]
+            else:
+                arguments[name] = layout.split(value.detach())[samples]
+        arguments.pop(argument)
+        x = layouts[argument].split(x.detach())[samples]
+        own = _Own(self, edge, operation, invocation, samples)
+        return replace(
+            edge.call,
+            arguments=_Arguments(arguments, path, stale),
+            batched=frozenset(layouts.keys() - {argument} - operation.alike),
+            input=x,
+            output=out.split(result.detach())[samples],
+            node=own.node if samples == slice(None) else None,
+            vjp=own.vjp,
+            vjps=None if operation.random else own.vjps,
+            jvp=None if operation.random else own.jvp,
+            function=operation.evaluate,
+        )
 
-    @abstractmethod
-    def _filled(self, edge: Edge, arguments: dict[str, Any], samples: slice) -> Call:
-        """The call with what a forward pass knows, for a slice of the batch."""
+
+@dataclass(eq=False)
+class _Own:
+    """An operator's own derivative with respect to one operand, at the numbers of one run."""
+
+    record: Record
+    edge: Edge
+    operation: Operation
+    invocation: Invocation
+    samples: slice
+
+    @functools.cached_property
+    def node(self) -> Any:
+        """Autograd's node, which has what the forward pass saved; None where it is not that of this call alone."""
+        edge = self.record.recording.edges[self.edge.target]
+        if edge is None or edge.node is None or self.invocation.sequence < 0:
+            return None
+        same = edge.node._sequence_nr() == self.invocation.sequence  # type: ignore[attr-defined]
+        return edge.node if same and not isinstance(edge.node, BackwardCFunction) else None
+
+    @functools.cached_property
+    def _place(self) -> int | None:
+        """Which of the node's results is the gradient of the operand."""
+        source = self.record.recording.edges[self.edge.source]
+        if self.node is None or source is None:
+            return None
+        places = [n for n, (node, number) in enumerate(self.node.next_functions) if (node, number) == source[:2]]
+        # An operand that is given twice has two, in the order of the arguments.
+        same = [name for name, vertex in self.operation.operands.items() if vertex == self.edge.source]
+        return places[same.index(self.edge.call.argument)] if len(places) == len(same) else None
+
+    def vjp(self, gradient: torch.Tensor) -> torch.Tensor:
+        """``Jᵀ g``, ``(batch, *out_shape)`` to ``(batch, *in_shape)``."""
+        whole = len(range(self.record.batch)[self.samples]) == self.record.batch
+        place = self._place
+        # Neither is run again: what draws, and what has overwritten its operand.
+        if place is None or not (whole or self.operation.random or self.invocation.writes):
+            return self.vjps(gradient[None])[0]
+        into, out = self._layouts
+        number = self.edge.target - self.invocation.first
+        result, x = self.invocation.results[number], self.invocation.arguments[self.edge.call.argument]
+        if not whole:
+            # Samples do not mix, so the others may have any gradient.
+            others = out.split(torch.zeros_like(result))
+            others[self.samples] = gradient.reshape(others[self.samples].shape)
+            gradient = others
+        inputs: list[torch.Tensor | None] = [None] * len(self.node._input_metadata)
+        inputs[number if len(inputs) > 1 else 0] = out.join(gradient.reshape(out.split(result).shape))
+        found: list[torch.Tensor | None] = []
+        freely(lambda: found.extend(applied(self.node, inputs)))
+        own = found[place]
+        return into.split(torch.zeros_like(x) if own is None else own.sum_to_size(x.shape))[self.samples]
+
+    @property
+    def _layouts(self) -> tuple[Any, Any]:
+        return self.operation.layouts[self.edge.call.argument], self.record.stage.program.layouts[self.edge.target]
+
+    def _run(self, own: torch.Tensor) -> torch.Tensor:
+        """The operator on these samples, with others in the place of its operand."""
+        into, out = self._layouts
+        arguments = dict(self.invocation.arguments)
+        # An operator that only moves elements may be asked again after it has written to its operand; no other.
+        moves = self.operation.sources or self.invocation.sequence < 0
+        versions = self.invocation.versions.items()
+        stale = [name for name, version in versions if arguments[name]._version != version]
+        if (self.invocation.writes or stale) and not moves:
+            raise _changed(f"{self.operation.path}: what {self.operation.name} was given")
+        for name, value in arguments.items():
+            layout = self.operation.layouts.get(name)
+            if name == self.edge.call.argument:
+                arguments[name] = into.join(own)
+            elif isinstance(value, torch.Tensor):
+                value = value.detach()
+                if layout is not None:
+                    value = layout.join(layout.split(value)[self.samples])
+                arguments[name] = value
+        return out.split(self.operation.evaluate(arguments))
+
+    @functools.cached_property
+    def _x(self) -> torch.Tensor:
+        into, _ = self._layouts
+        return into.split(self.invocation.arguments[self.edge.call.argument].detach())[self.samples]
+
+    def vjps(self, gradients: torch.Tensor) -> torch.Tensor:
+        """The same for many gradients, ``(many, batch, *shape)``."""
+        count, x = len(gradients), self._x
+        with torch.enable_grad():
+            own = x.clone().requires_grad_()
+            y = self._run(own)
+        if not y.requires_grad:
+            return torch.zeros_like(x).expand(count, *x.shape)
+        if count == 1:
+            return torch.autograd.grad(y, own, gradients.reshape(y.shape), materialize_grads=True)[0][None]
+        gradients = gradients.reshape(count, *y.shape)
+        (found,) = torch.autograd.grad(y, own, gradients, is_grads_batched=True, allow_unused=True)
+        return torch.zeros_like(x).expand(count, *x.shape) if found is None else found
+
+    def jvp(self, tangent: torch.Tensor) -> torch.Tensor:
+        """``J v``, ``(batch, *in_shape)`` to ``(batch, *out_shape)``."""
+        # Twice backward: forward mode takes an operator that has none for a constant, and says nothing.
+        with torch.enable_grad():
+            own = self._x.clone().requires_grad_()
+            y = self._run(own)
+            gradient = torch.zeros_like(y, requires_grad=True)
+            (pulled,) = torch.autograd.grad(y, own, gradient, create_graph=True, materialize_grads=True)
+        if not pulled.requires_grad:
+            return torch.zeros_like(y)
+        (found,) = torch.autograd.grad(pulled, gradient, tangent.reshape(own.shape), materialize_grads=True)
+        return found
 
 
 @dataclass(frozen=True)
@@ -538,40 +519,3 @@ def pull_back_all(records: Sequence[Record], columns: torch.Tensor) -> torch.Ten
             own = record.pull_back_columns(own)
         parts.append(own.product())
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).permute(2, 0, 1)
-
-
-@dataclass(eq=False)
-class ModuleRecord(Record):
-    """Of a stage that is one module: input and output of the operator among those around it that reshape."""
-
-    operator_input: torch.Tensor = field(kw_only=True, repr=False)
-    operator_output: torch.Tensor = field(kw_only=True, repr=False)
-
-    def _filled(self, edge: Edge, arguments: dict[str, Any], samples: slice) -> Call:
-        # As the operator is given one sample: with a batch of one.
-        given, made = (t.detach().unsqueeze(1) for t in (self.operator_input, self.operator_output))
-        whole = samples == slice(None)
-        return replace(
-            edge.call,
-            arguments=arguments,
-            input=given if whole else given[samples],
-            output=made if whole else made[samples],
-            node=self.operator_output.grad_fn if whole else None,
-            vjp=lambda gradient: self._operator_vjp(gradient, samples),
-            vjps=self._operator_vjps if whole else None,
-        )
-
-    def _operator_vjps(self, gradients: torch.Tensor) -> torch.Tensor:
-        given, made = self.operator_input, self.operator_output
-        if not made.requires_grad:
-            return torch.zeros_like(given).expand(len(gradients), *given.shape)
-        (found,) = torch.autograd.grad(
-            made, given, gradients.reshape(len(gradients), *made.shape), retain_graph=True, is_grads_batched=True
-        )
-        return found
-
-    def _operator_vjp(self, gradient: torch.Tensor, samples: slice) -> torch.Tensor:
-        # The graph holds the whole batch; samples do not mix, so the others may have any gradient.
-        whole = gradient.new_zeros(self.output.shape)
-        whole[samples] = gradient.reshape(whole[samples].shape)
-        return self.vjp(whole)[samples]

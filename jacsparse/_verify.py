@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from ._chain import Record, chain, check_input
+from ._chain import Record, Run, check_input, recent_chains, refuse_hooks
+from ._modules import check_module, undisturbed
 from ._stages import Edge
 from .patterns import Call, Pattern
 from .patterns._values import batch_last
@@ -129,11 +131,12 @@ def verify(
     if not len(x):
         raise ValueError("x is an empty batch; pass at least one sample")
     limit = _TOLERANCE[x.dtype] if tolerance is None else tolerance
-    stages = chain(module, tuple(x.shape[1:]), like=x)
+    check_module(module)
     with _alike(x):
-        records = stages.run(x)
-    checks = [_of_edge(record, edge, limit) for record in records for edge in record.stage.edges]
-    found = Verification((*checks, _of_whole(module, x, records, limit)))
+        run = recent_chains(module, pruned=True).of(x, undone=True)[1]
+    refuse_hooks(run.records)
+    checks = [_of_edge(record, edge, limit) for record in run.records for edge in record.stage.edges]
+    found = Verification((*checks, _of_whole(module, x, run, limit)))
     if found.failed and raise_exception:
         lines = "\n".join(map(str, found.failed))
         raise VerificationError(
@@ -147,21 +150,23 @@ def _of_edge(record: Record, edge: Edge, limit: float) -> Check:
     assert call.vjp is not None and call.input is not None
     pattern, values = edge.pattern, record.values(edge)
     exact = call.out_size <= EXACT_ROWS
-    largest, worst = 0.0, 0.0
+    largest, worst, rounding = 0.0, 0.0, _rounding(call.input, call.output)
     entries: list[str] = []
+    suspects: list[tuple[int, int, int, float]] = []
     for number, seed in enumerate(_seeds(call.input, call.out_size)):
         expected = _flat(call.vjp(seed.reshape(-1, *call.out_shape)))
-        difference = _flat(_product(pattern, values, seed)) - expected
-        largest = max(largest, expected.abs().max().item() if expected.numel() else 0.0)
-        over = _over(difference, limit * max(largest, 1e-300))
-        worst = max(worst, difference.abs().max().item() if difference.numel() else 0.0)
-        if len(over) and len(entries) < NAMED:
-            for sample, column in over[: NAMED - len(entries)].tolist():
-                row = number if exact else _row(pattern, values, call, sample, column, limit)
-                entries.append(_entry(pattern, values, call, sample, row, column))
-    return Check(
-        call.path, call.operator, (call.out_size, call.in_size), exact, worst / max(largest, 1e-300), tuple(entries)
-    )
+        difference = _difference(_flat(_product(pattern, values, seed)), expected)
+        largest = max(largest, _largest(expected))
+        worst = max(worst, _largest(difference))
+        # By the largest so far, which may not be the largest of all.
+        over = _over(difference, max(limit * largest, rounding))[:NAMED].tolist()
+        suspects += [(number, *place, _size(difference[tuple(place)])) for place in over]
+    for number, sample, column, size in suspects:
+        if size > max(limit * largest, rounding) and len(entries) < NAMED:
+            row = number if exact else _row(pattern, values, call, sample, column, limit)
+            entries.append(_entry(pattern, values, call, sample, row, column))
+    share = 0.0 if worst <= rounding else worst / max(largest, 1e-300)
+    return Check(call.path, call.operator, (call.out_size, call.in_size), exact, share, tuple(entries))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,6 +176,27 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _product(pattern: Pattern, values: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
     """``Jᵀ g`` for each sample, by the sparse matrix."""
     return matvec(pattern, values, batch_last(seed)).T  # type: ignore[no-any-return]
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest element that is a number; 0 where there is none."""
+    return tensor.nan_to_num(0, 0, 0).abs().max().item() if tensor.numel() else 0.0
+
+
+def _size(number: torch.Tensor) -> float:
+    """Infinite where it is no number."""
+    return number.abs().nan_to_num(math.inf, math.inf).item()
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Zero where autograd itself has no number, or the two are one infinity."""
+    return torch.where(expected.isnan() | (found == expected), 0.0, found - expected)
+
+
+def _rounding(x: torch.Tensor, y: torch.Tensor | None) -> float:
+    """What a derivative that is zero may be rounded to: some units in the last place of output over input."""
+    scale = 0.0 if y is None else _largest(y) / max(_largest(x), 1e-300)
+    return 100 * torch.finfo(x.dtype).eps * scale
 
 
 def _over(difference: torch.Tensor, limit: float) -> torch.Tensor:
@@ -206,26 +232,28 @@ def _entry(pattern: Pattern, values: torch.Tensor, call: Call, sample: int, row:
     return f"sample {sample}: ∂y[{row}]/∂x[{column}] is {found:.6g}, autograd {expected:.6g}{missing}"
 
 
-def _of_whole(module: nn.Module, x: torch.Tensor, records: list[Record], limit: float) -> Check:
+def _of_whole(module: nn.Module, x: torch.Tensor, run: Run, limit: float) -> Check:
     """The module's own output and gradients beside those of all the sparse Jacobians."""
     given = x.detach().clone().requires_grad_()
-    with torch.enable_grad(), _alike(x):
+    with torch.enable_grad(), _alike(x), undisturbed(module):
         y = module(given * 1)
     name = type(module).__name__
     outputs = y[:1].numel()
-    ours = records[-1].output if records else y
+    ours = run.recording.output
     entries = []
-    if ours.shape != y.shape or _over(_flat(ours) - _flat(y), limit * max(1e-300, y.abs().max().item())).numel():
+    rounding = _rounding(x, y)
+    if ours.shape != y.shape or _over(_difference(_flat(ours), _flat(y)), limit * _largest(y)).numel():
         entries.append("the output is another than the module's own")
     worst = 0.0
     for seed in _seeds(y, outputs):
         expected = _gradient(y, given, seed.reshape(y.shape))
         found = batch_last(seed)
-        for record in reversed(records):
+        for record in reversed(run.records):
             found = record.pull_back_sparse(found)
-        difference, largest = found.T.reshape(expected.shape) - expected, expected.abs().max().item()
-        worst = max(worst, difference.abs().max().item() / max(largest, 1e-300))
-        over = _over(_flat(difference), limit * max(largest, 1e-300))
+        difference, largest = _difference(found.T.reshape(expected.shape), expected), _largest(expected)
+        off = _largest(difference)
+        worst = max(worst, 0.0 if off <= rounding else off / max(largest, 1e-300))
+        over = _over(_flat(difference), max(limit * largest, rounding))
         for sample, column in over[: max(0, NAMED - len(entries))].tolist():
             entries.append(f"sample {sample}: the gradient of x[{column}] is another than autograd's")
     return Check(name, name, (outputs, x[:1].numel()), outputs <= EXACT_ROWS, worst, tuple(entries))

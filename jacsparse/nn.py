@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import nn
 
-from ._chain import chain, check_input
-from ._modules import check_module, fingerprint
+from ._chain import Chain, Chains, chain, check_input
+from ._modules import check_module
 from ._scan import Scanner, check_limit, scanned
 from .recurrence import GRU, LSTM, RNN
 from .schedule import Schedule, parse
+from .tracing._recorder import is_recording
 
 __all__ = ["GRU", "LSTM", "RNN", "Scan"]
-
-# For how many input shapes plans are kept.
-_SHAPES = 8
-
-
-#: Whether torch.export is tracing; what asks is younger than PyTorch 2.6.
-_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 class Scan(nn.Module):
@@ -32,7 +27,7 @@ class Scan(nn.Module):
     Parameters
     ----------
     module : Module
-        A chain of operators: one, or ``nn.Sequential``, nested at will.
+        Any that works on each sample by itself. Its own forward pass runs at each call: its output is what is returned.
     schedule : Schedule or str
         In which order products are taken: ``linear`` is back-propagation itself, ``blelloch`` or ``blelloch:LEVELS``
         the thesis' Algorithm 1, ``auto`` the one of least predicted time.
@@ -47,12 +42,12 @@ class Scan(nn.Module):
     TypeError, ValueError
         Where the schedule is none.
     UnsupportedOperatorError
-        At the first forward pass with gradients, where an operator has no rule.
+        At a forward pass with gradients, where an operator has no rule, or mixes samples.
 
     Notes
     -----
-    Thesis, equations 3.1 and 3.2 and Algorithm 1. Forward hooks run, and may look but not change what a module gives.
-    Gradients of gradients are not supported, and say so.
+    Thesis, equations 3.1 and 3.2 and Algorithm 1. Hooks run; one that changes a gradient where Jacobians are multiplied
+    raises RuntimeError in the backward pass. Gradients of gradients are not supported, and say so.
 
     Examples
     --------
@@ -79,48 +74,48 @@ class Scan(nn.Module):
         self.schedule = schedule
         self.pruned = pruned
         self.memory_limit = memory_limit
-        self._scanners: dict[Any, Scanner] = {}
+        self.reset()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``module(x)``; `x` has shape ``(batch, *input_shape)``, float32 or float64."""
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        if not torch.is_grad_enabled() or not (parameters or getattr(x, "requires_grad", False)) or _exporting():
+        if not torch.is_grad_enabled() or is_recording() or torch.compiler.is_compiling():
+            return self.module(x)
+        if not getattr(x, "requires_grad", False) and not any(p.requires_grad for p in self.module.parameters()):
             return self.module(x)
         check_input("x", x)
-        key = (tuple(x.shape[1:]), fingerprint(self.module, x))
-        scanner = self._scanner(key, x)
-        if not len(scanner.chain):
+        if not len(x):
+            # No sample, no product.
             return self.module(x)
-        adapted, records = scanner.chain.adapted(scanner.chain.run(x))
-        if adapted is not scanner.chain:
-            # Weights that were zero when the patterns were made have moved since.
-            scanner = self._keep(key, Scanner(adapted, self.schedule, self.memory_limit))
-        return scanned(scanner, records, x, parameters)
+        made, run = self._chains.of(x)
+        return scanned(self._scanner(made), run, x)
 
     def scanner(self, input_shape: tuple[int, ...]) -> Scanner:
-        """Chain, schedule and plans for inputs of that shape, without the batch; kept until the structure changes."""
-        return self._scanner((input_shape, fingerprint(self.module)))
+        """Chain, schedule and plans for inputs of that shape, without the batch."""
+        return self._scanner(chain(self.module, input_shape, pruned=self.pruned))
 
-    def _scanner(self, key: tuple[tuple[int, ...], Any], like: torch.Tensor | None = None) -> Scanner:
-        found = self._scanners.get(key)
-        if found is None:
-            stages = chain(self.module, key[0], pruned=self.pruned, like=like)
-            found = Scanner(stages, self.schedule, self.memory_limit)
-        return self._keep(key, found)
-
-    def _keep(self, key: tuple[tuple[int, ...], Any], scanner: Scanner) -> Scanner:
-        """Keep a scanner, the last ones only: plans may be large, and those of another structure are of no use."""
-        kept = {old: other for old, other in self._scanners.items() if old[1] == key[1] and old != key}
-        self._scanners = {**dict(list(kept.items())[1 - _SHAPES :]), key: scanner}
+    def _scanner(self, made: Chain) -> Scanner:
+        scanner = self._scanners.pop(id(made), None)
+        if scanner is None:
+            scanner = Scanner(made, self.schedule, self.memory_limit)
+        # The last ones only: plans may be large.
+        self._scanners[id(made)] = scanner
+        while len(self._scanners) > Chains.most:
+            self._scanners.popitem(last=False)
         return scanner
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and files make patterns and plans of their own.
-        return {**self.__dict__, "_scanners": {}}
+        return {**self.__dict__, "_chains": None, "_scanners": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.reset()
 
     def reset(self) -> None:
         """Forget patterns and plans; the next forward makes them again, from the weights as they then are."""
-        self._scanners = {}
+        self._chains = Chains(self.module, pruned=self.pruned)
+        # By the chain's id, which a scanner keeps from being another's.
+        self._scanners: OrderedDict[int, Scanner] = OrderedDict()
 
     def extra_repr(self) -> str:
         """The schedule."""

@@ -1,6 +1,14 @@
 """What is certainly zero: patterns, and for each family of operators its pattern and its values."""
 
-from . import _axis, _blocks, _elementwise, _matmul, _movement, _reduction  # noqa: F401  (each registers its rules)
+from . import (  # noqa: F401  (each registers its rules)
+    _axis,
+    _blocks,
+    _elementwise,
+    _matmul,
+    _movement,
+    _ordering,
+    _reduction,
+)
 from ._convolution import Convolution, Sliding
 from ._pattern import Pattern
 from ._pooling import Adaptive, Pooling, Weighted

@@ -12,14 +12,26 @@ import numpy as np
 import scipy.sparse
 import torch
 
+from ._layout import Labels
 from ._pattern import Pattern
-from ._rules import Call, Rule, add_rule
+from ._rules import Call, Rule, Use, add_rule
 
-__all__: list[str] = []
+__all__ = ["axis_labels"]
+
+
+def axis_labels(use: Use, *axes: int) -> tuple[dict[str, Labels], Labels]:
+    """Labels of an operator that mixes the elements of some axes, and works on each place of the others by itself."""
+    rank = use.output.ndim
+    mixed = {axis % max(1, rank) for axis in axes}
+    out = tuple(("mixed", axis) if axis in mixed else axis for axis in range(rank))
+    return {name: tuple(range(rank)) for name, shape in use.shapes.items() if len(shape) == rank}, out
 
 
 class _AxisRule(Rule):
     """One matrix along one axis; its values by the operator's own derivative."""
+
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        return axis_labels(use, use.arguments["dim"])
 
     @abstractmethod
     def matrix(self, call: Call, size: int) -> scipy.sparse.csr_array:
@@ -63,28 +75,12 @@ class _RunningSumRule(_LinearAxisRule):
         return _lower_triangle(size)
 
 
-@add_rule("aten.cummax", "aten.cummin", "aten.cumprod")
+@add_rule("aten.cummax", "aten.cummin", "aten.cumprod", "aten.logcumsumexp")
 class _RunningRule(_AxisRule):
     """Of each element and those before it."""
 
     def matrix(self, call: Call, size: int) -> scipy.sparse.csr_array:
         return _lower_triangle(size)
-
-
-@add_rule("aten.diff")
-class _DifferenceRule(_LinearAxisRule):
-    """``aten.diff``: each element less the one before it, `n` times over."""
-
-    def check(self, call: Call) -> None:
-        super().check(call)
-        if call["prepend"] is not None or call["append"] is not None:
-            raise call.unsupported("aten.diff of more than its input", "join them by torch.cat before")
-
-    def matrix(self, call: Call, size: int) -> scipy.sparse.csr_array:
-        matrix = scipy.sparse.eye_array(size, format="csr")
-        for _ in range(min(call["n"], size)):
-            matrix = matrix[1:] - matrix[:-1]
-        return matrix
 
 
 @add_rule("aten.glu")

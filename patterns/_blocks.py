@@ -14,13 +14,18 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import scipy.sparse
 import torch
 
+from ._axis import axis_labels
+from ._coloring import compressed_values
+from ._layout import Labels, MixedSamplesError
 from ._pattern import Pattern
-from ._rules import Call, Rule, add_rule
+from ._rules import Call, Placement, Rule, Use, add_rule
 from ._structure import Blocks, Diagonal, Full
 
 __all__ = ["blocks"]
@@ -90,15 +95,18 @@ class _LineRule(Rule):
 class _AxisRule(_LineRule):
     """Along one axis."""
 
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        return axis_labels(use, use.arguments["dim"])
+
     def lines(self, call: Call) -> _Lines:
         axis = call["dim"] % max(1, len(call.in_shape))
         before, after = call.in_shape[:axis], call.in_shape[axis + 1 :]
         return _Lines(math.prod(before), call.in_shape[axis] if call.in_shape else 1, math.prod(after))
 
 
-@add_rule("aten.softmax", "aten._softmax")
+@add_rule("aten._safe_softmax", "aten._softmax")
 class _SoftmaxRule(_AxisRule):
-    """``aten.softmax``."""
+    """``aten._softmax``, and ``aten._safe_softmax``, which gives zeros where all is minus infinity."""
 
     def factors(self, call: Call, lines: _Lines) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         assert call.output is not None
@@ -106,9 +114,9 @@ class _SoftmaxRule(_AxisRule):
         return y, torch.ones_like(y), y, 0.0
 
 
-@add_rule("aten.log_softmax", "aten._log_softmax")
+@add_rule("aten._log_softmax")
 class _LogSoftmaxRule(_AxisRule):
-    """``aten.log_softmax``."""
+    """``aten._log_softmax``."""
 
     def factors(self, call: Call, lines: _Lines) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         assert call.output is not None
@@ -123,108 +131,148 @@ class _NormRule(_LineRule):
     centred = True
 
     def weight(self, call: Call, lines: _Lines) -> torch.Tensor | None:
-        """As many elements as the lines, or as one line."""
-        return None if call["weight"] is None else call["weight"].detach()
+        """``(outer, length, 1, batch)``, or of size 1 where it is the same."""
+        return None if call["weight"] is None else call["weight"].detach().reshape(1, -1, 1, 1)
 
     def factors(self, call: Call, lines: _Lines) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         assert call.input is not None
         x = lines.of(call.input)
         if self.centred:
             x = x - x.mean(dim=1, keepdim=True)
-        epsilon = call["eps"] if call["eps"] is not None else torch.finfo(x.dtype).eps
+        given = call.arguments.get("eps", call.arguments.get("epsilon"))
+        epsilon = torch.finfo(x.dtype).eps if given is None else given
         scale = torch.rsqrt((x * x).mean(dim=1, keepdim=True) + epsilon)
         normal = x * scale
         weight = self.weight(call, lines)
         if weight is not None:
-            scale = scale * weight.reshape(-1, lines.length)[:, :, None, None]
+            scale = scale * weight
         return scale, normal / max(1, lines.length), normal, 1 / max(1, lines.length) if self.centred else 0.0
 
 
-@add_rule("aten.layer_norm", "aten.native_layer_norm")
+@add_rule("aten.native_layer_norm")
 class _LayerNormRule(_NormRule):
-    """``aten.layer_norm``: over the last axes."""
+    """``aten.native_layer_norm``: over the last axes."""
+
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        rank = use.output.ndim
+        return axis_labels(use, *range(rank - len(use.arguments["normalized_shape"]), rank))
 
     def lines(self, call: Call) -> _Lines:
         length = math.prod(call["normalized_shape"])
         return _Lines(call.in_size // max(1, length), length)
 
 
-@add_rule("aten.rms_norm")
+@add_rule("aten._fused_rms_norm")
 class _RmsNormRule(_LayerNormRule):
-    """``aten.rms_norm``: as layer_norm, but no mean is taken off."""
+    """``aten._fused_rms_norm``: as layer_norm, but no mean is taken off."""
 
     centred = False
 
 
-@add_rule("aten.group_norm", "aten.native_group_norm")
+@add_rule("aten.native_group_norm")
 class _GroupNormRule(_NormRule):
-    """``aten.group_norm``: over the channels of each group, at all positions."""
+    """``aten.native_group_norm``: over the channels of each group, at all positions."""
 
-    def groups(self, call: Call) -> int:
-        """Groups of one image."""
-        return int(call.arguments["group"] if "group" in call.arguments else call["num_groups"])
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        return axis_labels(use, *range(1, use.output.ndim))
 
     def lines(self, call: Call) -> _Lines:
-        groups = call.in_shape[0] * self.groups(call)
+        groups = call.in_shape[0] * int(call["group"])
         return _Lines(groups, call.in_size // max(1, groups))
 
     def weight(self, call: Call, lines: _Lines) -> torch.Tensor | None:
         """Each channel's, at each of its positions, for each image of the sample."""
-        own = super().weight(call, lines)
-        if own is None:
+        if call["weight"] is None:
             return None
         images, _, *sizes = call.in_shape
-        return own.repeat_interleave(math.prod(sizes)).repeat(images)
+        own = call["weight"].detach().repeat_interleave(math.prod(sizes)).repeat(images)
+        return own.reshape(lines.outer, lines.length, 1, 1)
 
 
-@add_rule("aten.instance_norm")
-class _InstanceNormRule(_GroupNormRule):
-    """``aten.instance_norm``: a group for each channel; by running statistics, as batch_norm."""
-
-    def groups(self, call: Call) -> int:
-        return call.in_shape[1]
-
-    def shared(self, call: Call) -> bool:
-        return not call["use_input_stats"]
-
-    def pattern(self, call: Call) -> Pattern:
-        return super().pattern(call) if call["use_input_stats"] else Pattern.of(Diagonal(call.in_size))
-
-    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        return super().values(call, pattern) if call["use_input_stats"] else _running_scale(call)
-
-    def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        return super().transposed_values(call, pattern) if call["use_input_stats"] else _running_scale(call)
+_BATCH_NORMS = "native_batch_norm cudnn_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training"
 
 
-_COUPLING = ("aten._native_batch_norm_legit", "aten._native_batch_norm_legit_functional")
+@add_rule(*(f"aten.{name}" for name in _BATCH_NORMS.split()))
+class _BatchNormRule(_NormRule):
+    """``aten.native_batch_norm`` and its like: a scale for each channel by running statistics, in eval mode.
 
+    By the statistics of what it is given, a line is a channel at all positions of all images. That couples samples,
+    but where each has channels of its own, as instance normalisation arranges them.
+    """
 
-@add_rule("aten.batch_norm", "aten._native_batch_norm_legit_no_training", *_COUPLING)
-class _BatchNormRule(Rule):
-    """``aten.batch_norm`` in eval mode: a scale for each channel."""
+    reads = ("input",)
 
     def check(self, call: Call) -> None:
-        super().check(call)
-        if call.arguments.get("training", call.operator in _COUPLING):
-            raise call.unsupported(
+        super().check(replace(call, batched=frozenset()))
+
+    def placement(self, use: Use) -> Placement:
+        measures = _measures(use.operator, use.arguments)
+        if use.batch > 1 and measures and any(layout.axis != 1 for layout in use.layouts.values()):
+            raise MixedSamplesError(
                 "batch normalisation in training mode couples the samples of a batch", "call .eval() on it first"
             )
+        return super().placement(use)
+
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        axes: Labels = tuple(range(use.output.ndim))
+        # All but the input have an element for each channel.
+        return {name: axes if len(shape) == len(axes) else (1,) for name, shape in use.shapes.items()}, axes
 
     def shared(self, call: Call) -> bool:
-        return True
+        return not _measures(call.operator, call.arguments) and not call.batched
+
+    def lines(self, call: Call) -> _Lines:
+        """Each channel a line, of one image."""
+        channels = call.in_shape[1]
+        return _Lines(channels, call.in_size // max(1, channels))
 
     def pattern(self, call: Call) -> Pattern:
-        return Pattern.of(Diagonal(call.in_size))
+        if not _measures(call.operator, call.arguments):
+            return Pattern.of(Diagonal(call.in_size))
+        images, channels, *_ = call.in_shape
+        if images == 1:
+            return super().pattern(call)
+        # A channel's positions lie in all images.
+        places = np.arange(call.in_size).reshape(images, channels, -1)
+        return Pattern.from_scipy(_joined(places.transpose(1, 0, 2).reshape(channels, -1)))
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        return _running_scale(call)
+        if not _measures(call.operator, call.arguments):
+            return _running_scale(call)
+        return super().values(call, pattern) if call.in_shape[0] == 1 else compressed_values(pattern, call)
+
+    def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        if not _measures(call.operator, call.arguments):
+            return _running_scale(call)
+        if call.in_shape[0] == 1:
+            return super().transposed_values(call, pattern)
+        return Rule.transposed_values(self, call, pattern)
+
+    def weight(self, call: Call, lines: _Lines) -> torch.Tensor | None:
+        own = call["weight"]
+        return None if own is None else own.detach().reshape(-1, lines.outer).T[:, None, None, :]
+
+
+def _joined(lines: np.ndarray) -> scipy.sparse.csr_array:
+    """The pattern in which each place of a line, a row of `lines`, depends on all of them."""
+    count, length = lines.shape
+    incidence = scipy.sparse.csr_array(
+        (np.ones(lines.size), (lines.ravel(), np.repeat(np.arange(count), length))), shape=(lines.size, count)
+    )
+    return scipy.sparse.csr_array(incidence @ incidence.T)
+
+
+def _measures(operator: str, arguments: dict[str, Any]) -> bool:
+    """Whether a normalisation goes by the statistics of its input, not by running ones."""
+    return "no_training" not in operator and bool(arguments["training"])
 
 
 def _running_scale(call: Call) -> torch.Tensor:
-    """The scale of each element by running statistics, ``(in_size, 1)``."""
-    scale: Any = torch.rsqrt(call["running_var"] + call["eps"])
+    """The scale of each element by running statistics, ``(in_size, 1)``, or ``(in_size, batch)`` where they differ."""
+    images, channels, *sizes = call.in_shape
+    epsilon = call.arguments.get("eps", call.arguments.get("epsilon"))
+    scale: Any = torch.rsqrt(call["running_var"] + epsilon)
     if call["weight"] is not None:
         scale = scale * call["weight"].detach()
-    images, channels, *sizes = call.in_shape
-    return scale.reshape(1, -1, 1).expand(images, channels, math.prod(sizes)).reshape(-1, 1)
+    samples = scale.reshape(-1, 1, channels, 1)
+    return samples.expand(-1, images, channels, math.prod(sizes)).flatten(1).T.contiguous()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Convolution, and linear layers as convolutions over no axis at all.
+"""Convolution; a pruned linear layer is one over no axis at all.
 
 A convolution slides its kernel over the input; for tap ``k`` of the kernel let ``S_k`` be the matrix over positions
 with a one where output position ``o`` meets input position ``i`` under that tap. Then, with positions flattened and
@@ -31,13 +31,14 @@ import numpy as np
 import torch
 from torch.nn import functional, grad
 
+from ._layout import Labels
 from ._pattern import Pattern
-from ._rules import Call, Rule, add_rule
+from ._rules import Call, Rule, Use, add_rule
 from ._runtime import SIMD, kernel, run_rows
-from ._structure import Arrays, Blocks, Full, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
+from ._structure import Arrays, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
 from ._values import repeat_rows, repeated, take
 
-__all__ = ["Convolution", "Sliding"]
+__all__ = ["Convolution", "Sliding", "packed"]
 
 #: Positions times taps along one axis: beyond, a file describes what no memory holds.
 LARGEST_TABLE = 2**28
@@ -386,6 +387,11 @@ class _Windows(Rule):
     """
 
     weights = ("weight",)
+    reads = ()
+
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        rank = use.rank("input")
+        return {"input": tuple(range(rank))}, (0, *(("slid", axis) for axis in range(1, use.output.ndim)))
 
     def check(self, call: Call) -> None:
         super().check(call)
@@ -407,8 +413,6 @@ class _Windows(Rule):
     transposed_values = values
 
     def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
-        if isinstance(call["padding"], str) or "weight" in call.batched:
-            return super().pull_back(call, pattern, gradients)
         images = gradients.flatten(0, 1).flatten(0, 1)
         found = self.pulled(call, images, [len(images), *call.in_shape[1:]])
         return found.reshape(*gradients.shape[:2], *call.in_shape)
@@ -418,9 +422,8 @@ class _Windows(Rule):
         """The gradients of an input of that shape, for those of a batch of outputs."""
 
 
-@add_rule("aten.conv1d", "aten.conv2d", "aten.conv3d")
-class _ConvolutionRule(_Windows):
-    """``aten.conv2d`` and its like: weights gathered along the pattern."""
+class _ForwardRule(_Windows):
+    """A convolution: weights gathered along the pattern."""
 
     def multiply_adds(self, call: Call) -> int:
         return call.out_size * math.prod(call["weight"].shape[1:])
@@ -431,10 +434,10 @@ class _ConvolutionRule(_Windows):
         taps = tuple(weight.shape[2:])
         count = len(taps)
         stride, dilation = pairs(call["stride"], count), pairs(call["dilation"], count)
-        padding = _padding(call["padding"], taps, dilation)
+        padding = pairs(call["padding"], count)
         axes = tuple(
-            Sliding(size, kernel, step, before, after, spread)
-            for size, kernel, step, (before, after), spread in zip(sizes, taps, stride, padding, dilation, strict=True)
+            Sliding(size, kernel, step, beside, beside, spread)
+            for size, kernel, step, beside, spread in zip(sizes, taps, stride, padding, dilation, strict=True)
         )
         groups, kept = copies * call["groups"], _packed(call, copies)
         return Pattern.of(Convolution(copies * weight.shape[0], copies * channels, groups, axes, kept))
@@ -455,9 +458,8 @@ class _ConvolutionRule(_Windows):
         return convolve(gradients, weight, None, stride, padding, rest, call["groups"], dilation)  # type: ignore[no-any-return]
 
 
-@add_rule("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
-class _TransposedConvolutionRule(_Windows):
-    """``aten.conv_transpose2d`` and its like: the transposed Jacobian of the convolution from output to input."""
+class _TransposedRule(_Windows):
+    """A transposed convolution: the transposed Jacobian of the convolution from output to input."""
 
     def multiply_adds(self, call: Call) -> int:
         return call.in_size * math.prod(call["weight"].shape[1:])
@@ -485,79 +487,29 @@ class _TransposedConvolutionRule(_Windows):
 
 
 @add_rule("aten.convolution")
-class _AnyConvolutionRule(_Windows):
+class _ConvolutionRule(_Windows):
     """``aten.convolution``: either of the two."""
 
     def pattern(self, call: Call) -> Pattern:
-        return self._rule(call).pattern(call)
+        return _direction(call).pattern(call)
 
     def multiply_adds(self, call: Call) -> int:
-        return self._rule(call).multiply_adds(call)
+        return _direction(call).multiply_adds(call)
 
     def pulled(self, call: Call, gradients: torch.Tensor, shape: list[int]) -> torch.Tensor:
-        return self._rule(call).pulled(call, gradients, shape)
+        return _direction(call).pulled(call, gradients, shape)
 
-    def _rule(self, call: Call) -> _Windows:
-        return _TransposedConvolutionRule() if call["transposed"] else _ConvolutionRule()
+
+def _direction(call: Call) -> _Windows:
+    return _TransposedRule() if call["transposed"] else _ForwardRule()
 
 
 def _packed(call: Call, copies: int) -> bytes | None:
     """The mask of the weights that are kept, as `Convolution` takes it."""
     kept = call.kept.get("weight")
-    return None if kept is None else np.packbits(np.tile(kept.cpu().numpy().reshape(-1), copies)).tobytes()
+    return None if kept is None else packed(kept, copies)
 
 
-def _padding(padding: Any, taps: tuple[int, ...], dilation: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Padding on both sides of each axis; an odd total of "same" goes to the end, as in PyTorch."""
-    if padding == "valid":
-        return [(0, 0)] * len(taps)
-    if padding == "same":
-        totals = [spread * (kernel - 1) for kernel, spread in zip(taps, dilation, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    return [(both, both) for both in pairs(padding, len(taps))]
-
-
-@add_rule("aten.linear")
-class _LinearRule(Rule):
-    """``aten.linear``: its weight, full or pruned, at each place of the axes before the last.
-
-    A weight of one dimension is that of one feature, whose axis the output does not have.
-    """
-
-    weights = ("weight",)
-
-    def shared(self, call: Call) -> bool:
-        return True
-
-    def multiply_adds(self, call: Call) -> int:
-        return call.out_size * call.in_shape[-1]
-
-    def pattern(self, call: Call) -> Pattern:
-        out_features, in_features = self._weight(call).shape
-        copies = math.prod(call.in_shape[:-1])
-        kept = _packed(call, copies)
-        if kept is not None:
-            return Pattern.of(Convolution(copies * out_features, copies * in_features, copies, (), kept))
-        return Pattern.of(Full(out_features, in_features) if copies == 1 else Blocks(copies, out_features, in_features))
-
-    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        weight = self._weight(call)
-        copies = math.prod(call.in_shape[:-1])
-        if isinstance(pattern.structure, Convolution):
-            return pattern.structure.values(weight if copies == 1 else weight.repeat(copies, 1))
-        # A copy: values stay what they are when the weight goes on training.
-        return weight.repeat(copies, 1).reshape(-1, 1)
-
-    def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
-        weight = self._weight(call)
-        rows = gradients.reshape(*gradients.shape[:2], *call.in_shape[:-1], len(weight))
-        return rows @ weight
-
-    def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        if isinstance(pattern.structure, Convolution):
-            return self.values(call, pattern)
-        return self._weight(call).T.repeat(math.prod(call.in_shape[:-1]), 1).reshape(-1, 1)
-
-    def _weight(self, call: Call) -> torch.Tensor:
-        """``(out_features, in_features)``."""
-        return torch.atleast_2d(call["weight"].detach())
+def packed(mask: torch.Tensor, copies: int) -> bytes:
+    """A mask of weights, so many times over, as `Convolution` takes it."""
+    return np.packbits(np.tile(mask.cpu().numpy().reshape(-1), copies)).tobytes()

@@ -5,15 +5,24 @@ Where the input is broadcast, a row has its one entry in the column that its pla
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
+from ._layout import Labels
 from ._pattern import Pattern
-from ._rules import POINTWISE, Call, Rule, add_rule
+from ._rules import POINTWISE, Call, Rule, Use, add_rule
 from ._structure import Csr, Diagonal, Identity
 from ._values import batch_last, positive
 
-__all__ = ["broadcast"]
+__all__ = ["broadcast", "broadcast_labels"]
+
+
+def broadcast_labels(use: Use) -> tuple[dict[str, Labels], Labels]:
+    """Labels of operands that are broadcast to the output's shape: axes are counted from the last one."""
+    rank = use.output.ndim
+    return {name: tuple(range(rank - len(shape), rank)) for name, shape in use.shapes.items()}, tuple(range(rank))
 
 
 def broadcast(in_shape: tuple[int, ...], out_shape: tuple[int, ...]) -> Pattern:
@@ -28,6 +37,15 @@ def broadcast(in_shape: tuple[int, ...], out_shape: tuple[int, ...]) -> Pattern:
 class _DiagonalRule(Rule):
     """The derivative at each place; for an operator without a formula here, one pass of its own `vjp` on ones."""
 
+    reads: tuple[str, ...] = ()
+
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        return broadcast_labels(use)
+
+    def check(self, call: Call) -> None:
+        # What is constant may be another for each sample.
+        super().check(replace(call, batched=frozenset()))
+
     def pattern(self, call: Call) -> Pattern:
         return Pattern.of(Diagonal(call.in_size))
 
@@ -38,18 +56,9 @@ class _DiagonalRule(Rule):
 
 # Activations too: PyTorch's own backward takes the derivative from the input or the output, whichever it kept.
 add_rule(
-    *("aten.hardswish", "aten.leaky_relu", "aten.log_sigmoid", "aten.native_dropout", "aten.prelu", "aten.softsign"),
-    "aten.tanhshrink",
+    *("aten._prelu_kernel", "aten.hardswish", "aten.leaky_relu", "aten.log_sigmoid_forward", "aten.native_dropout"),
+    "aten.rrelu_with_noise",
 )(_DiagonalRule)
-
-
-@add_rule("aten.alpha_dropout", "aten.dropout", "aten.feature_alpha_dropout", "aten.feature_dropout")
-class _DropoutRule(_DiagonalRule):
-    """``aten.dropout`` and its like: what was drawn, where anything is."""
-
-    def pattern(self, call: Call) -> Pattern:
-        inactive = not call.arguments.get("train", True)
-        return Pattern.of(Identity(call.in_size) if inactive else Diagonal(call.in_size))
 
 
 @add_rule(POINTWISE)
@@ -110,14 +119,16 @@ def _aligned(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 class _ReluRule(_DiagonalRule):
     """``aten.relu``: 1 where the output is positive (thesis, section 3.3: a possible zero elsewhere)."""
 
+    reads = ("output",)
+
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert call.output is not None
         return positive(call.output)
 
 
-@add_rule("aten.identity", "aten.flatten", "aten.unflatten", "aten._to_copy", "aten.to")
+@add_rule("aten._to_copy")
 class _IdentityRule(_DiagonalRule):
-    """Operators that only give their input another shape."""
+    """A copy in another memory format."""
 
     def shared(self, call: Call) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Products of matrices, of which one or both depend on the input, and attention.
+"""Products of matrices, one or both of which depend on the input: linear layers too; and attention.
 
 With ``y[b, i, j] = Σ_k a[b, i, k] · c[b, k, j]``, b standing for all axes before the last two::
 
@@ -15,103 +15,161 @@ import numpy as np
 import torch
 
 from ._blocks import blocks
+from ._convolution import Convolution, packed
+from ._layout import Labels
 from ._pattern import Pattern
-from ._rules import Call, Rule, add_rule
-from ._structure import Csr, frozen, index_dtype
+from ._rules import Call, Rule, Use, add_rule
+from ._structure import Csr, frozen, index_dtype, row_starts
 
 __all__: list[str] = []
 
 
-@add_rule("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.addmm", "aten.baddbmm")
-class _MatmulRule(Rule):
-    """A product of matrices, or of a matrix and a vector, broadcast as ``torch.matmul`` does."""
+#: Axes of the factors, and of the product; what is added is broadcast to it.
+_AXES: dict[str, tuple[dict[str, str], str]] = {
+    "aten.mm": ({"self": "ik", "mat2": "kj"}, "ij"),
+    "aten.mv": ({"self": "ik", "vec": "k"}, "i"),
+    "aten.bmm": ({"self": "bik", "mat2": "bkj"}, "bij"),
+    "aten.addmm": ({"mat1": "ik", "mat2": "kj"}, "ij"),
+    "aten.addmv": ({"mat": "ik", "vec": "k"}, "i"),
+    "aten.baddbmm": ({"batch1": "bik", "batch2": "bkj"}, "bij"),
+}
+
+#: Entries of a product's Jacobian up to which each that is zero is left out, and the share of zeros from which on.
+_FEW, _SHARE = 2**16, 0.25
+
+
+@add_rule(*_AXES)
+class _ProductRule(Rule):
+    """A product of matrices, or of a matrix and a vector; a linear layer above all.
+
+    A factor that does not depend on the input may be pruned.
+    """
 
     several = True
-    #: The names of left and right factor in the operators' schemas.
-    FACTORS = (("self", "other"), ("self", "mat2"), ("self", "vec"), ("mat1", "mat2"), ("batch1", "batch2"))
+    reads = ()
+
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        factors, out = _AXES[use.operator]
+        labels: dict[str, Labels] = {name: tuple(axes) for name, axes in factors.items()}
+        if use.operator.startswith(("aten.add", "aten.baddbmm")):
+            labels["self"] = tuple(out)[len(out) - use.rank("self") :]
+        return labels, tuple(out)
 
     def check(self, call: Call) -> None:
-        if call.argument not in self._names(call):
+        if call.argument not in _AXES[call.operator][0]:
             raise call.unsupported(
                 f"{call.argument} of {call.operator} depends on the input", "add it to the product instead"
             )
 
     def shared(self, call: Call) -> bool:
-        return not call.batched
+        return self._other(call) not in call.batched
 
     def multiply_adds(self, call: Call) -> int:
-        return call.out_size * self._sizes(call)[1]
+        return call.out_size * self._sizes(call)[2]
+
+    def pruned_arguments(self, call: Call) -> list[str]:
+        return [self._other(call)]
+
+    def prunes(self, call: Call, mask: torch.Tensor) -> bool:
+        # Without zeros a product needs no index.
+        entries = call.out_size * self._sizes(call)[2]
+        return entries <= _FEW or int(mask.count_nonzero()) <= (1 - _SHARE) * mask.numel()
 
     def pattern(self, call: Call) -> Pattern:
-        lead, own = self._lead(call), self._matrices(call, call.in_shape)
-        rows, inner, columns = self._sizes(call)
-        left = call.argument == self._names(call)[0]
-        size = math.prod(lead)
-        if own[:-2] == lead:
-            return blocks(size * rows, columns, inner) if left else blocks(size, rows, inner, columns)
-        # Broadcast along some axes: several blocks of rows share their columns.
-        places = np.arange(call.in_size).reshape(own)
+        lead, rows, inner, columns = self._sizes(call)
+        left, mask = self._is_left(call), call.kept.get(self._other(call))
+        if mask is None:
+            return blocks(lead * rows, columns, inner) if left else blocks(lead, rows, inner, columns)
+        if left and mask.ndim == 2:
+            bits = packed(mask.T, lead * rows)
+            return Pattern.of(Convolution(lead * rows * columns, lead * rows * inner, lead * rows, (), bits))
+        # One matrix for each place of the axes before: (lead, k, j) or (lead, i, k).
+        places = np.arange(call.in_size).reshape((lead, rows, inner) if left else (lead, inner, columns))
+        shape = (lead, rows, columns, inner)
+        kept = mask.cpu().numpy().reshape(-1, *((inner, columns) if left else (rows, inner)))
         if left:
-            picked = np.broadcast_to(places, (*lead, rows, inner))[..., :, None, :]
+            kept, places = kept.swapaxes(1, 2)[:, None, :, :], places[:, :, None, :]
         else:
-            picked = np.broadcast_to(places, (*lead, inner, columns)).swapaxes(-1, -2)[..., None, :, :]
-        indices = np.broadcast_to(picked, (*lead, rows, columns, inner)).reshape(-1)
+            kept, places = kept[:, :, None, :], places.swapaxes(1, 2)[:, None, :, :]
+        kept = np.broadcast_to(kept, shape)
+        indices = np.broadcast_to(places, shape)[kept]
         dtype = index_dtype(len(indices), call.out_size, call.in_size)
-        indptr = np.arange(call.out_size + 1, dtype=dtype) * dtype(inner)
-        return Pattern.of(Csr(call.out_size, call.in_size, frozen(indptr), frozen(indices.astype(dtype))))
+        starts = row_starts(kept.reshape(-1, inner).sum(axis=1), dtype)
+        return Pattern.of(Csr(call.out_size, call.in_size, frozen(starts), frozen(indices.astype(dtype))))
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        assert call.input is not None
-        left_name, right_name = self._names(call)
-        lead, (rows, inner, columns) = self._lead(call), self._sizes(call)
-        left = call.argument == left_name
-        name = right_name if left else left_name
-        other = call[name].detach()
-        samples = len(other) if name in call.batched else 1
-        shape = tuple(other.shape[1:] if name in call.batched else other.shape)
-        # What is a vector is a matrix of one column or row.
-        whole = (*shape, 1) if len(shape) == 1 and left else (1, *shape) if len(shape) == 1 else shape
-        matrices = other.reshape(samples, *[1] * (len(lead) + 2 - len(whole)), *whole)
-        taken = matrices.transpose(-1, -2)[..., None, :, :] if left else matrices[..., :, None, :]
-        values = taken.expand(samples, *lead, rows, columns, inner).flatten(1).T
+        lead, rows, inner, columns = self._sizes(call)
+        factor, samples = self._factor(call)
+        left, mask = self._is_left(call), call.kept.get(self._other(call))
+        if isinstance(pattern.structure, Convolution):
+            return self._scaled(call, pattern.structure.values(_rows(factor, lead * rows)))
+        taken = factor.transpose(-1, -2)[..., None, :, :] if left else factor[..., :, None, :]
+        values = taken.expand(samples, lead, rows, columns, inner).flatten(1)
+        if mask is not None:
+            kept = mask.reshape(1, -1, *((inner, columns) if left else (rows, inner)))
+            kept = kept.transpose(-1, -2)[..., None, :, :] if left else kept[..., :, None, :]
+            values = values[:, kept.expand(1, lead, rows, columns, inner).flatten()]
+        return self._scaled(call, values.T)
+
+    def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        if isinstance(pattern.structure, Convolution):
+            # The structure knows its orientation, and so the order of its weights.
+            return self.values(call, pattern)
+        lead, rows, inner, columns = self._sizes(call)
+        if not self._is_left(call) or call.kept.get(self._other(call)) is not None:
+            return super().transposed_values(call, pattern)
+        factor, samples = self._factor(call)
+        return self._scaled(call, factor[:, :, None].expand(samples, lead, rows, inner, columns).flatten(1).T)
+
+    def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
+        lead, rows, _, columns = self._sizes(call)
+        factor, _ = self._factor(call)
+        own = gradients.reshape(*gradients.shape[:2], lead, rows, columns)
+        found = own @ factor.transpose(-1, -2) if self._is_left(call) else factor.transpose(-1, -2) @ own
+        return self._scaled(call, found)
+
+    def _scaled(self, call: Call, values: torch.Tensor) -> torch.Tensor:
         alpha = call.arguments.get("alpha", 1)
         return values.contiguous() if alpha == 1 else values * alpha
 
-    def _names(self, call: Call) -> tuple[str, str]:
-        known = {*call.arguments, call.argument}
-        return next(names for names in reversed(self.FACTORS) if known.issuperset(names))
+    def _is_left(self, call: Call) -> bool:
+        return call.argument == next(iter(_AXES[call.operator][0]))
 
-    def _matrices(self, call: Call, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A factor's shape as that of matrices."""
-        if len(shape) > 1:
-            return shape
-        return (1, *shape) if call.argument == self._names(call)[0] else (*shape, 1)
+    def _other(self, call: Call) -> str:
+        """The name of the factor that is not differentiated."""
+        left, right = _AXES[call.operator][0]
+        return right if call.argument == left else left
 
-    def _sizes(self, call: Call) -> tuple[int, int, int]:
-        """Rows, terms of a sum and columns of one product."""
-        own = self._matrices(call, call.in_shape)
-        if call.argument == self._names(call)[0]:
-            rows, inner = own[-2:]
-            return rows, inner, call.out_size // max(1, rows * math.prod(self._lead(call)))
-        inner, columns = own[-2:]
-        return call.out_size // max(1, columns * math.prod(self._lead(call))), inner, columns
+    def _sizes(self, call: Call) -> tuple[int, int, int, int]:
+        """Products, and of each rows, terms of a sum and columns."""
+        lengths = dict(zip(_AXES[call.operator][0][call.argument], call.in_shape, strict=True))
+        lengths |= dict(zip(_AXES[call.operator][1], call.out_shape, strict=True))
+        return lengths.get("b", 1), lengths.get("i", 1), lengths["k"], lengths.get("j", 1)
 
-    def _lead(self, call: Call) -> tuple[int, ...]:
-        """The axes before the matrices, broadcast."""
-        left_name, right_name = self._names(call)
-        shapes = []
-        for name in (left_name, right_name):
-            if name == call.argument:
-                shapes.append(call.in_shape[:-2])
-            else:
-                shape = tuple(call[name].shape)
-                shapes.append((shape[1:] if name in call.batched and call.input is not None else shape)[:-2])
-        return tuple(np.broadcast_shapes(*shapes))
+    def _factor(self, call: Call) -> tuple[torch.Tensor, int]:
+        """The other factor as ``(batch, lead, rows, columns)``, and the batch; 1 where all samples share it."""
+        name = self._other(call)
+        _, rows, inner, columns = self._sizes(call)
+        own = call[name].detach()
+        samples = len(own) if name in call.batched else 1
+        sizes = (inner, columns) if self._is_left(call) else (rows, inner)
+        return own.reshape(samples, -1, *sizes), samples
 
 
-@add_rule("aten.scaled_dot_product_attention")
+def _rows(factor: torch.Tensor, copies: int) -> torch.Tensor:
+    """Weights as a convolution has them, ``(columns, terms)``, so many times over."""
+    weight = factor[0, 0].T
+    return weight.contiguous() if copies == 1 else weight.repeat(copies, 1)
+
+
+#: What the operators call what is added to the scores.
+_MASKS = ("attn_mask", "attn_bias")
+_ATTENTIONS = "flash_attention_for_cpu flash_attention efficient_attention cudnn_attention fused_attention_overrideable"
+
+
+@add_rule(*(f"aten._scaled_dot_product_{name}" for name in _ATTENTIONS.split()))
 class _AttentionRule(Rule):
-    """``aten.scaled_dot_product_attention``: ``out = softmax(q kᵀ · scale + mask) v`` for each head.
+    """Fused attention: ``out = softmax(q kᵀ · scale + mask) v`` for each head.
 
     With the attention ``A`` and ``D[i, j, c] = A[i, j] · (v[j, c] - out[i, c])``, for each head::
 
@@ -122,14 +180,26 @@ class _AttentionRule(Rule):
 
     several = True
 
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        rank = use.output.ndim
+        lead = tuple(range(rank - 2))
+        labels: dict[str, Labels] = {
+            "query": (*lead, "query", "width"),
+            "key": (*lead, "key", "width"),
+            "value": (*lead, "key", "channel"),
+        }
+        mask = (*lead, "query", "key")
+        labels |= {name: mask[len(mask) - use.rank(name) :] for name in _MASKS if use.rank(name)}
+        return labels, (*lead, "query", "channel")
+
     def check(self, call: Call) -> None:
-        if call["dropout_p"] > 0:
+        if call["dropout_p"] != 0:
             raise call.unsupported("attention that drops weights at random", "call .eval() on the model")
-        if call.argument == "attn_mask":
+        if call.argument in _MASKS:
             raise call.unsupported("an attention mask that depends on the input", "add it before a softmax of its own")
-        if call["enable_gqa"]:
-            raise call.unsupported("enable_gqa=True", "repeat the keys and values for all heads")
-        if call.in_shape[:-2] != call.out_shape[:-2]:
+        own, all_heads = call.in_shape[:-2], call.out_shape[:-2]
+        grouped = call.argument != "query" and own[:-1] == all_heads[:-1] and own and all_heads[-1] % own[-1] == 0
+        if own != all_heads and not grouped:
             raise call.unsupported(f"{call.argument} is broadcast to all heads", "expand it before")
 
     def _shapes(self, call: Call) -> tuple[int, int, int, int, int]:
@@ -157,9 +227,21 @@ class _AttentionRule(Rule):
         heads, queries, keys, width, values = self._shapes(call)
         if call.argument == "query":
             return blocks(heads * queries, values, width)
+        if call.in_shape[:-2] != call.out_shape[:-2]:
+            return self._grouped(call)
         if call.argument == "key":
             return blocks(heads, queries * values, keys * width)
         return blocks(heads, queries, keys, values)
+
+    def _grouped(self, call: Call) -> Pattern:
+        """Of keys or values that several heads share."""
+        heads, queries, keys, _, values = self._shapes(call)
+        own = np.arange(call.in_size).reshape(*call.in_shape[:-2], keys, -1)
+        places = own.repeat(call.out_shape[-3] // call.in_shape[-3], axis=-3).reshape(heads, keys, -1)
+        rows = places.reshape(heads, 1, 1, -1) if call.argument == "key" else places.transpose(0, 2, 1)[:, None]
+        indices = np.broadcast_to(rows, (heads, queries, values, rows.shape[-1]))
+        starts = np.arange(call.out_size + 1) * rows.shape[-1]
+        return Pattern((call.out_size, call.in_size), starts, indices.reshape(-1))
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert call.input is not None and call.output is not None
@@ -190,6 +272,9 @@ class _AttentionRule(Rule):
         tensor = call.input if name == call.argument else call[name]
         if name != call.argument and name not in call.batched:
             tensor = tensor[None]
+        if tensor.ndim > 3 and 1 < tensor.shape[-3] < lead[-1]:
+            # Several heads share it.
+            tensor = tensor.repeat_interleave(lead[-1] // tensor.shape[-3], -3)
         return tensor.detach().expand(batch, *lead, length, width).reshape(batch, heads, length, width)
 
     def _attention(self, call: Call, q: torch.Tensor, k: torch.Tensor, scale: float, heads: int) -> torch.Tensor:
@@ -200,9 +285,10 @@ class _AttentionRule(Rule):
         if call["is_causal"]:
             allowed = torch.ones((queries, keys), dtype=torch.bool, device=q.device).tril()
             scores = scores.masked_fill(~allowed, -math.inf)
-        mask = call["attn_mask"]
-        if mask is not None:
-            batched = "attn_mask" in call.batched
+        name = next((name for name in _MASKS if call.arguments.get(name) is not None), None)
+        if name is not None:
+            mask = call[name]
+            batched = name in call.batched
             whole = mask if batched else mask[None]
             lead = call.out_shape[:-2]
             whole = whole.reshape(len(whole), *[1] * (len(lead) + 3 - whole.ndim), *whole.shape[1:])

@@ -22,8 +22,9 @@ from torch.nn import functional
 
 from ._convolution import LARGEST_TABLE, Sliding, described_axes, joined, pairs, restored_axes
 from ._cuda import on_device
+from ._layout import Labels
 from ._pattern import Pattern
-from ._rules import Call, Rule, add_rule
+from ._rules import Call, Rule, Use, add_rule
 from ._structure import Arrays, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
 from ._values import batch_last, placed, selected, take
 
@@ -223,7 +224,7 @@ def _rows(indptr: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(len(indptr) - 1, dtype=indptr.dtype), np.diff(indptr))
 
 
-def _count(call: Call) -> int:
+def _count(call: Call | Use) -> int:
     """Axes along which windows slide: the last ones, as many as the operator's name says."""
     found = re.search(r"(\d)d", call.operator)
     assert found is not None
@@ -258,7 +259,16 @@ def _channels(call: Call) -> int:
     return math.prod(call.in_shape[: -_count(call)])
 
 
-class _SelectingRule(Rule):
+class _WindowRule(Rule):
+    """Windows that slide over the last axes, each place of the others by itself."""
+
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        rank, count = use.output.ndim, _count(use)
+        out = tuple(axis if axis < rank - count else ("windows", axis) for axis in range(rank))
+        return dict.fromkeys(use.layouts, tuple(range(rank))), out
+
+
+class _SelectingRule(_WindowRule):
     """Each window passes its gradient to its winner, ties broken as PyTorch breaks them."""
 
     @abstractmethod
@@ -311,12 +321,9 @@ class _SelectingRule(Rule):
         return batch_last((winners + channel * math.prod(_sizes(call))).to(torch.int32))
 
 
-@add_rule(
-    *("aten.max_pool1d", "aten.max_pool2d", "aten.max_pool3d"),
-    *("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices"),
-)
+@add_rule("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices")
 class _MaxPoolRule(_SelectingRule):
-    """``aten.max_pool2d`` and its like."""
+    """``aten.max_pool2d_with_indices`` and its like."""
 
     def check(self, call: Call) -> None:
         super().check(call)
@@ -337,7 +344,7 @@ class _MaxPoolRule(_SelectingRule):
         return winners  # type: ignore[no-any-return]
 
 
-@add_rule("aten.adaptive_max_pool1d", "aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d")
+@add_rule("aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d")
 class _AdaptiveMaxPoolRule(_SelectingRule):
     """``aten.adaptive_max_pool2d`` and its like."""
 
@@ -350,8 +357,10 @@ class _AdaptiveMaxPoolRule(_SelectingRule):
         return winners
 
 
-class _SeparableRule(Rule):
+class _SeparableRule(_WindowRule):
     """Each axis by itself: an output is a sum over its window, its weights products of one for each axis."""
+
+    reads = ()
 
     def shared(self, call: Call) -> bool:
         return True
@@ -384,7 +393,7 @@ def _areas(lengths: list[np.ndarray]) -> np.ndarray:
     return functools.reduce(lambda area, length: np.outer(area, length).ravel(), lengths, np.ones(1))
 
 
-@add_rule("aten.avg_pool1d", "aten.avg_pool2d", "aten.avg_pool3d")
+@add_rule("aten.avg_pool2d", "aten.avg_pool3d")
 class _AvgPoolRule(_AveragePoolRule):
     """``aten.avg_pool2d`` and its like."""
 
@@ -404,10 +413,7 @@ class _AvgPoolRule(_AveragePoolRule):
         return _areas([end - start for start, end in zip(starts, ends, strict=True)])
 
 
-@add_rule(
-    *("aten.adaptive_avg_pool1d", "aten.adaptive_avg_pool2d", "aten.adaptive_avg_pool3d"),
-    *("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d"),
-)
+@add_rule("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d")
 class _AdaptiveAvgPoolRule(_AveragePoolRule):
     """``aten.adaptive_avg_pool2d`` and its like."""
 
@@ -427,19 +433,21 @@ class _AdaptiveAvgPoolRule(_AveragePoolRule):
 class _UpsampleRule(_SeparableRule):
     """Interpolation: along each axis a matrix of weights that PyTorch's own operator is asked for."""
 
+    reads_numbers = True
+
     def axes(self, call: Call) -> tuple[Weighted, ...]:
         return tuple(Weighted.of(weights) for weights in self._weights(call))
 
     def _weights(self, call: Call) -> list[np.ndarray]:
         """A matrix ``(windows, size)`` for each axis, float64."""
-        assert call.apply is not None
+        assert call.function is not None
         matrices = []
         for axis, windows in enumerate(call.out_shape[2:]):
             # A channel for each window of the axis, at the first of the others, whose weights add up to one. Asked of
             # the derivative: PyTorch's antialiased forward differs from it where an axis has one position.
             x = torch.zeros((1, windows, *call.in_shape[2:]), dtype=torch.float64, requires_grad=True)
             with torch.enable_grad():
-                y = call.apply(x)
+                y = call.function({**call.arguments, call.argument: x})
             chosen = torch.zeros_like(y)
             line: list[Any] = [0] * len(call.out_shape[2:])
             line[axis] = slice(None)

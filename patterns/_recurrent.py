@@ -156,7 +156,7 @@ def _factors(
     if mode == "RNN_TANH":
         return {0: 1 - state["h"].square()}, None
     if mode == "RNN_RELU":
-        return {0: (state["h"] > 0).to(state["h"].dtype)}, None
+        return {0: (~(state["h"] <= 0)).to(state["h"].dtype)}, None
     if mode == "GRU":
         r, z, n, m, before = (state[name] for name in ("r", "z", "n", "m", "before"))
         fresh = (1 - z) * (1 - n.square())

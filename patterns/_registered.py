@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ._layout import WHOLE, Layout, MixedSamplesError
 from ._pattern import Pattern
-from ._rules import _RULES, Call, Rule
+from ._rules import _RULES, Call, Placement, Rule, Use
 
 __all__ = ["register_rule"]
 
@@ -19,11 +20,21 @@ class _Registered(Rule):
     """What `register_rule` was given."""
 
     several = True
+    reads_contents = reads_numbers = True
 
     def __init__(
         self, pattern: Callable[[Call], Pattern], values: Values | None, shared: bool, weights: Sequence[str]
     ) -> None:
         self._pattern, self._values, self._shared, self.weights = pattern, values, shared, tuple(weights)
+
+    def placement(self, use: Use) -> Placement:
+        if use.batch == 1:
+            return Placement(dict(use.layouts), WHOLE)
+        # Nothing is known of what it does with an axis: each sample is tried by itself.
+        for layout in _candidates(use):
+            if all(_alone(use, layout, number) for number in range(use.batch)):
+                return Placement(dict(use.layouts), layout)
+        raise MixedSamplesError
 
     def shared(self, call: Call) -> bool:
         return self._shared
@@ -59,6 +70,37 @@ class _Registered(Rule):
             )
 
 
+def _candidates(use: Use) -> list[Layout]:
+    """Where the samples may be in the output: where they are in an operand first."""
+    shape, batch = use.output.shape, use.batch
+    fitting = [
+        Layout(axis, size // batch, minor)
+        for axis, size in enumerate(shape)
+        if size and size % batch == 0
+        for minor in (False, True)
+        if size > batch or not minor
+    ]
+    likely = set(use.layouts.values())
+    return sorted(fitting, key=lambda layout: (layout not in likely, layout.copies))
+
+
+def _alone(use: Use, layout: Layout, number: int) -> bool:
+    """Whether an operator makes the same of a sample by itself as of the whole batch."""
+    arguments = dict(use.arguments)
+    for name, own in use.layouts.items():
+        arguments[name] = own.join(own.split(arguments[name].detach())[number : number + 1])
+    try:
+        made = use.evaluate(arguments)
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    expected = layout.join(layout.split(use.output.detach())[number : number + 1])
+    if made.shape != expected.shape:
+        return False
+    size = expected.nan_to_num(0, 0, 0).abs().max().item() if expected.numel() else 0.0
+    share = 1e-9 if expected.dtype == torch.float64 else 1e-4
+    return torch.allclose(made, expected, rtol=share, atol=share * size, equal_nan=True)
+
+
 def register_rule(
     operator: Any,
     *,
@@ -73,7 +115,7 @@ def register_rule(
     Parameters
     ----------
     operator : str or OpOverload or OpOverloadPacket
-        As in ``"aten.logcumsumexp"`` or ``torch.ops.mylib.scale``: as torch.export names it.
+        As in ``"aten.logcumsumexp"`` or ``torch.ops.mylib.scale``: as PyTorch calls it below autograd.
     pattern : callable
         ``pattern(call) -> Pattern``, of shape ``(call.out_size, call.in_size)``: the positions of the Jacobian that
         may be other than zero for some input, from ``call.in_shape``, ``call.out_shape`` and ``call["argument"]``.
@@ -94,7 +136,7 @@ def register_rule(
     TypeError
         Where an argument is of the wrong kind.
     ValueError
-        Where the operator's name is none, or it has a rule already.
+        Where the operator's name is none, it has a rule already, or PyTorch makes it of others, as ``aten.linear``.
 
     Examples
     --------
@@ -114,9 +156,19 @@ def register_rule(
     for what, function in (("pattern", pattern), ("values", values)):
         if not callable(function) and not (what == "values" and function is None):
             raise TypeError(f"{what} is a {type(function).__name__}; expected a function")
+    if _is_composed(name):
+        raise ValueError(f"{name} is made of other operators, and never seen; register a rule for one of those")
     if name in _RULES and not replace:
         raise ValueError(f"{name} has a rule already; pass replace=True to put yours in its place")
     _RULES[name] = _Registered(pattern, values, shared, weights)
+
+
+def _is_composed(name: str) -> bool:
+    """Whether PyTorch takes an operator apart before autograd."""
+    namespace, _, own = name.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), own, None)
+    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    return bool(overloads) and overloads[0]._can_decompose()
 
 
 def _name(operator: Any) -> str:

@@ -9,18 +9,59 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from ._coloring import compressed_values
+from ._layout import WHOLE, Labels, Layout, layouts_by_labels
 from ._pattern import Pattern
 from ._structure import Diagonal
 from ._values import gathered
 
-__all__ = ["POINTWISE", "Call", "Rule", "UnsupportedOperatorError", "add_rule", "is_pointwise", "rule_for"]
+__all__ = [
+    "CONSTANT",
+    "POINTWISE",
+    "Call",
+    "Placement",
+    "Rule",
+    "UnsupportedOperatorError",
+    "Use",
+    "add_rule",
+    "has_rule",
+    "is_pointwise",
+    "rule_for",
+    "rule_of",
+]
 
 
 class UnsupportedOperatorError(NotImplementedError):
     """An operator, or a use of one, for which there is no pattern."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """Which element of the operand each element of an output is, -1 where it is none of them.
+
+    Attributes
+    ----------
+    rows : int
+        As many as samples, or one where it is the same for all.
+    size : int
+        Elements of one sample of the output.
+    identity : bool
+        Whether each element is that of its own place.
+    make : callable or None
+        The places, ``(rows, size)``; None where each is its own.
+    """
+
+    rows: int
+    size: int
+    identity: bool = False
+    make: Callable[[], np.ndarray] | None = None
+
+    def array(self) -> np.ndarray:
+        """The places, ``(rows, size)``."""
+        return np.arange(self.size).reshape(1, -1) if self.make is None else self.make()
 
 
 @dataclass(frozen=True)
@@ -32,7 +73,8 @@ class Call:
     operator : str
         The ATen operator, as in ``aten.conv2d``.
     arguments : dict
-        Its arguments by their names in ATen's schema, but for the differentiated tensor.
+        Its arguments by their names in ATen's schema, but for the differentiated tensor. While only shapes are known,
+        tensors of floating-point numbers are on the meta device, and a number that is neither 0 nor 1 is NaN.
     in_shape, out_shape : tuple of int
         Of the differentiated tensor and of the output for a batch of one: the axis of the batch is there, of size 1,
         wherever it is, or of size `k` where each sample is a batch of `k` to the operator.
@@ -47,7 +89,9 @@ class Call:
     batched : frozenset of str
         The arguments that have a batch: they are ``(batch, *shape)`` too, where `input` is given.
     dependent : frozenset of str
-        Those of them that depend on the sample's elements, not only on how many samples there are.
+        The arguments that depend on the input, with a derivative or without.
+    sources : Sources or None
+        For an operator that moves elements: where each comes from.
     node : Any
         Autograd's node of the output, which has what the forward pass saved; None where there is none.
     vjp, vjps : callable or None
@@ -56,8 +100,6 @@ class Call:
         ``jvp(tangent of input) -> tangent of output``, both ``(batch, *shape)``.
     function : callable or None
         ``function(arguments) -> output``: the operator on other arguments, the differentiated one among them.
-    apply : callable or None
-        The operator for a batch of one on another tensor of `in_shape`, with zeros for what else depends on the sample.
     """
 
     operator: str
@@ -72,12 +114,12 @@ class Call:
     output: torch.Tensor | None = None
     batched: frozenset[str] = frozenset()
     dependent: frozenset[str] = frozenset()
+    sources: Sources | None = field(default=None, repr=False)
     node: Any = None
     vjp: Callable[[torch.Tensor], torch.Tensor] | None = None
     vjps: Callable[[torch.Tensor], torch.Tensor] | None = None
     jvp: Callable[[torch.Tensor], torch.Tensor] | None = None
     function: Callable[[dict[str, Any]], torch.Tensor] | None = None
-    apply: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -97,6 +139,63 @@ class Call:
         return UnsupportedOperatorError(f"{self.path or self.operator}: {what}; {remedy}{self.source}")
 
 
+@dataclass(frozen=True)
+class Use:
+    """One run of an operator on a whole batch, from which a rule tells where the samples are.
+
+    Attributes
+    ----------
+    operator : str
+        The ATen operator.
+    arguments : dict
+        Its arguments by name, defaults included.
+    layouts : dict of str to Layout
+        Of the arguments through which a derivative passes.
+    output : Tensor
+        What it gave.
+    batch : int
+        Samples.
+    evaluate : callable
+        ``evaluate(arguments) -> output``.
+    """
+
+    operator: str
+    arguments: dict[str, Any]
+    layouts: dict[str, Layout]
+    output: torch.Tensor
+    batch: int
+    evaluate: Callable[[dict[str, Any]], torch.Tensor]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all arguments that are tensors."""
+        return {name: tuple(v.shape) for name, v in self.arguments.items() if isinstance(v, torch.Tensor)}
+
+    def rank(self, name: str) -> int:
+        """Axes of an argument; 0 where it is None."""
+        value = self.arguments.get(name)
+        return value.ndim if isinstance(value, torch.Tensor) else 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the samples are in an operator's arguments and in its output.
+
+    Attributes
+    ----------
+    layouts : dict of str to Layout
+        Of the arguments that have samples, dependent on the input or not.
+    output : Layout
+        Of the output.
+    sources : dict of str to Sources
+        For an operator that moves elements, by operand: `Call.sources`.
+    """
+
+    layouts: dict[str, Layout]
+    output: Layout
+    sources: dict[str, Sources] = field(default_factory=dict)
+
+
 class Rule(ABC):
     """Pattern and values of one operator's Jacobian ``J[i, j] = ∂y_i/∂x_j``, flattened in C order without the batch."""
 
@@ -104,10 +203,17 @@ class Rule(ABC):
     weights: tuple[str, ...] = ()
     #: Whether other operands than the first, or several, may depend on the sample.
     several: bool = False
+    #: Whether values are made of the differentiated operand's elements, "input", or of the result's, "output".
+    reads: tuple[str, ...] = ("input", "output")
+    #: Whether the pattern depends on what indices and masks hold.
+    reads_contents: bool = False
+    #: Whether it depends on arguments that are floating-point numbers, in another way than by whether they are 0 or 1.
+    reads_numbers: bool = False
 
     def check(self, call: Call) -> None:
         """Raise UnsupportedOperatorError where this use of the operator has no Jacobian for each sample."""
-        others = call.dependent if call.argument in ("input", "self") else call.dependent | {call.argument}
+        first = call.argument in ("input", "self", "tensor")
+        others = call.dependent | (call.batched if first else {call.argument})
         if others and not self.several:
             raise call.unsupported(
                 f"{', '.join(sorted(others))} of {call.operator} depends on the input",
@@ -129,9 +235,30 @@ class Rule(ABC):
         """Multiply-adds of the gradients of so many operands, and of the weights; the forward pass takes `forward`."""
         return forward * (operands + weights)
 
-    def chosen(self, call: Call) -> Rule:
-        """The rule of this use of the operator: another where its overloads are different operators."""
-        return self
+    def placement(self, use: Use) -> Placement:
+        """Where the samples are in the operator's arguments and output, shown from its arguments alone.
+
+        Raises
+        ------
+        MixedSamplesError
+            Where an output may depend on another sample.
+        """
+        if use.batch == 1:
+            return Placement(dict(use.layouts), WHOLE)
+        labels, out_labels = self.labels(use)
+        return Placement(*layouts_by_labels(use.shapes, labels, out_labels, use.layouts))
+
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        """A label for each axis of the arguments, and of the output: what runs along an axis of both has one label."""
+        raise NotImplementedError
+
+    def pruned_arguments(self, call: Call) -> list[str]:
+        """The arguments, weights all, whose zeros the pattern may leave out."""
+        return [name for name in self.weights if call.arguments.get(name) is not None]
+
+    def prunes(self, call: Call, mask: torch.Tensor) -> bool:
+        """Whether leaving out the entries of pruned weights pays; the mask tells which are not pruned."""
+        return True
 
     @abstractmethod
     def pattern(self, call: Call) -> Pattern:
@@ -169,6 +296,9 @@ class Rule(ABC):
 
 _RULES: dict[str, Rule] = {}
 
+#: Operators whose output changes in steps: the derivative is zero wherever there is one.
+CONSTANT = frozenset(f"aten.{name}" for name in ("ceil", "floor", "heaviside", "round", "sgn", "sign", "trunc"))
+
 #: The name by which the rule of all operators that ATen tags as pointwise is registered.
 POINTWISE = "pointwise"
 
@@ -199,10 +329,15 @@ def rule_for(call: Call) -> Rule:
     UnsupportedOperatorError
         Where the operator has none.
     """
-    rule = _RULES.get(call.operator) or (_RULES[POINTWISE] if is_pointwise(call.operator) else None)
+    rule = rule_of(call.operator)
     if rule is None:
         raise call.unsupported(f"operator {call.operator} has no rule", "register one with jacsparse.register_rule")
-    return rule.chosen(call)
+    return rule
+
+
+def rule_of(operator: str) -> Rule | None:
+    """The rule of an operator whatever its overload; None where it has none."""
+    return _RULES.get(operator) or (_RULES[POINTWISE] if is_pointwise(operator) else None)
 
 
 @functools.cache

@@ -118,7 +118,8 @@ def rnn_backward(
                     copy_elements(g, r * width, added, row * size, size)
             if relu:
                 for i in range(active * width):
-                    d[i] = v[i] + g[i] if state[i] > zero else zero
+                    # Not `> zero`: the gradient of a NaN passes, as in PyTorch.
+                    d[i] = zero if state[i] <= zero else v[i] + g[i]
             else:
                 for i in range(active * width):
                     d[i] = (v[i] + g[i]) * (one - state[i] * state[i])

@@ -20,6 +20,7 @@ from torch import nn
 
 import jacsparse
 from jacsparse import _accumulation, _order
+from jacsparse._chain import Chains
 from tests.helpers import autograd_jacobian, random_pattern
 
 
@@ -71,7 +72,7 @@ def test_every_order_is_right(
 def test_every_way_through_a_chain_is_right(seed: int) -> None:
     """Orders that no cost would choose: each way to take each interval, drawn."""
     module, x = network(seed % 2 == 0), torch.randn(2, 2, 4, 4, dtype=torch.float64)
-    chain = jacsparse.chain(module, (2, 4, 4))
+    chain, (_, records) = Chains(module).of(x)
     draw = np.random.default_rng(seed)
 
     def order(first: int, last: int) -> _order.Order:
@@ -88,7 +89,7 @@ def test_every_way_through_a_chain_is_right(seed: int) -> None:
     chosen = order(0, len(chain) - 1)
     assert str(chosen).count("J") == len(chain)
     chain.__dict__["order"] = chosen
-    found = chain.jacobian(x)
+    found = chain.jacobian(records, x)
     assert found.pattern == jacsparse.jacobian_pattern(module, (2, 4, 4))
     for number, sample in enumerate(x):
         assert torch.allclose(found.todense(number), autograd_jacobian(module, sample), rtol=1e-10, atol=1e-13)

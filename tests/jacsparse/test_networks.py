@@ -85,7 +85,15 @@ def check_scan(model: nn.Module, x: torch.Tensor, schedule: str = "auto") -> Non
     scan = jacsparse.nn.Scan(model, schedule=schedule)
     ours = scan(given[1])
     ours.backward(gradient)
-    assert torch.allclose(ours, y, rtol=1e-12, atol=0)
+    assert torch.equal(ours, y)
+    close(given[1].grad, given[0].grad)
     for key, p in model.named_parameters():
-        assert torch.allclose(p.grad, expected[key], rtol=1e-9, atol=1e-12 * expected[key].abs().max().item()), key
-    assert torch.allclose(given[1].grad, given[0].grad, rtol=1e-9, atol=1e-12 * given[0].grad.abs().max().item())
+        assert (p.grad is None) == (expected[key] is None), key
+        if p.grad is not None:
+            close(p.grad, expected[key])
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    exact = expected.dtype == torch.float64
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    assert torch.allclose(found, expected, rtol=1e-9 if exact else 1e-3, atol=(1e-12 if exact else 1e-4) * largest)

@@ -101,6 +101,96 @@ def single_features(draw: st.DrawFn) -> Case:
 
 # Pooling and interpolation.
 
+# Orders and places.
+
+
+@st.composite
+def orderings(draw: st.DrawFn, kind: str) -> Case:
+    # All different: of equal ones either may come first.
+    shape = draw(shapes)
+    axis = draw(st.integers(1, len(shape)))
+    size, falling = shape[axis - 1], draw(flags)
+
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.linspace(0, 0.01, int(torch.tensor(shape).prod()), dtype=x.dtype).reshape(shape)
+
+    count = draw(st.integers(1, size))
+    function = {
+        "sort": lambda x: aten.sort(apart(x), axis, falling)[0],
+        "topk": lambda x: aten.topk(apart(x), count, axis, falling)[0],
+    }[kind]
+    return Apply(function), shape
+
+
+@st.composite
+def unpoolings(draw: st.DrawFn, axes: int) -> Case:
+    channels, sizes_ = draw(st.integers(1, 2)), draw(st.tuples(*[st.integers(2, 4)] * axes))
+    pool = (functional.max_pool2d, functional.max_pool3d)[axes - 2]
+    unpool = (functional.max_unpool2d, functional.max_unpool3d)[axes - 2]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y, places = pool(x, 2, return_indices=True)
+        return unpool(y, places, 2, output_size=x.shape[2:])
+
+    return Apply(run), (channels, *sizes_)
+
+
+@st.composite
+def grid_samples(draw: st.DrawFn, axes: int) -> Case:
+    channels, image, out = draw(st.integers(1, 2)), draw(lengths(axes)), draw(lengths(axes))
+    image, out = (tuple(min(3, size) for size in each) for each in (image, out))
+    options = {"padding_mode": draw(st.sampled_from(["zeros", "border"])), "align_corners": draw(flags)}
+    grid, number = constant(1, *out, axes), int(torch.tensor(out).prod()) * axes
+    if draw(flags):
+        return Apply(lambda x, g: functional.grid_sample(x, g.expand(x.shape[0], *g.shape[1:]), **options), grid), (
+            channels,
+            *image,
+        )
+    picture = constant(1, channels, *image)
+    return Apply(
+        lambda x, p: functional.grid_sample(
+            p.expand(x.shape[0], *p.shape[1:]), x.sin().reshape(x.shape[0], *out, axes), **options
+        ),
+        picture,
+    ), (number,)
+
+
+@st.composite
+def distances(draw: st.DrawFn) -> Case:
+    points, others, width, order = (draw(st.integers(1, 3)) for _ in range(4))
+    if draw(flags):
+        return Apply(lambda x, c: aten._cdist_forward(x, c, float(order), None), constant(1, others, width)), (
+            points,
+            width,
+        )
+    return Apply(lambda x: aten._cdist_forward(x[:, :points], x[:, points:], float(order), None)), (
+        points + others,
+        width,
+    )
+
+
+@st.composite
+def bilinears(draw: st.DrawFn) -> Case:
+    left, right, out = (draw(st.integers(1, 3)) for _ in range(3))
+    layer = nn.Bilinear(left, right, out, dtype=torch.float64)
+    apply = Apply(lambda x: layer(x[..., :left], x[..., left:]))
+    apply.inner = layer
+    return apply, (*draw(st.lists(st.integers(1, 2), max_size=1)), left + right)
+
+
+@st.composite
+def scatter_reductions(draw: st.DrawFn) -> Case:
+    rows, columns, sources = (draw(st.integers(1, 3)) for _ in range(3))
+    how, includes = draw(st.sampled_from(["sum", "mean", "prod", "amax", "amin"])), draw(flags)
+    index = torch.tensor([draw(st.integers(0, rows - 1)) for _ in range(sources)])[:, None].expand(-1, columns)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        own, source = x[:, :rows], x[:, rows:]
+        return torch.scatter_reduce(own, 1, index.expand(x.shape[0], -1, -1), source, how, include_self=includes)
+
+    return Apply(run), (rows + sources, columns)
+
+
 #: Without any, PyTorch takes the samples for channels.
 channels = st.lists(st.integers(1, 3), max_size=1)
 
@@ -269,6 +359,9 @@ def products(draw: st.DrawFn, kind: str) -> Case:
         return Apply(lambda x, c: aten.mm(x, c), constant(inner, columns)), (inner,)
     if kind == "mv":
         return Apply(lambda x, c: aten.mv(x.flatten(0, 1), c).view(-1, rows), constant(inner)), (rows, inner)
+    if kind == "addmv":
+        apply = lambda x, c: aten.addmv(x.new_ones(1), x.flatten(0, 1), c, alpha=0.5).view(-1, rows)  # noqa: E731
+        return Apply(apply, constant(inner)), (rows, inner)
     if kind == "addmm":
         factors = {"beta": draw(amounts), "alpha": draw(st.sampled_from([1.0, 0.5]))}
         return Apply(lambda x, b, c: aten.addmm(b, x, c, **factors), constant(columns), constant(inner, columns)), (
@@ -321,6 +414,13 @@ def attentions(draw: st.DrawFn) -> Case:
         return aten.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=draw_scale)
 
     draw_scale = draw(st.sampled_from([None, 0.5]))
+    if draw(flags) and mask is None:
+        # Keys and values that all heads share.
+        return Apply(
+            lambda x: aten.scaled_dot_product_attention(
+                x[:, :heads], x[:, heads : heads + 1], x[:, heads + 1 :], None, 0.0, causal, enable_gqa=True
+            )
+        ), (heads + 2, keys, width)
     return Apply(run, *held), (heads, sum(parts))
 
 
@@ -388,6 +488,14 @@ def movements(draw: st.DrawFn, kind: str) -> Case:
         "stack": lambda x: aten.stack([x, x.flip(axis)], axis),
         "split": lambda x: aten.split(x, count, axis)[-1],
         "split_with_sizes": lambda x: aten.split_with_sizes(x, [begin, size - begin], axis)[1],
+        "unsafe_split": lambda x: aten.unsafe_split(x, count, axis)[-1],
+        "unsafe_split_with_sizes": lambda x: aten.unsafe_split_with_sizes(x, [begin, size - begin], axis)[1],
+        "as_strided": lambda x: aten.as_strided(x.contiguous(), [x.shape[0], numel, 2], [numel, 1, 0]),
+        "copy": lambda x: torch.ones_like(x).copy_(x),
+        "fill": lambda x: (y := x * 2, y.narrow(axis, 0, 1).fill_(2.0))[0],
+        "zero": lambda x: (y := x * 2, y.narrow(axis, 0, 1).zero_())[0],
+        "overwrite": lambda x: (y := x * 2, y.narrow(axis, begin, size - begin).mul_(3))[0],
+        "masked_scatter": lambda x: x.masked_scatter(torch.ones(shape[-1]).cumsum(0) > 1, 2 * x[..., :1]),
         "chunk": lambda x: aten.chunk(x, count, axis)[0],
         "unbind": lambda x: aten.unbind(x, axis)[begin],
         "tensor_split": lambda x: aten.tensor_split(x, count, axis)[0],
@@ -472,6 +580,9 @@ def reductions(draw: st.DrawFn, kind: str) -> Case:
         "nanmean": lambda x: aten.nanmean(_with_nans(x, axis), axes, keep),
         "amax": lambda x: aten.amax(x, axes, keep),
         "amin": lambda x: aten.amin(x, axes, keep),
+        "nanmedian": lambda x: aten.nanmedian(x, axis, keep)[0],
+        "kthvalue": lambda x: aten.kthvalue(x, 1, axis, keep)[0],
+        "mode": lambda x: aten.mode(x, axis, keep)[0],
         "max": lambda x: aten.max(x, axis, keep)[0],
         "min": lambda x: aten.min(x, axis, keep)[0],
         "median": lambda x: aten.median(x, axis, keep)[0],
@@ -627,12 +738,14 @@ MOVEMENTS = (
     "alias clone contiguous positive view _unsafe_view reshape view_as flatten unflatten unsqueeze squeeze permute "
     "transpose movedim flip roll rot90 expand expand_as broadcast_to repeat repeat_interleave tile slice select narrow "
     "diagonal diag_embed unfold cat stack split split_with_sizes chunk unbind tensor_split "
-    "slice_scatter select_scatter tril triu pad constant_pad_nd t mT mH swapaxes swapdims moveaxis fliplr flipud "
+    "unsafe_split unsafe_split_with_sizes as_strided copy fill zero masked_scatter slice_scatter select_scatter tril "
+    "triu pad constant_pad_nd t mT mH swapaxes swapdims moveaxis fliplr flipud "
     "atleast_1d atleast_2d atleast_3d adjoint hstack vstack dstack column_stack"
 )
 PICKING = "index index_select index_put gather scatter scatter_add index_add index_copy index_fill"
 REDUCTIONS = (
-    "sum mean nansum nanmean amax amin max min median prod logsumexp std var std_mean var_mean norm linalg_vector_norm"
+    "sum mean nansum nanmean amax amin max min median nanmedian kthvalue mode prod logsumexp std var std_mean var_mean "
+    "norm linalg_vector_norm"
 )
 
 #: By ATen's name.
@@ -669,6 +782,14 @@ OPERATORS: dict[str, Cases] = {
     "aten._softmax": along_an_axis(lambda x, axis: aten._softmax(x, axis, False)),
     "aten._log_softmax": along_an_axis(lambda x, axis: aten._log_softmax(x, axis, False)),
     "aten.cumsum": along_an_axis(torch.cumsum),
+    "aten.logcumsumexp": along_an_axis(torch.logcumsumexp),
+    "jacsparse.overwrite": movements("overwrite"),
+    **{f"aten.{kind}": orderings(kind) for kind in ("sort", "topk")},
+    **{f"aten.max_unpool{axes}d": unpoolings(axes) for axes in (2, 3)},
+    **{f"aten.grid_sampler_{axes}d": grid_samples(axes) for axes in (2, 3)},
+    "aten._cdist_forward": distances(),
+    "aten._trilinear": bilinears(),
+    "aten.scatter_reduce": scatter_reductions(),
     "aten.cumprod": along_an_axis(torch.cumprod),
     "aten.cummax": along_an_axis(lambda x, axis: torch.cummax(x, axis)[0]),
     "aten.cummin": along_an_axis(lambda x, axis: torch.cummin(x, axis)[0]),
@@ -683,7 +804,7 @@ OPERATORS: dict[str, Cases] = {
     "aten.instance_norm": instance_norms(),
     "aten.batch_norm": batch_norms(),
     "aten._native_batch_norm_legit_no_training": functional_batch_norms(),
-    **{f"aten.{kind}": products(kind) for kind in ("matmul", "mm", "bmm", "mv", "addmm", "baddbmm")},
+    **{f"aten.{kind}": products(kind) for kind in ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm")},
     "aten.scaled_dot_product_attention": attentions(),
     **{f"aten.{kind}": movements(kind) for kind in f"{MOVEMENTS} {PICKING}".split()},
     **{f"aten.{how}_pad{axes}d": paddings(how, axes) for how in ("reflection", "replication") for axes in (1, 2, 3)},

@@ -10,32 +10,41 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jacsparse.patterns import Blocks, Convolution, Full, Pattern, Pooling
-from jacsparse.patterns._rules import _RULES
+from jacsparse.patterns._rules import _RULES, rule_of
 from jacsparse.patterns._structure import Csr
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
 import jacsparse
-from jacsparse._chain import kept_chain
+from jacsparse._chain import Chains
 from jacsparse._stages import pull_back_all
 from tests.helpers import autograd_jacobian
 from tests.patterns.operators import OPERATORS, Apply, adaptive_pools, average_pools, convolutions, linears, max_pools
 
 seeds = st.integers(0, 2**31 - 1)
 
-#: What torch.export writes as several operators, or as another.
-COMPOSED = {"aten.relu6", "aten.softsign", "aten.tanhshrink"}
-
 #: Of each operator; each is traced once or three times.
 DRAWS = 200 if os.environ.get("JACSPARSE_TESTS") == "full" else 5
 
-#: Reached only where autograd draws, or never by a chain that has a Jacobian; tested by themselves below.
+#: What PyTorch makes of others in some uses, or always.
+COMPOSED = {"aten.max", "aten.min", "aten.relu6", "aten.rrelu", "aten.selu", "aten.square"}
+
+#: Rules of operators that others are made of, or that only a GPU has; those that draw are tested by themselves below.
 APART = {
-    "aten._native_batch_norm_legit",
-    "aten._native_batch_norm_legit_functional",
-    "aten.native_dropout",
+    *("aten._native_batch_norm_legit", "aten.cudnn_batch_norm", "aten._fused_rms_norm", "aten.native_dropout"),
+    *(f"aten._scaled_dot_product_{how}_attention" for how in ("flash", "efficient", "cudnn")),
+    "aten._scaled_dot_product_fused_attention_overrideable",
     "pointwise",
+}
+#: By which operator's draws the rule of another is reached.
+REACHED = {
+    "aten._prelu_kernel": "aten.prelu",
+    "aten._safe_softmax": "aten.scaled_dot_product_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu": "aten.scaled_dot_product_attention",
+    "aten.log_sigmoid_forward": "aten.log_sigmoid",
+    "aten.native_batch_norm": "aten.batch_norm",
+    "aten.rrelu_with_noise": "aten.rrelu",
 }
 
 
@@ -80,12 +89,10 @@ def pulled_back(records: list[jacsparse._chain.Record], batch: int, outputs: int
 def check_values(module: nn.Module, x: torch.Tensor) -> jacsparse.Chain:
     """All that is asked of an operator's Jacobian, and of its transpose, at each sample."""
     jacobian = jacsparse.jacobian(module, x)
-    # The one that was made for it: tracing takes most of the time here.
-    chain = kept_chain(module, x.shape[1:], like=x)
+    chain, (_, records) = Chains(module).of(x if len(x) else x.new_zeros((1, *x.shape[1:])))
     pattern = jacsparse.jacobian_pattern(module, x.shape[1:])
     assert jacobian.pattern == pattern and jacobian.batch in (1, len(x))
-    records = chain.run(x)
-    rows = pulled_back(records, len(x), pattern.shape[0])
+    rows = pulled_back(records, max(1, len(x)), pattern.shape[0])
     transposed = records[0].transposed_jacobian() if len(records) == 1 else jacobian.T
     inside = torch.from_numpy(pattern.to_scipy().toarray())
     for number, sample in enumerate(x):
@@ -113,11 +120,30 @@ def test_operator_equals_autograd(operator: str, data: st.DataObject) -> None:
     traced = Traced(module) if data.draw(st.booleans()) else module
     x = drawn_input(shape, batch, data.draw(seeds))
     names = [edge.call.operator for stage in check_values(traced, x) for edge in stage.edges]
-    assert operator in names or not names or (traced is not module and operator in COMPOSED)
+    # What is made of others is seen as those, and what moves nothing is no stage.
+    assert operator in names or not names or rule_of(operator) is None or operator in COMPOSED
 
 
 def test_every_rule_is_drawn() -> None:
-    assert set(_RULES) - APART <= set(OPERATORS)
+    assert set(_RULES) - APART - REACHED.keys() <= set(OPERATORS)
+
+
+@pytest.mark.parametrize("rule", REACHED)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_rules_of_what_operators_are_made_of(rule: str, data: st.DataObject) -> None:
+    module, shape = data.draw(OPERATORS[REACHED[rule]])
+    assume(fits(module, shape, 3))
+    names = {edge.call.operator for stage in jacsparse.chain(module, shape) for edge in stage.edges}
+    _SEEN.setdefault(rule, set()).update(names)
+
+
+_SEEN: dict[str, set[str]] = {}
+
+
+def test_those_rules_are_reached() -> None:
+    for rule in REACHED:
+        assert rule not in _SEEN or rule in _SEEN[rule]
 
 
 @given(convolutions() | linears(), st.floats(0, 1), st.booleans(), seeds)
@@ -203,8 +229,12 @@ def test_no_element_comes_from_beyond_the_input() -> None:
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d])
 def test_convolution_of_samples_without_channels(kind: type[nn.Module]) -> None:
     module = kind(1, 2, 3)
-    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"takes the samples of shape .* as x\.unsqueeze\(1\)"):
-        jacsparse.jacobian_pattern(nn.Sequential(module), (6,) * len(module.kernel_size))
+    shape = (6,) * len(module.kernel_size)
+    with pytest.raises(ValueError, match=rf"^0: an input of shape .* does not fit {kind.__name__}.* 1 channels"):
+        jacsparse.jacobian_pattern(nn.Sequential(module), shape)
+    # A batch of one is a picture of one channel to it.
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="does not have them along its first axis"):
+        jacsparse.jacobian(module, torch.zeros(1, *shape))
 
 
 def test_sum_over_nothing() -> None:
@@ -241,7 +271,8 @@ def test_empty_batch() -> None:
 @given(convolutions() | max_pools())
 def test_structure_knows_counts_and_digest_without_indices(case: tuple[nn.Module, tuple[int, ...]]) -> None:
     module, shape = case
-    assume(fits(module, shape))
+    # What is padded on one side more than on the other is padded first.
+    assume(fits(module, shape) and module.padding != "same")
     pattern = jacsparse.jacobian_pattern(module, shape)
     assert isinstance(pattern.structure, (Convolution, Pooling))
     for structure, matrix in (

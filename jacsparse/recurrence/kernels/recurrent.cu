@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
       },
       [&](int parity, long long row, const Values<T, 2>& values) {
         T state = values.at[0], total = v + values.at[1];
-        T d = relu ? (state > T(0) ? total : T(0)) : total * (T(1) - state * state);
+        T d = relu ? (state <= T(0) ? T(0) : total) : total * (T(1) - state * state);
         if (!active) d = T(0);
         if (first) scaled[parity * 128 + j] = d;
         if (writes && grad_gates) grad_gates[row * size + j] = d;
@@ -300,7 +300,7 @@ struct RnnFormer {
   __device__ __forceinline__ void prepare(T* coefficients) const {
     if (threadIdx.x < size) {
       T* own = coefficients + threadIdx.x;
-      own[0] = relu ? T(state > T(0)) : T(1) - state * state, own[size] = grad;
+      own[0] = relu ? T(!(state <= T(0))) : T(1) - state * state, own[size] = grad;
     }
   }
   __device__ __forceinline__ void entries(const T* coefficients, int, int k, int j, Four<T>& four) const {

@@ -1,0 +1,1 @@
+"""A call becomes a program: a graph of ATen operations."""

@@ -1,0 +1,778 @@
+"""A module's forward pass as the ATen calls that it made, with the tensors of this very run.
+
+The module runs by itself, under a dispatch mode that sees every call below autograd. Each call on tensors that depend
+on the input becomes an `Invocation`; tensors have numbers, called vertices, and an operator that writes in place gives
+a tensor a new one. What autograd thinks of a tensor is asked where it is used: which node of its graph made it, and
+whether a derivative passes at all. So a derivative that a `torch.autograd.Function` has in the place of an operator's
+is seen by what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+import torch._decomp
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..patterns import UnsupportedOperatorError
+from ..patterns._rules import CONSTANT, rule_of
+
+__all__ = ["Constant", "Invocation", "Operand", "Overwrite", "Recording", "is_recording", "operator_name", "record"]
+
+_STATE = threading.local()
+
+
+def is_recording() -> bool:
+    """Whether this thread is recording a forward pass."""
+    return getattr(_STATE, "depth", 0) > 0
+
+
+class Operand(NamedTuple):
+    """A tensor that an operator is given and that depends on the input.
+
+    Attributes
+    ----------
+    name : str
+        The argument's in the operator's schema; ``tensors.0`` for the first element of a list.
+    vertex : int
+        The tensor's number.
+    active : bool
+        Whether autograd has a gradient of it.
+    """
+
+    name: str
+    vertex: int
+    active: bool
+
+
+@dataclass(eq=False, slots=True)
+class Invocation:
+    """One call of an ATen operator.
+
+    Attributes
+    ----------
+    overload : OpOverload or Overwrite
+        As in ``torch.ops.aten.add.Tensor``.
+    facts : Facts or None
+        What is known of it; None of an Overwrite.
+    arguments : dict
+        By their names in the schema, elements of lists of tensors each by its own; defaults are left out.
+    operands : list of Operand
+        Those of the arguments that depend on the input.
+    versions : dict of str to int
+        Of the arguments that are tensors, after the call.
+    sequence : int
+        Number of autograd's node, if the call made one; -1 where that is not found again.
+    module, code, line
+        Which module ran it, and the line of the user's code: for messages.
+    results : list of Tensor
+        What it gave, or wrote to.
+    result_versions : list of int
+        Theirs, after the call.
+    saved : dict of str to Tensor
+        Copies of "input" and "output", where the module wrote to them later and values are made of them.
+    first : int
+        Vertex of the first result; the others follow.
+    hooked : bool
+        Whether it stands for a module's backward hooks.
+    writes : bool
+        Whether it wrote to what it was given.
+    """
+
+    overload: Any
+    facts: Facts | None
+    arguments: dict[str, Any]
+    operands: list[Operand]
+    versions: dict[str, int]
+    sequence: int
+    module: nn.Module | None = None
+    code: CodeType | None = None
+    line: int = 0
+    results: list[torch.Tensor] = field(default_factory=list)
+    result_versions: list[int] = field(default_factory=list)
+    saved: dict[str, torch.Tensor] = field(default_factory=dict)
+    first: int = -1
+    hooked: bool = False
+    writes: bool = False
+
+    @property
+    def name(self) -> str:
+        """The operator, as in ``aten.add``."""
+        return operator_name(self.overload)
+
+    @property
+    def source(self) -> str:
+        """The line of code, as in `` at net.py, line 7``."""
+        return "" if self.code is None else f" at {self.code.co_filename}, line {self.line}"
+
+
+class Constant(NamedTuple):
+    """A tensor that does not depend on the input.
+
+    Attributes
+    ----------
+    tensor : Tensor
+        Itself, so that its ``id`` is no other's meanwhile.
+    overload, arguments
+        The call that made it; None and empty where it was there before.
+    externals : frozenset of int
+        The external tensors that it is made of, by their places among them.
+    drawn : bool
+        Whether random numbers went into it.
+    """
+
+    tensor: torch.Tensor
+    overload: Any
+    arguments: dict[str, Any]
+    externals: frozenset[int]
+    drawn: bool
+
+
+@dataclass(eq=False)
+class Recording:
+    """What a forward pass did.
+
+    Attributes
+    ----------
+    module : Module
+        What ran.
+    input : Tensor
+        What it was given: a copy of the caller's, with vertex 0.
+    output : Tensor
+        What it gave.
+    last : Operand or None
+        The output; None where it does not depend on the input.
+    invocations : list of Invocation
+        In the order in which they ran.
+    edges : list of GradientEdge or None
+        Of each vertex, where autograd takes its gradient; None for those that have none, or were never used.
+    makers : list of Invocation or None
+        Of each vertex, what made it.
+    externals : list of Tensor
+        The tensors made before the run that autograd has gradients of: parameters above all.
+    constants : dict of int to Constant
+        What does not depend on the input, by the ``id`` of the tensor.
+    draws : list of Module or None
+        Which modules drew random numbers.
+    """
+
+    module: nn.Module
+    input: torch.Tensor
+    output: torch.Tensor = field(init=False)
+    last: Operand | None = None
+    invocations: list[Invocation] = field(default_factory=list)
+    edges: list[GradientEdge | None] = field(default_factory=list)
+    makers: list[Invocation | None] = field(default_factory=list)
+    externals: list[torch.Tensor] = field(default_factory=list)
+    constants: dict[int, Constant] = field(default_factory=dict)
+    draws: list[nn.Module | None] = field(default_factory=list)
+
+    def externals_of(self, invocation: Invocation, through: Collection[str] = ()) -> frozenset[int]:
+        """The externals that an invocation reads, or what it reads is made of, but for some arguments; by place."""
+        vertices = {operand.name: operand.vertex for operand in invocation.operands}
+        found: frozenset[int] = frozenset()
+        for name in invocation.versions:
+            tensor = invocation.arguments[name]
+            if name in through:
+                continue
+            maker = self.makers[vertices[name]] if name in vertices else None
+            constant = self.constants.get(id(tensor))
+            found |= constant.externals if constant is not None else frozenset()
+            found |= self.externals_of(maker) if maker is not None else frozenset()
+        return found
+
+    def made_of(self, tensor: torch.Tensor, others: Collection[int]) -> bool:
+        """Whether a tensor that does not depend on the input is one of others, by ``id``, or is made of one."""
+        constant = self.constants.get(id(tensor))
+        if id(tensor) in others:
+            return True
+        arguments = () if constant is None else constant.arguments.values()
+        return any(isinstance(each, torch.Tensor) and self.made_of(each, others) for each in arguments)
+
+    def drawn(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor holds random numbers that were drawn in this run."""
+        constant = self.constants.get(id(tensor))
+        return constant is not None and constant.drawn
+
+
+def record(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Recording:
+    """Run a module on a batch, and note what it does.
+
+    Parameters
+    ----------
+    module : Module
+        Its forward pass runs once, with all that it changes and draws.
+    x : Tensor, (batch, *input_shape)
+        Not changed, whatever the module does to what it is given.
+    readable : bool
+        Whether Python may ask what a tensor holds, as a branch does: what is recorded then holds for this input alone.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Where a derivative is not that of the operators, or a value is read that may not be.
+    """
+    with torch.enable_grad():
+        # A copy, and no leaf: the module may write to it.
+        given = x.detach().requires_grad_().clone()
+        recorder = _Recorder(Recording(module, given), readable)
+        _STATE.depth = getattr(_STATE, "depth", 0) + 1
+        try:
+            with recorder, contextlib.nullcontext() if readable else _Unreadable(recorder):
+                output = module(given)
+            return recorder.finished(output)
+        finally:
+            _STATE.depth -= 1
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Facts:
+    """What is known of an operator before it is called.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Its parameters, in order.
+    written : tuple of str
+        Those that it writes to.
+    random : bool
+        Whether it may draw random numbers.
+    reads : bool
+        Whether it tells Python what a tensor holds, or makes a tensor whose shape depends on that.
+    of_shape : bool
+        Whether what it gives depends on its operand's shape, not on its elements.
+    saved : tuple of str
+        What values are made of among its input and output, as its rule says.
+    parts : callable or None
+        How PyTorch makes it of other operators, where it has no rule.
+    exact : bool
+        Whether its rule asks for floating-point numbers among its arguments, or there is none.
+    contents : bool
+        Whether its rule asks what indices and masks hold.
+    """
+
+    names: tuple[str, ...]
+    written: tuple[str, ...]
+    random: bool
+    reads: bool
+    of_shape: bool
+    saved: tuple[str, ...]
+    parts: Callable[..., Any] | None
+    exact: bool
+    contents: bool
+
+
+#: By the operator's ``id``: operators live as long as the process, and hashing one takes longer than all else here.
+_FACTS: dict[int, Facts] = {}
+
+
+def _facts(overload: Any) -> Facts:
+    known = _FACTS.get(id(overload))
+    if known is None:
+        known = _FACTS[id(overload)] = _found_out(overload)
+    return known
+
+
+def _found_out(overload: Any) -> Facts:
+    parameters, tags, name = overload._schema.arguments, overload.tags, operator_name(overload)
+    rule = rule_of(name)
+    return Facts(
+        names=tuple(parameter.name for parameter in parameters),
+        written=tuple(p.name for p in parameters if p.alias_info is not None and p.alias_info.is_write),
+        random=torch.Tag.nondeterministic_seeded in tags,
+        reads=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
+        of_shape=name in _OF_SHAPE,
+        saved=() if rule is None else rule.reads,
+        parts=_decomposition(overload) if rule is None and name not in CONSTANT else None,
+        exact=rule is None or rule.reads_numbers,
+        contents=rule is not None and rule.reads_contents,
+    )
+
+
+def _decomposition(overload: Any) -> Callable[..., Any] | None:
+    if overload == torch.ops.aten.mkldnn_rnn_layer.default:
+        return _lstm_layer
+    if overload._can_decompose():
+        # Reached within parts of another alone: autograd takes such an operator apart before it is seen here.
+        return overload.decompose  # type: ignore[no-any-return]
+    return torch._decomp.decomposition_table.get(overload)  # type: ignore[no-any-return]
+
+
+def _lstm_layer(
+    x: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor,
+    b_hh: torch.Tensor,
+    h: torch.Tensor,
+    c: torch.Tensor,
+    reverse: bool,
+    *_: Any,
+) -> list[torch.Tensor]:
+    """A layer of an LSTM, ``(time, batch, features)``, which oneDNN computes as one operator."""
+    gates, states = torch.nn.functional.linear(x, w_ih, b_ih), []
+    for step in reversed(gates.unbind(0)) if reverse else gates.unbind(0):
+        i, f, g, o = (step + torch.nn.functional.linear(h, w_hh, b_hh)).chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        states.append(h)
+    return [torch.stack(states[::-1] if reverse else states), h, c]
+
+
+_OF_SHAPE = {
+    *(f"aten.{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")),
+    *(f"aten.new_{name}" for name in ("empty", "empty_strided", "full", "ones", "zeros")),
+}
+
+
+@functools.cache
+def operator_name(overload: Any) -> str:
+    """An operator, as in ``aten.add``, whether it writes to its operand or not."""
+    if isinstance(overload, Overwrite):
+        return Overwrite.name
+    name = overload._schema.name.replace("::", ".")
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in overload._schema.arguments)
+    return name.removesuffix("_") if writes else name
+
+
+class Overwrite:
+    """An operator of our own: a tensor some of whose places were written to through another one of the same memory.
+
+    Called on a tensor and the one that was written, it gives the first with the second's elements where they meet.
+
+    Parameters
+    ----------
+    view, written : tuple of (size, stride, offset)
+        Where the elements of the two are in memory.
+    """
+
+    name = "jacsparse.overwrite"
+
+    def __init__(self, view: _Strided, written: _Strided) -> None:
+        self.view, self.written = view, written
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Overwrite) and (self.view, self.written) == (other.view, other.written)
+
+    def __hash__(self) -> int:
+        return hash((self.view, self.written))
+
+    @functools.cached_property
+    def sources(self) -> torch.Tensor:
+        """Of each element its place in the tensor that was written; -1 where it keeps its own."""
+        return _sources(self.view, self.written)
+
+    @property
+    def meets(self) -> bool:
+        """Whether the two have a place in common."""
+        return _meets(self.view, self.written)
+
+    def __call__(self, tensor: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+        places = self.sources.to(tensor.device)
+        if not written.numel():
+            return tensor.clone()
+        return torch.where(places < 0, tensor, written.flatten()[places.clamp_min(0)])
+
+
+_Strided = tuple[torch.Size, tuple[int, ...], int]
+
+
+def _sources(view: _Strided, written: _Strided) -> torch.Tensor:
+    memory = torch.full((1 + max(_reach(*view), _reach(*written)),), -1, dtype=torch.int64)
+    memory.as_strided(*written).copy_(torch.arange(written[0].numel()).reshape(written[0]))
+    return memory.as_strided(*view).clone()
+
+
+@functools.lru_cache(maxsize=1024)
+def _meets(view: _Strided, written: _Strided) -> bool:
+    if not view[0].numel() or not written[0].numel():
+        return False
+    (first, last), (begin, end) = ((each[2], _reach(*each)) for each in (view, written))
+    # Places within one another may still be different ones, as those of two columns.
+    return first <= end and begin <= last and (view == written or bool((_sources(view, written) >= 0).any()))
+
+
+def _strided(tensor: torch.Tensor) -> _Strided:
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
+
+
+def _reach(size: torch.Size, stride: tuple[int, ...], offset: int) -> int:
+    """The last place in memory of a strided tensor."""
+    return offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True) if n)
+
+
+class _Write(NamedTuple):
+    """One write to memory: when, where, and the vertex of what was written."""
+
+    time: int
+    place: _Strided
+    vertex: int
+    tensor: torch.Tensor
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes calls while it is active."""
+
+    def __init__(self, recording: Recording, readable: bool) -> None:
+        super().__init__()
+        self.recording, self.readable = recording, readable
+        given = recording.input
+        # By the tensor's id: its vertex, and when it got that. Tensors are held by what is recorded of them.
+        self.vertices: dict[int, tuple[int, int]] = {id(given): (0, 0)}
+        self.makers = recording.makers
+        self.makers.append(None)
+        recording.edges.append(_edge(given))
+        # By memory: what was written to it; and which calls' values are made of what is in it.
+        self.writes: dict[int, list[_Write]] = {}
+        self.last_write = -1
+        self.readers: dict[int, list[tuple[Invocation, str, torch.Tensor]]] = {}
+        self.time = 0
+        self.problem: Exception | None = None
+        # Tensors that operators are made of that have no rule: autograd knows nothing of them.
+        self.parts: dict[int, torch.Tensor] = {}
+        self.in_parts = False
+        # What nothing else holds, so that no other tensor gets its id.
+        self.alive: list[torch.Tensor] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here: PyTorch's wrapper against that takes longer than the rest.
+        return False
+
+    def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if overload is _DETACH and id(args[0]) in self.vertices:
+            return self.detached(args[0])
+        facts = _facts(overload)
+        arguments, tensors = _bound(facts.names, args, kwargs)
+        if facts.random and _draws(overload, arguments):
+            self.recording.draws.append(_place_of_call()[0])
+        if not tensors and not facts.random:
+            return overload(*args, **kwargs)
+        self.time += 1
+        operands = [operand for item in tensors.items() if (operand := self.operand(*item)) is not None]
+        if not operands or facts.of_shape:
+            result = overload(*args, **kwargs)
+            self.note_constants(overload, facts, arguments, tensors, result)
+            return result
+        if facts.reads and not self.readable and _shows(overload, operands, tensors):
+            raise self.reading(overload)
+        sequence = -1 if self.in_parts else _latest_node()
+        written = [arguments[name] for name in facts.written if name in tensors]
+        for name in facts.written:
+            if name in tensors and tensors[name]._is_view():
+                # Autograd's node is then one of the whole memory; what was there before must be saved here.
+                arguments[name], sequence = tensors[name].clone(), -1
+        for tensor in written:
+            for reader, what, read in self.readers.pop(_memory(tensor), ()):
+                reader.saved[what] = read.detach().clone()
+        result = overload(*args, **kwargs)
+        if facts.parts is not None and (self.in_parts or any(operand.active for operand in operands)):
+            self.append_parts(facts.parts, args, kwargs, result)
+            return result
+        if written and not torch.is_grad_enabled() and all(id(tensor) in self.vertices for tensor in written):
+            # To autograd it is what it was.
+            return result
+        # What is written to gets its next version once this returns.
+        versions = {name: arguments[name]._version for name in tensors}
+        for name, tensor in tensors.items() if written else ():
+            versions[name] += any(tensor is each for each in written)
+        invocation = Invocation(overload, facts, arguments, operands, versions, sequence, *_place_of_call())
+        for tensor in tensors.values():
+            if tensor.requires_grad and id(tensor) not in self.vertices and id(tensor) not in self.recording.constants:
+                self.note_external(tensor)
+        self.append(invocation, _tensors_of(result), written)
+        if self.in_parts and any(operand.active for operand in operands):
+            self.parts.update((id(tensor), tensor) for tensor in invocation.results)
+        for what in facts.saved:
+            # Of several operands that depend on the input none is read but as what it is to the others.
+            read = arguments[operands[0].name] if what == "input" else invocation.results[0]
+            self.readers.setdefault(_memory(read), []).append((invocation, what, read))
+        return result
+
+    def detached(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``detach`` gives, as autograd itself calls it for what it saves: the same vertex, without a gradient."""
+        result: torch.Tensor = _DETACH(tensor)
+        self.vertices[id(result)] = self.vertices[id(tensor)]
+        self.alive.append(result)
+        return result
+
+    def append_parts(self, parts: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Record what an operator is made of, in its place."""
+        outer, self.in_parts = self.in_parts, True
+        try:
+            with self:
+                made = _tensors_of(parts(*args, **kwargs))
+        finally:
+            self.in_parts = outer
+        for own, tensor in zip(made, _tensors_of(result), strict=False):
+            if id(own) in self.vertices:
+                self.parts[id(own)], self.parts[id(tensor)] = own, tensor
+                self.vertices[id(tensor)] = self.vertices[id(own)]
+
+    def append(self, invocation: Invocation, results: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        """Give results their vertices."""
+        makers, vertices, time = self.makers, self.vertices, self.time
+        invocation.first, invocation.writes = len(makers), bool(written)
+        if written:
+            results = [*results, *(each for each in written if not any(each is one for one in results))]
+        invocation.results = results
+        self.recording.invocations.append(invocation)
+        for tensor in results:
+            vertices[id(tensor)] = len(makers), time
+            makers.append(invocation)
+            self.recording.edges.append(None)
+            invocation.result_versions.append(tensor._version)
+        for tensor in written:
+            self.last_write = self.time
+            vertex, _ = self.vertices[id(tensor)]
+            invocation.result_versions[vertex - invocation.first] += 1
+            write = _Write(self.time, _strided(tensor), vertex, tensor)
+            self.writes.setdefault(_memory(tensor), []).append(write)
+
+    def operand(self, name: str, tensor: torch.Tensor) -> Operand | None:
+        """A tensor as an operand; None where it does not depend on the input."""
+        known = self.vertices.get(id(tensor))
+        if known is None:
+            # Nothing is written to a leaf that has a gradient.
+            if not self.writes or (tensor.requires_grad and tensor.is_leaf):
+                return None
+            known = self.overwritten(tensor, None)
+            if known is None:
+                return None
+        elif known[1] < self.last_write:
+            known = self.overwritten(tensor, known)
+            assert known is not None
+        vertex, _ = known
+        if self.in_parts and not tensor.requires_grad:
+            return Operand(name, vertex, id(tensor) in self.parts)
+        return Operand(name, vertex, self.passes(tensor, vertex))
+
+    def overwritten(self, tensor: torch.Tensor, known: tuple[int, int] | None) -> tuple[int, int] | None:
+        """The vertex of a tensor after what was written to its memory since it got the one that is known."""
+        for write in self.writes.get(_memory(tensor), ()):
+            if known is not None and write.time <= known[1]:
+                continue
+            overload = Overwrite(_strided(tensor), write.place)
+            if not overload.meets:
+                continue
+            arguments = {"tensor": tensor, "written": write.tensor}
+            operands = []
+            if known is not None:
+                operands.append(Operand("tensor", known[0], self.passes(tensor, known[0])))
+            operands.append(Operand("written", write.vertex, self.passes(write.tensor, write.vertex)))
+            versions = {key: each._version for key, each in arguments.items()}
+            self.append(Invocation(overload, None, arguments, operands, versions, -1, *_place_of_call()), [tensor], [])
+            known = self.vertices[id(tensor)][0], write.time
+        if known is not None:
+            self.vertices[id(tensor)] = known = known[0], self.time
+        return known
+
+    def passes(self, tensor: torch.Tensor, vertex: int) -> bool:
+        """Whether a derivative passes through a tensor that is used; where autograd takes its gradient is noted."""
+        # A leaf that the module made begins a graph of its own.
+        active = tensor.requires_grad and not tensor.is_leaf
+        if active and self.recording.edges[vertex] is None:
+            active = self.examine(tensor, self.makers[vertex])
+            self.recording.edges[vertex] = _edge(tensor) if active else None
+        return active
+
+    def examine(self, tensor: torch.Tensor, maker: Invocation | None) -> bool:
+        """Whether a derivative passes; an error where autograd's node of the tensor is not that of its operator."""
+        node = tensor.grad_fn
+        if node is None:
+            # A leaf that the module made: autograd's graph of the input ends before it.
+            return False
+        if maker is None:
+            return True
+        if not isinstance(node, BackwardCFunction):
+            number = node._sequence_nr()  # type: ignore[attr-defined]
+            if maker.sequence == number + 1 and maker.writes:
+                # Autograd made its node, and then a copy of what is overwritten, which has one too.
+                maker.sequence = number
+            if maker.sequence not in (-1, number) and self.problem is None:
+                self.problem = UnsupportedOperatorError(
+                    f"{_where(maker)}: autograd's {node.name()} is not the derivative of {maker.name}{maker.source}; "
+                    "write it with operators"
+                )
+            return True
+        function = type(node)._forward_cls  # type: ignore[attr-defined]
+        if issubclass(function, BackwardHookFunction):
+            maker.hooked = True
+        elif function.__module__ != "torch._library.autograd" and self.problem is None:
+            self.problem = UnsupportedOperatorError(
+                f"{_where(maker)}: {function.__name__} is a torch.autograd.Function, whose derivative is its own"
+                f"{maker.source}; write it with operators, as x + (f(x) - x).detach(), or make it a custom operator "
+                "with a rule"
+            )
+        return True
+
+    def note_external(self, tensor: torch.Tensor) -> frozenset[int]:
+        """A tensor that was there before the run and that autograd has a gradient of, or what one was made of."""
+        known = self.recording.constants.get(id(tensor))
+        if known is not None:
+            return known.externals
+        place = frozenset((len(self.recording.externals),))
+        self.recording.externals.append(tensor)
+        self.recording.constants[id(tensor)] = Constant(tensor, None, {}, place, drawn=False)
+        return place
+
+    def note_constants(
+        self, overload: Any, facts: Facts, arguments: dict[str, Any], tensors: dict[str, torch.Tensor], result: Any
+    ) -> None:
+        """What is made without the input: of which externals, and whether it was drawn."""
+        constants = self.recording.constants
+        externals: frozenset[int] = frozenset()
+        drawn = facts.random
+        for tensor in tensors.values():
+            if tensor.requires_grad and id(tensor) not in self.vertices:
+                externals |= self.note_external(tensor)
+            if id(tensor) in constants:
+                drawn = drawn or constants[id(tensor)].drawn
+        for tensor in _tensors_of(result):
+            own = externals if torch.is_grad_enabled() else frozenset[int]()
+            constants[id(tensor)] = Constant(tensor, overload, arguments, own, drawn)
+
+    def reading(self, overload: Any) -> UnsupportedOperatorError:
+        """The error where a value may not be read."""
+        module, code, line = _place_of_call()
+        invocation = Invocation(overload, None, {}, [], {}, -1, module, code, line)
+        if overload is not None and torch.Tag.dynamic_output_shape in overload.tags:
+            return UnsupportedOperatorError(
+                f"{_where(invocation)}: a size depends on what a tensor holds{invocation.source}; take elements by "
+                "their numbers, or keep the shape, with torch.where"
+            )
+        return UnsupportedOperatorError(
+            f"{_where(invocation)}: its code asks what a tensor holds{invocation.source}, so that no pattern holds for "
+            "all inputs; use torch.where in the place of a branch, or give the input"
+        )
+
+    def finished(self, output: Any) -> Recording:
+        """The recording, once the module has given its output."""
+        if not isinstance(output, torch.Tensor):
+            raise UnsupportedOperatorError(
+                f"{type(self.recording.module).__name__}: its output is a {type(output).__name__}; wrap it in a module "
+                "that returns one tensor"
+            )
+        self.recording.output = output
+        self.recording.last = self.operand("output", output)
+        if self.problem is not None:
+            raise self.problem
+        return self.recording
+
+
+class _Unreadable(TorchFunctionMode):
+    """Raises where Python asks what a tensor holds that depends on the input, in a way that no operator is called."""
+
+    READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__))
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in self.READS and self.recorder.operand("self", args[0]) is not None:
+            raise self.recorder.reading(None)
+        return function(*args, **(kwargs or {}))
+
+
+def _bound(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A call's arguments by name, those of a list of tensors one by one; and the tensors among them."""
+    arguments: dict[str, Any] = dict(zip(names, args, strict=False))
+    if kwargs:
+        arguments.update(kwargs)
+    tensors: dict[str, torch.Tensor] = {}
+    lists = []
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+        elif type(value) in _LISTS and value and (value[0] is None or isinstance(value[0], torch.Tensor)):
+            lists.append(name)
+    for name in lists:
+        for place, element in enumerate(arguments.pop(name)):
+            arguments[f"{name}.{place}"] = element
+            if element is not None:
+                tensors[f"{name}.{place}"] = element
+    return arguments, tensors
+
+
+_LISTS = (list, tuple)
+
+
+def _shows(overload: Any, operands: list[Operand], tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether a call shows what an operand holds: not where elements are taken by a mask of constants."""
+    by_mask = operator_name(overload) in ("aten.index", "aten.masked_select", "aten.repeat_interleave")
+    return not by_mask or any(not tensors[operand.name].is_floating_point() for operand in operands)
+
+
+def _draws(overload: Any, arguments: dict[str, Any]) -> bool:
+    """Whether an operator that may draw random numbers does, and is not told to leave it."""
+    parameters = {p.name: p.default_value for p in overload._schema.arguments}
+    switches = parameters.keys() & {"train", "training", "p", "dropout_p"}
+    return all(arguments.get(name, parameters[name]) for name in switches)
+
+
+def _tensors_of(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [each for each in result if isinstance(each, torch.Tensor)] if isinstance(result, (list, tuple)) else []
+
+
+_DETACH = torch.ops.aten.detach.default
+
+
+def _edge(tensor: torch.Tensor) -> GradientEdge:
+    assert tensor.grad_fn is not None
+    return GradientEdge(tensor.grad_fn, tensor.output_nr)
+
+
+def _latest_node() -> int:
+    """The number of the node that autograd made last, in this thread."""
+    return torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined, no-any-return]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+_CALL = nn.Module._call_impl.__code__
+_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+
+
+@functools.cache
+def _is_users(code: CodeType) -> bool:
+    return not code.co_filename.startswith(_FOREIGN)
+
+
+def _place_of_call() -> tuple[nn.Module | None, CodeType | None, int]:
+    """The module that is running, and the line of the user's code in it."""
+    frame = sys._getframe(2)
+    code, line = None, 0
+    while frame is not None:
+        if frame.f_code is _CALL:
+            return frame.f_locals["self"], code, line
+        if code is None and _is_users(frame.f_code):
+            code, line = frame.f_code, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None, code, line
+
+
+def _where(invocation: Invocation) -> str:
+    """A module's class, as long as its path is not known."""
+    return type(invocation.module).__name__

@@ -1,0 +1,536 @@
+"""What a call returns is what the module computes now, whatever has changed since the last call; or it is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import prune
+
+import jacsparse
+from jacsparse import UnsupportedOperatorError
+
+SCHEDULES = ("linear", "blelloch", "blelloch:1")
+
+
+class Net(nn.Module):
+    """A forward that is given as a function, with layers, buffers and plain attributes at hand."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], **parts: object) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
+
+
+def linear(into: int = 4, out: int = 4) -> nn.Linear:
+    return nn.Linear(into, out).double()
+
+
+def samples(batch: int = 3, *shape: int) -> torch.Tensor:
+    return torch.randn(batch, *(shape or (4,)), dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
+
+
+@contextlib.contextmanager
+def undone(module: nn.Module) -> Iterator[None]:
+    """What a module counts, and what is drawn, is as before on exit: what follows does what was done here."""
+    counts = {name: value for name, value in module.__dict__.items() if isinstance(value, int) and name != "training"}
+    with torch.random.fork_rng():
+        yield
+    module.__dict__.update(counts)
+
+
+def expected_jacobian(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """``(batch, outputs, inputs)``, by autograd on the whole batch at once, as the module would compute it next."""
+    given = x.clone().requires_grad_()
+    with undone(module):
+        y = module(given * 1).flatten(1)
+    rows = [
+        torch.autograd.grad(y[:, n].sum(), given, retain_graph=True, materialize_grads=True)[0]
+        for n in range(y.shape[1])
+    ]
+    return torch.stack(rows, 1).flatten(2)
+
+
+def gradients(run: nn.Module, module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Output, and the gradients of input and parameters."""
+    module.zero_grad()
+    given = x.clone().requires_grad_()
+    y = run(given)
+    (y * torch.linspace(1, 2, y.numel(), dtype=y.dtype).reshape(y.shape)).sum().backward()
+    return y.detach(), [given.grad, *(p.grad for p in module.parameters())]
+
+
+class Watched:
+    """A module and scans of it that live as long: what they say must be what the module does now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.scans = [jacsparse.nn.Scan(module, schedule=schedule) for schedule in SCHEDULES]
+
+    def check(self, x: torch.Tensor) -> None:
+        found, expected = jacsparse.jacobian(self.module, x), expected_jacobian(self.module, x)
+        for number in range(len(x)):
+            assert torch.allclose(found.todense(number), expected[number], rtol=1e-9, atol=1e-11)
+        assert not jacsparse.verify(self.module, x).failed
+        for scan in self.scans:
+            with undone(self.module):
+                y, own = gradients(self.module, self.module, x)
+            z, theirs = gradients(scan, self.module, x)
+            assert torch.equal(y, z)
+            for one, other in zip(own, theirs, strict=True):
+                assert (one is None and (other is None or not other.any())) or torch.allclose(
+                    one, other, rtol=1e-9, atol=1e-11
+                )
+
+
+# What a module reads from elsewhere.
+
+GLOBAL = {"scale": 2.0}
+
+
+class Shared(nn.Module):
+    factor = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * self.factor)
+
+
+@dataclass(slots=True)
+class Slots:
+    scale: float = 2.0
+
+
+def elsewhere() -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], object]]]:
+    yield (
+        "global",
+        Net(lambda self, x: torch.tanh(x * GLOBAL["scale"])),
+        lambda m: GLOBAL.update(scale=GLOBAL["scale"] + 1),
+    )
+    cell = [2.0]
+    yield "closure", Net(lambda self, x: torch.tanh(x * cell[0])), lambda m: cell.__setitem__(0, 5.0)
+    yield "class attribute", Shared(), lambda m: setattr(Shared, "factor", Shared.factor + 1)
+    config = types.SimpleNamespace(model=types.SimpleNamespace(scale=2.0))
+    yield (
+        "nested namespace",
+        Net(lambda self, x: (x * self.cfg.model.scale).sin(), cfg=config),
+        (lambda m: setattr(config.model, "scale", 3.0)),
+    )
+    deep = {"a": {"b": {"c": {"d": 2.0}}}}
+    yield (
+        "deep dictionary",
+        Net(lambda self, x: (x * self.deep["a"]["b"]["c"]["d"]).sin(), deep=deep),
+        (lambda m: deep["a"]["b"]["c"].update(d=7.0)),
+    )
+    slots = Slots()
+    yield (
+        "slots",
+        Net(lambda self, x: (x * self.slots.scale).sin(), slots=slots),
+        lambda m: setattr(slots, "scale", 4.0),
+    )
+    array = np.array([1.0, 2.0, 3.0, 4.0])
+    yield (
+        "array",
+        Net(lambda self, x: (x * torch.from_numpy(self.array)).sin(), array=array),
+        (lambda m: array.__imul__(2)),
+    )
+    number = np.array(2.0)
+    yield (
+        "number of an array",
+        Net(lambda self, x: (x * float(self.number)).sin(), number=number),
+        (lambda m: number.__iadd__(1)),
+    )
+    listed = [nn.Threshold(0.1, 0.0)]
+    yield (
+        "module in a list",
+        Net(lambda self, x: self.listed[0](x) * 2, listed=listed),
+        (lambda m: setattr(listed[0], "value", 3.0) or listed.__setitem__(0, nn.Tanh())),
+    )
+    yield "counter", Counter(), lambda m: None
+    beside = Net(lambda self, x: torch.tanh(x * self.scale) * self.scale_g, scale=2.0)
+    beside.scale_g = nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
+    yield "attribute beside a parameter", beside, lambda m: setattr(m, "scale", 5.0)
+    yield (
+        "size of a kernel",
+        Net(lambda self, x: functional.avg_pool1d(x[:, None], self.size, 1).flatten(1), size=2),
+        lambda m: setattr(m, "size", 3),
+    )
+    yield (
+        "a branch",
+        Net(lambda self, x: x.sin() if self.flag else x.cumsum(1), flag=True),
+        (lambda m: setattr(m, "flag", False)),
+    )
+    yield (
+        "a list of layers",
+        Net(lambda self, x: functools_reduce(self.layers, x), layers=[torch.tanh, torch.sin]),
+        lambda m: m.layers.append(lambda x: x.flip(1)),
+    )
+
+
+def functools_reduce(layers: list[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.k += 1
+        return torch.tanh(x * self.k)
+
+
+ELSEWHERE = {name: (module, change) for name, module, change in elsewhere()}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_is_read_from_elsewhere(name: str) -> None:
+    module, change = ELSEWHERE[name]
+    watched = Watched(module)
+    for batch in (3, 2, 3):
+        watched.check(samples(batch))
+        change(module)
+        watched.check(samples(batch))
+
+
+# What is read from tensors as positions.
+
+
+class Picks(nn.Module):
+    """Takes columns by what a function reads from its buffers."""
+
+    def __init__(self, read: Callable[[nn.Module], torch.Tensor], index: torch.Tensor) -> None:
+        super().__init__()
+        self.read = read
+        self.register_buffer("index", index)
+        self.weight = nn.Parameter(torch.tensor([0.3, 0.1, 0.4, 0.2], dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x[:, self.read(self)] * 2)
+
+
+def positions() -> dict[str, tuple[nn.Module, Callable[[nn.Module], object]]]:
+    whole, halves = torch.tensor([2, 0, 1, 3]), torch.tensor([2.4, 0.4, 1.4, 3.4])
+    memory = np.array([2, 0, 1, 3])
+    mask = torch.tensor([True, False, True, True])
+
+    def chosen(m: nn.Module) -> None:
+        with torch.no_grad():
+            m.weight.copy_(torch.tensor([0.1, 0.4, 0.2, 0.3]))
+
+    integers = Picks(lambda self: self.p, whole.clone())
+    integers.p = nn.Parameter(torch.tensor([1, 1, 0]), requires_grad=False)
+    return {
+        "topk": (Picks(lambda self: self.weight.topk(3).indices, whole.clone()), chosen),
+        "argsort": (Picks(lambda self: self.weight.argsort(), whole.clone()), chosen),
+        "long": (Picks(lambda self: self.index.long(), halves.clone()), lambda m: m.index.add_(1).remainder_(4)),
+        "copy": (Picks(lambda self: self.index, whole.clone()), lambda m: m.index.copy_(torch.tensor([0, 3, 2, 1]))),
+        "data": (
+            Picks(lambda self: self.index, whole.clone()),
+            lambda m: m.index.data.copy_(torch.tensor([3, 3, 2, 1])),
+        ),
+        "shared memory": (Picks(lambda self: self.index, torch.from_numpy(memory)), lambda m: memory.sort()),
+        "integer parameter": (
+            integers,
+            lambda m: m.load_state_dict({**m.state_dict(), "p": torch.tensor([3, 2, 2])}),
+        ),
+        "assigned": (
+            Picks(lambda self: self.index, whole.clone()),
+            lambda m: m.load_state_dict({**m.state_dict(), "index": torch.tensor([1, 1, 0, 2])}, assign=True),
+        ),
+        "mask": (
+            Picks(lambda self: self.index, mask.clone()),
+            lambda m: m.index.copy_(torch.tensor([0, 1, 1, 1]).bool()),
+        ),
+        "fewer": (Picks(lambda self: self.index, mask.clone()), lambda m: m.index.fill_(True)),
+        "permutation": (Picks(lambda self: torch.randperm(4), whole.clone()), lambda m: torch.manual_seed(5)),
+    }
+
+
+@pytest.mark.parametrize("name", positions())
+def test_what_is_read_as_positions(name: str) -> None:
+    torch.manual_seed(1)
+    module, change = positions()[name]
+    watched = Watched(module)
+    watched.check(samples())
+    change(module)
+    watched.check(samples())
+
+
+# Structure that changes.
+
+
+def structures() -> dict[str, tuple[nn.Module, Callable[[nn.Module], object]]]:
+    def of(function: Callable[..., torch.Tensor], **parts: object) -> Net:
+        return Net(function, **parts).double()
+
+    tied = of(lambda self, x: self.b(torch.tanh(self.a(x))), a=linear(), b=linear())
+    tied.b.weight = tied.a.weight
+    optional = of(lambda self, x: x.sin() if self.shift is None else (x + self.shift).sin() * self.shift)
+    optional.register_buffer("shift", None)
+    inner = of(lambda self, x: self.a(x) + x, a=linear())
+    statistics = of(lambda self, x: self.norm(x), norm=nn.BatchNorm1d(4).eval())
+    replaced = of(lambda self, x: self.a(x).tanh(), a=linear())
+    spread = nn.Sequential(linear(), nn.ReLU(), linear())
+    return {
+        "untied": (tied, lambda m: setattr(m.b, "weight", nn.Parameter(m.a.weight.detach() * 2))),
+        "tied": (
+            of(lambda self, x: self.b(torch.tanh(self.a(x))), a=linear(), b=linear()),
+            lambda m: setattr(m.b, "weight", m.a.weight),
+        ),
+        "a buffer appears": (optional, lambda m: setattr(m, "shift", torch.arange(4.0).double())),
+        "a forward hook": (inner, lambda m: m.a.register_forward_hook(lambda _m, _i, output: output * 3)),
+        "statistics vanish": (statistics, lambda m: m.norm.running_var.mul_(4)),
+        "a layer of another kind": (replaced, lambda m: setattr(m, "a", nn.Sequential(linear(), nn.ReLU()))),
+        "a layer more": (spread, lambda m: m.append(nn.Tanh())),
+        "frozen": (
+            of(lambda self, x: self.a(x).tanh(), a=linear()),
+            lambda m: m.requires_grad_(False),
+        ),
+        "thawed": (
+            of(lambda self, x: self.a(x).tanh(), a=linear()).requires_grad_(False),
+            lambda m: m.requires_grad_(),
+        ),
+        "pruned": (nn.Sequential(linear(), nn.Tanh(), linear()), lambda m: prune.l1_unstructured(m[0], "weight", 0.5)),
+        "a mask loosened": (
+            prune.l1_unstructured(linear(), "weight", 0.5),
+            lambda m: m.weight_mask.data.fill_(1),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", structures())
+def test_structure_that_changes(name: str) -> None:
+    torch.manual_seed(2)
+    module, change = structures()[name]
+    watched = Watched(module)
+    watched.check(samples())
+    change(module)
+    watched.check(samples())
+    watched.check(samples(5))
+
+
+def test_statistics_that_vanish_couple_the_samples() -> None:
+    module = nn.BatchNorm1d(4).double().eval()
+    jacsparse.jacobian(module, samples())
+    module.running_var = module.running_mean = None
+    for use in (jacsparse.jacobian, jacsparse.verify, lambda m, x: jacsparse.nn.Scan(m)(x)):
+        with pytest.raises(UnsupportedOperatorError, match=r"couples the samples of a batch; call \.eval\(\)"):
+            use(module, samples())
+
+
+# Derivatives that are not the operators'.
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
+class Viewed(Reversed):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+
+class Clamped(torch.autograd.Function):
+    """Differs from its operators only far from zero."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-4, 4)
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Nearly(torch.autograd.Function):
+    """Differs from its operators by a share of 1e-7."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x.cos() * (1 + 1e-7)
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(lambda gradient: gradient / 2)
+    return y.tanh()
+
+
+OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "reversal": lambda x: Reversed.apply(x) * 2,
+    "reversal of a view": lambda x: Viewed.apply(x) * 2,
+    "reversal last": lambda x: Reversed.apply(x.sin()),
+    "clamp": lambda x: Clamped.apply(x) * 2,
+    "nearly": lambda x: Nearly.apply(x) * 2,
+    "in place behind": lambda x: Reversed.apply(x).mul_(3),
+    "hook": halved,
+}
+
+
+@pytest.mark.parametrize("dropping", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_derivatives_that_are_not_the_operators(name: str, dropping: bool) -> None:
+    function = OTHERS[name]
+    module = Net(lambda self, x: self.drop(function(self.a(x))), a=linear(), drop=nn.Dropout(0.3).train(dropping))
+    for use in (jacsparse.jacobian, jacsparse.verify, lambda m, x: jacsparse.jacobian_pattern(m, (4,))):
+        with pytest.raises(UnsupportedOperatorError, match=r"is a torch\.autograd\.Function|a backward hook"):
+            use(module, samples())
+    scan, x = Watched(module).scans[1], samples(2)
+    with undone(module):
+        _, expected = gradients(module, module, x)
+    try:
+        _, found = gradients(scan, module, x)
+    except (UnsupportedOperatorError, RuntimeError) as error:
+        assert "torch.autograd.Function" in str(error) or "a backward hook" in str(error)
+    else:
+        # No product of Jacobians went through it.
+        assert all(torch.allclose(one, other, rtol=1e-10) for one, other in zip(found, expected, strict=True))
+
+
+STRAIGHT: dict[str, Callable[..., torch.Tensor]] = {
+    "straight-through": lambda self, x: (y := self.a(x)) + (y.round() - y).detach(),
+    "no gradient": lambda self, x: self.a(x) * without_gradient(x),
+    "of data": lambda self, x: self.a(x) * x.data.sin(),
+    "residual in place": lambda self, x: functional.relu(self.a(x), inplace=True) + x,
+    "in place on the residual": lambda self, x: (y := self.a(x), z := y * 2, functional.relu(z, inplace=True) + y)[-1],
+    "unregistered": lambda self, x: self.a(x) * self.loose,
+    "a leaf of its own": lambda self, x: self.a(x) * x.detach().requires_grad_().sin(),
+    "gradient inside": lambda self, x: self.a(x) * inner_gradient(x),
+    "written without a gradient": lambda self, x: written(self.a(x)),
+}
+
+
+def without_gradient(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x.exp()
+
+
+def written(y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y.clamp_(-0.5, 0.5)
+    return y * 2
+
+
+def inner_gradient(x: torch.Tensor) -> torch.Tensor:
+    leaf = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(leaf.sin().sum(), leaf)
+    return gradient
+
+
+@pytest.mark.parametrize("dropping", [False, True])
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_what_autograd_takes_for_a_constant(name: str, dropping: bool) -> None:
+    function = STRAIGHT[name]
+    module = Net(lambda self, x: self.drop(function(self, x)), a=linear(), drop=nn.Dropout(0.3).train(dropping))
+    module.loose = torch.arange(4.0).double()
+    Watched(module).check(samples())
+
+
+# Samples that are mixed.
+
+MIXED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "roll": lambda x: x.roll(2, 0),
+    "roll by one": lambda x: x.roll(1, 0),
+    "flip": lambda x: x.flip(0),
+    "convolution over the batch": lambda x: functional.conv1d(
+        x.t()[:, None], torch.ones(1, 1, 5, dtype=x.dtype), padding=2, dilation=1
+    )[:, 0].t(),
+    "the next but one": lambda x: functional.conv1d(
+        x.t()[:, None], torch.tensor([[[1.0, 0, 0, 0, 1]]], dtype=x.dtype), padding=2
+    )[:, 0].t(),
+    "the first two": lambda x: x[:2].mean(0, keepdim=True) + x,
+    "cut": lambda x: x[:2],
+    "padded": lambda x: functional.pad(x, (0, 0, 1, 1)),
+    "mean": lambda x: x - x.mean(0),
+    "running": lambda x: x.cumsum(0),
+    "sorted": lambda x: x.sort(0)[0],
+    "attention": lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None])[0],
+    "gram": lambda x: x @ x.t(),
+    "softmax": lambda x: x.softmax(0),
+    "gathered": lambda x: x[torch.tensor([0, 0, 1, 3, 4])],
+    "tensor": lambda x: x.gather(0, torch.tensor([[1, 0, 0, 2]]).expand(5, 4)),
+    "merged": lambda x: functional.layer_norm(x.reshape(-1), (20,)).view(5, 4),
+    "norm": lambda x: x / x.norm(),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_samples(name: str) -> None:
+    module = Net(lambda self, x: MIXED[name](x) * 2)
+    for use in (jacsparse.jacobian, jacsparse.verify, lambda m, x: jacsparse.nn.Scan(m)(x.requires_grad_())):
+        with pytest.raises(
+            UnsupportedOperatorError, match=r"mixes the samples|does not have them along its first axis"
+        ):
+            use(module, samples(5))
+
+
+# Masks.
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (1, 4), (1,), ()])
+def test_masks_that_broadcast(shape: tuple[int, ...]) -> None:
+    mask = (torch.arange(max(1, int(np.prod(shape)))) % 2 == 0).double().reshape(shape)
+    module = Net(lambda self, x: functional.linear(x, self.weight * self.weight_mask).tanh())
+    module.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+    module.register_buffer("weight_mask", mask)
+    Watched(module).check(samples())
+    expected = (torch.ones(4, 4) * mask != 0).sum().item()
+    assert jacsparse.jacobian_pattern(module, (4,)).nnz == expected
+
+
+def test_a_mask_of_a_convolution_that_broadcasts() -> None:
+    module = nn.Conv2d(1, 4, 3).double()
+    weight = module.weight
+    del module.weight
+    module.register_parameter("weight_orig", nn.Parameter(weight.detach()))
+    module.register_buffer("weight_mask", torch.tensor([[[[1.0, 0, 1], [0, 1, 0], [1, 1, 1]]]]).double())
+    module.register_forward_pre_hook(lambda m, _: setattr(m, "weight", m.weight_orig * m.weight_mask))
+    module.weight = None
+    del module.weight
+    x = torch.randn(2, 1, 4, 4, dtype=torch.float64)
+    found = jacsparse.jacobian(module, x)
+    assert torch.allclose(found.todense(0), expected_jacobian(module, x)[0])
+    assert found.pattern.nnz == 4 * 4 * 6
+
+
+# Containers of one's own.
+
+
+class Backwards(nn.Sequential):
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(list(self._modules.values())[::-1])
+
+
+def test_a_sequential_with_an_order_of_its_own() -> None:
+    torch.manual_seed(3)
+    watched = Watched(Backwards(linear(), nn.Tanh(), linear(), nn.ReLU()))
+    watched.check(samples())
+    watched.module.append(nn.Tanh())
+    watched.check(samples())
