@@ -60,7 +60,7 @@ class _MovementRule(Rule):
                 )
 
     def placement(self, use: Use) -> Placement:
-        if use.operator == "aten.as_strided" and not _fills_memory(next(iter(use.arguments.values()))):
+        if use.operator == "aten.as_strided" and not _fills_memory(use.arguments["self"]):
             raise MixedSamplesError(
                 "aten.as_strided reads memory beside its operand", "call .contiguous() on the tensor before"
             )
