@@ -167,9 +167,10 @@ def chain(
     """
     check_module(module)
     x = samples_of(module, check_shape(input_shape), like)
-    recording = recorded(module, x, readable=False, undone=True)
-    made = made_of(recording, pruned=pruned)
-    refuse_hooks(made.records(recording)[1])
+    with undisturbed(module):
+        recording = recorded(module, x, readable=False)
+        made = made_of(recording, pruned=pruned)
+        refuse_hooks(made.records(recording)[1])
     for edge in (edge for stage in made for edge in stage.edges):
         if edge.call.sources is not None and edge.call.sources.rows > 1:
             raise edge.call.unsupported(
@@ -204,7 +205,7 @@ def samples_of(
     return drawn if like.device.type == "meta" else drawn.to(like)
 
 
-def recorded(module: nn.Module, x: torch.Tensor, *, readable: bool = True, undone: bool = False) -> Recording:
+def recorded(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Recording:
     """A forward pass of a module, its errors told in the user's words.
 
     Raises
@@ -215,9 +216,6 @@ def recorded(module: nn.Module, x: torch.Tensor, *, readable: bool = True, undon
         Where parameters are of another dtype than the input.
     """
     try:
-        if undone:
-            with undisturbed(module):
-                return record(module, x, readable=readable)
         return record(module, x, readable=readable)
     except (UnsupportedOperatorError, torch.OutOfMemoryError):
         raise
@@ -291,12 +289,17 @@ class Chains:
         self.pruned = pruned
         self._chains: OrderedDict[Hashable, list[tuple[list[torch.Tensor], Chain]]] = OrderedDict()
 
-    def of(self, x: torch.Tensor, *, undone: bool = False) -> tuple[Chain, Run]:
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, as long as it lives."""
+        return self._module()
+
+    def of(self, x: torch.Tensor) -> tuple[Chain, Run]:
         """The chain of what the module does with a batch, and what it did."""
         module = self._module()
         assert module is not None
         check_shape(x.shape[1:])
-        recording = recorded(module, x, undone=undone)
+        recording = recorded(module, x)
         chain, records = self.matching(recording)
         return chain, Run(recording, records)
 

@@ -20,7 +20,7 @@ from torch import nn
 from ._accumulation import Region, matrix_of
 from ._chain import Chains, Record, Stage, check_input, check_shape, recorded, samples_of
 from ._layers import LayerFlop, layers_of
-from ._modules import check_module
+from ._modules import check_module, undisturbed
 from ._stages import Edge
 from .patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from .patterns._files import replacing
@@ -411,7 +411,9 @@ def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     check_module(module)
     shape = check_shape(input_shape)
     chains = Chains(module)
-    chain, records = chains.matching(recorded(module, samples_of(module, shape), readable=False, undone=True))
+    with undisturbed(module):
+        chain, records = chains.matching(recorded(module, samples_of(module, shape), readable=False))
+        layers = tuple(layers_of(records))
 
     def observed(record: Record, edge: Edge) -> Pattern:
         if edge.shared:
@@ -420,11 +422,12 @@ def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
 
     def observe(x: torch.Tensor) -> list[Pattern | Region]:
         # Twice: a sample by itself would not show where samples are, and be cut into other stages.
-        _, (_, records) = chains.of(x.repeat(2, *[1] * (x.ndim - 1)), undone=True)
-        return [record.stage.factor([observed(record, edge) for edge in record.stage.edges]) for record in records]
+        with undisturbed(module):
+            _, (_, records) = chains.of(x.repeat(2, *[1] * (x.ndim - 1)))
+            return [record.stage.factor([observed(record, edge) for edge in record.stage.edges]) for record in records]
 
     operators = [(stage.path, stage.name, partial(_stage_flop, stage)) for stage in chain]
-    return Subject(chain.in_shape, chain.factors, operators, observe, tuple(layers_of(records)))
+    return Subject(chain.in_shape, chain.factors, operators, observe, layers)
 
 
 def without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:

@@ -243,9 +243,9 @@ class Record:
         return self._tensor(self.stage.stop)
 
     def _tensor(self, vertex: int) -> torch.Tensor:
-        if not vertex:
+        invocation = self.recording.makers[vertex]
+        if invocation is None:
             return self.recording.input
-        invocation = self.invocation(vertex)
         return invocation.results[vertex - invocation.first]
 
     def jacobian(self) -> SparseJacobian:
@@ -325,7 +325,10 @@ class Record:
                     f"{path}.{kept.name}: weights that were pruned or zero when the pattern was made are not zero any "
                     "more; make the chain again, keep them zero by a mask (torch.nn.utils.prune), or pass pruned=False"
                 )
-        stale = frozenset(name for name, version in invocation.versions.items() if given[name]._version != version)
+        stale = {name for name, version in invocation.versions.items() if given[name]._version != version}
+        if invocation.writes and invocation.sequence >= 0:
+            # It has overwritten them itself.
+            stale |= {name for name in invocation.versions if any(given[name] is each for each in invocation.results)}
         number = edge.target - invocation.first
         x = given[argument]
         if "input" in edge.rule.reads and argument in stale:
@@ -352,7 +355,7 @@ class Record:
         own = _Own(self, edge, operation, invocation, samples)
         return replace(
             edge.call,
-            arguments=_Arguments(arguments, path, stale),
+            arguments=_Arguments(arguments, path, frozenset(stale)),
             batched=frozenset(layouts.keys() - {argument} - operation.alike),
             input=x,
             output=out.split(result.detach())[samples],
@@ -361,6 +364,7 @@ class Record:
             vjps=None if operation.random else own.vjps,
             jvp=None if operation.random else own.jvp,
             function=operation.evaluate,
+            sources=None if edge.call.sources is None else replace(edge.call.sources, samples=samples),
         )
 
 

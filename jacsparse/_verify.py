@@ -132,10 +132,10 @@ def verify(
         raise ValueError("x is an empty batch; pass at least one sample")
     limit = _TOLERANCE[x.dtype] if tolerance is None else tolerance
     check_module(module)
-    with _alike(x):
-        run = recent_chains(module, pruned=True).of(x, undone=True)[1]
-    refuse_hooks(run.records)
-    checks = [_of_edge(record, edge, limit) for record in run.records for edge in record.stage.edges]
+    with _alike(x), undisturbed(module):
+        run = recent_chains(module, pruned=True).of(x)[1]
+        refuse_hooks(run.records)
+        checks = [_of_edge(record, edge, limit) for record in run.records for edge in record.stage.edges]
     found = Verification((*checks, _of_whole(module, x, run, limit)))
     if found.failed and raise_exception:
         lines = "\n".join(map(str, found.failed))

@@ -86,6 +86,8 @@ class Scan(nn.Module):
         if not len(x):
             # No sample, no product.
             return self.module(x)
+        if self._chains.module is not self.module:
+            self.reset()
         made, run = self._chains.of(x)
         return scanned(self._scanner(made), run, x)
 

@@ -99,7 +99,8 @@ class _PointwiseRule(_DiagonalRule):
         assert call.function is not None
         rank = len(call.out_shape)
         own = _aligned(x.detach(), rank).expand(len(x), *call.out_shape).contiguous().requires_grad_()
-        others = dict(call.arguments)
+        # One by one: what was overwritten since raises.
+        others = {name: call[name] for name in call.arguments}
         for name in call.batched & others.keys():
             # What all samples share depends on no other operand.
             value = others[name] if len(x) == len(others[name]) else x.new_zeros((len(x), *others[name].shape[1:]))

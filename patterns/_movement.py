@@ -116,7 +116,7 @@ class _MovementRule(Rule):
             return call.input.new_ones((pattern.nnz, 1))
         rows = np.repeat(np.arange(pattern.shape[0]), pattern.structure.row_counts())
         chosen = call.sources.array()[:, rows] == pattern.indices
-        return torch.from_numpy(chosen.T).to(call.input)[:, : len(call.input)].contiguous()
+        return torch.from_numpy(chosen.T).to(call.input).contiguous()
 
 
 def _in_place_of(use: Use, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, object]:

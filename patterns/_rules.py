@@ -52,16 +52,20 @@ class Sources:
         Whether each element is that of its own place.
     make : callable or None
         The places, ``(rows, size)``; None where each is its own.
+    samples : slice
+        Those that are worked on.
     """
 
     rows: int
     size: int
     identity: bool = False
     make: Callable[[], np.ndarray] | None = None
+    samples: slice = field(default_factory=lambda: slice(None))
 
     def array(self) -> np.ndarray:
-        """The places, ``(rows, size)``."""
-        return np.arange(self.size).reshape(1, -1) if self.make is None else self.make()
+        """The places, ``(rows, size)``; where they differ, those of `samples` alone."""
+        places = np.arange(self.size).reshape(1, -1) if self.make is None else self.make()
+        return places if self.rows == 1 else places[self.samples]
 
 
 @dataclass(frozen=True)

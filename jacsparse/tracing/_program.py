@@ -107,7 +107,7 @@ class Program:
     operations: dict[int, Operation] = field(default_factory=dict)
     layouts: dict[int, Layout] = field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    #: Vertices within a module whose backward hooks are called at both its ends: neither end goes without the other.
+    #: Vertices within a module whose backward hooks are called at both its ends, and those without a gradient.
     bound: set[int] = field(default_factory=set)
 
     def between(self, start: int, stop: int) -> list[Operation]:
@@ -154,7 +154,7 @@ def key_of(recording: Recording) -> Hashable:
     numbers: dict[int, int] = {}
     calls = tuple([_call_key(invocation, numbers) for invocation in recording.invocations])
     x, output = recording.input, recording.output
-    return recording.last, output.shape, x.shape, x.dtype, calls
+    return recording.last, output.shape, x.shape, x.stride(), x.dtype, x.device, calls
 
 
 def _call_key(invocation: Invocation, numbers: dict[int, int]) -> Hashable:
@@ -167,7 +167,8 @@ def _call_key(invocation: Invocation, numbers: dict[int, int]) -> Hashable:
     ]
     results = [(result.shape, result.dtype) for result in invocation.results]
     operator = invocation.overload if facts is None else facts
-    return operator, tuple(invocation.operands), tuple(arguments), tuple(results), invocation.hooked
+    parts = invocation.sequence < 0
+    return operator, tuple(invocation.operands), tuple(arguments), tuple(results), invocation.hooked, parts
 
 
 def _argument_key(value: Any, numbers: dict[int, int], exact: bool) -> Hashable:
@@ -233,6 +234,8 @@ def program_of(recording: Recording, path: str = "") -> Program:
         program.operations[vertex], program.layouts[vertex] = operation, layout
         program.shapes[vertex] = layout.shape_of_sample(result.shape)
     program.bound = _bound_by_hooks(recording)
+    # What an operator is made of that autograd takes for one has no gradient of its own.
+    program.bound |= {vertex for vertex in program.operations if recording.edges[vertex] is None}
     return program
 
 

@@ -472,9 +472,10 @@ class _Recorder(TorchDispatchMode):
         if facts.reads and not self.readable and _shows(overload, operands, tensors):
             raise self.reading(overload)
         sequence = -1 if self.in_parts else _latest_node()
-        written = [arguments[name] for name in facts.written if name in tensors]
-        for name in facts.written:
-            if name in tensors and tensors[name]._is_view():
+        names = [name for name in tensors if name.partition(".")[0] in facts.written] if facts.written else []
+        written = [arguments[name] for name in names]
+        for name in names:
+            if tensors[name]._is_view():
                 # Autograd's node is then one of the whole memory; what was there before must be saved here.
                 arguments[name], sequence = tensors[name].clone(), -1
         for tensor in written:
@@ -559,7 +560,7 @@ class _Recorder(TorchDispatchMode):
             assert known is not None
         vertex, _ = known
         if self.in_parts and not tensor.requires_grad:
-            return Operand(name, vertex, id(tensor) in self.parts)
+            return Operand(name, vertex, id(tensor) in self.parts and tensor.is_floating_point())
         return Operand(name, vertex, self.passes(tensor, vertex))
 
     def overwritten(self, tensor: torch.Tensor, known: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -589,6 +590,9 @@ class _Recorder(TorchDispatchMode):
         if active and self.recording.edges[vertex] is None:
             active = self.examine(tensor, self.makers[vertex])
             self.recording.edges[vertex] = _edge(tensor) if active else None
+        elif active and isinstance(tensor.grad_fn, BackwardCFunction):
+            # It may have become that since: by a torch.autograd.Function that writes in place.
+            self.examine(tensor, self.makers[vertex])
         return active
 
     def examine(self, tensor: torch.Tensor, maker: Invocation | None) -> bool:
