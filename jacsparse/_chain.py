@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import threading
 import traceback
 import weakref
 from collections import OrderedDict
@@ -24,8 +25,7 @@ from ._order import Order, accumulated, best_order
 from ._pruned import Kept, mask_of
 from ._stages import Edge, Record, Stage, pull_back_all, working
 from .patterns import Call, Identity, Pattern, UnsupportedOperatorError
-from .tracing._program import Operation, Program, contents_of, key_of, program_of
-from .tracing._recorder import Recording, record
+from .tracing import Operation, Program, Recording, contents_of, key_of, program_of, record
 
 __all__ = [
     "Chain",
@@ -183,10 +183,10 @@ def chain(
 def refuse_hooks(records: Sequence[Record]) -> None:
     """Raise where a backward hook may make another derivative than the operators' own."""
     for own in records:
-        if has_hooks(own):
+        if has_hooks(own, of_nodes=True):
             raise UnsupportedOperatorError(
-                f"{own.stage.path}: a backward hook, of a module or on a tensor, may change gradients, so that the "
-                "Jacobian is not the operators'; remove it"
+                f"{own.stage.path}: a backward hook, of a module, a tensor or a node of autograd's graph, may change "
+                "gradients, so that the Jacobian is not the operators'; remove it"
             )
 
 
@@ -194,14 +194,12 @@ def refuse_hooks(records: Sequence[Record]) -> None:
 SAMPLES = 3
 
 
-def samples_of(
-    module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | None = None, count: int = SAMPLES
-) -> torch.Tensor:
+def samples_of(module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | None = None) -> torch.Tensor:
     """Random samples of the module's dtype, on its device; where it has neither, as `like`."""
     own = (tensor for tensor in tensors_of(module) if tensor.is_floating_point())
     like = next(own, torch.empty(0) if like is None else like)
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn((count, *shape), generator=generator)
+    drawn = torch.randn((SAMPLES, *shape), generator=generator)
     return drawn if like.device.type == "meta" else drawn.to(like)
 
 
@@ -288,6 +286,7 @@ class Chains:
         self._module = weakref.ref(module)
         self.pruned = pruned
         self._chains: OrderedDict[Hashable, list[tuple[list[torch.Tensor], Chain]]] = OrderedDict()
+        self._lock = threading.RLock()
 
     @property
     def module(self) -> nn.Module | None:
@@ -306,6 +305,12 @@ class Chains:
     def matching(self, recording: Recording) -> tuple[Chain, list[Record]]:
         """The chain of a run, one that was made before where the same has run; and what each of its stages did."""
         key, contents = key_of(recording), contents_of(recording)
+        with self._lock:
+            return self._matching(recording, key, contents)
+
+    def _matching(
+        self, recording: Recording, key: Hashable, contents: list[torch.Tensor]
+    ) -> tuple[Chain, list[Record]]:
         known = self._chains.setdefault(key, [])
         self._chains.move_to_end(key)
         while len(self._chains) > self.most:
@@ -389,18 +394,17 @@ def _stages(program: Program, recording: Recording, pruned: bool) -> list[Stage]
                 # Or with the one before.
                 last = stages.pop()
                 edges, start = (*last.edges, *edges), last.start
-            elif not any(operation.hooked or _externals(recording, operation) for operation in operations):
+            elif not any(
+                operation.hooked
+                or recording.externals_of(recording.invocations[operation.place], operation.operands.keys())
+                for operation in operations
+            ):
                 return []
         out_shape = program.shapes[stop][1:]
         path = _path(edges, program, {stage.path for stage in stages})
         stages.append(Stage(path, program.shapes[start][1:], out_shape, edges, start, stop, program))
         start = stop
     return stages
-
-
-def _externals(recording: Recording, operation: Operation) -> frozenset[int]:
-    """The tensors from outside that an operation reads and that autograd has gradients of."""
-    return recording.externals_of(recording.invocations[operation.place], operation.operands)
 
 
 def _path(edges: Sequence[Edge], program: Program, taken: set[str]) -> str:

@@ -18,8 +18,7 @@ from ._nodes import applied, freely
 from ._pruned import Kept
 from .patterns import Call, Diagonal, Identity, Pattern, Rule, rule_for
 from .spgemm import matvec
-from .tracing._program import Operation, Program
-from .tracing._recorder import Invocation, Recording
+from .tracing import Invocation, Operation, Program, Recording
 
 __all__ = ["AT_ONCE", "Edge", "Record", "Stage", "pull_back_all", "working"]
 
@@ -248,6 +247,19 @@ class Record:
             return self.recording.input
         return invocation.results[vertex - invocation.first]
 
+    @functools.cached_property
+    def externals(self) -> frozenset[int]:
+        """The tensors from outside that the stage reads and that autograd has gradients of, by their places."""
+        recording, maker = self.recording, self.recording.makers[self.stage.stop]
+        if not self.stage.edges:
+            return frozenset() if maker is None else recording.externals_of(maker)
+        return frozenset().union(
+            *(
+                recording.externals_of(recording.invocations[operation.place], operation.operands.keys())
+                for operation in self.stage.operations
+            )
+        )
+
     def jacobian(self) -> SparseJacobian:
         """``J`` for the whole batch."""
         operator = self.stage.operator
@@ -325,22 +337,19 @@ class Record:
                     f"{path}.{kept.name}: weights that were pruned or zero when the pattern was made are not zero any "
                     "more; make the chain again, keep them zero by a mask (torch.nn.utils.prune), or pass pruned=False"
                 )
-        stale = {name for name, version in invocation.versions.items() if given[name]._version != version}
-        if invocation.writes and invocation.sequence >= 0:
-            # It has overwritten them itself.
-            stale |= {name for name in invocation.versions if any(given[name] is each for each in invocation.results)}
+        stale = invocation.stale
         number = edge.target - invocation.first
         x = given[argument]
         if "input" in edge.rule.reads and argument in stale:
-            if "input" not in invocation.saved:
+            if argument not in invocation.saved:
                 raise _changed(f"{path}.{argument}")
-            x = invocation.saved["input"]
+            x = invocation.saved[argument]
         out = self.stage.program.layouts[edge.target]
         result = invocation.results[number]
         if "output" in edge.rule.reads and result._version != invocation.result_versions[number]:
-            if "output" not in invocation.saved:
+            if None not in invocation.saved:
                 raise _changed(f"{path}: what {operation.name} gave")
-            result = invocation.saved["output"]
+            result = invocation.saved[None]
         arguments: dict[str, Any] = {}
         for name, value in {**edge.call.arguments, **given}.items():
             layout = layouts.get(name)
@@ -428,17 +437,15 @@ class _Own:
         """The operator on these samples, with others in the place of its operand."""
         into, out = self._layouts
         arguments = dict(self.invocation.arguments)
-        # An operator that only moves elements may be asked again after it has written to its operand; no other.
-        moves = self.operation.sources or self.invocation.sequence < 0
-        versions = self.invocation.versions.items()
-        stale = [name for name, version in versions if arguments[name]._version != version]
-        if (self.invocation.writes or stale) and not moves:
-            raise _changed(f"{self.operation.path}: what {self.operation.name} was given")
+        stale = self.invocation.stale
         for name, value in arguments.items():
             layout = self.operation.layouts.get(name)
             if name == self.edge.call.argument:
                 arguments[name] = into.join(own)
             elif isinstance(value, torch.Tensor):
+                # Of an operator that only moves elements no derivative depends on another's.
+                if name in stale and not self.operation.sources:
+                    raise _changed(f"{self.operation.path}.{name}")
                 value = value.detach()
                 if layout is not None:
                     value = layout.join(layout.split(value)[self.samples])
