@@ -395,8 +395,7 @@ def _stages(program: Program, recording: Recording, pruned: bool) -> list[Stage]
                 last = stages.pop()
                 edges, start = (*last.edges, *edges), last.start
             elif not any(
-                operation.hooked
-                or recording.externals_of(recording.invocations[operation.place], operation.operands.keys())
+                operation.hooked or recording.externals_of(recording.invocations[operation.place], operation.operands)
                 for operation in operations
             ):
                 return []

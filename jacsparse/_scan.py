@@ -366,7 +366,7 @@ def scanned(scanner: Scanner, run: Run, x: torch.Tensor) -> torch.Tensor:
         return handle
 
     # No others: autograd would call their hooks.
-    places = sorted(frozenset().union(*(record.externals for record in run.records)))
+    places = sorted(set().union(*(record.externals for record in run.records)))
     externals = [run.recording.externals[place] for place in places]
     with torch.autograd.graph.saved_tensors_hooks(lambda _: run, unpack):
         output: torch.Tensor = _Scanned.apply(scanner, places, run.recording.output.detach(), x, *externals)

@@ -248,17 +248,15 @@ class Record:
         return invocation.results[vertex - invocation.first]
 
     @functools.cached_property
-    def externals(self) -> frozenset[int]:
+    def externals(self) -> set[int]:
         """The tensors from outside that the stage reads and that autograd has gradients of, by their places."""
         recording, maker = self.recording, self.recording.makers[self.stage.stop]
         if not self.stage.edges:
-            return frozenset() if maker is None else recording.externals_of(maker)
-        return frozenset().union(
-            *(
-                recording.externals_of(recording.invocations[operation.place], operation.operands.keys())
-                for operation in self.stage.operations
-            )
-        )
+            return set() if maker is None else recording.externals_of(maker)
+        externals: set[int] = set()
+        for operation in self.stage.operations:
+            externals |= recording.externals_of(recording.invocations[operation.place], operation.operands)
+        return externals
 
     def jacobian(self) -> SparseJacobian:
         """``J`` for the whole batch."""

@@ -33,6 +33,8 @@ _NAMES = (
     "replication_pad3d roll rot90 scatter select select_scatter slice slice_scatter split split_with_sizes squeeze "
     "stack t transpose tril triu unbind unfold unsafe_split unsafe_split_with_sizes unsqueeze view zero"
 )
+#: Those that put elements of an operand at places that indices tell.
+_PUTS = {"aten.index_copy": "source", "aten.index_put": "values", "aten.scatter": "src"}
 #: Those that keep their operand's elements in their order.
 _IN_ORDER = frozenset(f"aten.{name}" for name in ["_unsafe_view", "alias", "clone", "squeeze", "unsqueeze", "view"])
 
@@ -63,6 +65,11 @@ class _MovementRule(Rule):
         if use.operator == "aten.as_strided" and not _fills_memory(use.arguments["self"]):
             raise MixedSamplesError(
                 "aten.as_strided reads memory beside its operand", "call .contiguous() on the tensor before"
+            )
+        if self.collides(use):
+            raise MixedSamplesError(
+                f"{use.operator} puts several elements at one place, and PyTorch does not say which of them stays",
+                "give each place once",
             )
         if use.operator in _IN_ORDER and _keeps_order(use):
             ((name, layout),) = use.layouts.items()
@@ -101,6 +108,20 @@ class _MovementRule(Rule):
         moved, nothing = (use.evaluate(_in_place_of(use, name, make)) for make in (_numbered, torch.zeros_like))
         constant = (moved == nothing) | (moved.isnan() & nothing.isnan())
         return moved.masked_fill(constant, 0).to(torch.int64).numpy(force=True) - 1
+
+    def collides(self, use: Use) -> bool:
+        """Whether an element is put where another one then is: autograd has a gradient of both."""
+        name = _PUTS.get(use.operator, "")
+        if name not in use.layouts or use.arguments.get("accumulate"):
+            return False
+        arguments = _in_place_of(use, name, torch.ones_like)
+        put = arguments[name]
+        assert isinstance(put, torch.Tensor)
+        with torch.enable_grad():
+            y = use.evaluate({**arguments, name: put.requires_grad_()})
+        (taken,) = torch.autograd.grad(y.sum(), put)
+        places = self.traced(use, name)
+        return int(taken.count_nonzero()) > len(np.unique(places[places >= 0]))
 
     def shared(self, call: Call) -> bool:
         assert call.sources is not None

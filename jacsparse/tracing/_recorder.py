@@ -13,7 +13,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -199,31 +199,31 @@ class Recording:
     written: dict[int, Constant] = field(default_factory=dict)
     draws: list[nn.Module | None] = field(default_factory=list)
 
-    def externals_of(self, invocation: Invocation, through: Collection[str] = ()) -> frozenset[int]:
+    def externals_of(self, invocation: Invocation, through: Collection[str] = ()) -> set[int]:
         """The externals that an invocation reads, or what it reads is made of, but for some arguments; by place."""
-        return self._read(invocation, self._externals_of_vertices, through)
+        externals = self._constant_externals(invocation, through)
+        for operand in invocation.operands:
+            if operand.active and operand.name not in through:
+                externals |= self._externals_of_vertices[operand.vertex]
+        return externals
 
-    def _read(
-        self, invocation: Invocation, of_vertices: Sequence[frozenset[int]], through: Collection[str]
-    ) -> frozenset[int]:
-        tensors = (invocation.arguments[name] for name in invocation.versions if name not in through)
-        active = (operand for operand in invocation.operands if operand.active and operand.name not in through)
-        return frozenset().union(
-            *(self.externals_in(tensor) for tensor in tensors), *(of_vertices[operand.vertex] for operand in active)
-        )
+    def _constant_externals(self, invocation: Invocation, through: Collection[str] = ()) -> set[int]:
+        externals: set[int] = set()
+        for name in invocation.versions:
+            if name not in through:
+                for constant in self.constants_in(invocation.arguments[name]):
+                    externals |= constant.externals
+        return externals
 
     @functools.cached_property
-    def _externals_of_vertices(self) -> list[frozenset[int]]:
+    def _externals_of_vertices(self) -> list[set[int]]:
         """Of each vertex the externals that it is made of, as far as autograd has gradients of them."""
-        of_vertices: list[frozenset[int]] = [frozenset()]
+        of_vertices: list[set[int]] = [set()]
         for invocation in self.invocations:
-            externals = self._read(invocation, of_vertices, ())
+            externals = self._constant_externals(invocation)
+            externals.update(*(of_vertices[operand.vertex] for operand in invocation.operands if operand.active))
             of_vertices.extend([externals] * len(invocation.results))
         return of_vertices
-
-    def externals_in(self, tensor: torch.Tensor) -> frozenset[int]:
-        """The externals that a tensor which does not depend on the input is, or is made of; by place."""
-        return frozenset().union(*(constant.externals for constant in self.constants_in(tensor)))
 
     def made_of(self, tensor: torch.Tensor, others: Collection[int]) -> bool:
         """Whether a tensor that does not depend on the input is one of others, by ``id``, or is made of one."""
@@ -245,9 +245,11 @@ class Recording:
     def constants_in(self, tensor: torch.Tensor) -> list[Constant]:
         """What is known of a tensor that does not depend on the input, and of what was written to its memory."""
         constant = self.constants.get(id(tensor))
+        constants = [] if constant is None else [constant]
         # Most runs write to no such memory.
-        written = self.written.get(_memory(tensor)) if self.written else None
-        return [each for each in (constant, written) if each is not None]
+        if self.written and (written := self.written.get(_memory(tensor))) is not None:
+            constants.append(written)
+        return constants
 
 
 def record(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Recording:
@@ -719,11 +721,13 @@ class _Recorder(TorchDispatchMode):
         """Note those that were there before the run and that autograd has gradients of."""
         recording = self.recording
         for tensor in tensors.values():
-            if tensor.requires_grad and id(tensor) not in self.vertices and not recording.constants_in(tensor):
+            if not tensor.requires_grad or id(tensor) in self.vertices:
+                continue
+            if not recording.constants_in(tensor):
                 place = frozenset((len(recording.externals),))
                 recording.externals.append(tensor)
                 recording.constants[id(tensor)] = Constant(tensor, None, {}, place, drawn=False)
-        for tensor in written if torch.is_grad_enabled() else ():
+        for tensor in written if written and torch.is_grad_enabled() else ():
             constant = recording.constants.get(id(_base(tensor)))
             if constant is not None and constant.overload is None and self.problem is None:
                 module, code, line = _place_of_call()
@@ -741,8 +745,8 @@ class _Recorder(TorchDispatchMode):
         names = _written_names(facts, tensors) if facts.written else []
         self.note_externals(tensors, [tensors[name] for name in names])
         for tensor in tensors.values():
-            externals |= recording.externals_in(tensor)
-            drawn = drawn or recording.drawn(tensor)
+            for constant in recording.constants_in(tensor):
+                externals, drawn = externals | constant.externals, drawn or constant.drawn
         externals = externals if torch.is_grad_enabled() else frozenset[int]()
         for tensor in _tensors_of(result):
             recording.constants[id(tensor)] = Constant(tensor, overload, arguments, externals, drawn)

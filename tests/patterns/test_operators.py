@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -285,3 +286,24 @@ def test_structure_knows_counts_and_digest_without_indices(case: tuple[nn.Module
         indptr, indices = structure.csr()
         assert Pattern(structure.shape, indptr, indices) == Pattern.from_scipy(matrix)
     assert pattern.digest == jacsparse.jacobian_pattern(module, shape).digest != pattern.T.digest
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda x, index: x.index_put((torch.arange(len(x))[:, None], index), 2 * x[:, 2:]),
+        lambda x, index: x.index_copy(1, index, 2 * x[:, 2:]),
+        lambda x, index: x.scatter(1, index.expand(len(x), -1), 2 * x[:, 2:]),
+    ],
+)
+def test_several_elements_at_one_place_are_refused(put: Callable[..., torch.Tensor]) -> None:
+    class Put(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return put(x, self.index)
+
+    module, x = Put(), torch.randn(3, 4, dtype=torch.float64)
+    module.index = torch.tensor([1, 0])
+    check_values(module, x)
+    module.index = torch.tensor([1, 1])
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="puts several elements at one place"):
+        jacsparse.jacobian(module, x)
