@@ -184,12 +184,17 @@ class Convolution(Structure):
         met = np.ones(1, dtype=object)
         for axis in self.axes:
             met = np.outer(met, (axis.sources >= 0).sum(axis=0).astype(object)).ravel()
+        if self.kept is None:
+            out_channels, inner, _ = self.weight_shape
+            return int(out_channels * inner * met.sum())
         return int(np.bincount(self._weights % self.taps, minlength=self.taps).astype(object) @ met)
 
     @functools.cached_property
     def T(self) -> Convolution:
         transpose = replace(self, transposed=not self.transposed)
-        transpose.__dict__.update(_weights=self._weights, _places=self._places, nnz=self.nnz, T=self)
+        # As far as it is known: these arrays are several times as large as the weight.
+        common = {name: self.__dict__[name] for name in ("_weights", "_places", "nnz") if name in self.__dict__}
+        transpose.__dict__.update(common, T=self)
         return transpose
 
     @functools.cached_property
@@ -202,6 +207,8 @@ class Convolution(Structure):
     @functools.cached_property
     def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Each row channel's kept weights in the order of their columns: starts, column channels, taps, weights."""
+        if self.kept is None:
+            return self._all_cells()
         out_channels, inner, taps = self.weight_shape
         out_channel, in_channel, tap = self._places
         if not self.transposed:
@@ -214,6 +221,22 @@ class Convolution(Structure):
             weight = (column * inner + row % max(1, inner)) * taps + tap
         channels = self.in_channels if self.transposed else self.out_channels
         return row_starts(np.bincount(row, minlength=channels), np.int64), column, tap.astype(np.int32), weight
+
+    def _all_cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """`_cells` where all weights are kept."""
+        out_channels, inner, taps = self.weight_shape
+        outer = out_channels // self.groups
+        if self.transposed:
+            row, tap = np.arange(self.in_channels)[:, None, None], np.arange(taps)[::-1]
+            column = row // max(1, inner) * outer + np.arange(outer)[:, None]
+            weight = (column * inner + row % max(1, inner)) * taps + tap
+        else:
+            row, tap, within = np.arange(out_channels)[:, None, None], np.arange(taps), np.arange(inner)[:, None]
+            column = row // max(1, outer) * inner + within
+            weight = (row * inner + within) * taps + tap
+        rows, partners, _ = weight.shape
+        columns, taps_of = (np.broadcast_to(part, weight.shape).ravel() for part in (column, tap.astype(np.int32)))
+        return np.arange(rows + 1) * (partners * taps), columns, taps_of, weight.ravel()
 
     @functools.cached_property
     def _places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -237,6 +260,12 @@ class Convolution(Structure):
 
     def _counts(self, positions: np.ndarray) -> np.ndarray:
         """Entries of each channel's row at each of some places, which are rows of `positions`."""
+        if self.kept is None:
+            out_channels, inner, _ = self.weight_shape
+            channels, partners = self.in_channels, out_channels // self.groups
+            if not self.transposed:
+                channels, partners = out_channels, inner
+            return np.tile(np.count_nonzero(positions >= 0, axis=1) * partners, channels)
         out_channel, in_channel, tap = self._places
         channels, row = (self.in_channels, in_channel) if self.transposed else (self.out_channels, out_channel)
         kept = np.bincount(row * self.taps + tap, minlength=channels * self.taps).reshape(channels, self.taps)

@@ -185,7 +185,7 @@ HOSTILE = {
         "kept": np.zeros(0, np.uint8),
     },
     "more channels than 64 bits count": {
-        "header": CONVOLUTION + PLAIN.replace(b"1", b"4294967296"),
+        "header": CONVOLUTION + PLAIN.replace(b"1", b"4294967296", 2),
         "axes": np.array([[4, 2, 1, 0, 0, 1, 0]]),
         "kept": np.zeros(0, np.uint8),
     },
