@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from ._layout import Labels
 from ._pattern import Pattern
 from ._rules import Call, Rule, Use, add_rule
 from ._runtime import SIMD, kernel, run_rows
-from ._structure import Arrays, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
+from ._structure import Arrays, Csr, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
 from ._values import repeat_rows, repeated, take
 
 __all__ = ["Convolution", "Sliding", "packed"]
@@ -281,11 +281,6 @@ class Convolution(Structure):
         return frozen(row_starts(self.row_counts(), index_dtype(self.nnz, *self.shape)))
 
     @functools.cached_property
-    def _row_work(self) -> np.ndarray:
-        """What `repeat_rows` takes: runs of consecutive elements are four times as fast as elements looked up."""
-        return self._indptr // (4 * SIMD)
-
-    @functools.cached_property
     def _templates(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the row of each channel and kind starts among all of them; and where each row finds its own."""
         firsts, kinds = self._kinds
@@ -303,6 +298,18 @@ class Convolution(Structure):
         return frozen(out)
 
     def csr(self) -> Arrays:
+        return self._indptr, frozen(self._filled(0, self.shape[0], *self._shifted_templates))
+
+    def parts(self, bounds: Sequence[int]) -> Iterator[Structure]:
+        template, shift = self._shifted_templates
+        for first, last in itertools.pairwise(bounds):
+            indices = self._filled(first, last, template, shift)
+            indptr = self._starts(first, last).astype(index_dtype(len(indices), *self.shape))
+            yield Csr(last - first, self.shape[1], frozen(indptr), frozen(indices.astype(indptr.dtype, copy=False)))
+
+    @property
+    def _shifted_templates(self) -> Arrays:
+        """The columns of each channel's row at the first place of each kind; and how far each row's lie behind."""
         _, column, _, _ = self._cells
         positions, dtype = self.positions, self._indptr.dtype
         columns = self.shape[1] // max(1, self.out_channels if self.transposed else self.in_channels)
@@ -311,11 +318,19 @@ class Convolution(Structure):
         tap = (positions >= 0).argmax(axis=1)
         shift = positions[np.arange(len(tap)), tap] - positions[firsts[kinds], tap]
         channels = self.in_channels if self.transposed else self.out_channels
-        template = self._of_templates(column * columns, 1, dtype)
-        out = np.empty(self.nnz, dtype=dtype)
+        return self._of_templates(column * columns, 1, dtype), np.tile(shift.astype(dtype), channels)
+
+    def _starts(self, first: int, last: int) -> np.ndarray:
+        """Where each of some rows starts among their entries."""
+        return frozen(self._indptr[first : last + 1] - self._indptr[first])
+
+    def _filled(self, first: int, last: int, template: np.ndarray, shift: np.ndarray) -> np.ndarray:
+        """The columns of the entries of some rows."""
+        starts = self._starts(first, last)
         _, start = self._templates
-        repeat_rows(template, start, self._indptr, self._row_work, out, np.tile(shift.astype(dtype), channels))
-        return self._indptr, frozen(out)
+        out = np.empty(int(starts[-1]), dtype=template.dtype)
+        repeat_rows(template, start[first:last], starts, _copying(starts), out, shift[first:last])
+        return out
 
     @functools.cached_property
     def _gather(self) -> np.ndarray:
@@ -325,12 +340,21 @@ class Convolution(Structure):
 
     def values(self, weight: torch.Tensor) -> torch.Tensor:
         """The entries' values, ``(nnz, 1)``, from a weight of `weight_shape` in C order."""
+        (values,) = self.values_of_parts(weight, (0, self.shape[0]))
+        return values
+
+    def values_of_parts(self, weight: torch.Tensor, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
+        """The same for the rows from each bound to the next one."""
         template = take(weight, self._gather)
-        if len(template) == self.nnz:
-            # No two rows are alike: the templates are the rows.
-            return template
         _, start = self._templates
-        return repeated(template, start, self._indptr, self._row_work)
+        for first, last in itertools.pairwise(bounds):
+            if len(template) == self.nnz:
+                # No two rows are alike: the templates are the rows.
+                yield template[self._indptr[first] : self._indptr[last]]
+                continue
+            whole = last - first == self.shape[0]
+            starts = self._indptr if whole else self._starts(first, last)
+            yield repeated(template, start if whole else frozen(start[first:last]), starts, _copying(starts))
 
     def describe(self) -> Mapping[str, Any]:
         return {
@@ -367,6 +391,11 @@ class Convolution(Structure):
                 f"kept has {len(structure.kept)} bytes; a mask over {structure.weight_shape} needs {expected}"
             )
         return structure
+
+
+def _copying(starts: np.ndarray) -> np.ndarray:
+    """What `repeat_rows` takes: runs of consecutive elements are four times as fast as elements looked up."""
+    return starts // (4 * SIMD)
 
 
 def described_axes(axes: tuple[Sliding, ...]) -> np.ndarray:
@@ -435,11 +464,18 @@ class _Windows(Rule):
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert isinstance(pattern.structure, Convolution)
-        weight, copies = call["weight"], call.in_shape[0]
-        return pattern.structure.values(weight if copies == 1 else weight.repeat(copies, *[1] * (weight.ndim - 1)))
+        return pattern.structure.values(self._weight(call))
 
     # The structure knows its orientation, and so the order of its weights.
     transposed_values = values
+
+    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
+        assert isinstance(pattern.structure, Convolution)
+        return pattern.structure.values_of_parts(self._weight(call), bounds)
+
+    def _weight(self, call: Call) -> torch.Tensor:
+        weight, copies = call["weight"], call.in_shape[0]
+        return weight if copies == 1 else weight.repeat(copies, *[1] * (weight.ndim - 1))
 
     def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
         images = gradients.flatten(0, 1).flatten(0, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -280,6 +280,13 @@ class Rule(ABC):
         if isinstance(pattern.structure, Diagonal):
             return self.values(call, pattern)
         return gathered(self.values(call, pattern.T), pattern.T.transposition)
+
+    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
+        """Values of the rows of ``J.T`` from each bound to the next one, for a matrix that is too large as a whole.
+
+        None where a rule makes no fewer than all.
+        """
+        return None
 
     def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
         """``Jᵀ g`` of many gradients, ``(columns, batch, *out_shape)``, each of as many elements as the operand has.
