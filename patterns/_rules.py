@@ -15,6 +15,7 @@ import torch
 from ._coloring import compressed_values
 from ._layout import WHOLE, Labels, Layout, layouts_by_labels
 from ._pattern import Pattern
+from ._strided import Strided
 from ._structure import Diagonal
 from ._values import gathered
 
@@ -52,6 +53,8 @@ class Sources:
         Whether each element is that of its own place.
     make : callable or None
         The places, ``(rows, size)``; None where each is its own.
+    strided : Strided or None
+        The same, where the places lie in steps.
     samples : slice
         Those that are worked on.
     """
@@ -60,6 +63,7 @@ class Sources:
     size: int
     identity: bool = False
     make: Callable[[], np.ndarray] | None = None
+    strided: Strided | None = None
     samples: slice = field(default_factory=lambda: slice(None))
 
     def array(self) -> np.ndarray:
