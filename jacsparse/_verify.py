@@ -34,8 +34,8 @@ PROBES = 3
 NAMED = 5
 #: Bytes of an operator's values and indices beyond which they are made in parts.
 MEMORY_LIMIT = 2**29
-#: Vectors up to which a matrix is multiplied by one at a time.
-FEW = 16
+#: Vectors up to which a matrix is multiplied by one at a time; and how many its kernel takes at once beyond.
+FEW, LANES = 4, 8
 #: Elements of the whole Jacobian, and entries of all operators', up to which it is made by `jacobian` as well.
 SMALL = 2**20
 
@@ -335,11 +335,13 @@ class _Matrix:
 def _times(pattern: Pattern, values: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     count, batch = vectors.shape[1:]
     if values.shape[1] == 1:
-        # A vector at a time has the fastest kernel, but reads the matrix anew.
-        at_once = 1 if count * batch <= FEW else count * batch
-        columns = vectors.flatten(1).split(at_once, 1) if count * batch else [vectors.flatten(1)]
-        found = torch.cat([matvec(pattern, values, each.contiguous()) for each in columns], 1)
-        return found.reshape(len(found), count, batch)
+        columns = vectors.flatten(1)
+        if count * batch > FEW:
+            # As many as the kernel takes at once.
+            padded = torch.nn.functional.pad(columns, (0, -count * batch % LANES))
+            return matvec(pattern, values, padded)[:, : count * batch].reshape(-1, count, batch)  # type: ignore[no-any-return]
+        found = [matvec(pattern, values, each.contiguous()) for each in columns.split(1, 1)]
+        return torch.cat(found, 1).reshape(-1, count, batch)
     products = [matvec(pattern, values, each.contiguous()) for each in vectors.unbind(1)]
     return torch.stack(products, 1) if products else vectors.new_zeros((pattern.shape[0], 0, batch))
 
