@@ -333,17 +333,18 @@ class _Matrix:
 
 
 def _times(pattern: Pattern, values: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    count, batch = vectors.shape[1:]
-    if values.shape[1] == 1:
-        columns = vectors.flatten(1)
-        if count * batch > FEW:
-            # As many as the kernel takes at once.
-            padded = torch.nn.functional.pad(columns, (0, -count * batch % LANES))
-            return matvec(pattern, values, padded)[:, : count * batch].reshape(-1, count, batch)  # type: ignore[no-any-return]
-        found = [matvec(pattern, values, each.contiguous()) for each in columns.split(1, 1)]
-        return torch.cat(found, 1).reshape(-1, count, batch)
-    products = [matvec(pattern, values, each.contiguous()) for each in vectors.unbind(1)]
-    return torch.stack(products, 1) if products else vectors.new_zeros((pattern.shape[0], 0, batch))
+    rows, (count, batch) = pattern.shape[0], vectors.shape[1:]
+    if not count * batch:
+        return vectors.new_zeros((rows, count, batch))
+    if values.shape[1] > 1:
+        return torch.stack([matvec(pattern, values, each.contiguous()) for each in vectors.unbind(1)], 1)
+    columns = vectors.flatten(1)
+    if count * batch <= FEW:
+        found = torch.cat([matvec(pattern, values, each.contiguous()) for each in columns.split(1, 1)], 1)
+    else:
+        # As many as the kernel takes at once.
+        found = matvec(pattern, values, torch.nn.functional.pad(columns, (0, -count * batch % LANES)))
+    return found[:, : count * batch].reshape(rows, count, batch)
 
 
 def _of_edge(
