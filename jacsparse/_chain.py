@@ -20,6 +20,7 @@ from torch import nn
 from ._accumulation import Accumulation, Region, empty_pattern
 from ._backward import has_hooks
 from ._jacobian import SparseJacobian
+from ._memory import check_size
 from ._modules import check_module, tensors_of, undisturbed
 from ._order import Order, accumulated, best_order
 from ._pruned import Kept, mask_of
@@ -110,6 +111,9 @@ class Chain:
     def jacobian(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
         """The whole module's Jacobian at each sample of a batch; of batch 1 where all share the values."""
         refuse_hooks(records)
+        if len(self):
+            batch = 1 if all(stage.shared for stage in self.stages) else len(x)
+            check_size(type(self.module).__name__, self.stages, batch * x.element_size(), x.device)
         if len(records) == 1:
             return records[0].jacobian()
         if not len(self):

@@ -406,6 +406,9 @@ class Subject:
     observe: Callable[[torch.Tensor], Sequence[Pattern | Region]]
     layers: tuple[LayerFlop, ...] = ()
 
+    def __len__(self) -> int:
+        return len(self.factors)
+
 
 def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     check_module(module)
