@@ -51,7 +51,7 @@ def pull_back(
     empty = [record.input.detach().new_zeros(record.input.shape) for record in inputs]
     if output is None:
         return empty, {}
-    gradient = gradient.reshape(last.output.shape)
+    gradient = gradient.reshape(last.output.shape).to(last.output.dtype)
     tensors = {place: recording.externals[place] for place in externals}
     # Their hooks are for the caller's own backward pass to run, once.
     alone = [place for place, tensor in tensors.items() if place in apart or tensor._backward_hooks]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-__all__ = ["check_module", "parts_of", "refresh_weights", "tensors_of", "trains", "undisturbed"]
+__all__ = ["check_module", "exact", "parts_of", "refresh_weights", "tensors_of", "trains", "undisturbed"]
 
 
 def check_module(module: object) -> nn.Module:
@@ -72,6 +72,13 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
                 for buffer, version, before in buffers:
                     if buffer._version != version:
                         buffer.copy_(before)
+
+
+def exact(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Where ``torch.autocast`` changes no dtype: the caller may be within one."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def refresh_weights(module: nn.Module) -> None:

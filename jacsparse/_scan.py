@@ -15,7 +15,7 @@ from torch import nn
 from ._backward import has_hooks, pull_back
 from ._chain import Chain, Chains, Record, Run, check_input
 from ._jacobian import SparseJacobian
-from ._modules import check_module
+from ._modules import check_module, exact
 from .patterns import Pattern
 from .patterns._cuda import allocated
 from .patterns._values import batch_last
@@ -116,8 +116,9 @@ class Scanner:
         own = [sorted(record.externals & asked) for record in records]
         if not for_input and not any(own):
             return None, {}
-        run = _Run(self, records, gradient, own, for_input)
-        run.execute()
+        with exact(gradient.device):
+            run = _Run(self, records, gradient, own, for_input)
+            run.execute()
         return run.input_gradient, run.external_gradients
 
 
@@ -159,6 +160,8 @@ class _Run:
         self.scanner, self.records, self.externals, self.for_input = scanner, records, externals, for_input
         self.batch = gradient.shape[0]
         self.vectors = {0: gradient}
+        # Products are taken in the input's dtype, whatever operators compute in.
+        self.like = records[0].recording.input.detach()
         # Autograd itself calls the hooks of the nodes that it goes through.
         multiplies = any(step.kind == "mm" for step in scanner.schedule.live_steps())
         self.asked = {
@@ -262,7 +265,7 @@ class _Run:
         vectors_out = [step.out for step in self.sliced if step.kind == "mv" and step.out in used_later]
         for value in vectors_out:
             step = next(step for step in self.sliced if step.out == value)
-            self.vectors[value] = self.vectors[0].new_empty((self.batch, self._rows(step.left)))
+            self.vectors[value] = self.like.new_empty((self.batch, self._rows(step.left)))
         shared: dict[int, SparseJacobian] = {}
         size = self._slice_size()
         for begin in range(0, self.batch, size):
@@ -299,7 +302,7 @@ class _Run:
                 matrices[step.out] = SparseJacobian(plan.pattern, plan.multiply(left, right, out=out))
             else:
                 if step.right not in vectors:
-                    vectors[step.right] = batch_last(self.vectors[step.right][samples])
+                    vectors[step.right] = batch_last(self.vectors[step.right][samples].to(self.like.dtype))
                 if step.left in self.through:
                     vectors[step.out] = self._record(step.left).pull_back_sparse(vectors[step.right], samples)
                 else:
@@ -315,7 +318,7 @@ class _Run:
     def _memory(self, value: int, shape: tuple[int, int]) -> torch.Tensor:
         """Memory for a product's values, the same in each slice: fresh pages would cost as much as the product."""
         if value not in self.memory:
-            like, (m, n) = self.vectors[0], self._pattern(value).shape
+            like, (m, n) = self.like, self._pattern(value).shape
             what = f"values of a {m:,} × {n:,} product"
             self.memory[value] = allocated(what, shape, like.dtype, like.device, shape[1]).view(-1)
         return self.memory[value][: math.prod(shape)].view(shape)
@@ -326,7 +329,7 @@ class _Run:
         matrices = (
             products | {step.left for step in self.sliced} | {step.right for step in self.sliced if step.kind == "mm"}
         ) - self.through
-        total = sum(self._pattern(value).nnz for value in matrices) * self.vectors[0].element_size()
+        total = sum(self._pattern(value).nnz for value in matrices) * self.like.element_size()
         size = max(1, min(self.batch, self.scanner.memory_limit // max(1, total)))
         # Whole vectors of samples, or one at a time.
         return size if size == self.batch else size // 16 * 16 or size // 4 * 4 or 1

@@ -324,6 +324,11 @@ class Record:
         operator = self.stage.operator
         return None if operator is None else operator.rule.selection(self._call(operator, samples))
 
+    def numbers(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of floating-point numbers in the input's dtype, in which Jacobians are: others as they are."""
+        dtype = self.recording.input.dtype
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
     def _call(self, edge: Edge, samples: slice) -> Call:
         """An operator's call with its tensors, for a slice of the batch."""
         operation, invocation = self.stage.program.operations[edge.target], self.invocation(edge.target)
@@ -351,21 +356,23 @@ class Record:
         arguments: dict[str, Any] = {}
         for name, value in {**edge.call.arguments, **given}.items():
             layout = layouts.get(name)
-            if layout is None or not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor):
                 arguments[name] = value
+            elif layout is None:
+                arguments[name] = self.numbers(value)
             elif name in operation.alike:
-                arguments[name] = layout.split(value.detach())[0]
+                arguments[name] = self.numbers(layout.split(value.detach())[0])
             else:
-                arguments[name] = layout.split(value.detach())[samples]
+                arguments[name] = self.numbers(layout.split(value.detach())[samples])
         arguments.pop(argument)
-        x = layouts[argument].split(x.detach())[samples]
+        x = self.numbers(layouts[argument].split(x.detach())[samples])
         own = _Own(self, edge, operation, invocation, samples)
         return replace(
             edge.call,
             arguments=_Arguments(arguments, path, frozenset(stale)),
             batched=frozenset(layouts.keys() - {argument} - operation.alike),
             input=x,
-            output=out.split(result.detach())[samples],
+            output=self.numbers(out.split(result.detach())[samples]),
             node=own.node if samples == slice(None) else None,
             vjp=own.vjp,
             vjps=None if operation.random else own.vjps,
@@ -415,6 +422,7 @@ class _Own:
         into, out = self._layouts
         number = self.edge.target - self.invocation.first
         result, x = self.invocation.results[number], self.invocation.arguments[self.edge.call.argument]
+        gradient = gradient.to(result.dtype)
         if not whole:
             # Samples do not mix, so the others may have any gradient.
             others = out.split(torch.zeros_like(result))
@@ -425,7 +433,8 @@ class _Own:
         found: list[torch.Tensor | None] = []
         freely(lambda: found.extend(applied(self.node, inputs)))
         own = found[place]
-        return into.split(torch.zeros_like(x) if own is None else own.sum_to_size(x.shape))[self.samples]
+        own = torch.zeros_like(x) if own is None else own.sum_to_size(x.shape)
+        return self.record.numbers(into.split(own)[self.samples])
 
     @property
     def _layouts(self) -> tuple[Any, Any]:
@@ -462,12 +471,13 @@ class _Own:
             own = x.clone().requires_grad_()
             y = self._run(own)
         if not y.requires_grad:
-            return torch.zeros_like(x).expand(count, *x.shape)
+            return self.record.numbers(torch.zeros_like(x)).expand(count, *x.shape)
+        gradients = gradients.reshape(count, *y.shape).to(y.dtype)
         if count == 1:
-            return torch.autograd.grad(y, own, gradients.reshape(y.shape), materialize_grads=True)[0][None]
-        gradients = gradients.reshape(count, *y.shape)
+            (found,) = torch.autograd.grad(y, own, gradients[0], materialize_grads=True)
+            return self.record.numbers(found)[None]
         (found,) = torch.autograd.grad(y, own, gradients, is_grads_batched=True, allow_unused=True)
-        return torch.zeros_like(x).expand(count, *x.shape) if found is None else found
+        return self.record.numbers(torch.zeros_like(x).expand(count, *x.shape) if found is None else found)
 
     def jvp(self, tangent: torch.Tensor) -> torch.Tensor:
         """``J v``, ``(batch, *in_shape)`` to ``(batch, *out_shape)``."""
@@ -478,9 +488,10 @@ class _Own:
             gradient = torch.zeros_like(y, requires_grad=True)
             (pulled,) = torch.autograd.grad(y, own, gradient, create_graph=True, materialize_grads=True)
         if not pulled.requires_grad:
-            return torch.zeros_like(y)
-        (found,) = torch.autograd.grad(pulled, gradient, tangent.reshape(own.shape), materialize_grads=True)
-        return found
+            return self.record.numbers(torch.zeros_like(y))
+        tangent = tangent.reshape(own.shape).to(own.dtype)
+        (found,) = torch.autograd.grad(pulled, gradient, tangent, materialize_grads=True)
+        return self.record.numbers(found)
 
 
 @dataclass(frozen=True)

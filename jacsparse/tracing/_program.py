@@ -219,8 +219,6 @@ def program_of(recording: Recording) -> Program:
     ------
     UnsupportedOperatorError
         Where an operator has no rule, or mixes samples; the message begins with its path in the model.
-    TypeError
-        Where an operator makes numbers of another dtype than the input's.
     """
     x, batch = recording.input, recording.input.shape[0]
     assert recording.last is not None
@@ -237,11 +235,6 @@ def program_of(recording: Recording) -> Program:
             raise UnsupportedOperatorError(
                 f"{where}: {invocation.name} gives complex numbers{invocation.source}; Jacobians are of real ones: "
                 "work on real and imaginary parts"
-            )
-        if result.dtype != x.dtype:
-            raise TypeError(
-                f"{where}: {invocation.name} makes {result.dtype} of {x.dtype}; keep one dtype, without "
-                "torch.autocast, .half() or .double()"
             )
         operation, layout = _operation(program, invocation, vertex, where)
         program.operations[vertex], program.layouts[vertex] = operation, layout
