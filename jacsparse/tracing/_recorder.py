@@ -294,6 +294,8 @@ class Facts:
         Its rule.
     names : tuple of str
         Its parameters, in order.
+    tensors, lists : tuple of str
+        Those that are tensors, and those that are lists of tensors.
     written : tuple of str
         Those that it writes to.
     random : bool
@@ -317,6 +319,8 @@ class Facts:
     name: str
     rule: Rule | None
     names: tuple[str, ...]
+    tensors: tuple[str, ...]
+    lists: tuple[str, ...]
     written: tuple[str, ...]
     random: bool
     reads: bool
@@ -347,6 +351,8 @@ def _found_out(overload: Any) -> Facts:
         name=name,
         rule=rule,
         names=tuple(parameter.name for parameter in parameters),
+        tensors=tuple(parameter.name for parameter in parameters if _is_tensor(parameter.type)),
+        lists=tuple(parameter.name for parameter in parameters if _is_list(parameter.type)),
         written=tuple(p.name for p in parameters if p.alias_info is not None and p.alias_info.is_write),
         random=torch.Tag.nondeterministic_seeded in tags,
         reads=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
@@ -357,6 +363,18 @@ def _found_out(overload: Any) -> Facts:
         exact=rule is None or rule.reads_numbers,
         contents=rule is not None and rule.reads_contents,
     )
+
+
+def _is_tensor(kind: Any) -> bool:
+    return isinstance(kind, torch.TensorType) or (
+        isinstance(kind, torch.OptionalType) and _is_tensor(kind.getElementType())
+    )
+
+
+def _is_list(kind: Any) -> bool:
+    if isinstance(kind, torch.OptionalType):
+        return _is_list(kind.getElementType())
+    return isinstance(kind, torch.ListType) and _is_tensor(kind.getElementType())
 
 
 def _decomposition(overload: Any) -> Callable[..., Any] | None:
@@ -491,7 +509,7 @@ class _Recorder(TorchDispatchMode):
         self.vertices: dict[int, tuple[int, int]] = {id(given): (0, 0)}
         self.makers = recording.makers
         self.makers.append(None)
-        recording.edges.append(_edge(given))
+        recording.edges.append(GradientEdge(given.grad_fn, given.output_nr))
         # By memory: what was written to it; and which calls' values are made of what is in it.
         self.writes: dict[int, list[_Write]] = {}
         self.last_write = -1
@@ -510,35 +528,43 @@ class _Recorder(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if overload is _DETACH and id(args[0]) in self.vertices:
             return self.detached(args[0])
+        kwargs = kwargs or {}
         facts = _facts(overload)
-        arguments, tensors = _bound(facts.names, args, kwargs)
+        arguments, tensors = _bound(facts, args, kwargs)
         if facts.random and _draws(overload, arguments):
             self.recording.draws.append(_place_of_call()[0])
         if not tensors and not facts.random:
             return overload(*args, **kwargs)
         self.time += 1
-        operands = [operand for item in tensors.items() if (operand := self.operand(*item)) is not None]
+        vertices, constants = self.vertices, []
+        operands = []
+        for name, tensor in tensors.items():
+            if id(tensor) not in vertices and not self.writes:
+                constants.append(tensor)
+            elif (operand := self.operand(name, tensor)) is not None:
+                operands.append(operand)
+            else:
+                constants.append(tensor)
         if not operands or facts.of_shape:
             result = overload(*args, **kwargs)
-            self.note_constants(overload, facts, arguments, tensors, result)
+            self.note_constants(overload, facts, arguments, tensors, constants, result)
             return result
         if facts.reads and not self.readable and _shows(overload, operands, tensors):
             raise self.reading(overload)
         sequence = -1 if self.in_parts else _latest_node()
-        names = _written_names(facts, tensors) if facts.written else []
-        written = [tensors[name] for name in names]
-        for name in names:
-            if tensors[name]._is_view():
+        written: list[torch.Tensor] = []
+        for name in _written_names(facts, tensors) if facts.written else ():
+            tensor = tensors[name]
+            written.append(tensor)
+            if tensor._is_view():
                 # Autograd's node is then one of the whole memory.
                 sequence = -1
             if facts.reshapes:
-                arguments[name] = self.keep_shape(tensors[name])
+                arguments[name] = self.keep_shape(tensor)
             elif sequence < 0 or _asks_for_overwritten(facts, arguments, operands, name):
-                arguments[name] = tensors[name].clone()
-        for tensor in written:
+                arguments[name] = tensor.clone()
             for reader, what, read in self.readers.pop(_memory(tensor), ()):
                 reader.saved[what] = read.detach().clone()
         result = overload(*args, **kwargs)
@@ -548,19 +574,20 @@ class _Recorder(TorchDispatchMode):
         if written and not torch.is_grad_enabled() and all(id(tensor) in self.vertices for tensor in written):
             # To autograd it is what it was.
             return result
-        # What is written to gets its next version once this returns.
-        versions = {
-            name: arguments[name]._version + any(arguments[name] is each for each in written) for name in tensors
-        }
+        versions = {name: arguments[name]._version for name in tensors}
+        if written:
+            # What is written to gets its next version once this returns.
+            for name in tensors:
+                versions[name] += any(arguments[name] is each for each in written)
+            self.check_writes(written)
+        self.note_externals(constants)
         invocation = Invocation(overload, facts, arguments, operands, versions, sequence, *_place_of_call())
-        self.note_externals(tensors, written)
         self.append(invocation, _tensors_of(result), written)
         if self.in_parts and any(operand.active for operand in operands):
             self.parts.update((id(tensor), tensor) for tensor in invocation.results)
-        for what in facts.saved:
-            if what == "output":
-                self.read_later(invocation, None, invocation.results[0])
-                continue
+        if "output" in facts.saved:
+            self.read_later(invocation, None, invocation.results[0])
+        if "input" in facts.saved:
             for operand in operands:
                 if operand.active:
                     self.read_later(invocation, operand.name, arguments[operand.name])
@@ -613,23 +640,19 @@ class _Recorder(TorchDispatchMode):
 
     def append(self, invocation: Invocation, results: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         """Give results their vertices."""
-        makers, vertices, time = self.makers, self.vertices, self.time
-        invocation.place, invocation.first, invocation.writes = (
-            len(self.recording.invocations),
-            len(makers),
-            bool(written),
-        )
+        recording, makers = self.recording, self.makers
+        invocation.place, invocation.first = len(recording.invocations), len(makers)
         if written:
+            invocation.writes, self.last_write = True, self.time
             results = [*results, *(each for each in written if not any(each is one for one in results))]
         invocation.results = results
-        self.recording.invocations.append(invocation)
+        recording.invocations.append(invocation)
         for tensor in results:
-            vertices[id(tensor)] = len(makers), time
+            self.vertices[id(tensor)] = len(makers), self.time
             makers.append(invocation)
-            self.recording.edges.append(None)
+            recording.edges.append(None)
             invocation.result_versions.append(tensor._version)
         for tensor in written:
-            self.last_write = self.time
             vertex, _ = self.vertices[id(tensor)]
             invocation.result_versions[vertex - invocation.first] += 1
             write = _Write(self.time, _strided(tensor), vertex, tensor)
@@ -677,26 +700,24 @@ class _Recorder(TorchDispatchMode):
 
     def passes(self, tensor: torch.Tensor, vertex: int) -> bool:
         """Whether a derivative passes through a tensor that is used; where autograd takes its gradient is noted."""
-        # A leaf that the module made begins a graph of its own.
-        active = tensor.requires_grad and not tensor.is_leaf
-        if active and self.recording.edges[vertex] is None:
-            active = self.examine(tensor, self.makers[vertex])
-            self.recording.edges[vertex] = _edge(tensor) if active else None
-        elif active and isinstance(tensor.grad_fn, BackwardCFunction):
-            # It may have become that since: by a torch.autograd.Function that writes in place.
-            self.examine(tensor, self.makers[vertex])
-        return active
-
-    def examine(self, tensor: torch.Tensor, maker: Invocation | None) -> bool:
-        """Whether a derivative passes; an error where autograd's node of the tensor is not that of its operator."""
         node = tensor.grad_fn
         if node is None:
-            # A leaf that the module made: autograd's graph of the input ends before it.
+            # Of a leaf that the module made autograd begins a graph of its own.
             return False
+        edges = self.recording.edges
+        # It may have become a torch.autograd.Function's since: by one that writes in place.
+        if edges[vertex] is None or isinstance(node, BackwardCFunction):
+            self.examine(node, self.makers[vertex])
+        if edges[vertex] is None:
+            edges[vertex] = GradientEdge(node, tensor.output_nr)
+        return True
+
+    def examine(self, node: Any, maker: Invocation | None) -> None:
+        """Note the error where autograd's node of a tensor is not that of the operator that made it."""
         if maker is None:
-            return True
+            return
         if not isinstance(node, BackwardCFunction):
-            number = node._sequence_nr()  # type: ignore[attr-defined]
+            number = node._sequence_nr()
             if maker.sequence == number + 1 and maker.writes:
                 # Autograd made its node, and then a copy of what is overwritten, which has one too.
                 maker.sequence = number
@@ -705,8 +726,8 @@ class _Recorder(TorchDispatchMode):
                     f"{_where(maker)}: autograd's {node.name()} is not the derivative of {maker.name}{maker.source}; "
                     "write it with operators"
                 )
-            return True
-        function = type(node)._forward_cls  # type: ignore[attr-defined]
+            return
+        function = type(node)._forward_cls
         if issubclass(function, BackwardHookFunction):
             maker.hooked = True
         elif function.__module__ != "torch._library.autograd" and self.problem is None:
@@ -715,20 +736,20 @@ class _Recorder(TorchDispatchMode):
                 f"{maker.source}; write it with operators, as x + (f(x) - x).detach(), or make it a custom operator "
                 "with a rule"
             )
-        return True
 
-    def note_externals(self, tensors: dict[str, torch.Tensor], written: list[torch.Tensor]) -> None:
-        """Note those that were there before the run and that autograd has gradients of."""
+    def note_externals(self, constants: list[torch.Tensor]) -> None:
+        """Note which tensors were there before the run where autograd has gradients of them."""
         recording = self.recording
-        for tensor in tensors.values():
-            if not tensor.requires_grad or id(tensor) in self.vertices:
-                continue
-            if not recording.constants_in(tensor):
+        for tensor in constants:
+            if tensor.requires_grad and not recording.constants_in(tensor):
                 place = frozenset((len(recording.externals),))
                 recording.externals.append(tensor)
                 recording.constants[id(tensor)] = Constant(tensor, None, {}, place, drawn=False)
-        for tensor in written if written and torch.is_grad_enabled() else ():
-            constant = recording.constants.get(id(_base(tensor)))
+
+    def check_writes(self, written: list[torch.Tensor]) -> None:
+        """Note the error where a tensor is written to that has a gradient from before the run."""
+        for tensor in written if torch.is_grad_enabled() else ():
+            constant = self.recording.constants.get(id(_base(tensor)))
             if constant is not None and constant.overload is None and self.problem is None:
                 module, code, line = _place_of_call()
                 call = Invocation(None, None, {}, [], {}, -1, module, code, line)
@@ -738,12 +759,19 @@ class _Recorder(TorchDispatchMode):
                 )
 
     def note_constants(
-        self, overload: Any, facts: Facts, arguments: dict[str, Any], tensors: dict[str, torch.Tensor], result: Any
+        self,
+        overload: Any,
+        facts: Facts,
+        arguments: dict[str, Any],
+        tensors: dict[str, torch.Tensor],
+        own: list[torch.Tensor],
+        result: Any,
     ) -> None:
         """What is made without the input: of which externals, and whether it was drawn."""
         recording, externals, drawn = self.recording, frozenset[int](), facts.random
         names = _written_names(facts, tensors) if facts.written else []
-        self.note_externals(tensors, [tensors[name] for name in names])
+        self.note_externals(own)
+        self.check_writes([tensors[name] for name in names])
         for tensor in tensors.values():
             for constant in recording.constants_in(tensor):
                 externals, drawn = externals | constant.externals, drawn or constant.drawn
@@ -807,28 +835,19 @@ class _Unreadable(TorchFunctionMode):
 
 
 def _bound(
-    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A call's arguments by name, those of a list of tensors one by one; and the tensors among them."""
-    arguments: dict[str, Any] = dict(zip(names, args, strict=False))
+    arguments: dict[str, Any] = dict(zip(facts.names, args, strict=False))
     if kwargs:
         arguments.update(kwargs)
-    tensors: dict[str, torch.Tensor] = {}
-    lists = []
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            tensors[name] = value
-        elif type(value) in _LISTS and value and (value[0] is None or isinstance(value[0], torch.Tensor)):
-            lists.append(name)
-    for name in lists:
-        for place, element in enumerate(arguments.pop(name)):
+    tensors = {name: value for name in facts.tensors if isinstance(value := arguments.get(name), torch.Tensor)}
+    for name in facts.lists:
+        for place, element in enumerate(arguments.pop(name, None) or ()):
             arguments[f"{name}.{place}"] = element
             if element is not None:
                 tensors[f"{name}.{place}"] = element
     return arguments, tensors
-
-
-_LISTS = (list, tuple)
 
 
 def _written_names(facts: Facts, tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -863,11 +882,6 @@ def _tensors_of(result: Any) -> list[torch.Tensor]:
 
 
 _DETACH = torch.ops.aten.detach.default
-
-
-def _edge(tensor: torch.Tensor) -> GradientEdge:
-    assert tensor.grad_fn is not None
-    return GradientEdge(tensor.grad_fn, tensor.output_nr)
 
 
 def _latest_node() -> int:
