@@ -32,9 +32,9 @@ START = 200_000
 PASS = 1_000_000
 
 #: Bytes of keys of one tensor that are passed on at once.
-AT_ONCE = 2**26
-#: Elements of a tensor that stand for all where products of intervals meet.
-SAMPLED = 2**16
+AT_ONCE = 2**27
+#: Elements of a tensor that stand for all where sums over them are estimated.
+SAMPLED = 2**14
 
 
 _HOWS = ("stage", "product", "through", "from", "backward")
@@ -94,9 +94,8 @@ class _Estimates:
         largest = max((max(edge.pattern.shape) for stage in stages for edge in stage.edges), default=1)
         width = max(1, AT_ONCE // (4 * KEYS * int(largest)))
         chunks = [range(first, min(first + width, n)) for first in range(0, n, width)]
-        samples = [_sampled(int(size)) for size in sizes]
         # How many elements of each later stage's output depend on elements of a tensor. Keys begin there.
-        ahead = [np.zeros((len(own), n - place), dtype=np.float32) for place, own in enumerate(samples)]
+        ahead = [np.zeros((min(size, SAMPLED), n - place), dtype=np.float32) for place, size in enumerate(sizes)]
         for chunk in chunks:
             keys = np.empty((sizes[chunk[-1] + 1], 0), dtype=np.float32)
             for number in reversed(range(chunk[-1] + 1)):
@@ -105,15 +104,16 @@ class _Estimates:
                     keys = np.hstack([fresh_keys(int(sizes[number + 1]), number), keys])
                 columns = sizes[1:][later.start : later.stop]
                 for vertex, own in _passed_keys(stages[number], keys, backwards=True):
-                    reached = counts(own, columns)
+                    part, scale = _sampled(len(own))
+                    reached = counts(own[part], columns)
                     for edge in stages[number].edges:
                         if edge.target == vertex:
-                            work = edge.pattern.structure.column_counts() @ reached
-                            self.through[number, later.start : later.stop] += work
+                            work = edge.pattern.structure.column_counts()[part] @ reached
+                            self.through[number, later.start : later.stop] += scale * work
                     if vertex == stages[number].start:
                         following = own
-                        self.entries[number, later.start : later.stop] = reached.sum(axis=0)
-                        ahead[number][:, later.start - number : later.stop - number] = reached[samples[number]]
+                        self.entries[number, later.start : later.stop] = scale * reached.sum(axis=0)
+                        ahead[number][:, later.start - number : later.stop - number] = reached
                 keys = following
         # On how many elements of each earlier stage's input each element depends.
         self.meets = [np.zeros((number + 1, n - number - 1)) for number in range(n)]
@@ -124,23 +124,23 @@ class _Estimates:
                 if number in chunk:
                     keys = np.hstack([keys, fresh_keys(int(sizes[number]), n + number)])
                 for vertex, own in _passed_keys(stages[number], keys, backwards=False):
-                    reached = counts(own, sizes[sooner])
+                    part, scale = _sampled(len(own))
+                    reached = counts(own[part], sizes[sooner])
                     for edge in stages[number].edges:
                         if edge.source == vertex:
-                            self.onward[number, sooner] += edge.pattern.structure.row_counts() @ reached
+                            work = edge.pattern.structure.row_counts()[part] @ reached
+                            self.onward[number, sooner] += scale * work
                     if vertex == stages[number].stop:
                         following = own
-                        part = samples[number + 1]
-                        scale = sizes[number + 1] / max(1, len(part))
-                        self.meets[number][sooner] = scale * (reached[part].T @ ahead[number + 1])
+                        self.meets[number][sooner] = scale * (reached.T @ ahead[number + 1])
                 keys = following
 
 
-def _sampled(size: int) -> np.ndarray:
-    """Some of so many elements, by number: all, or as many as tell a sum over them."""
+def _sampled(size: int) -> tuple[Any, float]:
+    """Some of so many elements, by number, the same for each size; and how many each of them stands for."""
     if size <= SAMPLED:
-        return np.arange(size)
-    return np.sort(np.random.default_rng(size).choice(size, SAMPLED, replace=False))
+        return slice(None), 1.0
+    return np.sort(np.random.default_rng(size).choice(size, SAMPLED, replace=False)), size / SAMPLED
 
 
 def _passed_keys(stage: Stage, keys: np.ndarray, *, backwards: bool) -> Iterator[tuple[Any, np.ndarray]]:

@@ -94,6 +94,10 @@ class _LineRule(Rule):
         return _block_values(*self.factors(call, self.lines(call)), transposed=True)
 
     def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
+        return self._parts(call, bounds)
+
+    def _parts(self, call: Call, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Rows of the transposed matrix."""
         lines = self.lines(call)
         scale, left, right, mean = self.factors(call, lines)
         # Each line's places along the second axis.

@@ -193,8 +193,10 @@ class Convolution(Structure):
     def T(self) -> Convolution:
         transpose = replace(self, transposed=not self.transposed)
         # As far as it is known: these arrays are several times as large as the weight.
-        common = {name: self.__dict__[name] for name in ("_weights", "_places", "nnz") if name in self.__dict__}
-        transpose.__dict__.update(common, T=self)
+        for name in ("_weights", "_places", "nnz"):
+            if name in self.__dict__:
+                transpose.__dict__[name] = self.__dict__[name]
+        transpose.__dict__["T"] = self
         return transpose
 
     @functools.cached_property

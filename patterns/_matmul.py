@@ -312,18 +312,15 @@ class _AttentionRule(Rule):
                 yield own.flatten(1).T
             else:
                 size = queries * width
-                own = [
-                    self._of_queries(
-                        *(part[:, head] for part in (attention, k, v, out)),
-                        max(0, first - head * size),
-                        min(size, last - head * size),
-                    )
-                    for head in range(first // size, -(-last // size))
-                ]
-                yield torch.cat(own, 1).mul_(scale).flatten(1).T
+                by_head = []
+                for number in range(first // size, -(-last // size)):
+                    begin, end = max(0, first - number * size), min(size, last - number * size)
+                    of_head = (part[:, number] for part in (attention, k, v, out))
+                    by_head.append(self._of_queries(*of_head, first=begin, last=end))
+                yield torch.cat(by_head, 1).mul_(scale).flatten(1).T
 
     def _of_queries(
-        self, attention: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, first: int, last: int
+        self, attention: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, first: int, last: int
     ) -> torch.Tensor:
         """Rows of one head's transposed matrix for its queries, ``(batch, rows, channels)``, not scaled."""
         row = torch.arange(first, last, device=out.device)

@@ -88,12 +88,13 @@ class Strided(Structure):
         entries = int(np.count_nonzero(held))
         if not entries:
             return None
-        corner = np.unravel_index(int(held.argmax()), sources.shape)
+        corner = [int(place) for place in np.unravel_index(int(held.argmax()), sources.shape)]
         lasts = []
         for axis, first in enumerate(corner):
-            line = held[(*corner[:axis], slice(first, None), *corner[axis + 1 :])]
-            lasts.append(int(first) + (len(line) if line.all() else int(line.argmin())))
-        box = sources[tuple(slice(int(first), last) for first, last in zip(corner, lasts, strict=True))]
+            index: tuple[Any, ...] = (*corner[:axis], slice(first, None), *corner[axis + 1 :])
+            line = held[index]
+            lasts.append(first + (len(line) if line.all() else int(line.argmin())))
+        box = sources[tuple(slice(first, last) for first, last in zip(corner, lasts, strict=True))]
         if box.size != entries:
             return None
         start = int(box.flat[0])
@@ -106,7 +107,7 @@ class Strided(Structure):
             expected = expected + (np.arange(size) * stride).reshape(-1, *[1] * (box.ndim - axis - 1))
         if not np.array_equal(expected, box):
             return None
-        axes = [Steps(*axis) for axis in zip(sources.shape, map(int, corner), lasts, strides, strict=True)]
+        axes = [Steps(*axis) for axis in zip(sources.shape, corner, lasts, strides, strict=True)]
         return cls(columns, start - sum(axis.first * axis.stride for axis in axes), _merged(axes))
 
     @property

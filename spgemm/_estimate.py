@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,6 +21,8 @@ __all__ = ["KEYS", "counts", "fresh_keys", "least", "spread"]
 
 #: Keys of each column.
 KEYS = 8
+#: Share of a convolution's entries from which on it is taken for one that nothing is pruned of.
+NEARLY = 0.9
 
 
 @kernel
@@ -97,6 +100,10 @@ def _factors(structure: Structure) -> tuple[Structure, ...]:
     if isinstance(structure, Blocks):
         outer, rows, columns, inner = structure.outer, structure.rows, structure.columns, structure.inner
         return (Blocks(outer, rows, 1, inner), Blocks(outer, 1, columns, inner))
+    if isinstance(structure, Convolution) and structure.kept is not None:
+        # A few weights that are zero leave no row without a path; to leave them out takes all indices.
+        unpruned = replace(structure, kept=None)
+        structure = unpruned if structure.nnz >= NEARLY * unpruned.nnz else structure
     if isinstance(structure, Convolution) and structure.kept is None:
         if structure.transposed:
             return tuple(factor.T for factor in reversed(_factors(structure.T)))

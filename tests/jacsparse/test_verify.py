@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from jacsparse.patterns import Convolution, Diagonal, Pattern
+from jacsparse.patterns import Convolution, Diagonal, Full, Pattern
 from jacsparse.patterns._rules import _RULES
 from torch import nn
 
@@ -140,3 +140,22 @@ def test_memory_of_verification_is_bounded() -> None:
     ran = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert float(ran.stdout) < 300
+
+
+def test_planning_enumerates_no_large_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one a few of whose many weights happen to be zero."""
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(288, 2)
+    )
+    with torch.no_grad():
+        module[0].weight[0, 0, 0, 0] = 0
+    chain = jacsparse.chain(module, (3, 8, 8))
+    structure = chain.stages[0].pattern.structure
+    assert isinstance(structure, Convolution) and structure.kept is not None
+
+    def refuse(self: Convolution) -> None:
+        raise AssertionError("a convolution's indices are asked for")
+
+    monkeypatch.setattr(Convolution, "csr", refuse)
+    assert str(chain.order)
+    assert chain.pattern == Pattern.of(Full(192, 2))
