@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ._flop import FlopReport, FlopStep, LayerFlop
     from .models import ExportedModel
 
 __all__ = ["app"]
@@ -99,6 +98,7 @@ def flop(
     """Count the FLOP of one sample's backward pass, by scan and by back-propagation."""
     from . import count_flop
     from ._figures import check_figure
+    from ._tables import console
 
     _check_outputs(json, csv, plot)
     if plot is not None:
@@ -125,7 +125,8 @@ def flop(
             workers=counts,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    _print_report(report, f"{model}{f'.{chosen}' if chosen else ''}", data)
+    name = f"{model}{f'.{chosen}' if chosen else ''}{f' on {data}' if data else ''}"
+    console().print(replace(report, name=name))
     if json is not None:
         report.save_json(json)
     if csv is not None:
@@ -432,153 +433,3 @@ def _progress() -> Any:
     from rich.progress import Progress
 
     return Progress(console=Console(stderr=True), transient=True)
-
-
-def _console() -> Any:
-    """Where names are printed as they are, and what is no terminal has wide lines."""
-    import os
-
-    from rich.console import Console
-
-    console = Console(markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 160
-    return console
-
-
-def _print_report(report: FlopReport, name: str, data: str | None) -> None:
-    from rich import box
-    from rich.table import Table
-
-    console = _console()
-    structure = (
-        "guaranteed structure" if not report.samples else f"structure observed, {data}, {report.samples} samples"
-    )
-    table = Table(
-        title=f"{name}: {report.schedule}, {structure}",
-        caption="L: level. run: what the scan executes, over the guaranteed structure.\n"
-        "*: critical path. <: less sparse than both factors. dead: in Algorithm 1 as printed, counted but not run.",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for column in ("L", "phase", ""):
-        table.add_column(column, no_wrap=True)
-    # Where the terminal is narrow, names and sizes are folded, and no count loses its unit.
-    table.add_column("product", overflow="fold")
-    table.add_column("m×k×n", justify="right", overflow="fold")
-    for column in ("sparse", "FLOP", "run", ""):
-        table.add_column(column, justify="right", no_wrap=True)
-    for step in report.steps:
-        table.add_row(*_cells(step), style="dim" if not step.live else "")
-    if report.input_gradient is not None:
-        table.add_section()
-        table.add_row(*_cells(report.input_gradient))
-    console.print(table)
-    live = sum(step.live for step in report.steps)
-    totals = Table(box=None, show_header=False, padding=(0, 2))
-    totals.add_row(f"all {live} live steps of {len(report.steps)}", f"{report.total:,.0f} FLOP")
-    totals.add_row("critical path", f"{report.critical_path:,.0f} FLOP")
-    totals.add_row("back-propagation, all gradient operators", f"{report.baseline_total:,.0f} FLOP")
-    lost = [step for step in report.steps if step.live and step.loses_sparsity]
-    if lost:
-        worst = min(lost, key=lambda step: step.sparsity)
-        products = sum(step.live and step.kind == "mm" for step in report.steps)
-        totals.add_row(
-            "products less sparse than both factors",
-            f"{len(lost)} of {products}, least {worst.left}·{worst.right}: {worst.sparsity:.4f}",
-        )
-    console.print(totals)
-    if report.choices:
-        console.print(_choices(report))
-    if report.layers:
-        console.print(_layers(report))
-
-
-def _choices(report: FlopReport) -> Any:
-    """A line for each number of workers."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title="which schedule is done first",
-        caption="FLOP until the last step is done, each worker doing one step at a time.",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    others = list(dict.fromkeys(("linear", report.schedule)))
-    for column in ("workers", *others, "balanced"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("first")
-    table.add_column("why", overflow="fold")
-    for choice in report.choices:
-        balanced = choice.times[f"balanced:{choice.workers}"]
-        times = [_short(time) for time in (*(choice.times[name] for name in others), balanced)]
-        table.add_row(str(choice.workers), *times, choice.schedule, choice.reason)
-    return table
-
-
-def _layers(report: FlopReport) -> Any:
-    """A line for each operator with weights, and their sums."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title="layers, one sample",
-        caption="FLOP of a training step, dense as PyTorch's counter has them; sparse: the share that pruning leaves.\n"
-        "zero: of the weights that are multiplied by.",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("layer", overflow="fold")
-    for column in ("parameters", "zero", "forward", "sparse", "backward", "sparse", "J nnz", "J MiB"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for layer in report.layers:
-        table.add_row(layer.path, *_layer_cells(layer))
-    table.add_section()
-    counts = {name: sum(getattr(layer, name) for layer in report.layers) for name in _SUMMED}
-    table.add_row("all", *_layer_cells(replace(report.layers[0], **counts)))
-    return table
-
-
-_SUMMED = (
-    *("parameters", "nonzero", "weights", "zeros", "forward", "forward_sparse", "backward", "backward_sparse"),
-    *("jacobian_nnz", "jacobian_nbytes"),
-)
-
-
-def _layer_cells(layer: LayerFlop) -> tuple[str, ...]:
-    return (
-        _short(layer.parameters),
-        f"{layer.sparsity:.3f}",
-        *map(_short, (layer.forward, layer.forward_sparse, layer.backward, layer.backward_sparse, layer.jacobian_nnz)),
-        f"{layer.jacobian_nbytes / 2**20:.1f}",
-    )
-
-
-def _cells(step: FlopStep) -> tuple[str, ...]:
-    mark = "dead" if not step.live else ("*" if step.critical else "") + ("<" if step.loses_sparsity else "")
-    return (
-        str(step.level),
-        step.phase,
-        step.kind,
-        f"{step.left}·{step.right}",
-        f"{step.m}×{step.k}×{step.n}",
-        f"{step.sparsity:.4f}",
-        _short(step.flop),
-        _short(step.executed) if step.live and step.executed is not None else "",
-        mark,
-    )
-
-
-def _short(count: float) -> str:
-    """A count in three digits, for a table; files have all of them.
-
-    Examples
-    --------
-    >>> _short(326_301_528), _short(4096.0), _short(12.5)
-    ('326 M', '4.10 k', '12.5')
-    """
-    for scale, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if count >= scale:
-            return f"{count / scale:#.3g}".removesuffix(".") + unit
-    return f"{count:g}"

@@ -7,6 +7,7 @@ import csv
 import json
 import sys
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -72,7 +73,7 @@ def test_flop_of_pruned_vgg_11(jac, tmp_path: Path) -> None:
         "--json", files["json"], "--csv", files["csv"], "--plot", files["png"],
     )  # fmt: skip
     assert status == 0, err
-    assert "vgg11.features: blelloch:2, structure observed, digits, 1 samples" in out
+    assert "vgg11.features on digits: blelloch:2, structure observed on 1 sample" in out
     assert "all 33 live steps of 34" in out and "critical path" in out and "back-propagation" in out
     report = json.loads(files["json"].read_text())
     assert len(report["steps"]) == 34 and report["structure"] == "observed"
@@ -273,7 +274,7 @@ def test_an_unwritable_output_is_noticed_first(jac, monkeypatch: pytest.MonkeyPa
 
 def test_a_part_is_given_what_the_model_gives_it(jac) -> None:
     status, out, err = jac("flop", "lenet5", "--part", "classifier", "--schedule", "linear", "--data", "digits")
-    assert status == 0 and "lenet5.classifier: linear, structure observed" in out, err
+    assert status == 0 and "lenet5.classifier on digits: linear, structure observed on 4 samples" in out, err
 
 
 class Callers(nn.Module):
@@ -331,15 +332,19 @@ def test_names_are_printed_as_they_are(jac) -> None:
     assert status == 0 and "a[/x]" in out and ":fire:" in out, err
 
 
-def test_narrow_tables_keep_units(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_narrow_tables_keep_units(monkeypatch: pytest.MonkeyPatch) -> None:
     report = jacsparse.count_flop(build("vgg11").features, (3, 32, 32), schedule="linear")
-    monkeypatch.setenv("COLUMNS", "80")
-    _cli._print_report(report, "vgg11", None)
-    assert "…" not in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "100")
+    assert "…" not in str(report)
     # A pipe has no width.
     monkeypatch.delenv("COLUMNS")
-    _cli._print_report(report, "vgg11", None)
-    assert "J20ᵀ·∇x20" in capsys.readouterr().out
+    assert "J20ᵀ·∇x20" in str(report)
+
+
+def test_what_a_report_prints_is_the_table(jac) -> None:
+    status, out, _ = jac("flop", "lenet5", "--schedule", "linear", "--workers", 2)
+    report = jacsparse.count_flop(build("lenet5").eval(), (3, 32, 32), schedule="linear", workers=[2])
+    assert status == 0 and out == " ".join(str(replace(report, name="lenet5")).split())
 
 
 def test_a_layer_needs_no_other_one_to_be_known(jac) -> None:
