@@ -20,15 +20,17 @@ __all__ = ["app"]
 
 
 class _Commands(TyperGroup):
-    """The commands, of which any may meet a compiled kernel that was damaged on disk."""
+    """The commands. Any of them may load a compiled kernel that was damaged on disk."""
 
     def invoke(self, ctx: Any) -> Any:
-        """As of any group; an error of reading what is kept names the remedy."""
+        """Run a command; a damaged kernel's error names the remedy."""
         try:
             return super().invoke(ctx)
         except (EOFError, UnpicklingError) as error:
             # Here, as Click takes the first for the end of what a person types.
-            raise OSError(f"a kept kernel cannot be read ({error}); remove all with jacsparse clear-cache") from error
+            raise OSError(
+                f"a compiled kernel in the cache cannot be read ({error}); empty it with jacsparse clear-cache"
+            ) from error
 
 
 app = typer.Typer(
@@ -46,17 +48,20 @@ Model = Annotated[
 Input = Annotated[
     str | None,
     typer.Option(
-        "--input", help="Sizes of one sample; 3,32,32 where left out, bitstream 1,1000, irmas 38,259, a .pt2 its own."
+        "--input",
+        help="Sizes of one sample. Default: 3,32,32; bitstream: 1,1000; irmas: 38,259; a .pt2 file: its own.",
     ),
 ]
 Layer = Annotated[str, typer.Option("--layer", help="Path of an operator in the model, as in features.0.")]
-Prune = Annotated[float, typer.Option(help="Share of the weights of each convolution and linear layer to prune.")]
+Prune = Annotated[float, typer.Option(help="Prune this share of the weights of each convolution and linear layer.")]
 Checkpoint = Annotated[
     Path | None,
-    typer.Option(help="Weights and masks: safetensors, or a .pt file of a state dict, of which none is run."),
+    typer.Option(help="Load weights and masks from a safetensors file, or a PyTorch file of a state dict."),
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Load a .pt2 file, which may run code of whoever made it.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random weights and inputs.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Load the .pt2 file although such files can run code of whoever made them.")
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of random weights and inputs.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -78,18 +83,19 @@ def flop(
     checkpoint: Checkpoint = None,
     trust: Trust = False,
     part: Annotated[
-        str | None, typer.Option(help="Submodule to analyse; vgg11: features, as in the thesis; bitstream, irmas: rnn.")
+        str | None,
+        typer.Option(
+            help="Submodule to analyse. Default: all; vgg11: features, as in the thesis; bitstream, irmas: rnn."
+        ),
     ] = None,
     schedule: Annotated[
         str, typer.Option(help="linear, blelloch, blelloch:LEVELS, chunked:LENGTH, balanced:WORKERS or auto.")
     ] = "blelloch:2",
     data: Annotated[
-        str | None, typer.Option(help="Observe the zeros of these data: digits, cifar10:DIR, random.")
+        str | None, typer.Option(help="Count without the zeros that these data cause: digits, cifar10:DIR or random.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="How many samples to observe; 4.")] = None,
-    workers: Annotated[
-        str, typer.Option(help="Say which schedule is done first on so many workers, as in 1,2,4,8.")
-    ] = "",
+    samples: Annotated[int | None, typer.Option(min=1, help="Samples of --data to count. Default: 4.")] = None,
+    workers: Annotated[str, typer.Option(help="Compare schedules for these numbers of workers, as in 1,2,4,8.")] = "",
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the steps to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the thesis' Figure 5.5 into this file.")] = None,
@@ -127,6 +133,8 @@ def flop(
         )
     name = f"{model}{f'.{chosen}' if chosen else ''}{f' on {data}' if data else ''}"
     console().print(replace(report, name=name))
+    if report.schedule != schedule:
+        typer.echo(f"--schedule {schedule} is {report.schedule} for {len(report.baseline)} stages")
     if json is not None:
         report.save_json(json)
     if csv is not None:
@@ -145,6 +153,10 @@ def jacobian(
     checkpoint: Checkpoint = None,
     trust: Trust = False,
     data: Annotated[str, typer.Option(help="Where the sample is from: digits, cifar10:DIR or random.")] = "random",
+    input_file: Annotated[
+        Path | None,
+        typer.Option(help="Take the sample from this file: an array (.npy) or a tensor (.pt), without a batch."),
+    ] = None,
     seed: Seed = 0,
 ) -> None:
     """Write the Jacobian of one operator of a model, for one sample."""
@@ -156,8 +168,11 @@ def jacobian(
     _check_outputs(out)
     if out.suffix != ".npz":
         raise ValueError(f"--out is {out}; name a file that ends in .npz")
+    if input_file is not None and (input is not None or data != "random"):
+        raise ValueError(f"--input-file {input_file} has the sample and its sizes; leave out --input and --data")
     module, shape, _ = _model(model, input, prune, checkpoint, seed, trust)
-    operator, x = _part(module, layer, "--layer", _samples(data, 1, shape, seed, module))
+    samples = _samples(data, 1, shape, seed, module) if input_file is None else _sample_of(input_file, module)
+    operator, x = _part(module, layer, "--layer", samples)
     matrix = jacobian_of(operator, x)
     with replacing(out) as temporary:
         scipy.sparse.save_npz(temporary, matrix.to_scipy())
@@ -173,21 +188,31 @@ def spy(
     checkpoint: Checkpoint = None,
     trust: Trust = False,
     transposed: Annotated[bool, typer.Option("--transposed", help="Show the transposed Jacobian.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Draw the pattern into this file, as in pattern.png.")] = None,
     seed: Seed = 0,
 ) -> None:
     """Show where one operator's Jacobian may be other than zero."""
+    from ._figures import check_figure, pattern_figure
     from ._jacobian import jacobian_pattern
 
+    _check_outputs(out)
+    if out is not None:
+        check_figure(out)
     module, shape, _ = _model(model, input, prune, checkpoint, seed, trust)
     operator, x = _part(module, layer, "--layer", _samples("random", 1, shape, seed, module))
     pattern = jacobian_pattern(operator, tuple(x.shape[1:]))
-    typer.echo(f"{layer}: {pattern.T if transposed else pattern}")
+    shown = pattern.T if transposed else pattern
+    if out is None:
+        typer.echo(f"{layer}: {shown}")
+        return
+    pattern_figure(shown, f"{model}, {layer}{', transposed' if transposed else ''}", out)
+    typer.echo(f"{layer}: {shown.summary()}\n{out}")
 
 
 @app.command()
 def train(
     task: Annotated[
-        str, typer.Argument(help="bitstream, irmas, lenet5 or vgg11; what is not given is as in the thesis.")
+        str, typer.Argument(help="bitstream, irmas, lenet5 or vgg11. Options left out are as in the thesis.")
     ],
     out: Annotated[
         Path, typer.Option(help="Checkpoint (.safetensors); curves are written beside it as .csv and .png.")
@@ -195,24 +220,24 @@ def train(
     data: Annotated[
         str | None, typer.Option(help="digits, cifar10:DIR, cifar100:DIR, bitstream:STEPS, irmas:DIR or tones.")
     ] = None,
-    features: Annotated[str | None, typer.Option(help="Of sounds: S, M or L, as in Table 4.2.")] = None,
-    skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out sounds that cannot be used.")] = False,
-    backward: Annotated[str, typer.Option(help="bp or scan.")] = "bp",
-    schedule: Annotated[str | None, typer.Option(help="Of the scan, as for flop.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Of the training.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples of one iteration.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="sgd or adam.")] = None,
+    features: Annotated[str | None, typer.Option(help="Features of sounds: S, M or L (Table 4.2).")] = None,
+    skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out damaged sound files.")] = False,
+    backward: Annotated[str, typer.Option(help="Back-propagation (bp) or scan.")] = "bp",
+    schedule: Annotated[str | None, typer.Option(help="Schedule of the scan, as for jacsparse flop.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs of training.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples per iteration.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="Optimizer: sgd or adam.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Of SGD.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Momentum of SGD.")] = None,
     prune: Annotated[
         float | None, typer.Option(help="Share of all weights to prune after training, as in 0.97.")
     ] = None,
-    scope: Annotated[str | None, typer.Option(help="Prune that share per layer or global.")] = None,
-    retrain_epochs: Annotated[int | None, typer.Option(help="After pruning.")] = None,
+    scope: Annotated[str | None, typer.Option(help="Where --prune counts its share: layer or global.")] = None,
+    retrain_epochs: Annotated[int | None, typer.Option(help="Epochs of training after pruning.")] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, help="Of weights, order, augmentation and dropout.")
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of weights, order, augmentation and dropout.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
 ) -> None:
     """Train a model, by back-propagation or by scan; prune and retrain it."""
     from dataclasses import replace
@@ -247,7 +272,7 @@ def doctor() -> None:
 
 @app.command()
 def clear_cache() -> None:
-    """Remove what is kept between runs: compiled kernels, plans, features of sounds. All is made again when needed."""
+    """Empty the cache: compiled kernels, plans and features of sounds, which are made again when needed."""
     from .patterns._runtime import cache_directory
     from .patterns._store import SHELVES, clear, used
 
@@ -333,6 +358,9 @@ def _from_factory(name: str) -> nn.Module:
     from torch import nn
 
     home, _, attribute = name.partition(":")
+    if home.endswith(".py"):
+        package = ".".join(Path(home).with_suffix("").parts)
+        raise ValueError(f"model {name!r} names a file; name its module, as in {package}:{attribute}")
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -412,7 +440,7 @@ def _samples(data: str, count: int, shape: tuple[int, ...], seed: int, module: n
 
     from . import models
 
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    dtype = _dtype_of(module)
     if data == "random":
         try:
             return torch.randn((count, *shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -426,6 +454,36 @@ def _samples(data: str, count: int, shape: tuple[int, ...], seed: int, module: n
     if count > len(images):
         raise ValueError(f"--samples is {count}, but {data} has {len(images)} test images")
     return images[:count].to(dtype)
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    import torch
+
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _sample_of(path: Path, module: nn.Module) -> torch.Tensor:
+    """A sample from a file, as a batch of one, of the model's dtype. No code in the file is run."""
+    import numpy as np
+    import torch
+
+    if path.suffix not in (".npy", ".pt"):
+        raise ValueError(f"--input-file is {path}; expected an array (.npy) or a tensor (.pt)")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; make one with numpy.save or torch.save")
+    try:
+        if path.suffix == ".pt":
+            sample = torch.load(path, weights_only=True, map_location="cpu")
+        else:
+            sample = torch.from_numpy(np.load(path, allow_pickle=False))
+    except Exception as error:
+        # What NumPy and PyTorch raise of a damaged file shares no base class.
+        raise ValueError(
+            f"{path} cannot be read: it is damaged, or holds more than numbers; save one array or tensor"
+        ) from error
+    if not isinstance(sample, torch.Tensor) or not sample.ndim:
+        raise ValueError(f"{path} holds a {type(sample).__name__}; expected a tensor of one sample, without a batch")
+    return sample.to(_dtype_of(module))[None]
 
 
 def _progress() -> Any:

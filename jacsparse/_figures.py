@@ -10,8 +10,9 @@ from .patterns._files import replacing
 
 if TYPE_CHECKING:
     from ._flop import FlopReport
+    from .patterns import Pattern
 
-__all__ = ["check_figure", "flop_figure", "new_figure", "save_figure"]
+__all__ = ["check_figure", "flop_figure", "new_figure", "pattern_figure", "save_figure"]
 
 # Distinguishable in print and with any colour vision (Okabe and Ito).
 BLUE, ORANGE, GREEN = "#0072b2", "#e69f00", "#009e73"
@@ -103,4 +104,27 @@ def flop_figure(report: FlopReport, path: str | os.PathLike[str]) -> None:
     axes.grid(alpha=0.25, which="major")
     # Points may be anywhere.
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    save_figure(figure, path)
+
+
+#: Cells of a pattern's picture, in each direction.
+_CELLS = (800, 800)
+
+
+def pattern_figure(pattern: Pattern, title: str, path: str | os.PathLike[str]) -> None:
+    """A pattern's picture: a cell is dark where any of its positions has an entry."""
+    from .patterns._picture import picture
+
+    rows, columns = pattern.shape
+    cells = picture(pattern, _CELLS)
+    # As the matrix is, but neither a strip nor a pillar.
+    height = min(9.0, max(2.5, 6.0 * rows / max(1, columns)))
+    figure, axes = new_figure(7.0, height)
+    extent = (0, max(1, columns), max(1, rows), 0)
+    axes.imshow(~cells, cmap="gray", vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="nearest")
+    axes.spines[["top", "right"]].set_visible(True)
+    axes.set(xlabel="input", ylabel="output")
+    if "transposed" in title:
+        axes.set(xlabel="output", ylabel="input")
+    axes.set_title(f"{title}: {rows:,} × {columns:,}, {pattern.nnz:,} entries", fontsize=10)
     save_figure(figure, path)
