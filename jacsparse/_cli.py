@@ -75,6 +75,24 @@ def _root(
         raise typer.Exit
 
 
+#: Pairs of entries that a thread looks at in a second, about; and seconds of which a person is told before.
+_PAIRS, _LONG = 3e8, 15.0
+
+
+def _duration(seconds: float) -> str:
+    """A time in words.
+
+    Examples
+    --------
+    >>> _duration(40), _duration(2400), _duration(10800)
+    ('40 seconds', '40 minutes', '3 hours')
+    """
+    for size, unit in ((3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
 @app.command()
 def flop(
     model: Model,
@@ -102,6 +120,8 @@ def flop(
     seed: Seed = 0,
 ) -> None:
     """Count the FLOP of one sample's backward pass, by scan and by back-propagation."""
+    import torch
+
     from . import count_flop
     from ._figures import check_figure
     from ._tables import console
@@ -120,7 +140,20 @@ def flop(
         x = _samples("random" if data is None else data, 1 if data is None else samples or 4, shape, seed, module)
         analysed, x = _part(module, chosen, "--part", x)
     with _progress() as bar:
-        task = bar.add_task("observing samples" if data else "counting", total=(samples or 4) if data else None)
+        task = bar.add_task("counting products", total=None)
+
+        def announce(pairs: float) -> None:
+            seconds = pairs / (_PAIRS * torch.get_num_threads())
+            if seconds > _LONG:
+                cheap = "--schedule linear takes seconds: it multiplies no matrices"
+                times = f", for each of {samples or 4} samples and once more" if data else ""
+                bar.console.print(
+                    f"{schedule}: products of matrices with {pairs:.2g} pairs of entries or more to look at{times}, "
+                    f"about {_duration(seconds)} at least. {cheap}.",
+                    soft_wrap=True,
+                    highlight=False,
+                )
+
         report = count_flop(
             analysed,
             shape if x is None else tuple(x.shape[1:]),
@@ -130,6 +163,7 @@ def flop(
             executed=True,
             workers=counts,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
+            announce=announce,
         )
     name = f"{model}{f'.{chosen}' if chosen else ''}{f' on {data}' if data else ''}"
     console().print(replace(report, name=name))

@@ -22,7 +22,7 @@ from ._chain import Chains, Record, Stage, check_input, check_shape, recorded, s
 from ._layers import LayerFlop, StageLayers, layers_of, unpruned
 from ._modules import check_module, undisturbed
 from ._stages import Edge
-from .patterns import Csr, Diagonal, Identity, Pattern, Pooling
+from .patterns import Csr, Diagonal, Full, Identity, Pattern, Pooling
 from .patterns._files import replacing
 from .patterns._structure import frozen, row_starts
 from .schedule import Schedule, Step, balanced, linear, resolve
@@ -323,6 +323,7 @@ def count_flop(
     executed: bool | None = None,
     workers: Sequence[int] = (),
     progress: Callable[[int, int], None] | None = None,
+    announce: Callable[[float], None] | None = None,
 ) -> FlopReport:
     """Count the FLOP of one sample's backward pass, step by step.
 
@@ -347,7 +348,10 @@ def count_flop(
         For each the report says, once, which is done first: ``linear``, ``balanced`` for as many workers, or
         `schedule`.
     progress : callable, optional
-        Called with the samples done and all samples.
+        Called after each product with how many are done, of all samples together, and how many there are.
+    announce : callable, optional
+        Called before anything is counted with the pairs of entries, at least, that have to be looked at one by one to
+        find the patterns of products of matrices: an estimate of the time that counting takes. Of ``linear`` it is 0.
 
     Raises
     ------
@@ -380,12 +384,17 @@ def count_flop(
     else:
         subject = _chain_subject(module, input_shape)
     plan, name = resolve(schedule, len(subject.factors), subject), type(module).__name__
+    observed_only = structure == "observed" and not (executed or workers)
+    runs = 1 if structure == "guaranteed" or inputs is None else len(inputs) + (not observed_only)
+    done = _Done(progress, runs * len(plan.products))
+    if announce is not None:
+        announce(_least_pairs(plan, subject.factors))
     if structure == "guaranteed":
         if inputs is not None:
             raise ValueError(
                 "inputs are given, but the guaranteed structure does not depend on them; pass structure='observed'"
             )
-        counts = _Counts(plan, subject.factors).run()
+        counts = _Counts(plan, subject.factors).run(done)
         report = _report(plan, subject, [counts], counts if executed is not False else None)
         return replace(report, choices=_choices(subject, plan, counts, workers), name=name)
     if inputs is None:
@@ -393,14 +402,12 @@ def count_flop(
     check_input("inputs", inputs, subject.in_shape)
     if not len(inputs):
         raise ValueError("inputs is an empty batch; the observed structure needs at least one sample")
-    guaranteed = _Counts(plan, subject.factors).run() if executed or workers else None
+    guaranteed = None if observed_only else _Counts(plan, subject.factors).run(done)
     samples, observed = [], []
     for number in range(len(inputs)):
         factors, operands = subject.observe(inputs[number : number + 1])
-        samples.append(_Counts(plan, factors).run())
+        samples.append(_Counts(plan, factors).run(done))
         observed.append(_backpropagated(subject, "observed", factors, operands))
-        if progress is not None:
-            progress(number + 1, len(inputs))
     report = _report(plan, subject, samples, guaranteed if executed else None, observed)
     return replace(report, choices=_choices(subject, plan, guaranteed, workers), name=name)
 
@@ -562,6 +569,41 @@ class _Count:
     right_nnz: int
 
 
+class _Done:
+    """Counts its calls, and passes the count on."""
+
+    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
+        self.progress, self.count, self.total = progress, 0, total
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.progress is not None:
+            self.progress(self.count, self.total)
+
+
+def _least_pairs(plan: Schedule, factors: Sequence[Pattern | Region]) -> float:
+    """Pairs of entries that are looked at, at least, for products of matrices.
+
+    Those that make the matrices of regions, and those that meet in products of two operators' own matrices. Products of
+    products come on top; of them nothing is known before the first ones are made.
+    """
+    own = {plan.n - stage: factor for stage, factor in enumerate(factors)}
+    # Whose products need no index.
+    closed = (Diagonal, Full)
+    total, regions = 0.0, set()
+    for step in plan.products:
+        if step.kind != "mm":
+            continue
+        values = (step.left, step.right)
+        regions |= {value for value in values if isinstance(own.get(value), Region)}
+        given = [own[value] for value in values if value in own]
+        patterns = [factor for factor in given if isinstance(factor, Pattern)]
+        if len(patterns) == 2 and not any(isinstance(pattern.structure, closed) for pattern in patterns):
+            left, right = patterns
+            total += float(left.structure.column_counts() @ right.structure.row_counts())
+    return total + sum(factor.estimate for value in regions if isinstance(factor := own[value], Region))
+
+
 class _Counts:
     """The schedule run over patterns: matrices are patterns, vectors are which of their rows hold anything.
 
@@ -582,12 +624,13 @@ class _Counts:
         self.steps: list[_Count] = []
         self.input_gradient: _Count | None = None
 
-    def run(self) -> _Counts:
-        """Count all products, dead ones included, and the input's gradient."""
+    def run(self, done: Callable[[], None] = lambda: None) -> _Counts:
+        """Count all products, dead ones included, and the input's gradient; `done` is called after each."""
         for step in self.schedule.products:
             self.steps.append(
                 self._product(step) if step.kind == "mm" else self._apply(step.left, step.right, step.out)
             )
+            done()
         if self.schedule.n:
             self.input_gradient = self._apply(self.schedule.n, self.schedule.gradients[-1], None)
         return self

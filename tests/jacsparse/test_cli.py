@@ -479,3 +479,16 @@ def test_errors_of_training_the_recurrent_models(jac, tmp_path: Path) -> None:
         status, _, err = jac("train", *words, "--out", tmp_path / "x.safetensors")
         assert status == 2 and message in " ".join(err.split()), err
         assert not list(tmp_path.glob("x.*"))
+
+
+def test_what_takes_long_is_said_before(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("flop", "resnet8", "--input", "3,8,8", "--schedule")
+    assert "pairs of entries" not in jac(*words, "blelloch:1")[2]
+    monkeypatch.setattr(_cli, "_PAIRS", 1e3)
+    status, _, err = jac(*words, "blelloch:1")
+    told = " ".join(err.split())
+    assert status == 0 and "blelloch:1: products of matrices with " in told and " hours at least. " in told, err
+    assert "--schedule linear takes seconds: it multiplies no matrices" in told
+    assert "pairs of entries" not in jac(*words, "linear")[2]
+    _, _, err = jac(*words, "blelloch:1", "--data", "random", "--samples", 2)
+    assert "to look at, for each of 2 samples and once more, about" in " ".join(err.split())

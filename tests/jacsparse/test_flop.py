@@ -12,6 +12,7 @@ import pytest
 import scipy.sparse
 import torch
 from jacsparse.models import MODELS, build
+from jacsparse.patterns import Pattern
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
@@ -666,3 +667,52 @@ def test_choices_of_a_single_operator_and_of_steps() -> None:
     assert choice.schedule == "linear" and choice.reason == "nothing is done sooner, with less work"
     (choice,) = count_flop(nn.RNN(2, 3), (8, 2), schedule="linear", workers=[2]).choices
     assert choice.times["linear"] == 7 * 18
+
+
+# How long counting takes.
+
+
+def test_pairs_are_announced_before_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+    first, second, third = nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)
+    report = count_flop(
+        nn.Sequential(first, second, third, nn.ReLU()), (2, 9, 9), schedule="blelloch:1", announce=told.append
+    )
+    (product,) = (step for step in report.steps if step.kind == "mm")
+    assert (product.left, product.right, product.flop / 2) == ("J2ᵀ", "J3ᵀ", told.pop())
+    # A product with ReLU's diagonal takes no time.
+    module = nn.Sequential(first, second, nn.ReLU(), third)
+    for schedule in ("blelloch:1", "linear"):
+        count_flop(module, (2, 9, 9), schedule=schedule, announce=told.append)
+        assert told.pop() == 0
+    residual = build("resnet8").eval()
+    report = count_flop(residual, (3, 16, 16), schedule="blelloch:1", announce=told.append)
+    products = sum(step.flop for step in report.steps if step.kind == "mm")
+    assert 0.3 * products / 2 < told.pop() < 1.5 * products / 2
+    # Before any pattern of a product is made.
+    monkeypatch.setattr(_flop._Counts, "run", lambda *_: pytest.fail("it was counted first"))
+
+    def stop(_: float) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        count_flop(residual, (3, 16, 16), schedule="blelloch", announce=stop)
+
+
+@pytest.mark.parametrize("executed", [False, True])
+def test_progress_is_told_after_each_product(executed: bool) -> None:
+    x, told = torch.randn(3, 2, 9, 9), []
+    count_flop(
+        small(), (2, 9, 9), structure="observed", inputs=x, executed=executed, progress=lambda *now: told.append(now)
+    )
+    products = len(count_flop(small(), (2, 9, 9), progress=lambda *now: told.append(now)).steps)
+    total = products * (3 + executed)
+    assert told == [*((n, total) for n in range(1, total + 1)), *((n, products) for n in range(1, products + 1))]
+
+
+def test_going_linearly_needs_no_index_of_any_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of large images would take gigabytes."""
+    module = lenet()
+    expected = count_flop(module, (3, 32, 32), schedule="linear").total
+    monkeypatch.setattr(Pattern, "indices", property(lambda _: pytest.fail("indices were made")))
+    assert count_flop(module, (3, 32, 32), schedule="linear").total == expected
