@@ -252,10 +252,15 @@ class Region:
     def estimate(self) -> float:
         """About as many, without any pattern of a product: the edges one by one to what is made of those behind."""
         backwards = [(target, source, pattern) for source, target, pattern in reversed(self.edges)]
-        held = spread(backwards, self.stop, fresh_keys(self.shape[1], 0))
-        reached = {vertex: counts(keys, np.array([self.shape[1]]))[:, 0] for vertex, keys in held.items()}
-        products = (edge for edge in backwards if edge[0] in reached and edge[0] != self.stop)
-        return float(sum(pattern.structure.column_counts() @ reached[source] for source, _, pattern in products))
+        into: dict[Any, list[Pattern]] = {}
+        for target, _, pattern in backwards:
+            into.setdefault(target, []).append(pattern)
+        total = 0.0
+        for vertex, keys in spread(backwards, self.stop, fresh_keys(self.shape[1], 0)):
+            if vertex != self.stop and vertex in into:
+                reached = counts(keys, np.array([self.shape[1]]))[:, 0]
+                total += float(sum(pattern.structure.column_counts() @ reached for pattern in into[vertex]))
+        return total
 
     @cached_property
     def _made(self) -> tuple[Pattern, int]:

@@ -9,22 +9,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from . import _nodes
 from ._nodes import applied, freely
 from ._stages import Record
 
-__all__ = ["externals_of", "has_hooks", "pull_back"]
-
-
-def externals_of(record: Record) -> set[int]:
-    """The tensors from outside that a stage reads and that autograd has gradients of, by their places."""
-    recording, stage = record.recording, record.stage
-    if not stage.edges:
-        maker = recording.makers[stage.stop]
-        return set() if maker is None else set(recording.externals_of(maker))
-    found: set[int] = set()
-    for operation in stage.operations:
-        found |= recording.externals_of(recording.invocations[operation.place], operation.operands.keys())
-    return found
+__all__ = ["has_hooks", "pull_back"]
 
 
 def pull_back(
@@ -62,7 +51,7 @@ def pull_back(
     empty = [record.input.detach().new_zeros(record.input.shape) for record in inputs]
     if output is None:
         return empty, {}
-    gradient = gradient.reshape(last.output.shape)
+    gradient = gradient.reshape(last.output.shape).to(last.output.dtype)
     tensors = {place: recording.externals[place] for place in externals}
     # Their hooks are for the caller's own backward pass to run, once.
     alone = [place for place, tensor in tensors.items() if place in apart or tensor._backward_hooks]
@@ -81,6 +70,9 @@ def pull_back(
         if outside is not None and inside is not None and not torch.equal(outside.reshape(inside.shape), inside):
             raise _changes(record)
     if alone:
+        for record in records:
+            if has_hooks(record, of_nodes=True):
+                raise _hidden(record, tensors[alone[0]])
         start = recording.edges[records[-1].stage.start]
         others: list[torch.Tensor | None] = []
         freely(lambda: others.extend(_walked(output, gradient, start, [tensors[place] for place in alone])))
@@ -146,15 +138,21 @@ def _inner(node: Any) -> bool:
     return not hasattr(node, "variable")
 
 
-def has_hooks(record: Record) -> bool:
-    """Whether hooks, a module's or a tensor's, see a gradient within a stage."""
-    return record.stage.hooked or _has_tensor_hooks(record)
+def has_hooks(record: Record, *, of_nodes: bool) -> bool:
+    """Whether hooks of a module, of a tensor or, where asked, of autograd's nodes see a gradient within a stage."""
+    return record.stage.hooked or _has_tensor_hooks(record) or (of_nodes and _has_node_hooks(record))
 
 
 def _has_tensor_hooks(record: Record) -> bool:
     recording = record.recording
     made = (r for operation in record.stage.operations for r in recording.invocations[operation.place].results)
     return any(tensor._backward_hooks for tensor in (record.input, *made))
+
+
+def _has_node_hooks(record: Record) -> bool:
+    # A module's hooks are hooks of a node that does nothing else.
+    edges = (record.recording.edges[operation.vertex] for operation in record.stage.operations if not operation.hooked)
+    return any(edge is not None and edge.node is not None and _nodes.has_hooks(edge.node) for edge in edges)
 
 
 def _around_hooks(record: Record) -> list[tuple[GradientEdge | None, GradientEdge | None]]:
@@ -169,10 +167,19 @@ def _around_hooks(record: Record) -> list[tuple[GradientEdge | None, GradientEdg
     hooks = [
         (operation.vertex, *operation.operands.values()) for operation in record.stage.operations if operation.hooked
     ]
-    if _has_tensor_hooks(record) or any(users[inside] > 1 for _, inside in hooks):
+    if _has_tensor_hooks(record) or _has_node_hooks(record) or any(users[inside] > 1 for _, inside in hooks):
         raise _changes(record)
     edges = record.recording.edges
     return [(edges[outside], edges[inside]) for outside, inside in hooks]
+
+
+def _hidden(record: Record, tensor: torch.Tensor) -> RuntimeError:
+    names = [name for name, parameter in record.recording.module.named_parameters() if parameter is tensor]
+    return RuntimeError(
+        f"{record.stage.path}: a backward hook sees a gradient here, which that of {names[0] if names else 'a tensor'} "
+        "passes by, as it has hooks of its own or is read in several places; use the module without Scan, or remove "
+        "the hook"
+    )
 
 
 def _changes(record: Record) -> RuntimeError:

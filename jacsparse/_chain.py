@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import threading
 import traceback
 import weakref
 from collections import OrderedDict
@@ -19,13 +20,13 @@ from torch import nn
 from ._accumulation import Accumulation, Region, empty_pattern
 from ._backward import has_hooks
 from ._jacobian import SparseJacobian
-from ._modules import check_module, tensors_of, undisturbed
+from ._memory import check_size
+from ._modules import check_module, exact, tensors_of, undisturbed
 from ._order import Order, accumulated, best_order
 from ._pruned import Kept, mask_of
 from ._stages import Edge, Record, Stage, pull_back_all, working
 from .patterns import Call, Identity, Pattern, UnsupportedOperatorError
-from .tracing._program import Operation, Program, contents_of, key_of, program_of
-from .tracing._recorder import Recording, record
+from .tracing import Operation, Program, Recording, contents_of, key_of, program_of, record
 
 __all__ = [
     "Chain",
@@ -110,6 +111,9 @@ class Chain:
     def jacobian(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
         """The whole module's Jacobian at each sample of a batch; of batch 1 where all share the values."""
         refuse_hooks(records)
+        if len(self):
+            batch = 1 if all(stage.shared for stage in self.stages) else len(x)
+            check_size(type(self.module).__name__, self.stages, batch * x.element_size(), x.device)
         if len(records) == 1:
             return records[0].jacobian()
         if not len(self):
@@ -169,7 +173,8 @@ def chain(
     x = samples_of(module, check_shape(input_shape), like)
     with undisturbed(module):
         recording = recorded(module, x, readable=False)
-        made = made_of(recording, pruned=pruned)
+        with exact(x.device):
+            made = made_of(recording, pruned=pruned)
         refuse_hooks(made.records(recording)[1])
     for edge in (edge for stage in made for edge in stage.edges):
         if edge.call.sources is not None and edge.call.sources.rows > 1:
@@ -183,10 +188,10 @@ def chain(
 def refuse_hooks(records: Sequence[Record]) -> None:
     """Raise where a backward hook may make another derivative than the operators' own."""
     for own in records:
-        if has_hooks(own):
+        if has_hooks(own, of_nodes=True):
             raise UnsupportedOperatorError(
-                f"{own.stage.path}: a backward hook, of a module or on a tensor, may change gradients, so that the "
-                "Jacobian is not the operators'; remove it"
+                f"{own.stage.path}: a backward hook, of a module, a tensor or a node of autograd's graph, may change "
+                "gradients, so that the Jacobian is not the operators'; remove it"
             )
 
 
@@ -194,14 +199,12 @@ def refuse_hooks(records: Sequence[Record]) -> None:
 SAMPLES = 3
 
 
-def samples_of(
-    module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | None = None, count: int = SAMPLES
-) -> torch.Tensor:
+def samples_of(module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | None = None) -> torch.Tensor:
     """Random samples of the module's dtype, on its device; where it has neither, as `like`."""
     own = (tensor for tensor in tensors_of(module) if tensor.is_floating_point())
     like = next(own, torch.empty(0) if like is None else like)
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn((count, *shape), generator=generator)
+    drawn = torch.randn((SAMPLES, *shape), generator=generator)
     return drawn if like.device.type == "meta" else drawn.to(like)
 
 
@@ -288,6 +291,7 @@ class Chains:
         self._module = weakref.ref(module)
         self.pruned = pruned
         self._chains: OrderedDict[Hashable, list[tuple[list[torch.Tensor], Chain]]] = OrderedDict()
+        self._lock = threading.RLock()
 
     @property
     def module(self) -> nn.Module | None:
@@ -306,6 +310,12 @@ class Chains:
     def matching(self, recording: Recording) -> tuple[Chain, list[Record]]:
         """The chain of a run, one that was made before where the same has run; and what each of its stages did."""
         key, contents = key_of(recording), contents_of(recording)
+        with self._lock, exact(recording.input.device):
+            return self._matching(recording, key, contents)
+
+    def _matching(
+        self, recording: Recording, key: Hashable, contents: list[torch.Tensor]
+    ) -> tuple[Chain, list[Record]]:
         known = self._chains.setdefault(key, [])
         self._chains.move_to_end(key)
         while len(self._chains) > self.most:
@@ -389,18 +399,16 @@ def _stages(program: Program, recording: Recording, pruned: bool) -> list[Stage]
                 # Or with the one before.
                 last = stages.pop()
                 edges, start = (*last.edges, *edges), last.start
-            elif not any(operation.hooked or _externals(recording, operation) for operation in operations):
+            elif not any(
+                operation.hooked or recording.externals_of(recording.invocations[operation.place], operation.operands)
+                for operation in operations
+            ):
                 return []
         out_shape = program.shapes[stop][1:]
         path = _path(edges, program, {stage.path for stage in stages})
         stages.append(Stage(path, program.shapes[start][1:], out_shape, edges, start, stop, program))
         start = stop
     return stages
-
-
-def _externals(recording: Recording, operation: Operation) -> frozenset[int]:
-    """The tensors from outside that an operation reads and that autograd has gradients of."""
-    return recording.externals_of(recording.invocations[operation.place], operation.operands)
 
 
 def _path(edges: Sequence[Edge], program: Program, taken: set[str]) -> str:

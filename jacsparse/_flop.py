@@ -512,6 +512,9 @@ class Subject:
     layers: tuple[LayerFlop, ...] = ()
     weights: Mapping[str, float | None] = field(default_factory=dict)
 
+    def __len__(self) -> int:
+        return len(self.factors)
+
 
 def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     check_module(module)

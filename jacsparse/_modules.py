@@ -9,7 +9,16 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-__all__ = ["check_initialised", "check_module", "parts_of", "refresh_weights", "tensors_of", "trains", "undisturbed"]
+__all__ = [
+    "check_initialised",
+    "check_module",
+    "exact",
+    "parts_of",
+    "refresh_weights",
+    "tensors_of",
+    "trains",
+    "undisturbed",
+]
 
 
 def check_module(module: object) -> nn.Module:
@@ -102,6 +111,13 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
                 for buffer, version, before in buffers:
                     if buffer._version != version:
                         buffer.copy_(before)
+
+
+def exact(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Where ``torch.autocast`` changes no dtype: the caller may be within one."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def refresh_weights(module: nn.Module) -> None:

@@ -7,7 +7,21 @@ from typing import Any
 
 import torch
 
-__all__ = ["applied", "freely"]
+__all__ = ["applied", "freely", "has_hooks"]
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def has_hooks(node: Any) -> bool:
+    """Whether there are hooks on a node itself: PyTorch tells by the handle of one more."""
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_nothing)
+        handle.remove()
+        if handle.hooks_dict_ref():
+            return True
+    return False
 
 
 class _Freely(torch.autograd.Function):

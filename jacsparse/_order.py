@@ -31,6 +31,11 @@ START = 200_000
 #: What beginning a backward pass takes: about 500 µs.
 PASS = 1_000_000
 
+#: Bytes of keys of one tensor that are passed on at once.
+AT_ONCE = 2**26
+#: Elements of a tensor that stand for all where products of intervals meet.
+SAMPLED = 2**16
+
 
 _HOWS = ("stage", "product", "through", "from", "backward")
 
@@ -86,46 +91,71 @@ class _Estimates:
         n = len(stages)
         sizes = np.array([math.prod(stages[0].in_shape), *(math.prod(stage.out_shape) for stage in stages)])
         self.entries, self.through, self.onward = np.zeros((3, n, n))
-        # How many elements of each later stage's output depend on each element of a tensor. Keys begin there.
-        ahead: list[np.ndarray] = [np.zeros((sizes[n], 0))] * (n + 1)
-        keys = np.empty((sizes[n], 0), dtype=np.float32)
-        for number in reversed(range(n)):
-            stage, later = stages[number], slice(number, n)
-            keys = np.hstack([fresh_keys(int(sizes[number + 1]), number), keys])
-            held = _passed_keys(stage, keys, backwards=True)
-            reached = {vertex: counts(own, sizes[number + 1 :]) for vertex, own in held.items()}
-            for edge in stage.edges:
-                if edge.target in reached:
-                    self.through[number, later] += edge.pattern.structure.column_counts() @ reached[edge.target]
-            keys, ahead[number] = held[stage.start], reached[stage.start]
-            self.entries[number, later] = ahead[number].sum(axis=0)
+        largest = max((max(edge.pattern.shape) for stage in stages for edge in stage.edges), default=1)
+        width = max(1, AT_ONCE // (4 * KEYS * int(largest)))
+        chunks = [range(first, min(first + width, n)) for first in range(0, n, width)]
+        samples = [_sampled(int(size)) for size in sizes]
+        # How many elements of each later stage's output depend on elements of a tensor. Keys begin there.
+        ahead = [np.zeros((len(own), n - place), dtype=np.float32) for place, own in enumerate(samples)]
+        for chunk in chunks:
+            keys = np.empty((sizes[chunk[-1] + 1], 0), dtype=np.float32)
+            for number in reversed(range(chunk[-1] + 1)):
+                later = range(max(number, chunk[0]), chunk[-1] + 1)
+                if number in chunk:
+                    keys = np.hstack([fresh_keys(int(sizes[number + 1]), number), keys])
+                columns = sizes[1:][later.start : later.stop]
+                for vertex, own in _passed_keys(stages[number], keys, backwards=True):
+                    reached = counts(own, columns)
+                    for edge in stages[number].edges:
+                        if edge.target == vertex:
+                            work = edge.pattern.structure.column_counts() @ reached
+                            self.through[number, later.start : later.stop] += work
+                    if vertex == stages[number].start:
+                        following = own
+                        self.entries[number, later.start : later.stop] = reached.sum(axis=0)
+                        ahead[number][:, later.start - number : later.stop - number] = reached[samples[number]]
+                keys = following
         # On how many elements of each earlier stage's input each element depends.
-        self.meets: list[np.ndarray] = []
-        keys = np.empty((sizes[0], 0), dtype=np.float32)
-        for number, stage in enumerate(stages):
-            sooner = slice(number + 1)
-            keys = np.hstack([keys, fresh_keys(int(sizes[number]), n + number)])
-            held = _passed_keys(stage, keys, backwards=False)
-            reached = {vertex: counts(own, sizes[sooner]) for vertex, own in held.items()}
-            for edge in stage.edges:
-                if edge.source in reached:
-                    self.onward[number, sooner] += edge.pattern.structure.row_counts() @ reached[edge.source]
-            keys = held[stage.stop]
-            self.meets.append(reached[stage.stop].T @ ahead[number + 1])
+        self.meets = [np.zeros((number + 1, n - number - 1)) for number in range(n)]
+        for chunk in chunks:
+            keys = np.empty((sizes[chunk[0]], 0), dtype=np.float32)
+            for number in range(chunk[0], n):
+                sooner = slice(chunk[0], min(number, chunk[-1]) + 1)
+                if number in chunk:
+                    keys = np.hstack([keys, fresh_keys(int(sizes[number]), n + number)])
+                for vertex, own in _passed_keys(stages[number], keys, backwards=False):
+                    reached = counts(own, sizes[sooner])
+                    for edge in stages[number].edges:
+                        if edge.source == vertex:
+                            self.onward[number, sooner] += edge.pattern.structure.row_counts() @ reached
+                    if vertex == stages[number].stop:
+                        following = own
+                        part = samples[number + 1]
+                        scale = sizes[number + 1] / max(1, len(part))
+                        self.meets[number][sooner] = scale * (reached[part].T @ ahead[number + 1])
+                keys = following
 
 
-def _passed_keys(stage: Stage, keys: np.ndarray, *, backwards: bool) -> dict[Any, np.ndarray]:
+def _sampled(size: int) -> np.ndarray:
+    """Some of so many elements, by number: all, or as many as tell a sum over them."""
+    if size <= SAMPLED:
+        return np.arange(size)
+    return np.sort(np.random.default_rng(size).choice(size, SAMPLED, replace=False))
+
+
+def _passed_keys(stage: Stage, keys: np.ndarray, *, backwards: bool) -> Iterator[tuple[Any, np.ndarray]]:
     """Keys at one end of a stage passed to all its vertices; infinite at the other end where no path leads there."""
     if backwards:
-        first, last = stage.stop, stage.start
-        held = spread(((edge.target, edge.source, edge.pattern) for edge in reversed(stage.edges)), first, keys)
+        first, last, edges = stage.stop, stage.start, [(e.target, e.source, e.pattern) for e in reversed(stage.edges)]
     else:
-        first, last = stage.start, stage.stop
-        held = spread(((edge.source, edge.target, edge.pattern.T) for edge in stage.edges), first, keys)
-    if last not in held:
+        first, last, edges = stage.start, stage.stop, [(e.source, e.target, e.pattern.T) for e in stage.edges]
+    arrived = False
+    for vertex, own in spread(edges, first, keys):
+        arrived |= vertex == last
+        yield vertex, own
+    if not arrived:
         size = math.prod(stage.in_shape if backwards else stage.out_shape)
-        held[last] = np.full((size, keys.shape[1]), np.inf, dtype=np.float32)
-    return held
+        yield last, np.full((size, keys.shape[1]), np.inf, dtype=np.float32)
 
 
 def best_order(stages: Sequence[Stage]) -> Order:

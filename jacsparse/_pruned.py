@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .tracing._recorder import Recording, operator_name
+from .tracing import Recording, operator_name
 
 __all__ = ["Kept", "mask_of"]
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._backward import externals_of, has_hooks, pull_back
+from ._backward import has_hooks, pull_back
 from ._chain import Chain, Chains, Record, Run, check_input
 from ._jacobian import SparseJacobian
-from ._modules import check_module
+from ._modules import check_module, exact
 from .patterns import Pattern
 from .patterns._cuda import allocated
 from .patterns._values import batch_last
@@ -113,11 +113,12 @@ class Scanner:
         if not records:
             return (gradient.reshape(len(gradient), *self.chain.in_shape) if for_input else None), {}
         asked = set(externals)
-        own = [sorted(externals_of(record) & asked) for record in records]
+        own = [sorted(record.externals & asked) for record in records]
         if not for_input and not any(own):
             return None, {}
-        run = _Run(self, records, gradient, own, for_input)
-        run.execute()
+        with exact(gradient.device):
+            run = _Run(self, records, gradient, own, for_input)
+            run.execute()
         return run.input_gradient, run.external_gradients
 
 
@@ -159,15 +160,22 @@ class _Run:
         self.scanner, self.records, self.externals, self.for_input = scanner, records, externals, for_input
         self.batch = gradient.shape[0]
         self.vectors = {0: gradient}
-        stages = [number for number, own in enumerate(externals) if own or has_hooks(records[number])]
-        stages += [0] if for_input else []
-        self.wanted = {scanner.gradient_of(number) for number in stages}
+        # Products are taken in the input's dtype, whatever operators compute in.
+        self.like = records[0].recording.input.detach()
+        # Autograd itself calls the hooks of the nodes that it goes through.
+        multiplies = any(step.kind == "mm" for step in scanner.schedule.live_steps())
+        self.asked = {
+            number
+            for number, record in enumerate(records)
+            if externals[number] or has_hooks(record, of_nodes=multiplies) or (for_input and number == 0)
+        }
+        self.wanted = {scanner.gradient_of(number) for number in self.asked}
         self.steps = scanner.schedule.live_steps(self.wanted)
         self.before, self.sliced, self.after = _parts(
             self.steps, {step.out for step in self.steps if step.kind == "mm"}
         )
         products = [step for step in self.sliced if step.kind == "mm"]
-        multiplied = {value for step in products for value in (step.left, step.right)}
+        multiplied = _operands(products)
         # Stages of several operators that only vectors meet: no matrix of them is made.
         self.through = {
             step.left
@@ -181,23 +189,18 @@ class _Run:
         self.input_gradient: torch.Tensor | None = None
         self.passes_before, self.passes_after = self._passes(self.before), self._passes(self.after)
         taken = {number for each in (*self.passes_before, *self.passes_after) for number in each.stages}
-        alone = [number for number in range(len(records)) if number not in taken and self._asked(number)]
+        alone = sorted(self.asked - taken)
         self.passes_after += [_Pass(scanner.gradient_of(number), [number], {}) for number in alone]
         # What several passes read: each must leave out what the others add.
         passes = (*self.passes_before, *self.passes_after)
         readers = Counter(place for each in passes for place in {p for n in each.stages for p in externals[n]})
         self.apart = {place for place, count in readers.items() if count > 1}
 
-    def _asked(self, number: int) -> bool:
-        """Whether autograd is to go through a stage even if no step needs it to."""
-        first = self.for_input and number == 0
-        return bool(first or self.externals[number] or has_hooks(self.records[number]))
-
     def _passes(self, steps: Sequence[Step]) -> list[_Pass]:
         """Steps of a stage's own matrix and a vector, as passes of autograd through stages that follow each other."""
         passes: list[_Pass] = []
         ends: dict[int, _Pass] = {}
-        multiplied = {value for step in self.steps for value in (step.left, step.right)}
+        multiplied = _operands(self.steps)
         for step in steps:
             number = self.scanner.stages_of[step.left]
             own = ends.pop(step.right, None)
@@ -210,7 +213,7 @@ class _Run:
         for own in passes:
             # The stage before may be wanted only for what it reads, or for the input.
             before = own.stages[-1] - 1
-            if before >= 0 and len(self.records) - before not in multiplied and self._asked(before):
+            if before >= 0 and len(self.records) - before not in multiplied and before in self.asked:
                 own.stages.append(before)
         return passes
 
@@ -225,7 +228,7 @@ class _Run:
 
     def _take(self, own: _Pass) -> None:
         """Go back through some stages by autograd."""
-        used = self.wanted | {value for step in (*self.sliced, *self.after) for value in (step.left, step.right)}
+        used = self.wanted | _operands([*self.sliced, *self.after])
         inputs = [number for number in own.stages if own.steps.get(number) in used]
         if self.for_input and 0 in own.stages:
             inputs.append(0)
@@ -233,7 +236,7 @@ class _Run:
         records = [self.records[number] for number in own.stages]
         inner = [self.records[number] for number in inputs]
         # Matrices know of no hooks: what those would change is found out here.
-        matrices = {value for step in self.sliced for value in (step.left, step.right)}
+        matrices = _operands(self.sliced)
         strict = [self.records[number] for number in own.stages if len(self.records) - number in matrices]
         found, others = pull_back(records, self.vectors[own.gradient], inner, externals, self.apart, strict)
         for place, gradient in others.items():
@@ -262,7 +265,7 @@ class _Run:
         vectors_out = [step.out for step in self.sliced if step.kind == "mv" and step.out in used_later]
         for value in vectors_out:
             step = next(step for step in self.sliced if step.out == value)
-            self.vectors[value] = self.vectors[0].new_empty((self.batch, self._rows(step.left)))
+            self.vectors[value] = self.like.new_empty((self.batch, self._rows(step.left)))
         shared: dict[int, SparseJacobian] = {}
         size = self._slice_size()
         for begin in range(0, self.batch, size):
@@ -299,7 +302,7 @@ class _Run:
                 matrices[step.out] = SparseJacobian(plan.pattern, plan.multiply(left, right, out=out))
             else:
                 if step.right not in vectors:
-                    vectors[step.right] = batch_last(self.vectors[step.right][samples])
+                    vectors[step.right] = batch_last(self.vectors[step.right][samples].to(self.like.dtype))
                 if step.left in self.through:
                     vectors[step.out] = self._record(step.left).pull_back_sparse(vectors[step.right], samples)
                 else:
@@ -315,7 +318,7 @@ class _Run:
     def _memory(self, value: int, shape: tuple[int, int]) -> torch.Tensor:
         """Memory for a product's values, the same in each slice: fresh pages would cost as much as the product."""
         if value not in self.memory:
-            like, (m, n) = self.vectors[0], self._pattern(value).shape
+            like, (m, n) = self.like, self._pattern(value).shape
             what = f"values of a {m:,} × {n:,} product"
             self.memory[value] = allocated(what, shape, like.dtype, like.device, shape[1]).view(-1)
         return self.memory[value][: math.prod(shape)].view(shape)
@@ -326,10 +329,15 @@ class _Run:
         matrices = (
             products | {step.left for step in self.sliced} | {step.right for step in self.sliced if step.kind == "mm"}
         ) - self.through
-        total = sum(self._pattern(value).nnz for value in matrices) * self.vectors[0].element_size()
+        total = sum(self._pattern(value).nnz for value in matrices) * self.like.element_size()
         size = max(1, min(self.batch, self.scanner.memory_limit // max(1, total)))
         # Whole vectors of samples, or one at a time.
         return size if size == self.batch else size // 16 * 16 or size // 4 * 4 or 1
+
+
+def _operands(steps: Iterable[Step]) -> set[int]:
+    """The values that steps multiply."""
+    return {value for step in steps for value in (step.left, step.right)}
 
 
 def _parts(steps: Sequence[Step], products: set[int]) -> tuple[list[Step], list[Step], list[Step]]:
@@ -360,17 +368,25 @@ def scanned(scanner: Scanner, run: Run, x: torch.Tensor) -> torch.Tensor:
         handle.run = run  # type: ignore[attr-defined]
         return handle
 
+    # No others: autograd would call their hooks.
+    places = sorted(set().union(*(record.externals for record in run.records)))
+    externals = [run.recording.externals[place] for place in places]
     with torch.autograd.graph.saved_tensors_hooks(lambda _: run, unpack):
-        output: torch.Tensor = _Scanned.apply(scanner, run.recording.output.detach(), x, *run.recording.externals)
+        output: torch.Tensor = _Scanned.apply(scanner, places, run.recording.output.detach(), x, *externals)
     return output
 
 
 class _Scanned(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scanner: Scanner, output: torch.Tensor, x: torch.Tensor, *externals: torch.Tensor
+        ctx: Any,
+        scanner: Scanner,
+        places: Sequence[int],
+        output: torch.Tensor,
+        x: torch.Tensor,
+        *externals: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.scanner = scanner
+        ctx.scanner, ctx.places = scanner, places
         # In whose place the hooks of `scanned` keep the run.
         ctx.save_for_backward(x.new_empty(0))
         # A copy: what follows may change its own in place, and the last stage may need this one.
@@ -384,10 +400,10 @@ class _Scanned(torch.autograd.Function):
                 "call the module without Scan for those"
             )
         (handle,) = ctx.saved_tensors
-        _, _, for_input, *wanted = ctx.needs_input_grad
-        needed = [place for place, wants in enumerate(wanted) if wants]
+        *_, for_input = ctx.needs_input_grad[:4]
+        needed = [place for place, wants in zip(ctx.places, ctx.needs_input_grad[4:], strict=True) if wants]
         x_gradient, found = ctx.scanner.pull_back(handle.run.records, gradient, needed, for_input=for_input)
-        return (None, None, x_gradient, *(found.get(place) for place in range(len(wanted))))
+        return (None, None, None, x_gradient, *(found.get(place) for place in ctx.places))
 
 
 def vjp(

@@ -18,8 +18,7 @@ from ._nodes import applied, freely
 from ._pruned import Kept
 from .patterns import Call, Diagonal, Identity, Pattern, Rule, rule_for
 from .spgemm import matvec
-from .tracing._program import Operation, Program
-from .tracing._recorder import Invocation, Recording
+from .tracing import Invocation, Operation, Program, Recording
 
 __all__ = ["AT_ONCE", "Edge", "Record", "Stage", "pull_back_all", "working"]
 
@@ -248,6 +247,17 @@ class Record:
             return self.recording.input
         return invocation.results[vertex - invocation.first]
 
+    @functools.cached_property
+    def externals(self) -> set[int]:
+        """The tensors from outside that the stage reads and that autograd has gradients of, by their places."""
+        recording, maker = self.recording, self.recording.makers[self.stage.stop]
+        if not self.stage.edges:
+            return set() if maker is None else recording.externals_of(maker)
+        externals: set[int] = set()
+        for operation in self.stage.operations:
+            externals |= recording.externals_of(recording.invocations[operation.place], operation.operands)
+        return externals
+
     def jacobian(self) -> SparseJacobian:
         """``J`` for the whole batch."""
         operator = self.stage.operator
@@ -320,6 +330,11 @@ class Record:
         operator = self.stage.operator
         return None if operator is None else operator.rule.selection(self._call(operator, samples))
 
+    def numbers(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of floating-point numbers in the input's dtype, in which Jacobians are: others as they are."""
+        dtype = self.recording.input.dtype
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
     def _call(self, edge: Edge, samples: slice) -> Call:
         """An operator's call with its tensors, for a slice of the batch."""
         operation, invocation = self.stage.program.operations[edge.target], self.invocation(edge.target)
@@ -331,40 +346,39 @@ class Record:
                     f"{path}.{kept.name}: weights that were pruned or zero when the pattern was made are not zero any "
                     "more; make the chain again, keep them zero by a mask (torch.nn.utils.prune), or pass pruned=False"
                 )
-        stale = {name for name, version in invocation.versions.items() if given[name]._version != version}
-        if invocation.writes and invocation.sequence >= 0:
-            # It has overwritten them itself.
-            stale |= {name for name in invocation.versions if any(given[name] is each for each in invocation.results)}
+        stale = invocation.stale
         number = edge.target - invocation.first
         x = given[argument]
         if "input" in edge.rule.reads and argument in stale:
-            if "input" not in invocation.saved:
+            if argument not in invocation.saved:
                 raise _changed(f"{path}.{argument}")
-            x = invocation.saved["input"]
+            x = invocation.saved[argument]
         out = self.stage.program.layouts[edge.target]
         result = invocation.results[number]
         if "output" in edge.rule.reads and result._version != invocation.result_versions[number]:
-            if "output" not in invocation.saved:
+            if None not in invocation.saved:
                 raise _changed(f"{path}: what {operation.name} gave")
-            result = invocation.saved["output"]
+            result = invocation.saved[None]
         arguments: dict[str, Any] = {}
         for name, value in {**edge.call.arguments, **given}.items():
             layout = layouts.get(name)
-            if layout is None or not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor):
                 arguments[name] = value
+            elif layout is None:
+                arguments[name] = self.numbers(value)
             elif name in operation.alike:
-                arguments[name] = layout.split(value.detach())[0]
+                arguments[name] = self.numbers(layout.split(value.detach())[0])
             else:
-                arguments[name] = layout.split(value.detach())[samples]
+                arguments[name] = self.numbers(layout.split(value.detach())[samples])
         arguments.pop(argument)
-        x = layouts[argument].split(x.detach())[samples]
+        x = self.numbers(layouts[argument].split(x.detach())[samples])
         own = _Own(self, edge, operation, invocation, samples)
         return replace(
             edge.call,
             arguments=_Arguments(arguments, path, frozenset(stale)),
             batched=frozenset(layouts.keys() - {argument} - operation.alike),
             input=x,
-            output=out.split(result.detach())[samples],
+            output=self.numbers(out.split(result.detach())[samples]),
             node=own.node if samples == slice(None) else None,
             vjp=own.vjp,
             vjps=None if operation.random else own.vjps,
@@ -414,6 +428,7 @@ class _Own:
         into, out = self._layouts
         number = self.edge.target - self.invocation.first
         result, x = self.invocation.results[number], self.invocation.arguments[self.edge.call.argument]
+        gradient = gradient.to(result.dtype)
         if not whole:
             # Samples do not mix, so the others may have any gradient.
             others = out.split(torch.zeros_like(result))
@@ -424,7 +439,8 @@ class _Own:
         found: list[torch.Tensor | None] = []
         freely(lambda: found.extend(applied(self.node, inputs)))
         own = found[place]
-        return into.split(torch.zeros_like(x) if own is None else own.sum_to_size(x.shape))[self.samples]
+        own = torch.zeros_like(x) if own is None else own.sum_to_size(x.shape)
+        return self.record.numbers(into.split(own)[self.samples])
 
     @property
     def _layouts(self) -> tuple[Any, Any]:
@@ -434,17 +450,15 @@ class _Own:
         """The operator on these samples, with others in the place of its operand."""
         into, out = self._layouts
         arguments = dict(self.invocation.arguments)
-        # An operator that only moves elements may be asked again after it has written to its operand; no other.
-        moves = self.operation.sources or self.invocation.sequence < 0
-        versions = self.invocation.versions.items()
-        stale = [name for name, version in versions if arguments[name]._version != version]
-        if (self.invocation.writes or stale) and not moves:
-            raise _changed(f"{self.operation.path}: what {self.operation.name} was given")
+        stale = self.invocation.stale
         for name, value in arguments.items():
             layout = self.operation.layouts.get(name)
             if name == self.edge.call.argument:
                 arguments[name] = into.join(own)
             elif isinstance(value, torch.Tensor):
+                # Of an operator that only moves elements no derivative depends on another's.
+                if name in stale and not self.operation.sources:
+                    raise _changed(f"{self.operation.path}.{name}")
                 value = value.detach()
                 if layout is not None:
                     value = layout.join(layout.split(value)[self.samples])
@@ -463,12 +477,13 @@ class _Own:
             own = x.clone().requires_grad_()
             y = self._run(own)
         if not y.requires_grad:
-            return torch.zeros_like(x).expand(count, *x.shape)
+            return self.record.numbers(torch.zeros_like(x)).expand(count, *x.shape)
+        gradients = gradients.reshape(count, *y.shape).to(y.dtype)
         if count == 1:
-            return torch.autograd.grad(y, own, gradients.reshape(y.shape), materialize_grads=True)[0][None]
-        gradients = gradients.reshape(count, *y.shape)
+            (found,) = torch.autograd.grad(y, own, gradients[0], materialize_grads=True)
+            return self.record.numbers(found)[None]
         (found,) = torch.autograd.grad(y, own, gradients, is_grads_batched=True, allow_unused=True)
-        return torch.zeros_like(x).expand(count, *x.shape) if found is None else found
+        return self.record.numbers(torch.zeros_like(x).expand(count, *x.shape) if found is None else found)
 
     def jvp(self, tangent: torch.Tensor) -> torch.Tensor:
         """``J v``, ``(batch, *in_shape)`` to ``(batch, *out_shape)``."""
@@ -479,9 +494,10 @@ class _Own:
             gradient = torch.zeros_like(y, requires_grad=True)
             (pulled,) = torch.autograd.grad(y, own, gradient, create_graph=True, materialize_grads=True)
         if not pulled.requires_grad:
-            return torch.zeros_like(y)
-        (found,) = torch.autograd.grad(pulled, gradient, tangent.reshape(own.shape), materialize_grads=True)
-        return found
+            return self.record.numbers(torch.zeros_like(y))
+        tangent = tangent.reshape(own.shape).to(own.dtype)
+        (found,) = torch.autograd.grad(pulled, gradient, tangent, materialize_grads=True)
+        return self.record.numbers(found)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ._modules import check_module
 from ._scan import Scanner, check_limit, scanned
 from .recurrence import GRU, LSTM, RNN
 from .schedule import Schedule, parse
-from .tracing._recorder import is_recording
+from .tracing import is_recording
 
 __all__ = ["GRU", "LSTM", "RNN", "Scan"]
 

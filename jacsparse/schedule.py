@@ -366,6 +366,9 @@ def balanced(chain: Chain | Subject, workers: int) -> Schedule:
     workers = _natural("workers", workers, 1)
     if not hasattr(chain, "factors"):
         raise TypeError(f"chain is a {type(chain).__name__}; make one with jacsparse.chain(module, input_shape)")
+    if workers == 1:
+        # There is nothing to weigh, so no pattern is made.
+        return blocked(len(chain), [0], "balanced:1")
     factors = chain.factors
     return blocked(len(factors), boundaries(factors, workers), f"balanced:{workers}")
 

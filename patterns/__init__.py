@@ -15,6 +15,7 @@ from ._pooling import Adaptive, Pooling, Weighted
 from ._recurrent import state_jacobian_pattern, state_jacobian_values
 from ._registered import register_rule
 from ._rules import Call, Rule, UnsupportedOperatorError, add_rule, rule_for
+from ._strided import Strided
 from ._structure import Blocks, Csr, Diagonal, Full, Identity, Structure
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Pooling",
     "Rule",
     "Sliding",
+    "Strided",
     "Structure",
     "UnsupportedOperatorError",
     "Weighted",

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -90,6 +92,22 @@ class _LineRule(Rule):
 
     def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         return _block_values(*self.factors(call, self.lines(call)), transposed=True)
+
+    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
+        lines = self.lines(call)
+        scale, left, right, mean = self.factors(call, lines)
+        # Each line's places along the second axis.
+        scale, left, right = (
+            part.expand(lines.outer, lines.length, lines.inner, -1).transpose(1, 2).flatten(0, 1)
+            for part in (scale, left, right)
+        )
+        for first, last in pairwise(bounds):
+            row = torch.arange(first, last, device=right.device)
+            line = row // (lines.length * lines.inner) * lines.inner + row % lines.inner
+            place = row // lines.inner % lines.length
+            values = (left[line] * right[line, place][:, None]).add_(mean).neg_()
+            values[torch.arange(len(row), device=row.device), place] += 1
+            yield values.mul_(scale[line]).flatten(0, 1)
 
 
 class _AxisRule(_LineRule):
@@ -247,6 +265,11 @@ class _BatchNormRule(_NormRule):
         if call.in_shape[0] == 1:
             return super().transposed_values(call, pattern)
         return Rule.transposed_values(self, call, pattern)
+
+    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
+        if not _measures(call.operator, call.arguments) or call.in_shape[0] > 1:
+            return None
+        return super().transposed_parts(call, pattern, bounds)
 
     def weight(self, call: Call, lines: _Lines) -> torch.Tensor | None:
         own = call["weight"]

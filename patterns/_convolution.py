@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from ._layout import Labels
 from ._pattern import Pattern
 from ._rules import Call, Rule, Use, add_rule
 from ._runtime import SIMD, kernel, run_rows
-from ._structure import Arrays, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
+from ._structure import Arrays, Csr, Structure, check_size, flag, frozen, index_dtype, natural, row_starts
 from ._values import repeat_rows, repeated, take
 
 __all__ = ["Convolution", "Sliding", "packed"]
@@ -189,12 +189,17 @@ class Convolution(Structure):
         met = np.ones(1, dtype=object)
         for axis in self.axes:
             met = np.outer(met, (axis.sources >= 0).sum(axis=0).astype(object)).ravel()
+        if self.kept is None:
+            out_channels, inner, _ = self.weight_shape
+            return int(out_channels * inner * met.sum())
         return int(np.bincount(self._weights % self.taps, minlength=self.taps).astype(object) @ met)
 
     @functools.cached_property
     def T(self) -> Convolution:
         transpose = replace(self, transposed=not self.transposed)
-        transpose.__dict__.update(_weights=self._weights, _places=self._places, nnz=self.nnz, T=self)
+        # As far as it is known: these arrays are several times as large as the weight.
+        common = {name: self.__dict__[name] for name in ("_weights", "_places", "nnz") if name in self.__dict__}
+        transpose.__dict__.update(common, T=self)
         return transpose
 
     @functools.cached_property
@@ -207,6 +212,8 @@ class Convolution(Structure):
     @functools.cached_property
     def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Each row channel's kept weights in the order of their columns: starts, column channels, taps, weights."""
+        if self.kept is None:
+            return self._all_cells()
         out_channels, inner, taps = self.weight_shape
         out_channel, in_channel, tap = self._places
         if not self.transposed:
@@ -219,6 +226,22 @@ class Convolution(Structure):
             weight = (column * inner + row % max(1, inner)) * taps + tap
         channels = self.in_channels if self.transposed else self.out_channels
         return row_starts(np.bincount(row, minlength=channels), np.int64), column, tap.astype(np.int32), weight
+
+    def _all_cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """`_cells` where all weights are kept."""
+        out_channels, inner, taps = self.weight_shape
+        outer = out_channels // self.groups
+        if self.transposed:
+            row, tap = np.arange(self.in_channels)[:, None, None], np.arange(taps)[::-1]
+            column = row // max(1, inner) * outer + np.arange(outer)[:, None]
+            weight = (column * inner + row % max(1, inner)) * taps + tap
+        else:
+            row, tap, within = np.arange(out_channels)[:, None, None], np.arange(taps), np.arange(inner)[:, None]
+            column = row // max(1, outer) * inner + within
+            weight = (row * inner + within) * taps + tap
+        rows, partners, _ = weight.shape
+        columns, taps_of = (np.broadcast_to(part, weight.shape).ravel() for part in (column, tap.astype(np.int32)))
+        return np.arange(rows + 1) * (partners * taps), columns, taps_of, weight.ravel()
 
     @functools.cached_property
     def _places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -242,6 +265,12 @@ class Convolution(Structure):
 
     def _counts(self, positions: np.ndarray) -> np.ndarray:
         """Entries of each channel's row at each of some places, which are rows of `positions`."""
+        if self.kept is None:
+            out_channels, inner, _ = self.weight_shape
+            channels, partners = self.in_channels, out_channels // self.groups
+            if not self.transposed:
+                channels, partners = out_channels, inner
+            return np.tile(np.count_nonzero(positions >= 0, axis=1) * partners, channels)
         out_channel, in_channel, tap = self._places
         channels, row = (self.in_channels, in_channel) if self.transposed else (self.out_channels, out_channel)
         kept = np.bincount(row * self.taps + tap, minlength=channels * self.taps).reshape(channels, self.taps)
@@ -255,11 +284,6 @@ class Convolution(Structure):
     @functools.cached_property
     def _indptr(self) -> np.ndarray:
         return frozen(row_starts(self.row_counts(), index_dtype(self.nnz, *self.shape)))
-
-    @functools.cached_property
-    def _row_work(self) -> np.ndarray:
-        """What `repeat_rows` takes: runs of consecutive elements are four times as fast as elements looked up."""
-        return self._indptr // (4 * SIMD)
 
     @functools.cached_property
     def _templates(self) -> tuple[np.ndarray, np.ndarray]:
@@ -279,6 +303,18 @@ class Convolution(Structure):
         return frozen(out)
 
     def csr(self) -> Arrays:
+        return self._indptr, frozen(self._filled(0, self.shape[0], *self._shifted_templates))
+
+    def parts(self, bounds: Sequence[int]) -> Iterator[Structure]:
+        template, shift = self._shifted_templates
+        for first, last in itertools.pairwise(bounds):
+            indices = self._filled(first, last, template, shift)
+            indptr = self._starts(first, last).astype(index_dtype(len(indices), *self.shape))
+            yield Csr(last - first, self.shape[1], frozen(indptr), frozen(indices.astype(indptr.dtype, copy=False)))
+
+    @property
+    def _shifted_templates(self) -> Arrays:
+        """The columns of each channel's row at the first place of each kind; and how far each row's lie behind."""
         _, column, _, _ = self._cells
         positions, dtype = self.positions, self._indptr.dtype
         columns = self.shape[1] // max(1, self.out_channels if self.transposed else self.in_channels)
@@ -287,11 +323,19 @@ class Convolution(Structure):
         tap = (positions >= 0).argmax(axis=1)
         shift = positions[np.arange(len(tap)), tap] - positions[firsts[kinds], tap]
         channels = self.in_channels if self.transposed else self.out_channels
-        template = self._of_templates(column * columns, 1, dtype)
-        out = np.empty(self.nnz, dtype=dtype)
+        return self._of_templates(column * columns, 1, dtype), np.tile(shift.astype(dtype), channels)
+
+    def _starts(self, first: int, last: int) -> np.ndarray:
+        """Where each of some rows starts among their entries."""
+        return frozen(self._indptr[first : last + 1] - self._indptr[first])
+
+    def _filled(self, first: int, last: int, template: np.ndarray, shift: np.ndarray) -> np.ndarray:
+        """The columns of the entries of some rows."""
+        starts = self._starts(first, last)
         _, start = self._templates
-        repeat_rows(template, start, self._indptr, self._row_work, out, np.tile(shift.astype(dtype), channels))
-        return self._indptr, frozen(out)
+        out = np.empty(int(starts[-1]), dtype=template.dtype)
+        repeat_rows(template, start[first:last], starts, _copying(starts), out, shift[first:last])
+        return out
 
     @functools.cached_property
     def _gather(self) -> np.ndarray:
@@ -301,12 +345,21 @@ class Convolution(Structure):
 
     def values(self, weight: torch.Tensor) -> torch.Tensor:
         """The entries' values, ``(nnz, 1)``, from a weight of `weight_shape` in C order."""
+        (values,) = self.values_of_parts(weight, (0, self.shape[0]))
+        return values
+
+    def values_of_parts(self, weight: torch.Tensor, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
+        """The same for the rows from each bound to the next one."""
         template = take(weight, self._gather)
-        if len(template) == self.nnz:
-            # No two rows are alike: the templates are the rows.
-            return template
         _, start = self._templates
-        return repeated(template, start, self._indptr, self._row_work)
+        for first, last in itertools.pairwise(bounds):
+            if len(template) == self.nnz:
+                # No two rows are alike: the templates are the rows.
+                yield template[self._indptr[first] : self._indptr[last]]
+                continue
+            whole = last - first == self.shape[0]
+            starts = self._indptr if whole else self._starts(first, last)
+            yield repeated(template, start if whole else frozen(start[first:last]), starts, _copying(starts))
 
     def describe(self) -> Mapping[str, Any]:
         return {
@@ -343,6 +396,11 @@ class Convolution(Structure):
                 f"kept has {len(structure.kept)} bytes; a mask over {structure.weight_shape} needs {expected}"
             )
         return structure
+
+
+def _copying(starts: np.ndarray) -> np.ndarray:
+    """What `repeat_rows` takes: runs of consecutive elements are four times as fast as elements looked up."""
+    return starts // (4 * SIMD)
 
 
 def described_axes(axes: tuple[Sliding, ...]) -> np.ndarray:
@@ -411,11 +469,18 @@ class _Windows(Rule):
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert isinstance(pattern.structure, Convolution)
-        weight, copies = call["weight"], call.in_shape[0]
-        return pattern.structure.values(weight if copies == 1 else weight.repeat(copies, *[1] * (weight.ndim - 1)))
+        return pattern.structure.values(self._weight(call))
 
     # The structure knows its orientation, and so the order of its weights.
     transposed_values = values
+
+    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
+        assert isinstance(pattern.structure, Convolution)
+        return pattern.structure.values_of_parts(self._weight(call), bounds)
+
+    def _weight(self, call: Call) -> torch.Tensor:
+        weight, copies = call["weight"], call.in_shape[0]
+        return weight if copies == 1 else weight.repeat(copies, *[1] * (weight.ndim - 1))
 
     def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
         images = gradients.flatten(0, 1).flatten(0, 1)

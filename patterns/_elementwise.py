@@ -13,7 +13,8 @@ import torch
 from ._layout import Labels
 from ._pattern import Pattern
 from ._rules import POINTWISE, Call, Rule, Use, add_rule
-from ._structure import Csr, Diagonal, Identity
+from ._strided import picking
+from ._structure import Diagonal, Identity
 from ._values import batch_last, positive
 
 __all__ = ["broadcast", "broadcast_labels"]
@@ -30,8 +31,7 @@ def broadcast(in_shape: tuple[int, ...], out_shape: tuple[int, ...]) -> Pattern:
     size = int(np.prod(in_shape))
     if size == int(np.prod(out_shape)):
         return Pattern.of(Diagonal(size))
-    sources = np.broadcast_to(np.arange(size).reshape(in_shape), out_shape).reshape(-1)
-    return Pattern.of(Csr.picking(sources, size))
+    return picking(np.broadcast_to(np.arange(size).reshape(in_shape), out_shape), size)
 
 
 class _DiagonalRule(Rule):

@@ -10,6 +10,8 @@ so that row ``(b, i, j)`` has an entry for each ``k``, and its value is found in
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -120,6 +122,27 @@ class _ProductRule(Rule):
             return super().transposed_values(call, pattern)
         factor, samples = self._factor(call)
         return self._scaled(call, factor[:, :, None].expand(samples, lead, rows, inner, columns).flatten(1).T)
+
+    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
+        if isinstance(pattern.structure, Convolution):
+            lead, rows, _, _ = self._sizes(call)
+            factor, _ = self._factor(call)
+            parts = pattern.structure.values_of_parts(_rows(factor, lead * rows), bounds)
+            return (self._scaled(call, values) for values in parts)
+        return None if call.kept.get(self._other(call)) is not None else self._parts(call, bounds)
+
+    def _parts(self, call: Call, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Of a product nothing of which is pruned."""
+        lead, rows, inner, columns = self._sizes(call)
+        factor, samples = self._factor(call)
+        factor = factor.expand(samples, lead, -1, -1)
+        for first, last in pairwise(bounds):
+            row = torch.arange(first, last, device=factor.device)
+            if self._is_left(call):
+                taken = factor[:, row // (rows * inner), row % inner]
+            else:
+                taken = factor.transpose(2, 3)[:, row // (inner * columns), row // columns % inner]
+            yield self._scaled(call, taken.flatten(1).T)
 
     def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
         lead, rows, _, columns = self._sizes(call)
@@ -245,15 +268,10 @@ class _AttentionRule(Rule):
         return Pattern((call.out_size, call.in_size), starts, indices.reshape(-1))
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        assert call.input is not None and call.output is not None
-        heads, queries, keys, width, channels = self._shapes(call)
-        batch = len(call.input)
-        q, k, v = (
-            self._heads(call, name, heads, *sizes)
-            for name, sizes in (("query", (queries, width)), ("key", (keys, width)), ("value", (keys, channels)))
-        )
-        scale = call["scale"] if call["scale"] is not None else 1 / math.sqrt(width)
-        attention = self._attention(call, q, k, scale, heads)
+        assert call.output is not None
+        (q, k, v), attention, scale = self._factors(call)
+        heads, queries, keys, _, channels = self._shapes(call)
+        batch = len(attention)
         if call.argument == "value":
             # Row (head, query, channel): an entry for each key.
             weights = attention[:, :, :, None, :].expand(batch, heads, queries, channels, keys)
@@ -265,6 +283,54 @@ class _AttentionRule(Rule):
         else:
             own = torch.einsum("bhijc,bhie->bhicje", change, q)
         return own.flatten(1).T.contiguous()
+
+    def _factors(self, call: Call) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor, float]:
+        """Queries, keys and values by heads, the attention and the scale."""
+        heads, queries, keys, width, channels = self._shapes(call)
+        q = self._heads(call, "query", heads, queries, width)
+        k = self._heads(call, "key", heads, keys, width)
+        v = self._heads(call, "value", heads, keys, channels)
+        scale = call["scale"] if call["scale"] is not None else 1 / math.sqrt(width)
+        return (q, k, v), self._attention(call, q, k, scale, heads), scale
+
+    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
+        return None if call.in_shape[:-2] != call.out_shape[:-2] else self._parts(call, bounds)
+
+    def _parts(self, call: Call, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Of a matrix whose heads are its operand's."""
+        assert call.output is not None
+        (q, k, v), attention, scale = self._factors(call)
+        heads, queries, keys, width, channels = self._shapes(call)
+        out = call.output.detach().reshape(len(attention), heads, queries, channels)
+        for first, last in pairwise(bounds):
+            row = torch.arange(first, last, device=out.device)
+            if call.argument == "value":
+                yield attention.transpose(2, 3)[:, row // (keys * channels), row // channels % keys].flatten(1).T
+            elif call.argument == "key":
+                head, key, place = row // (keys * width), row // width % keys, row % width
+                own = v[:, head, key][:, :, None] - out[:, head]
+                own *= (attention.transpose(2, 3)[:, head, key] * scale * q.transpose(2, 3)[:, head, place])[..., None]
+                yield own.flatten(1).T
+            else:
+                size = queries * width
+                own = [
+                    self._of_queries(
+                        *(part[:, head] for part in (attention, k, v, out)),
+                        max(0, first - head * size),
+                        min(size, last - head * size),
+                    )
+                    for head in range(first // size, -(-last // size))
+                ]
+                yield torch.cat(own, 1).mul_(scale).flatten(1).T
+
+    def _of_queries(
+        self, attention: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, first: int, last: int
+    ) -> torch.Tensor:
+        """Rows of one head's transposed matrix for its queries, ``(batch, rows, channels)``, not scaled."""
+        row = torch.arange(first, last, device=out.device)
+        query, place = row // k.shape[2], row % k.shape[2]
+        weights = attention[:, query] * k.transpose(1, 2)[:, place]
+        return weights @ v - weights.sum(2, keepdim=True) * out[:, query]
 
     def _heads(self, call: Call, name: str, heads: int, length: int, width: int) -> torch.Tensor:
         """An argument as ``(batch, heads, length, width)``."""

@@ -7,6 +7,7 @@ batch, from which sample each element comes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ import torch
 from ._layout import WHOLE, Layout, MixedSamplesError, layouts_of_samples
 from ._pattern import Pattern
 from ._rules import Call, Placement, Rule, Sources, Use, add_rule
+from ._strided import Strided, picking
 from ._structure import Csr, Identity, frozen, index_dtype, row_starts
 
 __all__: list[str] = []
@@ -33,6 +35,10 @@ _NAMES = (
     "replication_pad3d roll rot90 scatter select select_scatter slice slice_scatter split split_with_sizes squeeze "
     "stack t transpose tril triu unbind unfold unsafe_split unsafe_split_with_sizes unsqueeze view zero"
 )
+#: Those that put elements of an operand at places that indices tell.
+_PUTS = {"aten.index_copy": "source", "aten.index_put": "values", "aten.scatter": "src"}
+#: Those each element of whose result is one of an operand, in the order of the operands.
+_BESIDE = frozenset(("aten.cat", "aten.stack"))
 #: Those that keep their operand's elements in their order.
 _IN_ORDER = frozenset(f"aten.{name}" for name in ["_unsafe_view", "alias", "clone", "squeeze", "unsqueeze", "view"])
 
@@ -64,6 +70,11 @@ class _MovementRule(Rule):
             raise MixedSamplesError(
                 "aten.as_strided reads memory beside its operand", "call .contiguous() on the tensor before"
             )
+        if self.collides(use):
+            raise MixedSamplesError(
+                f"{use.operator} puts several elements at one place, and PyTorch does not say which of them stays",
+                "give each place once",
+            )
         if use.operator in _IN_ORDER and _keeps_order(use):
             ((name, layout),) = use.layouts.items()
             out = layout if layout == WHOLE else Layout(0, use.output.shape[0] // use.batch)
@@ -75,11 +86,16 @@ class _MovementRule(Rule):
             alone = replace(light, layouts={name: use.layouts[name]})
             return lambda: self.located(alone, out)[1][name]
 
-        return Placement(dict(use.layouts), out, {name: _held(own, again(name)) for name, own in places.items()})
+        held = {name: _held(own, self.shape_of_places(use, name, out), again(name)) for name, own in places.items()}
+        return Placement(dict(use.layouts), out, held)
+
+    def shape_of_places(self, use: Use, name: str, out: Layout) -> tuple[int, ...]:
+        """The shape of one sample's tensor whose elements have places in the other."""
+        return out.shape_of_sample(use.output.shape)
 
     def located(self, use: Use, out: Layout | None = None) -> tuple[Layout, dict[str, np.ndarray]]:
         """Where the samples are in the output, and by operand where its elements come from in each sample."""
-        sources = {name: self.traced(use, name) for name in use.layouts}
+        sources = self.traced_together(use) or {name: self.traced(use, name) for name in use.layouts}
         if use.batch == 1:
             return WHOLE, {name: own.reshape(1, -1) for name, own in sources.items()}
         samples = {}
@@ -102,6 +118,39 @@ class _MovementRule(Rule):
         constant = (moved == nothing) | (moved.isnan() & nothing.isnan())
         return moved.masked_fill(constant, 0).to(torch.int64).numpy(force=True) - 1
 
+    def collides(self, use: Use) -> bool:
+        """Whether an element is put where another one then is: autograd has a gradient of both."""
+        name = _PUTS.get(use.operator, "")
+        if name not in use.layouts or use.arguments.get("accumulate"):
+            return False
+        arguments = _in_place_of(use, name, torch.ones_like)
+        put = arguments[name]
+        assert isinstance(put, torch.Tensor)
+        with torch.enable_grad():
+            y = use.evaluate({**arguments, name: put.requires_grad_()})
+        (taken,) = torch.autograd.grad(y.sum(), put)
+        places = self.traced(use, name)
+        return int(taken.count_nonzero()) > len(np.unique(places[places >= 0]))
+
+    def traced_together(self, use: Use) -> dict[str, np.ndarray] | None:
+        """The same for all operands at once, of an operator that lays them beside each other."""
+        tensors = [value for value in use.arguments.values() if isinstance(value, torch.Tensor)]
+        if use.operator not in _BESIDE or len(use.layouts) == 1 or not all(t.is_floating_point() for t in tensors):
+            return None
+        sizes = [use.arguments[name].numel() for name in use.layouts]
+        starts = dict(zip(use.layouts, itertools.accumulate(sizes, initial=0), strict=False))
+
+        def numbered(name: str, like: torch.Tensor) -> torch.Tensor:
+            return _numbered(like) + starts[name] if name in starts else like
+
+        moved = use.evaluate(_replaced(use, numbered)).to(torch.int64).numpy(force=True) - 1
+        found = {}
+        for (name, start), size in zip(starts.items(), sizes, strict=True):
+            own = moved - start
+            own[(own < 0) | (own >= size)] = -1
+            found[name] = own
+        return found
+
     def shared(self, call: Call) -> bool:
         assert call.sources is not None
         return call.sources.rows == 1
@@ -121,12 +170,16 @@ class _MovementRule(Rule):
 
 def _in_place_of(use: Use, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, object]:
     """An operator's arguments with another operand, and zeros for all other numbers that are no indices."""
+    return _replaced(use, lambda other, zeros: make(zeros) if other == name else zeros)
+
+
+def _replaced(use: Use, make: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, object]:
+    """An operator's arguments: for all that are no indices what `make` makes of the argument's name and of zeros."""
     arguments: dict[str, object] = {}
     for other, value in use.arguments.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             device = "cpu" if value.is_meta else value.device
-            own = torch.zeros(value.shape, dtype=torch.float64, device=device)
-            arguments[other] = make(own) if other == name else own
+            arguments[other] = make(other, torch.zeros(value.shape, dtype=torch.float64, device=device))
         else:
             arguments[other] = value
     return arguments
@@ -152,10 +205,14 @@ def _fills_memory(tensor: torch.Tensor) -> bool:
 _HELD = 2**16
 
 
-def _held(places: np.ndarray, again: Callable[[], np.ndarray]) -> Sources:
+def _held(places: np.ndarray, shape: tuple[int, ...], again: Callable[[], np.ndarray]) -> Sources:
     rows, size = places.shape
     if rows == 1 and bool((places[0] == np.arange(size)).all()):
         return Sources(rows, size, identity=True)
+    # How many columns there are is known where a pattern is asked for.
+    strided = Strided.found(places.reshape(shape), int(places.max()) + 1) if rows == 1 and size else None
+    if strided is not None:
+        return Sources(rows, size, make=lambda: strided.sources().reshape(1, -1), strided=strided)
     narrow = places.astype(np.int32) if places.size and places.max() < 2**31 else places
     return Sources(rows, size, make=(lambda: narrow) if narrow.nbytes <= _HELD else again)
 
@@ -198,6 +255,8 @@ def _picking(given: Sources, columns: int) -> Pattern:
     """The pattern of outputs that are each one element, or none: in all samples the same, or in each another."""
     if given.identity and given.size == columns:
         return Pattern.of(Identity(columns))
+    if given.strided is not None:
+        return Pattern.of(replace(given.strided, columns=columns))
     sources = given.array()
     if len(sources) > 1:
         rows = np.broadcast_to(np.arange(sources.shape[1]), sources.shape)[sources >= 0]
@@ -206,8 +265,7 @@ def _picking(given: Sources, columns: int) -> Pattern:
         dtype = index_dtype(len(entries), sources.shape[1], columns)
         indices = frozen((entries % max(1, columns)).astype(dtype))
         return Pattern.of(Csr(sources.shape[1], columns, frozen(row_starts(starts, dtype)), indices))
-    (own,) = sources
-    return Pattern.of(Csr.picking(own, columns))
+    return picking(sources[0], columns)
 
 
 @add_rule("aten.col2im", "aten.index_add", "aten.scatter_add")
@@ -237,6 +295,9 @@ class _AddedRule(_MovementRule):
                 found[name] = _by_sample(place, layout, use.batch)
             return out, found
         raise MixedSamplesError
+
+    def shape_of_places(self, use: Use, name: str, out: Layout) -> tuple[int, ...]:
+        return use.layouts[name].shape_of_sample(use.arguments[name].shape)
 
     def added(self, use: Use, name: str) -> np.ndarray:
         """The number of the output's element that each element of an operand is added to, from 0 on; else -1."""

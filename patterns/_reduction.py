@@ -12,7 +12,8 @@ import torch
 from ._layout import Labels
 from ._pattern import Pattern
 from ._rules import Call, Rule, Use, add_rule
-from ._structure import Csr, Full
+from ._strided import picking
+from ._structure import Full
 
 __all__: list[str] = []
 
@@ -65,8 +66,7 @@ class _ReductionRule(Rule):
         outputs = math.prod(shape)
         if outputs == 1:
             return Pattern.of(Full(1, size))
-        targets = np.broadcast_to(np.arange(outputs).reshape(shape), call.in_shape).reshape(-1)
-        return Pattern.of(Csr.picking(targets, outputs)).T
+        return picking(np.broadcast_to(np.arange(outputs).reshape(shape), call.in_shape), outputs).T
 
 
 @add_rule("aten.sum", "aten.mean")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from ._coloring import compressed_values
 from ._layout import WHOLE, Labels, Layout, layouts_by_labels
 from ._pattern import Pattern
+from ._strided import Strided
 from ._structure import Diagonal
 from ._values import gathered
 
@@ -52,6 +53,8 @@ class Sources:
         Whether each element is that of its own place.
     make : callable or None
         The places, ``(rows, size)``; None where each is its own.
+    strided : Strided or None
+        The same, where the places lie in steps.
     samples : slice
         Those that are worked on.
     """
@@ -60,6 +63,7 @@ class Sources:
     size: int
     identity: bool = False
     make: Callable[[], np.ndarray] | None = None
+    strided: Strided | None = None
     samples: slice = field(default_factory=lambda: slice(None))
 
     def array(self) -> np.ndarray:
@@ -282,6 +286,13 @@ class Rule(ABC):
         if isinstance(pattern.structure, Diagonal):
             return self.values(call, pattern)
         return gathered(self.values(call, pattern.T), pattern.T.transposition)
+
+    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
+        """Values of the rows of ``J.T`` from each bound to the next one, for a matrix that is too large as a whole.
+
+        None where a rule makes no fewer than all.
+        """
+        return None
 
     def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
         """``Jᵀ g`` of many gradients, ``(columns, batch, *out_shape)``, each of as many elements as the operand has.

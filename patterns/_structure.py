@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -97,6 +98,11 @@ class Structure(ABC):
     def csr(self) -> Arrays:
         """``indptr`` and ``indices``: sorted, without duplicates."""
 
+    def parts(self, bounds: Sequence[int]) -> Iterator[Structure]:
+        """The structures of the rows from each bound to the next one; no more indices than a part's are held."""
+        indptr, indices = self.csr()
+        return (_rows(self.shape[1], indptr[a : b + 1], indices[indptr[a] : indptr[b]]) for a, b in pairwise(bounds))
+
     @abstractmethod
     def describe(self) -> Mapping[str, Any]:
         """The description, as plain numbers, strings and arrays: `restore` makes the structure again from it."""
@@ -118,6 +124,13 @@ class Structure(ABC):
             else:
                 digest.update(repr(value).encode())
         return digest.hexdigest()
+
+
+def _rows(columns: int, starts: np.ndarray, indices: np.ndarray) -> Csr:
+    """Rows of a larger matrix, where `starts` says where each begins among all of its entries."""
+    dtype = index_dtype(len(indices), len(starts), columns)
+    indptr = (starts - starts[0]).astype(dtype)
+    return Csr(len(starts) - 1, columns, frozen(indptr), frozen(indices.astype(dtype, copy=False)))
 
 
 def natural(description: Mapping[str, Any], name: str) -> int:
@@ -210,6 +223,9 @@ class Full(Structure):
         dtype = index_dtype(self.nnz, self.m, self.n)
         return np.arange(self.m + 1, dtype=dtype) * dtype(self.n), np.tile(np.arange(self.n, dtype=dtype), self.m)
 
+    def parts(self, bounds: Sequence[int]) -> Iterator[Structure]:
+        return (Full(last - first, self.n) for first, last in pairwise(bounds))
+
     def describe(self) -> Mapping[str, Any]:
         return {"m": self.m, "n": self.n}
 
@@ -262,6 +278,15 @@ class Blocks(Structure):
         first = np.arange(self.outer, dtype=dtype)[:, None, None, None] * dtype(self.columns * self.inner)
         indices = np.broadcast_to(first + inner + line, (self.outer, self.rows, self.inner, self.columns))
         return np.arange(self.shape[0] + 1, dtype=dtype) * dtype(self.columns), indices.reshape(-1)
+
+    def parts(self, bounds: Sequence[int]) -> Iterator[Structure]:
+        dtype = index_dtype(0, *self.shape)
+        line = np.arange(self.columns, dtype=dtype) * dtype(self.inner)
+        for first, last in pairwise(bounds):
+            row = np.arange(first, last)
+            begin = row // max(1, self.rows * self.inner) * (self.columns * self.inner) + row % max(1, self.inner)
+            indices = (begin.astype(dtype)[:, None] + line).reshape(-1)
+            yield _rows(self.shape[1], np.arange(last - first + 1) * self.columns, indices)
 
     def describe(self) -> Mapping[str, Any]:
         return {"outer": self.outer, "rows": self.rows, "columns": self.columns, "inner": self.inner}

@@ -8,7 +8,8 @@ is estimated by ``(r - 1) / Σ m``, with a relative error of about ``1/√(r - 2
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
 
 import numpy as np
 
@@ -58,8 +59,8 @@ def least(pattern: Pattern, keys: np.ndarray) -> np.ndarray:
 
 def spread(
     edges: Iterable[tuple[Hashable, Hashable, Pattern]], start: Hashable, keys: np.ndarray
-) -> dict[Hashable, np.ndarray]:
-    """Keys of one vertex of a graph taken along its edges to all that it reaches.
+) -> Iterator[tuple[Hashable, np.ndarray]]:
+    """Keys of one vertex of a graph taken along its edges to all that it reaches, and let go once they are passed on.
 
     Parameters
     ----------
@@ -70,13 +71,23 @@ def spread(
         That has the keys.
     keys : ndarray of float32, (elements, lanes)
         Of its elements.
+
+    Yields
+    ------
+    vertex, ndarray
+        Each vertex that is reached, with its keys.
     """
+    edges = list(edges)
+    left = Counter(source for source, _, _ in edges)
     held = {start: keys}
     for source, target, pattern in edges:
         if source in held:
             own = least(pattern, held[source])
             held[target] = np.minimum(held[target], own) if target in held else own
-    return held
+        left[source] -= 1
+        if not left[source] and source in held:
+            yield source, held.pop(source)
+    yield from held.items()
 
 
 def _factors(structure: Structure) -> tuple[Structure, ...]:

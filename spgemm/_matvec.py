@@ -48,6 +48,38 @@ def _matvec(first, last, indptr, indices, values, values_batch, x, x_batch, y, b
                 y[at + sample] += value * x[at_x + (sample if x_batch > 1 else 0)]
 
 
+@kernel
+def _matvec_shared(first, last, indptr, indices, values, x, y, batch):
+    for row in range(first, last):
+        places = indices[indptr[row] : indptr[row + 1]]
+        entries = values[indptr[row] : indptr[row + 1]]
+        at = np.int64(row) * batch
+        zero = y.dtype.type(0)
+        lane = 0
+        # Eight sums in registers, so that indices and values are read once for all of them.
+        while lane + 8 <= batch:
+            a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
+            for entry in range(len(places)):
+                value, start = entries[entry], np.int64(places[entry]) * batch + lane
+                own = x[start : start + 8]
+                a += value * own[0]
+                b += value * own[1]
+                c += value * own[2]
+                d += value * own[3]
+                e += value * own[4]
+                f += value * own[5]
+                g += value * own[6]
+                h += value * own[7]
+            out = y[at + lane : at + lane + 8]
+            out[0], out[1], out[2], out[3], out[4], out[5], out[6], out[7] = a, b, c, d, e, f, g, h
+            lane += 8
+        for rest in range(lane, batch):
+            total = zero
+            for entry in range(len(places)):
+                total += entries[entry] * x[np.int64(places[entry]) * batch + rest]
+            y[at + rest] = total
+
+
 @uncompiled
 def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
     """``y = A x`` for each sample: `A` given by pattern and values, `x` dense.
@@ -102,6 +134,9 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
         run_rows(
             _matvec_one, pattern.indptr, pattern.indptr, indices, left.reshape(-1), right.reshape(-1), y.reshape(-1)
         )
+    elif left.shape[1] == 1:
+        shared = (unsigned(pattern.indices), left.reshape(-1), right.reshape(-1), y.reshape(-1), batch)
+        run_rows(_matvec_shared, pattern.indptr, pattern.indptr, *shared, lanes=batch)
     else:
         flat = (left.reshape(-1), left.shape[1], right.reshape(-1), right.shape[1], y.reshape(-1), batch)
         run_rows(_matvec, pattern.indptr, pattern.indptr, pattern.indices, *flat, lanes=batch)

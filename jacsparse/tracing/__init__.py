@@ -1,1 +1,17 @@
-"""A call becomes a program: a graph of ATen operations."""
+"""A call becomes a program: what a module's forward pass ran, and the graph of ATen operations that it is."""
+
+from ._program import Operation, Program, contents_of, key_of, program_of
+from ._recorder import Invocation, Recording, is_recording, operator_name, record
+
+__all__ = [
+    "Invocation",
+    "Operation",
+    "Program",
+    "Recording",
+    "contents_of",
+    "is_recording",
+    "key_of",
+    "operator_name",
+    "program_of",
+    "record",
+]

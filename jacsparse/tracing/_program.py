@@ -187,28 +187,38 @@ def _known(number: float) -> float | None:
 
 
 def contents_of(recording: Recording) -> list[torch.Tensor]:
-    """The indices and masks that patterns depend on, in the order of the calls."""
-    return [
-        value
-        for invocation in recording.invocations
-        if invocation.facts is not None and invocation.facts.contents
-        for name in invocation.versions
-        if not (value := invocation.arguments[name]).is_floating_point()
-    ]
+    """The indices and masks that patterns depend on, in the order of the calls.
+
+    Raises
+    ------
+    RuntimeError
+        Where one was written to after its call.
+    """
+    contents = []
+    for invocation in recording.invocations:
+        if invocation.facts is not None and invocation.facts.contents:
+            for name, version in invocation.versions.items():
+                value = invocation.arguments[name]
+                if not value.is_floating_point():
+                    if value._version != version:
+                        raise RuntimeError(
+                            f"{invocation.name}: its {name} was written to after it was used{invocation.source}; write "
+                            "to a clone"
+                        )
+                    contents.append(value)
+    return contents
 
 
 # What is made once.
 
 
-def program_of(recording: Recording, path: str = "") -> Program:
+def program_of(recording: Recording) -> Program:
     """The program of a recording.
 
     Raises
     ------
     UnsupportedOperatorError
         Where an operator has no rule, or mixes samples; the message begins with its path in the model.
-    TypeError
-        Where an operator makes numbers of another dtype than the input's.
     """
     x, batch = recording.input, recording.input.shape[0]
     assert recording.last is not None
@@ -216,8 +226,9 @@ def program_of(recording: Recording, path: str = "") -> Program:
     program.layouts[0] = WHOLE if batch == 1 else Layout(0)
     program.shapes[0] = program.layouts[0].shape_of_sample(x.shape)
     paths = {id(part): name for name, part in reversed(list(recording.module.named_modules()))}
-    for place, vertex in _needed(recording):
-        invocation = recording.invocations[place]
+    for vertex in _needed(recording):
+        invocation = recording.makers[vertex]
+        assert invocation is not None
         where = paths.get(id(invocation.module), "") or type(invocation.module or recording.module).__name__
         result = invocation.results[vertex - invocation.first]
         if result.is_complex():
@@ -225,12 +236,7 @@ def program_of(recording: Recording, path: str = "") -> Program:
                 f"{where}: {invocation.name} gives complex numbers{invocation.source}; Jacobians are of real ones: "
                 "work on real and imaginary parts"
             )
-        if result.dtype != x.dtype:
-            raise TypeError(
-                f"{where}: {invocation.name} makes {result.dtype} of {x.dtype}; keep one dtype, without "
-                "torch.autocast, .half() or .double()"
-            )
-        operation, layout = _operation(program, invocation, place, vertex, where)
+        operation, layout = _operation(program, invocation, vertex, where)
         program.operations[vertex], program.layouts[vertex] = operation, layout
         program.shapes[vertex] = layout.shape_of_sample(result.shape)
     program.bound = _bound_by_hooks(recording)
@@ -253,31 +259,27 @@ def _bound_by_hooks(recording: Recording) -> set[int]:
     return bound
 
 
-def _needed(recording: Recording) -> list[tuple[int, int]]:
-    """The invocations through which a derivative passes from the input to the output, and the vertices they make."""
+def _needed(recording: Recording) -> list[int]:
+    """The vertices through which a derivative passes from the input to the output, but for the input's, in order."""
     assert recording.last is not None
     # Autograd may have a gradient of a tensor for its weights alone.
     reached = {0}
-    makers: dict[int, int] = {}
-    for place, invocation in enumerate(recording.invocations):
-        vertices = range(invocation.first, invocation.first + len(invocation.results))
-        makers.update(dict.fromkeys(vertices, place))
+    for invocation in recording.invocations:
         passes = invocation.name not in CONSTANT
         if passes and any(operand.active and operand.vertex in reached for operand in invocation.operands):
-            reached.update(vertices)
+            reached.update(range(invocation.first, invocation.first + len(invocation.results)))
     needed: set[int] = set()
     waiting = [recording.last.vertex] if recording.last.active else []
     while waiting:
         vertex = waiting.pop()
-        if vertex in reached and vertex in makers and vertex not in needed:
+        maker = recording.makers[vertex]
+        if maker is not None and vertex in reached and vertex not in needed:
             needed.add(vertex)
-            waiting.extend(o.vertex for o in recording.invocations[makers[vertex]].operands if o.active)
-    return [(makers[vertex], vertex) for vertex in sorted(needed)]
+            waiting.extend(operand.vertex for operand in maker.operands if operand.active)
+    return sorted(needed)
 
 
-def _operation(
-    program: Program, invocation: Invocation, place: int, vertex: int, where: str
-) -> tuple[Operation, Layout]:
+def _operation(program: Program, invocation: Invocation, vertex: int, where: str) -> tuple[Operation, Layout]:
     result = invocation.results[vertex - invocation.first]
     number = vertex - invocation.first if _gives_several(invocation.overload) else None
     active = {o.name: o.vertex for o in invocation.operands if o.active and o.vertex in program.layouts}
@@ -309,7 +311,7 @@ def _operation(
     dependent = frozenset(operand.name for operand in invocation.operands)
     operation = Operation(
         vertex,
-        place,
+        invocation.place,
         number,
         invocation.overload,
         where,

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..patterns import UnsupportedOperatorError
-from ..patterns._rules import CONSTANT, rule_of
+from ..patterns._rules import CONSTANT, Rule, is_pointwise, rule_of
 
 __all__ = ["Constant", "Invocation", "Operand", "Overwrite", "Recording", "is_recording", "operator_name", "record"]
 
@@ -73,6 +73,8 @@ class Invocation:
         By their names in the schema, elements of lists of tensors each by its own; defaults are left out.
     operands : list of Operand
         Those of the arguments that depend on the input.
+    place : int
+        Its number among the recording's.
     versions : dict of str to int
         Of the arguments that are tensors, after the call.
     sequence : int
@@ -83,8 +85,9 @@ class Invocation:
         What it gave, or wrote to.
     result_versions : list of int
         Theirs, after the call.
-    saved : dict of str to Tensor
-        Copies of "input" and "output", where the module wrote to them later and values are made of them.
+    saved : dict of str or None to Tensor
+        Copies of operands, by their names, and of the first result, by None, where the module wrote to them later and
+        values are made of them.
     first : int
         Vertex of the first result; the others follow.
     hooked : bool
@@ -104,7 +107,8 @@ class Invocation:
     line: int = 0
     results: list[torch.Tensor] = field(default_factory=list)
     result_versions: list[int] = field(default_factory=list)
-    saved: dict[str, torch.Tensor] = field(default_factory=dict)
+    saved: dict[str | None, torch.Tensor] = field(default_factory=dict)
+    place: int = -1
     first: int = -1
     hooked: bool = False
     writes: bool = False
@@ -113,6 +117,16 @@ class Invocation:
     def name(self) -> str:
         """The operator, as in ``aten.add``."""
         return operator_name(self.overload)
+
+    @property
+    def stale(self) -> set[str]:
+        """The arguments that do not hold any more what the operator was given: it, or a later one, wrote to them."""
+        written = self.results if self.writes else ()
+        return {
+            name
+            for name, version in self.versions.items()
+            if self.arguments[name]._version != version or any(self.arguments[name] is each for each in written)
+        }
 
     @property
     def source(self) -> str:
@@ -166,6 +180,9 @@ class Recording:
         The tensors made before the run that autograd has gradients of: parameters above all.
     constants : dict of int to Constant
         What does not depend on the input, by the ``id`` of the tensor.
+    written : dict of int to Constant
+        By memory, what was written to it without the input: the last call, and of all of them together what it is
+        made of.
     draws : list of Module or None
         Which modules drew random numbers.
     """
@@ -179,34 +196,60 @@ class Recording:
     makers: list[Invocation | None] = field(default_factory=list)
     externals: list[torch.Tensor] = field(default_factory=list)
     constants: dict[int, Constant] = field(default_factory=dict)
+    written: dict[int, Constant] = field(default_factory=dict)
     draws: list[nn.Module | None] = field(default_factory=list)
 
-    def externals_of(self, invocation: Invocation, through: Collection[str] = ()) -> frozenset[int]:
+    def externals_of(self, invocation: Invocation, through: Collection[str] = ()) -> set[int]:
         """The externals that an invocation reads, or what it reads is made of, but for some arguments; by place."""
-        vertices = {operand.name: operand.vertex for operand in invocation.operands}
-        found: frozenset[int] = frozenset()
+        externals = self._constant_externals(invocation, through)
+        for operand in invocation.operands:
+            if operand.active and operand.name not in through:
+                externals |= self._externals_of_vertices[operand.vertex]
+        return externals
+
+    def _constant_externals(self, invocation: Invocation, through: Collection[str] = ()) -> set[int]:
+        externals: set[int] = set()
         for name in invocation.versions:
-            tensor = invocation.arguments[name]
-            if name in through:
-                continue
-            maker = self.makers[vertices[name]] if name in vertices else None
-            constant = self.constants.get(id(tensor))
-            found |= constant.externals if constant is not None else frozenset()
-            found |= self.externals_of(maker) if maker is not None else frozenset()
-        return found
+            if name not in through:
+                for constant in self.constants_in(invocation.arguments[name]):
+                    externals |= constant.externals
+        return externals
+
+    @functools.cached_property
+    def _externals_of_vertices(self) -> list[set[int]]:
+        """Of each vertex the externals that it is made of, as far as autograd has gradients of them."""
+        of_vertices: list[set[int]] = [set()]
+        for invocation in self.invocations:
+            externals = self._constant_externals(invocation)
+            externals.update(*(of_vertices[operand.vertex] for operand in invocation.operands if operand.active))
+            of_vertices.extend([externals] * len(invocation.results))
+        return of_vertices
 
     def made_of(self, tensor: torch.Tensor, others: Collection[int]) -> bool:
         """Whether a tensor that does not depend on the input is one of others, by ``id``, or is made of one."""
-        constant = self.constants.get(id(tensor))
-        if id(tensor) in others:
-            return True
-        arguments = () if constant is None else constant.arguments.values()
-        return any(isinstance(each, torch.Tensor) and self.made_of(each, others) for each in arguments)
+        waiting, seen = [tensor], set[int]()
+        while waiting:
+            each = waiting.pop()
+            if id(each) in others:
+                return True
+            if id(each) not in seen:
+                seen.add(id(each))
+                for constant in self.constants_in(each):
+                    waiting.extend(_tensors_of(list(constant.arguments.values())))
+        return False
 
     def drawn(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor holds random numbers that were drawn in this run."""
+        return any(constant.drawn for constant in self.constants_in(tensor))
+
+    def constants_in(self, tensor: torch.Tensor) -> list[Constant]:
+        """What is known of a tensor that does not depend on the input, and of what was written to its memory."""
         constant = self.constants.get(id(tensor))
-        return constant is not None and constant.drawn
+        constants = [] if constant is None else [constant]
+        # Most runs write to no such memory.
+        if self.written and (written := self.written.get(_memory(tensor))) is not None:
+            constants.append(written)
+        return constants
 
 
 def record(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Recording:
@@ -245,6 +288,10 @@ class Facts:
 
     Attributes
     ----------
+    name : str
+        As in ``aten.add``.
+    rule : Rule or None
+        Its rule.
     names : tuple of str
         Its parameters, in order.
     written : tuple of str
@@ -255,6 +302,8 @@ class Facts:
         Whether it tells Python what a tensor holds, or makes a tensor whose shape depends on that.
     of_shape : bool
         Whether what it gives depends on its operand's shape, not on its elements.
+    reshapes : bool
+        Whether it changes the shape of the very tensor that it is given.
     saved : tuple of str
         What values are made of among its input and output, as its rule says.
     parts : callable or None
@@ -265,11 +314,14 @@ class Facts:
         Whether its rule asks what indices and masks hold.
     """
 
+    name: str
+    rule: Rule | None
     names: tuple[str, ...]
     written: tuple[str, ...]
     random: bool
     reads: bool
     of_shape: bool
+    reshapes: bool
     saved: tuple[str, ...]
     parts: Callable[..., Any] | None
     exact: bool
@@ -282,7 +334,8 @@ _FACTS: dict[int, Facts] = {}
 
 def _facts(overload: Any) -> Facts:
     known = _FACTS.get(id(overload))
-    if known is None:
+    # A rule may have been registered since.
+    if known is None or known.rule is not rule_of(known.name):
         known = _FACTS[id(overload)] = _found_out(overload)
     return known
 
@@ -291,11 +344,14 @@ def _found_out(overload: Any) -> Facts:
     parameters, tags, name = overload._schema.arguments, overload.tags, operator_name(overload)
     rule = rule_of(name)
     return Facts(
+        name=name,
+        rule=rule,
         names=tuple(parameter.name for parameter in parameters),
         written=tuple(p.name for p in parameters if p.alias_info is not None and p.alias_info.is_write),
         random=torch.Tag.nondeterministic_seeded in tags,
         reads=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
         of_shape=name in _OF_SHAPE,
+        reshapes=torch.Tag.inplace_view in tags,
         saved=() if rule is None else rule.reads,
         parts=_decomposition(overload) if rule is None and name not in CONSTANT else None,
         exact=rule is None or rule.reads_numbers,
@@ -439,7 +495,7 @@ class _Recorder(TorchDispatchMode):
         # By memory: what was written to it; and which calls' values are made of what is in it.
         self.writes: dict[int, list[_Write]] = {}
         self.last_write = -1
-        self.readers: dict[int, list[tuple[Invocation, str, torch.Tensor]]] = {}
+        self.readers: dict[int, list[tuple[Invocation, str | None, torch.Tensor]]] = {}
         self.time = 0
         self.problem: Exception | None = None
         # Tensors that operators are made of that have no rule: autograd knows nothing of them.
@@ -472,12 +528,16 @@ class _Recorder(TorchDispatchMode):
         if facts.reads and not self.readable and _shows(overload, operands, tensors):
             raise self.reading(overload)
         sequence = -1 if self.in_parts else _latest_node()
-        names = [name for name in tensors if name.partition(".")[0] in facts.written] if facts.written else []
-        written = [arguments[name] for name in names]
+        names = _written_names(facts, tensors) if facts.written else []
+        written = [tensors[name] for name in names]
         for name in names:
             if tensors[name]._is_view():
-                # Autograd's node is then one of the whole memory; what was there before must be saved here.
-                arguments[name], sequence = tensors[name].clone(), -1
+                # Autograd's node is then one of the whole memory.
+                sequence = -1
+            if facts.reshapes:
+                arguments[name] = self.keep_shape(tensors[name])
+            elif sequence < 0 or _asks_for_overwritten(facts, arguments, operands, name):
+                arguments[name] = tensors[name].clone()
         for tensor in written:
             for reader, what, read in self.readers.pop(_memory(tensor), ()):
                 reader.saved[what] = read.detach().clone()
@@ -489,28 +549,54 @@ class _Recorder(TorchDispatchMode):
             # To autograd it is what it was.
             return result
         # What is written to gets its next version once this returns.
-        versions = {name: arguments[name]._version for name in tensors}
-        for name, tensor in tensors.items() if written else ():
-            versions[name] += any(tensor is each for each in written)
+        versions = {
+            name: arguments[name]._version + any(arguments[name] is each for each in written) for name in tensors
+        }
         invocation = Invocation(overload, facts, arguments, operands, versions, sequence, *_place_of_call())
-        for tensor in tensors.values():
-            if tensor.requires_grad and id(tensor) not in self.vertices and id(tensor) not in self.recording.constants:
-                self.note_external(tensor)
+        self.note_externals(tensors, written)
         self.append(invocation, _tensors_of(result), written)
         if self.in_parts and any(operand.active for operand in operands):
             self.parts.update((id(tensor), tensor) for tensor in invocation.results)
         for what in facts.saved:
-            # Of several operands that depend on the input none is read but as what it is to the others.
-            read = arguments[operands[0].name] if what == "input" else invocation.results[0]
-            self.readers.setdefault(_memory(read), []).append((invocation, what, read))
+            if what == "output":
+                self.read_later(invocation, None, invocation.results[0])
+                continue
+            for operand in operands:
+                if operand.active:
+                    self.read_later(invocation, operand.name, arguments[operand.name])
         return result
+
+    def keep_shape(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor whose shape is about to change in place, which calls so far are given too."""
+        copy, constants = tensor.detach().clone(), self.recording.constants
+        if id(tensor) in constants:
+            constants[id(copy)] = constants[id(tensor)]._replace(tensor=copy)
+        for invocation in self.recording.invocations:
+            stale = invocation.stale
+            for name in [name for name in invocation.versions if invocation.arguments[name] is tensor]:
+                invocation.arguments[name], invocation.versions[name] = copy, -1 if name in stale else copy._version
+            for number, result in enumerate(invocation.results):
+                if result is tensor:
+                    changed = tensor._version != invocation.result_versions[number]
+                    invocation.results[number] = copy
+                    invocation.result_versions[number] = -1 if changed else copy._version
+        self.alive.append(tensor)
+        return copy
+
+    def read_later(self, invocation: Invocation, name: str | None, tensor: torch.Tensor) -> None:
+        """Note that values are made of what a tensor holds now: a write is to save that for the invocation."""
+        self.readers.setdefault(_memory(tensor), []).append((invocation, name, tensor))
 
     def detached(self, tensor: torch.Tensor) -> torch.Tensor:
         """What ``detach`` gives, as autograd itself calls it for what it saves: the same vertex, without a gradient."""
         result: torch.Tensor = _DETACH(tensor)
-        self.vertices[id(result)] = self.vertices[id(tensor)]
-        self.alive.append(result)
+        self.alias(result, self.vertices[id(tensor)][0])
         return result
+
+    def alias(self, tensor: torch.Tensor, vertex: int) -> None:
+        """Note that a tensor is one that has a vertex, but for its gradient."""
+        self.vertices[id(tensor)] = vertex, self.time
+        self.alive.append(tensor)
 
     def append_parts(self, parts: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Record what an operator is made of, in its place."""
@@ -528,7 +614,11 @@ class _Recorder(TorchDispatchMode):
     def append(self, invocation: Invocation, results: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         """Give results their vertices."""
         makers, vertices, time = self.makers, self.vertices, self.time
-        invocation.first, invocation.writes = len(makers), bool(written)
+        invocation.place, invocation.first, invocation.writes = (
+            len(self.recording.invocations),
+            len(makers),
+            bool(written),
+        )
         if written:
             results = [*results, *(each for each in written if not any(each is one for one in results))]
         invocation.results = results
@@ -568,14 +658,16 @@ class _Recorder(TorchDispatchMode):
         for write in self.writes.get(_memory(tensor), ()):
             if known is not None and write.time <= known[1]:
                 continue
+            # Autograd knows of no write through what was detached: what it changes is no derivative.
+            seen = _base(tensor) is _base(write.tensor)
             overload = Overwrite(_strided(tensor), write.place)
-            if not overload.meets:
+            if (known is not None and not seen) or not overload.meets:
                 continue
             arguments = {"tensor": tensor, "written": write.tensor}
             operands = []
             if known is not None:
                 operands.append(Operand("tensor", known[0], self.passes(tensor, known[0])))
-            operands.append(Operand("written", write.vertex, self.passes(write.tensor, write.vertex)))
+            operands.append(Operand("written", write.vertex, seen and self.passes(write.tensor, write.vertex)))
             versions = {key: each._version for key, each in arguments.items()}
             self.append(Invocation(overload, None, arguments, operands, versions, -1, *_place_of_call()), [tensor], [])
             known = self.vertices[id(tensor)][0], write.time
@@ -625,31 +717,44 @@ class _Recorder(TorchDispatchMode):
             )
         return True
 
-    def note_external(self, tensor: torch.Tensor) -> frozenset[int]:
-        """A tensor that was there before the run and that autograd has a gradient of, or what one was made of."""
-        known = self.recording.constants.get(id(tensor))
-        if known is not None:
-            return known.externals
-        place = frozenset((len(self.recording.externals),))
-        self.recording.externals.append(tensor)
-        self.recording.constants[id(tensor)] = Constant(tensor, None, {}, place, drawn=False)
-        return place
+    def note_externals(self, tensors: dict[str, torch.Tensor], written: list[torch.Tensor]) -> None:
+        """Note those that were there before the run and that autograd has gradients of."""
+        recording = self.recording
+        for tensor in tensors.values():
+            if not tensor.requires_grad or id(tensor) in self.vertices:
+                continue
+            if not recording.constants_in(tensor):
+                place = frozenset((len(recording.externals),))
+                recording.externals.append(tensor)
+                recording.constants[id(tensor)] = Constant(tensor, None, {}, place, drawn=False)
+        for tensor in written if written and torch.is_grad_enabled() else ():
+            constant = recording.constants.get(id(_base(tensor)))
+            if constant is not None and constant.overload is None and self.problem is None:
+                module, code, line = _place_of_call()
+                call = Invocation(None, None, {}, [], {}, -1, module, code, line)
+                self.problem = UnsupportedOperatorError(
+                    f"{_where(call)}: a tensor that has a gradient from before the call is written to{call.source}; "
+                    "write to a clone of it"
+                )
 
     def note_constants(
         self, overload: Any, facts: Facts, arguments: dict[str, Any], tensors: dict[str, torch.Tensor], result: Any
     ) -> None:
         """What is made without the input: of which externals, and whether it was drawn."""
-        constants = self.recording.constants
-        externals: frozenset[int] = frozenset()
-        drawn = facts.random
+        recording, externals, drawn = self.recording, frozenset[int](), facts.random
+        names = _written_names(facts, tensors) if facts.written else []
+        self.note_externals(tensors, [tensors[name] for name in names])
         for tensor in tensors.values():
-            if tensor.requires_grad and id(tensor) not in self.vertices:
-                externals |= self.note_external(tensor)
-            if id(tensor) in constants:
-                drawn = drawn or constants[id(tensor)].drawn
+            for constant in recording.constants_in(tensor):
+                externals, drawn = externals | constant.externals, drawn or constant.drawn
+        externals = externals if torch.is_grad_enabled() else frozenset[int]()
         for tensor in _tensors_of(result):
-            own = externals if torch.is_grad_enabled() else frozenset[int]()
-            constants[id(tensor)] = Constant(tensor, overload, arguments, own, drawn)
+            recording.constants[id(tensor)] = Constant(tensor, overload, arguments, externals, drawn)
+        for name in names:
+            tensor, before = tensors[name], recording.written.get(_memory(tensors[name]))
+            if before is not None:
+                externals, drawn = externals | before.externals, drawn or before.drawn
+            recording.written[_memory(tensor)] = Constant(tensor, overload, arguments, externals, drawn)
 
     def reading(self, overload: Any) -> UnsupportedOperatorError:
         """The error where a value may not be read."""
@@ -680,9 +785,13 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Unreadable(TorchFunctionMode):
-    """Raises where Python asks what a tensor holds that depends on the input, in a way that no operator is called."""
+    """Raises where Python asks what a tensor holds that depends on the input, in a way that no operator is called.
+
+    ``.data`` calls none either: what it gives depends on the input as much.
+    """
 
     READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__))
+    DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -691,7 +800,10 @@ class _Unreadable(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in self.READS and self.recorder.operand("self", args[0]) is not None:
             raise self.recorder.reading(None)
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        if function is self.DATA and (operand := self.recorder.operand("self", args[0])) is not None:
+            self.recorder.alias(result, operand.vertex)
+        return result
 
 
 def _bound(
@@ -717,6 +829,18 @@ def _bound(
 
 
 _LISTS = (list, tuple)
+
+
+def _written_names(facts: Facts, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Which of a call's tensors it writes to."""
+    return [name for name in tensors if name.partition(".")[0] in facts.written]
+
+
+def _asks_for_overwritten(facts: Facts, arguments: dict[str, Any], operands: list[Operand], written: str) -> bool:
+    """Whether the derivative of another operand is made of what is overwritten, as that of a product is."""
+    if not is_pointwise(facts.name) or not any(o.active and o.name != written for o in operands):
+        return False
+    return facts.name not in ("aten.add", "aten.sub") or arguments.get("alpha", 1) != 1
 
 
 def _shows(overload: Any, operands: list[Operand], tensors: dict[str, torch.Tensor]) -> bool:
@@ -753,6 +877,11 @@ def _latest_node() -> int:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor is a view of, as autograd sees it."""
+    return tensor._base if tensor._base is not None else tensor
 
 
 _CALL = nn.Module._call_impl.__code__

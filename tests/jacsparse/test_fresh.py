@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from torch import nn
 from torch.nn import functional
@@ -534,3 +536,285 @@ def test_a_sequential_with_an_order_of_its_own() -> None:
     watched.check(samples())
     watched.module.append(nn.Tanh())
     watched.check(samples())
+
+
+# Tensors that are written to.
+
+
+def built(self: Net, x: torch.Tensor) -> torch.Tensor:
+    weight = torch.zeros(4, 4, dtype=x.dtype)
+    weight[0, 0], weight[1] = self.p.cos(), self.q
+    return torch.tanh(self.a(x) @ weight) * weight[1]
+
+
+def written_copy(self: Net, x: torch.Tensor) -> torch.Tensor:
+    weight = torch.ones_like(self.q).repeat(4, 1)
+    row = weight[2]
+    row.mul_(self.p)
+    return torch.tanh(self.a(x) @ weight)
+
+
+def through_detached(self: Net, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x)
+    y.detach().mul_(3)
+    return torch.tanh(self.b(y))
+
+
+def through_a_detached_part(self: Net, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x)
+    y.detach()[:, 0] = x.detach()[:, 1]
+    y.data[:, 1] = 0
+    return torch.tanh(self.b(y))
+
+
+def input_into_a_constant(self: Net, x: torch.Tensor) -> torch.Tensor:
+    scale = self.q * torch.ones(len(x), 1, dtype=x.dtype)
+    scale.detach()[:, 0] = x[:, 0]
+    return self.a(x) * scale
+
+
+def broadcast_product(self: Net, x: torch.Tensor) -> torch.Tensor:
+    h = self.a(x) * 1.5
+    h.mul_(self.a(x).relu().sum(1, keepdim=True))
+    h.div_(x.norm(dim=1, keepdim=True) + 1)
+    return self.b(h)
+
+
+def scaled_sum(self: Net, x: torch.Tensor) -> torch.Tensor:
+    h = self.a(x) * 1.5
+    h.add_(x.mean(1, keepdim=True), alpha=2)
+    return self.b(h.addcmul_(x, self.a(x)))
+
+
+def product_of_views(self: Net, x: torch.Tensor) -> torch.Tensor:
+    h = self.a(x) * 2
+    h[:, :2].mul_(h[:, 2:].clone())
+    return self.b(h).tanh()
+
+
+def new_shape(self: Net, x: torch.Tensor) -> torch.Tensor:
+    h = self.a(x) + 1
+    other = h * 2
+    h.unsqueeze_(1)
+    return torch.tanh(h.transpose_(1, 2).squeeze_(2) + other)
+
+
+def detached_trunk(self: Net, x: torch.Tensor) -> torch.Tensor:
+    trunk = x.detach()
+    for _ in range(30):
+        trunk = trunk + self.b(trunk).tanh() * 0.1
+    return self.a(x) * trunk
+
+
+def parts(self: Net, x: torch.Tensor) -> torch.Tensor:
+    return functional.soft_margin_loss(self.a(x), self.b(x).detach().sign(), reduction="none").tanh()
+
+
+def counted(self: Net, x: torch.Tensor) -> torch.Tensor:
+    self.steps.mul_(2)
+    return torch.tanh(self.a(x) * self.steps)
+
+
+WRITES = [built, written_copy, through_detached, through_a_detached_part, input_into_a_constant, broadcast_product]
+WRITES += [scaled_sum, product_of_views, new_shape, detached_trunk, parts]
+
+
+@pytest.mark.parametrize("function", WRITES)
+def test_tensors_that_are_written_to(function: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(4)
+    p, q = torch.tensor(0.3).double(), torch.randn(4).double()
+    module = Net(function, a=linear(), b=linear(), p=nn.Parameter(p), q=nn.Parameter(q))
+    watched = Watched(module)
+    watched.check(samples())
+    watched.check(samples(1))
+
+
+def test_a_buffer_that_the_forward_changes() -> None:
+    module = Net(counted, a=linear())
+    module.register_buffer("steps", torch.ones(4, dtype=torch.float64))
+    module(samples())
+    for power in (4.0, 8.0):
+        x = samples().requires_grad_()
+        y = jacsparse.nn.Scan(module, schedule="blelloch")(x)
+        y.sum().backward()
+        assert bool((module.steps == power).all())
+        assert torch.equal(y, torch.tanh(module.a(x) * power))
+        (expected,) = torch.autograd.grad(torch.tanh(module.a(x) * power).sum(), x)
+        assert torch.allclose(x.grad, expected)
+
+
+REFUSED_WRITES: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "an index, later": (
+        lambda self, x: (index := torch.tensor([0, 1, 1, 3]), x[:, index] * 2, index.add_(-1))[1],
+        "modified by an inplace operation|was written to after it was used",
+    ),
+    "a factor, later": (lambda self, x: (x * self.factor, self.factor.mul_(2))[0], "was changed in place"),
+    "from before the call": (
+        lambda self, x: (self.outside.mul_(self.p), x * self.outside)[1],
+        "a tensor that has a gradient from before the call is written to",
+    ),
+    "several at once": (
+        lambda self, x: (y := self.a(x), z := x * 2, torch._foreach_mul_([y, z], 5.0), y * z)[-1],
+        "is not the derivative of aten._foreach_mul",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_WRITES)
+def test_writes_that_are_refused(name: str) -> None:
+    function, message = REFUSED_WRITES[name]
+    module = Net(function, a=linear(), p=nn.Parameter(torch.tensor(0.3).double()))
+    module.register_buffer("factor", torch.arange(4.0).double())
+    module.outside = module.p * torch.ones(4).double()
+    with pytest.raises((UnsupportedOperatorError, RuntimeError), match=message):
+        jacsparse.jacobian(module, samples())
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 7
+
+
+def test_a_function_that_writes_in_place() -> None:
+    module = Net(lambda self, x: torch.tanh(InPlace.apply(self.a(x))), a=linear())
+    for use in (jacsparse.jacobian, lambda m, x: jacsparse.nn.Scan(m)(x.requires_grad_())):
+        with pytest.raises(UnsupportedOperatorError, match=r"InPlace is a torch\.autograd\.Function"):
+            use(module, samples())
+
+
+# Hooks that only autograd knows of.
+
+
+def hooked_node(self: Net, x: torch.Tensor) -> torch.Tensor:
+    y = torch.tanh(self.a(x))
+    if y.requires_grad:
+        node = y.grad_fn
+        (node.register_hook if self.after else node.register_prehook)(lambda *g: tuple(10 * each for each in g[0]))
+    return torch.tanh(self.b(y))
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_hooks_of_nodes(after: bool) -> None:
+    module = Net(hooked_node, a=linear(), b=linear(), after=after)
+    with pytest.raises(UnsupportedOperatorError, match="a node of autograd's graph"):
+        jacsparse.jacobian(module, samples())
+    for schedule in SCHEDULES:
+        obeyed_or_refused(module, schedule)
+
+
+def obeyed_or_refused(module: nn.Module, schedule: str) -> None:
+    _, expected = gradients(module, module, samples())
+    expected = [gradient.clone() for gradient in expected]
+    try:
+        _, found = gradients(jacsparse.nn.Scan(module, schedule=schedule), module, samples())
+    except RuntimeError as error:
+        assert "a backward hook" in str(error)
+    else:
+        assert all(torch.allclose(one, other, rtol=1e-10) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", ["module", "tensor", "none"])
+def test_hooks_of_parameters_beside_others(kind: str, schedule: str) -> None:
+    middle = Net(lambda self, x: halved(x)) if kind == "tensor" else nn.Tanh()
+    module = nn.Sequential(linear(), middle, linear(), nn.Tanh(), linear())
+    if kind == "module":
+        middle.register_full_backward_hook(lambda _m, given, _o: (given[0] * 10,))
+    module[0].weight.register_hook(lambda gradient: gradient * 3)
+    obeyed_or_refused(module, schedule)
+
+
+def test_a_hook_of_a_parameter_that_leads_nowhere() -> None:
+    module = Net(lambda self, x: (x @ self.unused, x.sin())[1], unused=nn.Parameter(torch.ones(4, 4).double()))
+    module.unused.register_hook(lambda gradient: gradient * 2)
+    Watched(module).check(samples())
+    assert module.unused.grad is None
+
+
+# Rules that come later.
+
+
+def test_a_rule_that_is_registered_after_a_refusal() -> None:
+    @torch.library.custom_op("tests::taken", mutates_args=())
+    def taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x[:, index].clone()
+
+    taken.register_autograd(
+        lambda ctx, g: (torch.zeros(len(g), 4, dtype=g.dtype).index_add_(1, ctx.index, g), None),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "index", inputs[1]),
+    )
+
+    def pattern(call: jacsparse.Call) -> jacsparse.Pattern:
+        matrix = np.zeros((call.out_size, call.in_size))
+        matrix[np.arange(call.out_size), call["index"].numpy()] = 1
+        return jacsparse.Pattern.from_scipy(scipy.sparse.csr_array(matrix))
+
+    module = Net(lambda self, x: torch.ops.tests.taken(x, self.index).sin())
+    module.register_buffer("index", torch.tensor([0, 2]))
+    with pytest.raises(UnsupportedOperatorError, match=r"operator tests\.taken has no rule"):
+        jacsparse.jacobian(module, samples())
+    jacsparse.register_rule("tests.taken", pattern=pattern)
+    watched = Watched(module)
+    watched.check(samples())
+    module.index.add_(1)
+    watched.check(samples())
+
+
+# Slices of a batch, and a module that is given to the scan later.
+
+PER_SAMPLE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "gather": lambda x, index: x.gather(1, index),
+    "index": lambda x, index: x[torch.arange(len(x))[:, None], index],
+    "scatter": lambda x, index: x.new_zeros(len(x), 5).scatter(1, index.argsort(1) + 1, x)[:, :4],
+    "factor": lambda x, index: x * index,
+    "mask": lambda x, index: x.masked_fill(index > 1, 0),
+    "sort": lambda x, index: x.sort(1)[0],
+}
+
+
+@pytest.mark.parametrize("name", PER_SAMPLE)
+def test_slices_of_what_differs_by_sample(name: str) -> None:
+    torch.manual_seed(5)
+    index = torch.randint(0, 4, (24, 4))
+    module = Net(lambda self, x: self.b(PER_SAMPLE[name](torch.tanh(self.a(x)), index)), a=linear(), b=linear())
+    _, expected = gradients(module, module, samples(24))
+    expected = [gradient.clone() for gradient in expected]
+    for limit in (1, 4000):
+        scan = jacsparse.nn.Scan(module, schedule="blelloch", memory_limit=limit)
+        _, found = gradients(scan, module, samples(24))
+        assert all(
+            torch.allclose(one, other, rtol=1e-9, atol=1e-11) for one, other in zip(found, expected, strict=True)
+        )
+
+
+def test_a_scan_that_is_given_another_module() -> None:
+    scan = jacsparse.nn.Scan(linear())
+    scan(samples().requires_grad_())
+    scan.module = nn.Sequential(linear(), nn.Tanh())
+    assert torch.equal(scan(samples().requires_grad_()), scan.module(samples()))
+
+
+def test_strides_decide_what_as_strided_reads() -> None:
+    module = Net(lambda self, x: x.as_strided((2, 3, 3), (9, 3, 1)) * 2)
+    jacsparse.jacobian(module, samples(2, 3, 3))
+    with pytest.raises(UnsupportedOperatorError, match="as_strided"):
+        jacsparse.jacobian(module, samples(2, 3, 3).transpose(1, 2))
+
+
+def test_threads_share_a_scan() -> None:
+    module = nn.Sequential(linear(), nn.Tanh(), linear())
+    scan = jacsparse.nn.Scan(module, schedule="blelloch")
+
+    def run(batch: int) -> bool:
+        (gradient,) = torch.autograd.grad(scan(x := samples(batch).requires_grad_()).sum(), x)
+        (expected,) = torch.autograd.grad(module(x).sum(), x)
+        return torch.allclose(gradient, expected)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(run, [*range(1, 13)] * 4))

@@ -60,6 +60,33 @@ def viewed(x: torch.Tensor) -> torch.Tensor:
     return y.sin()
 
 
+def built(g: Graph, x: torch.Tensor) -> torch.Tensor:
+    weight = torch.zeros(SIZE, SIZE, dtype=x.dtype)
+    weight[1], weight[:, 2] = g.row, g.square[0].sin()
+    weight.view(-1)[:SIZE].mul_(g.row)
+    return x @ weight + weight[1]
+
+
+def through_detached(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = x * 1.5
+    z.detach()[:, :2].mul_(2)
+    z.data[:, 3] = y.detach()[:, 0]
+    return z.sin()
+
+
+def product_in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = x.tanh() * 1.5
+    z.mul_(y.mean(1, keepdim=True))
+    z[:, 1:3].div_(y[:, :2].square() + 1)
+    return z.addcmul_(x, y, value=0.5)
+
+
+def new_shape(x: torch.Tensor) -> torch.Tensor:
+    z = x + 1
+    y = z * 2
+    return fit(z.unsqueeze_(1).transpose_(1, 2)).sin() + y
+
+
 def loop(g: Graph, x: torch.Tensor) -> torch.Tensor:
     h = x.new_zeros(x.shape[0], 3)
     for step in pair(x).unbind(1):
@@ -71,6 +98,13 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
     y = x.sin()
     if y.requires_grad:
         y.register_hook(lambda gradient: gradient * 1.001)
+    return y
+
+
+def hooked_node(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    if y.requires_grad:
+        y.grad_fn.register_prehook(lambda gradients: tuple(None if g is None else g * 1.001 for g in gradients))
     return y
 
 
@@ -164,6 +198,10 @@ PLAIN: dict[str, Step] = {
     "in place": lambda g, x, y: (x * 2).add_(y).mul_(0.5),
     "assigned": lambda g, x, y: assigned(x, y),
     "viewed": lambda g, x, y: viewed(x),
+    "built": lambda g, x, y: built(g, x),
+    "through detached": lambda g, x, y: through_detached(x, y),
+    "product in place": lambda g, x, y: product_in_place(x, y),
+    "new shape": lambda g, x, y: new_shape(x),
     "loop": lambda g, x, y: loop(g, x),
     "detach": lambda g, x, y: x * y.detach(),
     "data": lambda g, x, y: x + y.data.sin(),
@@ -196,6 +234,7 @@ RANDOM: dict[str, Step] = {
 FOREIGN: dict[str, Step] = {
     "function": lambda g, x, y: Straight.apply(x),
     "hook": lambda g, x, y: hooked(x),
+    "hook of a node": lambda g, x, y: hooked_node(x),
     "rolled samples": lambda g, x, y: x.roll(2, 0) if x.shape[0] > 2 else x.flip(0),
     "mean of samples": lambda g, x, y: x - x.mean(0),
     "sorted samples": lambda g, x, y: x.sort(0)[0],
@@ -277,11 +316,12 @@ def changes(generator: random.Random, scans: list[nn.Module]) -> dict[str, Calla
         "mode": lambda g: g.train(not g.training),
         "replaced": lambda g: setattr(g, "linear", nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()).double()),
         "hooked": hook,
+        "parameter hooked": lambda g: g.square.register_hook(lambda gradient: gradient * 1.5),
         "tied": tie,
         "untied": untie,
         "frozen": lambda g: g.linear.requires_grad_(generator.random() < 0.5),
         "pruned": lambda g: prune.random_unstructured(g.conv, "weight", 0.3),
-        "parametrised": lambda g: parametrizations.weight_norm(g.conv),
+        "parametrised": lambda g: None if prune.is_pruned(g.conv) else parametrizations.weight_norm(g.conv),
         "statistics": lambda g: g.norm.running_var.mul_(2),
         "order": lambda g: generator.shuffle(g.steps) if not any(f or s for _, f, s in g.steps) else None,
         "reset": lambda g: [scan.reset() for scan in scans],
@@ -332,7 +372,7 @@ def jacobian(graph: Graph, x: torch.Tensor) -> torch.Tensor:
 CLEAR = (
     "register one", "must be worked on", "call .eval()", "write it with operators", "remove it", "use schedule=",
     "axis; permute it", "take them by", "give the input", "use the same for all", "run the forward again",
-    "modified by an inplace operation", "does not fit", "use torch.where",
+    "modified by an inplace operation", "does not fit", "use torch.where", "give each place once",
 )  # fmt: skip
 
 
@@ -398,7 +438,8 @@ def run_case(seed: int) -> Counter[str]:
         with contextlib.suppress(RuntimeError, ValueError, KeyError, AttributeError, TypeError, AssertionError):
             change(graph)
             history.append(name)
-        x = torch.randn(generator.choice([1, 2, 3, 5]), SIZE, dtype=torch.float64)
+        # PyTorch itself refuses statistics of one sample.
+        x = torch.randn(generator.choice([2, 2, 3, 5] if graph.training else [1, 2, 3, 5]), SIZE, dtype=torch.float64)
     return counts
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -107,7 +109,26 @@ def check_values(module: nn.Module, x: torch.Tensor) -> jacsparse.Chain:
         # Blocks are made by one formula, but not in the same order of operations.
         in_blocks = isinstance(pattern.structure, (Blocks, Full))
         assert (difference <= 0.01 * limit).all() if in_blocks else not difference.any()
+    for record in records:
+        check_parts(record)
     return chain
+
+
+def check_parts(record: jacsparse._chain.Record) -> None:
+    """Rows of each operator's transposed Jacobian that are made by themselves are those of the whole."""
+    for edge in record.stage.edges:
+        rows = edge.pattern.shape[0]
+        bounds = sorted({0, rows // 3, rows // 2, rows})
+        parts = [Pattern.of(structure) for structure in edge.pattern.structure.parts(bounds)]
+        assert [part.shape for part in parts] == [(b - a, edge.pattern.shape[1]) for a, b in pairwise(bounds)]
+        assert np.array_equal(np.concatenate([[], *(part.indices for part in parts)]), edge.pattern.indices)
+        counts = np.concatenate([[], *(np.diff(part.indptr) for part in parts)])
+        assert np.array_equal(counts, np.diff(edge.pattern.indptr))
+        own = edge.rule.transposed_parts(record._call(edge, slice(None)), edge.pattern, bounds)
+        if own is not None and rows:
+            whole, found = record.values(edge), torch.cat(list(own))
+            limit = 1e-13 * max(1.0, whole.abs().max().item() if whole.numel() else 0.0)
+            assert torch.allclose(found.expand(whole.shape), whole, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -285,3 +306,24 @@ def test_structure_knows_counts_and_digest_without_indices(case: tuple[nn.Module
         indptr, indices = structure.csr()
         assert Pattern(structure.shape, indptr, indices) == Pattern.from_scipy(matrix)
     assert pattern.digest == jacsparse.jacobian_pattern(module, shape).digest != pattern.T.digest
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda x, index: x.index_put((torch.arange(len(x))[:, None], index), 2 * x[:, 2:]),
+        lambda x, index: x.index_copy(1, index, 2 * x[:, 2:]),
+        lambda x, index: x.scatter(1, index.expand(len(x), -1), 2 * x[:, 2:]),
+    ],
+)
+def test_several_elements_at_one_place_are_refused(put: Callable[..., torch.Tensor]) -> None:
+    class Put(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return put(x, self.index)
+
+    module, x = Put(), torch.randn(3, 4, dtype=torch.float64)
+    module.index = torch.tensor([1, 0])
+    check_values(module, x)
+    module.index = torch.tensor([1, 1])
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="puts several elements at one place"):
+        jacsparse.jacobian(module, x)
