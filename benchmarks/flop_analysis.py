@@ -76,7 +76,8 @@ class FlopAnalysis(Experiment):
 
 
 def _total(report: FlopReport) -> Row:
-    note = f"critical path {report.critical_path:,.0f}; back-propagation {report.baseline_total:,.0f}"
+    whole = ", ".join(f"{each.structure} {each.activations:,.0f}" for each in report.backpropagation)
+    note = f"critical path {report.critical_path:,.0f}; back-propagation {whole}"
     live = sum(step.live for step in report.steps)
     label = f"{report.schedule}, {report.structure} structure, {live} live steps"
     return Row.of_value(label, report.total, "flop", group="What was counted", note=note)

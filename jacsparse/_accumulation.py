@@ -272,14 +272,19 @@ class Region:
 
     def meeting(self, held: np.ndarray) -> tuple[int, np.ndarray]:
         """Of a vector that is taken through the edges one by one: the pairs that meet, and which rows are reached."""
+        pairs, reached = self.pairs(held)
+        return sum(int(own.sum()) for own in pairs.values()), reached
+
+    def pairs(self, held: np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        """The same, with the pairs that meet in each row of each edge, by its number; an edge not reached has none."""
         reached = {self.stop: held}
-        total = 0
-        for source, target, pattern in reversed(self.edges):
+        pairs: dict[int, np.ndarray] = {}
+        for number in reversed(range(len(self.edges))):
+            source, target, pattern = self.edges[number]
             if target in reached:
-                pairs = meeting(pattern, reached[target])
-                total += int(pairs.sum())
-                reached[source] = reached[source] | (pairs > 0) if source in reached else pairs > 0
-        return total, reached.get(self.start, np.zeros(self.shape[0], dtype=np.bool_))
+                own = pairs[number] = meeting(pattern, reached[target])
+                reached[source] = reached[source] | (own > 0) if source in reached else own > 0
+        return pairs, reached.get(self.start, np.zeros(self.shape[0], dtype=np.bool_))
 
 
 def matrix_of(factor: Pattern | Region) -> Pattern:

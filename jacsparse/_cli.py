@@ -14,22 +14,23 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ._flop import FlopReport, FlopStep, LayerFlop
     from .models import ExportedModel
 
 __all__ = ["app"]
 
 
 class _Commands(TyperGroup):
-    """The commands, of which any may meet a compiled kernel that was damaged on disk."""
+    """The commands. Any of them may load a compiled kernel that was damaged on disk."""
 
     def invoke(self, ctx: Any) -> Any:
-        """As of any group; an error of reading what is kept names the remedy."""
+        """Run a command; a damaged kernel's error names the remedy."""
         try:
             return super().invoke(ctx)
         except (EOFError, UnpicklingError) as error:
             # Here, as Click takes the first for the end of what a person types.
-            raise OSError(f"a kept kernel cannot be read ({error}); remove all with jacsparse clear-cache") from error
+            raise OSError(
+                f"a compiled kernel in the cache cannot be read ({error}); empty it with jacsparse clear-cache"
+            ) from error
 
 
 app = typer.Typer(
@@ -47,17 +48,20 @@ Model = Annotated[
 Input = Annotated[
     str | None,
     typer.Option(
-        "--input", help="Sizes of one sample; 3,32,32 where left out, bitstream 1,1000, irmas 38,259, a .pt2 its own."
+        "--input",
+        help="Sizes of one sample. Default: 3,32,32; bitstream: 1,1000; irmas: 38,259; a .pt2 file: its own.",
     ),
 ]
 Layer = Annotated[str, typer.Option("--layer", help="Path of an operator in the model, as in features.0.")]
-Prune = Annotated[float, typer.Option(help="Share of the weights of each convolution and linear layer to prune.")]
+Prune = Annotated[float, typer.Option(help="Prune this share of the weights of each convolution and linear layer.")]
 Checkpoint = Annotated[
     Path | None,
-    typer.Option(help="Weights and masks: safetensors, or a .pt file of a state dict, of which none is run."),
+    typer.Option(help="Load weights and masks from a safetensors file, or a PyTorch file of a state dict."),
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Load a .pt2 file, which may run code of whoever made it.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random weights and inputs.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Load the .pt2 file although such files can run code of whoever made them.")
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of random weights and inputs.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -71,6 +75,24 @@ def _root(
         raise typer.Exit
 
 
+#: Pairs of entries that a thread looks at in a second, about; and seconds of which a person is told before.
+_PAIRS, _LONG = 3e8, 15.0
+
+
+def _duration(seconds: float) -> str:
+    """A time in words.
+
+    Examples
+    --------
+    >>> _duration(40), _duration(2400), _duration(10800)
+    ('40 seconds', '40 minutes', '3 hours')
+    """
+    for size, unit in ((3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
 @app.command()
 def flop(
     model: Model,
@@ -79,26 +101,30 @@ def flop(
     checkpoint: Checkpoint = None,
     trust: Trust = False,
     part: Annotated[
-        str | None, typer.Option(help="Submodule to analyse; vgg11: features, as in the thesis; bitstream, irmas: rnn.")
+        str | None,
+        typer.Option(
+            help="Submodule to analyse. Default: all; vgg11: features, as in the thesis; bitstream, irmas: rnn."
+        ),
     ] = None,
     schedule: Annotated[
         str, typer.Option(help="linear, blelloch, blelloch:LEVELS, chunked:LENGTH, balanced:WORKERS or auto.")
     ] = "blelloch:2",
     data: Annotated[
-        str | None, typer.Option(help="Observe the zeros of these data: digits, cifar10:DIR, random.")
+        str | None, typer.Option(help="Count without the zeros that these data cause: digits, cifar10:DIR or random.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="How many samples to observe; 4.")] = None,
-    workers: Annotated[
-        str, typer.Option(help="Say which schedule is done first on so many workers, as in 1,2,4,8.")
-    ] = "",
+    samples: Annotated[int | None, typer.Option(min=1, help="Samples of --data to count. Default: 4.")] = None,
+    workers: Annotated[str, typer.Option(help="Compare schedules for these numbers of workers, as in 1,2,4,8.")] = "",
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the steps to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the thesis' Figure 5.5 into this file.")] = None,
     seed: Seed = 0,
 ) -> None:
     """Count the FLOP of one sample's backward pass, by scan and by back-propagation."""
+    import torch
+
     from . import count_flop
     from ._figures import check_figure
+    from ._tables import console
 
     _check_outputs(json, csv, plot)
     if plot is not None:
@@ -114,7 +140,20 @@ def flop(
         x = _samples("random" if data is None else data, 1 if data is None else samples or 4, shape, seed, module)
         analysed, x = _part(module, chosen, "--part", x)
     with _progress() as bar:
-        task = bar.add_task("observing samples" if data else "counting", total=(samples or 4) if data else None)
+        task = bar.add_task("counting products", total=None)
+
+        def announce(pairs: float) -> None:
+            seconds = pairs / (_PAIRS * torch.get_num_threads())
+            if seconds > _LONG:
+                cheap = "--schedule linear takes seconds: it multiplies no matrices"
+                times = f", for each of {samples or 4} samples and once more" if data else ""
+                bar.console.print(
+                    f"{schedule}: products of matrices with {pairs:.2g} pairs of entries or more to look at{times}, "
+                    f"about {_duration(seconds)} at least. {cheap}.",
+                    soft_wrap=True,
+                    highlight=False,
+                )
+
         report = count_flop(
             analysed,
             shape if x is None else tuple(x.shape[1:]),
@@ -124,8 +163,12 @@ def flop(
             executed=True,
             workers=counts,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
+            announce=announce,
         )
-    _print_report(report, f"{model}{f'.{chosen}' if chosen else ''}", data)
+    name = f"{model}{f'.{chosen}' if chosen else ''}{f' on {data}' if data else ''}"
+    console().print(replace(report, name=name))
+    if report.schedule != schedule:
+        typer.echo(f"--schedule {schedule} is {report.schedule} for {len(report.baseline)} stages")
     if json is not None:
         report.save_json(json)
     if csv is not None:
@@ -144,6 +187,10 @@ def jacobian(
     checkpoint: Checkpoint = None,
     trust: Trust = False,
     data: Annotated[str, typer.Option(help="Where the sample is from: digits, cifar10:DIR or random.")] = "random",
+    input_file: Annotated[
+        Path | None,
+        typer.Option(help="Take the sample from this file: an array (.npy) or a tensor (.pt), without a batch."),
+    ] = None,
     seed: Seed = 0,
 ) -> None:
     """Write the Jacobian of one operator of a model, for one sample."""
@@ -155,8 +202,11 @@ def jacobian(
     _check_outputs(out)
     if out.suffix != ".npz":
         raise ValueError(f"--out is {out}; name a file that ends in .npz")
+    if input_file is not None and (input is not None or data != "random"):
+        raise ValueError(f"--input-file {input_file} has the sample and its sizes; leave out --input and --data")
     module, shape, _ = _model(model, input, prune, checkpoint, seed, trust)
-    operator, x = _part(module, layer, "--layer", _samples(data, 1, shape, seed, module))
+    samples = _samples(data, 1, shape, seed, module) if input_file is None else _sample_of(input_file, module)
+    operator, x = _part(module, layer, "--layer", samples)
     matrix = jacobian_of(operator, x)
     with replacing(out) as temporary:
         scipy.sparse.save_npz(temporary, matrix.to_scipy())
@@ -172,21 +222,31 @@ def spy(
     checkpoint: Checkpoint = None,
     trust: Trust = False,
     transposed: Annotated[bool, typer.Option("--transposed", help="Show the transposed Jacobian.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Draw the pattern into this file, as in pattern.png.")] = None,
     seed: Seed = 0,
 ) -> None:
     """Show where one operator's Jacobian may be other than zero."""
+    from ._figures import check_figure, pattern_figure
     from ._jacobian import jacobian_pattern
 
+    _check_outputs(out)
+    if out is not None:
+        check_figure(out)
     module, shape, _ = _model(model, input, prune, checkpoint, seed, trust)
     operator, x = _part(module, layer, "--layer", _samples("random", 1, shape, seed, module))
     pattern = jacobian_pattern(operator, tuple(x.shape[1:]))
-    typer.echo(f"{layer}: {pattern.T if transposed else pattern}")
+    shown = pattern.T if transposed else pattern
+    if out is None:
+        typer.echo(f"{layer}: {shown}")
+        return
+    pattern_figure(shown, f"{model}, {layer}{', transposed' if transposed else ''}", out)
+    typer.echo(f"{layer}: {shown.summary()}\n{out}")
 
 
 @app.command()
 def train(
     task: Annotated[
-        str, typer.Argument(help="bitstream, irmas, lenet5 or vgg11; what is not given is as in the thesis.")
+        str, typer.Argument(help="bitstream, irmas, lenet5 or vgg11. Options left out are as in the thesis.")
     ],
     out: Annotated[
         Path, typer.Option(help="Checkpoint (.safetensors); curves are written beside it as .csv and .png.")
@@ -194,24 +254,24 @@ def train(
     data: Annotated[
         str | None, typer.Option(help="digits, cifar10:DIR, cifar100:DIR, bitstream:STEPS, irmas:DIR or tones.")
     ] = None,
-    features: Annotated[str | None, typer.Option(help="Of sounds: S, M or L, as in Table 4.2.")] = None,
-    skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out sounds that cannot be used.")] = False,
-    backward: Annotated[str, typer.Option(help="bp or scan.")] = "bp",
-    schedule: Annotated[str | None, typer.Option(help="Of the scan, as for flop.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Of the training.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples of one iteration.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="sgd or adam.")] = None,
+    features: Annotated[str | None, typer.Option(help="Features of sounds: S, M or L (Table 4.2).")] = None,
+    skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out damaged sound files.")] = False,
+    backward: Annotated[str, typer.Option(help="Back-propagation (bp) or scan.")] = "bp",
+    schedule: Annotated[str | None, typer.Option(help="Schedule of the scan, as for jacsparse flop.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs of training.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples per iteration.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="Optimizer: sgd or adam.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Of SGD.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Momentum of SGD.")] = None,
     prune: Annotated[
         float | None, typer.Option(help="Share of all weights to prune after training, as in 0.97.")
     ] = None,
-    scope: Annotated[str | None, typer.Option(help="Prune that share per layer or global.")] = None,
-    retrain_epochs: Annotated[int | None, typer.Option(help="After pruning.")] = None,
+    scope: Annotated[str | None, typer.Option(help="Where --prune counts its share: layer or global.")] = None,
+    retrain_epochs: Annotated[int | None, typer.Option(help="Epochs of training after pruning.")] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, help="Of weights, order, augmentation and dropout.")
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of weights, order, augmentation and dropout.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
 ) -> None:
     """Train a model, by back-propagation or by scan; prune and retrain it."""
     from dataclasses import replace
@@ -246,7 +306,7 @@ def doctor() -> None:
 
 @app.command()
 def clear_cache() -> None:
-    """Remove what is kept between runs: compiled kernels, plans, features of sounds. All is made again when needed."""
+    """Empty the cache: compiled kernels, plans and features of sounds, which are made again when needed."""
     from .patterns._runtime import cache_directory
     from .patterns._store import SHELVES, clear, used
 
@@ -332,6 +392,9 @@ def _from_factory(name: str) -> nn.Module:
     from torch import nn
 
     home, _, attribute = name.partition(":")
+    if home.endswith(".py"):
+        package = ".".join(Path(home).with_suffix("").parts)
+        raise ValueError(f"model {name!r} names a file; name its module, as in {package}:{attribute}")
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -411,7 +474,7 @@ def _samples(data: str, count: int, shape: tuple[int, ...], seed: int, module: n
 
     from . import models
 
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    dtype = _dtype_of(module)
     if data == "random":
         try:
             return torch.randn((count, *shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -427,158 +490,38 @@ def _samples(data: str, count: int, shape: tuple[int, ...], seed: int, module: n
     return images[:count].to(dtype)
 
 
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    import torch
+
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _sample_of(path: Path, module: nn.Module) -> torch.Tensor:
+    """A sample from a file, as a batch of one, of the model's dtype. No code in the file is run."""
+    import numpy as np
+    import torch
+
+    if path.suffix not in (".npy", ".pt"):
+        raise ValueError(f"--input-file is {path}; expected an array (.npy) or a tensor (.pt)")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; make one with numpy.save or torch.save")
+    try:
+        if path.suffix == ".pt":
+            sample = torch.load(path, weights_only=True, map_location="cpu")
+        else:
+            sample = torch.from_numpy(np.load(path, allow_pickle=False))
+    except Exception as error:
+        # What NumPy and PyTorch raise of a damaged file shares no base class.
+        raise ValueError(
+            f"{path} cannot be read: it is damaged, or holds more than numbers; save one array or tensor"
+        ) from error
+    if not isinstance(sample, torch.Tensor) or not sample.ndim:
+        raise ValueError(f"{path} holds a {type(sample).__name__}; expected a tensor of one sample, without a batch")
+    return sample.to(_dtype_of(module))[None]
+
+
 def _progress() -> Any:
     from rich.console import Console
     from rich.progress import Progress
 
     return Progress(console=Console(stderr=True), transient=True)
-
-
-def _console() -> Any:
-    """Where names are printed as they are, and what is no terminal has wide lines."""
-    import os
-
-    from rich.console import Console
-
-    console = Console(markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 160
-    return console
-
-
-def _print_report(report: FlopReport, name: str, data: str | None) -> None:
-    from rich import box
-    from rich.table import Table
-
-    console = _console()
-    structure = (
-        "guaranteed structure" if not report.samples else f"structure observed, {data}, {report.samples} samples"
-    )
-    table = Table(
-        title=f"{name}: {report.schedule}, {structure}",
-        caption="L: level. run: what the scan executes, over the guaranteed structure.\n"
-        "*: critical path. <: less sparse than both factors. dead: in Algorithm 1 as printed, counted but not run.",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for column in ("L", "phase", ""):
-        table.add_column(column, no_wrap=True)
-    # Where the terminal is narrow, names and sizes are folded, and no count loses its unit.
-    table.add_column("product", overflow="fold")
-    table.add_column("m×k×n", justify="right", overflow="fold")
-    for column in ("sparse", "FLOP", "run", ""):
-        table.add_column(column, justify="right", no_wrap=True)
-    for step in report.steps:
-        table.add_row(*_cells(step), style="dim" if not step.live else "")
-    if report.input_gradient is not None:
-        table.add_section()
-        table.add_row(*_cells(report.input_gradient))
-    console.print(table)
-    live = sum(step.live for step in report.steps)
-    totals = Table(box=None, show_header=False, padding=(0, 2))
-    totals.add_row(f"all {live} live steps of {len(report.steps)}", f"{report.total:,.0f} FLOP")
-    totals.add_row("critical path", f"{report.critical_path:,.0f} FLOP")
-    totals.add_row("back-propagation, all gradient operators", f"{report.baseline_total:,.0f} FLOP")
-    lost = [step for step in report.steps if step.live and step.loses_sparsity]
-    if lost:
-        worst = min(lost, key=lambda step: step.sparsity)
-        products = sum(step.live and step.kind == "mm" for step in report.steps)
-        totals.add_row(
-            "products less sparse than both factors",
-            f"{len(lost)} of {products}, least {worst.left}·{worst.right}: {worst.sparsity:.4f}",
-        )
-    console.print(totals)
-    if report.choices:
-        console.print(_choices(report))
-    if report.layers:
-        console.print(_layers(report))
-
-
-def _choices(report: FlopReport) -> Any:
-    """A line for each number of workers."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title="which schedule is done first",
-        caption="FLOP until the last step is done, each worker doing one step at a time.",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    others = list(dict.fromkeys(("linear", report.schedule)))
-    for column in ("workers", *others, "balanced"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("first")
-    table.add_column("why", overflow="fold")
-    for choice in report.choices:
-        balanced = choice.times[f"balanced:{choice.workers}"]
-        times = [_short(time) for time in (*(choice.times[name] for name in others), balanced)]
-        table.add_row(str(choice.workers), *times, choice.schedule, choice.reason)
-    return table
-
-
-def _layers(report: FlopReport) -> Any:
-    """A line for each operator with weights, and their sums."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title="layers, one sample",
-        caption="FLOP of a training step, dense as PyTorch's counter has them; sparse: the share that pruning leaves.\n"
-        "zero: of the weights that are multiplied by.",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("layer", overflow="fold")
-    for column in ("parameters", "zero", "forward", "sparse", "backward", "sparse", "J nnz", "J MiB"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for layer in report.layers:
-        table.add_row(layer.path, *_layer_cells(layer))
-    table.add_section()
-    counts = {name: sum(getattr(layer, name) for layer in report.layers) for name in _SUMMED}
-    table.add_row("all", *_layer_cells(replace(report.layers[0], **counts)))
-    return table
-
-
-_SUMMED = (
-    *("parameters", "nonzero", "weights", "zeros", "forward", "forward_sparse", "backward", "backward_sparse"),
-    *("jacobian_nnz", "jacobian_nbytes"),
-)
-
-
-def _layer_cells(layer: LayerFlop) -> tuple[str, ...]:
-    return (
-        _short(layer.parameters),
-        f"{layer.sparsity:.3f}",
-        *map(_short, (layer.forward, layer.forward_sparse, layer.backward, layer.backward_sparse, layer.jacobian_nnz)),
-        f"{layer.jacobian_nbytes / 2**20:.1f}",
-    )
-
-
-def _cells(step: FlopStep) -> tuple[str, ...]:
-    mark = "dead" if not step.live else ("*" if step.critical else "") + ("<" if step.loses_sparsity else "")
-    return (
-        str(step.level),
-        step.phase,
-        step.kind,
-        f"{step.left}·{step.right}",
-        f"{step.m}×{step.k}×{step.n}",
-        f"{step.sparsity:.4f}",
-        _short(step.flop),
-        _short(step.executed) if step.live and step.executed is not None else "",
-        mark,
-    )
-
-
-def _short(count: float) -> str:
-    """A count in three digits, for a table; files have all of them.
-
-    Examples
-    --------
-    >>> _short(326_301_528), _short(4096.0), _short(12.5)
-    ('326 M', '4.10 k', '12.5')
-    """
-    for scale, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if count >= scale:
-            return f"{count / scale:#.3g}".removesuffix(".") + unit
-    return f"{count:g}"

@@ -10,8 +10,9 @@ from .patterns._files import replacing
 
 if TYPE_CHECKING:
     from ._flop import FlopReport
+    from .patterns import Pattern
 
-__all__ = ["check_figure", "flop_figure", "new_figure", "save_figure"]
+__all__ = ["check_figure", "flop_figure", "new_figure", "pattern_figure", "save_figure"]
 
 # Distinguishable in print and with any colour vision (Okabe and Ito).
 BLUE, ORANGE, GREEN = "#0072b2", "#e69f00", "#009e73"
@@ -62,38 +63,68 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
 
 
 def flop_figure(report: FlopReport, path: str | os.PathLike[str]) -> None:
-    """The thesis' Figure 5.5: each step's FLOP over the size that it would have if nothing were sparse."""
-    figure, axes = new_figure()
+    """The thesis' Figure 5.5: each step's FLOP over the size that it would have if nothing were sparse.
+
+    All steps and gradient operators are drawn: dead steps as crosses, those of the critical path filled. The thesis
+    compares the scan of a pruned network with the gradient operators of the unpruned one; here are those of both.
+    """
+    figure, axes = new_figure(height=5.5)
     kinds = (("mm", BLUE, "matrix × matrix"), ("mv", ORANGE, "matrix × vector"))
     for kind, colour, label in kinds:
-        for critical in (False, True):
-            steps = [step for step in report.steps if (step.kind, step.critical) == (kind, critical) and step.live]
-            axes.scatter(
-                [step.dense for step in steps],
-                [step.flop for step in steps],
-                s=42,
-                facecolors=colour if critical else "none",
-                edgecolors=colour,
-                label=f"scan, {label}{', critical path' if critical else ''}" if steps else None,
-            )
-    live = [step for step in report.baseline if step.live]
-    axes.scatter(
-        [step.dense for step in live],
-        [step.flop for step in live],
-        s=42,
-        facecolors="none",
-        edgecolors=GREEN,
-        marker="s",
-        label="back-propagation, gradient operator",
-    )
+        steps = [step for step in report.steps if step.kind == kind]
+        for chosen, look, more in (
+            ([step for step in steps if step.critical], {"facecolors": colour}, ", critical path"),
+            ([step for step in steps if step.live and not step.critical], {"facecolors": "none"}, ""),
+            ([step for step in steps if not step.live], {"marker": "x"}, ", dead: counted, not run"),
+        ):
+            if chosen:
+                colours = {"color": colour} if "marker" in look else {"edgecolors": colour}
+                points = [step.dense for step in chosen], [step.flop for step in chosen]
+                axes.scatter(*points, s=42, label=f"scan, {label}{more}", **look, **colours)
+    sizes = [step.dense for step in report.baseline]
+    pruned = [step.flop for step in report.baseline]
+    unpruned = [step.unpruned for step in report.baseline]
+    differ = any(unpruned) and unpruned != pruned
+    name = "back-propagation's gradient operators"
+    if differ:
+        axes.scatter(sizes, unpruned, s=42, color=GREEN, marker="+", label=f"{name}, unpruned")
+    more = ", pruned" if differ else ""
+    axes.scatter(sizes, pruned, s=42, facecolors="none", edgecolors=GREEN, marker="s", label=f"{name}{more}")
     # Logarithms of something: a single operator has no step.
-    counts = [step.flop for step in report.steps if step.live] + [step.flop for step in live]
+    counts = [step.flop for step in report.steps] + pruned
     if max(counts, default=0) > 0:
         axes.set(xscale="log", yscale="log")
     axes.set_xlabel("size of the step if nothing were sparse (m·k·n; m·n for back-propagation)")
     axes.set_ylabel("FLOP per sample")
-    counted = "guaranteed structure" if not report.samples else f"structure observed on {report.samples} sample(s)"
-    axes.set_title(f"{report.schedule}: {len(report.steps)} steps, {counted}", fontsize=10)
+    plural = "s" if report.samples > 1 else ""
+    counted = "guaranteed structure" if not report.samples else f"structure observed on {report.samples} sample{plural}"
+    live = sum(step.live for step in report.steps)
+    title = f"{report.schedule}: {live} live steps of {len(report.steps)}, {len(report.baseline)} operators; {counted}"
+    axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.25, which="major")
-    axes.legend(fontsize=8, frameon=False)
+    # Points may be anywhere.
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    save_figure(figure, path)
+
+
+#: Cells of a pattern's picture, in each direction.
+_CELLS = (800, 800)
+
+
+def pattern_figure(pattern: Pattern, title: str, path: str | os.PathLike[str]) -> None:
+    """A pattern's picture: a cell is dark where any of its positions has an entry."""
+    from .patterns._picture import picture
+
+    rows, columns = pattern.shape
+    cells = picture(pattern, _CELLS)
+    # As the matrix is, but neither a strip nor a pillar.
+    height = min(9.0, max(2.5, 6.0 * rows / max(1, columns)))
+    figure, axes = new_figure(7.0, height)
+    extent = (0, max(1, columns), max(1, rows), 0)
+    axes.imshow(~cells, cmap="gray", vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="nearest")
+    axes.spines[["top", "right"]].set_visible(True)
+    axes.set(xlabel="input", ylabel="output")
+    if "transposed" in title:
+        axes.set(xlabel="output", ylabel="input")
+    axes.set_title(f"{title}: {rows:,} × {columns:,}, {pattern.nnz:,} entries", fontsize=10)
     save_figure(figure, path)

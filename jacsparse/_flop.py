@@ -7,8 +7,8 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from operator import index
 from typing import Any
@@ -19,17 +19,19 @@ from torch import nn
 
 from ._accumulation import Region, matrix_of
 from ._chain import Chains, Record, Stage, check_input, check_shape, recorded, samples_of
-from ._layers import LayerFlop, layers_of
+from ._layers import LayerFlop, StageLayers, layers_of, unpruned
 from ._modules import check_module, undisturbed
 from ._stages import Edge
-from .patterns import Csr, Diagonal, Identity, Pattern, Pooling
+from .patterns import Csr, Diagonal, Full, Identity, Pattern, Pooling
 from .patterns._files import replacing
 from .patterns._structure import frozen, row_starts
 from .schedule import Schedule, Step, balanced, linear, resolve
 from .spgemm import meeting, multiply_adds, product_meeting, product_pattern
 
 __all__ = [
+    "BackPropagation",
     "BaselineStep",
+    "Counted",
     "FlopReport",
     "FlopStep",
     "LayerFlop",
@@ -103,7 +105,7 @@ class FlopStep:
 
 @dataclass(frozen=True)
 class BaselineStep:
-    """The gradient operator of one stage in back-propagation itself.
+    """The gradient operator of one stage in back-propagation, as the thesis' Figure 5.5 counts it.
 
     Attributes
     ----------
@@ -113,9 +115,11 @@ class BaselineStep:
         Shape of the transposed Jacobian.
     flop : float
         ``2·nnz`` for convolution, linear and average pooling, ``n + nnz`` for an elementwise operator, rows + columns
-        for max-pooling.
+        for max-pooling: of the structure that the report counts, with full vectors.
     live : bool
         False for the first stage, which only the input's gradient needs.
+    unpruned : float
+        The same if no weight were pruned: the thesis' own baseline.
     """
 
     stage: str
@@ -124,11 +128,39 @@ class BaselineStep:
     n: int
     flop: float
     live: bool
+    unpruned: float = 0.0
 
     @property
     def dense(self) -> int:
         """``m·n``."""
         return self.m * self.n
+
+
+@dataclass(frozen=True)
+class BackPropagation:
+    """FLOP of back-propagation for one sample, with one structure.
+
+    Attributes
+    ----------
+    structure : {"dense", "pruned", "observed"}
+        ``dense`` is what PyTorch executes: products of matrices and convolutions without any zero left out, as
+        `LayerFlop.backward` counts them, and for each other operator one FLOP for each element of the gradients that
+        it reads and writes. ``pruned`` and ``observed`` count as the steps of the ``linear`` schedule do, over the
+        guaranteed and over the observed structure.
+    activations : float
+        Of the gradients of what passes from stage to stage: what a schedule finds.
+    input_gradient : float
+        Of the gradient of the network's input.
+    weights : float or None
+        Of the weights' gradients, which every schedule leaves to be found in the same way: one multiply-add for each
+        entry of the Jacobian that meets an element of the gradient and, where observed, an element of the input. None
+        where that is not counted: for recurrent layers on observed zeros.
+    """
+
+    structure: str
+    activations: float
+    input_gradient: float
+    weights: float | None
 
 
 @dataclass(frozen=True)
@@ -167,9 +199,9 @@ class ScheduleChoice:
         return f"{time:.3g} of linear's time, for {work:.3g} times its work"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FlopReport:
-    """What a backward pass costs for one sample, by scan and by back-propagation.
+    """What a backward pass costs for one sample, by scan and by back-propagation. ``print`` shows its tables.
 
     Attributes
     ----------
@@ -189,6 +221,10 @@ class FlopReport:
         What each operator with weights costs forward and back, dense and sparse, over guaranteed structure.
     choices : tuple of ScheduleChoice
         For each number of workers that was asked for.
+    backpropagation : tuple of BackPropagation
+        Dense, pruned and, where the structure is observed, observed.
+    name : str
+        What was counted: the module's class, or what the command line was given.
     """
 
     schedule: str
@@ -199,6 +235,32 @@ class FlopReport:
     baseline: tuple[BaselineStep, ...]
     layers: tuple[LayerFlop, ...] = ()
     choices: tuple[ScheduleChoice, ...] = ()
+    backpropagation: tuple[BackPropagation, ...] = ()
+    name: str = ""
+
+    def __str__(self) -> str:
+        from ._tables import text
+
+        return text(self)
+
+    def __repr__(self) -> str:
+        live = sum(step.live for step in self.steps)
+        return (
+            f"<FlopReport of {self.name}: {self.schedule}, {self.structure} structure, {live} live steps, "
+            f"{self.total:,.0f} FLOP, critical path {self.critical_path:,.0f}>"
+        )
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from ._tables import tables
+
+        yield from tables(self)
+
+    @property
+    def executed(self) -> float | None:
+        """FLOP of all live steps as the scan executes them; None where that was not counted."""
+        live = [step.executed for step in self.steps if step.live]
+        known = [flop for flop in live if flop is not None]
+        return math.fsum(known) if len(known) == len(live) else None
 
     @property
     def total(self) -> float:
@@ -212,7 +274,7 @@ class FlopReport:
 
     @property
     def baseline_total(self) -> float:
-        """FLOP of back-propagation's live gradient operators."""
+        """FLOP of the live gradient operators, as the thesis' Figure 5.5 counts them."""
         return math.fsum(step.flop for step in self.baseline if step.live)
 
     def to_dict(self) -> dict[str, Any]:
@@ -261,6 +323,7 @@ def count_flop(
     executed: bool | None = None,
     workers: Sequence[int] = (),
     progress: Callable[[int, int], None] | None = None,
+    announce: Callable[[float], None] | None = None,
 ) -> FlopReport:
     """Count the FLOP of one sample's backward pass, step by step.
 
@@ -285,7 +348,10 @@ def count_flop(
         For each the report says, once, which is done first: ``linear``, ``balanced`` for as many workers, or
         `schedule`.
     progress : callable, optional
-        Called with the samples done and all samples.
+        Called after each product with how many are done, of all samples together, and how many there are.
+    announce : callable, optional
+        Called before anything is counted with the pairs of entries, at least, that have to be looked at one by one to
+        find the patterns of products of matrices: an estimate of the time that counting takes. Of ``linear`` it is 0.
 
     Raises
     ------
@@ -305,6 +371,8 @@ def count_flop(
     >>> report = count_flop(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), (4,), schedule="linear")
     >>> [(step.kind, step.flop) for step in report.steps], report.input_gradient.flop
     ([('mv', 12.0), ('mv', 6.0)], 24.0)
+    >>> [(each.structure, each.activations, each.weights) for each in report.backpropagation]
+    [('dense', 18.0, 36.0), ('pruned', 18.0, 36.0)]
     """
     if structure not in ("guaranteed", "observed"):
         raise ValueError(f"structure is {structure!r}; expected 'guaranteed' or 'observed'")
@@ -315,28 +383,33 @@ def count_flop(
         subject = flop_subject(module, input_shape)
     else:
         subject = _chain_subject(module, input_shape)
-    plan = resolve(schedule, len(subject.factors), subject)
+    plan, name = resolve(schedule, len(subject.factors), subject), type(module).__name__
+    observed_only = structure == "observed" and not (executed or workers)
+    runs = 1 if structure == "guaranteed" or inputs is None else len(inputs) + (not observed_only)
+    done = _Done(progress, runs * len(plan.products))
+    if announce is not None:
+        announce(_least_pairs(plan, subject.factors))
     if structure == "guaranteed":
         if inputs is not None:
             raise ValueError(
                 "inputs are given, but the guaranteed structure does not depend on them; pass structure='observed'"
             )
-        counts = _Counts(plan, subject.factors).run()
-        report = _report(plan, subject, structure, 0, [counts], counts if executed is not False else None)
-        return replace(report, choices=_choices(subject, plan, counts, workers))
+        counts = _Counts(plan, subject.factors).run(done)
+        report = _report(plan, subject, [counts], counts if executed is not False else None)
+        return replace(report, choices=_choices(subject, plan, counts, workers), name=name)
     if inputs is None:
         raise ValueError("structure='observed' needs inputs: a batch to observe")
     check_input("inputs", inputs, subject.in_shape)
     if not len(inputs):
         raise ValueError("inputs is an empty batch; the observed structure needs at least one sample")
-    guaranteed = _Counts(plan, subject.factors).run() if executed or workers else None
-    samples = []
+    guaranteed = None if observed_only else _Counts(plan, subject.factors).run(done)
+    samples, observed = [], []
     for number in range(len(inputs)):
-        samples.append(_Counts(plan, subject.observe(inputs[number : number + 1])).run())
-        if progress is not None:
-            progress(number + 1, len(inputs))
-    report = _report(plan, subject, structure, len(inputs), samples, guaranteed if executed else None)
-    return replace(report, choices=_choices(subject, plan, guaranteed, workers))
+        factors, operands = subject.observe(inputs[number : number + 1])
+        samples.append(_Counts(plan, factors).run(done))
+        observed.append(_backpropagated(subject, "observed", factors, operands))
+    report = _report(plan, subject, samples, guaranteed if executed else None, observed)
+    return replace(report, choices=_choices(subject, plan, guaranteed, workers), name=name)
 
 
 def _numbers(workers: Sequence[int]) -> tuple[int, ...]:
@@ -383,6 +456,36 @@ def _executed(counts: _Counts) -> list[float]:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """One operator of a `Subject`, besides its transposed Jacobian.
+
+    Attributes
+    ----------
+    path, name : str
+        In the model, and as ATen names it.
+    gradient_flop : callable
+        What the thesis' gradient operator takes for observed entries.
+    unpruned : float
+        The same for all entries that there would be without pruning.
+    executed : float
+        FLOP of PyTorch's own gradient operator.
+    entrywise : tuple of int
+        The edges of the factor whose weights' gradient takes a multiply-add for each entry.
+    """
+
+    path: str
+    name: str
+    gradient_flop: Callable[[Pattern | Region], float]
+    unpruned: float
+    executed: float
+    entrywise: tuple[int, ...] = ()
+
+
+#: Factors as they are for one sample; and, of the entrywise edges of each, which elements of the operand are not zero.
+Observation = tuple[Sequence["Pattern | Region"], Sequence[Mapping[int, np.ndarray]]]
+
+
+@dataclass(frozen=True)
 class Subject:
     """What is counted: a sequence of operators, the one next to the input first.
 
@@ -392,19 +495,22 @@ class Subject:
         Of a sample.
     factors : list of Pattern or Region
         The transposed Jacobians.
-    operators : list of (str, str, callable)
-        Of each the path, the name and what back-propagation's gradient operator takes for observed entries.
+    operators : list of Counted
+        The rest of each.
     observe : callable
-        The same for the entries that are not zero for one sample, ``(1, *in_shape)``.
+        The factors that hold for one sample, ``(1, *in_shape)``: the entries that are not zero.
     layers : tuple of LayerFlop
-        Its operators that have weights.
+        The operators that have weights.
+    weights : dict of str to float or None
+        FLOP of the weights' gradients that no entries tell, by `BackPropagation.structure`.
     """
 
     in_shape: tuple[int, ...]
     factors: Sequence[Pattern | Region]
-    operators: Sequence[tuple[str, str, Callable[[Pattern | Region], float]]]
-    observe: Callable[[torch.Tensor], Sequence[Pattern | Region]]
+    operators: Sequence[Counted]
+    observe: Callable[[torch.Tensor], Observation]
     layers: tuple[LayerFlop, ...] = ()
+    weights: Mapping[str, float | None] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.factors)
@@ -416,21 +522,35 @@ def _chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     chains = Chains(module)
     with undisturbed(module):
         chain, records = chains.matching(recorded(module, samples_of(module, shape), readable=False))
-        layers = tuple(layers_of(records))
+        stages = layers_of(records)
 
     def observed(record: Record, edge: Edge) -> Pattern:
         if edge.shared:
             return edge.pattern
         return without_zeros(edge.pattern, record.values(edge, slice(0, 1))[:, 0].cpu().numpy())
 
-    def observe(x: torch.Tensor) -> list[Pattern | Region]:
+    def operands(record: Record, own: StageLayers) -> dict[int, np.ndarray]:
+        operator = record.stage.operator
+        edges = record.stage.edges if operator is None else (operator,)
+        return {number: (record.operand(edges[number])[0] != 0).flatten().cpu().numpy() for number in own.entrywise}
+
+    def observe(x: torch.Tensor) -> Observation:
         # Twice: a sample by itself would not show where samples are, and be cut into other stages.
         with undisturbed(module):
             _, (_, records) = chains.of(x.repeat(2, *[1] * (x.ndim - 1)))
-            return [record.stage.factor([observed(record, edge) for edge in record.stage.edges]) for record in records]
+            factors = [
+                record.stage.factor([observed(record, edge) for edge in record.stage.edges]) for record in records
+            ]
+            return factors, [operands(record, own) for record, own in zip(records, stages, strict=True)]
 
-    operators = [(stage.path, stage.name, partial(_stage_flop, stage)) for stage in chain]
-    return Subject(chain.in_shape, chain.factors, operators, observe, layers)
+    operators = [
+        Counted(stage.path, stage.name, partial(_stage_flop, stage), _unpruned_flop(stage), own.executed, own.entrywise)
+        for stage, own in zip(chain, stages, strict=True)
+    ]
+    otherwise = float(sum(own.otherwise for own in stages))
+    weights = dict.fromkeys(("pruned", "observed"), otherwise)
+    layers = tuple(layer for own in stages for layer in own.layers)
+    return Subject(chain.in_shape, chain.factors, operators, observe, layers, weights)
 
 
 def without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:
@@ -450,6 +570,41 @@ class _Count:
     nnz: int
     left_nnz: int
     right_nnz: int
+
+
+class _Done:
+    """Counts its calls, and passes the count on."""
+
+    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
+        self.progress, self.count, self.total = progress, 0, total
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.progress is not None:
+            self.progress(self.count, self.total)
+
+
+def _least_pairs(plan: Schedule, factors: Sequence[Pattern | Region]) -> float:
+    """Pairs of entries that are looked at, at least, for products of matrices.
+
+    Those that make the matrices of regions, and those that meet in products of two operators' own matrices. Products of
+    products come on top; of them nothing is known before the first ones are made.
+    """
+    own = {plan.n - stage: factor for stage, factor in enumerate(factors)}
+    # Whose products need no index.
+    closed = (Diagonal, Full)
+    total, regions = 0.0, set()
+    for step in plan.products:
+        if step.kind != "mm":
+            continue
+        values = (step.left, step.right)
+        regions |= {value for value in values if isinstance(own.get(value), Region)}
+        given = [own[value] for value in values if value in own]
+        patterns = [factor for factor in given if isinstance(factor, Pattern)]
+        if len(patterns) == 2 and not any(isinstance(pattern.structure, closed) for pattern in patterns):
+            left, right = patterns
+            total += float(left.structure.column_counts() @ right.structure.row_counts())
+    return total + sum(factor.estimate for value in regions if isinstance(factor := own[value], Region))
 
 
 class _Counts:
@@ -472,12 +627,13 @@ class _Counts:
         self.steps: list[_Count] = []
         self.input_gradient: _Count | None = None
 
-    def run(self) -> _Counts:
-        """Count all products, dead ones included, and the input's gradient."""
+    def run(self, done: Callable[[], None] = lambda: None) -> _Counts:
+        """Count all products, dead ones included, and the input's gradient; `done` is called after each."""
         for step in self.schedule.products:
             self.steps.append(
                 self._product(step) if step.kind == "mm" else self._apply(step.left, step.right, step.out)
             )
+            done()
         if self.schedule.n:
             self.input_gradient = self._apply(self.schedule.n, self.schedule.gradients[-1], None)
         return self
@@ -521,13 +677,59 @@ class _Counts:
         return _Count(total, nnz, int(reached.sum()), nnz, int(held.sum()))
 
 
+def _backpropagated(
+    subject: Subject,
+    structure: str,
+    factors: Sequence[Pattern | Region],
+    operands: Sequence[Mapping[int, np.ndarray]] | None = None,
+) -> BackPropagation:
+    """Back-propagation over counts, as the ``linear`` schedule goes; operands are full where they are not given."""
+    otherwise = subject.weights.get(structure, 0.0)
+    held = np.ones(factors[-1].shape[1] if factors else 0, dtype=np.bool_)
+    pairs_of_weights, through = 0, []
+    for number in reversed(range(len(factors))):
+        pairs, held = _met(factors[number], held)
+        through.append(sum(int(own.sum()) for own in pairs.values()))
+        for edge in subject.operators[number].entrywise:
+            own = pairs.get(edge, np.zeros(0, dtype=np.int64))
+            pairs_of_weights += int((own if operands is None else own[operands[number][edge]]).sum())
+    *between, first = through or [0]
+    weights = None if otherwise is None else otherwise + 2.0 * pairs_of_weights
+    return BackPropagation(structure, 2.0 * sum(between), 2.0 * first, weights)
+
+
+def _met(factor: Pattern | Region, held: np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
+    """Of a vector that is taken through a factor: the pairs that meet in each edge; and which rows are reached."""
+    if isinstance(factor, Region):
+        return factor.pairs(held)
+    pairs = meeting(factor, held)
+    return {0: pairs}, pairs > 0
+
+
+def _dense(subject: Subject) -> BackPropagation:
+    """Back-propagation as PyTorch executes it."""
+    executed = [operator.executed for operator in subject.operators] or [0.0]
+    weights = math.fsum(layer.weight_gradient for layer in subject.layers)
+    return BackPropagation("dense", math.fsum(executed[1:]), float(executed[0]), weights)
+
+
+def _mean(found: Sequence[BackPropagation]) -> BackPropagation:
+    """Of several samples."""
+    weights = [each.weights for each in found if each.weights is not None]
+    return BackPropagation(
+        found[0].structure,
+        float(np.mean([each.activations for each in found])),
+        float(np.mean([each.input_gradient for each in found])),
+        float(np.mean(weights)) if weights else None,
+    )
+
+
 def _report(
     plan: Schedule,
     subject: Subject,
-    structure: str,
-    samples: int,
     counts: Sequence[_Counts],
     guaranteed: _Counts | None,
+    observed: Sequence[BackPropagation] = (),
 ) -> FlopReport:
     names = _names(plan)
 
@@ -566,7 +768,19 @@ def _report(
         mine = [count.input_gradient for count in counts if count.input_gradient is not None]
         last = step_of(final, mine, guaranteed.input_gradient if guaranteed else None, "input")
     baseline = tuple(_baseline(subject, [count.factors for count in counts]))
-    return FlopReport(plan.name, structure, samples, tuple(_critical(steps)), last, baseline, subject.layers)
+    found = [_dense(subject), _backpropagated(subject, "pruned", subject.factors)]
+    found += [_mean(observed)] if observed else []
+    structure = "observed" if observed else "guaranteed"
+    return FlopReport(
+        plan.name,
+        structure,
+        len(observed),
+        tuple(_critical(steps)),
+        last,
+        baseline,
+        subject.layers,
+        backpropagation=tuple(found),
+    )
 
 
 def _critical(steps: Sequence[FlopStep]) -> Iterable[FlopStep]:
@@ -595,9 +809,10 @@ def _names(plan: Schedule) -> dict[int, str]:
 
 def _baseline(subject: Subject, observed: Sequence[Sequence[Pattern | Region]]) -> Iterable[BaselineStep]:
     for number in reversed(range(len(subject.operators))):
-        path, operator, flop = subject.operators[number]
-        mean = float(np.mean([flop(factors[number]) for factors in observed]))
-        yield BaselineStep(path, operator, *subject.factors[number].shape, mean, live=number > 0)
+        own = subject.operators[number]
+        mean = float(np.mean([own.gradient_flop(factors[number]) for factors in observed]))
+        shape = subject.factors[number].shape
+        yield BaselineStep(own.path, own.name, *shape, mean, number > 0, own.unpruned)
 
 
 def _stage_flop(stage: Stage, observed: Pattern | Region) -> float:
@@ -607,6 +822,12 @@ def _stage_flop(stage: Stage, observed: Pattern | Region) -> float:
         return _operator_flop(stage.operator.pattern, observed.nnz)
     own = zip(stage.edges, observed.edges, strict=True)
     return math.fsum(_operator_flop(edge.pattern, pattern.nnz) for edge, (_, _, pattern) in own)
+
+
+def _unpruned_flop(stage: Stage) -> float:
+    """Of a stage's gradient operators, were no weight pruned."""
+    edges = stage.edges if stage.operator is None else (stage.operator,)
+    return math.fsum(_operator_flop(edge.pattern, unpruned(edge)) for edge in edges)
 
 
 def _operator_flop(pattern: Pattern, nnz: float) -> float:

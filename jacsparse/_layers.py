@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ._stages import Edge, Record
-from .patterns import Call
+from .patterns import Call, Identity
 
-__all__ = ["LayerFlop", "layers_of"]
+__all__ = ["LayerFlop", "StageLayers", "layers_of", "unpruned"]
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,20 @@ class LayerFlop:
     forward, backward : int
         FLOP, dense: products of matrices and convolutions alone, with padding, without biases; backward the gradients
         of weights that train and of inputs that depend on such weights.
-    forward_sparse, backward_sparse : int
-        The same, times the share of the Jacobian's entries that pruning leaves; as many where nothing is pruned.
+    weight_gradient : int
+        The FLOP of `backward` that make the gradients of weights; the others make those of inputs.
+    forward_sparse, backward_sparse, weight_gradient_sparse : int
+        The same with one multiply-add for each entry of the Jacobian: without padding and without what is pruned.
+        Attention and products of two tensors that depend on the input have no sparse form: they count as dense.
     jacobian_nnz, jacobian_nbytes : int
         Entries of the Jacobian, and its bytes as CSR with float32 values.
 
     Notes
     -----
-    Dense FLOP are those of ``torch.utils.flop_counter.FlopCounterMode`` for a training step, but where that counts
-    otherwise: the gradient of a grouped convolution's weight times the number of groups, and neither attention on the
-    CPU nor products of a matrix and a vector. What makes a weight of others is not counted here.
+    Dense FLOP are counted by the rules of ``torch.utils.flop_counter.FlopCounterMode`` for a training step, and equal
+    its figures but where those are wrong or missing: it multiplies the gradient of a grouped convolution's weight by
+    the number of groups, and leaves out attention on the CPU and products of a matrix and a vector. What makes a weight
+    of others is not counted here.
     """
 
     path: str
@@ -54,6 +58,8 @@ class LayerFlop:
     backward_sparse: int
     jacobian_nnz: int
     jacobian_nbytes: int
+    weight_gradient: int = 0
+    weight_gradient_sparse: int = 0
 
     @property
     def sparsity(self) -> float:
@@ -61,24 +67,73 @@ class LayerFlop:
         return self.zeros / self.weights if self.weights else 0.0
 
 
-def layers_of(records: Sequence[Record]) -> Iterator[LayerFlop]:
-    """The operators of a chain that have weights, or multiply; from what a run of it recorded."""
+@dataclass(frozen=True)
+class StageLayers:
+    """What back-propagation executes in one stage.
+
+    Attributes
+    ----------
+    layers : tuple of LayerFlop
+        The operators that have weights, or multiply.
+    executed : int
+        FLOP of PyTorch's own gradient operators for what the stage is given: of products as `LayerFlop.backward` counts
+        them, of others one for each element of the gradients that they read and write.
+    entrywise : tuple of int
+        The edges, by number, whose weights' gradient takes a multiply-add for each entry of the Jacobian. Of a stage
+        of one operator there is one edge, 0.
+    otherwise : int
+        FLOP of the other weights' gradients.
+    """
+
+    layers: tuple[LayerFlop, ...]
+    executed: int
+    entrywise: tuple[int, ...]
+    otherwise: int
+
+
+def layers_of(records: Sequence[Record]) -> list[StageLayers]:
+    """What each stage of a chain executes; from what a run of it recorded."""
     # Whether a gradient is wanted of each tensor: the chain's input has none.
     wanted: dict[Any, bool] = {}
     before = False
+    stages = []
     for record in records:
         stage = record.stage
         wanted[stage.start] = before
+        layers, executed, entrywise, otherwise = [], 0, [], 0
         for target, group in groupby(stage.edges, lambda edge: edge.target):
             edges = list(group)
             weights = _weights_of(record, edges[0])
             trains = any(trained for _, trained in weights.values())
             operands = [edge for edge in edges if wanted.get(edge.source, False)]
             layer = _layer(edges, operands, weights)
+            executed += _executed(edges)
             if layer.parameters or layer.forward:
-                yield layer
+                layers.append(layer)
+            if layer.weight_gradient and _is_entrywise(edges):
+                entrywise += [number for number, edge in enumerate(stage.edges) if edge is edges[0]]
+            else:
+                otherwise += layer.weight_gradient
             wanted[target] = trains or bool(operands)
         before = wanted.get(stage.stop, False)
+        numbers = entrywise if stage.operator is None else [0] * len(entrywise)
+        stages.append(StageLayers(tuple(layers), executed, tuple(numbers), otherwise))
+    return stages
+
+
+def _is_entrywise(edges: Sequence[Edge]) -> bool:
+    """Whether an operator is one product, with a multiply-add for each entry of its one Jacobian."""
+    return len(edges) == 1 and edges[0].rule.entrywise and edges[0].rule.multiply_adds(edges[0].call) > 0
+
+
+def _executed(edges: Sequence[Edge]) -> int:
+    """FLOP of an operator's own gradients with respect to all of its operands."""
+    call, rule = edges[0].call, edges[0].rule
+    dense = rule.multiply_adds(call)
+    if dense:
+        return 2 * rule.backward_multiply_adds(call, len(edges), False, dense)
+    some = (edge.call for edge in edges if not isinstance(edge.pattern.structure, Identity))
+    return sum(each.in_size + each.out_size for each in some)
 
 
 def _weights_of(record: Record, edge: Edge) -> dict[str, tuple[torch.Tensor, bool]]:
@@ -98,10 +153,11 @@ def _layer(edges: Sequence[Edge], operands: Sequence[Edge], weights: dict[str, t
     call, rule = edges[0].call, edges[0].rule
     dense = rule.multiply_adds(call)
     nnz = sum(edge.pattern.nnz for edge in edges)
-    sparse = _kept(dense, nnz, sum(_unpruned(edge) for edge in edges)) if dense else 0
+    sparse = nnz if _is_entrywise(edges) else dense
     multiplied = [weight for name, weight in weights.items() if dense and not _is_added(name, call)]
     of_weights = any(trained for _, trained in multiplied)
     gradients = [rule.backward_multiply_adds(call, len(operands), of_weights, count) for count in (dense, sparse)]
+    of_inputs = [rule.backward_multiply_adds(call, len(operands), False, count) for count in (dense, sparse)]
     return LayerFlop(
         path=call.path,
         operator=call.operator,
@@ -115,16 +171,13 @@ def _layer(edges: Sequence[Edge], operands: Sequence[Edge], weights: dict[str, t
         backward_sparse=2 * gradients[1],
         jacobian_nnz=nnz,
         jacobian_nbytes=sum(4 * edge.pattern.nnz + edge.pattern.index_nbytes for edge in edges),
+        weight_gradient=2 * (gradients[0] - of_inputs[0]),
+        weight_gradient_sparse=2 * (gradients[1] - of_inputs[1]),
     )
 
 
-def _kept(dense: int, nnz: int, unpruned: int) -> int:
-    """Multiply-adds where pruning leaves `nnz` of the Jacobian's entries."""
-    return dense if nnz == unpruned else round(dense * nnz / unpruned)
-
-
-def _unpruned(edge: Edge) -> int:
-    """Entries of an edge's Jacobian if all of its weights were kept."""
+def unpruned(edge: Edge) -> int:
+    """Entries of an edge's Jacobian if all of its weights were there."""
     return edge.rule.pattern(replace(edge.call, kept={})).nnz if edge.call.kept else edge.pattern.nnz
 
 

@@ -7,8 +7,18 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
-__all__ = ["check_module", "exact", "parts_of", "refresh_weights", "tensors_of", "trains", "undisturbed"]
+__all__ = [
+    "check_initialised",
+    "check_module",
+    "exact",
+    "parts_of",
+    "refresh_weights",
+    "tensors_of",
+    "trains",
+    "undisturbed",
+]
 
 
 def check_module(module: object) -> nn.Module:
@@ -24,6 +34,29 @@ def check_module(module: object) -> nn.Module:
     if any(isinstance(part, torch.jit.ScriptModule) for part in parts_of(module)):
         raise TypeError("module is, or holds, a torch.jit.ScriptModule; give the module that it was compiled from")
     return module
+
+
+def check_initialised(module: nn.Module) -> None:
+    """Raise where a lazy module has no weights yet.
+
+    Raises
+    ------
+    ValueError
+        With its path.
+
+    Examples
+    --------
+    >>> check_initialised(nn.Sequential(nn.Flatten(), nn.LazyLinear(3)))
+    Traceback (most recent call last):
+    ValueError: 1: LazyLinear has no weights before its first batch; run the module on one first
+    """
+    for part in parts_of(module):
+        if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():
+            kind = type(part).__name__
+            path = next(name for name, other in module.named_modules() if other is part)
+            raise ValueError(
+                f"{path or kind}: {kind} has no weights before its first batch; run the module on one first"
+            )
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
@@ -49,7 +82,13 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     """Undo on exit what a forward pass changes: buffers, attributes of modules, the state of random numbers.
 
     What user code keeps elsewhere, as in a global counter, is not undone.
+
+    Raises
+    ------
+    ValueError
+        Where a lazy module has no weights yet: those that it would get could not be taken away again.
     """
+    check_initialised(module)
     parts = parts_of(module)
     attributes = [(part, dict(part.__dict__), dict(part._buffers)) for part in parts]
     buffers = [

@@ -277,6 +277,12 @@ class Record:
             return SparseJacobian(self.stage.pattern, self.recording.input.detach().new_empty((0, count)))
         return self._made(self.stage.pattern, lambda: accumulation.run(result, lambda edge: self.values(edge, samples)))
 
+    def operand(self, edge: Edge) -> torch.Tensor:
+        """What an operator was given in the place that an edge is about, ``(batch, *in_shape)``."""
+        x = self._call(edge, slice(None)).input
+        assert x is not None
+        return x
+
     def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
         return edge.rule.transposed_values(self._call(edge, samples), edge.pattern)

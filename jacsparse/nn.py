@@ -30,7 +30,7 @@ class Scan(nn.Module):
         Any that works on each sample by itself. Its own forward pass runs at each call: its output is what is returned.
     schedule : Schedule or str
         In which order products are taken: ``linear`` is back-propagation itself, ``blelloch`` or ``blelloch:LEVELS``
-        the thesis' Algorithm 1, ``auto`` the one of least predicted time.
+        the thesis' Algorithm 1. ``auto`` is ``linear``: on one device nothing is done sooner.
     pruned : bool
         Whether pruned weights leave no entry in the Jacobians.
     memory_limit : int, optional

@@ -288,6 +288,8 @@ def linear(n: int) -> Schedule:
 def blelloch(n: int, levels: int | None = None) -> Schedule:
     """The modified Blelloch scan: Algorithm 1 of the thesis, section 3.2.
 
+    Its name tells how many levels it has: ``blelloch(21, 99)`` is ``blelloch:4``.
+
     Parameters
     ----------
     n : int
@@ -322,7 +324,7 @@ def blelloch(n: int, levels: int | None = None) -> Schedule:
         for i in range(0, n - 2**d + 1, 2 ** (d + 1)):
             l, r = i + 2**d - 1, min(i + 2 ** (d + 1) - 1, n)  # noqa: E741
             a[l], a[r] = a[r], record.multiply(a[l], a[r], 2 * depth - d, "down")
-    return record.finish("blelloch" if levels is None else f"blelloch:{levels}")
+    return record.finish("blelloch" if levels is None else f"blelloch:{depth}")
 
 
 def _linear_middle(record: _Recorder, block: int, level: int) -> None:
@@ -424,12 +426,12 @@ def resolve(schedule: Schedule | str, n: int, chain: Chain | Subject | None = No
     ----------
     schedule : Schedule or str
         A schedule, or ``linear``, ``blelloch``, ``blelloch:LEVELS``, ``chunked:LENGTH``, ``balanced:WORKERS`` or
-        ``auto``: balanced for the workers that run steps side by side. One device is one worker, since each step
-        already uses all of it.
+        ``auto``. That is ``linear``: each step already uses a whole device, and one worker does nothing sooner than
+        by the least work.
     n : int
         Stages.
     chain : Chain, optional
-        What ``balanced`` and ``auto`` balance.
+        What ``balanced`` balances.
 
     Raises
     ------
@@ -443,7 +445,7 @@ def resolve(schedule: Schedule | str, n: int, chain: Chain | Subject | None = No
         if schedule.n != n:
             raise ValueError(f"the schedule is for {schedule.n} stages, but the chain has {n}; make one with n={n}")
         return schedule
-    if name == "linear":
+    if name in ("linear", "auto"):
         return linear(n)
     if name == "blelloch":
         return blelloch(n, number)
@@ -452,7 +454,8 @@ def resolve(schedule: Schedule | str, n: int, chain: Chain | Subject | None = No
         return chunked(n, number)
     if chain is None:
         raise ValueError(f"schedule is {schedule!r}, which balances a chain; pass the chain")
-    return balanced(chain, 1 if number is None else number)
+    assert number is not None
+    return balanced(chain, number)
 
 
 def parse(schedule: Schedule | str) -> tuple[str, int | None]:

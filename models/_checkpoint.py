@@ -14,6 +14,8 @@ import torch
 from jacsparse.patterns._files import check_writable, replacing
 from torch import nn
 
+from jacsparse._modules import check_initialised
+
 from ._checks import check_count, check_one_of
 from ._pruning import pruned_fraction
 from ._registry import MODELS, build, describe, name_of
@@ -154,6 +156,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> dict[str, A
     ValueError
         Where it is damaged, holds no weights, or those of another architecture; the module is left as it was.
     """
+    check_initialised(module)
     tensors, header = read_tensors(path)
     if _OURS in header:
         checkpoint = _checkpoint(Path(path), tensors, header)

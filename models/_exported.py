@@ -14,7 +14,7 @@ __all__ = ["ExportedModel", "load_exported"]
 
 
 class ExportedModel(nn.Module):
-    """An exported program of one input and any batch, as a module.
+    """An exported program of one input and any batch, as a module whose parts have their own names.
 
     Parameters
     ----------
@@ -23,8 +23,6 @@ class ExportedModel(nn.Module):
 
     Attributes
     ----------
-    model : Module
-        Its parts have the names that they had in the model that was exported.
     input_shape : tuple of int
         Of one sample.
 
@@ -55,7 +53,11 @@ class ExportedModel(nn.Module):
         self.input_shape = sizes
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.model = _parts(program)
+            parts = _parts(program)
+        # Its parts are this module's own, so that no path begins with another name; hidden, it is none of them.
+        self._hidden = (parts,)
+        self._modules, self._parameters, self._buffers = parts._modules, parts._parameters, parts._buffers
+        self._non_persistent_buffers_set = parts._non_persistent_buffers_set
 
     def train(self, mode: bool = True) -> ExportedModel:
         """Nothing: a program goes on in the mode in which it was exported."""
@@ -63,7 +65,7 @@ class ExportedModel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of ``(batch, *input_shape)``."""
-        return self.model(x)  # type: ignore[no-any-return]
+        return self._hidden[0](x)  # type: ignore[no-any-return]
 
 
 def _parts(program: torch.export.ExportedProgram) -> nn.Module:

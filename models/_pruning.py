@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from jacsparse._modules import refresh_weights
+from jacsparse._modules import check_initialised, refresh_weights
 
 from ._checks import check_number, check_one_of
 
@@ -69,6 +69,7 @@ def prune_weights(module: nn.Module, fraction: float, scope: str = "layer", *, r
     """
     check_number("the fraction to prune", fraction, 0, 1)
     check_one_of("scope", scope, SCOPES)
+    check_initialised(module)
     layers = prunable(module)
     if not layers:
         raise ValueError(

@@ -211,23 +211,9 @@ def _gradients(runner: nn.Module, model: nn.Module, images: torch.Tensor) -> tup
 
 
 def _show_flop(report: FlopReport, console: Console) -> None:
-    from rich import box
-    from rich.table import Table
+    from jacsparse._tables import totals
 
-    table = Table(
-        title=f"FLOP of one sample's backward pass, {report.schedule}, on real activations", box=box.SIMPLE_HEAD
-    )
-    table.add_column()
-    table.add_column("FLOP", justify="right")
-    table.add_column("of back-propagation's", justify="right")
-    live = sum(step.live for step in report.steps)
-    for name, value in (
-        ("back-propagation, all operators", report.baseline_total),
-        (f"scan, all {live} live steps of {len(report.steps)}", report.total),
-        ("scan, critical path", report.critical_path),
-    ):
-        table.add_row(name, f"{value:,.0f}", f"{value / report.baseline_total:.2f}")
-    console.print(table)
+    console.print(totals(report))
 
 
 def _show_verdict(checks: Sequence[_Check], console: Console) -> None:

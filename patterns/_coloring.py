@@ -9,7 +9,7 @@ Reid, 1974; Gebremedhin, Manne and Pothen, 2005, section 3).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import torch
 from ._pattern import Pattern
 from ._runtime import kernel
 from ._store import remembered
-from ._structure import Blocks, Diagonal, Full
+from ._structure import Blocks, Diagonal, Full, frozen
 
 if TYPE_CHECKING:
     from ._rules import Call
@@ -58,10 +58,13 @@ def row_colors(pattern: Pattern) -> np.ndarray:
     if isinstance(structure, Blocks):
         line = np.repeat(np.arange(structure.rows), structure.inner)
         return np.tile(line, structure.outer)
-    colors = np.zeros(rows, dtype=np.int64)
-    if structure.column_counts().max(initial=0) > 1:
-        return remembered(f"colors {pattern.digest}", lambda: {"colors": _greedy_colors(pattern)})["colors"]
-    return colors
+    # As the structure keeps its digest: for later calls.
+    if "row_colors" not in structure.__dict__:
+        colors = np.zeros(rows, dtype=np.int64)
+        if structure.column_counts().max(initial=0) > 1:
+            colors = remembered(f"colors {pattern.digest}", lambda: {"colors": _greedy_colors(pattern)})["colors"]
+        structure.__dict__["row_colors"] = frozen(colors)
+    return cast(np.ndarray, structure.__dict__["row_colors"])
 
 
 def _greedy_colors(pattern: Pattern) -> np.ndarray:

@@ -150,6 +150,11 @@ class Convolution(Structure):
     transposed: bool = False
 
     @property
+    def name(self) -> str:
+        """A linear layer is a convolution without axes."""
+        return "Convolution" if self.axes else "Linear"
+
+    @property
     def taps(self) -> int:
         return math.prod(axis.kernel for axis in self.axes)
 

@@ -202,6 +202,7 @@ class _AttentionRule(Rule):
     """
 
     several = True
+    entrywise = False
 
     def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
         rank = use.output.ndim

@@ -217,7 +217,7 @@ class Pattern:
     def summary(self) -> str:
         """One line: shape, nnz, sparsity and structure."""
         rows, columns = self.shape
-        return f"{rows} × {columns}, nnz {self.nnz:,}, sparsity {self.sparsity:.5f}, {type(self.structure).__name__}"
+        return f"{rows} × {columns}, nnz {self.nnz:,}, sparsity {self.sparsity:.5f}, {self.structure.name}"
 
     def __repr__(self) -> str:
         return f"<Pattern {self.summary()}>"

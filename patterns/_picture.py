@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from ._runtime import kernel
+from ._structure import Full
 
-__all__ = ["braille"]
+if TYPE_CHECKING:
+    from ._pattern import Pattern
+
+__all__ = ["braille", "picture"]
 
 # Bit of each dot of a braille character, 4 rows by 2 columns.
 _DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
@@ -28,6 +34,15 @@ def dots(shape: tuple[int, int], indptr: np.ndarray, indices: np.ndarray, limit:
     # In one range: several threads would write the same cells.
     _mark(0, rows, indptr, indices, rows, columns, grid)
     return grid
+
+
+def picture(pattern: Pattern, limit: tuple[int, int]) -> np.ndarray:
+    """`dots` of a pattern; of a full one no index is needed."""
+    rows, columns = pattern.shape
+    if 0 in pattern.shape or isinstance(pattern.structure, Full):
+        scale = max(rows / limit[0], columns / limit[1], 1.0)
+        return np.full((max(1, round(rows / scale)), max(1, round(columns / scale))), pattern.nnz > 0)
+    return dots(pattern.shape, pattern.indptr, pattern.indices, limit)
 
 
 def braille(shape: tuple[int, int], indptr: np.ndarray, indices: np.ndarray, limit: tuple[int, int] = (64, 80)) -> str:

@@ -217,6 +217,8 @@ class Rule(ABC):
     reads_contents: bool = False
     #: Whether it depends on arguments that are floating-point numbers, in another way than by whether they are 0 or 1.
     reads_numbers: bool = False
+    #: Whether its products take one multiply-add for each entry of the Jacobian, padding aside.
+    entrywise: bool = True
 
     def check(self, call: Call) -> None:
         """Raise UnsupportedOperatorError where this use of the operator has no Jacobian for each sample."""

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,17 @@ import torch
 from numba.core import config as numba_config
 from torch._compile import _disable_dynamo
 
-__all__ = ["cache_directory", "inlined", "kernel", "kernel_cache", "run_rows", "split", "threads", "uncompiled"]
+__all__ = [
+    "cache_directory",
+    "inlined",
+    "kernel",
+    "kernel_cache",
+    "plan_sources",
+    "run_rows",
+    "split",
+    "threads",
+    "uncompiled",
+]
 
 # Below this many elementary operations (about 100 µs), waking a thread costs more than it saves.
 SERIAL_WORK = 80_000
@@ -37,8 +47,10 @@ SIMD = 8
 # Ranges per thread: a slow thread then hands over its last ones instead of being waited for.
 RANGES_PER_THREAD = 4
 
-# The folders that hold kernels; the last one's place in a checkout and where the package is installed.
-_PACKAGES = ("patterns", "spgemm", "jacsparse/recurrence", "recurrence")
+# The folders that hold kernels, and those that decide what is in a plan; where a place is another in a checkout than
+# where the package is installed, both.
+_KERNELS = ("patterns", "spgemm", "jacsparse/recurrence", "recurrence")
+_PLANS = ("patterns", "spgemm", "jacsparse", ".")
 
 
 def cache_directory() -> Path:
@@ -61,18 +73,29 @@ def kernel_cache() -> Path | None:
     The directory's name is a digest of all kernel sources together: an edit to any of them, a kernel's callee in
     another file included, starts a fresh one.
     """
-    here = Path(__file__).parent
-    sources = {path for package in _PACKAGES for path in (here.parent / package).glob("*.py")}
-    digest = hashlib.blake2b(digest_size=10)
-    for path in sorted(sources | {Path(__file__)}):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    directory = cache_directory() / "kernels" / digest.hexdigest()
+    directory = cache_directory() / "kernels" / _digest(_KERNELS)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except OSError:
         return None
     return directory
+
+
+@functools.cache
+def plan_sources() -> str:
+    """A digest of all sources that decide what is in a plan: of rules, structures, products and orders."""
+    return _digest(_PLANS)
+
+
+def _digest(folders: Sequence[str]) -> str:
+    """Of the sources in folders, named from the one above this file's."""
+    here = Path(__file__).parent
+    sources = {path.resolve() for folder in folders for path in (here.parent / folder).glob("*.py")}
+    digest = hashlib.blake2b(digest_size=10)
+    for path in sorted(sources | {Path(__file__).resolve()}):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:

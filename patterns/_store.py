@@ -17,9 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .._version import __version__
 from . import _archive
-from ._runtime import cache_directory
+from ._runtime import cache_directory, plan_sources
 
 __all__ = ["SHELVES", "clear", "find", "keep", "plan_limit", "remembered", "used"]
 
@@ -61,11 +60,14 @@ def keep(shelf: str, key: str, arrays: Arrays) -> None:
 
 
 def remembered(key: str, make: Callable[[], Arrays]) -> Arrays:
-    """Of a plan: what `make` made in this run or an earlier one. It is kept where that is faster than to make it."""
+    """Of a plan: what `make` made in this run or an earlier one. It is kept where that is faster than to make it.
+
+    A key stands for the sources too: what another version of a rule has made is not found.
+    """
     limit = plan_limit()
     if not limit:
         return make()
-    key = f"{__version__} {key}"
+    key = f"{plan_sources()} {key}"
     found = find("plans", key)
     if found is not None:
         return found

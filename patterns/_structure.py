@@ -63,6 +63,11 @@ class Structure(ABC):
         Structure.known[cls.__name__] = cls
 
     @property
+    def name(self) -> str:
+        """What it is called where it is shown."""
+        return type(self).__name__
+
+    @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""

@@ -297,6 +297,9 @@ def meeting(a: Pattern, held: np.ndarray) -> np.ndarray:
         return held.astype(np.int64)
     if isinstance(a.structure, Full):
         return np.full(a.shape[0], np.count_nonzero(held))
+    if held.all():
+        # No need for the indices.
+        return a.structure.row_counts()
     pairs = np.empty(a.shape[0], dtype=np.int64)
     run_rows(_meet, a.indptr, a.indptr, a.indices, held, pairs)
     return pairs

@@ -22,6 +22,12 @@ os.environ["JACSPARSE_CACHE_MIB"] = "0"
 
 
 @pytest.fixture(autouse=True)
+def _long(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("full") and os.environ.get("JACSPARSE_TESTS") != "full":
+        pytest.skip("run by make test-full")
+
+
+@pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
     # PyTorch's remark on padding="same" with even kernels.

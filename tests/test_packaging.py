@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -108,3 +111,24 @@ def test_plain_checkout(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()).parent == source / "jacsparse"
+
+
+def test_what_is_imported_is_declared() -> None:
+    """All packages of others that modules of the library import when they are imported themselves, or later."""
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    declared = metadata["options"]["install_requires"] + "".join(metadata["options.extras_require"].values())
+    names = {name.lower() for name in re.findall(r"^\s*([A-Za-z][\w-]*)", declared, re.MULTILINE)}
+    # Distributions whose packages have other names; and what declared ones bring and show in their own interface.
+    known = {"sklearn": "scikit-learn", "cupy": "cupy-cuda12x", "cupyx": "cupy-cuda12x", "llvmlite": "numba"}
+    known |= {"mpl_toolkits": "matplotlib"}
+    imported = set()
+    for folder in ("jacsparse", "patterns", "spgemm", "models"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                    imported.add(node.module.partition(".")[0])
+    others = imported - sys.stdlib_module_names - {"jacsparse"}
+    assert {known.get(name, name) for name in others} <= names and "networkx" in others

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .._chain import check_shape
-from .._flop import LayerFlop, Subject, without_zeros
+from .._flop import Counted, LayerFlop, Observation, Subject, without_zeros
 from .._modules import refresh_weights, trains
 from ..patterns import Pattern, UnsupportedOperatorError, state_jacobian_pattern, state_jacobian_values
 from ._cells import CELLS, Kept, Weights
@@ -43,7 +43,7 @@ def flop_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
     transposed = state_jacobian_pattern(module.mode, kept.cpu().numpy()).T
     gate_flop = 2.0 * int(kept.sum())
 
-    def observe(x: torch.Tensor) -> list[Pattern]:
+    def observe(x: torch.Tensor) -> Observation:
         sequences = Sequences.equal(time, 1)
         rows = Kept(
             x.new_empty(time, weights.size),
@@ -54,10 +54,15 @@ def flop_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
         state = cell.state(rows, sequences.before(1), torch.from_numpy(sequences.sample))
         values = state_jacobian_values(module.mode, weights.hidden, transposed.T, state)
         values = values[torch.from_numpy(transposed.T.transposition.astype("int64"))]
-        return [without_zeros(transposed, values[:, step].cpu().numpy()) for step in range(time)]
+        return [without_zeros(transposed, values[:, step].cpu().numpy()) for step in range(time)], [{}] * time
 
-    operators = [(f"step {step}", module.mode.lower(), lambda _: gate_flop) for step in range(time)]
-    return Subject(shape, [transposed] * time, operators, observe, (_layer(module, transposed, time),))
+    dense = 2.0 * kept.numel()
+    operators = [
+        Counted(f"step {step}", module.mode.lower(), lambda _: gate_flop, dense, dense) for step in range(time)
+    ]
+    layer = _layer(module, transposed, time)
+    of_weights = {"pruned": float(layer.weight_gradient_sparse), "observed": None}
+    return Subject(shape, [transposed] * time, operators, observe, (layer,), of_weights)
 
 
 def _layer(module: nn.RNNBase, transposed: Pattern, time: int) -> LayerFlop:
@@ -65,15 +70,15 @@ def _layer(module: nn.RNNBase, transposed: Pattern, time: int) -> LayerFlop:
     tensors = {name: getattr(module, name).detach() for name in _NAMES[: 4 if module.bias else 2]}
     trained = [trains(module, name) for name in _NAMES]
 
-    def flop(sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Forward and back, where the weights have so many elements to multiply by."""
+    def flop(sizes: Mapping[str, int]) -> tuple[int, int, int]:
+        """Forward, back and the weights' part of that, where the weights have so many elements to multiply by."""
         of_input, of_state = (sizes[name] for name in _NAMES[:2])
-        gradients = time * (trained[0] * of_input + trained[1] * of_state) + (time - 1) * any(trained) * of_state
-        return 2 * time * (of_input + of_state), 2 * gradients
+        of_weights = 2 * time * (trained[0] * of_input + trained[1] * of_state)
+        return 2 * time * (of_input + of_state), of_weights + 2 * (time - 1) * any(trained) * of_state, of_weights
 
     sizes = {name: tensor.numel() for name, tensor in tensors.items()}
     nonzero = {name: int(tensor.count_nonzero()) for name, tensor in tensors.items()}
-    (forward, backward), (forward_sparse, backward_sparse) = flop(sizes), flop(nonzero)
+    dense, sparse = flop(sizes), flop(nonzero)
     return LayerFlop(
         path=type(module).__name__,
         operator=module.mode.lower(),
@@ -81,10 +86,12 @@ def _layer(module: nn.RNNBase, transposed: Pattern, time: int) -> LayerFlop:
         nonzero=sum(nonzero.values()),
         weights=sum(sizes[name] for name in _NAMES[:2]),
         zeros=sum(sizes[name] - nonzero[name] for name in _NAMES[:2]),
-        forward=forward,
-        forward_sparse=forward_sparse,
-        backward=backward,
-        backward_sparse=backward_sparse,
+        forward=dense[0],
+        forward_sparse=sparse[0],
+        backward=dense[1],
+        backward_sparse=sparse[1],
+        weight_gradient=dense[2],
+        weight_gradient_sparse=sparse[2],
         jacobian_nnz=time * transposed.nnz,
         # One pattern for all steps.
         jacobian_nbytes=4 * time * transposed.nnz + transposed.index_nbytes,

@@ -22,10 +22,11 @@ from typing import Any
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 _COMMON = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique")
+# Lines are all that a report names of debugging information.
 _SANITIZED = {
     "": ("-O2",),
-    "address": ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
-    "thread": ("-O1", "-g", "-fsanitize=thread"),
+    "address": ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+    "thread": ("-O1", "-g1", "-fsanitize=thread"),
 }
 
 

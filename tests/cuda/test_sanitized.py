@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,14 +14,7 @@ from tests.cuda.harness import emulated
 from tests.cuda.replay import replay
 from tests.cuda.sets import LONG, SETS
 
-FULL = os.environ.get("JACSPARSE_TESTS") == "full"
-NAMES = [
-    *SETS,
-    *(
-        pytest.param(name, marks=[pytest.mark.full, pytest.mark.skipif(not FULL, reason="run by make test-full")])
-        for name in LONG
-    ),
-]
+NAMES = [*SETS, *(pytest.param(name, marks=pytest.mark.full) for name in LONG)]
 
 
 @pytest.fixture(scope="module")

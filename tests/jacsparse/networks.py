@@ -67,15 +67,15 @@ class DenseBlock(nn.ModuleList):
         return torch.cat(features, 1)
 
 
-class DenseNet121(nn.Module):
-    def __init__(self, classes: int) -> None:
+class DenseNet(nn.Module):
+    def __init__(self, classes: int, counts: tuple[int, ...] = (6, 12, 24, 16)) -> None:
         super().__init__()
         parts: list[nn.Module] = [conv(3, 64, 7, 2), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
         width = 64
-        for count in (6, 12, 24, 16):
+        for number, count in enumerate(counts, 1):
             parts.append(DenseBlock(DenseLayer(width + 32 * place) for place in range(count)))
             width += 32 * count
-            if count != 16:
+            if number < len(counts):
                 parts += [nn.BatchNorm2d(width), nn.ReLU(inplace=True), conv(width, width // 2, 1), nn.AvgPool2d(2)]
                 width //= 2
         self.features = nn.Sequential(*parts, nn.BatchNorm2d(width))
@@ -208,7 +208,8 @@ def _of(name: str, own: Callable[..., nn.Module], **options: Any) -> nn.Module:
 #: How each is made, and the shape of its samples.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet18": (lambda: _of("resnet18", ResNet18), (3, 32, 32)),
-    "densenet121": (lambda: _of("densenet121", DenseNet121), (3, 32, 32)),
+    "densenet121": (lambda: _of("densenet121", DenseNet), (3, 32, 32)),
+    "densenet": (lambda: DenseNet(5, (2, 2)), (3, 32, 32)),
     "mobilenet_v3_small": (lambda: _of("mobilenet_v3_small", MobileNetV3Small), (3, 32, 32)),
     "squeezenet": (lambda: _of("squeezenet1_1", SqueezeNet), (3, 32, 32)),
     "vit_tiny": (lambda: _of("", VisionTransformer, image=16), (3, 16, 16)),

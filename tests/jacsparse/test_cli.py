@@ -7,6 +7,7 @@ import csv
 import json
 import sys
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -21,7 +22,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import jacsparse
-from jacsparse import _cli
+from jacsparse import _cli, _figures
 from jacsparse.__main__ import main
 
 
@@ -72,7 +73,7 @@ def test_flop_of_pruned_vgg_11(jac, tmp_path: Path) -> None:
         "--json", files["json"], "--csv", files["csv"], "--plot", files["png"],
     )  # fmt: skip
     assert status == 0, err
-    assert "vgg11.features: blelloch:2, structure observed, digits, 1 samples" in out
+    assert "vgg11.features on digits: blelloch:2, structure observed on 1 sample" in out
     assert "all 33 live steps of 34" in out and "critical path" in out and "back-propagation" in out
     report = json.loads(files["json"].read_text())
     assert len(report["steps"]) == 34 and report["structure"] == "observed"
@@ -140,11 +141,12 @@ def test_flop_of_an_exported_file(jac, tmp_path: Path) -> None:
     assert status == 2 and "--prune 0.5 is of no use" in err and "prune before exporting" in err
     status, out, err = jac("flop", file, "--trust")
     assert status == 0, err
-    assert "model.3" in out
-    status, out, err = jac("flop", file, "--trust", "--part", "model.3", "--schedule", "linear")
-    assert status == 0 and "net.pt2.model.3: linear" in out, err
-    status, out, err = jac("spy", file, "--trust", "--layer", "model")
-    assert status == 0 and out.startswith("model: 5 × 192"), err
+    # Parts have the names that they had, and no other before them.
+    assert " 3 725 0.000 " in out and "model." not in out
+    status, out, err = jac("flop", file, "--trust", "--part", "3", "--schedule", "linear")
+    assert status == 0 and "net.pt2.3: linear" in out, err
+    status, out, err = jac("spy", file, "--trust", "--layer", "0")
+    assert status == 0 and out.startswith("0: 144 × 192"), err
 
 
 def test_jacobian_is_written_for_scipy(jac, tmp_path: Path) -> None:
@@ -155,6 +157,70 @@ def test_jacobian_is_written_for_scipy(jac, tmp_path: Path) -> None:
     layer = build("lenet5").get_submodule("features.0")
     expected = jacsparse.jacobian(layer, torch.zeros(1, 3, 32, 32)).to_scipy()
     assert np.array_equal(matrix.toarray(), expected.toarray()) and "nnz" in out
+
+
+@pytest.mark.parametrize("kind", ["npy", "pt"])
+def test_the_jacobian_at_a_sample_from_a_file(jac, kind: str, tmp_path: Path) -> None:
+    sample, file = torch.randn(2, 9, 9), tmp_path / f"x.{kind}"
+    if kind == "npy":
+        np.save(file, sample.numpy())
+    else:
+        torch.save(sample, file)
+    model = "tests.jacsparse.test_cli:double_model"
+    words = ("jacobian", model, "--layer", "1", "--out", tmp_path / "J.npz", "--input-file", file, "--seed", 4)
+    status, _, err = jac(*words)
+    assert status == 0, err
+    torch.manual_seed(4)
+    y = double_model()[0](sample.double()[None])
+    found = scipy.sparse.load_npz(tmp_path / "J.npz").diagonal()
+    assert np.array_equal(found, (y > 0).flatten().numpy())
+
+
+def test_damaged_samples(jac, tmp_path: Path) -> None:
+    objects, text, dictionary = tmp_path / "objects.npy", tmp_path / "text.pt", tmp_path / "dictionary.pt"
+    np.save(objects, np.array([{}], dtype=object), allow_pickle=True)
+    text.write_text("no tensor")
+    torch.save({"x": torch.zeros(3)}, dictionary)
+    for file, message in (
+        (objects, "cannot be read: it is damaged, or holds more than numbers"),
+        (text, "cannot be read: it is damaged, or holds more than numbers"),
+        (dictionary, "holds a dict; expected a tensor of one sample, without a batch"),
+    ):
+        status, _, err = jac("jacobian", *LAYER, "--input-file", file)
+        assert status == 2 and f"{file} {message}" in err
+
+
+def test_a_picture_of_a_pattern(jac, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(_figures, "save_figure", lambda figure, path: drawn.append((figure, path)))
+    for layer, transposed in (("features.0", False), ("classifier.4", True)):
+        words = ["spy", "lenet5", "--layer", layer, "--out", tmp_path / "p.png", *["--transposed"] * transposed]
+        status, out, err = jac(*words)
+        assert status == 0 and "p.png" in out and "⢷" not in out, err
+    (first, path), (second, _) = drawn
+    assert path == tmp_path / "p.png"
+    (axes,) = first.axes
+    cells = axes.images[0].get_array()
+    assert max(cells.shape) == 800 and cells[0, 0] == 0 and cells[0, -1] == 1
+    assert axes.images[0].get_extent() == [0, 3072, 4704, 0] and axes.get_xlabel() == "input"
+    # Full, and so small that a cell is a position.
+    (axes,) = second.axes
+    assert axes.images[0].get_array().shape == (84, 10) and not axes.images[0].get_array().any()
+    assert (axes.get_xlabel(), axes.get_title()) == ("output", "lenet5, classifier.4, transposed: 84 × 10, 840 entries")
+
+
+def test_what_a_schedule_becomes(jac) -> None:
+    for asked, becomes in (("blelloch:99", "blelloch:3"), ("auto", "linear")):
+        status, out, _ = jac("flop", "lenet5", "--schedule", asked)
+        assert status == 0 and out.startswith(f"lenet5: {becomes}, guaranteed")
+        assert out.endswith(f"--schedule {asked} is {becomes} for 11 stages")
+    assert "is blelloch:1" not in jac("flop", "lenet5", "--schedule", "blelloch:1")[1]
+
+
+def test_help_is_in_plain_words(jac) -> None:
+    for command in ("flop", "jacobian", "spy", "train"):
+        status, out, _ = jac(command, "--help")
+        assert status == 0 and not any(words in out for words in ("of which", "where left out", " Of ", "<str> Of"))
 
 
 def test_spy(jac) -> None:
@@ -193,7 +259,7 @@ def test_a_damaged_kernel(jac, error: Exception, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(jacsparse, "count_flop", load, raising=False)
     status, _, err = jac("flop", "lenet5")
-    assert status == 2 and f"a kept kernel cannot be read ({error}); remove all with jacsparse clear-cache" in err
+    assert status == 2 and f"cache cannot be read ({error}); empty it with jacsparse clear-cache" in err
 
 
 def test_too_little_memory(jac, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +291,7 @@ def test_checkpoints_are_taken(jac, tmp_path: Path) -> None:
     assert status == 2 and "lenet5" in err and "vgg11" in err
 
 
+LAYER = ("lenet5", "--layer", "features.0", "--out", "J.npz")
 BAD = {
     "model": (["flop", "vgg99"], "vgg99"),
     "factory": (["flop", "nowhere.at_all:f"], "model 'nowhere.at_all:f' cannot be made (ModuleNotFoundError"),
@@ -238,6 +305,15 @@ BAD = {
     "figure's ending": (["flop", "lenet5", "--plot", "fig.xyz"], "fig.xyz names no format of a figure"),
     "two outputs, one file": (["flop", "lenet5", "--json", "r.txt", "--csv", "./r.txt"], "would be written twice"),
     "part": (["flop", "lenet5", "--part", "head"], "--part is 'head'; the model's parts are features"),
+    "a file": (["flop", "nets.py:make"], "model 'nets.py:make' names a file; name its module, as in nets:make"),
+    "a file in a folder": (["flop", "a/nets.py:make"], "name its module, as in a.nets:make"),
+    "sample twice": (
+        ["jacobian", *LAYER, "--input-file", "x.npy", "--input", "3,32,32"],
+        "leave out --input and --data",
+    ),
+    "sample's kind": (["jacobian", *LAYER, "--input-file", "x.png"], "--input-file is x.png; expected an array (.npy)"),
+    "sample missing": (["jacobian", *LAYER, "--input-file", "nowhere.npy"], "there is no file nowhere.npy; make one"),
+    "picture's ending": (["spy", "lenet5", "--layer", "features.0", "--out", "p.xyz"], "p.xyz names no format"),
     "input": (["flop", "lenet5", "--input", "3,x"], "--input is '3,x'"),
     "input zero": (["flop", "lenet5", "--input", "0,32,32"], "--input is '0,32,32'; expected sizes of one sample"),
     "input shape": (["flop", "lenet5", "--input", "1,32,32"], "0: an input of shape (1, 32, 32) does not fit"),
@@ -273,7 +349,7 @@ def test_an_unwritable_output_is_noticed_first(jac, monkeypatch: pytest.MonkeyPa
 
 def test_a_part_is_given_what_the_model_gives_it(jac) -> None:
     status, out, err = jac("flop", "lenet5", "--part", "classifier", "--schedule", "linear", "--data", "digits")
-    assert status == 0 and "lenet5.classifier: linear, structure observed" in out, err
+    assert status == 0 and "lenet5.classifier on digits: linear, structure observed on 4 samples" in out, err
 
 
 class Callers(nn.Module):
@@ -299,7 +375,7 @@ class Callers(nn.Module):
 def test_parts_that_are_called_in_other_ways(jac) -> None:
     model = ("tests.jacsparse.test_cli:Callers", "--input", "3,4")
     status, out, err = jac("flop", *model, "--part", "named")
-    assert status == 0 and "Callers.named: blelloch:2" in out, err
+    assert status == 0 and "Callers.named: blelloch:0" in out, err
     status, _, err = jac("flop", *model, "--part", "with_options", "--schedule", "linear")
     assert status == 0, err
     for part, given in (("pair", "Tensor, Tensor"), ("listed", "tuple"), ("empty", "nothing")):
@@ -331,15 +407,19 @@ def test_names_are_printed_as_they_are(jac) -> None:
     assert status == 0 and "a[/x]" in out and ":fire:" in out, err
 
 
-def test_narrow_tables_keep_units(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_narrow_tables_keep_units(monkeypatch: pytest.MonkeyPatch) -> None:
     report = jacsparse.count_flop(build("vgg11").features, (3, 32, 32), schedule="linear")
-    monkeypatch.setenv("COLUMNS", "80")
-    _cli._print_report(report, "vgg11", None)
-    assert "…" not in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "100")
+    assert "…" not in str(report)
     # A pipe has no width.
     monkeypatch.delenv("COLUMNS")
-    _cli._print_report(report, "vgg11", None)
-    assert "J20ᵀ·∇x20" in capsys.readouterr().out
+    assert "J20ᵀ·∇x20" in str(report)
+
+
+def test_what_a_report_prints_is_the_table(jac) -> None:
+    status, out, _ = jac("flop", "lenet5", "--schedule", "linear", "--workers", 2)
+    report = jacsparse.count_flop(build("lenet5").eval(), (3, 32, 32), schedule="linear", workers=[2])
+    assert status == 0 and out == " ".join(str(replace(report, name="lenet5")).split())
 
 
 def test_a_layer_needs_no_other_one_to_be_known(jac) -> None:
@@ -399,3 +479,16 @@ def test_errors_of_training_the_recurrent_models(jac, tmp_path: Path) -> None:
         status, _, err = jac("train", *words, "--out", tmp_path / "x.safetensors")
         assert status == 2 and message in " ".join(err.split()), err
         assert not list(tmp_path.glob("x.*"))
+
+
+def test_what_takes_long_is_said_before(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("flop", "resnet8", "--input", "3,8,8", "--schedule")
+    assert "pairs of entries" not in jac(*words, "blelloch:1")[2]
+    monkeypatch.setattr(_cli, "_PAIRS", 1e3)
+    status, _, err = jac(*words, "blelloch:1")
+    told = " ".join(err.split())
+    assert status == 0 and "blelloch:1: products of matrices with " in told and " hours at least. " in told, err
+    assert "--schedule linear takes seconds: it multiplies no matrices" in told
+    assert "pairs of entries" not in jac(*words, "linear")[2]
+    _, _, err = jac(*words, "blelloch:1", "--data", "random", "--samples", 2)
+    assert "to look at, for each of 2 samples and once more, about" in " ".join(err.split())

@@ -12,6 +12,8 @@ from jacsparse._stages import Stage
 from tests.jacsparse.networks import NETWORKS
 
 CASES = {**NETWORKS, "resnet56": (lambda: build("resnet56"), (3, 32, 32))}
+#: All Jacobians of this one take a minute; a smaller one has the same operators.
+LARGE = {"densenet121": pytest.mark.full}
 
 
 def made(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -26,7 +28,7 @@ def made(name: str) -> tuple[nn.Module, torch.Tensor]:
     return model, torch.randn(2, *shape, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LARGE.get(name, ())) for name in CASES])
 def test_network(name: str) -> None:
     model, x = made(name)
     verified = jacsparse.verify(model, x[:1])

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jacsparse.models import build, load_weights, prune_weights
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -54,9 +55,16 @@ def compare(module: nn.Module, x: torch.Tensor, schedule: object, vanishing: boo
         close(ours, reference, TOLERANCE[x.dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("batch", [1, 16])
-@pytest.mark.parametrize("schedule", ["linear", "blelloch:1", "blelloch:2", "chunked:1", "auto"])
+@pytest.mark.parametrize(
+    ("batch", "dtype"),
+    [
+        (1, torch.float64),
+        (16, torch.float32),
+        pytest.param(1, torch.float32, marks=pytest.mark.full),
+        pytest.param(16, torch.float64, marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["linear", "blelloch:1", "blelloch:2", "chunked:1"])
 def test_pruned_vgg_11(schedule: str, batch: int, dtype: torch.dtype) -> None:
     compare(vgg_features().to(dtype), torch.randn(batch, 3, 32, 32, dtype=dtype), schedule)
 
@@ -88,6 +96,8 @@ def test_memory_of_a_batch_of_16() -> None:
         import torch, jacsparse
         from pathlib import Path
         from tests.jacsparse.models import vgg_features
+        # Other tests have the other cores.
+        torch.set_num_threads(1)
         module, x = vgg_features(), torch.randn(16, 3, 32, 32)
         jacsparse.nn.Scan(module, schedule="blelloch:2")(x).sum().backward()
         # Not getrusage: its peak begins with that of the process that started this one.
@@ -405,6 +415,52 @@ def test_backward_accumulates_and_refuses_randomness() -> None:
         jacsparse.backward(nn.Sequential(nn.ReLU(), nn.Dropout()), x, x)
     with pytest.raises(jacsparse.UnsupportedOperatorError, match="batch normalisation in training mode"):
         jacsparse.backward(nn.BatchNorm2d(3).double(), x, x)
+
+
+@pytest.mark.parametrize("use", ["jacobian", "verify", "vjp", "count_flop", "scan"])
+def test_training_mode_is_refused_in_one_line(use: str) -> None:
+    """Whatever is asked of a network of seven such layers."""
+    module, x = build("resnet8").train(), torch.randn(2, 3, 16, 16)
+    uses: dict[str, Callable[[], Any]] = {
+        "jacobian": lambda: jacsparse.jacobian(module, x),
+        "verify": lambda: jacsparse.verify(module, x),
+        "vjp": lambda: jacsparse.vjp(module, x)[1](torch.ones(2, 10)),
+        "count_flop": lambda: jacsparse.count_flop(module, (3, 16, 16)),
+        "scan": lambda: jacsparse.nn.Scan(module, schedule="blelloch")(x).sum().backward(),
+    }
+    with pytest.raises(jacsparse.UnsupportedOperatorError) as caught:
+        uses[use]()
+    assert str(caught.value) == (
+        "stem.1: batch normalisation in training mode couples the samples of a batch; call .eval() on it first"
+    )
+
+
+def test_lazy_layers() -> None:
+    def lazy() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Sequential(nn.LazyLinear(3)))
+
+    message = "^1.0: LazyLinear has no weights before its first batch; run the module on one first$"
+    for use in (
+        lambda: jacsparse.count_flop(lazy(), (2, 4)),
+        lambda: jacsparse.chain(lazy(), (2, 4)),
+        lambda: jacsparse.jacobian_pattern(lazy(), (2, 4)),
+        lambda: jacsparse.nn.Scan(lazy()).scanner((2, 4)),
+        lambda: prune_weights(lazy(), 0.5),
+        lambda: load_weights(lazy(), "nowhere.safetensors"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use()
+    with pytest.raises(ValueError, match=r"^LazyBatchNorm2d: LazyBatchNorm2d has no weights before its first batch"):
+        jacsparse.chain(nn.LazyBatchNorm2d().eval(), (2, 4, 4))
+    # A forward pass of the user's own is such a run.
+    module = lazy()
+    assert jacsparse.nn.Scan(module)(torch.randn(2, 2, 4)).shape == (2, 3)
+    assert jacsparse.count_flop(module, (2, 4)).input_gradient.flop == 2 * 3 * 8
+
+
+def test_shapes_may_be_lists() -> None:
+    scanner = jacsparse.nn.Scan(nn.Linear(3, 4), schedule="blelloch").scanner([3])
+    assert scanner.chain.in_shape == (3,)
 
 
 def test_graph_is_released() -> None:

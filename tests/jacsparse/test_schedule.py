@@ -166,13 +166,15 @@ def test_names() -> None:
     assert resolve("linear", 5) == linear(5) and resolve("blelloch", 5) == blelloch(5)
     assert resolve("blelloch:2", 5) == blelloch(5, 2)
     chain = jacsparse.chain(nn.Sequential(nn.ReLU(), nn.ReLU()), (3,))
-    assert resolve("auto", 2, chain) == balanced(chain, 1)
+    assert resolve("auto", 5) == resolve("auto", 5, chain) == linear(5)
+    assert blelloch(21, 99) == blelloch(21, 4) and blelloch(21, 99).name == "blelloch:4"
+    assert blelloch(21, 4).steps == blelloch(21).steps and blelloch(0, 3).name == "blelloch:0"
     assert resolve(linear(2), 2) == linear(2)
     for name in ("", "blelloch:", "blelloch:-1", "blelloch:x", "linear:2", "fast", "balanced", "chunked", "chunked:0"):
         with pytest.raises(ValueError, match="expected linear, blelloch"):
             resolve(name, 5)
-    with pytest.raises(ValueError, match="schedule is 'auto', which balances a chain"):
-        resolve("auto", 5)
+    with pytest.raises(ValueError, match="schedule is 'balanced:2', which balances a chain"):
+        resolve("balanced:2", 5)
     with pytest.raises(ValueError, match="the schedule is for 4 stages, but the chain has 5"):
         resolve(linear(4), 5)
     with pytest.raises(TypeError, match="schedule is a int"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +75,5 @@ def test_a_folder_that_cannot_be_made(place: str, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.full
-@pytest.mark.skipif(os.environ.get("JACSPARSE_TESTS") != "full", reason="minutes; run by make test-full")
 def test_as_it_is(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "jacsparse.models.demo", "--out", str(tmp_path)], check=True)

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jacsparse.patterns import Pattern, _coloring, _store
+import torch
+from jacsparse.patterns import Pattern, _coloring, _runtime, _store
+from torch import nn
 
+import jacsparse
 from tests.helpers import random_pattern
 
 
@@ -151,3 +154,43 @@ def test_colours_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_coloring, "_greedy_colors", lambda _: pytest.fail("coloured again"))
     again = Pattern((30, 40), pattern.indptr, pattern.indices)
     assert np.array_equal(_coloring.row_colors(again), colors)
+
+
+def test_colours_are_found_once_for_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    greedy = _coloring._greedy_colors
+    monkeypatch.setattr(_coloring, "_greedy_colors", lambda pattern: calls.append(pattern) or greedy(pattern))
+    monkeypatch.setenv("JACSPARSE_CACHE_MIB", "0")
+    module = Products()
+    for _ in range(3):
+        jacsparse.jacobian(module, torch.randn(2, 5))
+    # Of rows, and of columns.
+    assert 0 < len(calls) <= 2
+
+
+class Products(nn.Module):
+    """An operator without a formula for its values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumprod(1)
+
+
+def test_another_rule_finds_nothing_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = Maker(3)
+    _store.remembered("three", maker)
+    monkeypatch.setattr(_store, "plan_sources", lambda: "others")
+    _store.remembered("three", maker)
+    assert maker.calls == 2
+
+
+def test_sources_are_all_that_decide_what_is_in_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("patterns/_runtime.py", "patterns/_pooling.py", "spgemm/_symbolic.py", "jacsparse/_order.py")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(_runtime, "__file__", str(tmp_path / names[0]))
+    digests = [_runtime._digest(_runtime._PLANS)]
+    for name in names:
+        (tmp_path / name).write_text("changed")
+        digests.append(_runtime._digest(_runtime._PLANS))
+    assert len(set(digests)) == 5 and all(len(digest) == 20 for digest in digests)
