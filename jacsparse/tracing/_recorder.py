@@ -23,7 +23,7 @@ import torch
 import torch._decomp
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -509,7 +509,7 @@ class _Recorder(TorchDispatchMode):
         self.vertices: dict[int, tuple[int, int]] = {id(given): (0, 0)}
         self.makers = recording.makers
         self.makers.append(None)
-        recording.edges.append(GradientEdge(given.grad_fn, given.output_nr))
+        recording.edges.append(get_gradient_edge(given))
         # By memory: what was written to it; and which calls' values are made of what is in it.
         self.writes: dict[int, list[_Write]] = {}
         self.last_write = -1
@@ -727,7 +727,7 @@ class _Recorder(TorchDispatchMode):
                     "write it with operators"
                 )
             return
-        function = type(node)._forward_cls
+        function = type(node)._forward_cls  # type: ignore[attr-defined]
         if issubclass(function, BackwardHookFunction):
             maker.hooked = True
         elif function.__module__ != "torch._library.autograd" and self.problem is None:
