@@ -21,7 +21,7 @@ from ._accumulation import Accumulation, Region, empty_pattern
 from ._backward import has_hooks
 from ._jacobian import SparseJacobian
 from ._memory import check_size
-from ._modules import check_module, exact, tensors_of, undisturbed
+from ._modules import check_module, tensors_of, undisturbed, without_autocast
 from ._order import Order, accumulated, best_order
 from ._pruned import Kept, mask_of
 from ._stages import Edge, Record, Stage, pull_back_all, working
@@ -173,7 +173,7 @@ def chain(
     x = samples_of(module, check_shape(input_shape), like)
     with undisturbed(module):
         recording = recorded(module, x, readable=False)
-        with exact(x.device):
+        with without_autocast(x.device):
             made = made_of(recording, pruned=pruned)
         refuse_hooks(made.records(recording)[1])
     for edge in (edge for stage in made for edge in stage.edges):
@@ -310,7 +310,7 @@ class Chains:
     def matching(self, recording: Recording) -> tuple[Chain, list[Record]]:
         """The chain of a run, one that was made before where the same has run; and what each of its stages did."""
         key, contents = key_of(recording), contents_of(recording)
-        with self._lock, exact(recording.input.device):
+        with self._lock, without_autocast(recording.input.device):
             return self._matching(recording, key, contents)
 
     def _matching(

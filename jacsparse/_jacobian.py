@@ -255,7 +255,7 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
     <SparseJacobian 12 × 48, nnz 48, sparsity 0.91667, Pooling, batch 8, torch.float32>
     """
     from ._chain import check_input, recent_chains
-    from ._modules import check_module, exact, undisturbed
+    from ._modules import check_module, undisturbed, without_autocast
 
     check_input("x", x)
     # One sample says what there is to be said of none.
@@ -263,7 +263,7 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
     with undisturbed(check_module(module)):
         # Until the values are there: they are made of what the module had when it ran.
         chain, (_, records) = recent_chains(module, pruned=pruned).of(given)
-        with exact(given.device):
+        with without_autocast(given.device):
             found = chain.jacobian(records, given)
     if len(x) or all(record.stage.shared for record in records):
         return found

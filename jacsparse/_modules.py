@@ -12,12 +12,12 @@ from torch.nn.modules.lazy import LazyModuleMixin
 __all__ = [
     "check_initialised",
     "check_module",
-    "exact",
     "parts_of",
     "refresh_weights",
     "tensors_of",
     "trains",
     "undisturbed",
+    "without_autocast",
 ]
 
 
@@ -113,7 +113,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
                         buffer.copy_(before)
 
 
-def exact(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Where ``torch.autocast`` changes no dtype: the caller may be within one."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)

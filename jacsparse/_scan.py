@@ -15,7 +15,7 @@ from torch import nn
 from ._backward import has_hooks, pull_back
 from ._chain import Chain, Chains, Record, Run, check_input
 from ._jacobian import SparseJacobian
-from ._modules import check_module, exact
+from ._modules import check_module, without_autocast
 from .patterns import Pattern
 from .patterns._cuda import allocated
 from .patterns._values import batch_last
@@ -116,7 +116,7 @@ class Scanner:
         own = [sorted(record.externals & asked) for record in records]
         if not for_input and not any(own):
             return None, {}
-        with exact(gradient.device):
+        with without_autocast(gradient.device):
             run = _Run(self, records, gradient, own, for_input)
             run.execute()
         return run.input_gradient, run.external_gradients

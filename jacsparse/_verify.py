@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ._chain import Chain, Record, Run, check_input, recent_chains, refuse_hooks
-from ._modules import check_module, undisturbed
+from ._modules import check_module, undisturbed, without_autocast
 from ._scan import check_limit
 from ._stages import Edge
 from .patterns import Call, Diagonal, Full, Pattern
@@ -38,6 +38,9 @@ MEMORY_LIMIT = 2**29
 FEW, LANES = 4, 8
 #: Elements of the whole Jacobian, and entries of all operators', up to which it is made by `jacobian` as well.
 SMALL = 2**20
+
+#: Units in the last place by which coarser numbers than the input's may differ.
+ROUNDINGS = 16
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 
@@ -129,7 +132,8 @@ def verify(
     x : Tensor, (batch, *input_shape)
         float32 or float64; float64 sees more.
     tolerance : float, optional
-        As a share of the largest element: 1e-10 for float64 and 1e-4 for float32 where left out.
+        As a share of the largest element: 1e-10 for float64 and 1e-4 for float32 where left out; 16 units in the last
+        place of the coarsest dtype that the module works in, where that is coarser, as under ``torch.autocast``.
     raise_exception : bool
         Whether what differs is an error; as in ``torch.autograd.gradcheck``.
     memory_limit : int, optional
@@ -164,14 +168,15 @@ def verify(
     check_input("x", x)
     if not len(x):
         raise ValueError("x is an empty batch; pass at least one sample")
-    limit = _TOLERANCE[x.dtype] if tolerance is None else tolerance
     memory = MEMORY_LIMIT if memory_limit is None else check_limit(memory_limit)
     check_module(module)
     with _alike(x), undisturbed(module):
         chain, run = recent_chains(module, pruned=True).of(x)
         refuse_hooks(run.records)
-        checks, whole = _of_edges(run, limit, memory)
-        jacobian = _by_jacobian(chain, run, x, whole.seeds)
+        limit = _tolerance(run) if tolerance is None else tolerance
+        with without_autocast(x.device):
+            checks, whole = _of_edges(run, limit, memory)
+            jacobian = _by_jacobian(chain, run, x, whole.seeds)
     found = Verification((*checks, _of_whole(module, x, run, whole, jacobian, limit)))
     if found.failed and raise_exception:
         lines = "\n".join(map(str, found.failed))
@@ -179,6 +184,15 @@ def verify(
             f"{len(found.failed)} of {len(found.checks)} comparisons with autograd failed:\n{lines}"
         )
     return found
+
+
+def _tolerance(run: Run) -> float:
+    """The input's; where operators work in coarser numbers, as under autocast, some units of theirs."""
+    invocations = (record.invocation(edge.target) for record in run.records for edge in record.stage.edges)
+    results = (result for invocation in invocations for result in invocation.results if result.is_floating_point())
+    coarsest = max((torch.finfo(result.dtype).eps for result in results), default=0.0)
+    own = run.recording.input.dtype
+    return _TOLERANCE[own] if coarsest <= torch.finfo(own).eps else ROUNDINGS * coarsest
 
 
 @dataclass
@@ -202,7 +216,7 @@ class _PulledBack:
 
 def _of_edges(run: Run, limit: float, memory: int) -> tuple[list[Check], _PulledBack]:
     """Each operator's check; and gradients that go back through all of them, so that each matrix is made once."""
-    y = run.recording.output.detach()
+    y = run.recording.output.detach().to(run.recording.input.dtype)
     outputs, batch = y[:1].numel(), len(y)
     edges = [edge for record in run.records for edge in record.stage.edges]
     largest = max((max(edge.pattern.shape) for edge in edges), default=outputs)
@@ -479,7 +493,7 @@ def _of_whole(
         entries.append("the output is another than the module's own")
     worst = 0.0
     for number, seed in enumerate(whole.seeds.unbind(1) if fits else ()):
-        expected = _flat(_gradient(y, given, seed.T.reshape(y.shape)))
+        expected = _flat(_gradient(y, given, seed.T.reshape(y.shape).to(y.dtype)))
         for how, gradients in (("the gradient", whole.gradients), ("by jacobian, the gradient", jacobian)):
             if gradients is None:
                 continue

@@ -101,7 +101,7 @@ class _MovementRule(Rule):
         samples = {}
         for name, layout in use.layouts.items():
             of_elements = _samples_of(layout, use.arguments[name].shape, use.batch)
-            samples[name] = of_elements, np.where(sources[name] < 0, -1, of_elements[0][sources[name].clip(0)])
+            samples[name] = of_elements, _taken(of_elements[0], sources[name])
         if out is None:
             out = next(iter(_common([layouts_of_samples(each, use.batch) for _, each in samples.values()])), None)
         if out is None:
@@ -109,7 +109,7 @@ class _MovementRule(Rule):
         found = {}
         for name, own in sources.items():
             (_, place), _ = samples[name]
-            found[name] = _by_sample(np.where(own < 0, -1, place[own.clip(0)]), out, use.batch)
+            found[name] = _by_sample(_taken(place, own), out, use.batch)
         return out, found
 
     def traced(self, use: Use, name: str) -> np.ndarray:
@@ -240,6 +240,13 @@ def _samples_of(layout: Layout, shape: torch.Size, batch: int) -> tuple[np.ndarr
     return sample, place
 
 
+def _taken(numbers: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """The numbers at some places; -1 where a place is none."""
+    some = np.full(places.shape, -1, dtype=np.int64)
+    some[places >= 0] = numbers[places[places >= 0]]
+    return some
+
+
 def _common(candidates: list[list[Layout]]) -> list[Layout]:
     """The layouts that all lists have, in the order of the first."""
     return [layout for layout in candidates[0] if all(layout in others for others in candidates[1:])]
@@ -289,9 +296,9 @@ class _AddedRule(_MovementRule):
             for name, layout in use.layouts.items():
                 own, _ = _samples_of(layout, use.arguments[name].shape, use.batch)
                 reached = targets[name].reshape(-1)
-                if not bool((of_out[reached.clip(0)] == own)[reached >= 0].all()):
+                if not bool((_taken(of_out, reached) == own)[reached >= 0].all()):
                     raise MixedSamplesError
-                place = np.where(reached < 0, -1, places[reached.clip(0)]).reshape(use.arguments[name].shape)
+                place = _taken(places, reached).reshape(use.arguments[name].shape)
                 found[name] = _by_sample(place, layout, use.batch)
             return out, found
         raise MixedSamplesError

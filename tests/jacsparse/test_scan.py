@@ -787,6 +787,7 @@ def test_other_dtypes_within(name: str) -> None:
 
     with within():
         y, found = module(x), jacsparse.jacobian(module, x.detach())
+        assert not jacsparse.verify(module, x.detach()).failed
     assert found.values.dtype == x.dtype
     rows = [torch.autograd.grad(each.sum(), x, retain_graph=True)[0] for each in y.flatten(1).unbind(1)]
     expected = torch.stack(rows, 1).flatten(2)

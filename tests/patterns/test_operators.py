@@ -308,6 +308,15 @@ def test_structure_knows_counts_and_digest_without_indices(case: tuple[nn.Module
     assert pattern.digest == jacsparse.jacobian_pattern(module, shape).digest != pattern.T.digest
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_nothing_of_the_input_is_moved(batch: int) -> None:
+    class Empty(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.pad(x[:, :0], (1, 2), value=3.0) + x[:, :3]
+
+    check_values(Empty(), torch.randn(batch, 4, dtype=torch.float64))
+
+
 @pytest.mark.parametrize(
     "put",
     [
