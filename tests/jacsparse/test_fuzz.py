@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import jacsparse
 from jacsparse import UnsupportedOperatorError
@@ -320,8 +320,14 @@ def changes(generator: random.Random, scans: list[nn.Module]) -> dict[str, Calla
         "tied": tie,
         "untied": untie,
         "frozen": lambda g: g.linear.requires_grad_(generator.random() < 0.5),
-        "pruned": lambda g: prune.random_unstructured(g.conv, "weight", 0.3),
-        "parametrised": lambda g: None if prune.is_pruned(g.conv) else parametrizations.weight_norm(g.conv),
+        "pruned": lambda g: (
+            None if parametrize.is_parametrized(g.conv) else prune.random_unstructured(g.conv, "weight", 0.3)
+        ),
+        "parametrised": lambda g: (
+            None
+            if prune.is_pruned(g.conv) or parametrize.is_parametrized(g.conv)
+            else parametrizations.weight_norm(g.conv)
+        ),
         "statistics": lambda g: g.norm.running_var.mul_(2),
         "order": lambda g: generator.shuffle(g.steps) if not any(f or s for _, f, s in g.steps) else None,
         "reset": lambda g: [scan.reset() for scan in scans],
