@@ -26,7 +26,7 @@ from ._order import Order, accumulated, best_order
 from ._pruned import Kept, mask_of
 from ._stages import Edge, Record, Stage, pull_back_all, working
 from .patterns import Call, Identity, Pattern, UnsupportedOperatorError
-from .tracing import Operation, Program, Recording, contents_of, key_of, program_of, record
+from .tracing import Operation, Program, Recording, contents_of, is_users, key_of, program_of, record
 
 __all__ = [
     "Chain",
@@ -257,12 +257,9 @@ def _failed(module: nn.Module, error: BaseException, x: torch.Tensor) -> tuple[s
 
 def _source_of(error: BaseException) -> str:
     """The last line of the user's own code that an error came through, as in `` at net.py, line 7``."""
-    torch_folder = Path(torch.__file__).parent
-    here = Path(__file__).parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        file = Path(frame.filename)
-        if file.is_file() and not file.is_relative_to(torch_folder) and not file.is_relative_to(here):
-            return f" at {file}, line {frame.lineno} ({(frame.line or '').strip()})"
+        if is_users(frame.filename) and Path(frame.filename).is_file():
+            return f" at {frame.filename}, line {frame.lineno} ({(frame.line or '').strip()})"
     return ""
 
 
@@ -363,22 +360,23 @@ def made_of(recording: Recording, *, pruned: bool = True) -> Chain:
     module, x, y = recording.module, recording.input, recording.output
     name, in_shape = type(module).__name__, tuple(x.shape[1:])
     if recording.last is None or not y.ndim or y.shape[0] != len(x):
-        raise UnsupportedOperatorError(
-            f"{name}: its output of shape {tuple(y.shape)} for {len(x)} samples does not have them along its first "
-            "axis; permute it, or let it depend on the input"
-        )
+        raise _without_samples(recording, "permute it, or let it depend on the input")
     out_shape = tuple(y.shape[1:])
     program = program_of(recording)
     if program.operations and program.layouts[program.output] != program.layouts[0]:
-        raise UnsupportedOperatorError(
-            f"{name}: its output of shape {tuple(y.shape)} for {len(x)} samples does not have them along its first "
-            "axis; permute it"
-        )
+        raise _without_samples(recording, "permute it")
     if recording.last.vertex and not program.operations:
         # No derivative passes.
         stage = Stage(name, in_shape, out_shape, (), 0, program.output, program)
         return Chain(module, [stage], in_shape, out_shape)
     return Chain(module, _stages(program, recording, pruned), in_shape, out_shape)
+
+
+def _without_samples(recording: Recording, remedy: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"{type(recording.module).__name__}: its output of shape {tuple(recording.output.shape)} for "
+        f"{len(recording.input)} samples does not have them along its first axis; {remedy}"
+    )
 
 
 def _stages(program: Program, recording: Recording, pruned: bool) -> list[Stage]:

@@ -174,6 +174,9 @@ class _Run:
         self.before, self.sliced, self.after = _parts(
             self.steps, {step.out for step in self.steps if step.kind == "mm"}
         )
+        # What is asked for of passes of autograd, and the values that are multiplied in slices.
+        self.used = self.wanted | _operands([*self.sliced, *self.after])
+        self.matrices = _operands(self.sliced)
         products = [step for step in self.sliced if step.kind == "mm"]
         multiplied = _operands(products)
         # Stages of several operators that only vectors meet: no matrix of them is made.
@@ -228,16 +231,14 @@ class _Run:
 
     def _take(self, own: _Pass) -> None:
         """Go back through some stages by autograd."""
-        used = self.wanted | _operands([*self.sliced, *self.after])
-        inputs = [number for number in own.stages if own.steps.get(number) in used]
+        inputs = [number for number in own.stages if own.steps.get(number) in self.used]
         if self.for_input and 0 in own.stages:
             inputs.append(0)
         externals = sorted({place for number in own.stages for place in self.externals[number]})
         records = [self.records[number] for number in own.stages]
         inner = [self.records[number] for number in inputs]
         # Matrices know of no hooks: what those would change is found out here.
-        matrices = _operands(self.sliced)
-        strict = [self.records[number] for number in own.stages if len(self.records) - number in matrices]
+        strict = [self.records[number] for number in own.stages if len(self.records) - number in self.matrices]
         found, others = pull_back(records, self.vectors[own.gradient], inner, externals, self.apart, strict)
         for place, gradient in others.items():
             known = self.external_gradients.get(place)

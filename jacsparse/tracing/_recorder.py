@@ -31,7 +31,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..patterns import UnsupportedOperatorError
 from ..patterns._rules import CONSTANT, Rule, is_pointwise, rule_of
 
-__all__ = ["Constant", "Invocation", "Operand", "Overwrite", "Recording", "is_recording", "operator_name", "record"]
+__all__ = [
+    "Constant",
+    "Invocation",
+    "Operand",
+    "Overwrite",
+    "Recording",
+    "is_recording",
+    "is_users",
+    "operator_name",
+    "record",
+]
 
 _STATE = threading.local()
 
@@ -306,14 +316,8 @@ class Facts:
         Whether what it gives depends on its operand's shape, not on its elements.
     reshapes : bool
         Whether it changes the shape of the very tensor that it is given.
-    saved : tuple of str
-        What values are made of among its input and output, as its rule says.
     parts : callable or None
         How PyTorch makes it of other operators, where it has no rule.
-    exact : bool
-        Whether its rule asks for floating-point numbers among its arguments, or there is none.
-    contents : bool
-        Whether its rule asks what indices and masks hold.
     """
 
     name: str
@@ -326,10 +330,22 @@ class Facts:
     reads: bool
     of_shape: bool
     reshapes: bool
-    saved: tuple[str, ...]
     parts: Callable[..., Any] | None
-    exact: bool
-    contents: bool
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """What values are made of among its input and output, as its rule says."""
+        return () if self.rule is None else self.rule.reads
+
+    @property
+    def exact(self) -> bool:
+        """Whether its rule asks for floating-point numbers among its arguments, or there is none."""
+        return self.rule is None or self.rule.reads_numbers
+
+    @property
+    def contents(self) -> bool:
+        """Whether its rule asks what indices and masks hold."""
+        return self.rule is not None and self.rule.reads_contents
 
 
 #: By the operator's ``id``: operators live as long as the process, and hashing one takes longer than all else here.
@@ -358,10 +374,7 @@ def _found_out(overload: Any) -> Facts:
         reads=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
         of_shape=name in _OF_SHAPE,
         reshapes=torch.Tag.inplace_view in tags,
-        saved=() if rule is None else rule.reads,
         parts=_decomposition(overload) if rule is None and name not in CONSTANT else None,
-        exact=rule is None or rule.reads_numbers,
-        contents=rule is not None and rule.reads_contents,
     )
 
 
@@ -436,7 +449,7 @@ class Overwrite:
 
     name = "jacsparse.overwrite"
 
-    def __init__(self, view: _Strided, written: _Strided) -> None:
+    def __init__(self, view: _Extent, written: _Extent) -> None:
         self.view, self.written = view, written
 
     def __eq__(self, other: object) -> bool:
@@ -462,17 +475,17 @@ class Overwrite:
         return torch.where(places < 0, tensor, written.flatten()[places.clamp_min(0)])
 
 
-_Strided = tuple[torch.Size, tuple[int, ...], int]
+_Extent = tuple[torch.Size, tuple[int, ...], int]
 
 
-def _sources(view: _Strided, written: _Strided) -> torch.Tensor:
+def _sources(view: _Extent, written: _Extent) -> torch.Tensor:
     memory = torch.full((1 + max(_reach(*view), _reach(*written)),), -1, dtype=torch.int64)
     memory.as_strided(*written).copy_(torch.arange(written[0].numel()).reshape(written[0]))
     return memory.as_strided(*view).clone()
 
 
 @functools.lru_cache(maxsize=1024)
-def _meets(view: _Strided, written: _Strided) -> bool:
+def _meets(view: _Extent, written: _Extent) -> bool:
     if not view[0].numel() or not written[0].numel():
         return False
     (first, last), (begin, end) = ((each[2], _reach(*each)) for each in (view, written))
@@ -480,7 +493,7 @@ def _meets(view: _Strided, written: _Strided) -> bool:
     return first <= end and begin <= last and (view == written or bool((_sources(view, written) >= 0).any()))
 
 
-def _strided(tensor: torch.Tensor) -> _Strided:
+def _strided(tensor: torch.Tensor) -> _Extent:
     return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
@@ -493,7 +506,7 @@ class _Write(NamedTuple):
     """One write to memory: when, where, and the vertex of what was written."""
 
     time: int
-    place: _Strided
+    place: _Extent
     vertex: int
     tensor: torch.Tensor
 
@@ -899,12 +912,13 @@ def _base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _CALL = nn.Module._call_impl.__code__
-_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+_FOREIGN = (Path(torch.__file__).parent, Path(__file__).parent.parent)
 
 
 @functools.cache
-def _is_users(code: CodeType) -> bool:
-    return not code.co_filename.startswith(_FOREIGN)
+def is_users(filename: str) -> bool:
+    """Whether a file's code is the user's, neither PyTorch's nor this library's."""
+    return not any(Path(filename).is_relative_to(folder) for folder in _FOREIGN)
 
 
 def _place_of_call() -> tuple[nn.Module | None, CodeType | None, int]:
@@ -914,7 +928,7 @@ def _place_of_call() -> tuple[nn.Module | None, CodeType | None, int]:
     while frame is not None:
         if frame.f_code is _CALL:
             return frame.f_locals["self"], code, line
-        if code is None and _is_users(frame.f_code):
+        if code is None and is_users(frame.f_code.co_filename):
             code, line = frame.f_code, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None, code, line

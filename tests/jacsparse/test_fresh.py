@@ -96,6 +96,15 @@ class Watched:
                 )
 
 
+def watch_change(module: nn.Module, change: Callable[[nn.Module], object]) -> Watched:
+    """What is said of a module before and after a change."""
+    watched = Watched(module)
+    watched.check(samples())
+    change(module)
+    watched.check(samples())
+    return watched
+
+
 # What a module reads from elsewhere.
 
 GLOBAL = {"scale": 2.0}
@@ -265,11 +274,7 @@ def positions() -> dict[str, tuple[nn.Module, Callable[[nn.Module], object]]]:
 @pytest.mark.parametrize("name", positions())
 def test_what_is_read_as_positions(name: str) -> None:
     torch.manual_seed(1)
-    module, change = positions()[name]
-    watched = Watched(module)
-    watched.check(samples())
-    change(module)
-    watched.check(samples())
+    watch_change(*positions()[name])
 
 
 # Structure that changes.
@@ -317,12 +322,7 @@ def structures() -> dict[str, tuple[nn.Module, Callable[[nn.Module], object]]]:
 @pytest.mark.parametrize("name", structures())
 def test_structure_that_changes(name: str) -> None:
     torch.manual_seed(2)
-    module, change = structures()[name]
-    watched = Watched(module)
-    watched.check(samples())
-    change(module)
-    watched.check(samples())
-    watched.check(samples(5))
+    watch_change(*structures()[name]).check(samples(5))
 
 
 def test_statistics_that_vanish_couple_the_samples() -> None:
@@ -532,10 +532,7 @@ class Backwards(nn.Sequential):
 
 def test_a_sequential_with_an_order_of_its_own() -> None:
     torch.manual_seed(3)
-    watched = Watched(Backwards(linear(), nn.Tanh(), linear(), nn.ReLU()))
-    watched.check(samples())
-    watched.module.append(nn.Tanh())
-    watched.check(samples())
+    watch_change(Backwards(linear(), nn.Tanh(), linear(), nn.ReLU()), lambda m: m.append(nn.Tanh()))
 
 
 # Tensors that are written to.
@@ -760,10 +757,7 @@ def test_a_rule_that_is_registered_after_a_refusal() -> None:
     with pytest.raises(UnsupportedOperatorError, match=r"operator tests\.taken has no rule"):
         jacsparse.jacobian(module, samples())
     jacsparse.register_rule("tests.taken", pattern=pattern)
-    watched = Watched(module)
-    watched.check(samples())
-    module.index.add_(1)
-    watched.check(samples())
+    watch_change(module, lambda m: m.index.add_(1))
 
 
 # Slices of a batch, and a module that is given to the scan later.
