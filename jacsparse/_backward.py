@@ -48,9 +48,8 @@ def pull_back(
     """
     recording, last = records[0].recording, records[0]
     output = recording.edges[last.stage.stop]
-    empty = [record.input.detach().new_zeros(record.input.shape) for record in inputs]
     if output is None:
-        return empty, {}
+        return [torch.zeros_like(record.input) for record in inputs], {}
     gradient = gradient.reshape(last.output.shape).to(last.output.dtype)
     tensors = {place: recording.externals[place] for place in externals}
     # Their hooks are for the caller's own backward pass to run, once.
@@ -63,7 +62,10 @@ def pull_back(
     found: Sequence[torch.Tensor | None] = ()
     if wanted:
         found = torch.autograd.grad([output], wanted, [gradient], retain_graph=True, allow_unused=True)
-    of_inputs = [zeros if own is None else own for own, zeros in zip(found, empty, strict=False)]
+    # Where there is no input, nothing may have been asked for.
+    of_inputs = [
+        torch.zeros_like(record.input) if own is None else own for own, record in zip(found, inputs, strict=False)
+    ]
     gradients = dict(zip(together, found[len(inputs) :], strict=False))
     around = found[len(found) - 2 * len(hooks) :]
     for (record, *_), outside, inside in zip(hooks, around[::2], around[1::2], strict=True):
@@ -140,7 +142,9 @@ def _inner(node: Any) -> bool:
 
 def has_hooks(record: Record, *, of_nodes: bool) -> bool:
     """Whether hooks of a module, of a tensor or, where asked, of autograd's nodes see a gradient within a stage."""
-    return record.stage.hooked or _has_tensor_hooks(record) or (of_nodes and _has_node_hooks(record))
+    if record.stage.hooked or not record.recording.may_have_hooks:
+        return record.stage.hooked
+    return _has_tensor_hooks(record) or (of_nodes and _has_node_hooks(record))
 
 
 def _has_tensor_hooks(record: Record) -> bool:

@@ -81,7 +81,8 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Undo on exit what a forward pass changes: buffers, attributes of modules, the state of random numbers.
 
-    What user code keeps elsewhere, as in a global counter, is not undone.
+    What user code keeps elsewhere, as in a global counter, is not undone; nor are pruning's masks, as large as all
+    weights, which pruning itself only reads.
 
     Raises
     ------
@@ -94,10 +95,12 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     buffers = [
         (buffer, buffer._version, buffer.detach().clone())
         for part in parts
-        for buffer in part._buffers.values()
+        for name, buffer in part._buffers.items()
         if buffer is not None and not buffer.is_inference() and buffer.device.type != "meta"
+        if not (name.endswith("_mask") and f"{name[:-5]}_orig" in part._parameters)
     ]
-    devices = {tensor.device for tensor in tensors_of(module) if tensor.is_cuda}
+    cuda = torch.cuda.is_initialized()
+    devices = {tensor.device for tensor in tensors_of(module) if tensor.is_cuda} if cuda else set()
     with torch.random.fork_rng(sorted(devices, key=str)):
         try:
             yield

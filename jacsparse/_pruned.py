@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .patterns._values import any_nonzero
 from .tracing import Recording, operator_name
 
 __all__ = ["Kept", "mask_of"]
@@ -27,16 +28,18 @@ class Kept:
     def __init__(self, name: str, weight: torch.Tensor, mask: torch.Tensor | None) -> None:
         self.name = name
         self.mask = (weight != 0).detach() if mask is None else (mask != 0).detach()
-        # Those of the smaller share: the check of a forward pass looks at them, and counts what else there is.
-        kept = _in_memory_order(self.mask, like=weight)
-        self._most = 2 * int(kept.count_nonzero()) > kept.numel()
-        self._places = (~kept if self._most else kept).nonzero().reshape(-1)
+        left_out = ~_in_memory_order(self.mask, like=weight)
+        places = left_out.nonzero().reshape(-1)
+        # Few are looked at one by one, many in one pass over all.
+        self._few = 16 * len(places) < len(left_out)
+        self._left_out = places if self._few else left_out
 
     def holds(self, weight: torch.Tensor) -> bool:
         """Whether all elements that were left out are zero in this weight."""
         elements = _in_memory_order(weight.detach(), like=weight)
-        some = elements.index_select(0, self._places).count_nonzero()
-        return bool(some == (0 if self._most else elements.count_nonzero()))
+        if self._few:
+            return not elements.index_select(0, self._left_out).any()
+        return not any_nonzero(elements, self._left_out)
 
 
 def _in_memory_order(tensor: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from ._jacobian import SparseJacobian
 from ._nodes import applied, freely
 from ._pruned import Kept
 from .patterns import Call, Diagonal, Identity, Pattern, Rule, rule_for
+from .patterns._layout import Layout
 from .spgemm import matvec
 from .tracing import Invocation, Operation, Program, Recording
 
@@ -166,6 +167,11 @@ class Stage:
         """Whether backward hooks of a module see a gradient within the stage."""
         return any(operation.hooked for operation in self.operations)
 
+    @functools.cached_property
+    def largest(self) -> int:
+        """Elements of the largest operand or result, of one sample."""
+        return max(max(edge.pattern.shape) for edge in self.edges)
+
     def keeping(self, edges: Sequence[Edge]) -> Stage:
         """The same stage with other edges in the place of its own."""
         return replace(self, edges=tuple(edges))
@@ -174,17 +180,29 @@ class Stage:
         return f"<Stage {self.path}: {self.name}, {self.in_shape} to {self.out_shape}>"
 
 
-class _Arguments(dict[str, Any]):
-    """Arguments of a call as they were: one that was changed since raises where it is asked for."""
+class _Arguments(Mapping[str, Any]):
+    """Arguments of a call, each made as it was where it is asked for.
 
-    def __init__(self, arguments: dict[str, Any], path: str, stale: frozenset[str]) -> None:
-        super().__init__(arguments)
-        self.path, self.stale = path, stale
+    Parameters
+    ----------
+    arguments : mapping of str
+        As the operator was given them.
+    tensor : callable
+        ``tensor(name, argument) -> argument`` as a rule is to see one that is a tensor.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], tensor: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        self._arguments, self._tensor = arguments, tensor
 
     def __getitem__(self, name: str) -> Any:
-        if name in self.stale:
-            raise _changed(f"{self.path}.{name}")
-        return super().__getitem__(name)
+        value = self._arguments[name]
+        return self._tensor(name, value) if isinstance(value, torch.Tensor) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arguments)
+
+    def __len__(self) -> int:
+        return len(self._arguments)
 
 
 def _changed(what: str) -> RuntimeError:
@@ -346,50 +364,51 @@ class Record:
                     f"{path}.{kept.name}: weights that were pruned or zero when the pattern was made are not zero any "
                     "more; make the chain again, keep them zero by a mask (torch.nn.utils.prune), or pass pruned=False"
                 )
-        stale = invocation.stale
         number = edge.target - invocation.first
         x = given[argument]
-        if "input" in edge.rule.reads and argument in stale:
+        if "input" in edge.rule.reads and invocation.is_stale(argument):
             if argument not in invocation.saved:
                 raise _changed(f"{path}.{argument}")
             x = invocation.saved[argument]
-        out = self.stage.program.layouts[edge.target]
         result = invocation.results[number]
         if "output" in edge.rule.reads and result._version != invocation.result_versions[number]:
             if None not in invocation.saved:
                 raise _changed(f"{path}: what {operation.name} gave")
             result = invocation.saved[None]
-        arguments: dict[str, Any] = {}
-        for name, value in {**edge.call.arguments, **given}.items():
+        whole = samples == slice(None)
+
+        def of_samples(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+            split = layout.split(tensor.detach())
+            return self.numbers(split if whole else split[samples])
+
+        def argument_of(name: str, value: torch.Tensor) -> torch.Tensor:
+            if invocation.is_stale(name):
+                raise _changed(f"{path}.{name}")
             layout = layouts.get(name)
-            if not isinstance(value, torch.Tensor):
-                arguments[name] = value
-            elif layout is None:
-                arguments[name] = self.numbers(value)
-            elif name in operation.alike:
-                arguments[name] = self.numbers(layout.split(value.detach())[0])
-            else:
-                arguments[name] = self.numbers(layout.split(value.detach())[samples])
-        arguments.pop(argument)
-        x = self.numbers(layouts[argument].split(x.detach())[samples])
-        own = _Own(self, edge, operation, invocation, samples)
+            if layout is None:
+                return self.numbers(value)
+            if name in operation.alike:
+                return self.numbers(layout.split(value.detach())[0])
+            return of_samples(value, layout)
+
+        arguments = {**edge.call.arguments, **given}
+        del arguments[argument]
+        derivative = _Derivative(self, edge, operation, invocation, samples)
         return replace(
             edge.call,
-            arguments=_Arguments(arguments, path, frozenset(stale)),
-            batched=frozenset(layouts.keys() - {argument} - operation.alike),
-            input=x,
-            output=self.numbers(out.split(result.detach())[samples]),
-            node=own.node if samples == slice(None) else None,
-            vjp=own.vjp,
-            vjps=None if operation.random else own.vjps,
-            jvp=None if operation.random else own.jvp,
-            function=operation.evaluate,
+            arguments=_Arguments(arguments, argument_of),
+            input=of_samples(x, layouts[argument]),
+            output=of_samples(result, self.stage.program.layouts[edge.target]),
+            node=derivative.node if whole else None,
+            vjp=derivative.vjp,
+            vjps=None if operation.random else derivative.vjps,
+            jvp=None if operation.random else derivative.jvp,
             sources=None if edge.call.sources is None else replace(edge.call.sources, samples=samples),
         )
 
 
 @dataclass(eq=False)
-class _Own:
+class _Derivative:
     """An operator's own derivative with respect to one operand, at the numbers of one run."""
 
     record: Record
@@ -398,7 +417,6 @@ class _Own:
     invocation: Invocation
     samples: slice
 
-    @functools.cached_property
     def node(self) -> Any:
         """Autograd's node, which has what the forward pass saved; None where it is not that of this call alone."""
         edge = self.record.recording.edges[self.edge.target]
@@ -411,9 +429,10 @@ class _Own:
     def _place(self) -> int | None:
         """Which of the node's results is the gradient of the operand."""
         source = self.record.recording.edges[self.edge.source]
-        if self.node is None or source is None:
+        node = self.node()
+        if node is None or source is None:
             return None
-        places = [n for n, (node, number) in enumerate(self.node.next_functions) if (node, number) == source[:2]]
+        places = [n for n, (node, number) in enumerate(node.next_functions) if (node, number) == source[:2]]
         # An operand that is given twice has two, in the order of the arguments.
         same = [name for name, vertex in self.operation.operands.items() if vertex == self.edge.source]
         return places[same.index(self.edge.call.argument)] if len(places) == len(same) else None
@@ -434,10 +453,11 @@ class _Own:
             others = out.split(torch.zeros_like(result))
             others[self.samples] = gradient.reshape(others[self.samples].shape)
             gradient = others
-        inputs: list[torch.Tensor | None] = [None] * len(self.node._input_metadata)
+        node = self.node()
+        inputs: list[torch.Tensor | None] = [None] * len(node._input_metadata)
         inputs[number if len(inputs) > 1 else 0] = out.join(gradient.reshape(out.split(result).shape))
         found: list[torch.Tensor | None] = []
-        freely(lambda: found.extend(applied(self.node, inputs)))
+        freely(lambda: found.extend(applied(node, inputs)))
         own = found[place]
         own = torch.zeros_like(x) if own is None else own.sum_to_size(x.shape)
         return self.record.numbers(into.split(own)[self.samples])
@@ -450,14 +470,13 @@ class _Own:
         """The operator on these samples, with others in the place of its operand."""
         into, out = self._layouts
         arguments = dict(self.invocation.arguments)
-        stale = self.invocation.stale
         for name, value in arguments.items():
             layout = self.operation.layouts.get(name)
             if name == self.edge.call.argument:
                 arguments[name] = into.join(own)
             elif isinstance(value, torch.Tensor):
                 # Of an operator that only moves elements no derivative depends on another's.
-                if name in stale and not self.operation.sources:
+                if not self.operation.sources and self.invocation.is_stale(name):
                     raise _changed(f"{self.operation.path}.{name}")
                 value = value.detach()
                 if layout is not None:
@@ -535,7 +554,7 @@ def pull_back_all(records: Sequence[Record], columns: torch.Tensor) -> torch.Ten
     """
     batch = records[0].batch
     gradients = columns.expand(-1, -1, batch).permute(1, 2, 0)
-    largest = max(max(edge.pattern.shape) for record in records for edge in record.stage.edges)
+    largest = max(record.stage.largest for record in records)
     if not gradients.numel():
         return gradients.new_zeros(math.prod(records[0].stage.in_shape), *columns.shape[1:2], batch)
     parts = []

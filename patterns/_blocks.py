@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -289,7 +289,7 @@ def _joined(lines: np.ndarray) -> scipy.sparse.csr_array:
     return scipy.sparse.csr_array(incidence @ incidence.T)
 
 
-def _measures(operator: str, arguments: dict[str, Any]) -> bool:
+def _measures(operator: str, arguments: Mapping[str, Any]) -> bool:
     """Whether a normalisation goes by the statistics of its input, not by running ones."""
     return "no_training" not in operator and bool(arguments["training"])
 

@@ -6,6 +6,7 @@ Which one depends on the values, so every output may depend on all of its line; 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -142,7 +143,7 @@ class _TrilinearRule(Rule):
 
     several = True
 
-    def _axes(self, arguments: dict[str, object], rank: int) -> dict[str, list[int]]:
+    def _axes(self, arguments: Mapping[str, object], rank: int) -> dict[str, list[int]]:
         """Which axes of the product before it is summed each factor has."""
         expanded = zip(("i1", "i2", "i3"), ("expand1", "expand2", "expand3"), strict=True)
         return {name: [a for a in range(rank) if a not in arguments[given]] for name, given in expanded}  # type: ignore[operator]

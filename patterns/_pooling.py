@@ -287,7 +287,7 @@ class _SelectingRule(_WindowRule):
         assert call.input is not None
         batch, windows = len(call.input), _windows(call)
         try:
-            saved = getattr(call.node, "_saved_result1", None)
+            saved = None if call.node is None else getattr(call.node(), "_saved_result1", None)
         except RuntimeError:
             # A backward pass has freed it.
             saved = None

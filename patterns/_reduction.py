@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ def _axes(call: Call) -> list[int]:
     return _reduced(call.arguments, len(call.in_shape))
 
 
-def _reduced(arguments: dict[str, Any], rank: int) -> list[int]:
+def _reduced(arguments: Mapping[str, Any], rank: int) -> list[int]:
     given = arguments.get("dim")
     if given is None or (isinstance(given, (list, tuple)) and not given):
         return list(range(rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -100,8 +100,8 @@ class Call:
         The arguments that depend on the input, with a derivative or without.
     sources : Sources or None
         For an operator that moves elements: where each comes from.
-    node : Any
-        Autograd's node of the output, which has what the forward pass saved; None where there is none.
+    node : callable or None
+        ``node()``: autograd's node of the output, which has what the forward pass saved, or None.
     vjp, vjps : callable or None
         ``vjp(gradient of output) -> gradient of input``, both ``(batch, *shape)``; of many, ``(many, batch, *shape)``.
     jvp : callable or None
@@ -111,7 +111,7 @@ class Call:
     """
 
     operator: str
-    arguments: dict[str, Any]
+    arguments: Mapping[str, Any]
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     path: str = ""
@@ -123,7 +123,7 @@ class Call:
     batched: frozenset[str] = frozenset()
     dependent: frozenset[str] = frozenset()
     sources: Sources | None = field(default=None, repr=False)
-    node: Any = None
+    node: Callable[[], Any] | None = None
     vjp: Callable[[torch.Tensor], torch.Tensor] | None = None
     vjps: Callable[[torch.Tensor], torch.Tensor] | None = None
     jvp: Callable[[torch.Tensor], torch.Tensor] | None = None

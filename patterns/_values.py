@@ -1,4 +1,4 @@
-"""Kernels that fill values: each is one pass over memory.
+"""Kernels that fill values, or look at them: each is one pass over memory.
 
 Sources lie as PyTorch keeps them, the batch outermost; values have the batch innermost. Where there is one sample the
 two agree, and the flat kernels run along the entries instead of the batch.
@@ -15,7 +15,7 @@ from . import _values_cuda
 from ._cuda import memory_for, on_device, uploaded
 from ._runtime import SIMD, kernel, run_rows
 
-__all__ = ["batch_last", "gathered", "placed", "positive", "repeat_rows", "repeated", "selected", "take"]
+__all__ = ["any_nonzero", "batch_last", "gathered", "placed", "positive", "repeat_rows", "repeated", "selected", "take"]
 
 
 @kernel
@@ -93,6 +93,25 @@ def _selected_batch(first, last, winner, window, position, out):
     for entry in range(first, last):
         for sample in range(out.shape[1]):
             out[entry, sample] = 1 if winner[sample, window[entry]] == position[entry] else 0
+
+
+@kernel
+def _any_nonzero(first, last, source, where, found):
+    source, where = source[first:last], where[first:last]
+    some = False
+    for place in range(len(source)):
+        some |= (source[place] != 0) & where[place]
+    if some:
+        found[0] = True
+
+
+def any_nonzero(source: torch.Tensor, where: torch.Tensor) -> bool:
+    """Whether an element is not zero where a mask is true; both flat."""
+    if on_device(source) or source.dtype not in (torch.float32, torch.float64):
+        return bool(((source != 0) & where).any())
+    found = np.zeros(1, dtype=bool)
+    run_rows(_any_nonzero, len(source), _flat(source), where.numpy(), found)
+    return bool(found[0])
 
 
 def take(source: torch.Tensor, place: np.ndarray) -> torch.Tensor:

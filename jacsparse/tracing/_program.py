@@ -161,24 +161,23 @@ def _call_key(invocation: Invocation, numbers: dict[int, int]) -> Hashable:
     facts = invocation.facts
     exact = facts is not None and facts.exact
     dependent = {operand.name for operand in invocation.operands}
-    arguments = [
-        None if name in dependent else _argument_key(value, numbers, exact)
-        for name, value in invocation.arguments.items()
-    ]
-    results = [(result.shape, result.dtype) for result in invocation.results]
-    operator = invocation.overload if facts is None else facts
-    parts = invocation.sequence < 0
-    return operator, tuple(invocation.operands), tuple(arguments), tuple(results), invocation.hooked, parts
-
-
-def _argument_key(value: Any, numbers: dict[int, int], exact: bool) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        # Which tensors are one and the same, as tied weights are.
-        number = numbers.setdefault(id(value), len(numbers))
-        return number, value.shape, value.stride(), value.dtype, value.requires_grad
-    if isinstance(value, float):
-        return repr(value) if exact else _known(value)
-    return tuple(value) if isinstance(value, (list, tuple)) else value
+    parts: list[Hashable] = [invocation.overload if facts is None else facts, invocation.hooked]
+    parts += invocation.operands
+    for name, value in invocation.arguments.items():
+        if name in dependent:
+            continue
+        if name in invocation.versions:
+            # Which tensors are one and the same, as tied weights are.
+            number = numbers.setdefault(id(value), len(numbers))
+            parts += name, number, value.shape, value.stride(), value.dtype, value.requires_grad
+        elif isinstance(value, float):
+            parts += name, repr(value) if exact else _known(value)
+        else:
+            parts += name, tuple(value) if isinstance(value, list) else value
+    for result in invocation.results:
+        parts += result.shape, result.dtype
+    parts.append(invocation.sequence < 0)
+    return tuple(parts)
 
 
 def _known(number: float) -> float | None:

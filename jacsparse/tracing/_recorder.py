@@ -27,9 +27,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from ..patterns import UnsupportedOperatorError
-from ..patterns._rules import CONSTANT, Rule, is_pointwise, rule_of
+from ..patterns._rules import _RULES, CONSTANT, Rule, is_pointwise, rule_of
 
 __all__ = [
     "Constant",
@@ -67,6 +68,10 @@ class Operand(NamedTuple):
     name: str
     vertex: int
     active: bool
+
+
+#: The same ones in each run: a tuple with names takes as long to make as what it is made of.
+_operand = functools.lru_cache(maxsize=1 << 16)(Operand)
 
 
 @dataclass(eq=False, slots=True)
@@ -128,15 +133,13 @@ class Invocation:
         """The operator, as in ``aten.add``."""
         return operator_name(self.overload)
 
-    @property
-    def stale(self) -> set[str]:
-        """The arguments that do not hold any more what the operator was given: it, or a later one, wrote to them."""
-        written = self.results if self.writes else ()
-        return {
-            name
-            for name, version in self.versions.items()
-            if self.arguments[name]._version != version or any(self.arguments[name] is each for each in written)
-        }
+    def is_stale(self, name: str) -> bool:
+        """Whether an argument does not hold any more what the operator was given: it, or a later one, wrote to it."""
+        version = self.versions.get(name)
+        if version is None:
+            return False
+        argument = self.arguments[name]
+        return argument._version != version or (self.writes and any(argument is each for each in self.results))
 
     @property
     def source(self) -> str:
@@ -195,6 +198,8 @@ class Recording:
         made of.
     draws : list of Module or None
         Which modules drew random numbers.
+    hooks : int
+        How many hooks PyTorch had given numbers before the run.
     """
 
     module: nn.Module
@@ -208,6 +213,12 @@ class Recording:
     constants: dict[int, Constant] = field(default_factory=dict)
     written: dict[int, Constant] = field(default_factory=dict)
     draws: list[nn.Module | None] = field(default_factory=list)
+    hooks: int = field(default_factory=lambda: RemovableHandle.next_id)
+
+    @property
+    def may_have_hooks(self) -> bool:
+        """Whether any hook was put anywhere since the run began: if none, none is on what the run made."""
+        return self.hooks != RemovableHandle.next_id
 
     def externals_of(self, invocation: Invocation, through: Collection[str] = ()) -> set[int]:
         """The externals that an invocation reads, or what it reads is made of, but for some arguments; by place."""
@@ -355,7 +366,7 @@ _FACTS: dict[int, Facts] = {}
 def _facts(overload: Any) -> Facts:
     known = _FACTS.get(id(overload))
     # A rule may have been registered since.
-    if known is None or known.rule is not rule_of(known.name):
+    if known is None or _RULES.get(known.name, known.rule) is not known.rule:
         known = _FACTS[id(overload)] = _found_out(overload)
     return known
 
@@ -541,22 +552,32 @@ class _Recorder(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if overload is _DETACH and id(args[0]) in self.vertices:
+        # Between the calls of small operators this is most of what a run costs: it is written for speed.
+        vertices = self.vertices
+        if overload is _DETACH and id(args[0]) in vertices:
             return self.detached(args[0])
-        kwargs = kwargs or {}
         facts = _facts(overload)
-        arguments, tensors = _bound(facts, args, kwargs)
+        arguments: dict[str, Any] = dict(zip(facts.names, args, strict=False))
+        if kwargs:
+            arguments.update(kwargs)
+        else:
+            kwargs = {}
+        # A number may stand for a tensor.
+        tensors = {name: tensor for name in facts.tensors if isinstance(tensor := arguments.get(name), torch.Tensor)}
+        if facts.lists:
+            tensors |= _spread(facts.lists, arguments)
         if facts.random and _draws(overload, arguments):
             self.recording.draws.append(_place_of_call()[0])
         if not tensors and not facts.random:
             return overload(*args, **kwargs)
         self.time += 1
-        vertices, constants = self.vertices, []
-        operands = []
+        operands: list[Operand] = []
+        constants: list[torch.Tensor] = []
         for name, tensor in tensors.items():
-            if id(tensor) not in vertices and not self.writes:
+            known = vertices.get(id(tensor))
+            if known is None and not self.writes:
                 constants.append(tensor)
-            elif (operand := self.operand(name, tensor)) is not None:
+            elif (operand := self.operand(name, tensor, known)) is not None:
                 operands.append(operand)
             else:
                 constants.append(tensor)
@@ -587,11 +608,11 @@ class _Recorder(TorchDispatchMode):
         if written and not torch.is_grad_enabled() and all(id(tensor) in self.vertices for tensor in written):
             # To autograd it is what it was.
             return result
-        versions = {name: arguments[name]._version for name in tensors}
+        versions = {name: tensor._version for name, tensor in tensors.items()}
         if written:
             # What is written to gets its next version once this returns.
             for name in tensors:
-                versions[name] += any(arguments[name] is each for each in written)
+                versions[name] = arguments[name]._version + any(arguments[name] is each for each in written)
             self.check_writes(written)
         self.note_externals(constants)
         invocation = Invocation(overload, facts, arguments, operands, versions, sequence, *_place_of_call())
@@ -612,9 +633,9 @@ class _Recorder(TorchDispatchMode):
         if id(tensor) in constants:
             constants[id(copy)] = constants[id(tensor)]._replace(tensor=copy)
         for invocation in self.recording.invocations:
-            stale = invocation.stale
-            for name in [name for name in invocation.versions if invocation.arguments[name] is tensor]:
-                invocation.arguments[name], invocation.versions[name] = copy, -1 if name in stale else copy._version
+            names = [name for name in invocation.versions if invocation.arguments[name] is tensor]
+            for name, stale in [(name, invocation.is_stale(name)) for name in names]:
+                invocation.arguments[name], invocation.versions[name] = copy, -1 if stale else copy._version
             for number, result in enumerate(invocation.results):
                 if result is tensor:
                     changed = tensor._version != invocation.result_versions[number]
@@ -653,27 +674,26 @@ class _Recorder(TorchDispatchMode):
 
     def append(self, invocation: Invocation, results: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         """Give results their vertices."""
-        recording, makers = self.recording, self.makers
+        recording, makers, vertices, time = self.recording, self.makers, self.vertices, self.time
         invocation.place, invocation.first = len(recording.invocations), len(makers)
         if written:
-            invocation.writes, self.last_write = True, self.time
+            invocation.writes, self.last_write = True, time
             results = [*results, *(each for each in written if not any(each is one for one in results))]
         invocation.results = results
+        invocation.result_versions = [tensor._version for tensor in results]
         recording.invocations.append(invocation)
         for tensor in results:
-            self.vertices[id(tensor)] = len(makers), self.time
+            vertices[id(tensor)] = len(makers), time
             makers.append(invocation)
             recording.edges.append(None)
-            invocation.result_versions.append(tensor._version)
         for tensor in written:
             vertex, _ = self.vertices[id(tensor)]
             invocation.result_versions[vertex - invocation.first] += 1
             write = _Write(self.time, _strided(tensor), vertex, tensor)
             self.writes.setdefault(_memory(tensor), []).append(write)
 
-    def operand(self, name: str, tensor: torch.Tensor) -> Operand | None:
-        """A tensor as an operand; None where it does not depend on the input."""
-        known = self.vertices.get(id(tensor))
+    def operand(self, name: str, tensor: torch.Tensor, known: tuple[int, int] | None) -> Operand | None:
+        """A tensor that has a vertex, or none, as an operand; None where it does not depend on the input."""
         if known is None:
             # Nothing is written to a leaf that has a gradient.
             if not self.writes or (tensor.requires_grad and tensor.is_leaf):
@@ -686,8 +706,12 @@ class _Recorder(TorchDispatchMode):
             assert known is not None
         vertex, _ = known
         if self.in_parts and not tensor.requires_grad:
-            return Operand(name, vertex, id(tensor) in self.parts and tensor.is_floating_point())
-        return Operand(name, vertex, self.passes(tensor, vertex))
+            return _operand(name, vertex, id(tensor) in self.parts and tensor.is_floating_point())
+        return _operand(name, vertex, self.passes(tensor, vertex))
+
+    def dependence(self, tensor: torch.Tensor) -> Operand | None:
+        """How a tensor that no operator is given depends on the input; None where it does not."""
+        return self.operand("", tensor, self.vertices.get(id(tensor)))
 
     def overwritten(self, tensor: torch.Tensor, known: tuple[int, int] | None) -> tuple[int, int] | None:
         """The vertex of a tensor after what was written to its memory since it got the one that is known."""
@@ -754,7 +778,7 @@ class _Recorder(TorchDispatchMode):
         """Note which tensors were there before the run where autograd has gradients of them."""
         recording = self.recording
         for tensor in constants:
-            if tensor.requires_grad and not recording.constants_in(tensor):
+            if tensor.requires_grad and id(tensor) not in recording.constants and not recording.constants_in(tensor):
                 place = frozenset((len(recording.externals),))
                 recording.externals.append(tensor)
                 recording.constants[id(tensor)] = Constant(tensor, None, {}, place, drawn=False)
@@ -819,7 +843,7 @@ class _Recorder(TorchDispatchMode):
                 "that returns one tensor"
             )
         self.recording.output = output
-        self.recording.last = self.operand("output", output)
+        self.recording.last = self.dependence(output)
         if self.problem is not None:
             raise self.problem
         return self.recording
@@ -839,28 +863,23 @@ class _Unreadable(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in self.READS and self.recorder.operand("self", args[0]) is not None:
+        if function in self.READS and self.recorder.dependence(args[0]) is not None:
             raise self.recorder.reading(None)
         result = function(*args, **(kwargs or {}))
-        if function is self.DATA and (operand := self.recorder.operand("self", args[0])) is not None:
+        if function is self.DATA and (operand := self.recorder.dependence(args[0])) is not None:
             self.recorder.alias(result, operand.vertex)
         return result
 
 
-def _bound(
-    facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A call's arguments by name, those of a list of tensors one by one; and the tensors among them."""
-    arguments: dict[str, Any] = dict(zip(facts.names, args, strict=False))
-    if kwargs:
-        arguments.update(kwargs)
-    tensors = {name: value for name in facts.tensors if isinstance(value := arguments.get(name), torch.Tensor)}
-    for name in facts.lists:
+def _spread(lists: tuple[str, ...], arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The elements of a call's lists of tensors, which take the lists' places among its arguments."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name in lists:
         for place, element in enumerate(arguments.pop(name, None) or ()):
             arguments[f"{name}.{place}"] = element
             if element is not None:
                 tensors[f"{name}.{place}"] = element
-    return arguments, tensors
+    return tensors
 
 
 def _written_names(facts: Facts, tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -895,11 +914,12 @@ def _tensors_of(result: Any) -> list[torch.Tensor]:
 
 
 _DETACH = torch.ops.aten.detach.default
+_next_node = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def _latest_node() -> int:
     """The number of the node that autograd made last, in this thread."""
-    return torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined, no-any-return]
+    return _next_node() - 1  # type: ignore[no-any-return]
 
 
 def _memory(tensor: torch.Tensor) -> int:
