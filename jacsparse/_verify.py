@@ -17,7 +17,7 @@ from ._chain import Chain, Record, Run, check_input, recent_chains, refuse_hooks
 from ._modules import check_module, undisturbed, without_autocast
 from ._scan import check_limit
 from ._stages import Edge
-from .patterns import Call, Diagonal, Full, Pattern
+from .patterns import Blocks, Call, Diagonal, Full, Pattern
 from .patterns._structure import row_starts
 from .spgemm import matvec
 
@@ -38,6 +38,9 @@ MEMORY_LIMIT = 2**29
 FEW, LANES = 4, 8
 #: Elements of the whole Jacobian, and entries of all operators', up to which it is made by `jacobian` as well.
 SMALL = 2**20
+
+#: Bytes of a part: of larger ones the time goes into fresh pages.
+AT_ONCE = 2**25
 
 #: Units in the last place by which coarser numbers than the input's may differ.
 ROUNDINGS = 16
@@ -62,7 +65,8 @@ class Check:
     exact : bool
         Whether all of it was compared, or its products with random vectors.
     difference : float
-        The largest, as a share of the largest element.
+        The largest, as a share of the largest element; of a derivative that is zero but for rounding, as a share of
+        what may be rounded.
     entries : tuple of str
         Those that differ, as far as they are named.
     parts : int
@@ -280,8 +284,8 @@ class _Matrix:
             self.bounds = self._split(memory, indices + each)
 
     def _split(self, memory: int, needed: int) -> Sequence[int]:
-        """Rows at which parts begin that each take about half of the memory, or one row."""
-        parts = max(2, -(-2 * needed // max(1, memory)))
+        """Rows at which parts begin that each take about half of the memory and no more than AT_ONCE, or one row."""
+        parts = max(2, -(-2 * needed // max(1, min(memory, 2 * AT_ONCE))))
         running = row_starts(self.pattern.structure.row_counts(), np.int64)
         targets = int(running[-1]) * np.arange(1, parts, dtype=object) // parts
         inner = np.searchsorted(running, targets.astype(np.int64), side="left")
@@ -303,16 +307,6 @@ class _Matrix:
     def _values_of(self, bounds: Sequence[int], samples: slice) -> Iterator[torch.Tensor] | None:
         return self.edge.rule.transposed_parts(self.record._call(self.edge, samples), self.pattern, bounds)
 
-    def _pieces(self, samples: slice) -> Iterator[tuple[Pattern, torch.Tensor]]:
-        """Pattern and values of rows that follow each other."""
-        if len(self.bounds) > 2:
-            values = self._values_of(self.bounds, samples)
-            assert values is not None
-            for structure, own in zip(self.pattern.structure.parts(self.bounds), values, strict=True):
-                yield Pattern.of(structure), own
-            return
-        yield self.pattern, self._all_values(samples)
-
     def _all_values(self, samples: slice) -> torch.Tensor:
         if len(self.samples) > 1:
             return self._made(samples)
@@ -327,9 +321,19 @@ class _Matrix:
         """The products with many vectors for each sample, ``(outputs, many, batch)`` to ``(inputs, many, batch)``."""
         found = vectors.new_empty((self.pattern.shape[0], *vectors.shape[1:]))
         for samples in self.samples:
-            own, bounds = vectors[:, :, samples], pairwise(self.bounds)
-            for (first, last), (pattern, values) in zip(bounds, self._pieces(samples), strict=True):
-                found[first:last, :, samples] = _times(pattern, values, own)
+            own = vectors[:, :, samples]
+            if len(self.bounds) == 2:
+                found[:, :, samples] = _times(self.pattern, self._all_values(samples), own)
+                continue
+            parts = self._values_of(self.bounds, samples)
+            assert parts is not None
+            structure, bounds = self.pattern.structure, pairwise(self.bounds)
+            if isinstance(structure, Blocks) and structure.inner == 1:
+                for (first, last), values in zip(bounds, parts, strict=True):
+                    _times_blocks(structure, first, values, own, found[first:last, :, samples])
+            else:
+                for (first, last), part, values in zip(bounds, structure.parts(self.bounds), parts, strict=True):
+                    found[first:last, :, samples] = _times(Pattern.of(part), values, own)
         return found
 
     def row(self, number: int, sample: int) -> tuple[np.ndarray, torch.Tensor]:
@@ -361,6 +365,20 @@ def _times(pattern: Pattern, values: torch.Tensor, vectors: torch.Tensor) -> tor
     return found[:, : count * batch].reshape(rows, count, batch)
 
 
+def _times_blocks(
+    structure: Blocks, first: int, values: torch.Tensor, vectors: torch.Tensor, out: torch.Tensor
+) -> None:
+    """As `_times`, into `out`, of the rows from `first` on that it has: no index is needed where blocks are full."""
+    values = values.reshape(len(out), structure.columns, -1)
+    while len(out):
+        block = first // structure.rows
+        count = min(first + len(out), (block + 1) * structure.rows) - first
+        own = vectors[block * structure.columns : (block + 1) * structure.columns]
+        # Of each sample a product of two dense matrices.
+        out[:count] = torch.matmul(values[:count].movedim(2, 0), own.movedim(2, 0)).movedim(0, 2)
+        values, out, first = values[count:], out[count:], first + count
+
+
 def _of_edge(
     record: Record, edge: Edge, limit: float, memory: int, gradients: torch.Tensor | None
 ) -> tuple[Check, torch.Tensor | None]:
@@ -386,7 +404,7 @@ def _of_edge(
         if size > max(limit * largest, rounding) and len(entries) < NAMED:
             row = number if exact else _row(matrix, call, sample, column, limit)
             entries.append(_entry(matrix, call, sample, row, column))
-    share = 0.0 if worst <= rounding else worst / max(largest, 1e-300)
+    share = _share(worst, largest, rounding, limit)
     shape = (call.out_size, call.in_size)
     return Check(call.path, call.operator, shape, exact, share, tuple(entries), matrix.parts), pulled
 
@@ -429,6 +447,11 @@ def _rounding(x: torch.Tensor, y: torch.Tensor | None) -> float:
     """What a derivative that is zero may be rounded to: some units in the last place of output over input."""
     scale = 0.0 if y is None else _largest(y) / max(_largest(x), 1e-300)
     return 100 * torch.finfo(x.dtype).eps * scale
+
+
+def _share(difference: float, largest: float, rounding: float, limit: float) -> float:
+    """A difference beside the largest element; where that is no more than rounding, beside what it is rounded by."""
+    return difference / max(largest, rounding / limit if limit else 0.0, 1e-300)
 
 
 def _over(difference: torch.Tensor, limit: float) -> torch.Tensor:
@@ -499,7 +522,7 @@ def _of_whole(
                 continue
             difference, largest = _difference(gradients[:, number].T, expected), _largest(expected)
             off = _largest(difference)
-            worst = max(worst, 0.0 if off <= rounding else off / max(largest, 1e-300))
+            worst = max(worst, _share(off, largest, rounding, limit))
             over = _over(difference, max(limit * largest, rounding))
             for sample, column in over[: max(0, NAMED - len(entries))].tolist():
                 entries.append(f"sample {sample}: {how} of x[{column}] is another than autograd's")

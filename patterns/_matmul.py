@@ -302,32 +302,21 @@ class _AttentionRule(Rule):
         (q, k, v), attention, scale = self._factors(call)
         heads, queries, keys, width, channels = self._shapes(call)
         out = call.output.detach().reshape(len(attention), heads, queries, channels)
-        for first, last in pairwise(bounds):
-            row = torch.arange(first, last, device=out.device)
-            if call.argument == "value":
+        if call.argument == "value":
+            for first, last in pairwise(bounds):
+                row = torch.arange(first, last, device=out.device)
                 yield attention.transpose(2, 3)[:, row // (keys * channels), row // channels % keys].flatten(1).T
-            elif call.argument == "key":
-                head, key, place = row // (keys * width), row // width % keys, row % width
-                own = v[:, head, key][:, :, None] - out[:, head]
-                own *= (attention.transpose(2, 3)[:, head, key] * scale * q.transpose(2, 3)[:, head, place])[..., None]
-                yield own.flatten(1).T
-            else:
-                size = queries * width
-                by_head = []
-                for number in range(first // size, -(-last // size)):
-                    begin, end = max(0, first - number * size), min(size, last - number * size)
-                    of_head = (part[:, number] for part in (attention, k, v, out))
-                    by_head.append(self._of_queries(*of_head, first=begin, last=end))
-                yield torch.cat(by_head, 1).mul_(scale).flatten(1).T
-
-    def _of_queries(
-        self, attention: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, first: int, last: int
-    ) -> torch.Tensor:
-        """Rows of one head's transposed matrix for its queries, ``(batch, rows, channels)``, not scaled."""
-        row = torch.arange(first, last, device=out.device)
-        query, place = row // k.shape[2], row % k.shape[2]
-        weights = attention[:, query] * k.transpose(1, 2)[:, place]
-        return weights @ v - weights.sum(2, keepdim=True) * out[:, query]
+            return
+        attention, other = attention * scale, k if call.argument == "query" else q
+        rows_of = _rows_of_queries if call.argument == "query" else _rows_of_keys
+        size = (queries if call.argument == "query" else keys) * width
+        for first, last in pairwise(bounds):
+            by_head = []
+            for head in range(first // size, -(-last // size)):
+                begin, end = max(0, first - head * size), min(size, last - head * size)
+                of_head = (part[:, head] for part in (attention, other, v, out))
+                by_head.append(rows_of(*of_head, first=begin, last=end))
+            yield (by_head[0] if len(by_head) == 1 else torch.cat(by_head, 1)).flatten(1).T
 
     def _heads(self, call: Call, name: str, heads: int, length: int, width: int) -> torch.Tensor:
         """An argument as ``(batch, heads, length, width)``."""
@@ -360,3 +349,26 @@ class _AttentionRule(Rule):
             scores = scores.masked_fill(~whole, -math.inf) if mask.dtype == torch.bool else scores + whole
         # A query that no key is allowed to attends to nothing.
         return scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0)
+
+
+def _rows_of_queries(
+    attention: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, first: int, last: int
+) -> torch.Tensor:
+    """Some rows of one head's transposed matrix for its queries, ``(batch, rows, channels)``."""
+    row = torch.arange(first, last, device=out.device)
+    query, place = row // k.shape[2], row % k.shape[2]
+    weights = attention[:, query] * k.transpose(1, 2)[:, place]
+    return weights @ v - weights.sum(2, keepdim=True) * out[:, query]
+
+
+def _rows_of_keys(
+    attention: torch.Tensor, q: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, first: int, last: int
+) -> torch.Tensor:
+    """Some rows of one head's transposed matrix for its keys, ``(batch, rows, queries · channels)``."""
+    width = q.shape[2]
+    # Of whole keys: nothing but the result is as large.
+    key = slice(first // width, -(-last // width))
+    weights = attention.transpose(1, 2)[:, key, None].contiguous() * q.transpose(1, 2)[:, None].contiguous()
+    change = v[:, key, None] - out[:, None]
+    rows = weights[..., None] * change[:, :, None]
+    return rows.flatten(3).flatten(1, 2)[:, first - key.start * width : last - key.start * width]

@@ -14,11 +14,19 @@ if os.environ.get("JACSPARSE_TESTS") != "gpu":
     _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
     settings.register_profile("ci", max_examples=200, derandomize=True, **_COMMON)
     settings.register_profile("full", max_examples=1000, **_COMMON)
-    settings.load_profile("full" if os.environ.get("JACSPARSE_TESTS") == "full" else "ci")
+    settings.register_profile("portable", max_examples=25, derandomize=True, **_COMMON)
+    settings.load_profile(os.environ.get("JACSPARSE_TESTS", "ci"))
 
 
 # What an earlier run kept on disk would hide what this one does.
 os.environ["JACSPARSE_CACHE_MIB"] = "0"
+
+
+def pytest_report_header() -> str:
+    """Which processor the numbers come from, or which one is emulated."""
+    numba = os.environ.get("NUMBA_CPU_NAME", "the host's")
+    aten = torch.backends.cpu.get_cpu_capability()
+    return f"kernels: PyTorch's for {aten}, Numba's for {numba}; {_THREADS} thread(s)"
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +42,10 @@ def _seeded() -> None:
     warnings.filterwarnings("ignore", message="Using padding='same'")
 
 
+# Test workers share the cores, and OpenMP's threads wait by spinning. Tests of threads ask for more themselves.
+_THREADS = int(os.environ.get("JACSPARSE_TEST_THREADS", "1"))
+
+
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    # Test workers share the cores, and OpenMP's threads wait by spinning. Tests of threads ask for more themselves.
-    torch.set_num_threads(1)
+def _few_threads() -> None:
+    torch.set_num_threads(_THREADS)
