@@ -11,11 +11,11 @@ from torch import nn
 from ._chain import Chain, Chains, chain, check_input
 from ._modules import check_module
 from ._scan import Scanner, check_limit, scanned
-from .recurrence import GRU, LSTM, RNN
+from .recurrence import GRU, LSTM, RNN, convert
 from .schedule import Schedule, parse
 from .tracing import is_recording
 
-__all__ = ["GRU", "LSTM", "RNN", "Scan"]
+__all__ = ["GRU", "LSTM", "RNN", "Scan", "convert"]
 
 
 class Scan(nn.Module):

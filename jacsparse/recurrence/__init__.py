@@ -2,7 +2,7 @@
 
 from ._flop import flop_subject
 from ._linear import Dense, Diagonal, Scaled, Sparse, linear_recurrence
-from ._modules import GRU, LSTM, RNN
+from ._modules import GRU, LSTM, RNN, convert
 from ._sweeps import Report, parse
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Report",
     "Scaled",
     "Sparse",
+    "convert",
     "flop_subject",
     "linear_recurrence",
     "parse",

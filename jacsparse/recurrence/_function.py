@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from ..patterns._cuda import on_device
 from ._cells import Cell, Kept, Weights, preceding
-from ._once import once
+from ._once import differentiable_once, once
 from ._runs import Sequences, index
 from ._sweeps import Options, solve_backward, solve_forward
 
@@ -79,7 +78,13 @@ def _forward(
         return kept, solve_forward(cell, sequences, direction, entered, weights, kept, options)
 
 
-class _Layer(torch.autograd.Function):
+_Once = differentiable_once(
+    "jacsparse.nn's recurrent layers",
+    "use torch.nn's layers of the same names: jacsparse.nn.convert(model, to='torch')",
+)
+
+
+class _Layer(_Once):  # type: ignore[misc, valid-type]
     @staticmethod
     def forward(
         cell: Cell,
@@ -110,21 +115,6 @@ class _Layer(torch.autograd.Function):
         given = (ctx.cell, ctx.sequences, ctx.direction, ctx.options, wanted)
         found = iter(_gradients_once(*given, grad_output, grad_end, *ctx.saved_tensors))
         return (None, None, None, None, *(next(found) if need else None for need in wanted))
-
-    @staticmethod
-    def vmap(*_: Any) -> Any:
-        raise NotImplementedError(f"{_SUBJECT} have no batching rule for torch.vmap; {_REMEDY}")
-
-    @staticmethod
-    def jvp(*_: Any) -> Any:
-        raise NotImplementedError(f"{_SUBJECT} have no derivative in forward mode; {_REMEDY}")
-
-
-# PyTorch asks for it at each call; looking it up takes as long as ten steps.
-_Layer.forward.__signature__ = inspect.signature(_Layer.forward)  # type: ignore[attr-defined]
-
-_SUBJECT = "jacsparse.nn's recurrent layers"
-_REMEDY = "use torch.nn's layer of the same name: it loads the same state_dict"
 
 
 def _gradients(
@@ -160,7 +150,7 @@ def _gradients(
     return tuple(grad for grad, need in zip(found, wanted, strict=True) if need and grad is not None)
 
 
-_gradients_once = once(_gradients, f"{_SUBJECT} cannot be differentiated twice; {_REMEDY}")
+_gradients_once = once(_gradients, _Once)
 
 
 def _weights(parameters: Sequence[torch.Tensor | None]) -> Weights:

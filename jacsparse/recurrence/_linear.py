@@ -19,7 +19,7 @@ from ..patterns._structure import frozen
 from . import _cuda, _on_device
 from . import _linear_kernels as kernels
 from ._chunks import Chunks
-from ._once import once
+from ._once import differentiable_once, once
 from ._planned import scan, times
 from ._runs import OnDevice, Runs, Sequences, index, rows_of
 from ._sweeps import Report, Sweep, parse, solve_affine
@@ -420,15 +420,17 @@ def linear_recurrence(
         if tensor.dtype != b.dtype:
             raise TypeError(f"{name} is {tensor.dtype} and b is {b.dtype}; convert one of them")
     parse(schedule, _SCHEDULES)
-    found: torch.Tensor = _Recurrence.apply(A, -1 if reverse else 1, schedule, reports, b, start, *A.tensors)
+    found: torch.Tensor = _Recurrence.apply(A.form, -1 if reverse else 1, schedule, reports, b, start, *A.tensors)
     return found
 
 
-class _Recurrence(torch.autograd.Function):
+_Once = differentiable_once("linear recurrences", "write the recurrence as a loop for that")
+
+
+class _Recurrence(_Once):  # type: ignore[misc, valid-type]
     @staticmethod
     def forward(
-        ctx: Any,
-        A: Blocks,
+        form: Callable[..., Blocks],
         direction: int,
         schedule: str,
         reports: list[Report] | None,
@@ -436,13 +438,17 @@ class _Recurrence(torch.autograd.Function):
         h0: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
+        A = form(*(tensor.detach() for tensor in tensors))
         h = torch.empty_like(b, memory_format=torch.contiguous_format)
         sweep = _Linear(A, b.detach().contiguous(), h, False)
         with torch.autocast(b.device.type, enabled=False):
             _solve(sweep, h0.detach().contiguous(), direction, schedule, reports)
-        ctx.form, ctx.direction, ctx.schedule, ctx.reports = A.form, direction, schedule, reports
-        ctx.save_for_backward(h, h0, *tensors)
         return h
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.form, ctx.direction, ctx.schedule, ctx.reports, _, h0, *tensors = inputs
+        ctx.save_for_backward(output, h0, *tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -476,9 +482,7 @@ def _gradients(
     return tuple(gradient for gradient, need in zip(gradients, wanted, strict=True) if need)
 
 
-_gradients_once = once(
-    _gradients, "linear_recurrence cannot be differentiated twice; write the recurrence as a loop for that"
-)
+_gradients_once = once(_gradients, _Once)
 
 
 def _solve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Self
@@ -13,12 +14,16 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
+from ..tracing import is_recording
 from ._cells import CELLS
 from ._function import run_layer
 from ._runs import Sequences
 from ._sweeps import CHUNK, FORWARD, Options, Report, parse
 
-__all__ = ["GRU", "LSTM", "RNN"]
+__all__ = ["GRU", "LSTM", "RNN", "convert"]
+
+# From PyTorch 2.7 on.
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 class _Recurrent(nn.RNNBase):
@@ -58,7 +63,7 @@ class _Recurrent(nn.RNNBase):
         TypeError
             Where it is a layer of another kind, or its weights are made of others by a parametrisation.
         """
-        kind: type[Any] = next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn"))
+        kind = cls._kind()
         if not isinstance(layer, kind) or type(layer).forward not in (kind.forward, _Recurrent.forward):
             raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.{kind.__name__}")
         if is_parametrized(layer):
@@ -66,16 +71,28 @@ class _Recurrent(nn.RNNBase):
                 f"the weights of the {type(layer).__name__} are parametrised; parametrise a jacsparse.nn layer "
                 "instead, or remove it first with torch.nn.utils.parametrize.remove_parametrizations"
             )
-        other = cls.__new__(cls)
-        nn.Module.__init__(other)
-        for name, value in layer.__dict__.items():
-            # Hooks, buffers and the like are each layer's own; parameters are the same objects.
-            other.__dict__[name] = value.copy() if isinstance(value, dict) else value
+        other = _alike(layer, cls)
         other._set_up(schedule, forward, chunk)
-        other._init_flat_weights()
         return other
 
-    @torch.compiler.disable
+    @classmethod
+    def _kind(cls) -> type[Any]:
+        """The layer of `torch.nn` whose place it takes."""
+        return next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn"))
+
+    def to_torch(self) -> nn.RNNBase:
+        """The same layer of `torch.nn`, whose parameters are the same objects."""
+        other = _alike(self, self._kind())
+        for name in ("schedule", "forward_method", "chunk", "_reports", "boundaries"):
+            del other.__dict__[name]
+        return other
+
+    def __prepare_scriptable__(self) -> None:
+        raise TypeError(
+            f"torch.jit.script cannot compile a jacsparse.nn.{type(self).__name__}; script "
+            "jacsparse.nn.convert(model, to='torch'), or trace the model"
+        )
+
     def forward(self, input: Any, hx: Any = None, *, warm: Sequence[torch.Tensor | None] | None = None) -> Any:
         """As `torch.nn`'s layer: outputs and last states of sequences, padded, packed or a single one.
 
@@ -92,7 +109,18 @@ class _Recurrent(nn.RNNBase):
         ------
         TypeError, ValueError
             Where an argument's kind, dtype, device or shape does not fit; the message names it.
+
+        Notes
+        -----
+        Programs that leave Python, as torch.export, torch.onnx and torch.jit.trace make them, get `torch.nn`'s own
+        operators; so do `jacsparse.jacobian` and `jacsparse.nn.Scan`, which have rules for those.
         """
+        if is_recording() or _is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return super().forward(input, hx)
+        return self._solved(input, hx, warm)
+
+    @torch.compiler.disable
+    def _solved(self, input: Any, hx: Any, warm: Sequence[torch.Tensor | None] | None) -> Any:
         self._check_options()
         x, sequences, packed = self._sequences(input)
         single = packed is None and input.ndim == 2
@@ -241,6 +269,87 @@ class _Recurrent(nn.RNNBase):
         return ", ".join(
             [super().extra_repr(), *(f"{name}={value!r}" for name, value, usual in given if value != usual)]
         )
+
+
+def _alike(layer: nn.RNNBase, kind: type[Any]) -> Any:
+    """A layer of another class with the same parameters, not copied."""
+    other = object.__new__(kind)
+    nn.Module.__init__(other)
+    for name, value in layer.__dict__.items():
+        # Hooks, buffers and the like are each layer's own; parameters are the same objects.
+        other.__dict__[name] = copy.copy(value) if isinstance(value, dict | list) else value
+    other._init_flat_weights()
+    return other
+
+
+def convert(
+    module: nn.Module,
+    *,
+    to: str = "jacsparse",
+    schedule: str = "auto",
+    forward: str = "sequential",
+    chunk: int = CHUNK,
+) -> nn.Module:
+    """Put this library's recurrent layers in the place of `torch.nn`'s in a model, or back.
+
+    Parameters
+    ----------
+    module : Module
+        The model; the layers in it are replaced in place, as ``SyncBatchNorm.convert_sync_batchnorm`` does. Parameters
+        are the same objects, so that an optimiser goes on, and the state_dict keeps its names.
+    to : {"jacsparse", "torch"}
+        Whose layers it is to have.
+    schedule, forward, chunk
+        Of the new layers, as `RNN` takes them.
+
+    Returns
+    -------
+    Module
+        The model, or the new layer where `module` is one itself.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `RNN.of`, with the layer's path; nothing is replaced then.
+
+    Notes
+    -----
+    Layers with projections, parametrised ones and those of other subclasses stay as they are.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.ModuleDict({"encoder": torch.nn.GRU(3, 20), "head": torch.nn.Linear(20, 2)})
+    >>> convert(model, schedule="chunked")
+    ModuleDict(
+      (encoder): GRU(3, 20, schedule='chunked')
+      (head): Linear(in_features=20, out_features=2, bias=True)
+    )
+    >>> type(convert(model, to="torch")["encoder"]).__module__
+    'torch.nn.modules.rnn'
+    """
+    if to not in ("jacsparse", "torch"):
+        raise ValueError(f"to is {to!r}; expected 'jacsparse' or 'torch'")
+    made: dict[nn.Module, nn.Module] = {}
+    for path, part in module.named_modules():
+        if to == "torch" and isinstance(part, _Recurrent):
+            made[part] = part.to_torch()
+        elif to == "jacsparse" and (kind := _counterpart(part)) is not None:
+            try:
+                made[part] = kind.of(part, schedule=schedule, forward=forward, chunk=chunk)  # type: ignore[arg-type]
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{path}: {error}" if path else str(error)) from None
+    for parent in module.modules():
+        for name, child in parent._modules.items():
+            if child in made:
+                parent._modules[name] = made[child]
+    return made.get(module, module)
+
+
+def _counterpart(part: nn.Module) -> type[_Recurrent] | None:
+    """Our layer that computes what a layer of `torch.nn` does; None of any other module."""
+    own: type[_Recurrent] | None = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}.get(type(part))  # type: ignore[call-overload]
+    return None if own is None or part.proj_size else own
 
 
 def _packed(batch_sizes: torch.Tensor, steps: int) -> Sequences:

@@ -1,27 +1,64 @@
-"""What has no derivative, and says so."""
+"""What can be differentiated once, in reverse mode and without batching, and says so."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["once"]
+__all__ = ["differentiable_once", "once"]
 
 
-def once(solve: Callable[..., tuple[torch.Tensor, ...]], refusal: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """A backward pass that cannot be differentiated: where autograd makes a graph of it, that raises the refusal.
+def differentiable_once(subject: str, remedy: str) -> type[torch.autograd.Function]:
+    """A base of Functions that raise one clear sentence where PyTorch asks for more than a first derivative.
+
+    Parameters
+    ----------
+    subject : str
+        Of the sentences, in the plural.
+    remedy : str
+        What to do.
+    """
+
+    class Once(torch.autograd.Function):
+        def __init_subclass__(cls) -> None:
+            super().__init_subclass__()
+            # PyTorch asks for it at each call; looking it up takes as long as ten steps.
+            cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            raise NotImplementedError(f"{subject} cannot be differentiated twice; {remedy}")
+
+        @staticmethod
+        def vmap(*_: Any) -> Any:
+            raise NotImplementedError(
+                f"{subject} have no batching rule for torch.vmap, nor for torch.func.jacrev, which uses it; {remedy}"
+            )
+
+        @staticmethod
+        def jvp(*_: Any) -> Any:
+            raise NotImplementedError(f"{subject} have no derivative in forward mode; {remedy}")
+
+    return Once
+
+
+def once(
+    solve: Callable[..., tuple[torch.Tensor, ...]], base: type[torch.autograd.Function]
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A backward pass that cannot be differentiated: where autograd makes a graph of it, that raises.
 
     Parameters
     ----------
     solve : callable
         The pass.
-    refusal : str
-        Of the NotImplementedError.
+    base : type
+        As `differentiable_once` makes it.
     """
 
-    class Once(torch.autograd.Function):
+    class Pass(base):  # type: ignore[misc, valid-type]
         @staticmethod
         def forward(*given: Any) -> tuple[torch.Tensor, ...]:
             return solve(*given)
@@ -30,12 +67,8 @@ def once(solve: Callable[..., tuple[torch.Tensor, ...]], refusal: str) -> Callab
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
             pass
 
-        @staticmethod
-        def backward(ctx: Any, *_: Any) -> Any:
-            raise NotImplementedError(refusal)
-
     def run(*given: Any) -> tuple[torch.Tensor, ...]:
-        found: tuple[torch.Tensor, ...] = (Once.apply if torch.is_grad_enabled() else solve)(*given)
+        found: tuple[torch.Tensor, ...] = (Pass.apply if torch.is_grad_enabled() else solve)(*given)
         return found
 
     return run

@@ -264,7 +264,7 @@ def test_relaxed_falls_back_where_nothing_contracts() -> None:
 def test_gradients_of_gradients_are_refused() -> None:
     A, b = blocks("diagonal", 4, 1, 2), torch.randn(4, 1, 2, dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad(linear_recurrence(A, b).sum(), b, create_graph=True)
-    with pytest.raises(NotImplementedError, match="linear_recurrence cannot be differentiated twice"):
+    with pytest.raises(NotImplementedError, match="linear recurrences cannot be differentiated twice"):
         first.sum().backward()
 
 

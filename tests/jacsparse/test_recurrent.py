@@ -261,7 +261,7 @@ def test_gradients_of_gradients_are_refused(kind: str) -> None:
     layer, _ = pair(kind, 3, 4)
     x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
     first = torch.autograd.grad(layer(x)[0].sum(), [x, *layer.parameters()], create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"cannot be differentiated twice; use torch\.nn's layer"):
+    with pytest.raises(NotImplementedError, match=r"cannot be differentiated twice; use torch\.nn's layers"):
         torch.autograd.grad(first[0].square().sum(), layer.weight_hh_l0)
     with pytest.raises(NotImplementedError, match="cannot be differentiated twice"):
         first[2].square().sum().backward()
@@ -283,6 +283,92 @@ def test_compiled_around() -> None:
     found = torch.autograd.grad(compiled(x), list(model.parameters()))
     for ours, reference in zip(found, expected, strict=True):
         close(ours, reference, 1e-6)
+
+
+class Tagger(nn.Module):
+    """A recurrent layer within a model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(layer.hidden_size, 2, dtype=layer.weight_hh_l0.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x)[0])
+
+
+@ALL
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_and_traced(kind: str, strict: bool) -> None:
+    layer, _ = pair(kind, 3, 4)
+    model, x = Tagger(layer), torch.randn(5, 2, 3, dtype=torch.float64)
+    program = torch.export.export(model, (x,), strict=strict)
+    close(program.module()(x), model(x), 1e-12)
+    if not strict:
+        close(torch.jit.trace(model, (x,))(x + 1), model(x + 1), 1e-12)
+
+
+@ALL
+def test_jacobians_of_models_with_layers(kind: str) -> None:
+    layer, _ = pair(kind, 3, 4, batch_first=True)
+    model, x = Tagger(layer), torch.randn(2, 5, 3, dtype=torch.float64)
+    assert not jacsparse.verify(model, x).failed
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    found, expected = (
+        torch.autograd.grad(run(own).square().sum(), [own, *model.parameters()])
+        for run, own in zip((jacsparse.nn.Scan(model), model), given, strict=True)
+    )
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, 1e-10)
+
+
+@ALL
+def test_what_other_transforms_say(kind: str) -> None:
+    layer, _ = pair(kind, 3, 4)
+    model, x = Tagger(layer), torch.randn(5, 2, 3, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.jacrev, .*; use torch\.nn's layers .*convert"):
+        torch.func.jacrev(model)(x)
+    with pytest.raises(NotImplementedError, match=r"no derivative in forward mode; use torch\.nn's layers .*convert"):
+        torch.func.hessian(lambda given: model(given).sum())(x)
+    with pytest.raises(TypeError, match=r"torch\.jit\.script cannot compile a jacsparse\.nn\.\w+; script .*convert"):
+        torch.jit.script(model)
+    assert type(model.layer) is type(layer)
+
+
+@ALL
+def test_converted_models(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4, 2, bidirectional=True)
+    model = nn.ModuleDict({"one": nn.Sequential(reference), "same": reference, "other": nn.Linear(2, 2)})
+    names, parameters = list(model.state_dict()), list(model.parameters())
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    expected = reference(x)[0]
+    assert jacsparse.nn.convert(model, schedule="chunked") is model
+    ours = model["same"]
+    assert type(ours) is type(layer) and model["one"][0] is ours and ours.schedule == "chunked"
+    close(ours(x)[0], expected, 1e-12)
+    assert jacsparse.nn.convert(model, to="torch")["same"].__class__ is type(reference)
+    assert model["one"][0] is model["same"]
+    assert model["same"].__dict__.keys() == reference.__dict__.keys()
+    close(model["same"](x)[0], expected, 0)
+    assert list(model.state_dict()) == names
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert type(jacsparse.nn.convert(reference)) is type(layer)
+
+
+def test_what_is_not_converted() -> None:
+    class Own(nn.GRU):
+        def forward(self, *given: Any) -> Any:
+            return super().forward(*given)
+
+    model = nn.ModuleList([nn.LSTM(3, 4, proj_size=2), Own(3, 4), nn.GRUCell(3, 4), nn.GRU(3, 4)])
+    nn.utils.parametrizations.weight_norm(model[3], "weight_hh_l0")
+    before = list(model)
+    assert all(one is other for one, other in zip(jacsparse.nn.convert(model), before, strict=True))
+    model = nn.Sequential(nn.GRU(3, 4))
+    with pytest.raises(ValueError, match=r"0: chunk is 0; expected a number of steps"):
+        jacsparse.nn.convert(model, chunk=0)
+    assert type(model[0]) is nn.GRU
+    with pytest.raises(ValueError, match=r"to is 'nn'; expected 'jacsparse' or 'torch'"):
+        jacsparse.nn.convert(model, to="nn")
 
 
 def test_copies_train_by_themselves() -> None:
