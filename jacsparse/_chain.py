@@ -360,7 +360,9 @@ def made_of(recording: Recording, *, pruned: bool = True) -> Chain:
     module, x, y = recording.module, recording.input, recording.output
     name, in_shape = type(module).__name__, tuple(x.shape[1:])
     if recording.last is None or not y.ndim or y.shape[0] != len(x):
-        raise _without_samples(recording, "permute it, or let it depend on the input")
+        if recording.last is None:
+            raise UnsupportedOperatorError(f"{name}: no operator that was seen leads from its input to its output")
+        raise _without_samples(recording, "permute it")
     out_shape = tuple(y.shape[1:])
     program = program_of(recording)
     if program.operations and program.layouts[program.output] != program.layouts[0]:
@@ -389,7 +391,9 @@ def _stages(program: Program, recording: Recording, pruned: bool) -> list[Stage]
             for operation in operations
             for name in operation.operands
         )
-        if all(isinstance(edge.pattern.structure, Identity) for edge in edges):
+        # Paths that meet add up: two identities are no identity.
+        meet = len({edge.target for edge in edges}) < len(edges)
+        if not meet and all(isinstance(edge.pattern.structure, Identity) for edge in edges):
             if stop != cuts[-1]:
                 # What only reshapes runs with the stage that follows.
                 continue
@@ -442,9 +446,10 @@ def _edge(program: Program, recording: Recording, operation: Operation, argument
         for name in edge.rule.pruned_arguments(call)
         if name not in call.dependent | call.batched | operation.layouts.keys()
     ]
-    given = recording.invocations[operation.place].arguments
-    # What was drawn is no guaranteed zero.
-    sure = [name for name in weights if not recording.drawn(given[name])]
+    invocation = recording.invocations[operation.place]
+    given = invocation.arguments
+    # What was drawn is no guaranteed zero, nor is what was written after it was used.
+    sure = [name for name in weights if not recording.drawn(given[name]) and not invocation.is_stale(name)]
     if pruned and sure:
         edge = edge.keeping([Kept(name, given[name], mask_of(recording, given[name])) for name in sure])
     return edge

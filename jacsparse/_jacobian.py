@@ -15,7 +15,11 @@ from .patterns._values import gathered
 from .spgemm import matvec, plan_product
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
+
+    from ._stages import Record
 
 __all__ = ["SparseJacobian", "jacobian", "jacobian_pattern"]
 
@@ -221,6 +225,12 @@ def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned:
     return chain(module, input_shape, pruned=pruned).pattern.T
 
 
+def _is_in_use(values: torch.Tensor, records: Sequence[Record]) -> bool:
+    """Whether values lie in the memory of a weight, or of what a forward pass made."""
+    memory = values.untyped_storage().data_ptr()
+    return any(tensor.untyped_storage().data_ptr() == memory for record in records for tensor in record.tensors)
+
+
 def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> SparseJacobian:
     """The Jacobian of a module at each sample of a batch.
 
@@ -265,6 +275,9 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
         chain, (_, records) = recent_chains(module, pruned=pruned).of(given)
         with without_autocast(given.device):
             found = chain.jacobian(records, given)
+            if _is_in_use(found.values, records):
+                # What is returned is the caller's, and stays what it is.
+                found = SparseJacobian(found.pattern, found.values.clone())
     if len(x) or all(record.stage.shared for record in records):
         return found
     return SparseJacobian(found.pattern, found.values[:, :0])

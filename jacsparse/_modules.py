@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -81,8 +82,7 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Undo on exit what a forward pass changes: buffers, attributes of modules, the state of random numbers.
 
-    What user code keeps elsewhere, as in a global counter, is not undone; nor are pruning's masks, as large as all
-    weights, which pruning itself only reads.
+    What user code keeps elsewhere, as in a global counter, or inside an attribute, as in a list, is not undone.
 
     Raises
     ------
@@ -92,12 +92,12 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     check_initialised(module)
     parts = parts_of(module)
     attributes = [(part, dict(part.__dict__), dict(part._buffers)) for part in parts]
+    # Pruning's masks are as large as all weights: no copy of those that no forward pass has written to so far.
     buffers = [
-        (buffer, buffer._version, buffer.detach().clone())
+        (part, name, buffer, buffer._version, None if part in _LEAVE_MASKS and _is_mask(part, name) else buffer.clone())
         for part in parts
         for name, buffer in part._buffers.items()
         if buffer is not None and not buffer.is_inference() and buffer.device.type != "meta"
-        if not (name.endswith("_mask") and f"{name[:-5]}_orig" in part._parameters)
     ]
     cuda = torch.cuda.is_initialized()
     devices = {tensor.device for tensor in tensors_of(module) if tensor.is_cuda} if cuda else set()
@@ -110,10 +110,31 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
                 part.__dict__.update(fields)
                 part._buffers.clear()
                 part._buffers.update(own)
-            with torch.no_grad():
-                for buffer, version, before in buffers:
-                    if buffer._version != version:
-                        buffer.copy_(before)
+            for part, name, buffer, version, before in buffers:
+                _restore(part, name, buffer, version, before)
+
+
+#: Modules whose forward passes have left their pruning masks as they were.
+_LEAVE_MASKS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _is_mask(part: nn.Module, name: str) -> bool:
+    return name.endswith("_mask") and f"{name[:-5]}_orig" in part._parameters
+
+
+def _restore(part: nn.Module, name: str, buffer: torch.Tensor, version: int, before: torch.Tensor | None) -> None:
+    if buffer._version == version:
+        if _is_mask(part, name):
+            _LEAVE_MASKS.add(part)
+    elif before is not None:
+        with torch.no_grad():
+            buffer.copy_(before)
+    else:
+        _LEAVE_MASKS.discard(part)
+        raise RuntimeError(
+            f"{type(part).__name__}.{name}: a forward pass has written to this mask of pruning, as none had before, "
+            "which was not undone; call again"
+        )
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

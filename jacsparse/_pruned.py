@@ -27,7 +27,10 @@ class Kept:
 
     def __init__(self, name: str, weight: torch.Tensor, mask: torch.Tensor | None) -> None:
         self.name = name
-        self.mask = (weight != 0).detach() if mask is None else (mask != 0).detach()
+        self.mask = (weight != 0).detach()
+        if mask is not None and not bool((self.mask & (mask == 0)).any()):
+            # Else it was written to after it was used.
+            self.mask = (mask != 0).detach()
         left_out = ~_in_memory_order(self.mask, like=weight)
         places = left_out.nonzero().reshape(-1)
         # Few are looked at one by one, many in one pass over all.

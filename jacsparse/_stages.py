@@ -276,6 +276,14 @@ class Record:
             externals |= recording.externals_of(recording.invocations[operation.place], operation.operands)
         return externals
 
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that its operators were given, and gave."""
+        for operation in self.stage.operations:
+            invocation = self.recording.invocations[operation.place]
+            yield from (invocation.arguments[name] for name in invocation.versions)
+            yield from invocation.results
+
     def jacobian(self) -> SparseJacobian:
         """``J`` for the whole batch."""
         operator = self.stage.operator

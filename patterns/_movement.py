@@ -29,11 +29,12 @@ def _numbered(like: torch.Tensor) -> torch.Tensor:
 
 
 _NAMES = (
-    "_unsafe_view alias as_strided cat channel_shuffle clone constant_pad_nd copy diag_embed diagonal expand fill flip "
-    "gather im2col index index_copy index_fill index_put index_select masked_scatter permute pixel_shuffle "
-    "pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat replication_pad1d replication_pad2d "
-    "replication_pad3d roll rot90 scatter select select_scatter slice slice_scatter split split_with_sizes squeeze "
-    "stack t transpose tril triu unbind unfold unsafe_split unsafe_split_with_sizes unsqueeze view zero"
+    "_unsafe_view alias as_strided cat channel_shuffle clone constant_pad_nd copy diag_embed diagonal "
+    "diagonal_scatter expand fill flip gather im2col index index_copy index_fill index_put index_select "
+    "masked_scatter permute pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat "
+    "replication_pad1d replication_pad2d replication_pad3d roll rot90 scatter select select_scatter slice "
+    "slice_scatter split split_with_sizes squeeze stack t transpose tril triu unbind unfold unsafe_split "
+    "unsafe_split_with_sizes unsqueeze view zero"
 )
 #: Those that put elements of an operand at places that indices tell.
 _PUTS = {"aten.index_copy": "source", "aten.index_put": "values", "aten.scatter": "src"}

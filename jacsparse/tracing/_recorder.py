@@ -373,7 +373,7 @@ def _facts(overload: Any) -> Facts:
 
 def _found_out(overload: Any) -> Facts:
     parameters, tags, name = overload._schema.arguments, overload.tags, operator_name(overload)
-    rule = rule_of(name)
+    rule, random = rule_of(name), torch.Tag.nondeterministic_seeded in tags
     return Facts(
         name=name,
         rule=rule,
@@ -381,11 +381,12 @@ def _found_out(overload: Any) -> Facts:
         tensors=tuple(parameter.name for parameter in parameters if _is_tensor(parameter.type)),
         lists=tuple(parameter.name for parameter in parameters if _is_list(parameter.type)),
         written=tuple(p.name for p in parameters if p.alias_info is not None and p.alias_info.is_write),
-        random=torch.Tag.nondeterministic_seeded in tags,
+        random=random,
         reads=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
         of_shape=name in _OF_SHAPE,
         reshapes=torch.Tag.inplace_view in tags,
-        parts=_decomposition(overload) if rule is None and name not in CONSTANT else None,
+        # What draws would draw twice.
+        parts=_decomposition(overload) if rule is None and name not in CONSTANT and not random else None,
     )
 
 
@@ -404,6 +405,8 @@ def _is_list(kind: Any) -> bool:
 def _decomposition(overload: Any) -> Callable[..., Any] | None:
     if overload == torch.ops.aten.mkldnn_rnn_layer.default:
         return _lstm_layer
+    if overload == torch.ops.aten.embedding.default:
+        return _embedding
     if overload._can_decompose():
         # Reached within parts of another alone: autograd takes such an operator apart before it is seen here.
         return overload.decompose  # type: ignore[no-any-return]
@@ -429,6 +432,18 @@ def _lstm_layer(
         h = o.sigmoid() * c.tanh()
         states.append(h)
     return [torch.stack(states[::-1] if reverse else states), h, c]
+
+
+def _embedding(
+    weight: torch.Tensor, indices: torch.Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, *_: Any
+) -> torch.Tensor:
+    """Rows of a table that depends on the input."""
+    if padding_idx >= 0 or scale_grad_by_freq:
+        raise UnsupportedOperatorError(
+            "aten.embedding: with padding_idx or scale_grad_by_freq the gradient of its table, which depends on the "
+            "input, is not its derivative; leave them out"
+        )
+    return weight[indices]
 
 
 _OF_SHAPE = {
@@ -543,6 +558,8 @@ class _Recorder(TorchDispatchMode):
         # Tensors that operators are made of that have no rule: autograd knows nothing of them.
         self.parts: dict[int, torch.Tensor] = {}
         self.in_parts = False
+        # Autograd's nodes of this run have this number or a higher one.
+        self.begin = _next_node()
         # What nothing else holds, so that no other tensor gets its id.
         self.alive: list[torch.Tensor] = []
 
@@ -602,7 +619,12 @@ class _Recorder(TorchDispatchMode):
             for reader, what, read in self.readers.pop(_memory(tensor), ()):
                 reader.saved[what] = read.detach().clone()
         result = overload(*args, **kwargs)
-        if facts.parts is not None and (self.in_parts or any(operand.active for operand in operands)):
+        if (
+            facts.parts is not None
+            and (self.in_parts or any(operand.active for operand in operands))
+            # These are refused under the operator's own name.
+            and not any(tensor.is_complex() for tensor in _tensors_of(result))
+        ):
             self.append_parts(facts.parts, args, kwargs, result)
             return result
         if written and not torch.is_grad_enabled() and all(id(tensor) in self.vertices for tensor in written):
@@ -665,6 +687,9 @@ class _Recorder(TorchDispatchMode):
         try:
             with self:
                 made = _tensors_of(parts(*args, **kwargs))
+            for tensor in made:
+                # What was written to its memory through others.
+                self.dependence(tensor)
         finally:
             self.in_parts = outer
         for own, tensor in zip(made, _tensors_of(result), strict=False):
@@ -705,9 +730,7 @@ class _Recorder(TorchDispatchMode):
             known = self.overwritten(tensor, known)
             assert known is not None
         vertex, _ = known
-        if self.in_parts and not tensor.requires_grad:
-            return _operand(name, vertex, id(tensor) in self.parts and tensor.is_floating_point())
-        return _operand(name, vertex, self.passes(tensor, vertex))
+        return _operand(name, vertex, self.is_active(tensor, vertex))
 
     def dependence(self, tensor: torch.Tensor) -> Operand | None:
         """How a tensor that no operator is given depends on the input; None where it does not."""
@@ -719,21 +742,29 @@ class _Recorder(TorchDispatchMode):
             if known is not None and write.time <= known[1]:
                 continue
             # Autograd knows of no write through what was detached: what it changes is no derivative.
-            seen = _base(tensor) is _base(write.tensor)
+            seen = self.in_parts or _base(tensor) is _base(write.tensor)
             overload = Overwrite(_strided(tensor), write.place)
             if (known is not None and not seen) or not overload.meets:
                 continue
             arguments = {"tensor": tensor, "written": write.tensor}
             operands = []
             if known is not None:
-                operands.append(Operand("tensor", known[0], self.passes(tensor, known[0])))
-            operands.append(Operand("written", write.vertex, seen and self.passes(write.tensor, write.vertex)))
+                operands.append(Operand("tensor", known[0], self.is_active(tensor, known[0])))
+            operands.append(Operand("written", write.vertex, seen and self.is_active(write.tensor, write.vertex)))
             versions = {key: each._version for key, each in arguments.items()}
             self.append(Invocation(overload, None, arguments, operands, versions, -1, *_place_of_call()), [tensor], [])
+            if self.in_parts and any(operand.active for operand in operands):
+                self.parts[id(tensor)] = tensor
             known = self.vertices[id(tensor)][0], write.time
         if known is not None:
             self.vertices[id(tensor)] = known = known[0], self.time
         return known
+
+    def is_active(self, tensor: torch.Tensor, vertex: int) -> bool:
+        """Whether a derivative passes through a tensor that is used, as autograd has it or as a part of an operator."""
+        if self.in_parts and not tensor.requires_grad:
+            return id(tensor) in self.parts and (tensor.is_floating_point() or tensor.is_complex())
+        return self.passes(tensor, vertex)
 
     def passes(self, tensor: torch.Tensor, vertex: int) -> bool:
         """Whether a derivative passes through a tensor that is used; where autograd takes its gradient is noted."""
@@ -758,6 +789,11 @@ class _Recorder(TorchDispatchMode):
             if maker.sequence == number + 1 and maker.writes:
                 # Autograd made its node, and then a copy of what is overwritten, which has one too.
                 maker.sequence = number
+            if not any(o.active for o in maker.operands) and not any(
+                maker.arguments[name].requires_grad for name in maker.versions
+            ):
+                # Its operand came to it by no operator that was seen, as what a lazy conjugate stands for.
+                self.unseen_leaves(node, maker)
             if maker.sequence not in (-1, number) and self.problem is None:
                 self.problem = UnsupportedOperatorError(
                     f"{_where(maker)}: autograd's {node.name()} is not the derivative of {maker.name}{maker.source}; "
@@ -774,14 +810,64 @@ class _Recorder(TorchDispatchMode):
                 "with a rule"
             )
 
+    def unseen_leaves(self, node: Any, invocation: Invocation) -> list[torch.Tensor]:
+        """The parameters that a node of this run leads to; the error is noted where it leads to the input as well."""
+        start = self.recording.edges[0]
+        assert start is not None
+        leaves: list[torch.Tensor] = []
+        waiting, seen = [node], set()
+        while waiting:
+            each = waiting.pop()
+            if each is None or each in seen:
+                continue
+            seen.add(each)
+            if hasattr(each, "variable"):
+                leaves.append(each.variable)
+            elif each is start.node or each._sequence_nr() < self.begin:
+                own = isinstance(node, BackwardCFunction)
+                name = type(node)._forward_cls.__name__ if own else node.name()  # type: ignore[attr-defined]
+                what = (
+                    "what depends on the input" if each is start.node else "what was made of parameters before the call"
+                )
+                self.problem = self.problem or UnsupportedOperatorError(
+                    f"{_where(invocation)}: {name} works on {what} by no operator of PyTorch's{invocation.source}; "
+                    "write it with operators, or make it a custom operator with a rule"
+                )
+            else:
+                waiting.extend(behind for behind, _ in each.next_functions)
+        return leaves
+
     def note_externals(self, constants: list[torch.Tensor]) -> None:
         """Note which tensors were there before the run where autograd has gradients of them."""
         recording = self.recording
         for tensor in constants:
-            if tensor.requires_grad and id(tensor) not in recording.constants and not recording.constants_in(tensor):
-                place = frozenset((len(recording.externals),))
-                recording.externals.append(tensor)
-                recording.constants[id(tensor)] = Constant(tensor, None, {}, place, drawn=False)
+            if not tensor.requires_grad:
+                continue
+            node = tensor.grad_fn
+            known = id(tensor) in recording.constants or bool(recording.constants_in(tensor))
+            unseen = node is not None and (isinstance(node, BackwardCFunction) or not known)
+            if unseen and node._sequence_nr() >= self.begin:  # type: ignore[union-attr]
+                self.note_unseen(tensor, node)
+            elif not known:
+                self.place_of(tensor)
+
+    def note_unseen(self, tensor: torch.Tensor, node: Any) -> None:
+        """Of which parameters a tensor is made, by a Function that computes it in a way of its own."""
+        leaves = self.unseen_leaves(node, Invocation(None, None, {}, [], {}, -1, *_place_of_call()))
+        constant = self.recording.constants.get(id(tensor), Constant(tensor, None, {}, frozenset(), drawn=False))
+        externals = frozenset(self.place_of(leaf) for leaf in leaves)
+        self.recording.constants[id(tensor)] = constant._replace(externals=externals)
+
+    def place_of(self, tensor: torch.Tensor) -> int:
+        """The place of a tensor from before the run among the externals."""
+        recording = self.recording
+        known = recording.constants.get(id(tensor))
+        if known is None:
+            place = len(recording.externals)
+            recording.externals.append(tensor)
+            known = recording.constants[id(tensor)] = Constant(tensor, None, {}, frozenset((place,)), drawn=False)
+        (place,) = known.externals
+        return place
 
     def check_writes(self, written: list[torch.Tensor]) -> None:
         """Note the error where a tensor is written to that has a gradient from before the run."""

@@ -18,6 +18,7 @@ from torch.nn.utils import prune
 
 import jacsparse
 from jacsparse import UnsupportedOperatorError
+from jacsparse.recurrence import Diagonal
 
 SCHEDULES = ("linear", "blelloch", "blelloch:1")
 
@@ -812,3 +813,154 @@ def test_threads_share_a_scan() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(run, [*range(1, 13)] * 4))
+
+
+# Identities that meet are no identity.
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda self, x: x + x,
+        lambda self, x: x + x + x,
+        lambda self, x: x + 1 + x,
+        lambda self, x: x - x.detach() + x,
+        lambda self, x: x.clone().add_(x),
+        lambda self, x: x.view(-1, 2, 2).flatten(1) + x,
+        lambda self, x: x + functional.dropout(x, 0.5, training=False),
+        lambda self, x: torch.add(x, x, alpha=1),
+    ],
+)
+def test_sums_of_the_input_with_itself(function: Callable[..., torch.Tensor]) -> None:
+    Watched(Net(function)).check(samples())
+
+
+# What leads from input to output and is no operator that was seen.
+
+
+class ByNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.from_numpy(x.detach().numpy() ** 2 * weight.detach().numpy())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return 2 * x * weight * gradient, x.square() * gradient
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda self, x: x + ByNumpy.apply(x, self.weight), "ByNumpy works on what depends on the input"),
+        (lambda self, x: x + (2 * ByNumpy.apply(x.tanh(), self.weight)).sin(), "ByNumpy works on what depends on"),
+        (lambda self, x: ByNumpy.apply(x, self.weight), "no operator that was seen leads from its input to its output"),
+        (lambda self, x: x + torch.fft.hfft(x)[:, :4], "FftC2RBackward0 works on what depends on the input"),
+        (lambda self, x: torch.complex(x, x.sin()).abs(), "aten.complex gives complex numbers"),
+        (lambda self, x: x + torch.polar(x.abs(), x).real, "aten.polar gives complex numbers"),
+        (lambda self, x: torch.normal(x, 0.1), "aten.normal has no rule"),
+        (
+            lambda self, x: x + jacsparse.linear_recurrence(Diagonal(x.new_ones(4, 1, 1)), x.T[:, :, None])[:, :, 0].T,
+            "_Recurrence works on what depends on the input",
+        ),
+    ],
+)
+def test_what_no_operator_shows_is_refused(function: Callable[..., torch.Tensor], message: str) -> None:
+    module = Net(function, weight=nn.Parameter(torch.ones(4).double()))
+    for ask in (jacsparse.jacobian, lambda m, x: jacsparse.nn.Scan(m)(x.requires_grad_())):
+        with pytest.raises(UnsupportedOperatorError, match=message):
+            ask(module, samples())
+
+
+def test_functions_of_weights_alone() -> None:
+    module = Net(
+        lambda self, x: functional.linear(x, 2 * Rounded.apply(self.weight)), weight=nn.Parameter(linear().weight.data)
+    )
+    watch_change(module, lambda m: m.weight.data.neg_())
+
+
+def test_rows_of_a_table_that_depends_on_the_input() -> None:
+    rows = torch.tensor([[1, 1, 0]])
+    module = Net(lambda self, x: functional.embedding(rows, x.view(2, 2), **self.options).flatten(1), options={})
+    Watched(module).check(samples(1))
+    for options in ({"padding_idx": 1}, {"scale_grad_by_freq": True}):
+        module.options = options
+        with pytest.raises(UnsupportedOperatorError, match="is not its derivative; leave them out"):
+            jacsparse.jacobian(module, samples(1))
+
+
+# What is returned stays as it is, and what is asked leaves the module as it was.
+
+
+@pytest.mark.parametrize("pruned", [True, False])
+def test_what_is_returned_is_the_callers(pruned: bool) -> None:
+    matrix = linear().weight.detach()
+    modules = [
+        linear(),
+        nn.Sequential(nn.Flatten(), nn.Linear(4, 2, bias=False).double()),
+        Net(lambda self, x: x @ self.matrix.T, matrix=matrix),
+        Net(lambda self, x: x * x.detach()),
+    ]
+    for module in modules:
+        x = samples()
+        found = jacsparse.jacobian(module, x, pruned=pruned)
+        before = found.values.clone()
+        tensors = [x, matrix, *module.parameters()]
+        kept = [tensor.detach().clone() for tensor in tensors]
+        found.values.mul_(2)
+        assert all(torch.equal(one, other) for one, other in zip(tensors, kept, strict=True))
+        for tensor in tensors:
+            tensor.data.mul_(3)
+        assert torch.equal(found.values, 2 * before)
+
+
+class Drifting(nn.Linear):
+    """It draws a mask of its own weights, from when it is told to."""
+
+    drifts = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.drifts:
+            self.weight_mask.copy_(1 - self.weight_mask)
+        return super().forward(x)
+
+
+def test_masks_that_a_forward_pass_writes_to() -> None:
+    module = prune.random_unstructured(Drifting(4, 4).double(), "weight", 0.5)
+    before = module.weight_mask.clone()
+    module.drifts = True
+    jacsparse.jacobian(module, samples())
+    assert torch.equal(module.weight_mask, before)
+    module.drifts = False
+    jacsparse.jacobian(module, samples())
+    module.drifts = True
+    with pytest.raises(RuntimeError, match=r"Drifting.weight_mask: a forward pass has written to this mask of pruning"):
+        jacsparse.jacobian(module, samples())
+    before = module.weight_mask.clone()
+    jacsparse.jacobian(module, samples())
+    assert torch.equal(module.weight_mask, before)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_patterns_of_weights_that_are_written_after_use(masked: bool) -> None:
+    def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+        self.kept.copy_(self.start)
+        weight = self.matrix * self.kept if masked else self.kept
+        y = functional.linear(x, weight)
+        self.kept.zero_()
+        return y
+
+    module = Net(forward, matrix=nn.Parameter(linear().weight.data), start=torch.ones(4, 4).double())
+    module.register_buffer("kept", torch.ones(4, 4).double())
+    assert jacsparse.jacobian_pattern(module, (4,)).nnz == 16

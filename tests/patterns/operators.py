@@ -501,6 +501,9 @@ def movements(draw: st.DrawFn, kind: str) -> Case:
         "tensor_split": lambda x: aten.tensor_split(x, count, axis)[0],
         "slice_scatter": lambda x: aten.slice_scatter(x, 2 * x.narrow(axis, 0, size - begin), axis, begin),
         "select_scatter": lambda x: aten.select_scatter(x, 3 * x.select(axis, 0), axis, begin),
+        "diagonal_scatter": lambda x: aten.diagonal_scatter(
+            (y := x.unsqueeze(1).expand(-1, 2, *shape)) * 2, y.diagonal(0, 1, axis + 1) * 3, 0, 1, axis + 1
+        ),
         "index_put": lambda x, i: aten.index_put(x, [*[None] * axis, i[:1]], x.narrow(axis, 0, 1) * 2),
         "gather": lambda x, i: aten.gather(x, axis, along(x, i)),
         "t": lambda x: aten.mul(aten.t(x.flatten(1)), 2.0).movedim(1, 0),
@@ -739,7 +742,7 @@ MOVEMENTS = (
     "transpose movedim flip roll rot90 expand expand_as broadcast_to repeat repeat_interleave tile slice select narrow "
     "diagonal diag_embed unfold cat stack split split_with_sizes chunk unbind tensor_split "
     "unsafe_split unsafe_split_with_sizes as_strided copy fill zero masked_scatter slice_scatter select_scatter tril "
-    "triu pad constant_pad_nd t mT mH swapaxes swapdims moveaxis fliplr flipud "
+    "diagonal_scatter triu pad constant_pad_nd t mT mH swapaxes swapdims moveaxis fliplr flipud "
     "atleast_1d atleast_2d atleast_3d adjoint hstack vstack dstack column_stack"
 )
 PICKING = "index index_select index_put gather scatter scatter_add index_add index_copy index_fill"
