@@ -492,6 +492,10 @@ def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> t
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
+        raise TypeError(f"{name} is within a transform of torch.func, as grad or vmap; call the module itself there")
+    if type(x) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a plain tensor: {name}.as_subclass(torch.Tensor)")
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{name} is {x.dtype}; expected float32 or float64: convert it with {name}.float()")
     if x.device.type not in ("cpu", "cuda"):

@@ -425,7 +425,7 @@ def _products(matrix: _Matrix, seeds: Iterator[torch.Tensor], gradients: torch.T
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().flatten(1)
+    return tensor.detach().reshape(len(tensor), -1)
 
 
 def _largest(tensor: torch.Tensor) -> float:

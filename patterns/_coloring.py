@@ -111,7 +111,7 @@ def _passes(
     )
     for color in range(int(colors.max(initial=-1)) + 1):
         seed = (seeds == color).to(values.dtype).reshape(1, *shape).expand(batch, *shape)
-        result = product(seed).flatten(1)
+        result = product(seed).reshape(batch, -1)
         mine = (entry_colors == color).nonzero()[:, 0]
         values[mine] = result[:, found_at[mine]].T
     return values

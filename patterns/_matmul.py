@@ -176,7 +176,8 @@ class _ProductRule(Rule):
         own = call[name].detach()
         samples = len(own) if name in call.batched else 1
         sizes = (inner, columns) if self._is_left(call) else (rows, inner)
-        return own.reshape(samples, -1, *sizes), samples
+        lead = own.numel() // max(1, samples * math.prod(sizes)) if own.numel() else 1
+        return own.reshape(samples, lead, *sizes), samples
 
 
 def _rows(factor: torch.Tensor, copies: int) -> torch.Tensor:

@@ -49,6 +49,7 @@ class _MovementRule(Rule):
     """One, where an output is an element of the input."""
 
     several = True
+    all_results = True
     reads_contents = True
     reads = ()
 

@@ -21,7 +21,7 @@ __all__: list[str] = []
 
 def _axes(call: Call) -> list[int]:
     """The axes that are reduced, from 0 on."""
-    return _reduced(call.arguments, len(call.in_shape))
+    return _reduced(call.arguments, len(call.in_shape)) if call.in_shape else []
 
 
 def _reduced(arguments: Mapping[str, Any], rank: int) -> list[int]:
@@ -52,6 +52,8 @@ def _reduced(arguments: Mapping[str, Any], rank: int) -> list[int]:
 )
 class _ReductionRule(Rule):
     """Values by one pass of the operator's own derivative: no two outputs share an element of the input."""
+
+    all_results = True
 
     def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
         ((name, shape),) = use.shapes.items()

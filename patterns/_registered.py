@@ -19,6 +19,8 @@ Values = Callable[[Call, Pattern], torch.Tensor]
 class _Registered(Rule):
     """What `register_rule` was given."""
 
+    all_results = True
+
     several = True
     reads_contents = reads_numbers = True
 

@@ -211,6 +211,8 @@ class Rule(ABC):
     weights: tuple[str, ...] = ()
     #: Whether other operands than the first, or several, may depend on the sample.
     several: bool = False
+    #: Whether they are of each of an operator's results, where it gives several, and not of the first alone.
+    all_results: bool = False
     #: Whether values are made of the differentiated operand's elements, "input", or of the result's, "output".
     reads: tuple[str, ...] = ("input", "output")
     #: Whether the pattern depends on what indices and masks hold.

@@ -17,7 +17,7 @@ import torch
 
 from ..patterns import UnsupportedOperatorError
 from ..patterns._layout import WHOLE, Layout, MixedSamplesError
-from ..patterns._rules import CONSTANT, Rule, Sources, Use, rule_of
+from ..patterns._rules import CONSTANT, Rule, Sources, Use, is_pointwise, rule_of
 from ._recorder import Invocation, Overwrite, Recording, operator_name
 
 __all__ = ["Operation", "Program", "contents_of", "key_of", "program_of"]
@@ -297,6 +297,11 @@ def _operation(program: Program, invocation: Invocation, vertex: int, where: str
             f"{where}: operator {invocation.name} has no rule; register one with jacsparse.register_rule"
             f"{invocation.source}"
         )
+    if number and not rule.all_results:
+        raise UnsupportedOperatorError(
+            f"{where}: the rule of {invocation.name} is of its first result alone{invocation.source}; compute result "
+            f"{number} by other operators"
+        )
     try:
         placement = rule.placement(use)
     except MixedSamplesError as error:
@@ -369,6 +374,9 @@ def _evaluated(overload: Any, number: int | None, arguments: Mapping[str, Any]) 
         if value is None and f"{parameter.name}.0" in arguments:
             value = _listed(parameter.name, arguments)
         if isinstance(value, torch.Tensor) and parameter.alias_info is not None and parameter.alias_info.is_write:
+            if is_pointwise(operator_name(overload)):
+                shapes = [each.shape for each in arguments.values() if isinstance(each, torch.Tensor)]
+                value = value.expand(torch.broadcast_shapes(*shapes))
             value = value.clone()
         if parameter.kwarg_only:
             named[parameter.name] = value

@@ -296,11 +296,16 @@ def record(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Reco
         recorder = _Recorder(Recording(module, given), readable)
         _STATE.depth = getattr(_STATE, "depth", 0) + 1
         try:
-            with recorder, contextlib.nullcontext() if readable else _Unreadable(recorder):
+            with recorder, _uncompiled(), contextlib.nullcontext() if readable else _Unreadable(recorder):
                 output = module(given)
             return recorder.finished(output)
         finally:
             _STATE.depth -= 1
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[object]:
+    """Where what torch.compile was given runs as it is written, operator by operator."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -974,10 +979,13 @@ def _written_names(facts: Facts, tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 def _asks_for_overwritten(facts: Facts, arguments: dict[str, Any], operands: list[Operand], written: str) -> bool:
-    """Whether the derivative of another operand is made of what is overwritten, as that of a product is."""
-    if not is_pointwise(facts.name) or not any(o.active and o.name != written for o in operands):
+    """Whether a derivative is made of what is overwritten, as that of a product by the other factor is."""
+    if not is_pointwise(facts.name):
+        # What moves elements asks for none; what is not an operator's own is found by running it once more.
+        return facts.rule is not None and not facts.contents and any(o.active for o in operands)
+    if not any(o.active and o.name != written for o in operands):
         return False
-    return facts.name not in ("aten.add", "aten.sub") or arguments.get("alpha", 1) != 1
+    return facts.name != "aten.add" or arguments.get("alpha", 1) != 1
 
 
 def _shows(overload: Any, operands: list[Operand], tensors: dict[str, torch.Tensor]) -> bool:

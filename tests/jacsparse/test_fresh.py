@@ -964,3 +964,60 @@ def test_patterns_of_weights_that_are_written_after_use(masked: bool) -> None:
     module = Net(forward, matrix=nn.Parameter(linear().weight.data), start=torch.ones(4, 4).double())
     module.register_buffer("kept", torch.ones(4, 4).double())
     assert jacsparse.jacobian_pattern(module, (4,)).nnz == 16
+
+
+# Operators that write to what they are given, numbers without axes, layers without units.
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda self, x: x.sin().cumsum_(1).tanh(),
+        lambda self, x: x.sin().cumprod_(1).tanh(),
+        lambda self, x: torch.full(x.shape, 0.5, dtype=x.dtype).sub_(x).tanh(),
+        lambda self, x: x.sin().sub_(x.cos()).tanh(),
+        lambda self, x: functional.hinge_embedding_loss(x, -torch.ones_like(x), reduction="none"),
+        lambda self, x: functional.linear(functional.linear(x.tanh(), x.new_ones(0, 4)), x.new_ones(3, 0)) + x[:, :3],
+    ],
+)
+def test_what_is_overwritten(function: Callable[..., torch.Tensor], batch: int) -> None:
+    Watched(Net(function)).check(samples(batch))
+
+
+@pytest.mark.parametrize("name", ["max", "amax", "prod", "median", "norm", "sum"])
+def test_numbers_without_axes(name: str) -> None:
+    Watched(Net(lambda self, x: getattr(x.squeeze().sum(), name)().view(1, 1) * x)).check(samples(1))
+
+
+def test_no_output_at_all() -> None:
+    found = jacsparse.jacobian(nn.Linear(4, 0).double(), samples())
+    assert found.shape == (0, 4) and found.pattern.nnz == 0
+
+
+def test_other_results_of_an_operator() -> None:
+    module = Net(lambda self, x: torch.native_group_norm(x.view(-1, 4, 1), None, None, len(x), 4, 1, 2, 1e-5)[1])
+    with pytest.raises(UnsupportedOperatorError, match="is of its first result alone"):
+        jacsparse.jacobian(module, samples())
+
+
+def test_what_torch_compile_was_given() -> None:
+    module = nn.Sequential(linear(), nn.Tanh())
+    compiled = torch.compile(module, backend="eager")
+    for _ in range(2):
+        Watched(module).check(samples())
+        expected = jacsparse.jacobian(module, samples())
+        assert torch.equal(jacsparse.jacobian(compiled, samples()).values, expected.values)
+        compiled(samples())
+    assert jacsparse.jacobian_pattern(compiled, (4,)) == expected.pattern
+
+
+def test_what_is_no_plain_tensor() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    module = nn.Tanh()
+    with pytest.raises(TypeError, match="x is within a transform of"):
+        torch.func.grad(lambda x: jacsparse.nn.Scan(module)(x).sum())(samples())
+    with pytest.raises(TypeError, match=r"x is a Own; expected a plain tensor: x.as_subclass\(torch.Tensor\)"):
+        jacsparse.jacobian(module, samples().as_subclass(Own))
