@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from jacsparse.patterns import _registered, _rules
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
@@ -19,6 +20,7 @@ from torch.nn.utils import prune
 import jacsparse
 from jacsparse import UnsupportedOperatorError
 from jacsparse.recurrence import Diagonal
+from jacsparse.tracing import _recorder
 
 SCHEDULES = ("linear", "blelloch", "blelloch:1")
 
@@ -738,7 +740,12 @@ def test_a_hook_of_a_parameter_that_leads_nowhere() -> None:
 # Rules that come later.
 
 
-def test_a_rule_that_is_registered_after_a_refusal() -> None:
+def test_a_rule_that_is_registered_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Other tests look at all rules that there are.
+    monkeypatch.setattr(_rules, "_RULES", dict(_rules._RULES))
+    for user in (_recorder, _registered):
+        monkeypatch.setattr(user, "_RULES", _rules._RULES)
+
     @torch.library.custom_op("tests::taken", mutates_args=())
     def taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return x[:, index].clone()
