@@ -10,8 +10,8 @@ GPU_TESTS := $(patsubst %,tests/cuda/test_%.py,products values recurrent linear_
 # What older x86 processors have.
 SSE42 := +sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+sahf
 AVX2 := $(SSE42),+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe
-RECURRENCES := tests/spgemm tests/jacsparse/test_recurrent.py tests/jacsparse/test_linear_recurrence.py
-NUMERIC := tests/patterns tests/jacsparse/test_jacobian.py tests/jacsparse/test_scan.py $(RECURRENCES)
+RECURRENCES := tests/jacsparse/test_recurrent.py tests/jacsparse/test_linear_recurrence.py
+NUMERIC := tests/patterns tests/spgemm tests/jacsparse/test_jacobian.py tests/jacsparse/test_linear_recurrence.py
 
 .PHONY: setup demo test test-full test-portable test-gpu lint bench clean
 
