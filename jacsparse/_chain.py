@@ -359,14 +359,14 @@ def made_of(recording: Recording, *, pruned: bool = True) -> Chain:
     """
     module, x, y = recording.module, recording.input, recording.output
     name, in_shape = type(module).__name__, tuple(x.shape[1:])
-    if recording.last is None or not y.ndim or y.shape[0] != len(x):
-        if recording.last is None:
-            raise UnsupportedOperatorError(f"{name}: no operator that was seen leads from its input to its output")
-        raise _without_samples(recording, "permute it")
+    if recording.last is None:
+        raise UnsupportedOperatorError(f"{name}: no operator that was seen leads from its input to its output")
+    if not y.ndim or y.shape[0] != len(x):
+        raise _without_samples(recording)
     out_shape = tuple(y.shape[1:])
     program = program_of(recording)
     if program.operations and program.layouts[program.output] != program.layouts[0]:
-        raise _without_samples(recording, "permute it")
+        raise _without_samples(recording)
     if recording.last.vertex and not program.operations:
         # No derivative passes.
         stage = Stage(name, in_shape, out_shape, (), 0, program.output, program)
@@ -374,10 +374,10 @@ def made_of(recording: Recording, *, pruned: bool = True) -> Chain:
     return Chain(module, _stages(program, recording, pruned), in_shape, out_shape)
 
 
-def _without_samples(recording: Recording, remedy: str) -> UnsupportedOperatorError:
+def _without_samples(recording: Recording) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(
         f"{type(recording.module).__name__}: its output of shape {tuple(recording.output.shape)} for "
-        f"{len(recording.input)} samples does not have them along its first axis; {remedy}"
+        f"{len(recording.input)} samples does not have them along its first axis; permute it"
     )
 
 
@@ -497,7 +497,10 @@ def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> t
     if type(x) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a plain tensor: {name}.as_subclass(torch.Tensor)")
     if x.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{name} is {x.dtype}; expected float32 or float64: convert it with {name}.float()")
+        remedy = f"convert it with {name}.float()"
+        if not x.is_floating_point():
+            remedy += ", or give, in the place of indices, what their embedding makes of them"
+        raise TypeError(f"{name} is {x.dtype}; expected float32 or float64: {remedy}")
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {x.device}; this runs on CPUs and CUDA: move it, and the module, with .cpu()")
     if torch.is_inference_mode_enabled() or x.is_inference():

@@ -258,6 +258,9 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
     -----
     Thesis, section 3.4.
 
+    Where an operator's derivative is infinite, as that of a root at 0, its product with a 0 is NaN, as floating-point
+    numbers have it; autograd may give 0 there, as its backward passes of ReLU and of masks do not multiply.
+
     Examples
     --------
     >>> import torch

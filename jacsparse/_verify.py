@@ -396,7 +396,7 @@ def _of_edge(
         expected = _flat(call.vjp(seed.reshape(-1, *call.out_shape)))
         difference = _difference(product, expected)
         largest = max(largest, _largest(expected))
-        worst = max(worst, _largest(difference))
+        worst = max(worst, _size(difference))
         # By the largest so far, which may not be the largest of all.
         over = _over(difference, max(limit * largest, rounding))[:NAMED].tolist()
         suspects += [(number, *place, _size(difference[tuple(place)])) for place in over]
@@ -433,9 +433,9 @@ def _largest(tensor: torch.Tensor) -> float:
     return tensor.nan_to_num(0, 0, 0).abs().max().item() if tensor.numel() else 0.0
 
 
-def _size(number: torch.Tensor) -> float:
-    """Infinite where it is no number."""
-    return number.abs().nan_to_num(math.inf, math.inf).item()
+def _size(difference: torch.Tensor) -> float:
+    """The largest element, infinite where one is no number."""
+    return difference.abs().nan_to_num(math.inf, math.inf).max().item() if difference.numel() else 0.0
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -521,8 +521,7 @@ def _of_whole(
             if gradients is None:
                 continue
             difference, largest = _difference(gradients[:, number].T, expected), _largest(expected)
-            off = _largest(difference)
-            worst = max(worst, _share(off, largest, rounding, limit))
+            worst = max(worst, _share(_size(difference), largest, rounding, limit))
             over = _over(difference, max(limit * largest, rounding))
             for sample, column in over[: max(0, NAMED - len(entries))].tolist():
                 entries.append(f"sample {sample}: {how} of x[{column}] is another than autograd's")

@@ -230,9 +230,11 @@ class _BatchNormRule(_NormRule):
     def placement(self, use: Use) -> Placement:
         measures = _measures(use.operator, use.arguments)
         if use.batch > 1 and measures and any(layout.axis != 1 for layout in use.layouts.values()):
-            raise MixedSamplesError(
-                "batch normalisation in training mode couples the samples of a batch", "call .eval() on it first"
-            )
+            if use.arguments.get("running_mean") is None:
+                what, remedy = "without running statistics", "give it some, with track_running_stats=True"
+            else:
+                what, remedy = "in training mode", "call .eval() on it first"
+            raise MixedSamplesError(f"batch normalisation {what} couples the samples of a batch", remedy)
         return super().placement(use)
 
     def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:

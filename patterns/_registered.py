@@ -9,7 +9,7 @@ import torch
 
 from ._layout import WHOLE, Layout, MixedSamplesError
 from ._pattern import Pattern
-from ._rules import _RULES, Call, Placement, Rule, Use, has_rule
+from ._rules import _RULES, Call, Placement, Rule, Use, has_rule, overloads_of
 
 __all__ = ["register_rule"]
 
@@ -158,7 +158,7 @@ def register_rule(
     for what, function in (("pattern", pattern), ("values", values)):
         if not callable(function) and not (what == "values" and function is None):
             raise TypeError(f"{what} is a {type(function).__name__}; expected a function")
-    if not _overloads(name):
+    if not overloads_of(name):
         raise ValueError(f"there is no operator {name}; import the library that defines it first")
     if _is_composed(name):
         raise ValueError(f"{name} is made of other operators, and never seen; register a rule for one of those")
@@ -169,14 +169,7 @@ def register_rule(
 
 def _is_composed(name: str) -> bool:
     """Whether PyTorch takes an operator apart before autograd."""
-    return _overloads(name)[0]._can_decompose()  # type: ignore[no-any-return]
-
-
-def _overloads(name: str) -> list[Any]:
-    """All of an operator's; none where there is no such operator."""
-    namespace, _, own = name.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), own, None)
-    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    return overloads_of(name)[0]._can_decompose()  # type: ignore[no-any-return]
 
 
 def _name(operator: Any) -> str:

@@ -30,6 +30,7 @@ __all__ = [
     "add_rule",
     "has_rule",
     "is_pointwise",
+    "overloads_of",
     "rule_for",
     "rule_of",
 ]
@@ -362,7 +363,11 @@ def rule_of(operator: str) -> Rule | None:
 @functools.cache
 def is_pointwise(operator: str) -> bool:
     """Whether ATen tags the operator, as in ``aten.exp``, as one whose outputs depend on their own places alone."""
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads_of(operator))
+
+
+def overloads_of(operator: str) -> list[Any]:
+    """All of an operator's, as ``torch.ops.aten.add.Tensor`` is one of ``aten.add``; none where there is no such."""
     namespace, _, name = operator.partition(".")
     packet = getattr(getattr(torch.ops, namespace, None), name, None)
-    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
-    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]

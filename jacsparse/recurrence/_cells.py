@@ -146,15 +146,19 @@ class Cell(ABC):
         grad_output: torch.Tensor | None,
         grad_end: torch.Tensor,
         grad_gates: torch.Tensor | None,
+        reach: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Take the gradients of the runs' last states back to their first ones.
 
         Adds `grad_output`, ``(rows, size)``, on the way, and writes `grad_gates`, ``(rows, grad_width · size)``; either
-        may be left out.
+        may be left out. How many steps of each run, from its end, have gradients is written to `reach`, int64, on the
+        CPU; those of the gates are then written for no other.
         """
         grad_start = torch.empty_like(grad_end)
-        after = (*self._backward_constants(), grad_output, grad_end, grad_gates, grad_start)
-        self._run("backward", runs, weights, self._history(runs, kept), after)
+        after = [*self._backward_constants(), grad_output, grad_end, grad_gates, grad_start]
+        if not on_device(weights.hidden):
+            after.append(np.empty(0, np.int64) if reach is None else reach)
+        self._run("backward", runs, weights, self._history(runs, kept), tuple(after))
         return grad_start
 
     def transfer(
@@ -211,6 +215,11 @@ class Cell(ABC):
         return kept.gates, kept.initial, runs.sequences.edges(runs.direction)
 
     @property
+    def bounded(self) -> bool:
+        """Whether states are finite wherever the first one and what enters are numbers."""
+        return True
+
+    @property
     @abstractmethod
     def mode(self) -> str:
         """`torch.nn`'s name of it."""
@@ -263,6 +272,10 @@ class _RnnCell(Cell):
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         return states.clamp(min=0) if self.relu else states.clamp(-1, 1)
+
+    @property
+    def bounded(self) -> bool:
+        return not self.relu
 
     def _forward_constants(self, weights: Weights) -> tuple[Any, ...]:
         return (self.relu,)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..patterns._cuda import on_device
 from ._cells import Cell, Kept, Weights, preceding
@@ -135,7 +136,7 @@ def _gradients(
     with torch.autocast(x.device.type, enabled=False):
         weights, states = _weights(parameters), initial.detach().contiguous()
         kept = Kept(output, gates, states)
-        grad_gates, grad_initial = solve_backward(
+        grad_gates, rows, grad_initial = solve_backward(
             cell,
             sequences,
             direction,
@@ -145,7 +146,12 @@ def _gradients(
             states.new_zeros(states.shape) if grad_end is None else grad_end.contiguous(),
             options,
         )
-        for_x, *others = _products(cell, sequences, direction, x.detach(), kept, weights, grad_gates, wanted)
+        x = x.detach()
+        factors = (x, states) if cell.bounded else (x, states, output)
+        if rows != slice(0, len(x)) and not all(tensor.sum().isfinite() for tensor in factors):
+            # Their products with zeros are to be seen.
+            grad_gates[: rows.start], grad_gates[rows.stop :], rows = 0, 0, slice(0, len(x))
+        for_x, *others = _products(cell, sequences, direction, x, kept, weights, grad_gates, rows, wanted)
     found = (for_x, grad_initial, *others)
     return tuple(grad for grad, need in zip(found, wanted, strict=True) if need and grad is not None)
 
@@ -167,39 +173,49 @@ def _products(
     kept: Kept,
     weights: Weights,
     grad_gates: torch.Tensor,
+    rows: slice,
     wanted: Sequence[bool],
 ) -> list[torch.Tensor | None]:
-    """Gradients of the input, both weights and both biases: a few products of large matrices (equation 2.2)."""
+    """Gradients of the input, both weights and both biases: a few products of large matrices (equation 2.2).
+
+    Those of the gates are zeros but for some `rows`.
+    """
     for_x, _, for_input, for_hidden, for_bias, for_hidden_bias = wanted
     entering, recurrent = cell.grad_columns(weights.size)
-    from_input = grad_gates[:, entering]
-    sums = grad_gates.sum(dim=0) if for_bias or for_hidden_bias else None
+    from_input = grad_gates[rows, entering]
+    sums = grad_gates[rows].sum(dim=0) if for_bias or for_hidden_bias else None
     return [
-        from_input @ weights.input if for_x else None,
-        _outer(from_input, x) if for_input else None,
-        _hidden_gradient(sequences, direction, kept, grad_gates, recurrent) if for_hidden else None,
+        _placed(from_input @ weights.input, rows, len(x)) if for_x else None,
+        _outer(from_input, x[rows]) if for_input else None,
+        _hidden_gradient(sequences, direction, kept, grad_gates, rows, recurrent) if for_hidden else None,
         sums[entering] if sums is not None and for_bias else None,
         torch.cat([sums[part] for part in recurrent]) if sums is not None and for_hidden_bias else None,
     ]
 
 
+def _placed(some: torch.Tensor, rows: slice, count: int) -> torch.Tensor:
+    """Rows among so many, of which the others are zeros."""
+    return some if len(some) == count else nn.functional.pad(some, (0, 0, rows.start, count - rows.stop))
+
+
 def _hidden_gradient(
-    sequences: Sequences, direction: int, kept: Kept, grad_gates: torch.Tensor, recurrent: list[slice]
+    sequences: Sequences, direction: int, kept: Kept, grad_gates: torch.Tensor, rows: slice, recurrent: list[slice]
 ) -> torch.Tensor:
     """``Σ_t (gradient of the gates at t) ⊗ (state before t)``."""
-    size, batch = kept.output.shape[1], sequences.batch
+    size, batch, steps = kept.output.shape[1], sequences.batch, sequences.steps
     initial = kept.initial[:, :size]
-    if sequences.steps == sequences.time * batch:
+    if steps == sequences.time * batch:
         # All equally long: the state before a step is the row of a whole batch earlier, or later.
-        early, late = slice(None, sequences.steps - batch), slice(batch, None)
-        at, before = (late, early) if direction > 0 else (early, late)
-        edge = slice(None, batch) if direction > 0 else slice(sequences.steps - batch, None)
-        parts = [
-            grad_gates[edge, part].T @ initial + _outer(grad_gates[at, part], kept.output[before]) for part in recurrent
-        ]
+        back = batch * direction
+        at = slice(max(rows.start, back), min(rows.stop, steps + back))
+        before = slice(at.start - back, at.stop - back)
+        parts = [_outer(grad_gates[at, part], kept.output[before]) for part in recurrent]
+        edge = slice(0, batch) if direction > 0 else slice(steps - batch, steps)
+        if rows.start <= edge.start and edge.stop <= rows.stop:
+            parts = [grad_gates[edge, part].T @ initial + inner for part, inner in zip(recurrent, parts, strict=True)]
     else:
         states = preceding(kept.output, initial, sequences.before(direction), index(sequences.sample, initial))
-        parts = [_outer(grad_gates[:, part], states) for part in recurrent]
+        parts = [_outer(grad_gates[rows, part], states[rows]) for part in recurrent]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 

@@ -10,6 +10,10 @@ Weights are padded: ``w[k, g * width + j]`` is what element ``k`` of the state w
 (forward), or what element ``k`` of gate ``g``, row ``g * width + k``, weighs in element ``j`` of the state (backward).
 
 Backward all is computed in the dtype of `grad_end`, whichever that of what the forward pass kept and of the weights is.
+Gradients below the smallest normal number are zero, and steps that nothing else comes to are passed over; but for a
+run's last one: the NaN that an earlier one may hold is in its state too, and is to be seen. How many steps of each run,
+from its end, were reached is written to `reach`, where that has elements: the gates' gradients of others are then not
+written, and are zeros.
 
 All loops over elements are over whole arrays by a plain index, for LLVM to vectorise.
 """
@@ -18,10 +22,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..patterns._runtime import inlined, kernel
-from ._vector import ROWS, copy_elements, multiply_rows, sigmoid, tanh
+from ..patterns._runtime import flushing, inlined, kernel
+from ._vector import ROWS, any_nonzero, copy_elements, multiply_rows, sigmoid, tanh
 
 __all__ = ["gru_backward", "gru_forward", "lstm_backward", "lstm_forward", "rnn_backward", "rnn_forward"]
+
+#: Every so many steps it is looked whether any gradient is left.
+CHECKED = 16
 
 
 @inlined
@@ -33,6 +40,26 @@ def _row(sample, begin, direction, offset, run, step):
 @inlined
 def _scratch(width, like):
     return np.zeros(ROWS * width, like.dtype)
+
+
+@inlined
+def _write_zeros(written, columns, rows, sample, begin, count, direction, offset, run, since, until):
+    """The gates' gradients between two numbers of steps from the runs' ends, where they are wanted and all are zero."""
+    if len(written):
+        for r in range(rows):
+            for back in range(since, min(until, count[run + r])):
+                row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
+                written[row * columns : (row + 1) * columns] = 0
+
+
+@inlined
+def _leave(reach, written, columns, rows, sample, begin, count, direction, offset, run, reached):
+    """Tell, where that is asked for, how many steps from the runs' ends were reached; else the others are zeros."""
+    if len(reach):
+        for r in range(rows):
+            reach[run + r] = min(reached, count[run + r])
+    else:
+        _write_zeros(written, columns, rows, sample, begin, count, direction, offset, run, reached, count[run])
 
 
 @kernel
@@ -74,6 +101,7 @@ def rnn_forward(first, last, sample, begin, count, direction, offset, together, 
             copy_elements(ends, (run + r) * size, state, r * width, size)
 
 
+@flushing
 @kernel
 def rnn_backward(
     first,
@@ -91,6 +119,7 @@ def rnn_backward(
     grad_end,
     grad_gates,
     grad_start,
+    reach,
 ):
     """``v_t = g_t + Wᵀ (v_{t+1} ∘ f'_{t+1})``: writes ``v ∘ f'`` of each step, and each run's gradient of its start.
 
@@ -107,10 +136,19 @@ def rnn_backward(
         rows = min(together, len(sample) - run)
         for r in range(rows):
             copy_elements(v, r * width, ends, (run + r) * size, size)
-        active = rows
+        active, alive, reached = rows, True, 0
         for back in range(count[run]):
             while count[run + active - 1] <= back:
                 active -= 1
+            if not alive:
+                for r in range(active):
+                    row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
+                    if len(added):
+                        alive |= any_nonzero(added, row * size, size)
+                if not alive:
+                    continue
+                _write_zeros(written, size, rows, sample, begin, count, direction, offset, run, reached, back)
+            reached = back + 1
             for r in range(active):
                 row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
                 copy_elements(state, r * width, outputs, row * size, size)
@@ -130,6 +168,9 @@ def rnn_backward(
             for i in range(active * width):
                 v[i] = zero
             multiply_rows(v, 0, width, weights, 0, width, d, 0, width, size, width, active)
+            if back % CHECKED == 0:
+                alive = any_nonzero(v, 0, active * width)
+        _leave(reach, written, size, rows, sample, begin, count, direction, offset, run, reached)
         for r in range(rows):
             copy_elements(starts, (run + r) * size, v, r * width, size)
 
@@ -189,6 +230,7 @@ def gru_forward(first, last, sample, begin, count, direction, offset, together, 
             copy_elements(ends, (run + r) * size, state, r * width, size)
 
 
+@flushing
 @kernel
 def gru_backward(
     first,
@@ -208,6 +250,7 @@ def gru_backward(
     grad_end,
     grad_gates,
     grad_start,
+    reach,
 ):
     """Writes the gradients of what enters r, z, n and of ``m``; `initial` is the state before time ``edge[sample]``."""
     size, width = grad_end.shape[1], w.shape[1]
@@ -223,10 +266,19 @@ def gru_backward(
         rows = min(together, len(sample) - run)
         for r in range(rows):
             copy_elements(v, r * width, ends, (run + r) * size, size)
-        active = rows
+        active, alive, reached = rows, True, 0
         for back in range(count[run]):
             while count[run + active - 1] <= back:
                 active -= 1
+            if not alive:
+                for r in range(active):
+                    row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
+                    if len(added):
+                        alive |= any_nonzero(added, row * size, size)
+                if not alive:
+                    continue
+                _write_zeros(written, 4 * size, rows, sample, begin, count, direction, offset, run, reached, back)
+            reached = back + 1
             for r in range(active):
                 own, time = sample[run + r], begin[run + r] + (count[run + r] - 1 - back) * direction
                 row = offset[time] + own
@@ -259,6 +311,9 @@ def gru_backward(
             multiply_rows(v, 0, width, weights, 0, width, reset, 0, width, size, width, active)
             multiply_rows(v, 0, width, weights, part, width, update, 0, width, size, width, active)
             multiply_rows(v, 0, width, weights, 2 * part, width, inner, 0, width, size, width, active)
+            if back % CHECKED == 0:
+                alive = any_nonzero(v, 0, active * width)
+        _leave(reach, written, 4 * size, rows, sample, begin, count, direction, offset, run, reached)
         for r in range(rows):
             copy_elements(starts, (run + r) * size, v, r * width, size)
 
@@ -326,6 +381,7 @@ def lstm_forward(first, last, sample, begin, count, direction, offset, together,
             copy_elements(ends, (2 * (run + r) + 1) * size, cell, r * width, size)
 
 
+@flushing
 @kernel
 def lstm_backward(
     first,
@@ -344,6 +400,7 @@ def lstm_backward(
     grad_end,
     grad_gates,
     grad_start,
+    reach,
 ):
     """Writes the gradients of what enters i, f, g and o; `initial` is the state before time ``edge[sample]``."""
     size, width = grad_end.shape[1] // 2, w.shape[1]
@@ -361,10 +418,19 @@ def lstm_backward(
         for r in range(rows):
             copy_elements(v, r * width, ends, 2 * (run + r) * size, size)
             copy_elements(cell_v, r * width, ends, (2 * (run + r) + 1) * size, size)
-        active = rows
+        active, alive, reached = rows, True, 0
         for back in range(count[run]):
             while count[run + active - 1] <= back:
                 active -= 1
+            if not alive:
+                for r in range(active):
+                    row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
+                    if len(added):
+                        alive |= any_nonzero(added, row * size, size)
+                if not alive:
+                    continue
+                _write_zeros(written, 4 * size, rows, sample, begin, count, direction, offset, run, reached, back)
+            reached = back + 1
             for r in range(active):
                 own, time = sample[run + r], begin[run + r] + (count[run + r] - 1 - back) * direction
                 row = offset[time] + own
@@ -402,6 +468,9 @@ def lstm_backward(
             multiply_rows(v, 0, width, weights, part, width, forget, 0, width, size, width, active)
             multiply_rows(v, 0, width, weights, 2 * part, width, fresh, 0, width, size, width, active)
             multiply_rows(v, 0, width, weights, 3 * part, width, leave, 0, width, size, width, active)
+            if back % CHECKED == 0:
+                alive = any_nonzero(v, 0, active * width) or any_nonzero(cell_v, 0, active * width)
+        _leave(reach, written, 4 * size, rows, sample, begin, count, direction, offset, run, reached)
         for r in range(rows):
             copy_elements(starts, 2 * (run + r) * size, v, r * width, size)
             copy_elements(starts, (2 * (run + r) + 1) * size, cell_v, r * width, size)

@@ -2,7 +2,8 @@
 
 The adjoint goes through a run's steps the other way: ``v_t = g_t + (what came)``, and ``A_tᵀ v_t`` goes on. `b`, `out`
 or their like without rows are left out. Runs are as in `_kernels`; `shared` says that all samples have the same blocks.
-States have the dtype of `start`, in which all is computed, whichever that of the blocks and of `b` is.
+States have the dtype of `start`, in which all is computed, whichever that of the blocks and of `b` is. Numbers below
+the smallest normal one are zero.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from ..patterns._runtime import inlined, kernel
+from ..patterns._runtime import flushing, inlined, kernel
 from ._vector import LANES, as_elements, copy_elements, multiply_rows
 
 __all__ = [
@@ -77,6 +78,7 @@ def _block(time, sample, batch, shared):
     return time if shared else time * batch + sample
 
 
+@flushing
 @kernel
 def dense_sweep(first, last, sample, begin, count, direction, batch, blocks, shared, b, start, out, end):
     size = start.shape[1]
@@ -100,6 +102,7 @@ def dense_sweep(first, last, sample, begin, count, direction, batch, blocks, sha
         copy_elements(ends, run * size, state, 0, size)
 
 
+@flushing
 @kernel
 def dense_adjoint(first, last, sample, begin, count, direction, batch, blocks, shared, g, start, out, end):
     size = start.shape[1]
@@ -127,6 +130,7 @@ def dense_adjoint(first, last, sample, begin, count, direction, batch, blocks, s
         copy_elements(ends, run * size, state, 0, size)
 
 
+@flushing
 @kernel
 def diagonal_sweep(first, last, sample, begin, count, direction, batch, d, shared, b, start, out, end):
     size = start.shape[1]
@@ -150,6 +154,7 @@ def diagonal_sweep(first, last, sample, begin, count, direction, batch, d, share
                 copy_elements(shown, row, state, 0, size)
 
 
+@flushing
 @kernel
 def diagonal_adjoint(first, last, sample, begin, count, direction, batch, d, shared, g, start, out, end):
     size = start.shape[1]
@@ -173,6 +178,7 @@ def diagonal_adjoint(first, last, sample, begin, count, direction, batch, d, sha
                 state[i] = scale[i] * state[i]
 
 
+@flushing
 @kernel
 def scaled_sweep(first, last, sample, begin, count, direction, batch, w, d, shared, b, start, out, end):
     """``A_t = W diag(d_t)``; `w` has a padded row for each column of ``W``."""
@@ -197,6 +203,7 @@ def scaled_sweep(first, last, sample, begin, count, direction, batch, w, d, shar
         copy_elements(ends, run * size, state, 0, size)
 
 
+@flushing
 @kernel
 def scaled_adjoint(first, last, sample, begin, count, direction, batch, w, d, shared, g, start, out, end):
     """``A_tᵀ = diag(d_t) Wᵀ``; `w` has a padded row for each row of ``W``."""
@@ -224,6 +231,7 @@ def scaled_adjoint(first, last, sample, begin, count, direction, batch, w, d, sh
         copy_elements(ends, run * size, state, 0, size)
 
 
+@flushing
 @kernel
 def sparse_sweep(first, last, sample, begin, count, direction, batch, indptr, indices, values, b, start, out, end):
     """`values` has shape ``(time, nnz, batch or 1)``."""
@@ -248,6 +256,7 @@ def sparse_sweep(first, last, sample, begin, count, direction, batch, indptr, in
         copy_elements(ends, run * size, state, 0, size)
 
 
+@flushing
 @kernel
 def sparse_adjoint(first, last, sample, begin, count, direction, batch, indptr, indices, values, g, start, out, end):
     size = start.shape[1]

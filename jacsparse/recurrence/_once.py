@@ -60,15 +60,15 @@ def once(
 
     class Pass(base):  # type: ignore[misc, valid-type]
         @staticmethod
-        def forward(*given: Any) -> tuple[torch.Tensor, ...]:
-            return solve(*given)
+        def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+            return solve(*inputs)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
             pass
 
-    def run(*given: Any) -> tuple[torch.Tensor, ...]:
-        found: tuple[torch.Tensor, ...] = (Pass.apply if torch.is_grad_enabled() else solve)(*given)
-        return found
+    def run(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        gradients: tuple[torch.Tensor, ...] = (Pass.apply if torch.is_grad_enabled() else solve)(*inputs)
+        return gradients
 
     return run

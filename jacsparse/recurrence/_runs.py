@@ -211,6 +211,29 @@ class Runs:
             return self.first
         return frozen(self.sequences.lengths[self.sample] - 1 - self.first)
 
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """Whether these are all steps of all samples, each of which is one run."""
+        return len(self) == self.sequences.batch and int(self.count.sum()) == self.sequences.steps
+
+    def reached(self, reach: np.ndarray) -> tuple[slice, np.ndarray]:
+        """The rows of all times at which a sample has one of so many steps from its end; of runs that are whole.
+
+        And the rows among those of steps that are none of them.
+        """
+        if not len(self):
+            return slice(0, 0), np.empty(0, np.int64)
+        offset, forward = self.sequences.offset, self.direction > 0
+        times = self.begin + (self.count - reach) * self.direction
+        edge = times.min() if forward else times.max()
+        rows = slice(int(offset[edge]), self.sequences.steps) if forward else slice(0, int(offset[edge + 1]))
+        others = [
+            offset[np.arange(max(edge, begin) if forward else min(edge, begin), time, self.direction)] + sample
+            for sample, begin, time in zip(self.sample, self.begin, times, strict=True)
+            if time != edge
+        ]
+        return rows, np.concatenate([np.empty(0, np.int64), *others])
+
     @property
     def together(self) -> int:
         """How many runs kernels take at a time: `ROWS`, or half as many where a thread would be left idle."""

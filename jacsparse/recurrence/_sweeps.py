@@ -299,10 +299,18 @@ class _Backward(Sweep):
     kept: Kept
     grad_output: torch.Tensor | None
     grad_gates: torch.Tensor
+    #: Those of `grad_gates` that were written; others are zeros.
+    rows: slice
 
     def run(self, runs: Runs | OnDevice, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
-        gates = self.grad_gates if record else None
-        return self.cell.backward(runs, self.weights, self.kept, self.grad_output, start, gates)
+        given, gates = (self.weights, self.kept, self.grad_output, start), self.grad_gates if record else None
+        if gates is None or not isinstance(runs, Runs) or not runs.is_whole or on_device(gates):
+            return self.cell.backward(runs, *given, gates)
+        reach = np.empty(len(runs), np.int64)
+        grad_start = self.cell.backward(runs, *given, gates, reach)
+        self.rows, others = runs.reached(reach)
+        gates[index(others, gates)] = 0
+        return grad_start
 
     def matrices(
         self,
@@ -380,26 +388,22 @@ def solve_backward(
     grad_output: torch.Tensor | None,
     grad_end: torch.Tensor,
     options: Options,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of the gates, ``(rows, columns)``, and of the first states."""
+) -> tuple[torch.Tensor, slice, torch.Tensor]:
+    """The gradients of the gates, ``(rows, columns)``, which of them are written, and those of the first states.
+
+    Rows that are not written are zeros.
+    """
     grad_gates = grad_end.new_empty(sequences.steps, cell.grad_width * weights.size)
-    sweep = _Backward(cell, weights, kept, grad_output, grad_gates)
+    sweep = _Backward(cell, weights, kept, grad_output, grad_gates, slice(0, sequences.steps))
     schedule, chunk = parse(options.schedule, chunk=options.chunk)
     automatic, reason = schedule == "auto", ""
     if automatic:
         schedule, chunk, reason = _choose(sequences, chunk, weights)
     report = options.report("backward", sequences.time, reason=reason)
-    return grad_gates, solve_affine(
-        sweep,
-        sequences,
-        direction,
-        grad_end,
-        schedule,
-        chunk,
-        report,
-        backward=True,
-        sequential=automatic,
+    grad_start = solve_affine(
+        sweep, sequences, direction, grad_end, schedule, chunk, report, backward=True, sequential=automatic
     )
+    return grad_gates, sweep.rows, grad_start
 
 
 def solve_affine(

@@ -16,7 +16,7 @@ from numba.extending import intrinsic, overload
 
 from ..patterns._runtime import inlined
 
-__all__ = ["LANES", "ROWS", "as_elements", "copy_elements", "multiply_rows", "padded", "sigmoid", "tanh"]
+__all__ = ["LANES", "ROWS", "any_nonzero", "as_elements", "copy_elements", "multiply_rows", "padded", "sigmoid", "tanh"]
 
 #: Rows are padded to a multiple of as many elements.
 LANES = 8
@@ -168,6 +168,37 @@ def copy_elements(out, at_out, source, at_source, count):
     if count % LANES:
         # The last ones, some of them again.
         _copy_lanes(out, at_out + count - LANES, source, at_source + count - LANES)
+
+
+@intrinsic
+def _any_lane(typing_context, x, at):
+    """Whether any of `LANES` elements of a contiguous array of floats from a place on is not zero."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = context.get_data_type(x.dtype)
+        vector = ir.VectorType(element, LANES)
+        data = context.make_array(x)(context, builder, args[0]).data
+        loaded = builder.load(builder.bitcast(builder.gep(data, [args[1]]), vector.as_pointer()))
+        loaded.align = context.get_abi_alignment(element)
+        lanes = builder.fcmp_unordered("!=", loaded, ir.Constant(vector, [0.0] * LANES))
+        some = builder.bitcast(lanes, ir.IntType(LANES))
+        return builder.icmp_unsigned("!=", some, ir.Constant(some.type, 0))
+
+    return types.boolean(x, types.intp), generate
+
+
+@inlined
+def any_nonzero(x, at, count):
+    """Whether any of `count` elements of a contiguous array of floats from a place on is not zero, as no NaN is."""
+    found = False
+    if count < LANES:
+        for i in range(count):
+            found |= x[at + i] != 0
+    else:
+        for i in range(0, count - LANES + 1, LANES):
+            found |= _any_lane(x, at + i)
+        found |= _any_lane(x, at + count - LANES)
+    return found
 
 
 @intrinsic

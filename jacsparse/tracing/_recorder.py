@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from ..patterns import UnsupportedOperatorError
@@ -800,19 +801,24 @@ class _Recorder(TorchDispatchMode):
                 # Its operand came to it by no operator that was seen, as what a lazy conjugate stands for.
                 self.unseen_leaves(node, maker)
             if maker.sequence not in (-1, number) and self.problem is None:
+                remedy = "write it with operators"
+                if node.name() == "AsStridedBackward0":
+                    remedy = "take the view after what it is a view of was written to"
                 self.problem = UnsupportedOperatorError(
                     f"{_where(maker)}: autograd's {node.name()} is not the derivative of {maker.name}{maker.source}; "
-                    "write it with operators"
+                    f"{remedy}"
                 )
             return
         function = type(node)._forward_cls  # type: ignore[attr-defined]
         if issubclass(function, BackwardHookFunction):
             maker.hooked = True
         elif function.__module__ != "torch._library.autograd" and self.problem is None:
+            remedy = "write it with operators, as x + (f(x) - x).detach(), or make it a custom operator with a rule"
+            if function is CheckpointFunction:
+                remedy = "pass use_reentrant=False to checkpoint"
             self.problem = UnsupportedOperatorError(
                 f"{_where(maker)}: {function.__name__} is a torch.autograd.Function, whose derivative is its own"
-                f"{maker.source}; write it with operators, as x + (f(x) - x).detach(), or make it a custom operator "
-                "with a rule"
+                f"{maker.source}; {remedy}"
             )
 
     def unseen_leaves(self, node: Any, invocation: Invocation) -> list[torch.Tensor]:
@@ -849,7 +855,7 @@ class _Recorder(TorchDispatchMode):
             if not tensor.requires_grad:
                 continue
             node = tensor.grad_fn
-            known = id(tensor) in recording.constants or bool(recording.constants_in(tensor))
+            known = bool(recording.constants_in(tensor))
             unseen = node is not None and (isinstance(node, BackwardCFunction) or not known)
             if unseen and node._sequence_nr() >= self.begin:  # type: ignore[union-attr]
                 self.note_unseen(tensor, node)
@@ -858,7 +864,7 @@ class _Recorder(TorchDispatchMode):
 
     def note_unseen(self, tensor: torch.Tensor, node: Any) -> None:
         """Of which parameters a tensor is made, by a Function that computes it in a way of its own."""
-        leaves = self.unseen_leaves(node, Invocation(None, None, {}, [], {}, -1, *_place_of_call()))
+        leaves = self.unseen_leaves(node, _unrecorded())
         constant = self.recording.constants.get(id(tensor), Constant(tensor, None, {}, frozenset(), drawn=False))
         externals = frozenset(self.place_of(leaf) for leaf in leaves)
         self.recording.constants[id(tensor)] = constant._replace(externals=externals)
@@ -879,8 +885,7 @@ class _Recorder(TorchDispatchMode):
         for tensor in written if torch.is_grad_enabled() else ():
             constant = self.recording.constants.get(id(_base(tensor)))
             if constant is not None and constant.overload is None and self.problem is None:
-                module, code, line = _place_of_call()
-                call = Invocation(None, None, {}, [], {}, -1, module, code, line)
+                call = _unrecorded()
                 self.problem = UnsupportedOperatorError(
                     f"{_where(call)}: a tensor that has a gradient from before the call is written to{call.source}; "
                     "write to a clone of it"
@@ -914,8 +919,7 @@ class _Recorder(TorchDispatchMode):
 
     def reading(self, overload: Any) -> UnsupportedOperatorError:
         """The error where a value may not be read."""
-        module, code, line = _place_of_call()
-        invocation = Invocation(overload, None, {}, [], {}, -1, module, code, line)
+        invocation = _unrecorded(overload)
         if overload is not None and torch.Tag.dynamic_output_shape in overload.tags:
             return UnsupportedOperatorError(
                 f"{_where(invocation)}: a size depends on what a tensor holds{invocation.source}; take elements by "
@@ -1046,6 +1050,11 @@ def _place_of_call() -> tuple[nn.Module | None, CodeType | None, int]:
             code, line = frame.f_code, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None, code, line
+
+
+def _unrecorded(overload: Any = None) -> Invocation:
+    """A call that is running and that no recording has: for messages."""
+    return Invocation(overload, None, {}, [], {}, -1, *_place_of_call())
 
 
 def _where(invocation: Invocation) -> str:

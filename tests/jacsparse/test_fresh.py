@@ -16,6 +16,7 @@ from jacsparse.patterns import _registered, _rules
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import jacsparse
 from jacsparse import UnsupportedOperatorError
@@ -333,7 +334,7 @@ def test_statistics_that_vanish_couple_the_samples() -> None:
     jacsparse.jacobian(module, samples())
     module.running_var = module.running_mean = None
     for use in (jacsparse.jacobian, jacsparse.verify, lambda m, x: jacsparse.nn.Scan(m)(x)):
-        with pytest.raises(UnsupportedOperatorError, match=r"couples the samples of a batch; call \.eval\(\)"):
+        with pytest.raises(UnsupportedOperatorError, match="without running statistics couples the samples of a batch"):
             use(module, samples())
 
 
@@ -1028,3 +1029,31 @@ def test_what_is_no_plain_tensor() -> None:
         torch.func.grad(lambda x: jacsparse.nn.Scan(module)(x).sum())(samples())
     with pytest.raises(TypeError, match=r"x is a Own; expected a plain tensor: x.as_subclass\(torch.Tensor\)"):
         jacsparse.jacobian(module, samples().as_subclass(Own))
+
+
+@pytest.mark.parametrize(
+    "module, remedy",
+    [
+        (
+            Net(lambda self, x: checkpoint(torch.sin, x, use_reentrant=True)),
+            "CheckpointFunction is .*; pass use_reentrant=False",
+        ),
+        (nn.BatchNorm1d(4, track_running_stats=False).double().eval(), "without running .* track_running_stats=True"),
+        (nn.BatchNorm1d(4).double(), r"in training mode .* call .eval\(\)"),
+        (Net(lambda self, x: view_of_what_is_written_to(x * 2)), "take the view after what it is a view of"),
+    ],
+)
+def test_remedies(module: nn.Module, remedy: str) -> None:
+    with pytest.raises(UnsupportedOperatorError, match=remedy):
+        jacsparse.jacobian(module, samples())
+
+
+def view_of_what_is_written_to(x: torch.Tensor) -> torch.Tensor:
+    view = x[:, :2]
+    x.mul_(3)
+    return view * view
+
+
+def test_integers() -> None:
+    with pytest.raises(TypeError, match=r"expected float32 or float64: convert .*, what their embedding makes of them"):
+        jacsparse.jacobian(nn.Embedding(4, 3), torch.ones(2, 1, dtype=torch.int64))

@@ -787,7 +787,7 @@ def test_what_equal_steps_round_does_not_add_up(mode: str, schedule: str, seed: 
         rng, shapes = np.random.default_rng(seed), (kept.output.shape, kept.initial.shape)
         gradients = (uniform(rng, *shape).to(dtype) for shape in shapes)
         options = _sweeps.Options(schedule=schedule)
-        gates, _ = _sweeps.solve_backward(cell, Sequences.equal(time, batch), 1, weights, kept, *gradients, options)
+        gates, _, _ = _sweeps.solve_backward(cell, Sequences.equal(time, batch), 1, weights, kept, *gradients, options)
         return gates.view(time, -1)
 
     expected = solved("linear", torch.float64)
@@ -798,3 +798,70 @@ def test_what_equal_steps_round_does_not_add_up(mode: str, schedule: str, seed: 
     size = 12 * cell.states
     condition = size**0.5
     assert error <= 2 * (1 + condition) * sequential + (size + 2) * condition * torch.finfo(torch.float32).eps
+
+
+def forgetful(module: nn.RNNBase) -> nn.RNNBase:
+    """With weights by which a gradient vanishes within twenty steps."""
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if "weight_hh" in name:
+                weight *= 1e-20
+            if "bias" in name:
+                # The gate that keeps a GRU's and an LSTM's state is the second one.
+                weight[module.hidden_size : 2 * module.hidden_size] = -60
+    return module
+
+
+@pytest.mark.parametrize("batch", [1, 11])
+@pytest.mark.parametrize("lengths", ["equal", "packed"])
+@pytest.mark.parametrize("schedule", ["linear", "auto", "relaxed", "chunked"])
+@ALL
+def test_gradients_that_vanish(kind: str, schedule: str, lengths: str, batch: int) -> None:
+    time, size = 150, 5
+    layer, reference = pair(kind, 3, size, bidirectional=True, schedule=schedule, chunk=16)
+    torch.manual_seed(0)
+    forgetful(layer)
+    reference.load_state_dict(layer.state_dict())
+    weights = torch.zeros(time, batch, 2 * size, dtype=torch.float64)
+    # Between the steps that have a gradient it vanishes; and not all samples have one at the same steps.
+    for step, sample in ((140, 0), (70, batch // 2), (69, 0), (3, batch - 1)):
+        weights[step, sample] = torch.randn(2 * size, dtype=torch.float64)
+    steps = torch.randint(1, time + 1, (batch,)) if lengths == "packed" else torch.full((batch,), time)
+    steps[0] = time
+    found = []
+    for module in (layer, reference):
+        x = torch.randn(time, batch, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        x.requires_grad_()
+        given = x if lengths == "equal" else pack_padded_sequence(x, steps, enforce_sorted=False)
+        output = padded(module(given)[0])
+        found.append(torch.autograd.grad((output * weights).sum(), [x, *module.parameters()]))
+    for ours, theirs in zip(*found, strict=True):
+        # Elements as small as they are.
+        assert ((ours - theirs).abs() <= 1e-9 * theirs.abs() + 1e-300).all()
+    assert not found[0][0][100:120].any()
+
+
+@ALL
+def test_gradients_that_vanish_are_zeros_at_once(kind: str) -> None:
+    torch.manual_seed(0)
+    layer, _ = pair(kind, 3, 20, dtype=torch.float32, schedule="linear")
+    x = torch.randn(3000, 3, 3, requires_grad=True)
+    output, _ = layer(x)
+    output[-1].sum().backward()
+    subnormal = (x.grad != 0) & (x.grad.abs() < torch.finfo(torch.float32).tiny)
+    # On their way, and not for long: a step of half a unit in the last place is rounded to none.
+    assert subnormal.any(dim=(1, 2)).sum() < 100 and not x.grad[:1000].any()
+    # The mode is the caller's again.
+    assert np.float32(1e-40) * np.float32(1) != 0 and bool(torch.tensor(1e-40) * 1 != 0)
+
+
+@ALL
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_what_is_no_number_is_seen_where_gradients_vanish(kind: str, value: float) -> None:
+    layer, _ = pair(kind, 3, 5, schedule="linear")
+    forgetful(layer)
+    x = torch.randn(150, 2, 3, dtype=torch.float64)
+    x[2, 1, 0] = value
+    output, _ = layer(x)
+    output[-1].sum().backward()
+    assert not layer.weight_ih_l0.grad.isfinite().all()

@@ -111,6 +111,15 @@ def test_small_modules_are_compared_by_jacobian_too(monkeypatch: pytest.MonkeyPa
         jacsparse.verify(module, x)
 
 
+def test_no_number_is_no_small_difference() -> None:
+    class Root(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.relu().sqrt()
+
+    with pytest.raises(jacsparse.VerificationError, match=r"difference inf"):
+        jacsparse.verify(Root(), torch.tensor([[1.0, -1.0]]))
+
+
 def test_a_jacobian_that_fits_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_memory, "machine_memory", lambda device: 2**16)
     layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
