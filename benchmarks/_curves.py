@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,12 @@ from torch.nn import functional
 from ._context import Timing
 from ._experiment import Comparison, Row, compare
 
-__all__ = ["TEST_EVERY", "Curve", "curve_rows", "train_side_by_side"]
+__all__ = ["BASELINE", "REORDERED", "TEST_EVERY", "Curve", "curve_rows", "train_side_by_side"]
+
+#: Trainings by autograd; the other one takes the samples of each batch in another order.
+BASELINE, REORDERED = "back-propagation", "back-propagation in another order"
+
+_TENSORS = ("train_inputs", "train_labels", "test_inputs", "test_labels")
 
 #: The loss on the test data is taken once in so many iterations.
 TEST_EVERY = 20
@@ -42,16 +47,17 @@ class Curve:
 
 def train_side_by_side(
     build: Callable[[], nn.Module],
-    scanned: Callable[[Any], nn.Module],
+    variants: Mapping[str, Callable[[Any], nn.Module]],
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     data: Dataset,
     iterations: int,
     *,
     batch: int,
     seed: int = 0,
+    device: str = "cpu",
     say: Callable[[str], None] = lambda _: None,
-) -> tuple[Curve, Curve, Curve]:
-    """Train a model by back-propagation and by scan.
+) -> dict[str, Curve]:
+    """Train a model by back-propagation and in other ways.
 
     And once more by back-propagation, with the samples of each batch in another order: what the order of a sum, and so
     rounding, does to a training.
@@ -60,8 +66,8 @@ def train_side_by_side(
     ----------
     build : callable
         Makes the model; weights are drawn from `seed`.
-    scanned : callable
-        Makes of it what is trained by scan.
+    variants : mapping of str to callable
+        By name, what makes of it what is trained in another way.
     optimizer : callable
         Takes the parameters.
     data : Dataset
@@ -72,26 +78,30 @@ def train_side_by_side(
         Samples of a step.
     seed : int
         Of the weights and the batches.
+    device : str
+        Where, as PyTorch calls it.
     say : callable
         Takes a line about the progress.
 
     Returns
     -------
-    baseline, scan, reordered : Curve
+    dict of str to Curve
+        By `BASELINE`, the variants' names, and `REORDERED`.
     """
-    models = []
-    for _ in range(3):
+    curves = {name: Curve() for name in (BASELINE, *variants, REORDERED)}
+    trained = []
+    for name in curves:
         torch.manual_seed(seed)
-        models.append(build())
-    models[1] = scanned(models[1])
-    optimizers = [optimizer(list(model.parameters())) for model in models]
-    curves = (Curve(), Curve(), Curve())
+        model = build().to(device)
+        model = variants[name](model) if name in variants else model
+        trained.append((model, optimizer(list(model.parameters()))))
+    data = replace(data, **{name: getattr(data, name).to(device) for name in _TENSORS})
     generator = torch.Generator().manual_seed(seed)
     for iteration in range(iterations):
         say(f"iteration {iteration + 1} of {iterations}")
-        chosen = torch.randint(len(data.train_labels), (batch,), generator=generator)
-        orders = (chosen, chosen, chosen.flip(0))
-        for model, each, curve, order in zip(models, optimizers, curves, orders, strict=True):
+        chosen = torch.randint(len(data.train_labels), (batch,), generator=generator).to(device)
+        for (model, each), (name, curve) in zip(trained, curves.items(), strict=True):
+            order = chosen.flip(0) if name == REORDERED else chosen
             if iteration % TEST_EVERY == 0:
                 curve.test.append(_test_loss(model, data))
             begin = time.perf_counter()
@@ -114,21 +124,19 @@ def _test_loss(model: nn.Module, data: Dataset) -> float:
 
 
 def curve_rows(
-    baseline: Curve,
-    scan: Curve,
-    reordered: Curve,
+    curves: Mapping[str, Curve],
     *,
     name: str,
     group: str,
     tolerance: float,
     falls_to: float,
-    published: dict[str, float] | None = None,
+    published: Mapping[str, float] | None = None,
 ) -> list[Row]:
     """How far the losses differ, how far they fall, and how long an iteration takes.
 
     Parameters
     ----------
-    baseline, scan, reordered : Curve
+    curves : mapping of str to Curve
         As `train_side_by_side` returns them.
     name, group : str
         Of the rows.
@@ -136,52 +144,58 @@ def curve_rows(
         By how much losses may differ.
     falls_to : float
         To which share of its first value the loss should fall.
-    published : dict, optional
-        Of the ratio of the iterations' times.
+    published : mapping, optional
+        By variant, the ratio of the iterations' times.
     """
-    difference = _difference(baseline, scan)
-    # A single batch's loss goes up and down: the mean of a few says where training stands.
-    few = max(1, min(10, len(scan.train) // 2))
-    left = sum(scan.train[-few:]) / sum(scan.train[:few])
-    # The first iteration plans.
-    seconds = [curve.seconds[1:] or curve.seconds for curve in (baseline, scan)]
-    times = [Timing(own, len(own)) for own in seconds]
-    by_back_propagation = Row.timed(f"iteration by back-propagation, {name}", times[0], group=group, role="peer")
-    by_scan = Row.timed(f"iteration by scan, {name}", times[1], group=group)
-    curves = {
-        "baseline": {"train": baseline.train, "test": baseline.test, "seconds": baseline.seconds},
-        "scan": {"train": scan.train, "test": scan.test, "seconds": scan.seconds},
-    }
-    return [
-        Row.of_value(
-            f"largest difference of the losses, {name}",
-            difference,
-            "loss",
-            group=group,
-            comparisons=(Comparison(f"difference / {tolerance:g}", difference / tolerance, at_most=1),),
-            data=curves,
-        ),
-        Row.of_value(
-            f"back-propagation's own, samples of each batch in another order, {name}",
-            _difference(baseline, reordered),
-            "loss",
-            group=group,
-            role="reference",
-        ),
-        Row.of_value(
-            f"loss of the last {few} iterations over that of the first {few}, {name}",
-            left,
-            "ratio",
-            group=group,
-            note=f"{scan.train[0]:.4f} at first, {scan.train[-1]:.4f} at last",
-            comparisons=(Comparison("last / first", left, at_most=falls_to),),
-        ),
-        by_back_propagation,
-        replace(
-            by_scan,
-            comparisons=compare("back-propagation / scan", by_back_propagation, by_scan, **(published or {})),
-        ),
-    ]
+    drawn = {"curves": {label: asdict(curve) for label, curve in curves.items()}, "name": name}
+    noise = Row.of_value(
+        f"largest difference of the losses, {REORDERED}, {name}",
+        _difference(curves[BASELINE], curves[REORDERED]),
+        "loss",
+        group=group,
+        role="reference",
+        data=drawn,
+    )
+    baseline = Row.timed(f"iteration by {BASELINE}, {name}", _iterations(curves[BASELINE]), group=group, role="peer")
+    rows = [noise, baseline]
+    for label, curve in curves.items():
+        if label in (BASELINE, REORDERED):
+            continue
+        difference = _difference(curves[BASELINE], curve)
+        compared = [Comparison(f"difference / {tolerance:g}", difference / tolerance, at_most=1)]
+        compared += compare(f"difference / {REORDERED}", replace(noise, median=difference, fastest=None), noise)
+        rows.append(
+            Row.of_value(
+                f"largest difference of the losses, {label}, {name}",
+                difference,
+                "loss",
+                group=group,
+                comparisons=tuple(compared),
+            )
+        )
+        # A single batch's loss goes up and down: the mean of a few says where training stands.
+        few = max(1, min(10, len(curve.train) // 2))
+        left = sum(curve.train[-few:]) / sum(curve.train[:few])
+        rows.append(
+            Row.of_value(
+                f"loss of the last {few} iterations over that of the first {few}, {label}, {name}",
+                left,
+                "ratio",
+                group=group,
+                note=f"{curve.train[0]:.4f} at first, {curve.train[-1]:.4f} at last",
+                comparisons=(Comparison("last / first", left, at_most=falls_to),),
+            )
+        )
+        own = Row.timed(f"iteration by {label}, {name}", _iterations(curve), group=group)
+        targets = {"published": published[label]} if published and label in published else {}
+        rows.append(replace(own, comparisons=compare(f"{BASELINE} / {label}", baseline, own, **targets)))
+    return rows
+
+
+def _iterations(curve: Curve) -> Timing:
+    """How long they took, but for the first one, which plans."""
+    seconds = curve.seconds[1:] or curve.seconds
+    return Timing(seconds, len(seconds))
 
 
 def _difference(one: Curve, other: Curve) -> float:

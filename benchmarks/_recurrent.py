@@ -220,14 +220,14 @@ class Measured:
         group : str, optional
             The workload's name where left out.
         data : mapping, optional
-            For pictures; part, mode and layer are added.
+            For pictures; part, mode and layer are added, and what ran.
         """
         floor, rows = self.workload.floor(part, limits), []
         for mode in self.modes():
             timed = {
                 layer: replace(
                     self.row(labels[layer == PEER], self.timings[layer, part, mode], layer, mode, group=group),
-                    data={**(data or {}), "part": part, "mode": mode, "layer": layer.name},
+                    data={**(data or {}), "part": part, "mode": mode, "layer": layer.name, "ran": self.ran(layer)},
                 )
                 for layer in self.solutions
             }
@@ -242,6 +242,11 @@ class Measured:
                 rows.append(replace(row, floor=floor, note=note, comparisons=compared))
             rows.append(peer)
         return rows
+
+    def ran(self, layer: Layer) -> str:
+        """Whose layer, and how it found the gradients, as pictures name it: ``jacsparse, linear``."""
+        way = self.solutions[layer].get("backward", "").partition(",")[0].removeprefix("backward ")
+        return f"{layer.name.split()[0]}, {way}" if way else layer.name
 
     def row(self, label: str, timing: Timing, layer: Layer, mode: str, *, group: str = "") -> Row:
         """A row of a layer's times."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ._context import Context
 from ._experiment import Experiment, Row
-from ._recurrent import OURS, PEER, RecurrentWorkload, shown
+from ._recurrent import OURS, PEER, Layer, RecurrentWorkload, shown
 
 __all__ = ["GruBreakdown"]
 
@@ -16,12 +17,16 @@ __all__ = ["GruBreakdown"]
 _TARGETS = {"backward": {"auto": (13.45, 3 * 13.45)}, "step": {"auto": (2.11, 3 * 2.11)}}
 
 
+_SCANS = tuple(Layer(f"jacsparse {schedule}", schedule) for schedule in ("chunked", "blelloch"))
+
+
 @dataclass(frozen=True)
 class GruBreakdown(Experiment):
     """Forward and backward passes over sequences as long and as wide as the thesis' three sets of features.
 
     In its words: FP, `torch.nn`'s forward pass; FO, what ours takes beyond that, which in the thesis is to compute
-    again the gates that cuDNN does not give; BP, `torch.nn`'s backward pass; BPPSA, ours.
+    again the gates that cuDNN does not give; BP, `torch.nn`'s backward pass; BPPSA, a scan in its place. Ours is timed
+    as `auto` chooses, and by scans.
 
     Attributes
     ----------
@@ -49,45 +54,75 @@ class GruBreakdown(Experiment):
         ]
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse._figures import BLUE, ORANGE, new_figure, save_figure
+        from jacsparse._figures import BLUE, GREEN, ORANGE, SKY, new_figure, save_figure
 
-        found: dict[tuple[str, int, str, str], Row] = {
-            (row.data["set"], row.data["batch"], row.data["part"], row.role): row for row in shown(rows)
-        }
-        names = list(dict.fromkeys(name for name, *_ in found))[::-1]
-        figure, panels = new_figure(10.0, 4.2, columns=max(1, len(names)))
-        for axes, name in zip(panels if len(names) > 1 else [panels], names, strict=False):
-            batches = sorted({batch for other, batch, *_ in found if other == name})
-            for role, colour, shift, passes in (
-                ("peer", ORANGE, -0.2, ("FP", "BP")),
-                ("ours", BLUE, 0.2, ("FP + FO", "BPPSA")),
-            ):
-                below = [0.0] * len(batches)
-                for part, shade, label in zip(("forward", "backward"), (0.45, 1.0), passes, strict=True):
-                    rows_of = [found.get((name, batch, part, role)) for batch in batches]
-                    heights = [1e3 * ((row and row.median) or 0.0) for row in rows_of]
-                    places = [place + shift for place in range(len(batches))]
-                    layer = PEER if role == "peer" else OURS
-                    axes.bar(places, heights, 0.36, below, color=colour, alpha=shade, label=f"{label}, {layer.name}")
-                    below = [one + other for one, other in zip(below, heights, strict=True)]
+        # By set, batch and layer, the seconds of both passes.
+        found: dict[tuple[str, int, str], dict[str, float]] = {}
+        for row in shown(rows):
+            if row.data["part"] in ("forward", "backward"):
+                key = row.data["set"], row.data["batch"], row.data["ran"]
+                found.setdefault(key, {})[row.data["part"]] = row.median or 0.0
+        sets = list(dict.fromkeys(name for name, *_ in found))
+        layers = sorted(dict.fromkeys(layer for *_, layer in found), key=lambda layer: layer != PEER.name)
+        figure, panels = new_figure(12.0, 5.0, columns=max(1, len(sets)))
+        for axes, name in zip(panels if len(sets) > 1 else [panels], sets[::-1], strict=False):
+            batches = sorted({batch for other, batch, _ in found if other == name})
+            width = 0.8 / len(layers)
+            for number, (layer, colour) in enumerate(zip(layers, (ORANGE, BLUE, GREEN, SKY), strict=False)):
+                for place, batch in enumerate(batches):
+                    own, whole = found.get((name, batch, layer)), found.get((name, batch, PEER.name))
+                    if own and whole:
+                        at = place + (number - (len(layers) - 1) / 2) * width
+                        _bar(axes, at, width, own, sum(whole.values()), colour)
             axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
-            axes.set(title=f"set {name}", xlabel="samples of a batch")
+            axes.set(title=f"set {name}", xlabel="samples of a batch", ylim=(0, _HIGHEST))
+            axes.minorticks_on()
+            axes.tick_params(axis="x", which="minor", bottom=False)
             axes.grid(axis="y", alpha=0.25)
-        figure.axes[0].set_ylabel("milliseconds")
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=len(labels))
+        figure.axes[0].set_ylabel("time over torch.nn's forward and backward")
+        _legend(figure, layers, (ORANGE, BLUE, GREEN, SKY))
         figure.suptitle(self.title, fontsize=10)
         save_figure(figure, path)
+
+
+#: Where bars are cut off: in units of torch.nn's forward and backward passes.
+_HIGHEST = 3.0
+
+
+def _bar(axes: Any, place: float, width: float, seconds: dict[str, float], unit: float, colour: str) -> None:
+    """A forward pass with the backward pass on it, over a unit, and the milliseconds of both."""
+    forward, backward = (seconds.get(part, 0.0) / unit for part in ("forward", "backward"))
+    axes.bar(place, forward, 0.9 * width, color=colour, alpha=0.45)
+    axes.bar(place, backward, 0.9 * width, forward, color=colour)
+    milliseconds = f"{1e3 * sum(seconds.values()):.3g} ms"
+    axes.annotate(
+        milliseconds,
+        (place, min(forward + backward, 0.86 * _HIGHEST)),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        rotation=90,
+        fontsize=7,
+    )
+
+
+def _legend(figure: Any, layers: Sequence[str], colours: Sequence[str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=layer) for layer, colour in zip(layers, colours, strict=False)]
+    handles += [Patch(color="grey", alpha=0.45, label="forward"), Patch(color="grey", label="backward")]
+    figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=len(handles))
 
 
 def _rows(name: str, workload: RecurrentWorkload, context: Context) -> list[Row]:
     rows: list[Row] = []
     group, targeted = f"set {name}: {workload.name}", (context.device, name, workload.batch) == ("cuda", "L", 16)
-    found = workload.times(context, ("forward", "backward", "rest", "step"))
-    for part, terms in (("forward", ("FP + FO", "FP")), ("backward", ("BPPSA", "BP")), ("step", ("step", "step"))):
+    found = workload.times(context, ("forward", "backward", "rest", "step"), (OURS, *_SCANS, PEER))
+    for part, terms in (("forward", ("FP + FO: ", "FP: ")), ("backward", ("", "BP: ")), ("step", ("", ""))):
         rows += found.rows(
             part,
-            (f"{terms[0]}: {part}", f"{terms[1]}: {part}"),
+            (f"{terms[0]}{part}", f"{terms[1]}{part}"),
             context.limits,
             targets=_TARGETS.get(part) if targeted else None,
             group=group,

@@ -12,7 +12,7 @@ from jacsparse.models import LeNet5, load_data
 from jacsparse.nn import Scan
 
 from ._context import Context
-from ._curves import TEST_EVERY, Curve, curve_rows, train_side_by_side
+from ._curves import BASELINE, REORDERED, TEST_EVERY, Curve, curve_rows, train_side_by_side
 from ._experiment import Experiment, Row
 
 __all__ = ["LenetConvergence", "loss_curves"]
@@ -29,12 +29,12 @@ def loss_curves(
     schedule: str = "blelloch",
     seed: int = 0,
     say: Callable[[str], None] = lambda _: None,
-) -> tuple[Curve, Curve, Curve]:
+) -> dict[str, Curve]:
     """Train LeNet-5 on digits by back-propagation, by a scan of a schedule, and once more, as `train_side_by_side`."""
     data = load_data("digits")
     return train_side_by_side(
         lambda: LeNet5().to(dtype),
-        lambda model: Scan(model, schedule=schedule),
+        {f"scan, {schedule}": lambda model: Scan(model, schedule=schedule)},
         lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM),
         replace(data, train_inputs=data.train_inputs.to(dtype), test_inputs=data.test_inputs.to(dtype)),
         iterations,
@@ -74,7 +74,7 @@ class LenetConvergence(Experiment):
             except ImportError as error:
                 rows.append(Row.missing("losses", str(error), group=group))
                 continue
-            rows += curve_rows(*curves, name=name, group=group, tolerance=tolerance, falls_to=0.5)
+            rows += curve_rows(curves, name=name, group=group, tolerance=tolerance, falls_to=0.5)
         return rows
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
@@ -82,17 +82,24 @@ class LenetConvergence(Experiment):
 
         # float32's: in a picture, float64's are the same.
         row = next(row for row in rows if row.data)
-        figure, axes = new_figure()
+        curves = {label: Curve(**curve) for label, curve in row.data["curves"].items()}
+        baseline, reordered = curves.pop(BASELINE), curves.pop(REORDERED, None)
+        ((label, scan),) = curves.items()
+        figure, (losses, differences) = new_figure(10.0, 4.2, columns=2)
         for kind, shade, every in (("train", 0.55, 1), ("test", 1.0, TEST_EVERY)):
-            for name, label, style, colour in (
-                ("baseline", "back-propagation", "-", ORANGE),
-                ("scan", "scan", "--", BLUE),
-            ):
-                losses = row.data[name][kind]
-                places = range(0, every * len(losses), every)
-                axes.plot(places, losses, style, color=colour, alpha=shade, label=f"{label}, {kind}")
-        axes.set(xlabel="iteration", ylabel="loss", ylim=(0, None))
-        axes.set_title(f"LeNet-5 on digits, {row.group}", fontsize=9)
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=8, frameon=False)
+            for name, curve, style, colour in ((BASELINE, baseline, "-", ORANGE), (label, scan, "--", BLUE)):
+                own = getattr(curve, kind)
+                places = range(0, every * len(own), every)
+                losses.plot(places, own, style, color=colour, alpha=shade, label=f"{name}, {kind}")
+        losses.set(xlabel="iteration", ylabel="loss (cross entropy)", ylim=(0, None))
+        for name, other, colour in ((REORDERED, reordered, ORANGE), (label, scan, BLUE)):
+            if other is not None:
+                apart = [abs(a - b) for a, b in zip(other.train, baseline.train, strict=True)]
+                differences.plot(apart, color=colour, linewidth=1, label=name)
+        differences.set(xlabel="iteration", ylabel=f"difference from {BASELINE}'s loss", yscale="log")
+        for axes in (losses, differences):
+            axes.grid(alpha=0.25)
+            axes.minorticks_on()
+            axes.legend(fontsize=8, frameon=False)
+        figure.suptitle(f"LeNet-5 on digits, {row.group}", fontsize=9)
         save_figure(figure, path)

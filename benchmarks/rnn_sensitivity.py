@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ._context import Context
 from ._experiment import Experiment, Row, compare
@@ -26,7 +29,10 @@ _TARGETS: dict[str, dict[tuple[str, int], dict[str, dict[str, tuple[float, ...]]
         ("RNN", 30_000): {"backward": {"chunked": (60,), "relaxed": (200,)}},
     },
 }
+#: On CUDA.
 _SCHEDULES = ("linear", "chunked", "chunked:16", "chunked:64", "chunked:320", "relaxed", "relaxed:32", "relaxed:320")
+#: On the CPU, where `auto` goes step after step: what the thesis' scan would do there.
+_SCANS = ("chunked", "blelloch")
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,9 @@ class RnnSensitivity(Experiment):
     others : tuple of int
         Lengths for the GRU and the LSTM, with as many inputs a step as the thesis' longest instruments (set L).
     scheduled : tuple of int
-        Lengths at which, on CUDA, the RNN's backward pass is also timed by each of `schedules`.
-    schedules : tuple of str
+        Lengths at which the RNN's backward pass is also timed by each of `schedules` on CUDA, and by each of `scans` on
+        the CPU, there with one thread too.
+    schedules, scans : tuple of str
         As ``jacsparse.nn.RNN`` takes them.
     """
 
@@ -55,6 +62,7 @@ class RnnSensitivity(Experiment):
     others: tuple[int, ...] = (1000, 10_000)
     scheduled: tuple[int, ...] = (1000, 10_000, 30_000)
     schedules: tuple[str, ...] = _SCHEDULES
+    scans: tuple[str, ...] = _SCANS
 
     name = "rnn_sensitivity"
     title = "Training recurrent layers: speed against torch.nn's, by length and batch"
@@ -62,7 +70,16 @@ class RnnSensitivity(Experiment):
     devices = ("cpu", "cuda")
 
     def run(self, context: Context) -> list[Row]:
-        return [row for workload in self._workloads(context.device) for row in self._rows(workload, context)]
+        rows = [row for workload in self._workloads(context.device) for row in self._rows(workload, context)]
+        workers = torch.get_num_threads()
+        if context.device == "cuda" or workers == 1:
+            return rows
+        torch.set_num_threads(1)
+        try:
+            single = [RecurrentWorkload("RNN", time, 16, 1) for time in self.times if time in self.scheduled]
+            return rows + [row for workload in single for row in self._rows(workload, context)]
+        finally:
+            torch.set_num_threads(workers)
 
     def _workloads(self, device: str) -> list[RecurrentWorkload]:
         """Those with targets first: on CUDA time may run out."""
@@ -76,57 +93,90 @@ class RnnSensitivity(Experiment):
 
     def _rows(self, workload: RecurrentWorkload, context: Context) -> list[Row]:
         targets = _TARGETS[context.device].get((workload.kind, workload.time), {}) if workload.batch == 16 else {}
-        data = {"kind": workload.kind, "time": workload.time, "batch": workload.batch}
+        threads = torch.get_num_threads()
+        data = {"kind": workload.kind, "time": workload.time, "batch": workload.batch, "threads": threads}
+        group = workload.name if context.device == "cuda" else f"{workload.name}, {threads} thread(s)"
         layers, parts = [OURS, PEER], ["step", "rest"]
+        if self._is_scheduled(workload):
+            schedules = self.schedules if context.device == "cuda" else self.scans
+            layers[1:1] = [Layer(f"jacsparse {schedule}", schedule) for schedule in schedules]
         if context.device == "cuda":
             # There a backward pass is timed as it is, and one by subtraction tells nothing more.
             parts.remove("rest")
-            if self._is_scheduled(workload):
-                layers[1:1] = [Layer(f"jacsparse {schedule}", schedule) for schedule in self.schedules]
         backward, step = workload.times(context, ["backward"], layers), workload.times(context, parts)
         rows: list[Row] = []
         for found, part, label in ((backward, "backward", "backward pass"), (step, "step", "training step")):
-            rows += found.rows(part, (label, label), context.limits, targets=targets.get(part), data=data)
+            rows += found.rows(part, (label, label), context.limits, targets=targets.get(part), group=group, data=data)
         if context.device == "cuda" and self._is_scheduled(workload):
             # Gradients of the last state alone vanish after some hundred steps, and guesses of zero are then right.
             label = "backward pass, loss on every step"
             every = workload.times(context, ["backward of all"], layers)
             rows += every.rows("backward of all", (label, label), context.limits, data=data)
-        return rows + (_by_subtraction(step) if "rest" in parts else [])
+        return rows + (_by_subtraction(step, group) if "rest" in parts else [])
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse._figures import BLUE, GREEN, ORANGE, new_figure, save_figure
+        from jacsparse._figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
 
-        figure, panels = new_figure(10.0, 4.2, columns=2)
-        labels = ("steps, batches of 16", f"samples of a batch, {self.time:,} steps")
-        for axes, place, label in zip(panels, ("time", "batch"), labels, strict=True):
-            for kind, colour in (("RNN", BLUE), ("GRU", ORANGE), ("LSTM", GREEN)):
+        figure, panels = new_figure(13.0, 5.6, columns=3)
+        drawn = [row for row in shown(rows) if row.comparisons]
+        threads = max((row.data["threads"] for row in drawn), default=1)
+        whole = [row for row in drawn if row.data["threads"] == threads]
+        kinds = dict(zip(("RNN", "GRU", "LSTM"), (BLUE, ORANGE, GREEN), strict=True))
+        labels = ("steps, batches of 16", f"samples of a batch, {self.time:,} steps", "steps, batches of 16")
+        for axes, place in zip(panels, ("time", "batch"), strict=False):
+            for kind, colour in kinds.items():
                 for part, style, name in (("backward", "o-", "backward"), ("step", "s--", "whole step")):
-                    points = sorted(_points(rows, kind, part, place, self.time))
-                    if points:
-                        axes.plot(
-                            *zip(*points, strict=True), style, color=colour, markersize=4, label=f"{kind}, {name}"
-                        )
+                    own = {"kind": kind, "part": part, "layer": OURS.name}
+                    line = [row for row in whole if own.items() <= row.data.items()]
+                    line = [row for row in line if _is_of_panel(row, place, self.time)]
+                    _draw(axes, line, place, style, colour, f"{kind}, {name}: {_ran(line)}")
+        scans = [row for row in drawn if (row.data["kind"], row.data["part"]) == ("RNN", "backward")]
+        scans = [row for row in scans if row.data["batch"] == 16 and row.data["time"] in self.scheduled]
+        names = list(dict.fromkeys(row.data["layer"] for row in scans))
+        for name, colour in zip(names, (BLUE, ORANGE, GREEN, SKY, PURPLE), strict=False):
+            for count in dict.fromkeys(row.data["threads"] for row in scans):
+                line = [row for row in scans if (row.data["layer"], row.data["threads"]) == (name, count)]
+                style = "o-" if count == threads else "o:"
+                _draw(panels[2], line, "time", style, colour, f"RNN, backward: {_ran(line)}, {count} thread(s)")
+        for axes, label in zip(panels, labels, strict=True):
             axes.axhline(1, color="black", linewidth=1, label="torch.nn")
-            axes.set(xscale="log", yscale="log", xlabel=label)
+            axes.set(xscale="log", yscale="log", xlabel=label, ylabel="times as fast as torch.nn")
             axes.grid(alpha=0.25, which="both")
-        panels[0].set_ylabel("times as fast as torch.nn")
-        panels[0].legend(fontsize=8, frameon=False)
-        figure.suptitle(self.title, fontsize=10)
+            axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15))
+        figure.suptitle(f"{self.title}; medians, with quartiles", fontsize=10)
         save_figure(figure, path)
 
 
-def _points(rows: Sequence[Row], kind: str, part: str, place: str, time: int) -> Iterator[tuple[int, float]]:
-    """Places and ratios of a line, in the panel over lengths, or over batches."""
-    line = [row for row in rows if (row.data.get("kind"), row.data.get("part")) == (kind, part)]
-    for row in shown([row for row in line if row.data.get("layer", OURS.name) == OURS.name]):
-        belongs = row.data["batch"] == 16 if place == "time" else row.data["time"] == time and kind == "RNN"
-        if belongs and row.comparisons:
-            yield row.data[place], row.comparisons[0].ratio
+def _is_of_panel(row: Row, place: str, time: int) -> bool:
+    """Whether a row is in the panel over lengths, or in that over batches."""
+    return bool(row.data["batch"] == 16 if place == "time" else row.data["time"] == time and row.data["kind"] == "RNN")
 
 
-def _by_subtraction(found: Measured) -> list[Row]:
+def _ran(rows: Sequence[Row]) -> str:
+    """What ran, as in ``linear``."""
+    return " or ".join(dict.fromkeys(row.data["ran"].partition(", ")[2] for row in rows))
+
+
+def _draw(axes: Any, rows: Sequence[Row], place: str, style: str, colour: str, label: str) -> None:
+    if not rows:
+        return
+    points = sorted((row.data[place], *_ratio(row)) for row in rows)
+    places, ratios, lower, upper = zip(*points, strict=True)
+    axes.plot(places, ratios, style, color=colour, markersize=4, label=label)
+    axes.vlines(places, lower, upper, color=colour, linewidth=1)
+
+
+def _ratio(row: Row) -> tuple[float, float, float]:
+    """How many times as fast as PyTorch's: by the medians, and at the row's own quartiles."""
+    ratio = row.comparisons[0].ratio
+    median, lower, upper = (seconds or 1.0 for seconds in (row.median, row.lower, row.upper))
+    return ratio, ratio * median / upper, ratio * median / lower
+
+
+def _by_subtraction(found: Measured, group: str) -> list[Row]:
     """The backward pass as the thesis takes it: a step's time, less the median of one without it."""
     times = {layer: found.timings[layer, "step", ""].less(found.timings[layer, "rest", ""]) for layer in (OURS, PEER)}
-    ours, peer = (found.row("backward pass by subtraction", time, layer, "") for layer, time in times.items())
+    ours, peer = (
+        found.row("backward pass by subtraction", time, layer, "", group=group) for layer, time in times.items()
+    )
     return [replace(ours, comparisons=compare("torch.nn / jacsparse", peer, ours)), peer]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["check_figure", "flop_figure", "new_figure", "pattern_figure", "save_figure"]
 
 # Distinguishable in print and with any colour vision (Okabe and Ito).
-BLUE, ORANGE, GREEN = "#0072b2", "#e69f00", "#009e73"
+BLUE, ORANGE, GREEN, SKY, PURPLE = "#0072b2", "#e69f00", "#009e73", "#56b4e9", "#cc79a7"
 
 
 def new_figure(width: float = 7.0, height: float = 4.5, *, columns: int = 1) -> tuple[Any, Any]:

@@ -179,7 +179,9 @@ def test_mkl_without_the_wheel_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.float64, 1e-9)])
 def test_scan_and_back_propagation_train_alike(dtype: torch.dtype, tolerance: float) -> None:
-    baseline, scan, _ = loss_curves(30, dtype, batch=32)
+    curves = loss_curves(30, dtype, batch=32)
+    assert list(curves) == ["back-propagation", "scan, blelloch", "back-propagation in another order"]
+    baseline, scan, _ = curves.values()
     assert len(baseline.train) == len(scan.train) == 30 and len(scan.test) == 2
     assert max(abs(one - other) for one, other in zip(baseline.train, scan.train, strict=True)) <= tolerance
     assert len(set(scan.train)) == 30
