@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import scipy.sparse
 import torch
 from jacsparse.patterns import Pattern, _runtime, _values
 from jacsparse.patterns import _cuda as kernels
@@ -26,7 +27,7 @@ from ._experiment import Experiment, Row, compare
 from ._figures import bars
 from ._text import amount
 
-__all__ = ["JacobianGeneration"]
+__all__ = ["PRINTED", "JacobianGeneration", "printed_algorithms"]
 
 #: Seconds that a call from tensors may take besides its kernel.
 OVERHEAD = 20e-6
@@ -99,14 +100,15 @@ class JacobianGeneration(Experiment):
 
     def _operator(self, operator: _Operator, context: Context) -> list[Row]:
         shape, device = (operator.channels, self.size, self.size), context.device
-        (record,) = chain(operator.build().to(context.place), shape).run(torch.randn(1, *shape).to(context.place))
+        module = operator.build().to(context.place)
+        (record,) = chain(module, shape).run(torch.randn(1, *shape).to(context.place))
         columns = _Columns(record.input, record.output, self.columns)
         columns.check(record.transposed_jacobian().to_scipy(), _TOLERANCE[device])
-        found = context.under(operator.name).times(_functions(record, columns, device))
+        found = context.under(operator.name).times(_functions(module, record, columns, device))
         return _rows(operator, record.stage.pattern, columns, found, MODES[device][-1])
 
 
-def _functions(record: Record, columns: _Columns, device: str) -> dict[str, Call]:
+def _functions(module: nn.Module, record: Record, columns: _Columns, device: str) -> dict[str, Call]:
     """What is timed: each part of making the Jacobian, a copy of as many bytes, and autograd."""
     stage = record.stage
     (edge,) = stage.edges
@@ -128,8 +130,12 @@ def _functions(record: Record, columns: _Columns, device: str) -> dict[str, Call
         "both": lambda: rule.transposed_values(prepared, fresh()),
         "copy": lambda: target.copy_(source),
         "autograd": columns.run,
+        "stacked": columns.run_stacked,
         "backward": columns.run_backward,
     }
+    if isinstance(module, nn.Conv2d) and device == "cpu":
+        weight, (_, height, width) = module.weight.detach().numpy(), record.stage.in_shape
+        functions["printed"] = functools.partial(printed_algorithms, weight, (height, width))
     if device == "cuda":
         # A kernel that takes microseconds is not to be timed by its launches.
         for key in ("kernel", "copy"):
@@ -145,13 +151,17 @@ def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, found: dict[
     kernel = row(labelled("values, kernel alone", mode), "kernel", floor=copy.fastest)
     overhead = row("call from tensors, without its kernel", "overhead")
     call = row("call from tensors", "call", floor=copy.fastest)
-    autograd, backward = (
+    autograd, stacked, backward = (
         row(label, key, per=columns.count / columns.total, role="peer")
         for label, key in (
             ("autograd, grad() of each output", "autograd"),
+            ("autograd, grad() of each output, stacked to a dense matrix", "stacked"),
             ("autograd, backward() of each output", "backward"),
         )
     )
+    both = row("pattern and values, from nothing", "both")
+    printed = [row(PRINTED, "printed", role="peer")] if "printed" in found else []
+    published = {"published": operator.published}
     limit = Row.of_value("limit", OVERHEAD, "time", "s")
     return [
         _size_row(pattern, operator.name),
@@ -160,16 +170,63 @@ def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, found: dict[
             kernel,
             comparisons=(
                 *compare("kernel / copy", kernel, copy, at_most=4),
-                *compare("grad() / kernel", autograd, kernel, at_least=operator.target, published=operator.published),
+                *compare("grad() / kernel", autograd, kernel, at_least=operator.target),
+                *compare("stacked / kernel", stacked, kernel, **published),
                 *compare("backward() / kernel", backward, kernel),
             ),
         ),
         replace(overhead, comparisons=compare(f"time / {amount(OVERHEAD, 's')}", overhead, limit, at_most=1)),
         replace(call, comparisons=compare("grad() / call", autograd, call)),
-        row("pattern and values, from nothing", "both"),
+        replace(
+            both,
+            comparisons=(
+                *compare("stacked / from nothing", stacked, both, **published),
+                *(each for peer in printed for each in compare("Algorithms 2 to 4 / from nothing", peer, both)),
+            ),
+        ),
         copy,
-        *(replace(peer, note=_sample_note(peer, columns)) for peer in (autograd, backward)),
+        *printed,
+        *(replace(peer, note=_sample_note(peer, columns)) for peer in (autograd, stacked, backward)),
     ]
+
+
+#: What `printed_algorithms` is called.
+PRINTED = "thesis, Algorithms 2 to 4, in NumPy"
+
+
+def printed_algorithms(weight: np.ndarray, size: tuple[int, int]) -> scipy.sparse.csr_array:
+    """The transposed Jacobian of a 3 × 3 convolution with padding 1 as the thesis prints it, row by row.
+
+    Positions that wrap around an image's left or right edge are kept, as zeros. In Algorithm 3 it is ``r >= w (h - 1)``
+    that begins the last row of an image.
+
+    Parameters
+    ----------
+    weight : ndarray, (out_channels, in_channels, 3, 3)
+        The filters.
+    size : (int, int)
+        Height and width of the images.
+    """
+    (out_channels, in_channels, *_), (height, width) = weight.shape, size
+    pixels = height * width
+    columns, entries, lengths = [], [], []
+    for row in range(in_channels * pixels):
+        channel, place = divmod(row, pixels)
+        first, last = int(place < width), 3 - int(place >= pixels - width)
+        steps = np.arange(first - 1, last - 1)[:, None] * width + np.arange(-1, 2)
+        found = (np.arange(out_channels)[:, None, None] * pixels + steps + place) % (out_channels * pixels)
+        values = weight[:, channel, ::-1, ::-1][:, first:last].copy()
+        if place % width == 0:
+            values[:, :, 0] = 0
+        if place % width == width - 1:
+            values[:, :, 2] = 0
+        order = np.argsort(found, axis=None)
+        columns.append(found.reshape(-1)[order])
+        entries.append(values.reshape(-1)[order])
+        lengths.append(len(order))
+    indptr = np.append(0, np.cumsum(lengths))
+    shape = in_channels * pixels, out_channels * pixels
+    return scipy.sparse.csr_array((np.concatenate(entries), np.concatenate(columns), indptr), shape=shape)
 
 
 def _sample_note(row: Row, columns: _Columns) -> str:
@@ -256,6 +313,10 @@ class _Columns:
         """All chosen columns."""
         for number in self.chosen:
             self.column(number)
+
+    def run_stacked(self) -> None:
+        """All chosen columns, as a dense matrix."""
+        torch.stack([self.column(number).reshape(-1) for number in self.chosen], 1)
 
     def run_backward(self) -> None:
         """All chosen columns as ``backward`` gives them, into ``.grad``: with the gradients of the weights."""

@@ -96,7 +96,9 @@ class LenetConvergence(Experiment):
             if other is not None:
                 apart = [abs(a - b) for a, b in zip(other.train, baseline.train, strict=True)]
                 differences.plot(apart, color=colour, linewidth=1, label=name)
-        differences.set(xlabel="iteration", ylabel=f"difference from {BASELINE}'s loss", yscale="log")
+        differences.set(xlabel="iteration", ylabel=f"difference from {BASELINE}'s loss")
+        if any(line.get_ydata().max() > 0 for line in differences.lines):
+            differences.set_yscale("log")
         for axes in (losses, differences):
             axes.grid(alpha=0.25)
             axes.minorticks_on()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -21,6 +21,22 @@ from ._runs import Sequences
 from ._sweeps import CHUNK, FORWARD, Options, Report, parse
 
 __all__ = ["GRU", "LSTM", "RNN", "convert"]
+
+
+class _Range(NamedTuple):
+    """Where our kernels are faster on the CPU than PyTorch's: from so many steps on, and in states of so many elements.
+
+    Theirs start sooner, and have faster products of large matrices.
+    """
+
+    steps: int
+    size: int
+    batch_times_size: int
+
+
+#: In training, and without gradients; and those of an LSTM in float32, which oneDNN computes as one operator.
+_TRAINED, _FORWARD = _Range(32, 512, 4096), _Range(64, 256, 4096)
+_TRAINED_LSTM, _FORWARD_LSTM = _Range(512, 32, 1024), _Range(2**62, 0, 0)
 
 # From PyTorch 2.7 on.
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
@@ -125,6 +141,15 @@ class _Recurrent(nn.RNNBase):
         x, sequences, packed = self._sequences(input)
         single = packed is None and input.ndim == 2
         initial = self._initial(hx, x, sequences, packed, single)
+        if warm is None and (reason := self._why_torch(x, sequences)):
+            names = [name.removeprefix("weight_hh_") for name in self._flat_weights_names if "weight_hh" in name]
+            self._reports = [
+                Report(way, sequences.time, name, ["torch.nn"], sequences.time, 1, reason=reason)
+                for name in names
+                for way in ("forward", "backward")
+            ]
+            self.boundaries = [None] * len(names)
+            return super().forward(input, hx)
         reports: list[Report] = []
         boundaries: list[torch.Tensor | None] = []
         ends = []
@@ -158,6 +183,27 @@ class _Recurrent(nn.RNNBase):
                 x = functional.dropout(x, self.dropout)
         self._reports, self.boundaries = reports, boundaries
         return self._shown(x, sequences, packed, single), self._last(torch.stack(ends), packed, single)
+
+    def _why_torch(self, x: torch.Tensor, sequences: Sequences) -> str:
+        """Why PyTorch's own kernels are to run, where nobody asked for others; empty where ours are."""
+        if self.schedule != "auto" or self.forward_method != "sequential" or x.device.type != "cpu":
+            return ""
+        if torch.is_autocast_enabled("cpu"):
+            # Which changes no digit of ours.
+            return ""
+        own = [getattr(self, name) for name in self._flat_weights_names]
+        if any(weight is not flat for weight, flat in zip(own, self._flat_weights, strict=True)):
+            # PyTorch's layer would not see what a parametrisation makes of them.
+            return ""
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *own))
+        fused = self.mode == "LSTM" and x.dtype == torch.float32
+        least, most, all_most = (
+            (_TRAINED_LSTM if fused else _TRAINED) if trains else (_FORWARD_LSTM if fused else _FORWARD)
+        )
+        size, batch = self.hidden_size, sequences.batch
+        if sequences.time >= max(least, size // 2) and size <= most and size * batch <= all_most:
+            return ""
+        return f"PyTorch's kernels are faster for {batch} samples of {sequences.time} steps, {size} elements in a state"
 
     def _sequences(self, given: Any) -> tuple[torch.Tensor, Sequences, PackedSequence | None]:
         """The input as rows, and whose they are."""
@@ -377,7 +423,8 @@ class RNN(_Recurrent, nn.RNN):
         How the gradients of the hidden states are found: step after step; in chunks composed by a scan over their
         transfer matrices; by a Blelloch scan over single steps, whose matrices are full or, ``planned``, as sparse as
         the recurrent weights are pruned; or in chunks from guessed gradients at their boundaries, again from the
-        neighbours' results until they agree. ``auto`` says in `reports` what it chose.
+        neighbours' results until they agree. ``auto`` chooses, and says in `reports` what and why; on the CPU it leaves
+        few steps and large states to PyTorch's own kernels, forward too.
     forward : {"sequential", "parallel", "relaxed", "newton"}
         How the hidden states are found: step after step, or in chunks from guessed states. ``parallel`` begins relaxed
         and, on the CPU, changes to Newton's method (multiple shooting) when that does not converge; what still does
@@ -401,8 +448,8 @@ class RNN(_Recurrent, nn.RNN):
 
     Notes
     -----
-    Thesis, equation 4.2; Naumov, sections 3.3 and 3.4, for the chunks. Gradients of gradients are not supported, and
-    say so.
+    Thesis, equation 4.2; Naumov, sections 3.3 and 3.4, for the chunks. Gradients of gradients are not supported by any
+    schedule but ``auto``, where it leaves the work to PyTorch, and say so.
 
     A CUDA device is never waited for, so what settles is decided there: after four sweeps, or eight of Newton's
     iterations, samples whose chunks do not fit are finished step after step.

@@ -221,8 +221,8 @@ class Runs:
 
         And the rows among those of steps that are none of them.
         """
-        if not len(self):
-            return slice(0, 0), np.empty(0, np.int64)
+        if (reach == self.count).all():
+            return slice(0, self.sequences.steps), np.empty(0, np.int64)
         offset, forward = self.sequences.offset, self.direction > 0
         times = self.begin + (self.count - reach) * self.direction
         edge = times.min() if forward else times.max()

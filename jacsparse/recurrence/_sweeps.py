@@ -309,7 +309,8 @@ class _Backward(Sweep):
         reach = np.empty(len(runs), np.int64)
         grad_start = self.cell.backward(runs, *given, gates, reach)
         self.rows, others = runs.reached(reach)
-        gates[index(others, gates)] = 0
+        if len(others):
+            gates[index(others, gates)] = 0
         return grad_start
 
     def matrices(

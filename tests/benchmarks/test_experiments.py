@@ -15,6 +15,7 @@ from jacsparse.models import BitstreamRNN, bitstreams
 from torch import nn
 from torch.nn.utils import prune
 
+import jacsparse
 from benchmarks import _peers, spgemm
 from benchmarks._context import Context, Limits
 from benchmarks._experiment import Experiment, Row
@@ -23,7 +24,7 @@ from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import Result, read, write
 from benchmarks.flop_analysis import FlopAnalysis
 from benchmarks.gru_breakdown import GruBreakdown
-from benchmarks.jacobian_generation import JacobianGeneration
+from benchmarks.jacobian_generation import JacobianGeneration, printed_algorithms
 from benchmarks.kernel_resources import KernelResources
 from benchmarks.lenet_convergence import LenetConvergence, loss_curves
 from benchmarks.parallel_forward import ParallelForward
@@ -92,8 +93,10 @@ def test_jacobian_rows_give_size_and_ratios(context: Context) -> None:
     sizes = [row for row in rows if row.label == "entries"]
     assert [row.median for row in sizes] == [1_696_512, 65_536, 65_536]
     assert [round(row.data["sparsity"], 5) for row in sizes] == [0.99157, 0.99998, 0.99994]
-    published = [row.comparisons[1].published for row in rows if row.label == "values, kernel alone"]
-    assert published == [8.3e3, 1.2e6, 1.5e5]
+    for label in ("values, kernel alone", "pattern and values, from nothing"):
+        compared = [each for row in rows if row.label == label for each in row.comparisons]
+        assert [each.published for each in compared if each.published] == [8.3e3, 1.2e6, 1.5e5]
+        assert all(each.text.startswith("stacked /") for each in compared if each.published)
 
 
 def test_a_wrong_jacobian_is_not_timed(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +188,14 @@ def test_scan_and_back_propagation_train_alike(dtype: torch.dtype, tolerance: fl
     assert len(baseline.train) == len(scan.train) == 30 and len(scan.test) == 2
     assert max(abs(one - other) for one, other in zip(baseline.train, scan.train, strict=True)) <= tolerance
     assert len(set(scan.train)) == 30
+
+
+def test_the_thesis_algorithms_give_the_jacobian() -> None:
+    for shape in ((2, 4, 5), (1, 1, 1), (3, 2, 1)):
+        module = nn.Conv2d(shape[0], 3, 3, padding=1)
+        printed = printed_algorithms(module.weight.detach().numpy(), shape[1:])
+        found = jacsparse.jacobian(module, torch.randn(1, *shape)).todense()
+        assert np.array_equal(printed.toarray().T, found.numpy())
 
 
 def test_say_hears_of_the_progress() -> None:

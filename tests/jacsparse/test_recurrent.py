@@ -47,6 +47,8 @@ def pair(kind: str, *args: Any, dtype: torch.dtype = torch.float64, **options: A
     """Ours and PyTorch's layer with the same weights."""
     ours, theirs, more = KINDS[kind]
     added = {name: options.pop(name) for name in ("schedule", "forward", "chunk") if name in options}
+    # By `auto` PyTorch's kernels would run the small ones.
+    added.setdefault("schedule", "linear")
     reference = theirs(*args, **more, **options).to(dtype)
     layer = ours(*args, **more, **options, **added).to(dtype)
     layer.load_state_dict(reference.state_dict())
@@ -559,9 +561,39 @@ def test_a_warm_start_saves_a_sweep() -> None:
 
 
 def test_auto_says_what_it_chose() -> None:
-    layer = jacsparse.nn.GRU(3, 4)
+    layer = jacsparse.nn.GRU(3, 4, 2, bidirectional=True)
+    layer(torch.randn(50, 4, 3))[0].sum().backward()
+    backward = [report for report in layer.reports if report.recurrence == "backward"]
+    assert [report.methods for report in backward] == [["linear"]] * 4
+    assert all("4 samples of 50 steps" in report.reason for report in backward)
     layer(torch.randn(10, 4, 3))[0].sum().backward()
-    assert layer.reports[1].methods == ["linear"] and "4 samples of 10 steps" in layer.reports[1].reason
+    assert [report.methods for report in layer.reports] == [["torch.nn"]] * 8
+    assert {report.layer for report in layer.reports} == {"l0", "l0_reverse", "l1", "l1_reverse"}
+    assert all("4 samples of 10 steps" in report.reason for report in layer.reports)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_where_pytorch_is_faster_its_kernels_run(kind: str, dtype: torch.dtype) -> None:
+    x, size = torch.randn(600, 3, 2, dtype=dtype), 8
+    for steps, batch in ((3, 3), (600, 3)):
+        layer, reference = pair(kind, 2, size, dtype=dtype, schedule="auto", bidirectional=True)
+        theirs = steps == 3
+        for inputs in (x[:steps, :batch], pack_sequence(list(x[:steps, :batch].unbind(1)))):
+            states = torch.randn(2, 2, batch, size, dtype=dtype)
+            hx = tuple(states) if kind == "LSTM" else states[0]
+            (found, last), (expected, end) = layer(inputs, hx), reference(inputs, hx)
+            compare([padded(found).detach()], [padded(expected).detach()])
+            close(torch.stack(tuple(last)), torch.stack(tuple(end)), TOLERANCE[dtype])
+            assert (layer.reports[0].methods == ["torch.nn"]) == theirs
+    # What has been put in the place of a weight is seen.
+    with torch.no_grad():
+        layer.weight_hh_l0.zero_()
+        reference.weight_hh_l0.zero_()
+    close(layer(x[:3])[0], reference(x[:3])[0], TOLERANCE[dtype])
+    nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0_reverse")
+    layer(x[:3])
+    assert layer.reports[0].methods == ["sequential"]
 
 
 def test_reports_count_as_the_chain_does() -> None:
@@ -610,7 +642,7 @@ def test_functional_gradients(kind: str) -> None:
 
 @ALL
 def test_autocast_changes_no_digit(kind: str) -> None:
-    layer = KINDS[kind][0](3, 4, **KINDS[kind][2])
+    layer = KINDS[kind][0](3, 4, schedule="linear", **KINDS[kind][2])
     x = torch.randn(6, 2, 3, requires_grad=True)
     expected = torch.autograd.grad(layer(x)[0].square().sum(), [x, *layer.parameters()])
     with torch.autocast("cpu", torch.bfloat16):
@@ -641,7 +673,7 @@ def test_matrices_that_overflow(schedule: str) -> None:
 def test_where_auto_chose_to_guess_in_vain(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a machine with many more workers than samples.
     monkeypatch.setattr(_sweeps, "_choose", lambda _, chunk, *__: ("relaxed", chunk, "many workers"))
-    layer, reference = pair(kind, 5, 6, bidirectional=True, chunk=2)
+    layer, reference = pair(kind, 5, 6, bidirectional=True, chunk=2, schedule="auto")
     rescaled(layer, reference, "times 4")
     packed = pack_sequence([torch.randn(length, 5).double() for length in (70, 41, 9, 3)])
     found, expected = (
