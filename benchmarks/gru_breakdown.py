@@ -54,8 +54,9 @@ class GruBreakdown(Experiment):
         ]
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse._figures import BLUE, GREEN, ORANGE, SKY, new_figure, save_figure
+        from jacsparse._figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
 
+        colours = (ORANGE, BLUE, GREEN, SKY, PURPLE)
         # By set, batch and layer, the seconds of both passes.
         found: dict[tuple[str, int, str], dict[str, float]] = {}
         for row in shown(rows):
@@ -68,7 +69,7 @@ class GruBreakdown(Experiment):
         for axes, name in zip(panels if len(sets) > 1 else [panels], sets[::-1], strict=False):
             batches = sorted({batch for other, batch, _ in found if other == name})
             width = 0.8 / len(layers)
-            for number, (layer, colour) in enumerate(zip(layers, (ORANGE, BLUE, GREEN, SKY), strict=False)):
+            for number, (layer, colour) in enumerate(zip(layers, colours, strict=False)):
                 for place, batch in enumerate(batches):
                     own, whole = found.get((name, batch, layer)), found.get((name, batch, PEER.name))
                     if own and whole:
@@ -80,7 +81,7 @@ class GruBreakdown(Experiment):
             axes.tick_params(axis="x", which="minor", bottom=False)
             axes.grid(axis="y", alpha=0.25)
         figure.axes[0].set_ylabel("time over torch.nn's forward and backward")
-        _legend(figure, layers, (ORANGE, BLUE, GREEN, SKY))
+        _legend(figure, layers, colours)
         figure.suptitle(self.title, fontsize=10)
         save_figure(figure, path)
 

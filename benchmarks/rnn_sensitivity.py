@@ -77,7 +77,7 @@ class RnnSensitivity(Experiment):
         torch.set_num_threads(1)
         try:
             single = [RecurrentWorkload("RNN", time, 16, 1) for time in self.times if time in self.scheduled]
-            return rows + [row for workload in single for row in self._rows(workload, context)]
+            return rows + [row for workload in single for row in self._rows(workload, context, alone=True)]
         finally:
             torch.set_num_threads(workers)
 
@@ -91,8 +91,10 @@ class RnnSensitivity(Experiment):
     def _is_scheduled(self, workload: RecurrentWorkload) -> bool:
         return workload.kind == "RNN" and workload.batch == 16 and workload.time in self.scheduled
 
-    def _rows(self, workload: RecurrentWorkload, context: Context) -> list[Row]:
-        targets = _TARGETS[context.device].get((workload.kind, workload.time), {}) if workload.batch == 16 else {}
+    def _rows(self, workload: RecurrentWorkload, context: Context, *, alone: bool = False) -> list[Row]:
+        targets = {}
+        if workload.batch == 16 and not alone:
+            targets = _TARGETS[context.device].get((workload.kind, workload.time), {})
         threads = torch.get_num_threads()
         data = {"kind": workload.kind, "time": workload.time, "batch": workload.batch, "threads": threads}
         group = workload.name if context.device == "cuda" else f"{workload.name}, {threads} thread(s)"
@@ -103,7 +105,12 @@ class RnnSensitivity(Experiment):
         if context.device == "cuda":
             # There a backward pass is timed as it is, and one by subtraction tells nothing more.
             parts.remove("rest")
-        backward, step = workload.times(context, ["backward"], layers), workload.times(context, parts)
+        backward = workload.times(context, ["backward"], layers)
+        if alone:
+            single = backward.rows("backward", ("backward pass",) * 2, context.limits, group=group, data=data)
+            # Those are of all threads.
+            return [replace(row, floor=None) for row in single]
+        step = workload.times(context, parts)
         rows: list[Row] = []
         for found, part, label in ((backward, "backward", "backward pass"), (step, "step", "training step")):
             rows += found.rows(part, (label, label), context.limits, targets=targets.get(part), group=group, data=data)
@@ -133,11 +140,12 @@ class RnnSensitivity(Experiment):
         scans = [row for row in drawn if (row.data["kind"], row.data["part"]) == ("RNN", "backward")]
         scans = [row for row in scans if row.data["batch"] == 16 and row.data["time"] in self.scheduled]
         names = list(dict.fromkeys(row.data["layer"] for row in scans))
-        for name, colour in zip(names, (BLUE, ORANGE, GREEN, SKY, PURPLE), strict=False):
+        for number, name in enumerate(names):
             for count in dict.fromkeys(row.data["threads"] for row in scans):
                 line = [row for row in scans if (row.data["layer"], row.data["threads"]) == (name, count)]
-                style = "o-" if count == threads else "o:"
-                _draw(panels[2], line, "time", style, colour, f"RNN, backward: {_ran(line)}, {count} thread(s)")
+                style = "osD"[number // 5 % 3] + ("-" if count == threads else ":")
+                label = f"RNN, backward: {name}, {_ran(line)}, {count} thread(s)"
+                _draw(panels[2], line, "time", style, (BLUE, ORANGE, GREEN, SKY, PURPLE)[number % 5], label)
         for axes, label in zip(panels, labels, strict=True):
             axes.axhline(1, color="black", linewidth=1, label="torch.nn")
             axes.set(xscale="log", yscale="log", xlabel=label, ylabel="times as fast as torch.nn")

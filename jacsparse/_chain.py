@@ -497,8 +497,8 @@ def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> t
     if type(x) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a plain tensor: {name}.as_subclass(torch.Tensor)")
     if x.dtype not in (torch.float32, torch.float64):
-        remedy = f"convert it with {name}.float()"
-        if not x.is_floating_point():
+        remedy = "give real and imaginary parts" if x.is_complex() else f"convert it with {name}.float()"
+        if not x.is_floating_point() and not x.is_complex():
             remedy += ", or give, in the place of indices, what their embedding makes of them"
         raise TypeError(f"{name} is {x.dtype}; expected float32 or float64: {remedy}")
     if x.device.type not in ("cpu", "cuda"):

@@ -231,7 +231,7 @@ class _BatchNormRule(_NormRule):
         measures = _measures(use.operator, use.arguments)
         if use.batch > 1 and measures and any(layout.axis != 1 for layout in use.layouts.values()):
             if use.arguments.get("running_mean") is None:
-                what, remedy = "without running statistics", "give it some, with track_running_stats=True"
+                what, remedy = "without running statistics", "make it with track_running_stats=True, and call .eval()"
             else:
                 what, remedy = "in training mode", "call .eval() on it first"
             raise MixedSamplesError(f"batch normalisation {what} couples the samples of a batch", remedy)

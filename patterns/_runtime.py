@@ -143,24 +143,25 @@ def _change_mode(kept: int, added: int) -> Any:
     return _changed_mode(np.uint32(kept), np.uint32(added))
 
 
-#: The bits by which subnormal results, and subnormal operands, are zeros.
-_FLUSHING = 1 << 15 | 1 << 6
+#: All bits of the mode; and the one by which results below the smallest normal number are zeros.
+_ALL, _FLUSHING = 0xFFFFFFFF, 1 << 15
 
 
-def flushing(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a kernel that takes numbers below the smallest normal one for zeros.
+def flushing(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a kernel whose results are zeros where they are below the smallest normal number.
 
-    Many processors take a hundred times as long for an operation on such numbers. Only those of the x86 architecture
-    have a mode that this sets; on others they stay, and cost nothing more on most.
+    Many processors take a hundred times as long for an operation that has such a result. Only those of the x86
+    architecture have a mode that this sets; on others they stay, and cost nothing more on most.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return kernel
+        return compiled
 
-    @functools.wraps(kernel)
+    @functools.wraps(compiled)
     def flushed(*args: Any) -> None:
-        before = _change_mode(0xFFFFFFFF, _FLUSHING)
+        before = _change_mode(_ALL, 0)
         try:
-            kernel(*args)
+            _change_mode(_ALL, _FLUSHING)
+            compiled(*args)
         finally:
             _change_mode(0, before)
 

@@ -147,7 +147,7 @@ def _gradients(
             options,
         )
         x = x.detach()
-        factors = (x, states) if cell.bounded else (x, states, output)
+        factors = (x, states, weights.input) if cell.bounded else (x, states, weights.input, output)
         if rows != slice(0, len(x)) and not all(tensor.sum().isfinite() for tensor in factors):
             # Their products with zeros are to be seen.
             grad_gates[: rows.start], grad_gates[rows.stop :], rows = 0, 0, slice(0, len(x))

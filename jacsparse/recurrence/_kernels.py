@@ -10,12 +10,10 @@ Weights are padded: ``w[k, g * width + j]`` is what element ``k`` of the state w
 (forward), or what element ``k`` of gate ``g``, row ``g * width + k``, weighs in element ``j`` of the state (backward).
 
 Backward all is computed in the dtype of `grad_end`, whichever that of what the forward pass kept and of the weights is.
-Gradients below the smallest normal number are zero, and steps that nothing else comes to are passed over; but for a
-run's last one: the NaN that an earlier one may hold is in its state too, and is to be seen. How many steps of each run,
-from its end, were reached is written to `reach`, where that has elements: the gates' gradients of others are then not
-written, and are zeros.
-
-All loops over elements are over whole arrays by a plain index, for LLVM to vectorise.
+On x86 processors gradients below the smallest normal number become zeros. Steps that no gradient comes to are passed
+over, but for a run's last one: a NaN in an earlier state has reached that one too, and is to be seen. Where `reach` has
+elements, it takes how many steps of each run, from its end, were computed; the gates' gradients of the others are not
+written then, and count as zeros.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ def _write_zeros(written, columns, rows, sample, begin, count, direction, offset
 
 
 @inlined
-def _leave(reach, written, columns, rows, sample, begin, count, direction, offset, run, reached):
+def _record_reach(reach, written, columns, rows, sample, begin, count, direction, offset, run, reached):
     """Tell, where that is asked for, how many steps from the runs' ends were reached; else the others are zeros."""
     if len(reach):
         for r in range(rows):
@@ -141,9 +139,9 @@ def rnn_backward(
             while count[run + active - 1] <= back:
                 active -= 1
             if not alive:
-                for r in range(active):
-                    row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
-                    if len(added):
+                if len(added):
+                    for r in range(active):
+                        row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
                         alive |= any_nonzero(added, row * size, size)
                 if not alive:
                     continue
@@ -170,7 +168,7 @@ def rnn_backward(
             multiply_rows(v, 0, width, weights, 0, width, d, 0, width, size, width, active)
             if back % CHECKED == 0:
                 alive = any_nonzero(v, 0, active * width)
-        _leave(reach, written, size, rows, sample, begin, count, direction, offset, run, reached)
+        _record_reach(reach, written, size, rows, sample, begin, count, direction, offset, run, reached)
         for r in range(rows):
             copy_elements(starts, (run + r) * size, v, r * width, size)
 
@@ -271,9 +269,9 @@ def gru_backward(
             while count[run + active - 1] <= back:
                 active -= 1
             if not alive:
-                for r in range(active):
-                    row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
-                    if len(added):
+                if len(added):
+                    for r in range(active):
+                        row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
                         alive |= any_nonzero(added, row * size, size)
                 if not alive:
                     continue
@@ -313,7 +311,7 @@ def gru_backward(
             multiply_rows(v, 0, width, weights, 2 * part, width, inner, 0, width, size, width, active)
             if back % CHECKED == 0:
                 alive = any_nonzero(v, 0, active * width)
-        _leave(reach, written, 4 * size, rows, sample, begin, count, direction, offset, run, reached)
+        _record_reach(reach, written, 4 * size, rows, sample, begin, count, direction, offset, run, reached)
         for r in range(rows):
             copy_elements(starts, (run + r) * size, v, r * width, size)
 
@@ -423,9 +421,9 @@ def lstm_backward(
             while count[run + active - 1] <= back:
                 active -= 1
             if not alive:
-                for r in range(active):
-                    row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
-                    if len(added):
+                if len(added):
+                    for r in range(active):
+                        row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
                         alive |= any_nonzero(added, row * size, size)
                 if not alive:
                     continue
@@ -470,7 +468,7 @@ def lstm_backward(
             multiply_rows(v, 0, width, weights, 3 * part, width, leave, 0, width, size, width, active)
             if back % CHECKED == 0:
                 alive = any_nonzero(v, 0, active * width) or any_nonzero(cell_v, 0, active * width)
-        _leave(reach, written, 4 * size, rows, sample, begin, count, direction, offset, run, reached)
+        _record_reach(reach, written, 4 * size, rows, sample, begin, count, direction, offset, run, reached)
         for r in range(rows):
             copy_elements(starts, 2 * (run + r) * size, v, r * width, size)
             copy_elements(starts, (2 * (run + r) + 1) * size, cell_v, r * width, size)

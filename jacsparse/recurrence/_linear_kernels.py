@@ -2,8 +2,8 @@
 
 The adjoint goes through a run's steps the other way: ``v_t = g_t + (what came)``, and ``A_tᵀ v_t`` goes on. `b`, `out`
 or their like without rows are left out. Runs are as in `_kernels`; `shared` says that all samples have the same blocks.
-States have the dtype of `start`, in which all is computed, whichever that of the blocks and of `b` is. Numbers below
-the smallest normal one are zero.
+States have the dtype of `start`, in which all is computed, whichever that of the blocks and of `b` is. On x86
+processors adjoints below the smallest normal number become zeros.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ def _block(time, sample, batch, shared):
     return time if shared else time * batch + sample
 
 
-@flushing
 @kernel
 def dense_sweep(first, last, sample, begin, count, direction, batch, blocks, shared, b, start, out, end):
     size = start.shape[1]
@@ -130,7 +129,6 @@ def dense_adjoint(first, last, sample, begin, count, direction, batch, blocks, s
         copy_elements(ends, run * size, state, 0, size)
 
 
-@flushing
 @kernel
 def diagonal_sweep(first, last, sample, begin, count, direction, batch, d, shared, b, start, out, end):
     size = start.shape[1]
@@ -178,7 +176,6 @@ def diagonal_adjoint(first, last, sample, begin, count, direction, batch, d, sha
                 state[i] = scale[i] * state[i]
 
 
-@flushing
 @kernel
 def scaled_sweep(first, last, sample, begin, count, direction, batch, w, d, shared, b, start, out, end):
     """``A_t = W diag(d_t)``; `w` has a padded row for each column of ``W``."""
@@ -231,7 +228,6 @@ def scaled_adjoint(first, last, sample, begin, count, direction, batch, w, d, sh
         copy_elements(ends, run * size, state, 0, size)
 
 
-@flushing
 @kernel
 def sparse_sweep(first, last, sample, begin, count, direction, batch, indptr, indices, values, b, start, out, end):
     """`values` has shape ``(time, nnz, batch or 1)``."""

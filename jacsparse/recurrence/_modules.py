@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
+from ..patterns._cuda import on_device
 from ..tracing import is_recording
 from ._cells import CELLS
 from ._function import run_layer
@@ -24,19 +25,31 @@ __all__ = ["GRU", "LSTM", "RNN", "convert"]
 
 
 class _Range(NamedTuple):
-    """Where our kernels are faster on the CPU than PyTorch's: from so many steps on, and in states of so many elements.
+    """Where our kernels are faster than PyTorch's: from so many steps on, in states of at most so many elements.
 
-    Theirs start sooner, and have faster products of large matrices.
+    PyTorch's start sooner, and have faster products of large matrices.
+
+    Attributes
+    ----------
+    steps, size : int
+        The fewest steps, and the most elements of one state.
+    all_states : int
+        The most elements of the states of a batch.
     """
 
     steps: int
     size: int
-    batch_times_size: int
+    all_states: int
+
+    def holds(self, steps: int, size: int, batch: int) -> bool:
+        """Whether so many steps of so many states are within it."""
+        return steps >= max(self.steps, size // 2) and size <= self.size and size * batch <= self.all_states
 
 
-#: In training, and without gradients; and those of an LSTM in float32, which oneDNN computes as one operator.
+# Measured on one thread of an Intel Sapphire Rapids: the nearest round numbers from where on no shape lost.
 _TRAINED, _FORWARD = _Range(32, 512, 4096), _Range(64, 256, 4096)
-_TRAINED_LSTM, _FORWARD_LSTM = _Range(512, 32, 1024), _Range(2**62, 0, 0)
+#: Of an LSTM in float32, which oneDNN computes as one operator: without gradients always faster.
+_TRAINED_LSTM = _Range(512, 32, 1024)
 
 # From PyTorch 2.7 on.
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
@@ -141,12 +154,14 @@ class _Recurrent(nn.RNNBase):
         x, sequences, packed = self._sequences(input)
         single = packed is None and input.ndim == 2
         initial = self._initial(hx, x, sequences, packed, single)
-        if warm is None and (reason := self._why_torch(x, sequences)):
+        given = (x, *initial, *self._parameters.values())
+        trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+        if warm is None and (reason := self._why_torch(x, sequences, trains)):
             names = [name.removeprefix("weight_hh_") for name in self._flat_weights_names if "weight_hh" in name]
             self._reports = [
                 Report(way, sequences.time, name, ["torch.nn"], sequences.time, 1, reason=reason)
                 for name in names
-                for way in ("forward", "backward")
+                for way in (("forward", "backward") if trains else ("forward",))
             ]
             self.boundaries = [None] * len(names)
             return super().forward(input, hx)
@@ -184,24 +199,22 @@ class _Recurrent(nn.RNNBase):
         self._reports, self.boundaries = reports, boundaries
         return self._shown(x, sequences, packed, single), self._last(torch.stack(ends), packed, single)
 
-    def _why_torch(self, x: torch.Tensor, sequences: Sequences) -> str:
+    def _why_torch(self, x: torch.Tensor, sequences: Sequences, trains: bool) -> str:
         """Why PyTorch's own kernels are to run, where nobody asked for others; empty where ours are."""
-        if self.schedule != "auto" or self.forward_method != "sequential" or x.device.type != "cpu":
+        if self.schedule != "auto" or self.forward_method != "sequential" or on_device(x):
             return ""
-        if torch.is_autocast_enabled("cpu"):
-            # Which changes no digit of ours.
+        # PyTorch's kernels would compute in low precision under autocast; they may not see weights that are made of
+        # others, which each look at would make once more.
+        if torch.is_autocast_enabled("cpu") or is_parametrized(self):
             return ""
         own = [getattr(self, name) for name in self._flat_weights_names]
         if any(weight is not flat for weight, flat in zip(own, self._flat_weights, strict=True)):
-            # PyTorch's layer would not see what a parametrisation makes of them.
             return ""
-        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *own))
-        fused = self.mode == "LSTM" and x.dtype == torch.float32
-        least, most, all_most = (
-            (_TRAINED_LSTM if fused else _TRAINED) if trains else (_FORWARD_LSTM if fused else _FORWARD)
-        )
         size, batch = self.hidden_size, sequences.batch
-        if sequences.time >= max(least, size // 2) and size <= most and size * batch <= all_most:
+        ranges = [_TRAINED if trains else _FORWARD]
+        if self.mode == "LSTM" and x.dtype == torch.float32:
+            ranges = [_TRAINED_LSTM] if trains else []
+        if any(each.holds(sequences.time, size, batch) for each in ranges):
             return ""
         return f"PyTorch's kernels are faster for {batch} samples of {sequences.time} steps, {size} elements in a state"
 
@@ -424,7 +437,7 @@ class RNN(_Recurrent, nn.RNN):
         transfer matrices; by a Blelloch scan over single steps, whose matrices are full or, ``planned``, as sparse as
         the recurrent weights are pruned; or in chunks from guessed gradients at their boundaries, again from the
         neighbours' results until they agree. ``auto`` chooses, and says in `reports` what and why; on the CPU it leaves
-        few steps and large states to PyTorch's own kernels, forward too.
+        few steps, large states and most LSTMs in float32 to PyTorch's own kernels, forward too.
     forward : {"sequential", "parallel", "relaxed", "newton"}
         How the hidden states are found: step after step, or in chunks from guessed states. ``parallel`` begins relaxed
         and, on the CPU, changes to Newton's method (multiple shooting) when that does not converge; what still does
@@ -448,8 +461,8 @@ class RNN(_Recurrent, nn.RNN):
 
     Notes
     -----
-    Thesis, equation 4.2; Naumov, sections 3.3 and 3.4, for the chunks. Gradients of gradients are not supported by any
-    schedule but ``auto``, where it leaves the work to PyTorch, and say so.
+    Thesis, equation 4.2; Naumov, sections 3.3 and 3.4, for the chunks. Gradients of gradients are not supported, and
+    say so; but for those of a RNN or GRU where ``auto`` leaves the work to PyTorch.
 
     A CUDA device is never waited for, so what settles is decided there: after four sweeps, or eight of Newton's
     iterations, samples whose chunks do not fit are finished step after step.

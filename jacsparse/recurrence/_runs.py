@@ -216,11 +216,8 @@ class Runs:
         """Whether these are all steps of all samples, each of which is one run."""
         return len(self) == self.sequences.batch and int(self.count.sum()) == self.sequences.steps
 
-    def reached(self, reach: np.ndarray) -> tuple[slice, np.ndarray]:
-        """The rows of all times at which a sample has one of so many steps from its end; of runs that are whole.
-
-        And the rows among those of steps that are none of them.
-        """
+    def live_rows(self, reach: np.ndarray) -> tuple[slice, np.ndarray]:
+        """Of whole runs, a slice of rows that covers each sample's last `reach` steps, and its rows of earlier ones."""
         if (reach == self.count).all():
             return slice(0, self.sequences.steps), np.empty(0, np.int64)
         offset, forward = self.sequences.offset, self.direction > 0

@@ -95,7 +95,7 @@ class Report:
         Of the longest sample.
     methods : list of str
         What was used, in order: ``linear``, ``chunked``, ``blelloch``, ``planned``, ``relaxed``, ``newton``; and
-        ``sequential`` where samples, or their ends, were then gone through step after step.
+        ``sequential`` where samples, or their ends, were then gone through step after step. Or ``torch.nn``, its own.
     chunk : int
         Steps of a chunk.
     sweeps : int
@@ -299,7 +299,7 @@ class _Backward(Sweep):
     kept: Kept
     grad_output: torch.Tensor | None
     grad_gates: torch.Tensor
-    #: Those of `grad_gates` that were written; others are zeros.
+    #: Those of `grad_gates` that were written: others count as zeros, whatever is in them.
     rows: slice
 
     def run(self, runs: Runs | OnDevice, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
@@ -308,7 +308,7 @@ class _Backward(Sweep):
             return self.cell.backward(runs, *given, gates)
         reach = np.empty(len(runs), np.int64)
         grad_start = self.cell.backward(runs, *given, gates, reach)
-        self.rows, others = runs.reached(reach)
+        self.rows, others = runs.live_rows(reach)
         if len(others):
             gates[index(others, gates)] = 0
         return grad_start
@@ -392,7 +392,7 @@ def solve_backward(
 ) -> tuple[torch.Tensor, slice, torch.Tensor]:
     """The gradients of the gates, ``(rows, columns)``, which of them are written, and those of the first states.
 
-    Rows that are not written are zeros.
+    Rows that are not written count as zeros, whatever is in them.
     """
     grad_gates = grad_end.new_empty(sequences.steps, cell.grad_width * weights.size)
     sweep = _Backward(cell, weights, kept, grad_output, grad_gates, slice(0, sequences.steps))

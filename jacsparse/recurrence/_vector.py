@@ -189,7 +189,7 @@ def _any_lane(typing_context, x, at):
 
 @inlined
 def any_nonzero(x, at, count):
-    """Whether any of `count` elements of a contiguous array of floats from a place on is not zero, as no NaN is."""
+    """Whether any of `count` elements of a contiguous array of floats from a place on is nonzero; NaN counts."""
     found = False
     if count < LANES:
         for i in range(count):

@@ -803,7 +803,7 @@ class _Recorder(TorchDispatchMode):
             if maker.sequence not in (-1, number) and self.problem is None:
                 remedy = "write it with operators"
                 if node.name() == "AsStridedBackward0":
-                    remedy = "take the view after what it is a view of was written to"
+                    remedy = "take the view after the write"
                 self.problem = UnsupportedOperatorError(
                     f"{_where(maker)}: autograd's {node.name()} is not the derivative of {maker.name}{maker.source}; "
                     f"{remedy}"

@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jacsparse.patterns._runtime import flushing
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import jacsparse
-from jacsparse.recurrence import _sweeps
+from jacsparse.recurrence import Diagonal, _sweeps
 from jacsparse.recurrence._cells import CELLS, Cell, Kept, Weights
 from jacsparse.recurrence._runs import Sequences
 from jacsparse.recurrence._vector import sigmoid, tanh
@@ -586,14 +587,51 @@ def test_where_pytorch_is_faster_its_kernels_run(kind: str, dtype: torch.dtype) 
             compare([padded(found).detach()], [padded(expected).detach()])
             close(torch.stack(tuple(last)), torch.stack(tuple(end)), TOLERANCE[dtype])
             assert (layer.reports[0].methods == ["torch.nn"]) == theirs
-    # What has been put in the place of a weight is seen.
-    with torch.no_grad():
-        layer.weight_hh_l0.zero_()
-        reference.weight_hh_l0.zero_()
+    for module in (layer, reference):
+        module.weight_hh_l0 = nn.Parameter(torch.full_like(module.weight_hh_l0, 0.1))
     close(layer(x[:3])[0], reference(x[:3])[0], TOLERANCE[dtype])
-    nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0_reverse")
-    layer(x[:3])
+    assert layer.reports[0].methods == ["torch.nn"]
+    weights = {name: torch.zeros_like(weight) for name, weight in layer.named_parameters()}
+    swapped = [torch.func.functional_call(module, weights, (x[:3],))[0] for module in (layer, reference)]
+    close(*swapped, TOLERANCE[dtype])
+    # What parametrisations make is made once for each pass.
+    nn.utils.parametrizations.spectral_norm(layer, "weight_hh_l0_reverse")
+    other = copy.deepcopy(layer)
+    other.schedule = "linear"
+    close(layer(x[:100])[0], other(x[:100])[0], TOLERANCE[dtype])
     assert layer.reports[0].methods == ["sequential"]
+
+
+@ALL
+@pytest.mark.parametrize("options", [{"batch_first": True}, {"num_layers": 2, "dropout": 0.5}, {"bias": False}])
+def test_what_pytorch_runs_is_what_it_gives(kind: str, options: dict[str, Any]) -> None:
+    layer, reference = pair(kind, 2, 5, schedule="auto", **options)
+    for inputs in (torch.randn(4, 3, 2), torch.randn(4, 2), torch.randn(4, 0, 2)):
+        if options.get("batch_first") and not inputs.numel():
+            inputs = inputs.transpose(0, 1)
+        found = []
+        for module in (layer, reference):
+            torch.manual_seed(0)
+            x = inputs.double().requires_grad_()
+            found.append([module(x)[0], *torch.autograd.grad(module(x)[0].sum(), [x, *module.parameters()])])
+        compare(*([tensor.detach() for tensor in each] for each in found))
+        assert layer.reports[0].methods == ["torch.nn"]
+
+
+def test_a_kernel_that_fails_leaves_the_mode_as_it_was() -> None:
+    def fail() -> None:
+        raise ValueError("stopped")
+
+    with pytest.raises(ValueError, match="stopped"):
+        flushing(fail)()
+    assert np.float32(1e-38) * np.float32(0.1) != 0
+
+
+def test_adjoints_alone_are_flushed() -> None:
+    blocks = Diagonal(torch.full((2, 1, 1), 1e-30))
+    start = torch.full((1, 1), 1e-9, requires_grad=True)
+    found = jacsparse.linear_recurrence(blocks, torch.zeros(2, 1, 1), start)
+    assert found[0].item() == pytest.approx(1e-39, rel=1e-3)
 
 
 def test_reports_count_as_the_chain_does() -> None:
@@ -819,7 +857,10 @@ def test_what_equal_steps_round_does_not_add_up(mode: str, schedule: str, seed: 
         rng, shapes = np.random.default_rng(seed), (kept.output.shape, kept.initial.shape)
         gradients = (uniform(rng, *shape).to(dtype) for shape in shapes)
         options = _sweeps.Options(schedule=schedule)
-        gates, _, _ = _sweeps.solve_backward(cell, Sequences.equal(time, batch), 1, weights, kept, *gradients, options)
+        gates, rows, _ = _sweeps.solve_backward(
+            cell, Sequences.equal(time, batch), 1, weights, kept, *gradients, options
+        )
+        assert rows == slice(0, batch * time)
         return gates.view(time, -1)
 
     expected = solved("linear", torch.float64)
