@@ -10,6 +10,7 @@ from typing import Any
 from ._context import Context
 from ._experiment import Experiment, Row
 from ._recurrent import OURS, PEER, Layer, RecurrentWorkload, shown
+from ._text import amount
 
 __all__ = ["GruBreakdown"]
 
@@ -91,13 +92,12 @@ _HIGHEST = 3.0
 
 
 def _bar(axes: Any, place: float, width: float, seconds: dict[str, float], unit: float, colour: str) -> None:
-    """A forward pass with the backward pass on it, over a unit, and the milliseconds of both."""
+    """A forward pass with the backward pass on it, over a unit, and the time of both."""
     forward, backward = (seconds.get(part, 0.0) / unit for part in ("forward", "backward"))
     axes.bar(place, forward, 0.9 * width, color=colour, alpha=0.45)
     axes.bar(place, backward, 0.9 * width, forward, color=colour)
-    milliseconds = f"{1e3 * sum(seconds.values()):.3g} ms"
     axes.annotate(
-        milliseconds,
+        amount(sum(seconds.values()), "s"),
         (place, min(forward + backward, 0.86 * _HIGHEST)),
         xytext=(0, 3),
         textcoords="offset points",

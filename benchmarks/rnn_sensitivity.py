@@ -144,7 +144,7 @@ class RnnSensitivity(Experiment):
             for count in dict.fromkeys(row.data["threads"] for row in scans):
                 line = [row for row in scans if (row.data["layer"], row.data["threads"]) == (name, count)]
                 style = "osD"[number // 5 % 3] + ("-" if count == threads else ":")
-                label = f"RNN, backward: {name}, {_ran(line)}, {count} thread(s)"
+                label = f"RNN, backward: {name.partition(' ')[2] or _ran(line)}, {count} thread(s)"
                 _draw(panels[2], line, "time", style, (BLUE, ORANGE, GREEN, SKY, PURPLE)[number % 5], label)
         for axes, label in zip(panels, labels, strict=True):
             axes.axhline(1, color="black", linewidth=1, label="torch.nn")

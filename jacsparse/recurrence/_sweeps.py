@@ -140,8 +140,9 @@ class Report:
     def schedule(self) -> Schedule | None:
         """The products that a sample's states take, with their step and work complexity; None where states are guessed.
 
-        Of the same kind as those of a chain: of the state that is given and a matrix each step. What was finished
-        sequentially comes on top.
+        Of the same kind as those of a chain: of the state that is given and a matrix each step. On top come what
+        was finished sequentially and, where chunks are composed in the dtype of the states, a second pass over chunks
+        and boundaries that corrects the first one's rounding.
         """
         places, method = self.steps + 1, self.methods[0]
         if method in ("relaxed", "newton"):
