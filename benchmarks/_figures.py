@@ -30,11 +30,12 @@ def bars(rows: Sequence[Row], path: Path, title: str) -> None:
         tick.set_fontweight("normal" if isinstance(line, Row) else "bold")
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(lines) - 0.3, -0.7)
-    axes.set(xscale="log", xlabel="time: median, quartiles, and the hardware's floor")
+    axes.set(xscale="log", xlabel="seconds: median, quartiles, and the hardware's floor")
     # Room for the figures at the bars' ends.
     axes.margins(x=0.12)
     axes.grid(axis="x", alpha=0.25)
-    axes.set_title(title, fontsize=10)
+    # Centred on the figure: labels take half of its width.
+    figure.suptitle(title, fontsize=10)
     _legend(figure, {row.role for row in timed}, any(row.floor for row in timed))
     save_figure(figure, path)
 
