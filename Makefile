@@ -10,7 +10,6 @@ GPU_TESTS := $(patsubst %,tests/cuda/test_%.py,products values recurrent linear_
 # What older x86 processors have.
 SSE42 := +sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+sahf
 AVX2 := $(SSE42),+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe
-RECURRENCES := tests/jacsparse/test_recurrent.py tests/jacsparse/test_linear_recurrence.py
 NUMERIC := tests/patterns tests/spgemm tests/jacsparse/test_jacobian.py tests/jacsparse/test_linear_recurrence.py
 
 .PHONY: setup demo test test-full test-portable test-gpu lint bench clean
@@ -31,12 +30,12 @@ test: $(STAMP)
 test-full: $(STAMP)
 	JACSPARSE_TESTS=full $(RUN) -m pytest -n 2 --durations=15 -m "full or not full"
 
-# The numeric tests once more, on kernels for older processors: SSE4.2 on one thread, then AVX2 on two.
+# The numeric tests once more, on kernels for older processors: SSE4.2 on one thread; of layers AVX2, on two.
 test-portable: $(STAMP)
 	JACSPARSE_TESTS=portable ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 \
 	NUMBA_CPU_NAME=x86-64-v2 NUMBA_CPU_FEATURES=$(SSE42) $(RUN) -m pytest -n 2 $(NUMERIC)
 	JACSPARSE_TESTS=portable ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
-	NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES=$(AVX2) JACSPARSE_TEST_THREADS=2 $(RUN) -m pytest $(RECURRENCES)
+	NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES=$(AVX2) JACSPARSE_TEST_THREADS=2 $(RUN) -m pytest tests/jacsparse/test_recurrent.py
 
 # With the machine's own Python where there is no .venv: it is the one that has PyTorch for its GPU.
 test-gpu:

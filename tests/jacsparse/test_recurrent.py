@@ -40,7 +40,7 @@ SOLUTIONS = [
     {"schedule": "auto", "forward": "relaxed"},
     {"schedule": "auto", "forward": "newton"},
 ]
-FULL = os.environ.get("JACSPARSE_TESTS") == "full"
+FULL, PORTABLE = (os.environ.get("JACSPARSE_TESTS") == name for name in ("full", "portable"))
 ALL = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -108,7 +108,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 
 @ALL
 @given(case=cases())
-@settings(max_examples=200 if FULL else 60)
+@settings(max_examples=200 if FULL else 15 if PORTABLE else 60)
 def test_drawn_layers(kind: str, case: dict[str, Any]) -> None:
     torch.manual_seed(case["seed"])
     (features, hidden, layers), dtype, options = case["sizes"], case["dtype"], case["options"]
