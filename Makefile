@@ -35,7 +35,8 @@ test-portable: $(STAMP)
 	JACSPARSE_TESTS=portable ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 \
 	NUMBA_CPU_NAME=x86-64-v2 NUMBA_CPU_FEATURES=$(SSE42) $(RUN) -m pytest -n 2 $(NUMERIC)
 	JACSPARSE_TESTS=portable ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
-	NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES=$(AVX2) JACSPARSE_TEST_THREADS=2 $(RUN) -m pytest tests/jacsparse/test_recurrent.py
+	NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES=$(AVX2) JACSPARSE_TEST_THREADS=2 \
+	$(RUN) -m pytest tests/jacsparse/test_recurrent.py
 
 # With the machine's own Python where there is no .venv: it is the one that has PyTorch for its GPU.
 test-gpu:

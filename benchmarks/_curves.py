@@ -147,14 +147,13 @@ def curve_rows(
     published : mapping, optional
         By variant, the ratio of the iterations' times.
     """
-    drawn = {"curves": {label: asdict(curve) for label, curve in curves.items()}, "name": name}
     noise = Row.of_value(
         f"largest difference of the losses, {REORDERED}, {name}",
         _difference(curves[BASELINE], curves[REORDERED]),
         "loss",
         group=group,
         role="reference",
-        data=drawn,
+        data={"curves": {label: asdict(curve) for label, curve in curves.items()}},
     )
     baseline = Row.timed(f"iteration by {BASELINE}, {name}", _iterations(curves[BASELINE]), group=group, role="peer")
     rows = [noise, baseline]
@@ -186,9 +185,9 @@ def curve_rows(
                 comparisons=(Comparison("last / first", left, at_most=falls_to),),
             )
         )
-        own = Row.timed(f"iteration by {label}, {name}", _iterations(curve), group=group)
+        timed = Row.timed(f"iteration by {label}, {name}", _iterations(curve), group=group)
         targets = {"published": published[label]} if published and label in published else {}
-        rows.append(replace(own, comparisons=compare(f"{BASELINE} / {label}", baseline, own, **targets)))
+        rows.append(replace(timed, comparisons=compare(f"{BASELINE} / {label}", baseline, timed, **targets)))
     return rows
 
 

@@ -20,7 +20,7 @@ from ._calls import MODES, Call, in_mode, labelled
 from ._context import Context, Limits, Timing, reason
 from ._experiment import Comparison, Row, compare
 
-__all__ = ["OURS", "PEER", "Layer", "Measured", "RecurrentWorkload", "shown"]
+__all__ = ["OURS", "PEER", "SCANS", "Layer", "Measured", "RecurrentWorkload", "shown"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Layer:
     schedule: str = ""
     forward: str = "sequential"
 
+    @classmethod
+    def by(cls, schedule: str) -> Layer:
+        """Ours, with gradients by a schedule."""
+        return cls(f"jacsparse {schedule}", schedule)
+
     @property
     def family(self) -> str:
         """How the states are found or, where that is step by step, the gradients, whatever the chunks' length."""
@@ -48,6 +53,8 @@ class Layer:
 
 
 OURS, PEER = Layer("jacsparse", "auto"), Layer("torch.nn")
+#: Schedules that scan as the thesis does, over chunks and over single steps.
+SCANS = ("chunked", "blelloch")
 
 #: How a layer solved its recurrences, ``forward`` and ``backward``; empty for PyTorch's.
 Solution: TypeAlias = dict[str, str]

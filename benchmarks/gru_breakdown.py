@@ -9,16 +9,13 @@ from typing import Any
 
 from ._context import Context
 from ._experiment import Experiment, Row
-from ._recurrent import OURS, PEER, Layer, RecurrentWorkload, shown
+from ._recurrent import OURS, PEER, SCANS, Layer, RecurrentWorkload, shown
 from ._text import amount
 
 __all__ = ["GruBreakdown"]
 
 #: On CUDA, with set L in batches of 16: as much as the thesis reached, and three times that.
 _TARGETS = {"backward": {"auto": (13.45, 3 * 13.45)}, "step": {"auto": (2.11, 3 * 2.11)}}
-
-
-_SCANS = tuple(Layer(f"jacsparse {schedule}", schedule) for schedule in ("chunked", "blelloch"))
 
 
 @dataclass(frozen=True)
@@ -59,23 +56,23 @@ class GruBreakdown(Experiment):
 
         colours = (ORANGE, BLUE, GREEN, SKY, PURPLE)
         # By set, batch and layer, the seconds of both passes.
-        found: dict[tuple[str, int, str], dict[str, float]] = {}
+        seconds: dict[tuple[str, int, str], dict[str, float]] = {}
         for row in shown(rows):
             if row.data["part"] in ("forward", "backward"):
                 key = row.data["set"], row.data["batch"], row.data["ran"]
-                found.setdefault(key, {})[row.data["part"]] = row.median or 0.0
-        sets = list(dict.fromkeys(name for name, *_ in found))
-        layers = sorted(dict.fromkeys(layer for *_, layer in found), key=lambda layer: layer != PEER.name)
+                seconds.setdefault(key, {})[row.data["part"]] = row.median or 0.0
+        sets = list(dict.fromkeys(name for name, *_ in seconds))
+        layers = sorted(dict.fromkeys(layer for *_, layer in seconds), key=lambda layer: layer != PEER.name)
         figure, panels = new_figure(12.0, 5.0, columns=max(1, len(sets)))
         for axes, name in zip(panels if len(sets) > 1 else [panels], sets[::-1], strict=False):
-            batches = sorted({batch for other, batch, _ in found if other == name})
+            batches = sorted({batch for other, batch, _ in seconds if other == name})
             width = 0.8 / len(layers)
             for number, (layer, colour) in enumerate(zip(layers, colours, strict=False)):
                 for place, batch in enumerate(batches):
-                    own, whole = found.get((name, batch, layer)), found.get((name, batch, PEER.name))
-                    if own and whole:
+                    passes, unit = seconds.get((name, batch, layer)), seconds.get((name, batch, PEER.name))
+                    if passes and unit:
                         at = place + (number - (len(layers) - 1) / 2) * width
-                        _bar(axes, at, width, own, sum(whole.values()), colour)
+                        _bar(axes, at, width, passes, sum(unit.values()), colour)
             axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
             axes.set(title=f"set {name}", xlabel="samples of a batch", ylim=(0, _HIGHEST))
             axes.minorticks_on()
@@ -119,9 +116,9 @@ def _legend(figure: Any, layers: Sequence[str], colours: Sequence[str]) -> None:
 def _rows(name: str, workload: RecurrentWorkload, context: Context) -> list[Row]:
     rows: list[Row] = []
     group, targeted = f"set {name}: {workload.name}", (context.device, name, workload.batch) == ("cuda", "L", 16)
-    found = workload.times(context, ("forward", "backward", "rest", "step"), (OURS, *_SCANS, PEER))
+    measured = workload.times(context, ("forward", "backward", "rest", "step"), (OURS, *map(Layer.by, SCANS), PEER))
     for part, terms in (("forward", ("FP + FO: ", "FP: ")), ("backward", ("", "BP: ")), ("step", ("", ""))):
-        rows += found.rows(
+        rows += measured.rows(
             part,
             (f"{terms[0]}{part}", f"{terms[1]}{part}"),
             context.limits,
@@ -131,9 +128,9 @@ def _rows(name: str, workload: RecurrentWorkload, context: Context) -> list[Row]
         )
         if part == "forward":
             # As the thesis takes it: from steps without their backward pass.
-            for mode in found.modes():
-                overhead = found.timings[OURS, "rest", mode].less(found.timings[PEER, "rest", mode])
+            for mode in measured.modes():
+                overhead = measured.timings[OURS, "rest", mode].less(measured.timings[PEER, "rest", mode])
                 note = "below zero: there is none, for gates are kept on the way"
-                row = found.row("FO: beyond FP, by subtraction", overhead, OURS, mode, group=group)
+                row = measured.row("FO: beyond FP, by subtraction", overhead, OURS, mode, group=group)
                 rows.append(replace(row, note=note))
     return rows

@@ -212,17 +212,17 @@ def printed_algorithms(weight: np.ndarray, size: tuple[int, int]) -> scipy.spars
     pixels = height * width
     columns, entries, lengths = [], [], []
     for row in range(in_channels * pixels):
-        channel, place = divmod(row, pixels)
-        first, last = int(place < width), 3 - int(place >= pixels - width)
+        channel, pixel = divmod(row, pixels)
+        first, last = int(pixel < width), 3 - int(pixel >= pixels - width)
         steps = np.arange(first - 1, last - 1)[:, None] * width + np.arange(-1, 2)
-        found = (np.arange(out_channels)[:, None, None] * pixels + steps + place) % (out_channels * pixels)
+        places = (np.arange(out_channels)[:, None, None] * pixels + steps + pixel) % (out_channels * pixels)
         values = weight[:, channel, ::-1, ::-1][:, first:last].copy()
-        if place % width == 0:
+        if pixel % width == 0:
             values[:, :, 0] = 0
-        if place % width == width - 1:
+        if pixel % width == width - 1:
             values[:, :, 2] = 0
-        order = np.argsort(found, axis=None)
-        columns.append(found.reshape(-1)[order])
+        order = np.argsort(places, axis=None)
+        columns.append(places.reshape(-1)[order])
         entries.append(values.reshape(-1)[order])
         lengths.append(len(order))
     indptr = np.append(0, np.cumsum(lengths))

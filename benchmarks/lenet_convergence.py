@@ -88,9 +88,9 @@ class LenetConvergence(Experiment):
         figure, (losses, differences) = new_figure(10.0, 4.2, columns=2)
         for kind, shade, every in (("train", 0.55, 1), ("test", 1.0, TEST_EVERY)):
             for name, curve, style, colour in ((BASELINE, baseline, "-", ORANGE), (label, scan, "--", BLUE)):
-                own = getattr(curve, kind)
-                places = range(0, every * len(own), every)
-                losses.plot(places, own, style, color=colour, alpha=shade, label=f"{name}, {kind}")
+                values = getattr(curve, kind)
+                places = range(0, every * len(values), every)
+                losses.plot(places, values, style, color=colour, alpha=shade, label=f"{name}, {kind}")
         losses.set(xlabel="iteration", ylabel="loss (cross entropy)", ylim=(0, None))
         for name, other, colour in ((REORDERED, reordered, ORANGE), (label, scan, BLUE)):
             if other is not None:

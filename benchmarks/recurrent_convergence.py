@@ -14,6 +14,7 @@ from jacsparse.models import BitstreamRNN, Dataset, InstrumentGRU, SequenceClass
 from ._context import Context
 from ._curves import REORDERED, Curve, curve_rows, train_side_by_side
 from ._experiment import Experiment, Row
+from ._recurrent import SCANS
 from ._text import amount
 
 __all__ = ["RecurrentConvergence", "Task"]
@@ -60,7 +61,7 @@ _TASKS = (
 
 
 #: How gradients are found, in the order in which they are drawn.
-_SCHEDULES = {"cpu": ("linear", "chunked", "blelloch"), "cuda": ("linear", "chunked", "blelloch", "relaxed")}
+_SCHEDULES = {"cpu": ("linear", *SCANS), "cuda": ("linear", *SCANS, "relaxed")}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from ._context import Context
 from ._experiment import Experiment, Row, compare
-from ._recurrent import OURS, PEER, Layer, Measured, RecurrentWorkload, shown
+from ._recurrent import OURS, PEER, SCANS, Layer, Measured, RecurrentWorkload, shown
 
 __all__ = ["RnnSensitivity"]
 
@@ -31,8 +31,6 @@ _TARGETS: dict[str, dict[tuple[str, int], dict[str, dict[str, tuple[float, ...]]
 }
 #: On CUDA.
 _SCHEDULES = ("linear", "chunked", "chunked:16", "chunked:64", "chunked:320", "relaxed", "relaxed:32", "relaxed:320")
-#: On the CPU, where `auto` goes step after step: what the thesis' scan would do there.
-_SCANS = ("chunked", "blelloch")
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class RnnSensitivity(Experiment):
     others: tuple[int, ...] = (1000, 10_000)
     scheduled: tuple[int, ...] = (1000, 10_000, 30_000)
     schedules: tuple[str, ...] = _SCHEDULES
-    scans: tuple[str, ...] = _SCANS
+    scans: tuple[str, ...] = SCANS
 
     name = "rnn_sensitivity"
     title = "Training recurrent layers: speed against torch.nn's, by length and batch"
@@ -101,7 +99,7 @@ class RnnSensitivity(Experiment):
         layers, parts = [OURS, PEER], ["step", "rest"]
         if self._is_scheduled(workload):
             schedules = self.schedules if context.device == "cuda" else self.scans
-            layers[1:1] = [Layer(f"jacsparse {schedule}", schedule) for schedule in schedules]
+            layers[1:1] = map(Layer.by, schedules)
         if context.device == "cuda":
             # There a backward pass is timed as it is, and one by subtraction tells nothing more.
             parts.remove("rest")
@@ -133,8 +131,8 @@ class RnnSensitivity(Experiment):
         for axes, place in zip(panels, ("time", "batch"), strict=False):
             for kind, colour in kinds.items():
                 for part, style, name in (("backward", "o-", "backward"), ("step", "s--", "whole step")):
-                    own = {"kind": kind, "part": part, "layer": OURS.name}
-                    line = [row for row in whole if own.items() <= row.data.items()]
+                    wanted = {"kind": kind, "part": part, "layer": OURS.name}
+                    line = [row for row in whole if wanted.items() <= row.data.items()]
                     line = [row for row in line if _is_of_panel(row, place, self.time)]
                     _draw(axes, line, place, style, colour, f"{kind}, {name}: {_ran(line)}")
         scans = [row for row in drawn if (row.data["kind"], row.data["part"]) == ("RNN", "backward")]

@@ -447,11 +447,11 @@ def _edge(program: Program, recording: Recording, operation: Operation, argument
         if name not in call.dependent | call.batched | operation.layouts.keys()
     ]
     invocation = recording.invocations[operation.place]
-    given = invocation.arguments
+    arguments = invocation.arguments
     # What was drawn is no guaranteed zero, nor is what was written after it was used.
-    sure = [name for name in weights if not recording.drawn(given[name]) and not invocation.is_stale(name)]
+    sure = [name for name in weights if not recording.drawn(arguments[name]) and not invocation.is_stale(name)]
     if pruned and sure:
-        edge = edge.keeping([Kept(name, given[name], mask_of(recording, given[name])) for name in sure])
+        edge = edge.keeping([Kept(name, arguments[name], mask_of(recording, arguments[name])) for name in sure])
     return edge
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn import functional
 
 from ..patterns._cuda import on_device
 from ._cells import Cell, Kept, Weights, preceding
@@ -195,7 +195,7 @@ def _products(
 
 def _placed(some: torch.Tensor, rows: slice, count: int) -> torch.Tensor:
     """Rows among so many, of which the others are zeros."""
-    return some if len(some) == count else nn.functional.pad(some, (0, 0, rows.start, count - rows.stop))
+    return some if len(some) == count else functional.pad(some, (0, 0, rows.start, count - rows.stop))
 
 
 def _hidden_gradient(

@@ -14,6 +14,8 @@ On x86 processors gradients below the smallest normal number become zeros. Steps
 over, but for a run's last one: a NaN in an earlier state has reached that one too, and is to be seen. Where `reach` has
 elements, it takes how many steps of each run, from its end, were computed; the gates' gradients of the others are not
 written then, and count as zeros.
+
+All loops over elements are over whole arrays by a plain index, for LLVM to vectorise.
 """
 
 from __future__ import annotations
@@ -38,6 +40,17 @@ def _row(sample, begin, direction, offset, run, step):
 @inlined
 def _scratch(width, like):
     return np.zeros(ROWS * width, like.dtype)
+
+
+@inlined
+def _any_added(added, size, active, sample, begin, count, direction, offset, run, back):
+    """Whether anything is added to the gradients so many steps from the runs' ends."""
+    # No branch and one way out: else Numba counts references to each array at each call.
+    found = False
+    for r in range(active):
+        row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
+        found |= any_nonzero(added, row * size, size)
+    return found
 
 
 @inlined
@@ -140,9 +153,7 @@ def rnn_backward(
                 active -= 1
             if not alive:
                 if len(added):
-                    for r in range(active):
-                        row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
-                        alive |= any_nonzero(added, row * size, size)
+                    alive = _any_added(added, size, active, sample, begin, count, direction, offset, run, back)
                 if not alive:
                     continue
                 _write_zeros(written, size, rows, sample, begin, count, direction, offset, run, reached, back)
@@ -270,9 +281,7 @@ def gru_backward(
                 active -= 1
             if not alive:
                 if len(added):
-                    for r in range(active):
-                        row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
-                        alive |= any_nonzero(added, row * size, size)
+                    alive = _any_added(added, size, active, sample, begin, count, direction, offset, run, back)
                 if not alive:
                     continue
                 _write_zeros(written, 4 * size, rows, sample, begin, count, direction, offset, run, reached, back)
@@ -422,9 +431,7 @@ def lstm_backward(
                 active -= 1
             if not alive:
                 if len(added):
-                    for r in range(active):
-                        row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
-                        alive |= any_nonzero(added, row * size, size)
+                    alive = _any_added(added, size, active, sample, begin, count, direction, offset, run, back)
                 if not alive:
                     continue
                 _write_zeros(written, 4 * size, rows, sample, begin, count, direction, offset, run, reached, back)

@@ -46,10 +46,13 @@ class _Range(NamedTuple):
         return steps >= max(self.steps, size // 2) and size <= self.size and size * batch <= self.all_states
 
 
-# Measured on one thread of an Intel Sapphire Rapids: the nearest round numbers from where on no shape lost.
-_TRAINED, _FORWARD = _Range(32, 512, 4096), _Range(64, 256, 4096)
-#: Of an LSTM in float32, which oneDNN computes as one operator: without gradients always faster.
-_TRAINED_LSTM = _Range(512, 32, 1024)
+#: By whether gradients are wanted, and whether it is an LSTM in float32: oneDNN computes that as one operator, which is
+#: always faster without gradients. Measured on one thread of an Intel Xeon: round numbers from where on no shape lost.
+_OURS = {
+    (True, False): _Range(32, 512, 4096),
+    (False, False): _Range(64, 256, 4096),
+    (True, True): _Range(512, 32, 1024),
+}
 
 # From PyTorch 2.7 on.
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
@@ -154,8 +157,8 @@ class _Recurrent(nn.RNNBase):
         x, sequences, packed = self._sequences(input)
         single = packed is None and input.ndim == 2
         initial = self._initial(hx, x, sequences, packed, single)
-        given = (x, *initial, *self._parameters.values())
-        trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+        tensors = (x, *initial, *self._parameters.values())
+        trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         if warm is None and (reason := self._why_torch(x, sequences, trains)):
             names = [name.removeprefix("weight_hh_") for name in self._flat_weights_names if "weight_hh" in name]
             self._reports = [
@@ -207,14 +210,12 @@ class _Recurrent(nn.RNNBase):
         # others, which each look at would make once more.
         if torch.is_autocast_enabled("cpu") or is_parametrized(self):
             return ""
-        own = [getattr(self, name) for name in self._flat_weights_names]
-        if any(weight is not flat for weight, flat in zip(own, self._flat_weights, strict=True)):
+        weights = [getattr(self, name) for name in self._flat_weights_names]
+        if any(weight is not flat for weight, flat in zip(weights, self._flat_weights, strict=True)):
             return ""
         size, batch = self.hidden_size, sequences.batch
-        ranges = [_TRAINED if trains else _FORWARD]
-        if self.mode == "LSTM" and x.dtype == torch.float32:
-            ranges = [_TRAINED_LSTM] if trains else []
-        if any(each.holds(sequences.time, size, batch) for each in ranges):
+        ours = _OURS.get((trains, self.mode == "LSTM" and x.dtype == torch.float32))
+        if ours is not None and ours.holds(sequences.time, size, batch):
             return ""
         return f"PyTorch's kernels are faster for {batch} samples of {sequences.time} steps, {size} elements in a state"
 

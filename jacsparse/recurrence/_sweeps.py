@@ -304,11 +304,11 @@ class _Backward(Sweep):
     rows: slice
 
     def run(self, runs: Runs | OnDevice, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
-        given, gates = (self.weights, self.kept, self.grad_output, start), self.grad_gates if record else None
+        inputs, gates = (self.weights, self.kept, self.grad_output, start), self.grad_gates if record else None
         if gates is None or not isinstance(runs, Runs) or not runs.is_whole or on_device(gates):
-            return self.cell.backward(runs, *given, gates)
+            return self.cell.backward(runs, *inputs, gates)
         reach = np.empty(len(runs), np.int64)
-        grad_start = self.cell.backward(runs, *given, gates, reach)
+        grad_start = self.cell.backward(runs, *inputs, gates, reach)
         self.rows, others = runs.live_rows(reach)
         if len(others):
             gates[index(others, gates)] = 0
