@@ -10,6 +10,7 @@ from .kernel_resources import KernelResources
 from .lenet_convergence import LenetConvergence
 from .parallel_forward import ParallelForward
 from .recurrent_convergence import RecurrentConvergence
+from .recurrent_shapes import RecurrentShapes
 from .rnn_sensitivity import RnnSensitivity
 from .spgemm import Spgemm
 from .whole_jacobian import WholeJacobian
@@ -25,6 +26,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         WholeJacobian(),
         LenetConvergence(),
         RnnSensitivity(),
+        RecurrentShapes(),
         GruBreakdown(),
         ParallelForward(),
         RecurrentConvergence(),

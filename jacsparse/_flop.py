@@ -177,12 +177,15 @@ class ScheduleChoice:
         FLOP that pass until each schedule's last step is done, over guaranteed structure, as the scan executes them.
     work : dict of str to float
         FLOP of all steps of each.
+    space : dict of str to int
+        Entries of matrices that the fullest worker holds at once by each, as `Schedule.complexity` says.
     """
 
     workers: int
     schedule: str
     times: dict[str, float]
     work: dict[str, float]
+    space: dict[str, int]
 
     @property
     def reason(self) -> str:
@@ -432,27 +435,23 @@ def _choices(
     assert counts is not None
     n = len(subject.factors)
     known = {"linear": linear(n), plan.name: plan}
-    executed = {plan.name: _executed(counts)}
+    counted = {plan.name: counts}
 
     def choice(number: int) -> ScheduleChoice:
         name = f"balanced:{number}"
         schedules = {**known, name: balanced(subject, number)}
         for each, schedule in schedules.items():
-            if each not in executed:
-                executed[each] = _executed(_Counts(schedule, subject.factors).run())
+            if each not in counted:
+                counted[each] = _Counts(schedule, subject.factors).run()
+        executed = {each: counted[each].executed() for each in schedules}
         times = {each: schedule.makespan(executed[each], number) for each, schedule in schedules.items()}
         work = {each: math.fsum(executed[each]) for each in schedules}
+        space = {each: schedule.complexity(number, counted[each].sizes()).space for each, schedule in schedules.items()}
         # Of equal ones the first: linear.
         best = min(times, key=lambda each: (times[each], work[each]))
-        return ScheduleChoice(number, best, times, work)
+        return ScheduleChoice(number, best, times, work, space)
 
     return tuple(choice(number) for number in workers)
-
-
-def _executed(counts: _Counts) -> list[float]:
-    """FLOP of the live steps, as the scan executes them."""
-    steps = zip(counts.schedule.products, counts.steps, strict=True)
-    return [2.0 * count.executed for step, count in steps if step.live]
 
 
 @dataclass(frozen=True)
@@ -637,6 +636,19 @@ class _Counts:
         if self.schedule.n:
             self.input_gradient = self._apply(self.schedule.n, self.schedule.gradients[-1], None)
         return self
+
+    def executed(self) -> list[float]:
+        """FLOP of the live steps, as the scan executes them."""
+        steps = zip(self.schedule.products, self.steps, strict=True)
+        return [2.0 * count.executed for step, count in steps if step.live]
+
+    def sizes(self) -> dict[int, int]:
+        """Entries of each matrix, by value."""
+        n = self.schedule.n
+        made = zip(self.schedule.products, self.steps, strict=True)
+        return {n - stage: factor.nnz for stage, factor in enumerate(self.factors)} | {
+            step.out: count.nnz for step, count in made if step.kind == "mm"
+        }
 
     def _product(self, step: Step) -> _Count:
         left, right = (matrix_of(self.matrices[value]) for value in (step.left, step.right))

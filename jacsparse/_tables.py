@@ -47,7 +47,8 @@ _OF_LAYERS = {
     "J": "the Jacobian: its entries, and its size as CSR with float32 values",
 }
 _OF_CHOICES = {
-    "done first": "FLOP until the last step is done, each worker doing one step at a time; counted as in the column run"
+    "done first": "FLOP until the last step is done, each worker doing one at a time; counted as in the column run",
+    "holds": "entries of matrices that the fullest worker holds at once, by the schedule that is done first",
 }
 
 
@@ -182,11 +183,14 @@ def _choices(report: FlopReport) -> Any:
     for column in ("workers", *others, "balanced"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("first")
+    table.add_column("holds", justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
     for choice in report.choices:
         balanced = choice.times[f"balanced:{choice.workers}"]
         times = [_short(time) for time in (*(choice.times[name] for name in others), balanced)]
-        table.add_row(str(choice.workers), *times, choice.schedule, choice.reason)
+        table.add_row(
+            str(choice.workers), *times, choice.schedule, _short(choice.space[choice.schedule]), choice.reason
+        )
     return table
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from typing import TYPE_CHECKING, Literal
@@ -129,36 +129,35 @@ class Schedule:
                 needed.update((step.left, step.right))
         return tuple(reversed(live))
 
-    def complexity(self, workers: int) -> Complexity:
+    def complexity(self, workers: int, sizes: Mapping[int, int] | None = None) -> Complexity:
         """Run the live steps on `workers` workers, each step taking one unit of time.
 
-        At each unit the workers take, in the schedule's order, steps whose factors are there. A matrix is held until
-        its last use, and the matrices are spread evenly over the workers.
+        Free workers take, in the schedule's order, steps whose factors are there. The chain's matrices lie on the
+        workers in equal shares, in the chain's order. A step is done where most of its matrices lies, if that worker is
+        free, and else where least does; its product stays there until its last use.
+
+        Parameters
+        ----------
+        workers : int
+            How many run at once.
+        sizes : mapping of int to int, optional
+            By value, the entries of each matrix that a live step reads or makes; 1 each where left out.
 
         Raises
         ------
         ValueError
-            Where there is no worker.
+            Where there is no worker, or a matrix without a size.
 
         Examples
         --------
         >>> blelloch(1023).complexity(2048).steps, linear(1023).complexity(2048).steps
         (18, 1022)
+        >>> [blelloch(1023).complexity(workers).space for workers in (1, 32, 1024)]
+        [1022, 47, 1]
         """
         steps = self.live_steps()
-        matrices = {*range(1, self.n + 1), *(step.out for step in steps if step.kind == "mm")}
-        uses = Counter(factor for step in steps for factor in (step.left, step.right))
-        held = peak = sum(1 for value in uses if 1 <= value <= self.n)
-        timeline = list(self._timeline(steps, [1] * len(steps), workers))
-        for _, done in timeline:
-            for step in done:
-                held += step.kind == "mm"
-                for factor in (step.left, step.right):
-                    uses[factor] -= 1
-                    held -= factor in matrices and uses[factor] == 0
-            peak = max(peak, held)
-        time = int(timeline[-1][0]) if timeline else 0
-        return Complexity(workers, time, len(steps), max(1, -(-peak // workers)))
+        time, space = self._run(steps, [1] * len(steps), workers, sizes)
+        return Complexity(workers, int(time), len(steps), space)
 
     def makespan(self, durations: Sequence[float], workers: int) -> float:
         """When the last live step is done, where each takes as long as is said: `complexity` with steps of any length.
@@ -186,13 +185,15 @@ class Schedule:
         wrong = next((duration for duration in durations if not duration >= 0), None)
         if wrong is not None:
             raise ValueError(f"durations has {wrong}; expected numbers that are not negative")
-        return max((time for time, _ in self._timeline(steps, durations, workers)), default=0.0)
+        return self._run(steps, durations, workers)[0]
 
-    def _timeline(
-        self, steps: Sequence[Step], durations: Sequence[float], workers: int
-    ) -> Iterator[tuple[float, list[Step]]]:
-        """Which steps are done when, the workers taking them in the schedule's order as soon as their factors are."""
-        free = _natural("workers", workers, 1)
+    def _run(
+        self, steps: Sequence[Step], durations: Sequence[float], workers: int, sizes: Mapping[int, int] | None = None
+    ) -> tuple[float, int]:
+        """When the last step is done, and what the fullest worker held, as `complexity` says."""
+        # No more have anything to do.
+        free = set(range(min(_natural("workers", workers, 1), max(self.n, len(steps), 1))))
+        stores = _Stores(steps, self.n, len(free), sizes)
         made = {step.out for step in steps}
         users: dict[int, list[int]] = {}
         missing = []
@@ -202,24 +203,86 @@ class Schedule:
             for factor in waits_for:
                 users.setdefault(factor, []).append(number)
         ready = [number for number, count in enumerate(missing) if count == 0]
-        running: list[tuple[float, int]] = []
+        running: list[tuple[float, int, int]] = []
         time = 0.0
         while ready or running:
             while ready and free:
                 number = heapq.heappop(ready)
-                heapq.heappush(running, (time + durations[number], number))
-                free -= 1
+                worker = stores.choose(steps[number], free)
+                free.remove(worker)
+                heapq.heappush(running, (time + durations[number], number, worker))
             time = running[0][0]
-            done = []
             while running and running[0][0] == time:
-                number = heapq.heappop(running)[1]
-                done.append(steps[number])
-                free += 1
+                _, number, worker = heapq.heappop(running)
+                stores.finish(steps[number], worker)
+                free.add(worker)
                 for user in users.get(steps[number].out, ()):
                     missing[user] -= 1
                     if missing[user] == 0:
                         heapq.heappush(ready, user)
-            yield time, done
+            stores.note()
+        return time, stores.most
+
+
+class _Stores:
+    """Which worker holds which matrix while a schedule runs, and how much the fullest one held.
+
+    Attributes
+    ----------
+    most : int
+        What that was.
+    """
+
+    def __init__(self, steps: Sequence[Step], n: int, workers: int, sizes: Mapping[int, int] | None) -> None:
+        self.most = 0
+        self._sizes = sizes
+        self._uses = Counter(factor for step in steps for factor in (step.left, step.right))
+        self._places: dict[int, int] = {}
+        self._held = [0] * workers
+        self._changed: set[int] = set()
+        chain = [value for value in range(1, n + 1) if value in self._uses]
+        total, before = sum(map(self._size, chain)), 0
+        for value in chain:
+            size = self._size(value)
+            # In the share of all matrices in which its middle lies.
+            self._keep(value, (2 * before + size) * workers // max(2 * total, 1))
+            before += size
+        self.note()
+
+    def choose(self, step: Step, free: Iterable[int]) -> int:
+        """The worker that is to do a step."""
+        factors = [factor for factor in (step.left, step.right) if self._places.get(factor) in free]
+        if factors:
+            return self._places[max(factors, key=self._size)]
+        return min(free, key=lambda worker: (self._held[worker], worker))
+
+    def finish(self, step: Step, worker: int) -> None:
+        """Keep a product where it was made, and give up what nothing else needs."""
+        if step.kind == "mm":
+            self._keep(step.out, worker)
+        for factor in (step.left, step.right):
+            self._uses[factor] -= 1
+            if self._uses[factor] == 0 and factor in self._places:
+                self._held[self._places.pop(factor)] -= self._size(factor)
+
+    def note(self) -> None:
+        """Look at how much is held now."""
+        self.most = max([self.most, *(self._held[worker] for worker in self._changed)])
+        self._changed.clear()
+
+    def _keep(self, value: int, worker: int) -> None:
+        self._places[value] = worker
+        self._held[worker] += self._size(value)
+        self._changed.add(worker)
+
+    def _size(self, value: int) -> int:
+        if self._sizes is None:
+            return 1
+        if value not in self._sizes:
+            raise ValueError(
+                f"sizes has no entry for matrix {value}; expected one for each that a live step reads or makes"
+            )
+        return self._sizes[value]
 
 
 def _natural(name: str, value: int, least: int) -> int:

@@ -28,6 +28,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core import config as numba_config
 from numba.extending import intrinsic
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 
 __all__ = [
@@ -301,12 +302,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def uncompiled(function: Function) -> Function:
     """Decorator: torch.compile leaves the function as it is.
 
-    As torch.compiler.disable, which imports the compiler at once: this only where something is compiled.
+    As torch.compiler.disable, which imports the compiler at once, for seconds: this only where something is compiled.
+    Where the caller's frame was too often compiled anew and is now run as it is, the frames that it calls still are.
     """
     apart = _disable_dynamo(function)
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        return (apart if torch.compiler.is_dynamo_compiling() else function)(*arguments, **options)
+        compiles = torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
+        return (apart if compiles else function)(*arguments, **options)
 
     return call  # type: ignore[return-value]

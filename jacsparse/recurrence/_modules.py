@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -15,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
 from ..patterns._cuda import on_device
+from ..patterns._runtime import uncompiled
 from ..tracing import is_recording
 from ._cells import CELLS
 from ._function import run_layer
@@ -43,16 +45,44 @@ class _Range(NamedTuple):
 
     def holds(self, steps: int, size: int, batch: int) -> bool:
         """Whether so many steps of so many states are within it."""
-        return steps >= max(self.steps, size // 2) and size <= self.size and size * batch <= self.all_states
+        return steps >= self.steps and size <= self.size and size * batch <= self.all_states
 
 
-#: By whether gradients are wanted, and whether it is an LSTM in float32: oneDNN computes that as one operator, which is
-#: always faster without gradients. Measured on one thread of an Intel Xeon: round numbers from where on no shape lost.
+class _Ranges(NamedTuple):
+    """Of passes without gradients, and of those with their backward passes."""
+
+    inference: tuple[_Range, ...]
+    training: tuple[_Range, ...]
+
+
+#: Measured on one thread and on two of an Intel Xeon: round numbers within which no shape lost.
 _OURS = {
-    (True, False): _Range(32, 512, 4096),
-    (False, False): _Range(64, 256, 4096),
-    (True, True): _Range(512, 32, 1024),
+    "RNN": _Ranges((_Range(64, 256, 2048),), (_Range(32, 512, 4096),)),
+    "GRU": _Ranges((_Range(32, 128, 4096),), (_Range(32, 256, 8192), _Range(256, 512, 4096))),
+    "LSTM": _Ranges((_Range(64, 128, 2048),), (_Range(32, 256, 4096),)),
 }
+#: oneDNN, which PyTorch has for float32, computes all steps by one operator.
+_OURS_FLOAT32 = {**_OURS, "LSTM": _Ranges((), (_Range(512, 32, 1024),))}
+
+
+class _Left(NamedTuple):
+    """What was left to PyTorch's kernels: so many steps of so many samples, and whether gradients were wanted."""
+
+    steps: int
+    batch: int
+    trains: bool
+
+
+@dataclass
+class _Pass:
+    """How a layer's last pass was computed: by our kernels, unless it was left to PyTorch's."""
+
+    reports: list[Report] = field(default_factory=list)
+    boundaries: list[torch.Tensor | None] = field(default_factory=list)
+    left: _Left | None = None
+
+
+_DTYPES = (torch.float32, torch.float64)
 
 # From PyTorch 2.7 on.
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
@@ -68,15 +98,34 @@ class _Recurrent(nn.RNNBase):
             )
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
         self._check_options()
-        self._reports: list[Report] = []
-        self.boundaries: list[torch.Tensor | None] = []
+        self._pass = _Pass()
 
     @property
     def reports(self) -> list[Report]:
         """How the recurrences of the last pass were solved; on a CUDA device this waits for them."""
-        for report in self._reports:
-            report.read()
-        return self._reports
+        if self._pass.left is None:
+            for report in self._pass.reports:
+                report.read()
+            return self._pass.reports
+        steps, batch, trains = self._pass.left
+        ways = ("forward", "backward") if trains else ("forward",)
+        reason = (
+            f"PyTorch's kernels are faster for {batch} samples of {steps} steps, {self.hidden_size} elements in a state"
+        )
+        return [
+            Report(way, steps, name, ["torch.nn"], steps, 1, reason=reason)
+            for name in self._recurrences()
+            for way in ways
+        ]
+
+    @property
+    def boundaries(self) -> list[torch.Tensor | None]:
+        """The states at the chunks' boundaries of the last pass, by layer and direction; None where there are none."""
+        return self._pass.boundaries if self._pass.left is None else [None] * len(self._recurrences())
+
+    def _recurrences(self) -> list[str]:
+        """Of each layer and direction, as PyTorch ends the names of its weights."""
+        return [name.removeprefix("weight_hh_") for name in self._flat_weights_names if "weight_hh" in name]
 
     def _check_options(self) -> None:
         """Of the constructor, or set since."""
@@ -115,7 +164,7 @@ class _Recurrent(nn.RNNBase):
     def to_torch(self) -> nn.RNNBase:
         """The same layer of `torch.nn`, whose parameters are the same objects."""
         other = _alike(self, self._kind())
-        for name in ("schedule", "forward_method", "chunk", "_reports", "boundaries"):
+        for name in ("schedule", "forward_method", "chunk", "_pass"):
             del other.__dict__[name]
         return other
 
@@ -151,23 +200,17 @@ class _Recurrent(nn.RNNBase):
             return super().forward(input, hx)
         return self._solved(input, hx, warm)
 
-    @torch.compiler.disable
+    @uncompiled
     def _solved(self, input: Any, hx: Any, warm: Sequence[torch.Tensor | None] | None) -> Any:
-        self._check_options()
         x, sequences, packed = self._sequences(input)
         single = packed is None and input.ndim == 2
-        initial = self._initial(hx, x, sequences, packed, single)
-        tensors = (x, *initial, *self._parameters.values())
-        trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        if warm is None and (reason := self._why_torch(x, sequences, trains)):
-            names = [name.removeprefix("weight_hh_") for name in self._flat_weights_names if "weight_hh" in name]
-            self._reports = [
-                Report(way, sequences.time, name, ["torch.nn"], sequences.time, 1, reason=reason)
-                for name in names
-                for way in (("forward", "backward") if trains else ("forward",))
-            ]
-            self.boundaries = [None] * len(names)
-            return super().forward(input, hx)
+        states = self._states(hx, x, sequences.batch, packed, single)
+        if warm is None and (left := self._left_to_torch(x, states, sequences)):
+            output, *last = self._by_torch(x, states, packed)
+            self._pass.left = left
+            return self._shown(output, sequences, packed, single), self._last(last, packed, single)
+        self._check_options()
+        x, initial = x.reshape(-1, self.input_size), list(torch.cat(states, dim=2))
         reports: list[Report] = []
         boundaries: list[torch.Tensor | None] = []
         ends = []
@@ -199,30 +242,43 @@ class _Recurrent(nn.RNNBase):
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
             if self.dropout and self.training and layer < self.num_layers - 1:
                 x = functional.dropout(x, self.dropout)
-        self._reports, self.boundaries = reports, boundaries
-        return self._shown(x, sequences, packed, single), self._last(torch.stack(ends), packed, single)
+        self._pass = _Pass(reports, boundaries)
+        size, last = self.hidden_size, torch.stack(ends)
+        states = [last.narrow(2, begin, size).contiguous() for begin in range(0, last.shape[2], size)]
+        return self._shown(x, sequences, packed, single), self._last(states, packed, single)
 
-    def _why_torch(self, x: torch.Tensor, sequences: Sequences, trains: bool) -> str:
-        """Why PyTorch's own kernels are to run, where nobody asked for others; empty where ours are."""
+    def _left_to_torch(self, x: torch.Tensor, states: Sequence[torch.Tensor], sequences: Sequences) -> _Left | None:
+        """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
         if self.schedule != "auto" or self.forward_method != "sequential" or on_device(x):
-            return ""
-        # PyTorch's kernels would compute in low precision under autocast; they may not see weights that are made of
-        # others, which each look at would make once more.
-        if torch.is_autocast_enabled("cpu") or is_parametrized(self):
-            return ""
-        weights = [getattr(self, name) for name in self._flat_weights_names]
-        if any(weight is not flat for weight, flat in zip(weights, self._flat_weights, strict=True)):
-            return ""
-        size, batch = self.hidden_size, sequences.batch
-        ours = _OURS.get((trains, self.mode == "LSTM" and x.dtype == torch.float32))
-        if ours is not None and ours.holds(sequences.time, size, batch):
-            return ""
-        return f"PyTorch's kernels are faster for {batch} samples of {sequences.time} steps, {size} elements in a state"
+            return None
+        # PyTorch's kernels would compute in low precision under autocast; they do not see what was put in the place of
+        # a parameter, as parametrisations do.
+        weights = self._flat_weights
+        if torch.is_autocast_enabled("cpu") or [*map(id, self._parameters.values())] != [*map(id, weights)]:
+            return None
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *weights))
+        ours = (_OURS_FLOAT32 if x.dtype == torch.float32 else _OURS)[self.mode.partition("_")[0]]
+        ranges = ours.training if trains else ours.inference
+        if any(each.holds(sequences.time, self.hidden_size, sequences.batch) for each in ranges):
+            return None
+        return _Left(sequences.time, sequences.batch, trains)
+
+    def _by_torch(
+        self, x: torch.Tensor, states: Sequence[torch.Tensor], packed: PackedSequence | None
+    ) -> Sequence[torch.Tensor]:
+        """Outputs and last states by PyTorch's operator, which is called as `torch.nn`'s layers do."""
+        operator: Callable[..., Sequence[torch.Tensor]] = getattr(torch, self.mode.lower())
+        hx = states if self.mode == "LSTM" else states[0]
+        options = (self._flat_weights, self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
+        if packed is None:
+            return operator(x, hx, *options, False)
+        return operator(x, packed.batch_sizes, hx, *options)
 
     def _sequences(self, given: Any) -> tuple[torch.Tensor, Sequences, PackedSequence | None]:
-        """The input as rows, and whose they are."""
+        """The input, ``(time, batch, features)`` or, where packed, as rows; and whose steps those are."""
         packed = given if isinstance(given, PackedSequence) else None
-        x = self._tensor("input", given.data if packed is not None else given)
+        weight: Any = self.weight_hh_l0
+        x = _checked("input", given.data if packed is not None else given, weight)
         if packed is not None:
             if x.ndim != 2 or x.shape[1] != self.input_size:
                 raise ValueError(f"input.data has shape {tuple(x.shape)}; expected (steps, {self.input_size})")
@@ -240,49 +296,31 @@ class _Recurrent(nn.RNNBase):
         time, batch = x.shape[:2]
         if not time:
             raise ValueError(f"input has shape {tuple(given.shape)}: no steps; expected at least one")
-        return x.reshape(time * batch, self.input_size), Sequences.equal(time, batch), None
+        return x, Sequences.equal(time, batch), None
 
-    def _tensor(self, name: str, value: object) -> torch.Tensor:
-        """`value` where the layer can work on it; under autocast of the weights' dtype."""
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
-        weight: Any = self.weight_hh_l0
-        if value.device != weight.device or value.device.type not in ("cpu", "cuda"):
-            raise ValueError(
-                f"{name} is on {value.device} and the weights are on {weight.device}; both must be on the CPU or on "
-                "one CUDA device: move them with .to()"
-            )
-        if torch.is_autocast_enabled(value.device.type) and value.is_floating_point():
-            value = value.to(weight.dtype)
-        if value.dtype != weight.dtype:
-            raise TypeError(f"{name} is {value.dtype} and the weights are {weight.dtype}; convert one of them")
-        if value.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
-        if value.layout != torch.strided:
-            raise TypeError(f"{name} has layout {value.layout}; expected a dense tensor")
-        return value
-
-    def _initial(
-        self, hx: Any, x: torch.Tensor, sequences: Sequences, packed: PackedSequence | None, single: bool
+    def _states(
+        self, hx: Any, x: torch.Tensor, batch: int, packed: PackedSequence | None, single: bool
     ) -> list[torch.Tensor]:
-        """First states of each layer and direction, ``(batch, states · hidden)``."""
-        places, batch = self.num_layers * (2 if self.bidirectional else 1), sequences.batch
-        states = CELLS[self.mode].states
+        """First states of each kind, ``(layers · directions, batch, hidden)``."""
+        places, kinds = self.num_layers * (2 if self.bidirectional else 1), CELLS[self.mode].states
         if hx is None:
-            return [x.new_zeros(batch, states * self.hidden_size)] * places
-        parts = hx if states > 1 else (hx,)
-        if not isinstance(parts, tuple | list) or len(parts) != states:
+            return [x.new_zeros(places, batch, self.hidden_size)] * kinds
+        parts = hx if kinds > 1 else (hx,)
+        if not isinstance(parts, (tuple, list)) or len(parts) != kinds:
             raise TypeError(f"hx is a {type(hx).__name__}; expected a pair of tensors, the hidden and the cell states")
         shape = (places, self.hidden_size) if single else (places, batch, self.hidden_size)
-        names = ("hx",) if states == 1 else ("hx[0]", "hx[1]")
-        parts = [self._tensor(name, part) for name, part in zip(names, parts, strict=True)]
-        for name, part in zip(names, parts, strict=True):
-            if tuple(part.shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(part.shape)}; expected {shape}")
-        joint = torch.cat([part.unsqueeze(1) if single else part for part in parts], dim=2)
+        states = []
+        for number, part in enumerate(parts):
+            name = f"hx[{number}]" if kinds > 1 else "hx"
+            state = _checked(name, part, x)
+            if state.shape != shape:
+                raise ValueError(f"{name} has shape {tuple(state.shape)}; expected {shape}")
+            states.append(state)
+        if single:
+            states = [part.unsqueeze(1) for part in states]
         if packed is not None and packed.sorted_indices is not None:
-            joint = joint.index_select(1, packed.sorted_indices)
-        return list(joint)
+            states = [part.index_select(1, packed.sorted_indices) for part in states]
+        return states
 
     def _parameters_of(self, layer: int, number: int) -> tuple[torch.Tensor | None, ...]:
         suffix = f"_l{layer}{'_reverse' if number else ''}"
@@ -305,19 +343,18 @@ class _Recurrent(nn.RNNBase):
     ) -> torch.Tensor | PackedSequence:
         if packed is not None:
             return PackedSequence(x, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
-        output = x.reshape(sequences.time, sequences.batch, x.shape[1])
+        if x.ndim == 2:
+            x = x.reshape(sequences.time, sequences.batch, x.shape[1])
         if single:
-            return output.squeeze(1)
-        return output.transpose(0, 1) if self.batch_first else output
+            return x.squeeze(1)
+        return x.transpose(0, 1) if self.batch_first else x
 
-    def _last(self, ends: torch.Tensor, packed: PackedSequence | None, single: bool) -> Any:
+    def _last(self, states: Sequence[torch.Tensor], packed: PackedSequence | None, single: bool) -> Any:
         if packed is not None and packed.unsorted_indices is not None:
-            ends = ends.index_select(1, packed.unsorted_indices)
+            states = [part.index_select(1, packed.unsorted_indices) for part in states]
         if single:
-            ends = ends.squeeze(1)
-        if CELLS[self.mode].states == 1:
-            return ends
-        return tuple(ends.narrow(-1, begin, self.hidden_size).contiguous() for begin in (0, self.hidden_size))
+            states = [part.squeeze(1) for part in states]
+        return states[0] if len(states) == 1 else tuple(states)
 
     def extra_repr(self) -> str:
         """PyTorch's own, and the arguments that are not the defaults."""
@@ -329,6 +366,27 @@ class _Recurrent(nn.RNNBase):
         return ", ".join(
             [super().extra_repr(), *(f"{name}={value!r}" for name, value, usual in given if value != usual)]
         )
+
+
+def _checked(name: str, value: object, weight: torch.Tensor) -> torch.Tensor:
+    """`value` where the layer can work on it; under autocast of the weights' dtype."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
+    device = value.device
+    if device != weight.device or device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"{name} is on {value.device} and the weights are on {weight.device}; both must be on the CPU or on "
+            "one CUDA device: move them with .to()"
+        )
+    if value.dtype != weight.dtype:
+        if not (torch.is_autocast_enabled(device.type) and value.is_floating_point()):
+            raise TypeError(f"{name} is {value.dtype} and the weights are {weight.dtype}; convert one of them")
+        value = value.to(weight.dtype)
+    if value.dtype not in _DTYPES:
+        raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} has layout {value.layout}; expected a dense tensor")
+    return value
 
 
 def _alike(layer: nn.RNNBase, kind: type[Any]) -> Any:

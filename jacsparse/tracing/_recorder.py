@@ -45,12 +45,19 @@ __all__ = [
     "record",
 ]
 
-_STATE = threading.local()
+
+class _State(threading.local):
+    """How many recordings are under way in a thread, one within the other."""
+
+    depth = 0
+
+
+_STATE = _State()
 
 
 def is_recording() -> bool:
     """Whether this thread is recording a forward pass."""
-    return getattr(_STATE, "depth", 0) > 0
+    return _STATE.depth > 0
 
 
 class Operand(NamedTuple):
@@ -295,7 +302,7 @@ def record(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Reco
         # A copy, and no leaf: the module may write to it.
         given = x.detach().requires_grad_().clone()
         recorder = _Recorder(Recording(module, given), readable)
-        _STATE.depth = getattr(_STATE, "depth", 0) + 1
+        _STATE.depth += 1
         try:
             with recorder, _uncompiled(), contextlib.nullcontext() if readable else _Unreadable(recorder):
                 output = module(given)

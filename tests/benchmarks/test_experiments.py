@@ -29,6 +29,7 @@ from benchmarks.kernel_resources import KernelResources
 from benchmarks.lenet_convergence import LenetConvergence, loss_curves
 from benchmarks.parallel_forward import ParallelForward
 from benchmarks.recurrent_convergence import RecurrentConvergence, Task
+from benchmarks.recurrent_shapes import RecurrentShapes
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.spgemm import Spgemm
 from benchmarks.whole_jacobian import Network, WholeJacobian
@@ -52,6 +53,7 @@ SMALL: list[Experiment] = [
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
     LenetConvergence(iterations=2, batch=4),
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
+    RecurrentShapes(sizes=(3, 40), times=(2, 70), batches=(1, 3)),
     GruBreakdown(sets=(("S", 5, 3), ("L", 7, 2)), batches=(2, 3)),
     ParallelForward(times=(6, 300), batch=2),
     RecurrentConvergence(tasks=(SMALL_TASK, replace(SMALL_TASK, name="once more"))),

@@ -156,7 +156,7 @@ def test_reports_can_be_copied_and_kept() -> None:
     with emulated():
         layer(torch.randn(30, 2, 3).to(DEVICE))[0].sum().backward()
     others = copy.deepcopy(layer).reports, pickle.loads(pickle.dumps(layer)).reports
-    assert layer._reports[0].pending is None
+    assert layer._pass.reports[0].pending is None
     for other in others:
         assert other == layer.reports and all(report.sweeps == len(report.defects) > 0 for report in other)
 

@@ -102,8 +102,24 @@ def test_complexity_with_few_workers(workers: int) -> None:
     order = n / workers + math.log2(workers)
     assert 0.5 * order <= scan.steps <= 3 * order + 2 * math.log2(n)
     assert scan.work == blelloch(n).complexity(1).work == blelloch(n).complexity(1).steps
-    # Section 3.6: the space of max(n/p, 1) Jacobians.
-    assert scan.space == max(1, math.ceil((n - 1) / workers))
+    # Section 3.6: the space of Θ(max(n/p, 1)) Jacobians. Back-propagation leaves them where they are.
+    share = max(1, math.ceil((n - 1) / workers))
+    assert share <= scan.space <= 1.5 * share
+    assert linear(n).complexity(workers).space == share
+
+
+def test_space_is_measured_where_matrices_lie() -> None:
+    # One matrix is as large as all others: no share is smaller, and its worker holds no other.
+    n = 9
+    sizes = {value: 8 if value == 4 else 1 for value in range(1, n)}
+    assert [linear(n).complexity(workers, sizes).space for workers in (1, 2, 4, 8)] == [15, 11, 8, 8]
+    # What a scan makes is held, too: two products of 100 entries, one for each worker, until they are multiplied.
+    schedule = blelloch(5)
+    sizes = {value: 1 for value in range(1, 6)} | {step.out: 100 for step in schedule.products if step.kind == "mm"}
+    assert schedule.complexity(1, sizes).space > 100 > linear(5).complexity(1, sizes).space == 4
+    assert Schedule("none", 0, (), (0,)).complexity(3).space == linear(1).complexity(2).space == 0
+    with pytest.raises(ValueError, match="sizes has no entry for matrix 2; expected one for each"):
+        linear(4).complexity(2, {1: 3})
 
 
 def test_balanced_uses_workers_where_it_pays() -> None:
