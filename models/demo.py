@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ._data import Dataset
     from ._settings import TrainSettings
 
-__all__ = ["main"]
+__all__ = ["main", "vgg11_settings"]
 
 _SCHEDULE = "blelloch:2"
 _PRUNED = 0.97
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(out: Path, seed: int, console: Console) -> int:
     begin = time.perf_counter()
     _prepare(out)
-    checks = [*_images(_settings(out, seed), console), *_sounds(_sound_settings(out, seed), console)]
+    checks = [*_images(vgg11_settings(out, seed), console), *_sounds(_sound_settings(out, seed), console)]
     _show_verdict(checks, console)
     for path in sorted(out.iterdir()):
         console.print(f"  {path}", soft_wrap=True)
@@ -137,13 +137,13 @@ def _sound_data() -> Dataset:
     return load_data("tones")
 
 
-def _settings(out: Path, seed: int) -> TrainSettings:
+def vgg11_settings(out: Path | None = None, seed: int = 0) -> TrainSettings:
     """A recipe that is quick on a small data set, unlike the thesis', which `default_settings` has."""
     from ._settings import TrainSettings
 
     return TrainSettings(
         task="vgg11",
-        out=out / "vgg11.safetensors",
+        out=None if out is None else out / "vgg11.safetensors",
         epochs=4,
         batch=32,
         optimizer="adam",

@@ -43,10 +43,6 @@ class _Range(NamedTuple):
     size: int
     all_states: int
 
-    def holds(self, steps: int, size: int, batch: int) -> bool:
-        """Whether so many steps of so many states are within it."""
-        return steps >= self.steps and size <= self.size and size * batch <= self.all_states
-
 
 class _Ranges(NamedTuple):
     """Of passes without gradients, and of those with their backward passes."""
@@ -57,9 +53,9 @@ class _Ranges(NamedTuple):
 
 #: Measured on one thread and on two of an Intel Xeon: round numbers within which no shape lost.
 _OURS = {
-    "RNN": _Ranges((_Range(64, 256, 2048),), (_Range(32, 512, 4096),)),
     "GRU": _Ranges((_Range(32, 128, 4096),), (_Range(32, 256, 8192), _Range(256, 512, 4096))),
     "LSTM": _Ranges((_Range(64, 128, 2048),), (_Range(32, 256, 4096),)),
+    **dict.fromkeys(("RNN_TANH", "RNN_RELU"), _Ranges((_Range(64, 256, 2048),), (_Range(32, 512, 4096),))),
 }
 #: oneDNN, which PyTorch has for float32, computes all steps by one operator.
 _OURS_FLOAT32 = {**_OURS, "LSTM": _Ranges((), (_Range(512, 32, 1024),))}
@@ -196,20 +192,21 @@ class _Recurrent(nn.RNNBase):
         Programs that leave Python, as torch.export, torch.onnx and torch.jit.trace make them, get `torch.nn`'s own
         operators; so do `jacsparse.jacobian` and `jacsparse.nn.Scan`, which have rules for those.
         """
-        if is_recording() or _is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        if is_recording() or _is_exporting() or torch._C._is_tracing():
             return super().forward(input, hx)
         return self._solved(input, hx, warm)
 
     @uncompiled
     def _solved(self, input: Any, hx: Any, warm: Sequence[torch.Tensor | None] | None) -> Any:
-        x, sequences, packed = self._sequences(input)
+        x, steps, batch, packed = self._input(input)
         single = packed is None and input.ndim == 2
-        states = self._states(hx, x, sequences.batch, packed, single)
-        if warm is None and (left := self._left_to_torch(x, states, sequences)):
+        states = self._states(hx, x, batch, packed, single)
+        if warm is None and (left := self._left_to_torch(x, states, steps, batch)):
             output, *last = self._by_torch(x, states, packed)
             self._pass.left = left
-            return self._shown(output, sequences, packed, single), self._last(last, packed, single)
+            return self._shown(output, packed, single), self._last(last, packed, single)
         self._check_options()
+        sequences = Sequences.equal(steps, batch) if packed is None else Sequences.packed(packed.batch_sizes)
         x, initial = x.reshape(-1, self.input_size), list(torch.cat(states, dim=2))
         reports: list[Report] = []
         boundaries: list[torch.Tensor | None] = []
@@ -245,9 +242,10 @@ class _Recurrent(nn.RNNBase):
         self._pass = _Pass(reports, boundaries)
         size, last = self.hidden_size, torch.stack(ends)
         states = [last.narrow(2, begin, size).contiguous() for begin in range(0, last.shape[2], size)]
-        return self._shown(x, sequences, packed, single), self._last(states, packed, single)
+        output = x if packed is not None else x.reshape(steps, batch, x.shape[1])
+        return self._shown(output, packed, single), self._last(states, packed, single)
 
-    def _left_to_torch(self, x: torch.Tensor, states: Sequence[torch.Tensor], sequences: Sequences) -> _Left | None:
+    def _left_to_torch(self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int) -> _Left | None:
         """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
         if self.schedule != "auto" or self.forward_method != "sequential" or on_device(x):
             return None
@@ -257,11 +255,11 @@ class _Recurrent(nn.RNNBase):
         if torch.is_autocast_enabled("cpu") or [*map(id, self._parameters.values())] != [*map(id, weights)]:
             return None
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *weights))
-        ours = (_OURS_FLOAT32 if x.dtype == torch.float32 else _OURS)[self.mode.partition("_")[0]]
-        ranges = ours.training if trains else ours.inference
-        if any(each.holds(sequences.time, self.hidden_size, sequences.batch) for each in ranges):
+        ours = (_OURS_FLOAT32 if x.dtype == torch.float32 else _OURS)[self.mode]
+        ranges, size = ours.training if trains else ours.inference, self.hidden_size
+        if any(steps >= least and size <= most and size * batch <= all_states for least, most, all_states in ranges):
             return None
-        return _Left(sequences.time, sequences.batch, trains)
+        return _Left(steps, batch, trains)
 
     def _by_torch(
         self, x: torch.Tensor, states: Sequence[torch.Tensor], packed: PackedSequence | None
@@ -274,15 +272,15 @@ class _Recurrent(nn.RNNBase):
             return operator(x, hx, *options, False)
         return operator(x, packed.batch_sizes, hx, *options)
 
-    def _sequences(self, given: Any) -> tuple[torch.Tensor, Sequences, PackedSequence | None]:
-        """The input, ``(time, batch, features)`` or, where packed, as rows; and whose steps those are."""
+    def _input(self, given: Any) -> tuple[torch.Tensor, int, int, PackedSequence | None]:
+        """The input, ``(time, batch, features)`` or, where packed, as rows; its steps, and its samples."""
         packed = given if isinstance(given, PackedSequence) else None
-        weight: Any = self.weight_hh_l0
-        x = _checked("input", given.data if packed is not None else given, weight)
+        # As they are listed: by their names they would be looked up more slowly, or made of others once more.
+        x = _checked("input", given if packed is None else given.data, self._flat_weights[0])
         if packed is not None:
             if x.ndim != 2 or x.shape[1] != self.input_size:
                 raise ValueError(f"input.data has shape {tuple(x.shape)}; expected (steps, {self.input_size})")
-            return x, _packed(packed.batch_sizes, len(x)), packed
+            return x, *_packed(packed.batch_sizes, len(x)), packed
         if x.ndim not in (2, 3) or x.shape[-1] != self.input_size:
             expected = "batch, time" if self.batch_first else "time, batch"
             raise ValueError(
@@ -296,7 +294,7 @@ class _Recurrent(nn.RNNBase):
         time, batch = x.shape[:2]
         if not time:
             raise ValueError(f"input has shape {tuple(given.shape)}: no steps; expected at least one")
-        return x, Sequences.equal(time, batch), None
+        return x, time, batch, None
 
     def _states(
         self, hx: Any, x: torch.Tensor, batch: int, packed: PackedSequence | None, single: bool
@@ -338,13 +336,9 @@ class _Recurrent(nn.RNNBase):
             raise ValueError(f"warm has {len(warm)} entries; expected {expected}: `boundaries` of an earlier pass")
         return warm[place]
 
-    def _shown(
-        self, x: torch.Tensor, sequences: Sequences, packed: PackedSequence | None, single: bool
-    ) -> torch.Tensor | PackedSequence:
+    def _shown(self, x: torch.Tensor, packed: PackedSequence | None, single: bool) -> torch.Tensor | PackedSequence:
         if packed is not None:
             return PackedSequence(x, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
-        if x.ndim == 2:
-            x = x.reshape(sequences.time, sequences.batch, x.shape[1])
         if single:
             return x.squeeze(1)
         return x.transpose(0, 1) if self.batch_first else x
@@ -470,15 +464,16 @@ def _counterpart(part: nn.Module) -> type[_Recurrent] | None:
     return None if own is None or part.proj_size else own
 
 
-def _packed(batch_sizes: torch.Tensor, steps: int) -> Sequences:
+def _packed(batch_sizes: torch.Tensor, rows: int) -> tuple[int, int]:
+    """The steps and the samples of a packed input."""
     sizes = batch_sizes.tolist()
     falling = all(one >= other for one, other in pairwise(sizes))
-    if not sizes or min(sizes) < 1 or not falling or sum(sizes) != steps:
+    if not sizes or min(sizes) < 1 or not falling or sum(sizes) != rows:
         raise ValueError(
-            f"batch_sizes of the packed input are {sizes}, its data have {steps} steps; make it with "
+            f"batch_sizes of the packed input are {sizes}, its data have {rows} steps; make it with "
             "torch.nn.utils.rnn.pack_padded_sequence"
         )
-    return Sequences.packed(batch_sizes)
+    return len(sizes), sizes[0]
 
 
 class RNN(_Recurrent, nn.RNN):

@@ -22,6 +22,7 @@ from benchmarks._experiment import Experiment, Row
 from benchmarks._peers import PEERS, Peer
 from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import Result, read, write
+from benchmarks._workloads import Trained
 from benchmarks.flop_analysis import FlopAnalysis
 from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.jacobian_generation import JacobianGeneration, printed_algorithms
@@ -49,7 +50,7 @@ SMALL_TASK = Task("bits", lambda: bitstreams(6, train=40, test=10), BitstreamRNN
 SMALL: list[Experiment] = [
     JacobianGeneration(size=6, columns=3),
     Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
-    FlopAnalysis(build=small_network, input_shape=(2, 6, 6)),
+    FlopAnalysis(build=lambda _: Trained(small_network(), torch.randn(2, 2, 6, 6), {"retrained": 0.9})),
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
     LenetConvergence(iterations=2, batch=4),
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),

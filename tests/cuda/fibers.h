@@ -100,6 +100,18 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
   return result;
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __syncthreads_or(int predicate) {
+  static char key;
+  int* vote = static_cast<int*>(fiber_static_shared(&key, sizeof(int)));
+  bool first = fiber_self()->warp == 0 && fiber_self()->lane == 0;
+  if (first) *vote = 0;
+  __syncthreads();
+  if (predicate) __atomic_fetch_or(vote, 1, __ATOMIC_RELAXED);
+  __syncthreads();
+  int found = __atomic_load_n(vote, __ATOMIC_RELAXED);
+  __syncthreads();
+  return found;
+}
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
 
 // Fibers take turns only where they wait: a read, an addition and a write are one. ThreadSanitizer is told so.

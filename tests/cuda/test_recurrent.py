@@ -82,6 +82,46 @@ def test_states_that_are_too_large() -> None:
         jacsparse.nn.GRU(3, 129).to(DEVICE)(torch.randn(2, 1, 3, device=DEVICE))
 
 
+@pytest.mark.parametrize("lengths", [None, [200, 131, 7]])
+@pytest.mark.parametrize("size", [5, 40])
+@pytest.mark.parametrize("schedule", ["linear", "chunked", "relaxed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_vanish(kind: str, schedule: str, size: int, lengths: list[int] | None) -> None:
+    """Of a loss on last states: once the gradient is zero, so are those of the gates, in memory that held something."""
+    ours, theirs, more = KINDS[kind]
+    reference, x = theirs(3, size, **more), torch.randn(200, 3, 3)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.mul_(0.02 if "weight_hh" in name else 1)
+            # Gates that forget soon: GRU's z, LSTM's f.
+            if "bias" in name and kind in ("GRU", "LSTM"):
+                parameter[size : 2 * size] -= 3
+    layer = ours(3, size, schedule=schedule, chunk=50, **more)
+    layer.load_state_dict(reference.state_dict())
+    found = []
+    for run in (layer.to(DEVICE), reference):
+        leaf = x.to(next(run.parameters()).device).clone().requires_grad_()
+        given = leaf if lengths is None else pack_padded_sequence(leaf, lengths)
+        with emulated():
+            _, last = run(given)
+            states = torch.cat(last) if isinstance(last, tuple) else last
+            found.append(torch.autograd.grad(states.sum(), [leaf, *run.parameters()]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-6 * other.abs().max().item())
+    ours_of_input = found[0][0].cpu()
+    assert not ours_of_input[:60, 0].any() and ours_of_input[-1 if lengths is None else lengths[0] - 1, 0].any()
+
+
+def test_a_nan_is_seen_though_gradients_vanish() -> None:
+    layer = jacsparse.nn.RNN(3, 5, schedule="linear").to(DEVICE)
+    x = torch.randn(100, 2, 3)
+    x[3, 1] = float("nan")
+    leaf = x.to(DEVICE).requires_grad_()
+    with emulated():
+        gradient = torch.autograd.grad(layer(leaf)[1].sum(), leaf)[0].cpu()
+    assert gradient[-1, 1].isnan().any() and not gradient[:, 0].isnan().any()
+
+
 @pytest.mark.parametrize("schedule", ["linear", "chunked", "blelloch", "planned", "relaxed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_schedules(kind: str, schedule: str) -> None:

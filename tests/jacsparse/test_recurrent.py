@@ -288,6 +288,19 @@ def test_compiled_around() -> None:
         close(ours, reference, 1e-6)
 
 
+@ALL
+def test_compiled_anew_too_often(kind: str) -> None:
+    """Frames that the compiler gives up are run as they are; those that they call are not."""
+    layer, _ = pair(kind, 3, 5, dtype=torch.float32, schedule="auto")
+    torch._dynamo.reset()
+    compiled = torch.compile(nn.Sequential(layer), backend="eager")
+    with torch._dynamo.config.patch(cache_size_limit=1):
+        for steps in (1, 5, 40, 600, 50, 2):
+            for batch in (2, 3):
+                x = torch.randn(steps, batch, 3)
+                assert torch.equal(compiled(x)[0], layer(x)[0])
+
+
 class Tagger(nn.Module):
     """A recurrent layer within a model."""
 

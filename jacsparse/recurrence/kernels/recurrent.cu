@@ -19,6 +19,15 @@ struct Values {
   T at[VALUES];
 };
 
+// Zeros as an element's gradients of what enters the gates, for the steps of a run, going back, from one on.
+template <int GATES, typename T>
+__device__ __forceinline__ void write_zeros(const Run& run, int taken, int size, int j, T* __restrict__ grad_gates) {
+  for (int i = taken; i < run.steps; ++i) {
+    T* written = grad_gates + static_cast<long long>(run.row(i)) * GATES * size + j;
+    for (int gate = 0; gate < GATES; ++gate) written[gate * size] = T(0);
+  }
+}
+
 // h <- tanh(x + W h), or ReLU.
 template <typename T, int REGISTERS, int SPLIT>
 __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
@@ -65,7 +74,7 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
   Column<T, D, REGISTERS, SPLIT> column;
   column.load(w, size, size);
   T v = active ? grad_end[blockIdx.x * static_cast<long long>(size) + j] : T(0);
-  go_through<ahead<REGISTERS, SPLIT>(8), Values<T, 2>>(
+  int taken = go_through<ahead<REGISTERS, SPLIT>(8), Values<T, 2>>(
       run, -1,
       [&](long long row, int, Values<T, 2>& values) {
         values.at[0] = h[row * size + mine];
@@ -78,8 +87,10 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
         if (first) scaled[parity * 128 + j] = d;
         if (writes && grad_gates) grad_gates[row * size + j] = d;
         meet<REGISTERS, SPLIT>();
-        v = column.times(scaled + parity * 128);
-      });
+        v = flushed(column.times(scaled + parity * 128));
+      },
+      [&] { return !grad_out && !any<REGISTERS, SPLIT>(v != T(0)); });
+  if (writes && grad_gates) write_zeros<1>(run, taken, size, j, grad_gates);
   if (writes) grad_start[blockIdx.x * static_cast<long long>(size) + j] = v;
 }
 
@@ -167,7 +178,7 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
   fresh.load(w + 2 * square, size, size);
   T v = active ? grad_end[blockIdx.x * static_cast<long long>(size) + j] : T(0);
   const D* own_initial = initial + run.sample * static_cast<long long>(size);
-  go_through<ahead<REGISTERS, SPLIT>(4), GruKept<T>>(
+  int taken = go_through<ahead<REGISTERS, SPLIT>(4), GruKept<T>>(
       run, run.beyond(edge),
       [&](long long row, long long preceding, GruKept<T>& kept) {
         kept.fetch(row, preceding, size, mine, h, gates, own_initial, grad_out);
@@ -183,8 +194,10 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
           for (int part = 0; part < 4; ++part) written[part * size] = parts[part];
         }
         meet<REGISTERS, SPLIT>();
-        v = grad * kept.z + reset.times(line) + update.times(line + 128) + fresh.times(line + 256);
-      });
+        v = flushed(grad * kept.z + reset.times(line) + update.times(line + 128) + fresh.times(line + 256));
+      },
+      [&] { return !grad_out && !any<REGISTERS, SPLIT>(v != T(0)); });
+  if (writes && grad_gates) write_zeros<4>(run, taken, size, j, grad_gates);
   if (writes) grad_start[blockIdx.x * static_cast<long long>(size) + j] = v;
 }
 
@@ -255,7 +268,7 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
   long long place = blockIdx.x * 2ll * size + j;
   T v = active ? grad_end[place] : T(0), u = active ? grad_end[place + size] : T(0);
   const D* own_initial = initial + (run.sample * 2ll + 1) * size;
-  go_through<ahead<REGISTERS, SPLIT>(2), Values<T, 7>>(
+  int taken = go_through<ahead<REGISTERS, SPLIT>(2), Values<T, 7>>(
       run, run.beyond(edge),
       [&](long long row, long long preceding, Values<T, 7>& values) {
         for (int kept = 0; kept < 5; ++kept) values.at[kept] = gates[(row * 5 + kept) * size + mine];
@@ -268,7 +281,7 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
         T grad = active ? v + values.at[6] : T(0), total = u + grad * o * (T(1) - shown * shown);
         T parts[4] = {total * g * i * (T(1) - i), total * values.at[5] * f * (T(1) - f), total * i * (T(1) - g * g),
                       grad * shown * o * (T(1) - o)};
-        u = active ? total * f : T(0);
+        u = active ? flushed(total * f) : T(0);
         if (first) {
           for (int part = 0; part < 4; ++part) line[part * 128 + j] = active ? parts[part] : T(0);
         }
@@ -277,8 +290,10 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
           for (int part = 0; part < 4; ++part) written[part * size] = parts[part];
         }
         meet<REGISTERS, SPLIT>();
-        v = enter.times(line) + forget.times(line + 128) + fresh.times(line + 256) + leave.times(line + 384);
-      });
+        v = flushed(enter.times(line) + forget.times(line + 128) + fresh.times(line + 256) + leave.times(line + 384));
+      },
+      [&] { return !grad_out && !any<REGISTERS, SPLIT>(v != T(0) || u != T(0)); });
+  if (writes && grad_gates) write_zeros<4>(run, taken, size, j, grad_gates);
   if (writes) grad_start[place] = v, grad_start[place + size] = u;
 }
 

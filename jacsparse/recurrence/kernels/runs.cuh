@@ -44,16 +44,22 @@ __device__ __forceinline__ Run run_of(const long long* sample, const long long* 
           back};
 }
 
+struct Never {
+  __device__ __forceinline__ bool operator()() const { return false; }
+};
+
 // Goes through a run's steps, with what they read of memory under way for AHEAD to 2 * AHEAD steps before they need it.
 //
 // `fetch(row, next, values)` starts to read what a step needs: `next` is the row of the step that is taken after it,
 // and `beyond` that of the last one's. `step(parity, row, values)` takes a step; parity is that of its number. Reads
 // are made for AHEAD steps together, for a warp that waits for one waits for all that it has under way; their rows are
 // known as many steps before that.
-template <int AHEAD, typename Values, typename Fetch, typename Step>
-__device__ __forceinline__ void go_through(const Run& run, int beyond, Fetch fetch, Step step) {
+//
+// Before each AHEAD steps but the first ones, `done` says whether to stop there. Returns how many steps were taken.
+template <int AHEAD, typename Values, typename Fetch, typename Step, typename Done = Never>
+__device__ __forceinline__ int go_through(const Run& run, int beyond, Fetch fetch, Step step, Done done = {}) {
   int last = run.steps - 1, rows[AHEAD + 1], later[AHEAD];
-  if (last < 0) return;
+  if (last < 0) return 0;
   Values coming[AHEAD];
   auto places = [&](int first) {
 #pragma unroll
@@ -77,6 +83,7 @@ __device__ __forceinline__ void go_through(const Run& run, int beyond, Fetch fet
   read(0);
   places(AHEAD + 1);
   for (int first = 0; first <= last; first += AHEAD) {
+    if (first && done()) return first;
     int at[AHEAD];
     Values now[AHEAD];
 #pragma unroll
@@ -96,6 +103,7 @@ __device__ __forceinline__ void go_through(const Run& run, int beyond, Fetch fet
       }
     }
   }
+  return run.steps;
 }
 
 // Threads of a block, at most, where SPLIT of them have an element of the state together: with weights in REGISTERS of
@@ -166,6 +174,20 @@ __device__ __forceinline__ void meet() {
   } else {
     __syncthreads();
   }
+}
+
+// Whether it is so for any of a block's threads, which all wait for one another.
+template <int REGISTERS, int SPLIT>
+__device__ __forceinline__ bool any(bool predicate) {
+  return THREADS<REGISTERS, SPLIT> <= 32 ? __any_sync(0xffffffffu, predicate) : __syncthreads_or(predicate);
+}
+
+// Zero where it is below the smallest normal number: gradients that vanish would stay among the smallest ones.
+__device__ __forceinline__ float flushed(float x) {
+  return fabs(x) < 1.17549435e-38f ? 0.0f : x;
+}
+__device__ __forceinline__ double flushed(double x) {
+  return fabs(x) < 2.2250738585072014e-308 ? 0.0 : x;
 }
 
 // In float32 by the hardware's exponential and reciprocal, without branches: within a few units in the last place of
