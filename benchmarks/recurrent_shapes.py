@@ -66,17 +66,10 @@ class RecurrentShapes(Experiment):
     source = "no paper: what a layer is measured by that takes torch.nn's place"
 
     def run(self, context: Context) -> list[Row]:
-        rows, workers = [], torch.get_num_threads()
-        try:
-            for threads in dict.fromkeys((workers, 1)):
-                torch.set_num_threads(threads)
-                for kind, size, part in itertools.product(self.kinds, self.sizes, _PARTS):
-                    rows.append(self._row(kind, size, part, threads, context))
-        finally:
-            torch.set_num_threads(workers)
-        return rows
+        shapes = itertools.product(self.kinds, self.sizes, _PARTS)
+        return [self._row(kind, size, part, context) for kind, size, part in shapes]
 
-    def _row(self, kind: str, size: int, part: str, threads: int, context: Context) -> Row:
+    def _row(self, kind: str, size: int, part: str, context: Context) -> Row:
         """The shape in which ours is slowest, beside PyTorch's; the others are in its data."""
         cells = list(self._cells(kind, size, part, context))
         slowest = min(cells, key=lambda cell: cell.ratio)
@@ -84,10 +77,16 @@ class RecurrentShapes(Experiment):
             f"{kind}, H = {size}, {part}",
             slowest.ratio,
             "least of torch.nn / jacsparse",
-            group=f"{threads} thread(s)",
+            group=f"{context.threads} thread(s)",
             comparisons=(Comparison("torch.nn / jacsparse", slowest.ratio, slowest.fastest, at_least=_TARGET),),
             note=f"least of {len(cells)} shapes: T = {slowest.time}, B = {slowest.batch}, by {slowest.ran}",
-            data={"kind": kind, "size": size, "part": part, "threads": threads, "cells": list(map(asdict, cells))},
+            data={
+                "kind": kind,
+                "size": size,
+                "part": part,
+                "threads": context.threads,
+                "cells": list(map(asdict, cells)),
+            },
         )
 
     def _cells(self, kind: str, size: int, part: str, context: Context) -> Iterator[_Cell]:
@@ -118,12 +117,9 @@ class RecurrentShapes(Experiment):
 
         from jacsparse._figures import new_figure, save_figure
 
-        panels: dict[tuple[int, str], list[Row]] = {}
-        for row in rows:
-            panels.setdefault((row.data["threads"], row.data["part"]), []).append(row)
-        lines = max(map(len, panels.values()), default=1)
-        figure, axes = new_figure(5.2 * len(panels), 1.6 + 0.26 * lines, columns=max(2, len(panels)))
-        for panel, ((threads, part), own) in zip(axes, panels.items(), strict=False):
+        figure, axes = new_figure(12.0, 1.6 + 0.13 * len(rows), columns=len(_PARTS))
+        for panel, part in zip(axes, _PARTS, strict=True):
+            own = [row for row in rows if row.data["part"] == part]
             shapes = sorted({(cell["time"], cell["batch"]) for row in own for cell in row.data["cells"]})
             image = np.full((len(own), len(shapes)), np.nan)
             for line, row in enumerate(own):
@@ -138,7 +134,7 @@ class RecurrentShapes(Experiment):
             panel.set_yticks(range(len(own)), names, fontsize=7)
             labels = [f"{time}, {batch}" for time, batch in shapes]
             panel.set_xticks(range(len(shapes)), labels, fontsize=7, rotation=90)
-            panel.set(title=f"{part}, {threads} thread(s)", xlabel="steps, samples of a batch")
+            panel.set(title=f"{part}, {own[0].group}", xlabel="steps, samples of a batch")
         text = "times as fast as torch.nn; bold: by kernels of jacsparse, the others by PyTorch's"
         figure.suptitle(f"{self.title}; {text}", fontsize=10)
         save_figure(figure, path)

@@ -119,10 +119,10 @@ def test_flop_with_weights_of_another_origin(jac, tmp_path: Path) -> None:
 def test_flop_for_workers(jac) -> None:
     status, out, err = jac("flop", "lenet5", "--schedule", "blelloch:1", "--workers", "1,16")
     assert status == 0, err
-    assert "which schedule is done first" in out and "workers linear blelloch:1 balanced first why" in out
+    assert "which schedule is done first" in out and "workers linear blelloch:1 balanced first holds why" in out
     assert "times as long" in out
     _, out, _ = jac("flop", "lenet5", "--part", "classifier", "--schedule", "balanced:2", "--workers", "1,16,1")
-    assert "workers linear balanced:2 balanced first why" in out
+    assert "workers linear balanced:2 balanced first holds why" in out
     for wrong in ("0", "1,", "two", "1;2"):
         status, _, err = jac("flop", "lenet5", "--workers", wrong)
         assert status == 2 and f"--workers is '{wrong}'; expected numbers of workers, as in 1,2,4,8" in err

@@ -26,7 +26,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
             seed=seed,
         )
 
-    monkeypatch.setattr(demo, "_settings", settings)
+    monkeypatch.setattr(demo, "vgg11_settings", settings)
     monkeypatch.setattr(
         demo,
         "_sound_settings",
