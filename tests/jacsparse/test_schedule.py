@@ -115,7 +115,7 @@ def test_space_is_measured_where_matrices_lie() -> None:
     assert [linear(n).complexity(workers, sizes).space for workers in (1, 2, 4, 8)] == [15, 11, 8, 8]
     # What a scan makes is held, too: two products of 100 entries, one for each worker, until they are multiplied.
     schedule = blelloch(5)
-    sizes = {value: 1 for value in range(1, 6)} | {step.out: 100 for step in schedule.products if step.kind == "mm"}
+    sizes = dict.fromkeys(range(1, 6), 1) | {step.out: 100 for step in schedule.products if step.kind == "mm"}
     assert schedule.complexity(1, sizes).space > 100 > linear(5).complexity(1, sizes).space == 4
     assert Schedule("none", 0, (), (0,)).complexity(3).space == linear(1).complexity(2).space == 0
     with pytest.raises(ValueError, match="sizes has no entry for matrix 2; expected one for each"):
