@@ -108,9 +108,10 @@ class RecurrentShapes(Experiment):
                 if _ratio(timings) < _TARGET:
                     again = own.times(functions, seconds=0.5 * context.seconds)
                     timings = {name: timing.plus(again[name]) for name, timing in timings.items()}
-            medians = [_median(timing) for timing in timings.values()]
+            seconds = {name: _median(timing) for name, timing in timings.items()}
             fastest = min(timings["torch.nn"].seconds) / min(timings["jacsparse"].seconds)
-            yield _Cell(time, batch, *medians, _ratio(timings), fastest, ours.reports[-1].methods[0])
+            ran = ours.reports[-1].methods[0]
+            yield _Cell(time, batch, seconds["jacsparse"], seconds["torch.nn"], _ratio(timings), fastest, ran)
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
         from matplotlib.colors import TwoSlopeNorm
@@ -128,7 +129,8 @@ class RecurrentShapes(Experiment):
                     image[line, place] = math.log2(cell["ratio"])
                     look = "normal" if cell["ran"] == "torch.nn" else "bold"
                     text = f"{cell['ratio']:.2f}" if cell["ratio"] < 9.95 else f"{cell['ratio']:.0f}"
-                    panel.text(place, line, text, ha="center", va="center", fontsize=5.5, fontweight=look)
+                    colour = "white" if cell["ratio"] > 5 else "black"
+                    panel.text(place, line, text, ha="center", va="center", fontsize=5.5, fontweight=look, color=colour)
             panel.imshow(image, cmap="PuOr", norm=TwoSlopeNorm(0.0, -1.0, 5.0), aspect="auto")
             names = [f"{row.data['kind']}, H = {row.data['size']}" for row in own]
             panel.set_yticks(range(len(own)), names, fontsize=7)

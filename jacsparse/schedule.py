@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from typing import TYPE_CHECKING, Literal
@@ -249,9 +249,9 @@ class _Stores:
             before += size
         self.note()
 
-    def choose(self, step: Step, free: Iterable[int]) -> int:
+    def choose(self, step: Step, free: Collection[int]) -> int:
         """The worker that is to do a step."""
-        factors = [factor for factor in (step.left, step.right) if self._places.get(factor) in free]
+        factors = [factor for factor in (step.left, step.right) if self._places.get(factor, -1) in free]
         if factors:
             return self._places[max(factors, key=self._size)]
         return min(free, key=lambda worker: (self._held[worker], worker))

@@ -240,8 +240,8 @@ class _Recurrent(nn.RNNBase):
             if self.dropout and self.training and layer < self.num_layers - 1:
                 x = functional.dropout(x, self.dropout)
         self._pass = _Pass(reports, boundaries)
-        size, last = self.hidden_size, torch.stack(ends)
-        states = [last.narrow(2, begin, size).contiguous() for begin in range(0, last.shape[2], size)]
+        size, joint = self.hidden_size, torch.stack(ends)
+        states = [joint.narrow(2, begin, size).contiguous() for begin in range(0, joint.shape[2], size)]
         output = x if packed is not None else x.reshape(steps, batch, x.shape[1])
         return self._shown(output, packed, single), self._last(states, packed, single)
 
@@ -251,7 +251,7 @@ class _Recurrent(nn.RNNBase):
             return None
         # PyTorch's kernels would compute in low precision under autocast; they do not see what was put in the place of
         # a parameter, as parametrisations do.
-        weights = self._flat_weights
+        weights: Any = self._flat_weights
         if torch.is_autocast_enabled("cpu") or [*map(id, self._parameters.values())] != [*map(id, weights)]:
             return None
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *weights))
@@ -276,7 +276,8 @@ class _Recurrent(nn.RNNBase):
         """The input, ``(time, batch, features)`` or, where packed, as rows; its steps, and its samples."""
         packed = given if isinstance(given, PackedSequence) else None
         # As they are listed: by their names they would be looked up more slowly, or made of others once more.
-        x = _checked("input", given if packed is None else given.data, self._flat_weights[0])
+        weight: Any = self._flat_weights[0]
+        x = _checked("input", given if packed is None else given.data, weight)
         if packed is not None:
             if x.ndim != 2 or x.shape[1] != self.input_size:
                 raise ValueError(f"input.data has shape {tuple(x.shape)}; expected (steps, {self.input_size})")
