@@ -20,7 +20,7 @@ from ._calls import MODES, Call, in_mode, labelled
 from ._context import Context, Limits, Timing, reason
 from ._experiment import Comparison, Row, compare
 
-__all__ = ["OURS", "PEER", "SCANS", "Layer", "Measured", "RecurrentWorkload", "shown"]
+__all__ = ["GATES", "OURS", "PEER", "SCANS", "Layer", "Measured", "RecurrentWorkload", "shown"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Layer:
 
 
 OURS, PEER = Layer("jacsparse", "auto"), Layer("torch.nn")
+#: Of each layer's cell.
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 #: Schedules that scan as the thesis does, over chunks and over single steps.
 SCANS = ("chunked", "blelloch")
 
@@ -164,7 +166,7 @@ class RecurrentWorkload:
         Products: with the weights forward; with the recurrent weights, and for the gradients of both, backward. That
         steps have to wait for one another is not in it.
         """
-        gates = {"RNN": 1, "GRU": 3, "LSTM": 4}[self.kind]
+        gates = GATES[self.kind]
         # The state, and what a cell keeps beside it: r, z, n and W_n h; or i, f, g, o and c.
         kept = {"RNN": 1, "GRU": 5, "LSTM": 6}[self.kind]
         steps = self.time * self.batch

@@ -435,18 +435,19 @@ def _choices(
     assert counts is not None
     n = len(subject.factors)
     known = {"linear": linear(n), plan.name: plan}
-    counted = {plan.name: counts}
+    # What steps execute, and matrices' entries: no patterns, of which a schedule's products may have many.
+    counted = {plan.name: (counts.executed(), counts.sizes())}
 
     def choice(number: int) -> ScheduleChoice:
         name = f"balanced:{number}"
         schedules = {**known, name: balanced(subject, number)}
         for each, schedule in schedules.items():
             if each not in counted:
-                counted[each] = _Counts(schedule, subject.factors).run()
-        executed = {each: counted[each].executed() for each in schedules}
-        times = {each: schedule.makespan(executed[each], number) for each, schedule in schedules.items()}
-        work = {each: math.fsum(executed[each]) for each in schedules}
-        space = {each: schedule.complexity(number, counted[each].sizes()).space for each, schedule in schedules.items()}
+                counts = _Counts(schedule, subject.factors).run()
+                counted[each] = counts.executed(), counts.sizes()
+        times = {each: schedule.makespan(counted[each][0], number) for each, schedule in schedules.items()}
+        work = {each: math.fsum(counted[each][0]) for each in schedules}
+        space = {each: schedule.complexity(number, counted[each][1]).space for each, schedule in schedules.items()}
         # Of equal ones the first: linear.
         best = min(times, key=lambda each: (times[each], work[each]))
         return ScheduleChoice(number, best, times, work, space)
@@ -645,9 +646,9 @@ class _Counts:
     def sizes(self) -> dict[int, int]:
         """Entries of each matrix, by value."""
         n = self.schedule.n
-        made = zip(self.schedule.products, self.steps, strict=True)
+        products = zip(self.schedule.products, self.steps, strict=True)
         return {n - stage: factor.nnz for stage, factor in enumerate(self.factors)} | {
-            step.out: count.nnz for step, count in made if step.kind == "mm"
+            step.out: count.nnz for step, count in products if step.kind == "mm"
         }
 
     def _product(self, step: Step) -> _Count:

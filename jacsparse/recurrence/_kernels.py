@@ -46,11 +46,11 @@ def _scratch(width, like):
 def _any_added(added, size, active, sample, begin, count, direction, offset, run, back):
     """Whether anything is added to the gradients so many steps from the runs' ends."""
     # No branch and one way out: else Numba counts references to each array at each call.
-    found = False
+    nonzero = False
     for r in range(active):
         row = _row(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
-        found |= any_nonzero(added, row * size, size)
-    return found
+        nonzero |= any_nonzero(added, row * size, size)
+    return nonzero
 
 
 @inlined

@@ -210,7 +210,7 @@ class _Recurrent(nn.RNNBase):
         x, initial = x.reshape(-1, self.input_size), list(torch.cat(states, dim=2))
         reports: list[Report] = []
         boundaries: list[torch.Tensor | None] = []
-        ends = []
+        ends, recurrences = [], self._recurrences()
         directions = (1, -1) if self.bidirectional else (1,)
         for layer in range(self.num_layers):
             outputs = []
@@ -221,7 +221,7 @@ class _Recurrent(nn.RNNBase):
                     self.schedule,
                     int(self.chunk),
                     self._warm(warm, place),
-                    f"l{layer}{'_reverse' if number else ''}",
+                    recurrences[place],
                     reports,
                 )
                 output, end = run_layer(
@@ -230,7 +230,7 @@ class _Recurrent(nn.RNNBase):
                     direction,
                     x,
                     initial[place],
-                    self._parameters_of(layer, number),
+                    self._parameters_of(recurrences[place]),
                     options,
                 )
                 outputs.append(output)
@@ -321,16 +321,15 @@ class _Recurrent(nn.RNNBase):
             states = [part.index_select(1, packed.sorted_indices) for part in states]
         return states
 
-    def _parameters_of(self, layer: int, number: int) -> tuple[torch.Tensor | None, ...]:
-        suffix = f"_l{layer}{'_reverse' if number else ''}"
+    def _parameters_of(self, recurrence: str) -> tuple[torch.Tensor | None, ...]:
         names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if self.bias else ()))
-        found = [getattr(self, name + suffix) for name in names]
-        return (*found, *([] if self.bias else [None, None]))
+        parameters = [getattr(self, f"{name}_{recurrence}") for name in names]
+        return (*parameters, *([] if self.bias else [None, None]))
 
     def _warm(self, warm: Sequence[torch.Tensor | None] | None, place: int) -> torch.Tensor | None:
         if warm is None:
             return None
-        expected = self.num_layers * (2 if self.bidirectional else 1)
+        expected = len(self._recurrences())
         if not isinstance(warm, list | tuple) or not all(isinstance(part, torch.Tensor | None) for part in warm):
             raise TypeError("warm is no list of tensors; pass `boundaries` of an earlier pass")
         if len(warm) != expected:
@@ -363,20 +362,20 @@ class _Recurrent(nn.RNNBase):
         )
 
 
-def _checked(name: str, value: object, weight: torch.Tensor) -> torch.Tensor:
-    """`value` where the layer can work on it; under autocast of the weights' dtype."""
+def _checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
+    """`value` where the layer can work on it, whose weights are like another tensor; under autocast of their dtype."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
     device = value.device
-    if device != weight.device or device.type not in ("cpu", "cuda"):
+    if device != like.device or device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"{name} is on {value.device} and the weights are on {weight.device}; both must be on the CPU or on "
+            f"{name} is on {value.device} and the weights are on {like.device}; both must be on the CPU or on "
             "one CUDA device: move them with .to()"
         )
-    if value.dtype != weight.dtype:
+    if value.dtype != like.dtype:
         if not (torch.is_autocast_enabled(device.type) and value.is_floating_point()):
-            raise TypeError(f"{name} is {value.dtype} and the weights are {weight.dtype}; convert one of them")
-        value = value.to(weight.dtype)
+            raise TypeError(f"{name} is {value.dtype} and the weights are {like.dtype}; convert one of them")
+        value = value.to(like.dtype)
     if value.dtype not in _DTYPES:
         raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
     if value.layout != torch.strided:

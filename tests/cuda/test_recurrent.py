@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,19 @@ KINDS: dict[str, tuple[Any, Any, dict[str, str]]] = {
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 
 
+def gradients(
+    layer: Any, x: torch.Tensor, lengths: list[int] | None, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Outputs, last states, and the gradients of a loss of both: by the input, and by each weight."""
+    leaf = x.to(next(layer.parameters()).device).clone().requires_grad_()
+    with emulated():
+        output, last = layer(leaf if lengths is None else pack_padded_sequence(leaf, lengths))
+        outputs = output if lengths is None else output.data
+        states = torch.cat(last) if isinstance(last, tuple) else last
+        found = torch.autograd.grad(loss(outputs, states), [leaf, *layer.parameters()])
+    return [outputs, states, *found]
+
+
 def check(
     kind: str,
     size: int,
@@ -42,18 +56,13 @@ def check(
     layer = ours(3, size, bidirectional=True, **more, **options).to(dtype)
     layer.load_state_dict(reference.state_dict())
     x = torch.randn(*shape, 3, dtype=dtype)
-    found = []
-    for run in (layer.to(DEVICE), reference):
-        leaf = x.to(next(run.parameters()).device).clone().requires_grad_()
-        given = leaf if lengths is None else pack_padded_sequence(leaf, lengths)
-        with emulated():
-            output, last = run(given)
-            shown = output if lengths is None else output.data
-            states = torch.cat(last) if isinstance(last, tuple) else last
-            weigh = torch.linspace(-1, 1, shown.numel(), dtype=dtype, device=shown.device).reshape(shown.shape)
-            loss = (shown * weigh).sum() + states.square().sum()
-            found.append([shown, states, *torch.autograd.grad(loss, [leaf, *run.parameters()])])
-    for one, other in zip(*found, strict=True):
+
+    def loss(outputs: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        weights = torch.linspace(-1, 1, outputs.numel(), dtype=dtype, device=outputs.device)
+        return (outputs * weights.reshape(outputs.shape)).sum() + states.square().sum()
+
+    results = (gradients(run, x, lengths, loss) for run in (layer.to(DEVICE), reference))
+    for one, other in zip(*results, strict=True):
         largest = max(1e-30, other.abs().max().item())
         assert (one.cpu() - other).abs().max() <= TOLERANCE[dtype] * largest
     reports: list[Any] = layer.reports
@@ -98,18 +107,13 @@ def test_gradients_that_vanish(kind: str, schedule: str, size: int, lengths: lis
                 parameter[size : 2 * size] -= 3
     layer = ours(3, size, schedule=schedule, chunk=50, **more)
     layer.load_state_dict(reference.state_dict())
-    found = []
-    for run in (layer.to(DEVICE), reference):
-        leaf = x.to(next(run.parameters()).device).clone().requires_grad_()
-        given = leaf if lengths is None else pack_padded_sequence(leaf, lengths)
-        with emulated():
-            _, last = run(given)
-            states = torch.cat(last) if isinstance(last, tuple) else last
-            found.append(torch.autograd.grad(states.sum(), [leaf, *run.parameters()]))
-    for one, other in zip(*found, strict=True):
+    found, expected = (
+        gradients(run, x, lengths, lambda _, states: states.sum())[2:] for run in (layer.to(DEVICE), reference)
+    )
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-6 * other.abs().max().item())
-    ours_of_input = found[0][0].cpu()
-    assert not ours_of_input[:60, 0].any() and ours_of_input[-1 if lengths is None else lengths[0] - 1, 0].any()
+    of_input = found[0].cpu()
+    assert not of_input[:60, 0].any() and of_input[-1 if lengths is None else lengths[0] - 1, 0].any()
 
 
 def test_a_nan_is_seen_though_gradients_vanish() -> None:
