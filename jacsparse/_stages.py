@@ -402,8 +402,7 @@ class Record:
         arguments = {**edge.call.arguments, **given}
         del arguments[argument]
         derivative = _Derivative(self, edge, operation, invocation, samples)
-        return replace(
-            edge.call,
+        return edge.call.with_tensors(
             arguments=_Arguments(arguments, argument_of),
             input=of_samples(x, layouts[argument]),
             output=of_samples(result, self.stage.program.layouts[edge.target]),

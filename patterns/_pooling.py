@@ -226,7 +226,12 @@ def _rows(indptr: np.ndarray) -> np.ndarray:
 
 def _count(call: Call | Use) -> int:
     """Axes along which windows slide: the last ones, as many as the operator's name says."""
-    found = re.search(r"(\d)d", call.operator)
+    return _count_of(call.operator)
+
+
+@functools.cache
+def _count_of(operator: str) -> int:
+    found = re.search(r"(\d)d", operator)
     assert found is not None
     return int(found[1])
 

@@ -143,6 +143,12 @@ class Call:
         """Elements of one sample of the output."""
         return math.prod(self.out_shape)
 
+    def with_tensors(self, **fields: Any) -> Call:
+        """The same call at the numbers of one run: as `dataclasses.replace`, which takes longer than all else here."""
+        other = object.__new__(Call)
+        vars(other).update(vars(self), **fields)
+        return other
+
     def unsupported(self, what: str, remedy: str) -> UnsupportedOperatorError:
         """An error that names the operator's path, what is not supported, what to do and the line of code."""
         return UnsupportedOperatorError(f"{self.path or self.operator}: {what}; {remedy}{self.source}")
