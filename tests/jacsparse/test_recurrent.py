@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jacsparse.patterns._runtime import flushing
+from jacsparse.patterns._runtime import _on_each, flushing
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
@@ -640,6 +641,23 @@ def test_a_kernel_that_fails_leaves_the_mode_as_it_was() -> None:
     assert np.float32(1e-38) * np.float32(0.1) != 0
 
 
+def test_workers_keep_their_mode() -> None:
+    layer, before = jacsparse.nn.RNN(3, 20, schedule="linear"), torch.get_num_threads()
+    together, subnormal = threading.Barrier(4), list[np.float32]()
+
+    def multiply() -> None:
+        together.wait(60)
+        subnormal.append(np.float32(1e-38) * np.float32(0.1))
+
+    try:
+        torch.set_num_threads(4)
+        layer(torch.randn(500, 256, 3))[0].sum().backward()
+        _on_each(4, multiply)
+    finally:
+        torch.set_num_threads(before)
+    assert len(subnormal) == 4 and all(subnormal)
+
+
 def test_adjoints_alone_are_flushed() -> None:
     blocks = Diagonal(torch.full((2, 1, 1), 1e-30))
     start = torch.full((1, 1), 1e-9, requires_grad=True)
@@ -942,9 +960,10 @@ def test_gradients_that_vanish_are_zeros_at_once(kind: str) -> None:
 
 
 @ALL
+@pytest.mark.parametrize("schedule", ["linear", "chunked", "relaxed", "blelloch"])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_what_is_no_number_is_seen_where_gradients_vanish(kind: str, value: float) -> None:
-    layer, _ = pair(kind, 3, 5, schedule="linear")
+def test_what_is_no_number_is_seen_where_gradients_vanish(kind: str, schedule: str, value: float) -> None:
+    layer, _ = pair(kind, 3, 5, schedule=schedule, chunk=16)
     forgetful(layer)
     x = torch.randn(150, 2, 3, dtype=torch.float64)
     x[2, 1, 0] = value
