@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -60,10 +61,20 @@ def environment() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "versions": {
             "python": platform.python_version(),
-            "jacsparse": jacsparse.__version__,
+            "jacsparse": f"{jacsparse.__version__}, sources {_sources()}",
             **{name: version for name in _PACKAGES if (version := _version(name))},
         },
     }
+
+
+def _sources() -> str:
+    """A digest of the library's sources: results of one version may be of other code."""
+    packages = (jacsparse, jacsparse.patterns, jacsparse.spgemm, jacsparse.models)
+    paths = {path for package in packages for path in Path(package.__path__[0]).rglob("*")}
+    sources = sorted(
+        path.name.encode() + b"\0" + path.read_bytes() for path in paths if path.suffix in (".py", ".cu", ".cuh")
+    )
+    return hashlib.blake2b(b"".join(sources), digest_size=6).hexdigest()
 
 
 def hardware(device: str, machine: Mapping[str, Any]) -> str:

@@ -120,11 +120,16 @@ class Row:
 
 
 def compare(text: str, numerator: Row, denominator: Row, **targets: float) -> tuple[Comparison, ...]:
-    """The ratio of two rows' medians; no comparison where one of them was not measured."""
+    """The ratio of two rows' medians.
+
+    No comparison where one of them was not measured, or is a difference of times that may as well be none.
+    """
     if numerator.median is None or not denominator.median:
         return ()
+    if min(row.lower if row.lower is not None else 0 for row in (numerator, denominator)) < 0:
+        return ()
     fastest = None
-    if numerator.fastest and denominator.fastest:
+    if numerator.fastest and denominator.fastest and min(numerator.fastest, denominator.fastest) > 0:
         fastest = numerator.fastest / denominator.fastest
     return (Comparison(text, numerator.median / denominator.median, fastest, **targets),)
 

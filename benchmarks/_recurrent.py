@@ -160,11 +160,12 @@ class RecurrentWorkload:
                 problems[layer] = reason(error)
         return problems, solutions
 
-    def floor(self, part: str, limits: Limits) -> float:
+    def floor(self, part: str, limits: Limits) -> float | None:
         """Seconds that a part takes at least: each input and whatever is kept for each step read or written once.
 
         Products: with the weights forward; with the recurrent weights, and for the gradients of both, backward. That
-        steps have to wait for one another is not in it.
+        steps have to wait for one another is not in it. A backward pass from the last state has no floor: it ends where
+        the gradient has vanished, of which a training step counts the forward pass alone.
         """
         gates = GATES[self.kind]
         # The state, and what a cell keeps beside it: r, z, n and W_n h; or i, f, g, o and c.
@@ -173,10 +174,11 @@ class RecurrentWorkload:
         nbytes = 4 * steps * (self.features + kept * self.hidden)
         forward = 2 * steps * gates * self.hidden * (self.features + self.hidden)
         backward = forward + 2 * steps * gates * self.hidden**2
-        every = nbytes + 4 * steps * self.hidden
-        passes = {"forward": (nbytes, forward), "backward": (nbytes, backward), "backward of all": (every, backward)}
-        chosen = (passes["forward"], passes["backward"]) if part == "step" else (passes[part],)
-        return sum(limits.floor(*one) for one in chosen)
+        if part == "backward":
+            return None
+        if part == "backward of all":
+            return limits.floor(nbytes + 4 * steps * self.hidden, backward)
+        return limits.floor(nbytes, forward)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ __all__ = ["RnnSensitivity"]
 #: should be, by schedule.
 _TARGETS: dict[str, dict[tuple[str, int], dict[str, dict[str, tuple[float, ...]]]]] = {
     "cpu": {
-        (kind, time): {"backward": {"auto": (backward,)}, "step": {"auto": (step,)}}
+        (kind, time): {"backward of all": {"auto": (backward,)}, "step": {"auto": (step,)}}
         for kind, backward, step in (("RNN", 8, 5), ("GRU", 10, 7))
         for time in (1000, 10_000)
     },
@@ -29,6 +29,11 @@ _TARGETS: dict[str, dict[tuple[str, int], dict[str, dict[str, tuple[float, ...]]
         ("RNN", 30_000): {"backward": {"chunked": (60,), "relaxed": (200,)}},
     },
 }
+_LABELS = {
+    "backward": "backward pass, loss on the last state",
+    "backward of all": "backward pass, loss on every step",
+    "step": "training step",
+}
 #: On CUDA.
 _SCHEDULES = ("linear", "chunked", "chunked:16", "chunked:64", "chunked:320", "relaxed", "relaxed:32", "relaxed:320")
 
@@ -36,6 +41,9 @@ _SCHEDULES = ("linear", "chunked", "chunked:16", "chunked:64", "chunked:320", "r
 @dataclass(frozen=True)
 class RnnSensitivity(Experiment):
     """Backward passes and whole training steps against `torch.nn`'s, on random sequences.
+
+    A loss on the last state has gradients that vanish after some hundred steps: what comes before them takes our layers
+    no time. Longer sequences are therefore timed with a loss on every step, too.
 
     Attributes
     ----------
@@ -103,20 +111,19 @@ class RnnSensitivity(Experiment):
         if context.device == "cuda":
             # There a backward pass is timed as it is, and one by subtraction tells nothing more.
             parts.remove("rest")
-        backward = workload.times(context, ["backward"], layers)
         if alone:
-            single = backward.rows("backward", ("backward pass",) * 2, context.limits, group=group, data=data)
-            # Those are of all threads.
-            return [replace(row, floor=None) for row in single]
-        step = workload.times(context, parts)
-        rows: list[Row] = []
-        for found, part, label in ((backward, "backward", "backward pass"), (step, "step", "training step")):
-            rows += found.rows(part, (label, label), context.limits, targets=targets.get(part), group=group, data=data)
-        if context.device == "cuda" and self._is_scheduled(workload):
-            # Gradients of the last state alone vanish after some hundred steps, and guesses of zero are then right.
-            label = "backward pass, loss on every step"
             every = workload.times(context, ["backward of all"], layers)
-            rows += every.rows("backward of all", (label, label), context.limits, data=data)
+            # The limits are those of all threads.
+            return [replace(row, floor=None) for row in _named(every, "backward of all", context, group, data)]
+        backward, step = workload.times(context, ["backward"], layers), workload.times(context, parts)
+        measured = [(backward, "backward"), (step, "step")]
+        if self._is_scheduled(workload) or (context.device == "cpu" and workload.kind != "RNN"):
+            measured.append((workload.times(context, ["backward of all"], layers), "backward of all"))
+        rows = [
+            row
+            for times, part in measured
+            for row in _named(times, part, context, group, data, targets=targets.get(part))
+        ]
         return rows + (_by_subtraction(step, group) if "rest" in parts else [])
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
@@ -130,19 +137,19 @@ class RnnSensitivity(Experiment):
         labels = ("steps, batches of 16", f"samples of a batch, {self.time:,} steps", "steps, batches of 16")
         for axes, place in zip(panels, ("time", "batch"), strict=False):
             for kind, colour in kinds.items():
-                for part, style, name in (("backward", "o-", "backward"), ("step", "s--", "whole step")):
+                for part, style in (("backward", "o:"), ("backward of all", "D-"), ("step", "s--")):
                     wanted = {"kind": kind, "part": part, "layer": OURS.name}
                     line = [row for row in whole if wanted.items() <= row.data.items()]
                     line = [row for row in line if _is_of_panel(row, place, self.time)]
-                    _draw(axes, line, place, style, colour, f"{kind}, {name}: {_ran(line)}")
-        scans = [row for row in drawn if (row.data["kind"], row.data["part"]) == ("RNN", "backward")]
+                    _draw(axes, line, place, style, colour, f"{kind}, {_LABELS[part]}: {_ran(line)}")
+        scans = [row for row in drawn if (row.data["kind"], row.data["part"]) == ("RNN", "backward of all")]
         scans = [row for row in scans if row.data["batch"] == 16 and row.data["time"] in self.scheduled]
         names = list(dict.fromkeys(row.data["layer"] for row in scans))
         for number, name in enumerate(names):
             for count in dict.fromkeys(row.data["threads"] for row in scans):
                 line = [row for row in scans if (row.data["layer"], row.data["threads"]) == (name, count)]
                 style = "osD"[number // 5 % 3] + ("-" if count == threads else ":")
-                label = f"RNN, backward: {name.partition(' ')[2] or _ran(line)}, {count} thread(s)"
+                label = f"RNN, {_LABELS['backward of all']}: {name.partition(' ')[2] or _ran(line)}, {count} thread(s)"
                 _draw(panels[2], line, "time", style, (BLUE, ORANGE, GREEN, SKY, PURPLE)[number % 5], label)
         for axes, label in zip(panels, labels, strict=True):
             axes.axhline(1, color="black", linewidth=1, label="torch.nn")
@@ -151,6 +158,11 @@ class RnnSensitivity(Experiment):
             axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15))
         figure.suptitle(f"{self.title}; medians, with quartiles", fontsize=10)
         save_figure(figure, path)
+
+
+def _named(measured: Measured, part: str, context: Context, group: str, data: dict[str, Any], **more: Any) -> list[Row]:
+    """Rows of a part by the name that it has here."""
+    return measured.rows(part, (_LABELS[part],) * 2, context.limits, group=group, data=data, **more)
 
 
 def _is_of_panel(row: Row, place: str, time: int) -> bool:

@@ -105,11 +105,12 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for part, fields, own in attributes:
-                part.__dict__.clear()
-                part.__dict__.update(fields)
-                part._buffers.clear()
-                part._buffers.update(own)
+            for part, *before in attributes:
+                for now, then in zip((part.__dict__, part._buffers), before, strict=True):
+                    # Never empty: other threads may be using the module.
+                    now.update(then)
+                    for name in now.keys() - then.keys():
+                        del now[name]
             for part, name, buffer, version, before in buffers:
                 _restore(part, name, buffer, version, before)
 

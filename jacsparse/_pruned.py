@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .patterns._values import any_nonzero
+from .patterns._values import any_nonzero_at
 from .tracing import Recording, operator_name
 
 __all__ = ["Kept", "mask_of"]
@@ -42,7 +42,7 @@ class Kept:
         elements = _in_memory_order(weight.detach(), like=weight)
         if self._few:
             return not elements.index_select(0, self._left_out).any()
-        return not any_nonzero(elements, self._left_out)
+        return not any_nonzero_at(elements, self._left_out)
 
 
 def _in_memory_order(tensor: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:

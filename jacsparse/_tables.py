@@ -18,7 +18,9 @@ __all__ = ["console", "tables", "text", "totals"]
 _WIDTH = 160
 
 #: What words and columns mean: of every report, of the steps, the totals, the layers and the choice of a schedule.
-_FLOP = {"FLOP": "a multiplication or an addition: a multiply-add is 2. All counts are of one sample's backward pass"}
+_FLOP = {
+    "FLOP": "a multiplication or an addition: a multiply-add is 2. Of one sample, backward but for the column forward"
+}
 _OF_STEPS = {
     "L": "level: its steps do not wait for each other, but for those of the middle",
     "m×k×n": "sizes of the factors",
@@ -31,10 +33,11 @@ _OF_STEPS = {
 }
 _OF_TOTALS = {
     "activations": "gradients of what passes from one stage to the next, which schedules find in different orders",
-    "input": "the gradient of the network's input: one product more",
+    "input": "the gradient of the network's input, or of a recurrence's first state: one product more",
     "weights": "gradients of the weights, which no schedule changes",
     "dense": "what PyTorch executes: no zero is left out",
-    "pruned": "over the guaranteed structure: without pruned weights, and what is zero on any input",
+    "pruned": "over the guaranteed structure: without pruned weights and what is zero on any input; for a recurrence, "
+    "products with each step's Jacobian, once that is made",
     "observed": "without what is zero on the given samples, as ReLU's and pooling's zeros; mean of the samples",
     "executed": "sum of the column run",
     "/ dense": "activations, as a multiple of back-propagation's dense ones; the other columns likewise",
@@ -204,7 +207,7 @@ def _layers(report: FlopReport) -> Any:
     """A line for each operator with weights, and their sums."""
     table = _table("layers, one sample")
     table.add_column("layer", overflow="fold")
-    for column in (*("parameters", "zero", "forward", "sparse", "∇x", "sparse", "∇W", "sparse", "J nnz", "J MiB"),):
+    for column in ("parameters", "zero", "forward", "sparse", "∇x", "sparse", "∇W", "sparse", "J nnz", "J MiB"):
         table.add_column(column, justify="right", no_wrap=True)
     for layer in report.layers:
         table.add_row(layer.path, *_layer_cells(layer))

@@ -134,7 +134,7 @@ class Schedule:
 
         Free workers take, in the schedule's order, steps whose factors are there. The chain's matrices lie on the
         workers in equal shares, in the chain's order. A step is done where most of its matrices lies, if that worker is
-        free, and else where least does; its product stays there until its last use.
+        free, and else where least does; its product takes room there from its start to its last use.
 
         Parameters
         ----------
@@ -153,7 +153,7 @@ class Schedule:
         >>> blelloch(1023).complexity(2048).steps, linear(1023).complexity(2048).steps
         (18, 1022)
         >>> [blelloch(1023).complexity(workers).space for workers in (1, 32, 1024)]
-        [1022, 47, 1]
+        [1022, 48, 2]
         """
         steps = self.live_steps()
         time, space = self._run(steps, [1] * len(steps), workers, sizes)
@@ -208,19 +208,19 @@ class Schedule:
         while ready or running:
             while ready and free:
                 number = heapq.heappop(ready)
-                worker = stores.choose(steps[number], free)
+                worker = stores.start(steps[number], free)
                 free.remove(worker)
                 heapq.heappush(running, (time + durations[number], number, worker))
+            stores.note()
             time = running[0][0]
             while running and running[0][0] == time:
                 _, number, worker = heapq.heappop(running)
-                stores.finish(steps[number], worker)
+                stores.finish(steps[number])
                 free.add(worker)
                 for user in users.get(steps[number].out, ()):
                     missing[user] -= 1
                     if missing[user] == 0:
                         heapq.heappush(ready, user)
-            stores.note()
         return time, stores.most
 
 
@@ -249,17 +249,19 @@ class _Stores:
             before += size
         self.note()
 
-    def choose(self, step: Step, free: Collection[int]) -> int:
-        """The worker that is to do a step."""
+    def start(self, step: Step, free: Collection[int]) -> int:
+        """Choose the worker that is to do a step, and make room for the product there."""
         factors = [factor for factor in (step.left, step.right) if self._places.get(factor, -1) in free]
         if factors:
-            return self._places[max(factors, key=self._size)]
-        return min(free, key=lambda worker: (self._held[worker], worker))
-
-    def finish(self, step: Step, worker: int) -> None:
-        """Keep a product where it was made, and give up what nothing else needs."""
+            worker = self._places[max(factors, key=self._size)]
+        else:
+            worker = min(free, key=lambda worker: (self._held[worker], worker))
         if step.kind == "mm":
             self._keep(step.out, worker)
+        return worker
+
+    def finish(self, step: Step) -> None:
+        """Give up what nothing else needs."""
         for factor in (step.left, step.right):
             self._uses[factor] -= 1
             if self._uses[factor] == 0 and factor in self._places:

@@ -28,8 +28,19 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core import config as numba_config
 from numba.extending import intrinsic
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._compile import _disable_dynamo
+
+# Private: where a PyTorch lacks one, what is public does, and costs more.
+try:
+    from torch._compile import _disable_dynamo as _disable
+except ImportError:
+    _disable = torch.compiler.disable
+try:
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback as _frames_seen_by
+except ImportError:
+
+    def _frames_seen_by() -> object:
+        return None
+
 
 __all__ = [
     "cache_directory",
@@ -159,9 +170,8 @@ def flushing(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(compiled)
     def flushed(*args: Any) -> None:
-        before = _change_mode(_ALL, 0)
+        before = _change_mode(_ALL, _FLUSHING)
         try:
-            _change_mode(_ALL, _FLUSHING)
             compiled(*args)
         finally:
             _change_mode(0, before)
@@ -305,11 +315,11 @@ def uncompiled(function: Function) -> Function:
     As torch.compiler.disable, which imports the compiler at once, for seconds: this only where something is compiled.
     Where the caller's frame was too often compiled anew and is now run as it is, the frames that it calls still are.
     """
-    apart = _disable_dynamo(function)
+    apart = _disable(function)
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        compiles = torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
+        compiles = torch.compiler.is_dynamo_compiling() or _frames_seen_by() is not None
         return (apart if compiles else function)(*arguments, **options)
 
     return call  # type: ignore[return-value]

@@ -15,7 +15,17 @@ from . import _values_cuda
 from ._cuda import memory_for, on_device, uploaded
 from ._runtime import SIMD, kernel, run_rows
 
-__all__ = ["any_nonzero", "batch_last", "gathered", "placed", "positive", "repeat_rows", "repeated", "selected", "take"]
+__all__ = [
+    "any_nonzero_at",
+    "batch_last",
+    "gathered",
+    "placed",
+    "positive",
+    "repeat_rows",
+    "repeated",
+    "selected",
+    "take",
+]
 
 
 @kernel
@@ -96,7 +106,7 @@ def _selected_batch(first, last, winner, window, position, out):
 
 
 @kernel
-def _any_nonzero(first, last, source, where, found):
+def _any_nonzero_at(first, last, source, where, found):
     source, where = source[first:last], where[first:last]
     some = False
     for place in range(len(source)):
@@ -105,12 +115,12 @@ def _any_nonzero(first, last, source, where, found):
         found[0] = True
 
 
-def any_nonzero(source: torch.Tensor, where: torch.Tensor) -> bool:
+def any_nonzero_at(source: torch.Tensor, where: torch.Tensor) -> bool:
     """Whether an element is not zero where a mask is true; both flat."""
     if on_device(source) or source.dtype not in (torch.float32, torch.float64):
         return bool(((source != 0) & where).any())
     found = np.zeros(1, dtype=bool)
-    run_rows(_any_nonzero, len(source), _flat(source), where.numpy(), found)
+    run_rows(_any_nonzero_at, len(source), _flat(source), where.numpy(), found)
     return bool(found[0])
 
 

@@ -85,7 +85,7 @@ class Chunks:
 
     @functools.cached_property
     def inner_runs(self) -> Runs:
-        """These."""
+        """The runs of `inner`."""
         return self.runs.take(self.inner)
 
     @functools.cached_property

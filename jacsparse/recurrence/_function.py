@@ -194,7 +194,7 @@ def _products(
 
 
 def _placed(some: torch.Tensor, rows: slice, count: int) -> torch.Tensor:
-    """Rows among so many, of which the others are zeros."""
+    """``(count, ...)``: `some` at `rows`, and zeros elsewhere."""
     return some if len(some) == count else functional.pad(some, (0, 0, rows.start, count - rows.stop))
 
 
@@ -219,7 +219,7 @@ def _hidden_gradient(
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-#: Rows of which a device makes one part of such a product.
+#: Rows in each part of a product of `_outer` on a device.
 _ROWS = 1024
 
 

@@ -19,6 +19,7 @@ from ..patterns._cuda import on_device
 from ..patterns._runtime import uncompiled
 from ..tracing import is_recording
 from ._cells import CELLS
+from ._cuda import LARGEST
 from ._function import run_layer
 from ._runs import Sequences
 from ._sweeps import CHUNK, FORWARD, Options, Report, parse
@@ -80,8 +81,8 @@ class _Pass:
 
 _DTYPES = (torch.float32, torch.float64)
 
-# From PyTorch 2.7 on.
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+# PyTorch 2.6 does not tell exporting from compiling.
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 class _Recurrent(nn.RNNBase):
@@ -120,7 +121,7 @@ class _Recurrent(nn.RNNBase):
         return self._pass.boundaries if self._pass.left is None else [None] * len(self._recurrences())
 
     def _recurrences(self) -> list[str]:
-        """Of each layer and direction, as PyTorch ends the names of its weights."""
+        """What PyTorch's names of the weights end in, by layer and direction: ``l0``, ``l0_reverse`` and so on."""
         return [name.removeprefix("weight_hh_") for name in self._flat_weights_names if "weight_hh" in name]
 
     def _check_options(self) -> None:
@@ -143,11 +144,6 @@ class _Recurrent(nn.RNNBase):
         kind = cls._kind()
         if not isinstance(layer, kind) or type(layer).forward not in (kind.forward, _Recurrent.forward):
             raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.{kind.__name__}")
-        if is_parametrized(layer):
-            raise TypeError(
-                f"the weights of the {type(layer).__name__} are parametrised; parametrise a jacsparse.nn layer "
-                "instead, or remove it first with torch.nn.utils.parametrize.remove_parametrizations"
-            )
         other = _alike(layer, cls)
         other._set_up(schedule, forward, chunk)
         return other
@@ -158,7 +154,13 @@ class _Recurrent(nn.RNNBase):
         return next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn"))
 
     def to_torch(self) -> nn.RNNBase:
-        """The same layer of `torch.nn`, whose parameters are the same objects."""
+        """The same layer of `torch.nn`, whose parameters are the same objects.
+
+        Raises
+        ------
+        TypeError
+            Where its weights are made of others by a parametrisation.
+        """
         other = _alike(self, self._kind())
         for name in ("schedule", "forward_method", "chunk", "_pass"):
             del other.__dict__[name]
@@ -192,7 +194,7 @@ class _Recurrent(nn.RNNBase):
         Programs that leave Python, as torch.export, torch.onnx and torch.jit.trace make them, get `torch.nn`'s own
         operators; so do `jacsparse.jacobian` and `jacsparse.nn.Scan`, which have rules for those.
         """
-        if is_recording() or _is_exporting() or torch._C._is_tracing():
+        if is_recording() or _is_exporting() or torch.jit.is_tracing():
             return super().forward(input, hx)
         return self._solved(input, hx, warm)
 
@@ -247,8 +249,10 @@ class _Recurrent(nn.RNNBase):
 
     def _left_to_torch(self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int) -> _Left | None:
         """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
-        if self.schedule != "auto" or self.forward_method != "sequential" or on_device(x):
+        if self.schedule != "auto" or self.forward_method != "sequential":
             return None
+        if on_device(x):
+            return None if self.hidden_size <= LARGEST else _Left(steps, batch, torch.is_grad_enabled())
         # PyTorch's kernels would compute in low precision under autocast; they do not see what was put in the place of
         # a parameter, as parametrisations do.
         weights: Any = self._flat_weights
@@ -275,8 +279,10 @@ class _Recurrent(nn.RNNBase):
     def _input(self, given: Any) -> tuple[torch.Tensor, int, int, PackedSequence | None]:
         """The input, ``(time, batch, features)`` or, where packed, as rows; its steps, and its samples."""
         packed = given if isinstance(given, PackedSequence) else None
-        # As they are listed: by their names they would be looked up more slowly, or made of others once more.
-        weight: Any = self._flat_weights[0]
+        # Not as an attribute: that would be slower, or make a parametrised weight once more.
+        weight: Any = self._parameters.get("weight_ih_l0")
+        if weight is None:
+            weight = self._flat_weights[0]
         x = _checked("input", given if packed is None else given.data, weight)
         if packed is not None:
             if x.ndim != 2 or x.shape[1] != self.input_size:
@@ -384,12 +390,18 @@ def _checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(layer: nn.RNNBase, kind: type[Any]) -> Any:
-    """A layer of another class with the same parameters, not copied."""
+    """A layer of another class with the same parameters and hooks, not copied."""
+    if is_parametrized(layer):
+        raise TypeError(
+            f"the weights of the {type(layer).__name__} are parametrised; parametrise the new layer instead, or remove "
+            "it first with torch.nn.utils.parametrize.remove_parametrizations"
+        )
     other = object.__new__(kind)
     nn.Module.__init__(other)
     for name, value in layer.__dict__.items():
-        # Hooks, buffers and the like are each layer's own; parameters are the same objects.
-        other.__dict__[name] = copy.copy(value) if isinstance(value, dict | list) else value
+        # A hook is removed from the dict that it was put into, which both layers share for that.
+        shared = "_hooks" in name or not isinstance(value, dict | list)
+        other.__dict__[name] = value if shared else copy.copy(value)
     other._init_flat_weights()
     return other
 
@@ -426,7 +438,9 @@ def convert(
 
     Notes
     -----
-    Layers with projections, parametrised ones and those of other subclasses stay as they are.
+    Layers with projections, parametrised ones and those of other subclasses stay as they are. Tools that look for
+    `torch.nn`'s own classes, such as ``torch.ao.quantization.quantize_dynamic``, pass over this library's layers:
+    convert to ``"torch"`` first.
 
     Examples
     --------
@@ -442,26 +456,26 @@ def convert(
     """
     if to not in ("jacsparse", "torch"):
         raise ValueError(f"to is {to!r}; expected 'jacsparse' or 'torch'")
-    made: dict[nn.Module, nn.Module] = {}
+    layers: dict[nn.Module, nn.Module] = {}
     for path, part in module.named_modules():
-        if to == "torch" and isinstance(part, _Recurrent):
-            made[part] = part.to_torch()
+        if to == "torch" and type(part) in (RNN, GRU, LSTM):
+            layers[part] = part.to_torch()
         elif to == "jacsparse" and (kind := _counterpart(part)) is not None:
             try:
-                made[part] = kind.of(part, schedule=schedule, forward=forward, chunk=chunk)  # type: ignore[arg-type]
+                layers[part] = kind.of(part, schedule=schedule, forward=forward, chunk=chunk)  # type: ignore[arg-type]
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{path}: {error}" if path else str(error)) from None
     for parent in module.modules():
         for name, child in parent._modules.items():
-            if child in made:
-                parent._modules[name] = made[child]
-    return made.get(module, module)
+            if child in layers:
+                parent._modules[name] = layers[child]
+    return layers.get(module, module)
 
 
 def _counterpart(part: nn.Module) -> type[_Recurrent] | None:
     """Our layer that computes what a layer of `torch.nn` does; None of any other module."""
-    own: type[_Recurrent] | None = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}.get(type(part))  # type: ignore[call-overload]
-    return None if own is None or part.proj_size else own
+    kind: type[_Recurrent] | None = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}.get(type(part))  # type: ignore[call-overload]
+    return None if kind is None or part.proj_size else kind
 
 
 def _packed(batch_sizes: torch.Tensor, rows: int) -> tuple[int, int]:

@@ -76,7 +76,7 @@ class Operation:
 
     @cached_property
     def random(self) -> bool:
-        """Whether it may draw random numbers: then it is not run again."""
+        """Whether it may draw random numbers, and so must not be run again."""
         return torch.Tag.nondeterministic_seeded in getattr(self.overload, "tags", ())
 
     def evaluate(self, arguments: Mapping[str, Any]) -> torch.Tensor:

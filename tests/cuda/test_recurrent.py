@@ -88,7 +88,11 @@ def test_one_step_and_one_sample(kind: str) -> None:
 
 def test_states_that_are_too_large() -> None:
     with emulated(), pytest.raises(ValueError, match="hidden_size is 129; on CUDA devices states have at most 128"):
-        jacsparse.nn.GRU(3, 129).to(DEVICE)(torch.randn(2, 1, 3, device=DEVICE))
+        jacsparse.nn.GRU(3, 129, schedule="linear").to(DEVICE)(torch.randn(2, 1, 3, device=DEVICE))
+    layer = jacsparse.nn.GRU(3, 129).to(DEVICE)
+    with emulated():
+        layer(torch.randn(2, 1, 3, device=DEVICE))[0].sum().backward()
+    assert [report.methods for report in layer.reports] == [["torch.nn"], ["torch.nn"]]
 
 
 @pytest.mark.parametrize("lengths", [None, [200, 131, 7]])

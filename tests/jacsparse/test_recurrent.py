@@ -371,6 +371,47 @@ def test_converted_models(kind: str) -> None:
     assert type(jacsparse.nn.convert(reference)) is type(layer)
 
 
+@ALL
+def test_hooks_of_converted_layers_can_be_removed(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4)
+    calls: list[str] = []
+    handle = reference.register_forward_hook(lambda *_: calls.append("hook"))
+    ours = jacsparse.nn.convert(reference)
+    handle.remove()
+    ours(torch.zeros(2, 1, 3, dtype=torch.float64))
+    handle = layer.register_forward_pre_hook(lambda *_: calls.append("hook"))
+    theirs = layer.to_torch()
+    theirs(torch.zeros(2, 1, 3, dtype=torch.float64))
+    handle.remove()
+    theirs(torch.zeros(2, 1, 3, dtype=torch.float64))
+    assert calls == ["hook"]
+
+
+@ALL
+def test_subclasses_and_parametrised_layers_stay(kind: str) -> None:
+    layer, _ = pair(kind, 3, 4)
+
+    class Doubled(type(layer)):  # type: ignore[misc]
+        def forward(self, *args: Any) -> Any:
+            return 2 * super().forward(*args)[0]
+
+    parametrised = nn.utils.parametrizations.spectral_norm(layer, "weight_hh_l0")
+    model = nn.ModuleList([Doubled(3, 4), parametrised])
+    before = list(model)
+    assert all(one is other for one, other in zip(jacsparse.nn.convert(model, to="torch"), before, strict=True))
+    with pytest.raises(TypeError, match=r"weights of the Parametrized.* are parametrised; .*remove_parametrizations"):
+        parametrised.to_torch()
+
+
+@ALL
+def test_weights_of_another_dtype_for_one_call(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4, dtype=torch.float32)
+    weights = {name: weight.double() for name, weight in reference.named_parameters()}
+    x = torch.randn(40, 2, 3, dtype=torch.float64)
+    found, expected = (torch.func.functional_call(run, weights, (x,))[0] for run in (layer, reference))
+    close(found, expected, 1e-10)
+
+
 def test_what_is_not_converted() -> None:
     class Own(nn.GRU):
         def forward(self, *given: Any) -> Any:
