@@ -105,8 +105,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for part, *before in attributes:
-                for now, then in zip((part.__dict__, part._buffers), before, strict=True):
+            for part, fields, own_buffers in attributes:
+                for now, then in ((part.__dict__, fields), (part._buffers, own_buffers)):
                     # Never empty: other threads may be using the module.
                     now.update(then)
                     for name in now.keys() - then.keys():

@@ -38,7 +38,7 @@ try:
     from torch._C._dynamo.eval_frame import get_eval_frame_callback as _frames_seen_by
 except ImportError:
 
-    def _frames_seen_by() -> object:
+    def _frames_seen_by() -> object:  # type: ignore[misc]
         return None
 
 

@@ -194,7 +194,7 @@ class _Recurrent(nn.RNNBase):
         Programs that leave Python, as torch.export, torch.onnx and torch.jit.trace make them, get `torch.nn`'s own
         operators; so do `jacsparse.jacobian` and `jacsparse.nn.Scan`, which have rules for those.
         """
-        if is_recording() or _is_exporting() or torch.jit.is_tracing():
+        if is_recording() or _is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return super().forward(input, hx)
         return self._solved(input, hx, warm)
 
