@@ -22,7 +22,7 @@ def amount(value: float | None, unit: str) -> str:
 
 def _digits(value: float) -> str:
     """Three digits at least, and all of a whole number."""
-    if float(value).is_integer() or abs(value) >= 1000:
+    if float(value).is_integer() or abs(value) >= 999.5:
         return f"{value:,.0f}"
     return f"{value:.3g}"
 
@@ -42,7 +42,7 @@ def comparison_text(comparison: Comparison) -> str:
 
 
 def _ratio(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def cells(row: Row) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ class RecurrentConvergence(Experiment):
     tasks: tuple[Task, ...] = _TASKS
 
     name = "recurrent_convergence"
-    title = "Training recurrent classifiers by back-propagation and by scan"
+    title = "Training recurrent classifiers by torch.nn's layers and by ours"
     source = "thesis, Figures 5.1 and 5.3: fewer iterations of larger steps, and made-up tones instead of IRMAS"
     devices = ("cpu", "cuda")
 

@@ -375,6 +375,8 @@ _SAMPLES = {"bitstream": (1, 1000), "irmas": (38, 259)}
 def _from_exported(name: str, checkpoint: Path | None, trust: bool) -> ExportedModel:
     from . import models
 
+    if not Path(name).is_file():
+        raise ValueError(f"there is no file {name}")
     if not trust:
         raise ValueError(
             f"{name} is a file of torch.export, which may run code of whoever made it; add --trust where you trust them"
@@ -393,8 +395,9 @@ def _from_factory(name: str) -> nn.Module:
 
     home, _, attribute = name.partition(":")
     if home.endswith(".py"):
-        package = ".".join(Path(home).with_suffix("").parts)
-        raise ValueError(f"model {name!r} names a file; name its module, as in {package}:{attribute}")
+        path = Path(home)
+        where = "" if path.parent == Path() else f", in the folder {path.parent}"
+        raise ValueError(f"model {name!r} names a file; name its module, as in {path.stem}:{attribute}{where}")
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

@@ -286,6 +286,7 @@ class FlopReport:
             **asdict(self),
             "choices": [{**asdict(choice), "reason": choice.reason} for choice in self.choices],
             "total": self.total,
+            "executed": self.executed,
             "critical_path": self.critical_path,
             "baseline_total": self.baseline_total,
         }
@@ -443,8 +444,8 @@ def _choices(
         schedules = {**known, name: balanced(subject, number)}
         for each, schedule in schedules.items():
             if each not in counted:
-                counts = _Counts(schedule, subject.factors).run()
-                counted[each] = counts.executed(), counts.sizes()
+                count = _Counts(schedule, subject.factors).run()
+                counted[each] = count.executed(), count.sizes()
         times = {each: schedule.makespan(counted[each][0], number) for each, schedule in schedules.items()}
         work = {each: math.fsum(counted[each][0]) for each in schedules}
         space = {each: schedule.complexity(number, counted[each][1]).space for each, schedule in schedules.items()}

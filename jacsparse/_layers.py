@@ -96,6 +96,7 @@ def layers_of(records: Sequence[Record]) -> list[StageLayers]:
     # Whether a gradient is wanted of each tensor: the chain's input has none.
     wanted: dict[Any, bool] = {}
     before = False
+    counted: set[int] = set()
     stages = []
     for record in records:
         stage = record.stage
@@ -106,7 +107,10 @@ def layers_of(records: Sequence[Record]) -> list[StageLayers]:
             weights = _weights_of(record, edges[0])
             trains = any(trained for _, trained in weights.values())
             operands = [edge for edge in edges if wanted.get(edge.source, False)]
-            layer = _layer(edges, operands, weights)
+            # A weight that several operators read, as those of a recurrence's steps, is one all the same.
+            own = [tensor for tensor, _ in weights.values() if id(tensor) not in counted]
+            counted.update(map(id, own))
+            layer = _layer(edges, operands, weights, own)
             executed += _executed(edges)
             if layer.parameters or layer.forward:
                 layers.append(layer)
@@ -149,7 +153,12 @@ def _weights_of(record: Record, edge: Edge) -> dict[str, tuple[torch.Tensor, boo
     }
 
 
-def _layer(edges: Sequence[Edge], operands: Sequence[Edge], weights: dict[str, tuple[Any, bool]]) -> LayerFlop:
+def _layer(
+    edges: Sequence[Edge],
+    operands: Sequence[Edge],
+    weights: dict[str, tuple[Any, bool]],
+    parameters: Sequence[torch.Tensor],
+) -> LayerFlop:
     call, rule = edges[0].call, edges[0].rule
     dense = rule.multiply_adds(call)
     nnz = sum(edge.pattern.nnz for edge in edges)
@@ -161,8 +170,8 @@ def _layer(edges: Sequence[Edge], operands: Sequence[Edge], weights: dict[str, t
     return LayerFlop(
         path=call.path,
         operator=call.operator,
-        parameters=sum(tensor.numel() for tensor, _ in weights.values()),
-        nonzero=sum(_nonzero(tensor) for tensor, _ in weights.values()),
+        parameters=sum(tensor.numel() for tensor in parameters),
+        nonzero=sum(map(_nonzero, parameters)),
         weights=sum(tensor.numel() for tensor, _ in multiplied),
         zeros=sum(tensor.numel() - _nonzero(tensor) for tensor, _ in multiplied),
         forward=2 * dense,

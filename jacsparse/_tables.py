@@ -138,7 +138,7 @@ def totals(report: FlopReport) -> Any:
         table.add_column(column, justify="right", no_wrap=True)
 
     def row(name: str, activations: float, first: float | None = None, weights: float | None = None) -> None:
-        shares = [f"{activations / each.activations:.3g}" if each.activations else "" for each in own.values()]
+        shares = [_ratio(activations / each.activations) if each.activations else "" for each in own.values()]
         others = ["" if flop is None else f"{flop:,.0f}" for flop in (first, weights)]
         table.add_row(name, f"{activations:,.0f}", *shares, *others)
 
@@ -164,9 +164,9 @@ def _remarks(report: FlopReport) -> Iterator[str]:
     pruned, unpruned = report.baseline_total, math.fsum(step.unpruned for step in report.baseline if step.live)
     if pruned and unpruned:
         yield (
-            f"The critical path is {report.critical_path / unpruned:.3g} of the unpruned network's gradient operators "
-            f"as the thesis' Figure 5.5 counts them ({unpruned:,.0f}), and {report.critical_path / pruned:.3g} of "
-            f"this one's ({pruned:,.0f})."
+            f"The thesis' Figure 5.5 counts gradient operators by their Jacobians' entries: {unpruned:,.0f} in the "
+            f"unpruned network, of which the critical path is {_ratio(report.critical_path / unpruned)}, and "
+            f"{pruned:,.0f} in this one, of which it is {_ratio(report.critical_path / pruned)}."
         )
     lost = [step for step in report.steps if step.live and step.loses_sparsity]
     if lost:
@@ -204,13 +204,14 @@ _SUMMED = (
 
 
 def _layers(report: FlopReport) -> Any:
-    """A line for each operator with weights, and their sums."""
+    """A line for each module with weights, and their sums."""
     table = _table("layers, one sample")
     table.add_column("layer", overflow="fold")
     for column in ("parameters", "zero", "forward", "sparse", "∇x", "sparse", "∇W", "sparse", "J nnz", "J MiB"):
         table.add_column(column, justify="right", no_wrap=True)
-    for layer in report.layers:
-        table.add_row(layer.path, *_layer_cells(layer))
+    # A module may run several operators, and each more than once.
+    for path in dict.fromkeys(layer.path for layer in report.layers):
+        table.add_row(path, *_layer_cells(_sum([layer for layer in report.layers if layer.path == path])))
     table.add_section()
     table.add_row("all", *_layer_cells(_sum(report.layers)))
     return table
@@ -249,15 +250,19 @@ def _cells(step: FlopStep) -> tuple[str, ...]:
     )
 
 
+def _ratio(value: float) -> str:
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
 def _short(count: float) -> str:
     """A count in three digits, for a table; files have all of them.
 
     Examples
     --------
-    >>> _short(326_301_528), _short(4096.0), _short(12.5)
-    ('326 M', '4.10 k', '12.5')
+    >>> _short(326_301_528), _short(999_600), _short(4096.0), _short(12.5)
+    ('326 M', '1.00 M', '4.10 k', '12.5')
     """
     for scale, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if count >= scale:
+        if count >= 0.9995 * scale:
             return f"{count / scale:#.3g}".removesuffix(".") + unit
     return f"{count:g}"

@@ -133,8 +133,9 @@ class Schedule:
         """Run the live steps on `workers` workers, each step taking one unit of time.
 
         Free workers take, in the schedule's order, steps whose factors are there. The chain's matrices lie on the
-        workers in equal shares, in the chain's order. A step is done where most of its matrices lies, if that worker is
-        free, and else where least does; its product takes room there from its start to its last use.
+        workers in equal shares, in the chain's order. A step is done where the larger of its matrices lies or, if that
+        worker is busy, the other; if both are, by the free worker that holds least. Its product takes room there from
+        its start to its last use.
 
         Parameters
         ----------
@@ -245,7 +246,7 @@ class _Stores:
         for value in chain:
             size = self._size(value)
             # In the share of all matrices in which its middle lies.
-            self._keep(value, (2 * before + size) * workers // max(2 * total, 1))
+            self._keep(value, min((2 * before + size) * workers // max(2 * total, 1), workers - 1))
             before += size
         self.note()
 
@@ -284,7 +285,7 @@ class _Stores:
             raise ValueError(
                 f"sizes has no entry for matrix {value}; expected one for each that a live step reads or makes"
             )
-        return self._sizes[value]
+        return _natural(f"sizes[{value}]", self._sizes[value], 0)
 
 
 def _natural(name: str, value: int, least: int) -> int:

@@ -79,6 +79,7 @@ def plot_curves(points: Sequence[Point], path: Path, title: str) -> None:
     for axes, place, label in zip(panels, ("iteration", "seconds"), ("iterations", "seconds of training"), strict=True):
         _draw(axes, points, place)
         axes.set_xlabel(label)
+        axes.margins(y=0.08)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("cross-entropy loss")

@@ -12,13 +12,15 @@ from jacsparse._modules import check_initialised, refresh_weights
 
 from ._checks import check_number, check_one_of
 
-__all__ = ["SCOPES", "prunable", "prune_weights", "pruned_fraction"]
+__all__ = ["SCOPES", "mask_attention", "prunable", "prune_weights", "pruned_fraction"]
 
 SCOPES = ("global", "layer")
 
 
 def prunable(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The convolution and linear modules in `module`, with their paths: those whose weights are pruned.
+
+    The input projections of ``torch.nn.MultiheadAttention`` are parameters without a module, and are not among them.
 
     Examples
     --------
@@ -87,6 +89,23 @@ def prune_weights(module: nn.Module, fraction: float, scope: str = "layer", *, r
         )
     for (_, part), mask in zip(layers, kept, strict=True):
         _mask(part, mask, rescale)
+    mask_attention(module)
+
+
+def mask_attention(module: nn.Module) -> None:
+    """Let each attention set the masked weight of its output projection before it runs.
+
+    It reads that weight and never calls the projection, whose own hook would set it.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.MultiheadAttention) and _set_projection not in part._forward_pre_hooks.values():
+            part.register_forward_pre_hook(_set_projection)
+
+
+def _set_projection(attention: nn.MultiheadAttention, _: Any) -> None:
+    for hook in attention.out_proj._forward_pre_hooks.values():
+        if isinstance(hook, prune.BasePruningMethod):
+            hook(attention.out_proj, None)
 
 
 def pruned_fraction(module: nn.Module) -> float:

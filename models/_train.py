@@ -174,7 +174,7 @@ def _checkpoint_of(settings: TrainSettings) -> Checkpoint:
 
 def _title(settings: TrainSettings, data: Dataset, accuracy: dict[str, float]) -> str:
     figures = ", ".join(f"{name} {value:.1%}" for name, value in accuracy.items())
-    backward = "back-propagation" if settings.backward == "bp" else f"scan, {settings.schedule}"
+    backward = "back-propagation" if settings.backward == "bp" else f"jacsparse, schedule {settings.schedule}"
     return f"{settings.task} on {data.source}, {backward}\ntest accuracy: {figures}"
 
 

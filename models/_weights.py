@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 
 from jacsparse._modules import refresh_weights
 
+from ._pruning import mask_attention
 from ._registry import describe, name_of
 
 __all__ = ["fit_weights", "masked", "read_tensors", "unfit", "unwrapped"]
@@ -179,6 +180,7 @@ def fit_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         prune.remove(*_place(module, path))
     for path in sorted(after - before):
         prune.custom_from_mask(*_place(module, path), mask=weights[f"{path}_mask"])
+    mask_attention(module)
     # What else the module has in its state dict is no weight, and stays.
     module.load_state_dict(weights, strict=False)
     for part in module.modules():

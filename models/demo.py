@@ -102,12 +102,12 @@ def _images(settings: TrainSettings, console: Console) -> list[_Check]:
 
 
 def _sounds(settings: TrainSettings, console: Console) -> list[_Check]:
-    """Train a GRU by back-propagation and by scan."""
+    """Train a GRU by PyTorch's layer and by ours."""
     from ._progress import progress_bar
     from ._train import train
 
     data = _sound_data()
-    console.print(f"GRU on {data.source}: {settings.epochs} epochs by back-propagation, and again by scan")
+    console.print(f"GRU on {data.source}: {settings.epochs} epochs by PyTorch's layer, and again by jacsparse's")
     results = {}
     for backward in ("bp", "scan"):
         assert settings.out is not None
@@ -122,12 +122,12 @@ def _sounds(settings: TrainSettings, console: Console) -> list[_Check]:
     return [
         _Check("GRU's test accuracy", f"{accuracy:.1%}", f"at least {_LEAST_HEARD:.0%}", accuracy >= _LEAST_HEARD),
         _Check(
-            "losses by scan, to back-propagation's",
+            "losses by jacsparse.nn.GRU, to torch.nn.GRU's",
             f"{difference:.1e}",
             f"at most {_LOSSES:.0e}",
             difference <= _LOSSES,
         ),
-        _Check("training by back-propagation and by scan", f"{slow:.1f} s and {fast:.1f} s"),
+        _Check("training by torch.nn.GRU and by jacsparse.nn.GRU", f"{slow:.1f} s and {fast:.1f} s"),
     ]
 
 

@@ -9,6 +9,7 @@ plain threads. Either way any number of callers may run kernels at once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -123,9 +124,31 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     # Numba reads the directory once, while it decorates; other users of Numba keep theirs.
     before, numba_config.CACHE_DIR = numba_config.CACHE_DIR, str(directory)
     try:
-        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+        compiled = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
     finally:
         numba_config.CACHE_DIR = before
+    _forgive(compiled._cache)
+    return compiled
+
+
+def _forgive(cache: Any) -> None:
+    """Make a damaged file of Numba's cache, or a full disk, no error: a kernel is then compiled once more."""
+    load, save, flush = cache.load_overload, cache.save_overload, cache.flush
+
+    def load_or_none(*arguments: Any) -> Any:
+        try:
+            return load(*arguments)
+        except Exception:
+            # What is damaged raises anything.
+            with contextlib.suppress(Exception):
+                flush()
+            return None
+
+    def save_or_not(*arguments: Any) -> None:
+        with contextlib.suppress(OSError):
+            save(*arguments)
+
+    cache.load_overload, cache.save_overload = load_or_none, save_or_not
 
 
 @intrinsic

@@ -83,6 +83,37 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert files and {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.nb?")} == files
 
 
+def test_damaged_kernels_are_compiled_again(tmp_path: Path) -> None:
+    code = """
+        import torch
+        from jacsparse.patterns import _values
+        print(_values.positive(torch.ones(1, 3)).sum().item(), *_values._positive.stats.cache_hits.values())
+    """
+    environment = {"JACSPARSE_CACHE_DIR": str(tmp_path / "cache")}
+    assert run(code, **environment) == "3.0\n"
+    for suffix in ("nbi", "nbc"):
+        for path in tmp_path.rglob(f"*.{suffix}"):
+            path.write_bytes(path.read_bytes()[:20])
+        assert run(code, **environment) == "3.0\n"
+        assert run(code, **environment) == "3.0 1\n"
+
+
+def test_a_disk_that_is_full() -> None:
+    class Full:
+        def load_overload(self, *_: object) -> None:
+            return None
+
+        def save_overload(self, *_: object) -> None:
+            raise OSError("no space left on device")
+
+        def flush(self) -> None:
+            raise AssertionError
+
+    cache = Full()
+    _runtime._forgive(cache)
+    assert cache.load_overload() is cache.save_overload() is None
+
+
 def test_an_edited_kernel_gets_a_fresh_cache(tmp_path: Path) -> None:
     for folder in ("jacsparse", "patterns", "spgemm"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -67,7 +67,7 @@ def _forward(
 ) -> tuple[Kept, torch.Tensor]:
     """What each step gives, with the gates where they are to be kept, and the last states."""
     with torch.autocast(x.device.type, enabled=False):
-        weights = _weights(parameters)
+        weights = _weights(cell, options.layer, x, initial, parameters)
         # Newton's method needs the gates too.
         rows = sequences.steps if cell.kept and (keep or options.forward != "sequential") else 0
         kept = Kept(
@@ -134,7 +134,8 @@ def _gradients(
 ) -> tuple[torch.Tensor, ...]:
     """The gradients that are wanted, of the input, the first states and the parameters."""
     with torch.autocast(x.device.type, enabled=False):
-        weights, states = _weights(parameters), initial.detach().contiguous()
+        weights = _weights(cell, options.layer, x, initial, parameters)
+        states = initial.detach().contiguous()
         kept = Kept(output, gates, states)
         grad_gates, rows, grad_initial = solve_backward(
             cell,
@@ -159,7 +160,26 @@ def _gradients(
 _gradients_once = once(_gradients, _Once)
 
 
-def _weights(parameters: Sequence[torch.Tensor | None]) -> Weights:
+def _weights(
+    cell: Cell, layer: str, x: torch.Tensor, initial: torch.Tensor, parameters: Sequence[torch.Tensor | None]
+) -> Weights:
+    """The parameters, detached; TypeError or ValueError where one does not fit the input, for kernels do not check."""
+    size = initial.shape[1] // cell.states
+    gates = cell.gates * size
+    names, shapes = (
+        ("weight_ih", "weight_hh", "bias_ih", "bias_hh"),
+        ((gates, x.shape[1]), (gates, size), (gates,), (gates,)),
+    )
+    for name, parameter, shape in zip(names, parameters, shapes, strict=True):
+        if parameter is None:
+            continue
+        if parameter.shape != shape:
+            raise ValueError(f"{name}_{layer} has shape {tuple(parameter.shape)}; expected {shape}")
+        if parameter.dtype != x.dtype or parameter.device != x.device:
+            raise TypeError(
+                f"{name}_{layer} is {parameter.dtype} on {parameter.device}, and the input {x.dtype} on {x.device}; "
+                "convert or move one of them"
+            )
     weight, hidden, *biases = (None if p is None else p.detach().contiguous() for p in parameters)
     assert weight is not None and hidden is not None
     return Weights(weight, hidden, *biases)

@@ -52,22 +52,33 @@ class _Ranges(NamedTuple):
     training: tuple[_Range, ...]
 
 
-#: Measured on one thread and on two of an Intel Xeon: round numbers within which no shape lost.
+#: Measured on one thread and on two of an Intel Xeon, in float32 and in float64: round numbers within which none was
+#: slower. Beyond them many threads, long sequences or a gradient that vanishes may still make ours the faster ones.
 _OURS = {
-    "GRU": _Ranges((_Range(32, 128, 4096),), (_Range(32, 256, 8192), _Range(256, 512, 4096))),
-    "LSTM": _Ranges((_Range(64, 128, 2048),), (_Range(32, 256, 4096),)),
-    **dict.fromkeys(("RNN_TANH", "RNN_RELU"), _Ranges((_Range(64, 256, 2048),), (_Range(32, 512, 4096),))),
+    "GRU": _Ranges(
+        (_Range(32, 32, 8192), _Range(32, 128, 2048)),
+        (_Range(32, 32, 16_384), _Range(32, 64, 8192), _Range(32, 256, 4096)),
+    ),
+    "LSTM": _Ranges((_Range(32, 32, 4096), _Range(64, 128, 1024)), (_Range(32, 32, 8192), _Range(32, 256, 2048))),
+    **dict.fromkeys(
+        ("RNN_TANH", "RNN_RELU"),
+        _Ranges(
+            (_Range(64, 128, 1024), _Range(256, 128, 2048)),
+            (_Range(32, 256, 2048), _Range(64, 128, 8192), _Range(64, 256, 4096), _Range(64, 512, 512)),
+        ),
+    ),
 }
 #: oneDNN, which PyTorch has for float32, computes all steps by one operator.
 _OURS_FLOAT32 = {**_OURS, "LSTM": _Ranges((), (_Range(512, 32, 1024),))}
 
 
 class _Left(NamedTuple):
-    """What was left to PyTorch's kernels: so many steps of so many samples, and whether gradients were wanted."""
+    """What was left to PyTorch's kernels: so many steps of so many samples, with gradients or without, and where."""
 
     steps: int
     batch: int
     trains: bool
+    on_device: bool
 
 
 @dataclass
@@ -94,7 +105,7 @@ class _Recurrent(nn.RNNBase):
                 f"proj_size is {self.proj_size}, which is not supported; use torch.nn.LSTM for projections"
             )
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
-        self._check_options()
+        _check_options(schedule, forward, chunk)
         self._pass = _Pass()
 
     @property
@@ -104,10 +115,13 @@ class _Recurrent(nn.RNNBase):
             for report in self._pass.reports:
                 report.read()
             return self._pass.reports
-        steps, batch, trains = self._pass.left
+        steps, batch, trains, on_device = self._pass.left
         ways = ("forward", "backward") if trains else ("forward",)
+        size = f"{self.hidden_size} elements in a state"
         reason = (
-            f"PyTorch's kernels are faster for {batch} samples of {steps} steps, {self.hidden_size} elements in a state"
+            f"{size}, where kernels for CUDA devices have at most {LARGEST}"
+            if on_device
+            else f"{batch} samples of {steps} steps, {size}: PyTorch's kernels are usually as fast there, or faster"
         )
         return [
             Report(way, steps, name, ["torch.nn"], steps, 1, reason=reason)
@@ -123,14 +137,6 @@ class _Recurrent(nn.RNNBase):
     def _recurrences(self) -> list[str]:
         """What PyTorch's names of the weights end in, by layer and direction: ``l0``, ``l0_reverse`` and so on."""
         return [name.removeprefix("weight_hh_") for name in self._flat_weights_names if "weight_hh" in name]
-
-    def _check_options(self) -> None:
-        """Of the constructor, or set since."""
-        parse(self.schedule)
-        if self.forward_method not in FORWARD:
-            raise ValueError(f"forward is {self.forward_method!r}; expected one of {', '.join(FORWARD)}")
-        if not isinstance(self.chunk, int | np.integer) or isinstance(self.chunk, bool) or self.chunk < 1:
-            raise ValueError(f"chunk is {self.chunk!r}; expected a number of steps of at least 1")
 
     @classmethod
     def of(cls, layer: nn.RNNBase, *, schedule: str = "auto", forward: str = "sequential", chunk: int = CHUNK) -> Self:
@@ -172,7 +178,7 @@ class _Recurrent(nn.RNNBase):
             "jacsparse.nn.convert(model, to='torch'), or trace the model"
         )
 
-    def forward(self, input: Any, hx: Any = None, *, warm: Sequence[torch.Tensor | None] | None = None) -> Any:
+    def forward(self, input: Any, hx: Any = None, warm: Sequence[torch.Tensor | None] | None = None) -> Any:
         """As `torch.nn`'s layer: outputs and last states of sequences, padded, packed or a single one.
 
         Parameters
@@ -200,14 +206,14 @@ class _Recurrent(nn.RNNBase):
 
     @uncompiled
     def _solved(self, input: Any, hx: Any, warm: Sequence[torch.Tensor | None] | None) -> Any:
+        _check_options(self.schedule, self.forward_method, self.chunk)
         x, steps, batch, packed = self._input(input)
         single = packed is None and input.ndim == 2
         states = self._states(hx, x, batch, packed, single)
         if warm is None and (left := self._left_to_torch(x, states, steps, batch)):
             output, *last = self._by_torch(x, states, packed)
-            self._pass.left = left
+            self._pass = _Pass(left=left)
             return self._shown(output, packed, single), self._last(last, packed, single)
-        self._check_options()
         sequences = Sequences.equal(steps, batch) if packed is None else Sequences.packed(packed.batch_sizes)
         x, initial = x.reshape(-1, self.input_size), list(torch.cat(states, dim=2))
         reports: list[Report] = []
@@ -252,7 +258,7 @@ class _Recurrent(nn.RNNBase):
         if self.schedule != "auto" or self.forward_method != "sequential":
             return None
         if on_device(x):
-            return None if self.hidden_size <= LARGEST else _Left(steps, batch, torch.is_grad_enabled())
+            return None if self.hidden_size <= LARGEST else _Left(steps, batch, torch.is_grad_enabled(), True)
         # PyTorch's kernels would compute in low precision under autocast; they do not see what was put in the place of
         # a parameter, as parametrisations do.
         weights: Any = self._flat_weights
@@ -263,7 +269,7 @@ class _Recurrent(nn.RNNBase):
         ranges, size = ours.training if trains else ours.inference, self.hidden_size
         if any(steps >= least and size <= most and size * batch <= all_states for least, most, all_states in ranges):
             return None
-        return _Left(steps, batch, trains)
+        return _Left(steps, batch, trains, False)
 
     def _by_torch(
         self, x: torch.Tensor, states: Sequence[torch.Tensor], packed: PackedSequence | None
@@ -368,6 +374,15 @@ class _Recurrent(nn.RNNBase):
         )
 
 
+def _check_options(schedule: object, forward: object, chunk: object) -> None:
+    """ValueError where an option is none that `RNN` takes."""
+    parse(schedule)
+    if forward not in FORWARD:
+        raise ValueError(f"forward is {forward!r}; expected one of {', '.join(FORWARD)}")
+    if not isinstance(chunk, int | np.integer) or isinstance(chunk, bool) or chunk < 1:
+        raise ValueError(f"chunk is {chunk!r}; expected a number of steps of at least 1")
+
+
 def _checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
     """`value` where the layer can work on it, whose weights are like another tensor; under autocast of their dtype."""
     if not isinstance(value, torch.Tensor):
@@ -390,7 +405,7 @@ def _checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(layer: nn.RNNBase, kind: type[Any]) -> Any:
-    """A layer of another class with the same parameters and hooks, not copied."""
+    """A layer of another class with the same parameters, not copied."""
     if is_parametrized(layer):
         raise TypeError(
             f"the weights of the {type(layer).__name__} are parametrised; parametrise the new layer instead, or remove "
@@ -399,9 +414,8 @@ def _alike(layer: nn.RNNBase, kind: type[Any]) -> Any:
     other = object.__new__(kind)
     nn.Module.__init__(other)
     for name, value in layer.__dict__.items():
-        # A hook is removed from the dict that it was put into, which both layers share for that.
-        shared = "_hooks" in name or not isinstance(value, dict | list)
-        other.__dict__[name] = value if shared else copy.copy(value)
+        # Hooks, buffers and the like are each layer's own; parameters are the same objects.
+        other.__dict__[name] = copy.copy(value) if isinstance(value, dict | list) else value
     other._init_flat_weights()
     return other
 
@@ -454,8 +468,11 @@ def convert(
     >>> type(convert(model, to="torch")["encoder"]).__module__
     'torch.nn.modules.rnn'
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
     if to not in ("jacsparse", "torch"):
         raise ValueError(f"to is {to!r}; expected 'jacsparse' or 'torch'")
+    _check_options(schedule, forward, chunk)
     layers: dict[nn.Module, nn.Module] = {}
     for path, part in module.named_modules():
         if to == "torch" and type(part) in (RNN, GRU, LSTM):
@@ -465,6 +482,9 @@ def convert(
                 layers[part] = kind.of(part, schedule=schedule, forward=forward, chunk=chunk)  # type: ignore[arg-type]
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{path}: {error}" if path else str(error)) from None
+    for before, after in layers.items():
+        # A handle removes its hook from where it was put: the new layer has that very dict.
+        after.__dict__.update((name, hooks) for name, hooks in before.__dict__.items() if "_hooks" in name)
     for parent in module.modules():
         for name, child in parent._modules.items():
             if child in layers:
@@ -480,6 +500,8 @@ def _counterpart(part: nn.Module) -> type[_Recurrent] | None:
 
 def _packed(batch_sizes: torch.Tensor, rows: int) -> tuple[int, int]:
     """The steps and the samples of a packed input."""
+    if batch_sizes.dtype != torch.int64:
+        raise TypeError(f"batch_sizes of the packed input are {batch_sizes.dtype}; expected torch.int64")
     sizes = batch_sizes.tolist()
     falling = all(one >= other for one, other in pairwise(sizes))
     if not sizes or min(sizes) < 1 or not falling or sum(sizes) != rows:
@@ -505,11 +527,11 @@ class RNN(_Recurrent, nn.RNN):
         transfer matrices; by a Blelloch scan over single steps, whose matrices are full or, ``planned``, as sparse as
         the recurrent weights are pruned; or in chunks from guessed gradients at their boundaries, again from the
         neighbours' results until they agree. ``auto`` chooses, and says in `reports` what and why; on the CPU it leaves
-        few steps, large states and most LSTMs in float32 to PyTorch's own kernels, forward too.
+        few steps, large states or batches, and most LSTMs in float32 to PyTorch's own kernels, forward too.
     forward : {"sequential", "parallel", "relaxed", "newton"}
         How the hidden states are found: step after step, or in chunks from guessed states. ``parallel`` begins relaxed
         and, on the CPU, changes to Newton's method (multiple shooting) when that does not converge; what still does
-        not is finished step after step. The result is the sequential one within rounding.
+        not is finished step after step. The result is the sequential one within rounding of a sample's largest state.
     chunk : int
         Steps of a chunk, forward and, where `schedule` does not say, backward.
 

@@ -32,11 +32,15 @@ def differentiable_once(subject: str, remedy: str) -> type[torch.autograd.Functi
         def backward(ctx: Any, *_: Any) -> Any:
             raise NotImplementedError(f"{subject} cannot be differentiated twice; {remedy}")
 
-        @staticmethod
-        def vmap(*_: Any) -> Any:
-            raise NotImplementedError(
-                f"{subject} have no batching rule for torch.vmap, nor for torch.func.jacrev, which uses it; {remedy}"
-            )
+        #: What is said where several calls are asked for at once.
+        no_batching = (
+            f"{subject} have no batching rule for torch.vmap, as torch.nn's have none; for torch.func.jacrev and for "
+            f"is_grads_batched, which use it, {remedy}"
+        )
+
+        @classmethod
+        def vmap(cls, *_: Any) -> Any:
+            raise NotImplementedError(cls.no_batching)
 
         @staticmethod
         def jvp(*_: Any) -> Any:
@@ -45,9 +49,7 @@ def differentiable_once(subject: str, remedy: str) -> type[torch.autograd.Functi
     return Once
 
 
-def once(
-    solve: Callable[..., tuple[torch.Tensor, ...]], base: type[torch.autograd.Function]
-) -> Callable[..., tuple[torch.Tensor, ...]]:
+def once(solve: Callable[..., tuple[torch.Tensor, ...]], base: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
     """A backward pass that cannot be differentiated: where autograd makes a graph of it, that raises.
 
     Parameters
@@ -68,7 +70,13 @@ def once(
             pass
 
     def run(*inputs: Any) -> tuple[torch.Tensor, ...]:
-        gradients: tuple[torch.Tensor, ...] = (Pass.apply if torch.is_grad_enabled() else solve)(*inputs)
+        try:
+            gradients: tuple[torch.Tensor, ...] = (Pass.apply if torch.is_grad_enabled() else solve)(*inputs)
+        except RuntimeError as error:
+            # PyTorch batches the gradients of is_grads_batched by another vmap, which no Function has a rule for.
+            if "Batching rule not implemented" not in str(error):
+                raise
+            raise NotImplementedError(base.no_batching) from error
         return gradients
 
     return run

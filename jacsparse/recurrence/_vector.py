@@ -288,9 +288,8 @@ def _tanh_double(x):
 @inlined
 def _sigmoid_single(x):
     size = abs(x)
-    size = np.float32(87) if size > np.float32(87) else size
-    q, power = _parts_single(-size)
-    small = power * q + power
+    q, power = _parts_single(-(np.float32(87) if size > np.float32(87) else size))
+    small = np.float32(0) if size > np.float32(87) else power * q + power
     one = np.float32(1)
     return (small if x < np.float32(0) else one) / (one + small)
 
@@ -298,9 +297,8 @@ def _sigmoid_single(x):
 @inlined
 def _sigmoid_double(x):
     size = abs(x)
-    size = 708.0 if size > 708.0 else size
-    q, power = _parts_double(-size)
-    small = power * q + power
+    q, power = _parts_double(-(708.0 if size > 708.0 else size))
+    small = 0.0 if size > 708.0 else power * q + power
     return (small if x < 0.0 else 1.0) / (1.0 + small)
 
 

@@ -104,13 +104,12 @@ def trained_blocks(time: int) -> Scaled:
 @functools.lru_cache(maxsize=1)
 def long_sequence(kind: str, where: str) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A recurrence of many steps, and its solution in float64 and in float32."""
-    time, n = 30_000, 20
-    torch.manual_seed(0)
+    time, n, rng = 30_000, 20, np.random.default_rng(0)
     if kind == "orthogonal":
-        A: Any = Dense(torch.linalg.qr(torch.randn(n, n))[0].expand(time, 1, n, n).contiguous())
+        A: Any = Dense(torch.from_numpy(reflections(n, n, rng)).float().expand(time, 1, n, n).contiguous())
     else:
         A = trained_blocks(time)
-    b = torch.randn(time, 1, n)
+    b = uniform(rng, time, 1, n)
     if where == "last":
         # A loss on the last state alone.
         b[1:] = 0
@@ -128,12 +127,13 @@ def test_long_sequences_stay_as_accurate_as_a_loop(kind: str, schedule: str, whe
         # Guessing stops where what is left is nothing beside the largest state.
         error = _error if schedule == "relaxed" else _step_error
         sequential, found = (error(of[name], expected) for of in (loop, ours))
-        assert found <= 10 * sequential, name
+        # As derived below.
+        condition = A.size**0.5
+        assert found <= 2 * (1 + condition) * sequential + (A.size + 2) * condition * torch.finfo(b.dtype).eps, name
 
 
 #: Matrices, or diagonals, of which no power is much larger than another.
 EQUAL: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
-    "orthogonal": lambda rng: torch.linalg.qr(torch.from_numpy(rng.standard_normal((12, 12))))[0].numpy(),
     "reflection": lambda rng: reflections(12, 1, rng),
     "reflections": lambda rng: reflections(12, 12, rng),
     "rotations": lambda rng: scipy.linalg.block_diag(*(rotation(*rng.choice(SIDES)) for _ in range(6))),

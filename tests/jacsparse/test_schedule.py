@@ -120,6 +120,11 @@ def test_space_is_measured_where_matrices_lie() -> None:
     sizes = dict.fromkeys(range(1, 6), 1) | {step.out: 100 for step in schedule.products if step.kind == "mm"}
     assert schedule.complexity(1, sizes).space == 103 > linear(5).complexity(1, sizes).space == 4
     assert Schedule("none", 0, (), (0,)).complexity(3).space == linear(1).complexity(2).space == 0
+    # The last matrix has no entries: the last worker has it.
+    assert linear(4).complexity(2, {1: 1, 2: 1, 3: 0, 4: 1}).space == 1
+    for size in (-1, 0.5, float("nan")):
+        with pytest.raises(ValueError, match=r"sizes\[1\] is .*; expected an integer of at least 0"):
+            linear(4).complexity(2, {1: size, 2: 1, 3: 1})
     with pytest.raises(ValueError, match="sizes has no entry for matrix 2; expected one for each"):
         linear(4).complexity(2, {1: 3})
 

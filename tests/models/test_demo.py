@@ -46,7 +46,7 @@ def test_verdict(
     assert demo.main(["--out", str(tmp_path / "made" / "here")]) == (0 if enough else 1)
     shown = capsys.readouterr().out
     assert ("FAILED" in shown) is not enough
-    for part in ("critical path", "scan's gradient", "losses by scan", "passed", *PICTURES):
+    for part in ("critical path", "scan's gradient", "losses by jacsparse", "passed", *PICTURES):
         assert part in shown
     for name in PICTURES:
         assert (tmp_path / "made" / "here" / name).stat().st_size

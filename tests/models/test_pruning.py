@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from jacsparse.models import LeNet5, prunable, prune_weights, pruned_fraction
 from torch import nn
 from torch.nn.utils import prune
+
+import jacsparse
 
 
 def weights(module: nn.Module) -> list[torch.Tensor]:
@@ -124,3 +128,31 @@ def test_bad_scope_and_nothing_to_prune() -> None:
         prune_weights(LeNet5(), 0.5, "channel")
     with pytest.raises(ValueError, match="ReLU has no convolution and no linear layer"):
         prune_weights(nn.ReLU(), 0.5)
+
+
+def test_masked_attention_trains() -> None:
+    """Attention reads its output projection's weight, and never calls the layer whose hook sets it."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    prune_weights(model, 0.9)
+    copied = copy.deepcopy(model)
+    projection, optimizer = model.self_attn.out_proj, torch.optim.SGD(model.parameters(), lr=0.1)
+    before = projection.weight.detach().clone()
+    model(torch.randn(2, 3, 8)).square().sum().backward()
+    assert projection.weight_orig.grad.any()
+    optimizer.step()
+    model(torch.randn(2, 3, 8))
+    after = projection.weight.detach()
+    assert not torch.equal(after, before) and torch.equal(after != 0, projection.weight_mask != 0)
+    copied(torch.randn(2, 3, 8)).square().sum().backward()
+    assert copied.self_attn.out_proj.weight_orig.grad.any()
+    prune_weights(model, 0.95)
+    assert len(model.self_attn._forward_pre_hooks) == 1
+
+
+def test_pruning_leaves_the_dense_count_as_it_is() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
+    dense = [jacsparse.count_flop(model, (3, 8)).backpropagation[0].weights]
+    prune_weights(model, 0.9)
+    dense.append(jacsparse.count_flop(model, (3, 8)).backpropagation[0].weights)
+    assert dense[0] == dense[1] > 0
