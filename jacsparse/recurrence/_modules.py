@@ -198,7 +198,8 @@ class _Recurrent(nn.RNNBase):
         Notes
         -----
         Programs that leave Python, as torch.export, torch.onnx and torch.jit.trace make them, get `torch.nn`'s own
-        operators; so do `jacsparse.jacobian` and `jacsparse.nn.Scan`, which have rules for those.
+        operators; so do `jacsparse.jacobian` and `jacsparse.nn.Scan`, which have rules for those. PyTorch 2.6 exports
+        them with ``strict=False`` alone, and compiles them as `torch.nn`'s.
         """
         if is_recording() or _is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return super().forward(input, hx)

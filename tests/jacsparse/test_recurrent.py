@@ -318,6 +318,8 @@ class Tagger(nn.Module):
 def test_exported_and_traced(kind: str, strict: bool) -> None:
     layer, _ = pair(kind, 3, 4)
     model, x = Tagger(layer), torch.randn(5, 2, 3, dtype=torch.float64)
+    if strict and not hasattr(torch.compiler, "is_exporting"):
+        pytest.skip("PyTorch 2.6 exports subclasses of its recurrent layers with strict=False alone")
     program = torch.export.export(model, (x,), strict=strict)
     close(program.module()(x), model(x), 1e-12)
     if not strict:
