@@ -306,7 +306,7 @@ BAD = {
     "two outputs, one file": (["flop", "lenet5", "--json", "r.txt", "--csv", "./r.txt"], "would be written twice"),
     "part": (["flop", "lenet5", "--part", "head"], "--part is 'head'; the model's parts are features"),
     "a file": (["flop", "nets.py:make"], "model 'nets.py:make' names a file; name its module, as in nets:make"),
-    "a file in a folder": (["flop", "a/nets.py:make"], "name its module, as in a.nets:make"),
+    "a file in a folder": (["flop", "a/nets.py:make"], "name its module, as in nets:make, in the folder a"),
     "sample twice": (
         ["jacobian", *LAYER, "--input-file", "x.npy", "--input", "3,32,32"],
         "leave out --input and --data",

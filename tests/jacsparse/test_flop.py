@@ -248,7 +248,7 @@ def test_a_report_prints_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"blelloch:2, critical path {report.critical_path:,.0f} " in words
     assert f"blelloch:2, executed {report.executed:,.0f} " in words
     unpruned = sum(step.unpruned for step in report.baseline if step.live)
-    assert f"critical path is {report.critical_path / unpruned:.3g} of the unpruned network's gradient op" in words
+    assert f"unpruned network, of which the critical path is {report.critical_path / unpruned:.3g}" in words
     for word in ("a multiply-add is 2", "which schedule is done first", "layers, one sample", "∇W"):
         assert word in words
     assert not any(line != line.rstrip() or len(line) > 160 for line in shown.splitlines())
