@@ -108,9 +108,9 @@ def layers_of(records: Sequence[Record]) -> list[StageLayers]:
             trains = any(trained for _, trained in weights.values())
             operands = [edge for edge in edges if wanted.get(edge.source, False)]
             # A weight that several operators read, as those of a recurrence's steps, is one all the same.
-            own = [tensor for tensor, _ in weights.values() if id(tensor) not in counted]
-            counted.update(map(id, own))
-            layer = _layer(edges, operands, weights, own)
+            parameters = [tensor for tensor, _ in weights.values() if id(tensor) not in counted]
+            counted.update(map(id, parameters))
+            layer = _layer(edges, operands, weights, parameters)
             executed += _executed(edges)
             if layer.parameters or layer.forward:
                 layers.append(layer)

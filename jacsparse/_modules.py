@@ -15,6 +15,7 @@ __all__ = [
     "check_module",
     "parts_of",
     "refresh_weights",
+    "set_weights",
     "tensors_of",
     "trains",
     "undisturbed",
@@ -148,9 +149,14 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 def refresh_weights(module: nn.Module) -> None:
     """Let the hooks that make weights out of others, pruning's above all, set them as they do before each forward."""
     with torch.no_grad():
-        for hook in module._forward_pre_hooks.values():
-            if type(hook).__module__.startswith("torch.nn.utils."):
-                hook(module, None)
+        set_weights(module)
+
+
+def set_weights(module: nn.Module) -> None:
+    """As `refresh_weights`, as part of autograd's graph."""
+    for hook in module._forward_pre_hooks.values():
+        if type(hook).__module__.startswith("torch.nn.utils."):
+            hook(module, None)
 
 
 def trains(module: nn.Module, name: str) -> bool:

@@ -236,7 +236,7 @@ class _Stores:
 
     def __init__(self, steps: Sequence[Step], n: int, workers: int, sizes: Mapping[int, int] | None) -> None:
         self.most = 0
-        self._sizes = sizes
+        self._sizes = sizes and {value: _natural(f"sizes[{value}]", size, 0) for value, size in sizes.items()}
         self._uses = Counter(factor for step in steps for factor in (step.left, step.right))
         self._places: dict[int, int] = {}
         self._held = [0] * workers
@@ -285,7 +285,7 @@ class _Stores:
             raise ValueError(
                 f"sizes has no entry for matrix {value}; expected one for each that a live step reads or makes"
             )
-        return _natural(f"sizes[{value}]", self._sizes[value], 0)
+        return self._sizes[value]
 
 
 def _natural(name: str, value: int, least: int) -> int:

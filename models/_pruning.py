@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from jacsparse._modules import check_initialised, refresh_weights
+from jacsparse._modules import check_initialised, refresh_weights, set_weights
 
 from ._checks import check_number, check_one_of
 
@@ -103,9 +103,7 @@ def mask_attention(module: nn.Module) -> None:
 
 
 def _set_projection(attention: nn.MultiheadAttention, _: Any) -> None:
-    for hook in attention.out_proj._forward_pre_hooks.values():
-        if isinstance(hook, prune.BasePruningMethod):
-            hook(attention.out_proj, None)
+    set_weights(attention.out_proj)
 
 
 def pruned_fraction(module: nn.Module) -> float:

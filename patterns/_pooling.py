@@ -231,9 +231,9 @@ def _count(call: Call | Use) -> int:
 
 @functools.cache
 def _count_of(operator: str) -> int:
-    found = re.search(r"(\d)d", operator)
-    assert found is not None
-    return int(found[1])
+    match = re.search(r"(\d)d", operator)
+    assert match is not None
+    return int(match[1])
 
 
 def _sizes(call: Call) -> tuple[int, ...]:

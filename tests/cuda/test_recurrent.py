@@ -34,8 +34,7 @@ def gradients(
         output, last = layer(leaf if lengths is None else pack_padded_sequence(leaf, lengths))
         outputs = output if lengths is None else output.data
         states = torch.cat(last) if isinstance(last, tuple) else last
-        found = torch.autograd.grad(loss(outputs, states), [leaf, *layer.parameters()])
-    return [outputs, states, *found]
+        return [outputs, states, *torch.autograd.grad(loss(outputs, states), [leaf, *layer.parameters()])]
 
 
 def check(
