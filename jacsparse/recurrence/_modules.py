@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -81,15 +81,20 @@ class _Left(NamedTuple):
     on_device: bool
 
 
-@dataclass
-class _Pass:
-    """How a layer's last pass was computed: by our kernels, unless it was left to PyTorch's."""
+class _Pass(NamedTuple):
+    """How our kernels computed a layer's last pass."""
 
-    reports: list[Report] = field(default_factory=list)
-    boundaries: list[torch.Tensor | None] = field(default_factory=list)
-    left: _Left | None = None
+    reports: list[Report]
+    boundaries: list[torch.Tensor | None]
 
 
+#: PyTorch's operators, by a layer's `mode`.
+_OPERATORS: dict[str, Callable[..., Sequence[torch.Tensor]]] = {mode: getattr(torch, mode.lower()) for mode in _OURS}
+
+_requires_grad = attrgetter("requires_grad")
+
+#: Of the options that `RNN` adds.
+_DEFAULTS = ("auto", "sequential", CHUNK)
 _DTYPES = (torch.float32, torch.float64)
 
 # PyTorch 2.6 does not tell exporting from compiling.
@@ -106,16 +111,16 @@ class _Recurrent(nn.RNNBase):
             )
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
         _check_options(schedule, forward, chunk)
-        self._pass = _Pass()
+        self._pass: _Pass | _Left = _Pass([], [])
 
     @property
     def reports(self) -> list[Report]:
         """How the recurrences of the last pass were solved; on a CUDA device this waits for them."""
-        if self._pass.left is None:
+        if isinstance(self._pass, _Pass):
             for report in self._pass.reports:
                 report.read()
             return self._pass.reports
-        steps, batch, trains, on_device = self._pass.left
+        steps, batch, trains, on_device = self._pass
         ways = ("forward", "backward") if trains else ("forward",)
         size = f"{self.hidden_size} elements in a state"
         reason = (
@@ -132,7 +137,7 @@ class _Recurrent(nn.RNNBase):
     @property
     def boundaries(self) -> list[torch.Tensor | None]:
         """The states at the chunks' boundaries of the last pass, by layer and direction; None where there are none."""
-        return self._pass.boundaries if self._pass.left is None else [None] * len(self._recurrences())
+        return self._pass.boundaries if isinstance(self._pass, _Pass) else [None] * len(self._recurrences())
 
     def _recurrences(self) -> list[str]:
         """What PyTorch's names of the weights end in, by layer and direction: ``l0``, ``l0_reverse`` and so on."""
@@ -207,14 +212,17 @@ class _Recurrent(nn.RNNBase):
 
     @uncompiled
     def _solved(self, input: Any, hx: Any, warm: Sequence[torch.Tensor | None] | None) -> Any:
-        _check_options(self.schedule, self.forward_method, self.chunk)
+        # PyTorch's kernels may take as long as a few lines here: nothing is done for them that need not be.
+        if (given := (self.schedule, self.forward_method, self.chunk)) != _DEFAULTS:
+            _check_options(*given)
         x, steps, batch, packed = self._input(input)
         single = packed is None and input.ndim == 2
         states = self._states(hx, x, batch, packed, single)
         if warm is None and (left := self._left_to_torch(x, states, steps, batch)):
             output, *last = self._by_torch(x, states, packed)
-            self._pass = _Pass(left=left)
-            return self._shown(output, packed, single), self._last(last, packed, single)
+            # Module.__setattr__ looks for parameters first.
+            self.__dict__["_pass"] = left
+            return self._results(output, last, packed, single)
         sequences = Sequences.equal(steps, batch) if packed is None else Sequences.packed(packed.batch_sizes)
         x, initial = x.reshape(-1, self.input_size), list(torch.cat(states, dim=2))
         reports: list[Report] = []
@@ -252,7 +260,7 @@ class _Recurrent(nn.RNNBase):
         size, joint = self.hidden_size, torch.stack(ends)
         states = [joint.narrow(2, begin, size).contiguous() for begin in range(0, joint.shape[2], size)]
         output = x if packed is not None else x.reshape(steps, batch, x.shape[1])
-        return self._shown(output, packed, single), self._last(states, packed, single)
+        return self._results(output, states, packed, single)
 
     def _left_to_torch(self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int) -> _Left | None:
         """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
@@ -263,20 +271,24 @@ class _Recurrent(nn.RNNBase):
         # PyTorch's kernels would compute in low precision under autocast; they do not see what was put in the place of
         # a parameter, as parametrisations do.
         weights: Any = self._flat_weights
-        if torch.is_autocast_enabled("cpu") or [*map(id, self._parameters.values())] != [*map(id, weights)]:
+        parameters = self._parameters
+        if len(parameters) != len(weights) or not all(map(is_, parameters.values(), weights)):
             return None
-        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *weights))
+        if torch.is_autocast_enabled("cpu"):
+            return None
+        trains = torch.is_grad_enabled() and any(map(_requires_grad, (*weights, x, *states)))
         ours = (_OURS_FLOAT32 if x.dtype == torch.float32 else _OURS)[self.mode]
-        ranges, size = ours.training if trains else ours.inference, self.hidden_size
-        if any(steps >= least and size <= most and size * batch <= all_states for least, most, all_states in ranges):
-            return None
+        size = self.hidden_size
+        for least, most, all_states in ours.training if trains else ours.inference:
+            if steps >= least and size <= most and size * batch <= all_states:
+                return None
         return _Left(steps, batch, trains, False)
 
     def _by_torch(
         self, x: torch.Tensor, states: Sequence[torch.Tensor], packed: PackedSequence | None
     ) -> Sequence[torch.Tensor]:
         """Outputs and last states by PyTorch's operator, which is called as `torch.nn`'s layers do."""
-        operator: Callable[..., Sequence[torch.Tensor]] = getattr(torch, self.mode.lower())
+        operator = _OPERATORS[self.mode]
         hx = states if self.mode == "LSTM" else states[0]
         options = (self._flat_weights, self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
         if packed is None:
@@ -295,26 +307,28 @@ class _Recurrent(nn.RNNBase):
             if x.ndim != 2 or x.shape[1] != self.input_size:
                 raise ValueError(f"input.data has shape {tuple(x.shape)}; expected (steps, {self.input_size})")
             return x, *_packed(packed.batch_sizes, len(x)), packed
-        if x.ndim not in (2, 3) or x.shape[-1] != self.input_size:
+        shape = x.shape
+        if len(shape) not in (2, 3) or shape[-1] != self.input_size:
             expected = "batch, time" if self.batch_first else "time, batch"
             raise ValueError(
                 f"input has shape {tuple(x.shape)}; expected ({expected}, {self.input_size}) or "
                 f"(time, {self.input_size}) for a single sequence"
             )
-        if x.ndim == 2:
-            x = x.unsqueeze(1)
+        if len(shape) == 2:
+            x, time, batch = x.unsqueeze(1), shape[0], 1
         elif self.batch_first:
-            x = x.transpose(0, 1)
-        time, batch = x.shape[:2]
+            x, (batch, time, _) = x.transpose(0, 1), shape
+        else:
+            time, batch, _ = shape
         if not time:
-            raise ValueError(f"input has shape {tuple(given.shape)}: no steps; expected at least one")
+            raise ValueError(f"input has shape {tuple(shape)}: no steps; expected at least one")
         return x, time, batch, None
 
     def _states(
         self, hx: Any, x: torch.Tensor, batch: int, packed: PackedSequence | None, single: bool
     ) -> list[torch.Tensor]:
         """First states of each kind, ``(layers · directions, batch, hidden)``."""
-        places, kinds = self.num_layers * (2 if self.bidirectional else 1), CELLS[self.mode].states
+        places, kinds = self.num_layers * (2 if self.bidirectional else 1), 2 if self.mode == "LSTM" else 1
         if hx is None:
             return [x.new_zeros(places, batch, self.hidden_size)] * kinds
         parts = hx if kinds > 1 else (hx,)
@@ -349,29 +363,27 @@ class _Recurrent(nn.RNNBase):
             raise ValueError(f"warm has {len(warm)} entries; expected {expected}: `boundaries` of an earlier pass")
         return warm[place]
 
-    def _shown(self, x: torch.Tensor, packed: PackedSequence | None, single: bool) -> torch.Tensor | PackedSequence:
+    def _results(
+        self, x: torch.Tensor, states: Sequence[torch.Tensor], packed: PackedSequence | None, single: bool
+    ) -> tuple[Any, Any]:
+        """Outputs and last states as the input was given: packed, of a single sequence, or the batch first."""
+        output: Any = x
         if packed is not None:
-            return PackedSequence(x, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
-        if single:
-            return x.squeeze(1)
-        return x.transpose(0, 1) if self.batch_first else x
-
-    def _last(self, states: Sequence[torch.Tensor], packed: PackedSequence | None, single: bool) -> Any:
-        if packed is not None and packed.unsorted_indices is not None:
-            states = [part.index_select(1, packed.unsorted_indices) for part in states]
-        if single:
-            states = [part.squeeze(1) for part in states]
-        return states[0] if len(states) == 1 else tuple(states)
+            output = PackedSequence(x, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+            if packed.unsorted_indices is not None:
+                states = [part.index_select(1, packed.unsorted_indices) for part in states]
+        elif single:
+            output, states = x.squeeze(1), [part.squeeze(1) for part in states]
+        elif self.batch_first:
+            output = x.transpose(0, 1)
+        return output, states[0] if len(states) == 1 else tuple(states)
 
     def extra_repr(self) -> str:
         """PyTorch's own, and the arguments that are not the defaults."""
-        given = (
-            ("schedule", self.schedule, "auto"),
-            ("forward", self.forward_method, "sequential"),
-            ("chunk", self.chunk, CHUNK),
-        )
+        given = (self.schedule, self.forward_method, self.chunk)
+        options = zip(("schedule", "forward", "chunk"), given, _DEFAULTS, strict=True)
         return ", ".join(
-            [super().extra_repr(), *(f"{name}={value!r}" for name, value, usual in given if value != usual)]
+            [super().extra_repr(), *(f"{name}={value!r}" for name, value, usual in options if value != usual)]
         )
 
 
@@ -388,6 +400,8 @@ def _checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
     """`value` where the layer can work on it, whose weights are like another tensor; under autocast of their dtype."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
+    if value.is_cpu and like.is_cpu and value.dtype == like.dtype in _DTYPES and value.layout == torch.strided:
+        return value
     device = value.device
     if device != like.device or device.type not in ("cpu", "cuda"):
         raise ValueError(
