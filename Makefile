@@ -10,7 +10,8 @@ GPU_TESTS := $(patsubst %,tests/cuda/test_%.py,products values recurrent linear_
 # What older x86 processors have.
 SSE42 := +sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+sahf
 AVX2 := $(SSE42),+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe
-NUMERIC := tests/patterns tests/spgemm tests/jacsparse/test_jacobian.py tests/jacsparse/test_linear_recurrence.py
+NUMERIC := tests/patterns tests/spgemm tests/stages/test_order.py tests/jacobians/test_jacobian.py \
+	tests/recurrence/test_linear_recurrence.py
 
 .PHONY: setup demo test test-full test-portable test-gpu lint bench clean
 
@@ -36,20 +37,21 @@ test-portable: $(STAMP)
 	NUMBA_CPU_NAME=x86-64-v2 NUMBA_CPU_FEATURES=$(SSE42) $(RUN) -m pytest -n 2 $(NUMERIC)
 	JACSPARSE_TESTS=portable ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES=$(AVX2) JACSPARSE_TEST_THREADS=2 \
-	$(RUN) -m pytest tests/jacsparse/test_recurrent.py
+	$(RUN) -m pytest tests/recurrence/test_recurrent.py
 
 # With the machine's own Python where there is no .venv: it is the one that has PyTorch for its GPU.
 test-gpu:
 	JACSPARSE_TESTS=gpu $(firstword $(wildcard $(RUN)) $(PYTHON)) -m pytest -c tests/cuda/pytest.ini --rootdir=. $(GPU_TESTS)
 
-# Types are checked on a copy laid out as the package is: the folders beside jacsparse/ belong under it.
+# Types and imports are checked on a copy laid out as the package is: the folders beside jacsparse/ belong under it.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build/types && mkdir -p build/types/jacsparse
 	cp -R jacsparse/. build/types/jacsparse && cp -R patterns spgemm models build/types/jacsparse
-	cp -R benchmarks build/types
+	cp -R benchmarks tests build/types
 	cd build/types && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p jacsparse -p benchmarks
+	cd build/types && $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml
 
 bench: $(STAMP)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,bench]'

@@ -12,12 +12,13 @@ from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
-from jacsparse.patterns._files import check_writable
 from rich import box
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+from jacsparse.runtime import check_writable
 
 from ._calls import full_precision
 from ._context import Context, device_problem, reason
@@ -39,12 +40,12 @@ app = typer.Typer(
 )
 
 
-#: Seconds on CUDA for one experiment, for all of them, and for a function.
+#: Seconds on CUDA for one experiment, for all experiments, and for a function.
 _EXPERIMENT, _ALL, _FUNCTION = 170.0, 530.0, 0.3
 
 
-class Device(StrEnum):
-    """Where experiments run."""
+class DeviceName(StrEnum):
+    """The device on which experiments run."""
 
     cpu = "cpu"
     cuda = "cuda"
@@ -64,7 +65,7 @@ def run(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="NAME...", help="Experiments; all where none is named.")
     ] = None,
-    device: Annotated[Device, typer.Option(help="Where to run them.")] = Device.cpu,
+    device: Annotated[DeviceName, typer.Option(help="Where to run them.")] = DeviceName.cpu,
     threads: Annotated[
         int | None, typer.Option(min=1, help="For everything, peers included; PyTorch's number.")
     ] = None,
@@ -72,8 +73,8 @@ def run(
 ) -> None:
     """Run experiments, and write a JSON file for each."""
     try:
-        chosen, place = _chosen(names or list(EXPERIMENTS)), hardware(device, environment())
-        _check_folder(out, [result_path(out, experiment.name, place) for experiment in chosen])
+        experiments, place = _experiments(names or list(EXPERIMENTS)), hardware(device, environment())
+        _check_folder(out, [result_path(out, experiment.name, place) for experiment in experiments])
     except (ValueError, OSError) as error:
         _fail(error)
     if threads is not None:
@@ -81,21 +82,21 @@ def run(
     console, failed, end = Console(), False, time.monotonic() + _ALL
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        for number, experiment in enumerate(chosen):
+        for number, experiment in enumerate(experiments):
             task = progress.add_task(experiment.name)
 
             def say(line: str, task: Any = task, experiment: Experiment = experiment, number: int = number) -> None:
-                place = f"{number + 1}/{len(chosen)}"
+                place = f"{number + 1}/{len(experiments)}"
                 progress.update(task, description=f"{place} {experiment.name}: {line}")
 
             context = Context(device=device, say=say)
             if device == "cuda":
                 context.seconds, context.until = _FUNCTION, min(end, time.monotonic() + _EXPERIMENT)
-            result, ended = _measured(experiment, context)
+            result, failure = _measured(experiment, context)
             progress.remove_task(task)
-            if ended is not None:
+            if failure is not None:
                 failed = True
-                console.print("".join(traceback.format_exception(ended)), markup=False, highlight=False)
+                console.print("".join(traceback.format_exception(failure)), markup=False, highlight=False)
             console.print(f"{experiment.name}: {experiment.summary(result.rows)}", markup=False, highlight=False)
             console.print(_table(result.rows))
             console.print(str(write(result, out)), markup=False, highlight=False, soft_wrap=True)
@@ -113,12 +114,12 @@ def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where `ru
 
 
 def _fail(error: Exception) -> NoReturn:
-    """An error of the user's is one line, and exit status 2."""
+    """Print a user's error in one line, and exit with status 2."""
     typer.echo(f"benchmarks: {error}", err=True)
     raise typer.Exit(2)
 
 
-def _chosen(names: Sequence[str]) -> list[Experiment]:
+def _experiments(names: Sequence[str]) -> list[Experiment]:
     unknown = [name for name in names if name not in EXPERIMENTS]
     if unknown:
         raise ValueError(f"no experiment is named {unknown[0]!r}; known are {', '.join(EXPERIMENTS)}")
@@ -126,7 +127,7 @@ def _chosen(names: Sequence[str]) -> list[Experiment]:
 
 
 def _check_folder(folder: Path, files: Sequence[Path]) -> None:
-    """Make the folder; OSError where it or a file in it cannot be written."""
+    """Make the folder; OSError if the folder or a file in it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -136,12 +137,12 @@ def _check_folder(folder: Path, files: Sequence[Path]) -> None:
 
 
 def _measured(experiment: Experiment, context: Context) -> tuple[Result, Exception | None]:
-    """What an experiment gave, and what ended it early: the others are then measured all the same."""
+    """The result of an experiment, and the error that ended it, which does not end the other experiments."""
     date, begin, machine = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter(), environment()
     problem = device_problem(context.device, experiment.devices)
     if problem is None and time.monotonic() > context.until:
         problem = "the time of all experiments was over"
-    limits, ended = None, None
+    limits, failure = None, None
     if problem is None:
         try:
             if context.device == "cuda":
@@ -149,15 +150,15 @@ def _measured(experiment: Experiment, context: Context) -> tuple[Result, Excepti
             limits = context.limits
             rows = experiment.run(context)
         except Exception as error:
-            problem, ended = reason(error), error
+            problem, failure = reason(error), error
     if problem is not None:
         rows = [Row.missing(experiment.title, problem)]
     seconds = time.perf_counter() - begin
-    return Result(experiment.name, str(context.device), date, seconds, machine, limits, tuple(rows)), ended
+    return Result(experiment.name, str(context.device), date, seconds, machine, limits, tuple(rows)), failure
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    # The rest of the figures is in the report: a terminal is narrow.
+    # A terminal is narrow; the report has all columns.
     shown = [COLUMNS.index(name) for name in ("what", "median", "floor", "compared")]
     table = Table(box=box.SIMPLE_HEAD)
     for place in shown:

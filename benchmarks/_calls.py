@@ -1,4 +1,4 @@
-"""Calls that are timed: how they are made and, on CUDA devices, timed by events and replayed as graphs."""
+"""The calls that are timed: on CUDA devices by events, and as replays of graphs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["GRAPH", "MODES", "Call", "block_times", "captured", "full_precision"
 Call: TypeAlias = Callable[[], object]
 
 GRAPH = "CUDA graph"
-#: How calls are timed, by device: on CUDA as they come, and without their launches as replays of a graph.
+#: The modes in which calls are timed, by device: on CUDA one by one, and as replays of a graph without their launches.
 MODES = {"cpu": ("",), "cuda": ("eager", GRAPH)}
 
-# Seconds between two events at least, of which one resolves half a microsecond.
+# The least seconds between two events, whose resolution is half a microsecond.
 _BLOCK = 5e-3
-# Runs before a capture, in which libraries choose algorithms and allocate what they keep.
+# Runs before a capture, in which libraries choose algorithms and allocate memory.
 _WARM_UP = 3
 
 
 def labelled(label: str, mode: str) -> str:
-    """What is called in a mode.
+    """The label of a call in a mode.
 
     Examples
     --------
@@ -36,20 +36,12 @@ def labelled(label: str, mode: str) -> str:
 
 
 def in_mode(make: Callable[[], Call], mode: str) -> Call:
-    """A call in one of `MODES` that is made, and captured, when it first runs: what fails then is its first run.
-
-    Parameters
-    ----------
-    make : callable
-        Makes the call.
-    mode : str
-        How it is to run.
-    """
+    """A call in one of `MODES`; its first run calls `make`, captures a graph if needed, and raises their errors."""
     return _Deferred(functools.partial(captured, make) if mode == GRAPH else make)
 
 
 def ready(call: Call) -> Callable[[], Call]:
-    """What makes a call that is there already, for `in_mode`."""
+    """A function for `in_mode` that returns an existing call."""
     return lambda: call
 
 
@@ -66,10 +58,10 @@ class _Deferred:
 
 
 def block_times(function: Call, seconds: float) -> tuple[list[float], int]:
-    """How long runs of a function take on the device, for about so many seconds: means of blocks, and all runs.
+    """Mean seconds of the runs in each block, and the number of runs; blocks run for about `seconds` on the device.
 
     A block is as many calls as fill 5 ms between two events. Calls follow one another without waiting for the device:
-    where launching takes longer than running does, the times are those of launching.
+    if launching takes longer than running, the times are those of launching.
     """
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
@@ -89,18 +81,9 @@ def block_times(function: Call, seconds: float) -> tuple[list[float], int]:
 
 
 def captured(make: Callable[[], Call]) -> Call:
-    """A function as a CUDA graph that was captured once: calling it replays the graph.
+    """The function that `make` returns, captured once as a CUDA graph: a call replays it. RuntimeError if that fails.
 
-    Parameters
-    ----------
-    make : callable
-        Makes the function. It runs on the stream of the capture, where autograd then runs the backward pass of what it
-        computes.
-
-    Raises
-    ------
-    RuntimeError
-        Where it cannot be captured; the message says why.
+    `make` runs on the stream of the capture, so that autograd runs backward passes on this stream, too.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -108,7 +91,7 @@ def captured(make: Callable[[], Call]) -> Call:
         function = make()
         for _ in range(_WARM_UP):
             function()
-        # A capture that fails leaves PyTorch's allocator unfit for others: what would fail it is looked for beforehand.
+        # A failed capture makes PyTorch's allocator unfit for others: a run beforehand finds what would fail.
         torch.cuda.set_sync_debug_mode("error")
         try:
             function()
@@ -119,14 +102,14 @@ def captured(make: Callable[[], Call]) -> Call:
         with torch.cuda.graph(graph, stream=stream):
             function()
     except RuntimeError as error:
-        # The end of the capture fails too, and says less.
+        # The end of the capture fails, too; its own message says less.
         raise RuntimeError(f"its capture failed: {error.__context__ or error}") from error
     return _Replay(graph, function)
 
 
 @dataclass(frozen=True, eq=False)
 class _Replay:
-    """A graph, and the function that holds the memory that it reads and writes."""
+    """A graph, and the function whose memory the graph reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     function: Call
@@ -136,6 +119,6 @@ class _Replay:
 
 
 def full_precision() -> None:
-    """Keep everybody's float32 arithmetic float32: cuDNN would round the factors of its products to 10 bits."""
+    """Make all libraries compute in full float32: cuDNN would round the factors of its products to 10 bits."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

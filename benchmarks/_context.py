@@ -1,4 +1,4 @@
-"""How things are timed, and what the machine allows at best."""
+"""How functions are timed, and the best times that the machine allows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from jacsparse.patterns import _cuda as kernels
 from torch.utils.benchmark import Timer
+
+from jacsparse.runtime import cupy_for
 
 from ._calls import block_times
 
@@ -22,28 +23,21 @@ __all__ = ["Context", "Limits", "Timing", "device_problem", "reason"]
 
 @dataclass(frozen=True)
 class Timing:
-    """How long runs of one function took, or why none was timed.
+    """The times of runs of one function, or why it was not timed."""
 
-    Attributes
-    ----------
-    seconds : list of float
-        Of one run; the mean of a block of runs where one is too short to time.
-    runs : int
-        Of the function, all blocks together.
-    problem : str
-        Why there are no runs.
-    """
-
+    #: Seconds of one run each; of short runs, the mean of a block of runs.
     seconds: list[float]
+    #: Runs of the function in all blocks.
     runs: int
+    #: Why there are no runs.
     problem: str = ""
 
     def plus(self, other: Timing) -> Timing:
-        """The runs of both."""
+        """The timing of the runs of both."""
         return Timing(self.seconds + other.seconds, self.runs + other.runs)
 
     def less(self, other: Timing) -> Timing:
-        """Each run without the median of the other's."""
+        """The timing of these runs, each less the median of the other runs."""
         if self.problem or other.problem:
             return Timing([], 0, self.problem or other.problem)
         median = statistics.median(other.seconds)
@@ -52,88 +46,63 @@ class Timing:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine allows at best, on as many threads as everything else runs on.
+    """The machine's limits, measured on the threads that everything runs on."""
 
-    Attributes
-    ----------
-    copy_bandwidth : float
-        Bytes read and written each second by a copy of 256 MiB, on CUDA of 1 GiB (``torch.Tensor.copy_``).
-    peak_flop : float
-        Operations each second of a product of two dense float32 matrices of 1536 × 1536, on CUDA of 8192 × 8192
-        (``torch.mm``).
-    """
-
+    #: Bytes read and written each second by a copy of 256 MiB, on CUDA of 1 GiB (``torch.Tensor.copy_``).
     copy_bandwidth: float
+    #: Operations each second of a product of two dense float32 matrices of 1536 × 1536, on CUDA of 8192 × 8192
+    #: (``torch.mm``).
     peak_flop: float
 
     def floor(self, nbytes: float, flop: float = 0) -> float:
-        """Seconds that it takes at least to move `nbytes` and to do `flop` operations."""
+        """The least seconds in which `nbytes` can be moved and `flop` operations be done."""
         return max(nbytes / self.copy_bandwidth, flop / self.peak_flop)
 
 
 @dataclass
 class Context:
-    """What an experiment measures with.
-
-    Attributes
-    ----------
-    device : str
-        Where to run.
-    seconds : float
-        How long to measure each function, all rounds together.
-    rounds : int
-        Into how many turns that time is cut: functions that are compared take turns, so that what slows the machine
-        down for a while slows all of them.
-    say : callable
-        Takes a line about what is going on.
-    until : float
-        When the experiment's time is over, by ``time.monotonic``: functions that have not run by then are not timed.
-    """
+    """The device, the time and the limits for the measurements of an experiment."""
 
     device: str = "cpu"
+    #: Seconds to measure each function, in all rounds.
     seconds: float = 1.0
+    #: The number of parts of that time. Functions that are compared take turns, so that a machine that is slow for a
+    #: while slows all of them.
     rounds: int = 3
+    #: Shows a line about the progress.
     say: Callable[[str], None] = lambda _: None
+    #: The end of the experiment's time, by ``time.monotonic``: functions that have not run by then are not timed.
     until: float = math.inf
 
     def under(self, heading: str) -> Self:
-        """The same, whose lines begin with a heading."""
+        """The same context, with a heading before each line that it shows."""
         other = copy.copy(self)
         other.say = lambda line: self.say(f"{heading}: {line}")
         return other
 
     @property
     def place(self) -> str:
-        """Where tensors are, as PyTorch calls it."""
+        """The device of tensors, as PyTorch names it."""
         return str(self.device)
 
     @property
     def threads(self) -> int:
-        """On how many threads everything runs, peers included."""
+        """The number of threads of everything that runs, including peers."""
         return torch.get_num_threads()
 
     def times(
         self, functions: Mapping[str, Callable[[], object]], *, seconds: float | None = None, pause: float = 0.0
     ) -> dict[str, Timing]:
-        """Time functions in turns, each once beforehand so that what is made once is there.
+        """The timings of functions that take turns, each for `seconds` or the context's; a failed one has a problem.
 
-        On the CPU by ``torch.utils.benchmark``, on CUDA by events. A function that fails is not timed; its problem says
-        why.
-
-        Parameters
-        ----------
-        functions : mapping of str to callable
-            By label.
-        seconds : float, optional
-            Instead of the context's, for each function.
-        pause : float
-            Seconds to wait before each turn. OpenMP's threads go on spinning when their work is done, for up to 0.2 s.
+        The first run of each compiles and plans. ``torch.utils.benchmark`` measures on the CPU, events on CUDA. Each
+        turn begins with a pause, as OpenMP's threads spin for up to 0.2 s after their work.
         """
-        found = {label: Timing([], 0) for label in functions}
+        timings = {label: Timing([], 0) for label in functions}
         turn = (self.seconds if seconds is None else seconds) / self.rounds
         for number in range(self.rounds + 1):
             for label, function in functions.items():
-                if found[label].problem:
+                if timings[label].problem:
                     continue
                 try:
                     if number == 0:
@@ -141,18 +110,15 @@ class Context:
                     else:
                         self.say(f"{label}: round {number} of {self.rounds}")
                         time.sleep(pause)
-                        found[label] = found[label].plus(self._turn(function, turn))
+                        timings[label] = timings[label].plus(self._turn(function, turn))
                 except Exception as error:
-                    found[label] = Timing([], 0, reason(error))
-        return found
+                    timings[label] = Timing([], 0, reason(error))
+        return timings
 
     def first_run(self, label: str, function: Callable[[], object]) -> None:
-        """Run a function once, and say how long that took: kernels are compiled when they are first used.
+        """Run a function once, and say how long that took; TimeoutError if the experiment's time is over.
 
-        Raises
-        ------
-        TimeoutError
-            Where the experiment's time is over.
+        The first run compiles kernels.
         """
         if time.monotonic() > self.until:
             raise TimeoutError("the experiment's time was over")
@@ -172,39 +138,33 @@ class Context:
 
     @functools.cached_property
     def limits(self) -> Limits:
-        """Measured once for each context, by the fastest run.
-
-        Raises
-        ------
-        RuntimeError
-            Where that fails.
-        """
+        """The machine's limits, from the fastest runs; RuntimeError if they cannot be measured."""
         elements, size = (2**28, 8192) if self.device == "cuda" else (2**26, 1536)
         source, target = torch.ones(elements, device=self.place), torch.empty(elements, device=self.place)
         left, right, product = torch.randn(3, size, size, device=self.place)
         copy, multiply = "copy", "dense product"
-        found = self.times({copy: lambda: target.copy_(source), multiply: lambda: torch.mm(left, right, out=product)})
-        for timing in found.values():
+        timings = self.times({copy: lambda: target.copy_(source), multiply: lambda: torch.mm(left, right, out=product)})
+        for timing in timings.values():
             if timing.problem:
                 raise RuntimeError(timing.problem)
-        return Limits(2 * source.nbytes / min(found[copy].seconds), 2 * size**3 / min(found[multiply].seconds))
+        return Limits(2 * source.nbytes / min(timings[copy].seconds), 2 * size**3 / min(timings[multiply].seconds))
 
 
 def reason(error: BaseException) -> str:
-    """Why something was not measured: the first line of an error."""
+    """The first line of an error, as the reason why something was not measured."""
     line = str(error).strip().partition("\n")[0]
     return line if isinstance(error, ImportError) else f"{type(error).__name__}: {line}"
 
 
 def device_problem(device: str, devices: tuple[str, ...]) -> str | None:
-    """Why nothing can be measured on a device; None where it can."""
+    """Why nothing can be measured on a device, or None if it can."""
     if device == "cuda" and not torch.cuda.is_available():
         return "no CUDA device that PyTorch sees"
     if device not in devices:
         return f"this experiment runs on {', '.join(devices)} only"
     if device == "cuda":
         try:
-            kernels._cupy(torch.device("cuda", 0))
+            cupy_for(torch.device("cuda", 0))
         except (ImportError, RuntimeError) as error:
             return reason(error)
     return None

@@ -1,4 +1,4 @@
-"""Loss curves of trainings side by side: over the same batches, from the same weights."""
+"""Loss curves of trainings over the same batches, from the same weights."""
 
 from __future__ import annotations
 
@@ -17,31 +17,24 @@ from ._experiment import Comparison, Row, compare
 
 __all__ = ["BASELINE", "REORDERED", "TEST_EVERY", "Curve", "curve_rows", "train_side_by_side"]
 
-#: Trainings by autograd; the other one takes the samples of each batch in another order.
+#: The labels of two trainings by autograd; the second takes the samples of each batch in another order.
 BASELINE, REORDERED = "back-propagation", "back-propagation in another order"
 
 _TENSORS = ("train_inputs", "train_labels", "test_inputs", "test_labels")
 
-#: The loss on the test data is taken once in so many iterations.
+#: Iterations between two losses on the test data.
 TEST_EVERY = 20
 
 
 @dataclass
 class Curve:
-    """One training.
+    """The losses and times of one training."""
 
-    Attributes
-    ----------
-    train : list of float
-        The loss of each iteration's batch, before its step.
-    test : list of float
-        The loss on the test data before iterations 0, 20, 40, ...
-    seconds : list of float
-        How long each iteration took: forward, backward and step.
-    """
-
+    #: The loss of each iteration's batch, before its step.
     train: list[float] = field(default_factory=list)
+    #: The loss on the test data before iterations 0, 20, 40, ...
     test: list[float] = field(default_factory=list)
+    #: Seconds of each iteration: forward, backward and step.
     seconds: list[float] = field(default_factory=list)
 
 
@@ -57,36 +50,10 @@ def train_side_by_side(
     device: str = "cpu",
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Curve]:
-    """Train a model by back-propagation and in other ways.
+    """Train the model of `build` by back-propagation, and what each variant makes of it; return the curves by name.
 
-    And once more by back-propagation, with the samples of each batch in another order: what the order of a sum, and so
-    rounding, does to a training.
-
-    Parameters
-    ----------
-    build : callable
-        Makes the model; weights are drawn from `seed`.
-    variants : mapping of str to callable
-        By name, what makes of it what is trained in another way.
-    optimizer : callable
-        Takes the parameters.
-    data : Dataset
-        What to train on, in the type of the weights.
-    iterations : int
-        Steps, each with a batch drawn anew.
-    batch : int
-        Samples of a step.
-    seed : int
-        Of the weights and the batches.
-    device : str
-        Where, as PyTorch calls it.
-    say : callable
-        Takes a line about the progress.
-
-    Returns
-    -------
-    dict of str to Curve
-        By `BASELINE`, the variants' names, and `REORDERED`.
+    Another training by back-propagation takes the samples of each batch in another order: it shows how much the order
+    of a sum, and so rounding, changes a training. All weights and batches are drawn from `seed`.
     """
     curves = {name: Curve() for name in (BASELINE, *variants, REORDERED)}
     trained = []
@@ -99,13 +66,13 @@ def train_side_by_side(
     generator = torch.Generator().manual_seed(seed)
     for iteration in range(iterations):
         say(f"iteration {iteration + 1} of {iterations}")
-        chosen = torch.randint(len(data.train_labels), (batch,), generator=generator).to(device)
-        for (model, each), (name, curve) in zip(trained, curves.items(), strict=True):
-            order = chosen.flip(0) if name == REORDERED else chosen
+        samples = torch.randint(len(data.train_labels), (batch,), generator=generator).to(device)
+        for (model, its_optimizer), (name, curve) in zip(trained, curves.items(), strict=True):
+            order = samples.flip(0) if name == REORDERED else samples
             if iteration % TEST_EVERY == 0:
                 curve.test.append(_test_loss(model, data))
             begin = time.perf_counter()
-            curve.train.append(_step(model, each, data.train_inputs[order], data.train_labels[order]))
+            curve.train.append(_step(model, its_optimizer, data.train_inputs[order], data.train_labels[order]))
             curve.seconds.append(time.perf_counter() - begin)
     return curves
 
@@ -132,20 +99,10 @@ def curve_rows(
     falls_to: float,
     published: Mapping[str, float] | None = None,
 ) -> list[Row]:
-    """How far the losses differ, how far they fall, and how long an iteration takes.
+    """Rows of how much the losses differ, how far they fall, and how long an iteration takes.
 
-    Parameters
-    ----------
-    curves : mapping of str to Curve
-        As `train_side_by_side` returns them.
-    name, group : str
-        Of the rows.
-    tolerance : float
-        By how much losses may differ.
-    falls_to : float
-        To which share of its first value the loss should fall.
-    published : mapping, optional
-        By variant, the ratio of the iterations' times.
+    Losses may differ by `tolerance`, and should fall to the share `falls_to`; `published` has the ratio of the
+    iterations' times, by variant.
     """
     noise = Row.of_value(
         f"largest difference of the losses, {REORDERED}, {name}",
@@ -172,17 +129,17 @@ def curve_rows(
                 comparisons=tuple(compared),
             )
         )
-        # A single batch's loss goes up and down: the mean of a few says where training stands.
-        few = max(1, min(10, len(curve.train) // 2))
-        left = sum(curve.train[-few:]) / sum(curve.train[:few])
+        # The loss of single batches fluctuates: a mean over several shows the progress.
+        window = max(1, min(10, len(curve.train) // 2))
+        ratio = sum(curve.train[-window:]) / sum(curve.train[:window])
         rows.append(
             Row.of_value(
-                f"loss of the last {few} iterations over that of the first {few}, {label}, {name}",
-                left,
+                f"loss of the last {window} iterations over that of the first {window}, {label}, {name}",
+                ratio,
                 "ratio",
                 group=group,
                 note=f"{curve.train[0]:.4f} at first, {curve.train[-1]:.4f} at last",
-                comparisons=(Comparison("last / first", left, at_most=falls_to),),
+                comparisons=(Comparison("last / first", ratio, at_most=falls_to),),
             )
         )
         timed = Row.timed(f"iteration by {label}, {name}", _iterations(curve), group=group)
@@ -192,11 +149,11 @@ def curve_rows(
 
 
 def _iterations(curve: Curve) -> Timing:
-    """How long they took, but for the first one, which plans."""
+    """The timing of all iterations except the first, which plans."""
     seconds = curve.seconds[1:] or curve.seconds
     return Timing(seconds, len(seconds))
 
 
 def _difference(one: Curve, other: Curve) -> float:
-    """The largest between the losses of two trainings."""
+    """The largest difference between the losses of two trainings."""
     return max(abs(a - b) for a, b in zip(one.train, other.train, strict=True))

@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code: hardware and versions. No host name, and no path."""
+"""The hardware and the versions that a figure depends on, without a host name or a path."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _PACKAGES = (
     "cupy-cuda13x",
     "nvmath-python",
 )
-# Vector units: what decides how fast numbers move.
-_VECTOR = (
+# Instruction sets of vector units, which decide how fast numbers move.
+_VECTOR_UNITS = (
     "sse4.2",
     "avx",
     "avx2",
@@ -49,7 +49,7 @@ _VECTOR = (
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions, threads and how busy the machine is, as plain values."""
+    """Hardware, versions, threads and load of the machine, as plain values."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -68,7 +68,7 @@ def environment() -> dict[str, Any]:
 
 
 def _sources() -> str:
-    """A digest of the library's sources: results of one version may be of other code."""
+    """A digest of the library's sources, which may change within one version."""
     packages = (jacsparse, jacsparse.patterns, jacsparse.spgemm, jacsparse.models)
     paths = {path for package in packages for path in Path(package.__path__[0]).rglob("*")}
     sources = sorted(
@@ -78,7 +78,7 @@ def _sources() -> str:
 
 
 def hardware(device: str, machine: Mapping[str, Any]) -> str:
-    """What results on a device of a machine are named by: ``cpu``, or the GPU's name; ``cuda`` where there is none.
+    """The name of a machine's device in file names: ``cpu``, the GPU's name, or ``cuda`` if there is no GPU.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def hardware(device: str, machine: Mapping[str, Any]) -> str:
 
 
 def _gpu() -> dict[str, Any]:
-    """PyTorch's current GPU, and what drives it; None for what is not known."""
+    """PyTorch's current GPU, its driver and its libraries; unknown values are None."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     driver, clock, memory_clock = _nvidia_smi("driver_version", "clocks.max.sm", "clocks.max.memory")
     return {
@@ -110,7 +110,7 @@ def _gpu() -> dict[str, Any]:
 
 @functools.cache
 def _nvidia_smi(*fields: str) -> list[str | None]:
-    """What the driver says of the first GPU, as in ``1980 MHz``; None where it says nothing. It takes a second."""
+    """The driver's values of the first GPU, such as ``1980 MHz``, or None; the query takes a second."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30, check=True).stdout
@@ -149,4 +149,4 @@ def _vector_units() -> list[str]:
     from llvmlite import binding
 
     features = binding.get_host_cpu_features()
-    return [name for name in _VECTOR if features.get(name)]
+    return [name for name in _VECTOR_UNITS if features.get(name)]

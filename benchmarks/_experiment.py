@@ -1,4 +1,4 @@
-"""What an experiment is, and what it gives: rows."""
+"""Experiments, and the rows that they return."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import numpy as np
 
 if TYPE_CHECKING:
-    from ._context import Context, Timing
+    from benchmarks._context import Context, Timing
 
 __all__ = ["Comparison", "Experiment", "Row", "compare"]
 
@@ -20,32 +20,23 @@ Role = Literal["ours", "peer", "reference"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A ratio of two figures of one run, and what it should be.
+    """A ratio of two figures of one run, and its target."""
 
-    Attributes
-    ----------
-    text : str
-        What is divided by what, as in ``SciPy / slots``.
-    ratio : float
-        Of the medians.
-    fastest : float or None
-        Of the fastest runs: what is left of it on a machine that others use too.
-    at_least, at_most : float or None
-        The target.
-    published : float or None
-        What the papers print.
-    """
-
+    #: The figures that are divided, such as ``SciPy / slots``.
     text: str
+    #: The ratio of the medians.
     ratio: float
+    #: The ratio of the fastest runs, which other users of the machine change less.
     fastest: float | None = None
+    #: The target.
     at_least: float | None = None
     at_most: float | None = None
+    #: The ratio that the papers print.
     published: float | None = None
 
     @property
     def met(self) -> bool | None:
-        """Whether the ratio meets its target; None where it has none."""
+        """Whether the ratio meets its target, or None if it has no target."""
         if self.at_least is None and self.at_most is None:
             return None
         return (self.at_least is None or self.ratio >= self.at_least) and (
@@ -55,75 +46,56 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure, or why there is none.
+    """One figure, or the reason why there is none."""
 
-    Attributes
-    ----------
-    label : str
-        What was measured.
-    group : str
-        The heading under which it stands.
-    role : {"ours", "peer", "reference"}
-        Whose figure it is; a reference is neither, as the time to copy as many bytes.
-    quantity, unit : str
-        As in ``time`` and ``s``.
-    median, lower, upper, fastest : float or None
-        Of the runs: the median, the quartiles and the smallest.
-    runs : int
-        How many there were; 1 where the figure is no time and does not vary.
-    floor : float or None
-        What the hardware allows at best: bytes over copy bandwidth, or flop over peak, whichever is longer.
-    comparisons : tuple of Comparison
-        With other rows of the same run.
-    note : str
-        What a reader has to know beside the figure.
-    not_measured : str
-        Why there is no figure.
-    data : dict
-        What the experiment's picture is drawn from, besides: plain values, for JSON.
-    """
-
+    #: What was measured.
     label: str
+    #: The heading above the row.
     group: str = ""
+    #: The owner of the figure; a reference belongs to nobody, such as the time to copy as many bytes.
     role: Role = "ours"
     quantity: str = "time"
     unit: str = "s"
+    #: The median, the quartiles and the smallest of the runs.
     median: float | None = None
     lower: float | None = None
     upper: float | None = None
     fastest: float | None = None
+    #: The number of runs; 1 for a figure that is no time and does not vary.
     runs: int = 0
+    #: The least time that the hardware allows: bytes over copy bandwidth or flop over peak, whichever is longer.
     floor: float | None = None
+    #: Comparisons with other rows of the same run.
     comparisons: tuple[Comparison, ...] = ()
+    #: What a reader must know besides the figure.
     note: str = ""
+    #: The reason why there is no figure.
     not_measured: str = ""
+    #: Plain values from which the experiment's picture is drawn, for JSON.
     data: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def timed(cls, label: str, timing: Timing, *, per: float = 1, **rest: Any) -> Self:
-        """A row of times, each divided by `per`: by the samples that one run handles, say; or why there are none."""
+    def timed(cls, label: str, timing: Timing, *, per: float = 1, **fields: Any) -> Self:
+        """A row of times, each divided by `per`, such as the samples of one run; or of the timing's problem."""
         if timing.problem:
-            return cls.missing(label, timing.problem, **rest)
+            return cls.missing(label, timing.problem, **fields)
         lower, median, upper = (float(time) for time in np.quantile(timing.seconds, (0.25, 0.5, 0.75)) / per)
         fastest = min(timing.seconds) / per
-        return cls(label=label, median=median, lower=lower, upper=upper, fastest=fastest, runs=timing.runs, **rest)
+        return cls(label=label, median=median, lower=lower, upper=upper, fastest=fastest, runs=timing.runs, **fields)
 
     @classmethod
-    def of_value(cls, label: str, value: float, quantity: str, unit: str = "", **rest: Any) -> Self:
+    def of_value(cls, label: str, value: float, quantity: str, unit: str = "", **fields: Any) -> Self:
         """A row of a figure that is no time."""
-        return cls(label=label, quantity=quantity, unit=unit, median=float(value), runs=1, **rest)
+        return cls(label=label, quantity=quantity, unit=unit, median=float(value), runs=1, **fields)
 
     @classmethod
-    def missing(cls, label: str, reason: str, **rest: Any) -> Self:
-        """A row that was not measured."""
-        return cls(label=label, not_measured=reason, **rest)
+    def missing(cls, label: str, reason: str, **fields: Any) -> Self:
+        """A row without a figure."""
+        return cls(label=label, not_measured=reason, **fields)
 
 
 def compare(text: str, numerator: Row, denominator: Row, **targets: float) -> tuple[Comparison, ...]:
-    """The ratio of two rows' medians.
-
-    No comparison where one of them was not measured, or is a difference of times that may as well be none.
-    """
+    """The ratio of two rows' medians; empty if one was not measured, or is a difference of times that may be zero."""
     if numerator.median is None or not denominator.median:
         return ()
     if min(row.lower if row.lower is not None else 0 for row in (numerator, denominator)) < 0:
@@ -135,35 +107,27 @@ def compare(text: str, numerator: Row, denominator: Row, **targets: float) -> tu
 
 
 class Experiment(ABC):
-    """One table or figure of a paper, or one comparison with peers.
+    """One table or figure of a paper, or one comparison with peers."""
 
-    Attributes
-    ----------
-    name : str
-        As the command line takes it.
-    title : str
-        What is measured, in a line.
-    source : str
-        Which table or figure it reproduces.
-    devices : tuple of str
-        Where it can run.
-    """
-
+    #: The experiment's name on the command line.
     name: ClassVar[str]
+    #: What is measured, in one line.
     title: ClassVar[str]
+    #: The table or figure that the experiment reproduces.
     source: ClassVar[str]
+    #: The devices on which it can run.
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
     @abstractmethod
     def run(self, context: Context) -> list[Row]:
-        """Measure."""
+        """Measure, and return the rows."""
 
     @abstractmethod
     def figure(self, rows: Sequence[Row], path: Path) -> None:
-        """Draw what was measured, into a PNG file."""
+        """Draw the rows into a PNG file."""
 
     def summary(self, rows: Sequence[Row]) -> str:
-        """One line: how much was measured, and how many targets were met."""
+        """One line with the numbers of figures and of met targets."""
         missing = sum(bool(row.not_measured) for row in rows)
         if missing == len(rows):
             return f"not measured: {'; '.join(dict.fromkeys(row.not_measured for row in rows))}"

@@ -1,4 +1,4 @@
-"""Pictures that several experiments share."""
+"""The picture that several experiments share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jacsparse._figures import BLUE, GREEN, ORANGE, new_figure, save_figure
+from jacsparse.figures import BLUE, GREEN, ORANGE, new_figure, save_figure
 
 from ._experiment import Row
 from ._text import amount
@@ -18,7 +18,7 @@ _NAMES = {"ours": "jacsparse", "peer": "peer", "reference": "reference"}
 
 
 def bars(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Times as bars over a logarithmic axis, grouped, with quartiles and the hardware's floor."""
+    """Draw times as bars over a logarithmic axis, in groups, with quartiles and the hardware's floor."""
     timed = [row for row in rows if row.median is not None and row.unit == "s"]
     lines = _lines(timed)
     figure, axes = new_figure(8.0, 1.0 + 0.24 * max(4, len(lines)))
@@ -31,17 +31,17 @@ def bars(rows: Sequence[Row], path: Path, title: str) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(lines) - 0.3, -0.7)
     axes.set(xscale="log", xlabel="seconds: median, quartiles, and the hardware's floor")
-    # Room for the figures at the bars' ends.
+    # The figures at the bars' ends need space.
     axes.margins(x=0.12)
     axes.grid(axis="x", alpha=0.25)
-    # Centred on the figure: labels take half of its width.
+    # The title is centred on the figure, not on the axes: labels take half of the width.
     figure.suptitle(title, fontsize=10)
     _legend(figure, {row.role for row in timed}, any(row.floor for row in timed))
     save_figure(figure, path)
 
 
 def _lines(rows: Sequence[Row]) -> list[Row | str]:
-    """The rows, each group under its heading."""
+    """The rows, with a heading above each group."""
     lines: list[Row | str] = []
     group = None
     for row in rows:

@@ -1,4 +1,4 @@
-"""How much memory a function needs at its peak, beyond what is there before."""
+"""The memory that a function needs at its peak, beyond the memory in use before."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_memory(function: Callable[[], object]) -> int:
-    """Bytes by which resident memory rises while a function runs.
+    """Bytes by which resident memory rises while a function runs; OSError or AttributeError if the system hides it.
 
-    Raises
-    ------
-    OSError, AttributeError
-        Where the system does not tell: Linux with the GNU C library does, and lets a process begin its peak anew.
+    Linux with the GNU C library shows it, and lets a process reset its peak.
     """
     gc.collect()
-    # What was freed but kept for later would be used again, and not be seen.
+    # The function could use freed memory that the C library has not returned, which would not be counted.
     ctypes.CDLL(None).malloc_trim(0)
     _CLEAR.write_text("5")
     before = _kibibytes("VmRSS")

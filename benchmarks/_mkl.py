@@ -1,7 +1,7 @@
-"""MKL's sparse products through ``ctypes``: the library that the ``mkl`` wheel brings, with 32-bit indices (LP64).
+"""MKL's sparse products through ``ctypes``: the library of the ``mkl`` wheel, with 32-bit indices (LP64).
 
-What a product's patterns decide is worked out once (``SPARSE_STAGE_FULL_MULT_NO_VAL``); each later call of
-``SPARSE_STAGE_FINALIZE_MULT`` computes the values again from what the factors' value arrays then hold.
+The symbolic phase runs once (``SPARSE_STAGE_FULL_MULT_NO_VAL``); each later call of ``SPARSE_STAGE_FINALIZE_MULT``
+computes the product's values from the factors' present values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-__all__ = ["Reuse", "library_path"]
+__all__ = ["MklProduct", "library_path"]
 
 _GENERAL, _LOWER, _NON_UNIT, _NON_TRANSPOSE = 20, 40, 50, 10
 _FINALIZE, _FULL_WITHOUT_VALUES = 92, 93
@@ -35,13 +35,7 @@ class _Descriptor(ctypes.Structure):
 
 
 def library_path() -> Path:
-    """Where the ``mkl`` wheel keeps its runtime library.
-
-    Raises
-    ------
-    ImportError
-        Where the wheel is not installed, or has no such library.
-    """
+    """The path of the ``mkl`` wheel's runtime library; ImportError if there is no wheel, or no library in it."""
     try:
         distribution = importlib.metadata.distribution("mkl")
     except importlib.metadata.PackageNotFoundError as error:
@@ -52,17 +46,10 @@ def library_path() -> Path:
     raise ImportError("the mkl wheel holds no libmkl_rt.so")
 
 
-class Reuse:
-    """``C = A B`` in float32, planned once, whose values are computed anew by each `multiply`.
+class MklProduct:
+    """``C = A B`` in float32, planned once; each `multiply` computes the values anew, on `threads` threads of MKL.
 
-    The value arrays of `a` and `b` are MKL's own: what is written into them is what the next product is of.
-
-    Parameters
-    ----------
-    a, b : csr_array of float32, with int32 indices
-        Kept, not copied.
-    threads : int
-        How many MKL takes, from now on.
+    `a` and `b` have int32 indices. MKL reads their value arrays, so that later values count.
     """
 
     def __init__(self, a: scipy.sparse.csr_array, b: scipy.sparse.csr_array, threads: int) -> None:
@@ -91,7 +78,7 @@ class Reuse:
         return handle
 
     def _release_later(self, handle: ctypes.c_void_p) -> None:
-        # By its address: a finalizer must not hold the object.
+        # The finalizer has a copy of the address, as it must not refer to the object itself.
         weakref.finalize(self, self._library.mkl_sparse_destroy, ctypes.c_void_p(handle.value))
 
     def _request(self, stage: int) -> None:
@@ -105,11 +92,11 @@ class Reuse:
             raise RuntimeError(f"MKL: {_STATUS[status] if status < len(_STATUS) else status}")
 
     def multiply(self) -> None:
-        """Compute C's values from what A's and B's value arrays hold."""
+        """Compute the values of `C` from the present values of `A` and `B`."""
         self._request(_FINALIZE)
 
     def to_scipy(self) -> scipy.sparse.csr_array:
-        """A copy of `C`, as MKL orders it."""
+        """A copy of `C`, with its entries in MKL's order."""
         base, rows, columns = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
         starts, ends, indices = (ctypes.POINTER(ctypes.c_int)() for _ in range(3))
         values = ctypes.POINTER(ctypes.c_float)()

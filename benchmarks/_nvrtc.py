@@ -1,4 +1,4 @@
-"""CUDA's run-time compiler, which needs no driver and no device: for what it says of registers and spills."""
+"""CUDA's run-time compiler, which reports registers and spills of kernels and needs neither driver nor device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jacsparse.patterns._cuda import KernelFile
+from jacsparse.runtime import KernelFile
 
 __all__ = ["Resources", "compile_file", "library"]
 
@@ -19,40 +19,27 @@ _REMEDY = "pip install nvidia-cuda-nvrtc"
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel takes on one architecture.
+    """The resources that a kernel takes on one architecture."""
 
-    Attributes
-    ----------
-    registers : int
-        Of a thread.
-    spilled : int
-        Bytes that a thread stores to and loads from local memory for want of registers.
-    shared : int
-        Bytes of static shared memory of a block.
-    """
-
+    #: Registers of a thread.
     registers: int
+    #: Bytes that a thread stores to and loads from local memory for want of registers.
     spilled: int
+    #: Bytes of a block's static shared memory.
     shared: int
 
 
 @functools.cache
 def library() -> Any:
-    """NVRTC, through ctypes.
-
-    Raises
-    ------
-    ImportError
-        Where it is not installed.
-    """
+    """NVRTC through ``ctypes``; ImportError if it is not installed."""
     import importlib.util
 
-    # A wheel of its own, or one that PyTorch for CUDA brings; the folder's name tells the version.
-    found: list[Path] = []
+    # Either NVRTC's own wheel or one that comes with PyTorch for CUDA has it; the folder's name is the version.
+    paths: list[Path] = []
     spec = importlib.util.find_spec("nvidia")
     for home in (spec.submodule_search_locations or []) if spec else []:
-        found += [path for path in Path(home).glob("*/lib/libnvrtc.so.*") if "builtins" not in path.name]
-    for path in sorted(found, reverse=True):
+        paths += [path for path in Path(home).glob("*/lib/libnvrtc.so.*") if "builtins" not in path.name]
+    for path in sorted(paths, reverse=True):
         try:
             return ctypes.CDLL(str(path))
         except OSError:
@@ -61,14 +48,14 @@ def library() -> Any:
 
 
 def compile_file(file: KernelFile, architecture: str) -> dict[str, Resources]:
-    """Compile all instances of a file for an architecture, as in ``sm_90``.
+    """The resources of all instances of a file, compiled for an architecture such as ``sm_90``.
 
     Raises
     ------
     ImportError
-        Where NVRTC is not installed.
+        If NVRTC is not installed.
     RuntimeError
-        Where it does not compile; the message is the compiler's.
+        If the file does not compile; the message is the compiler's.
     """
     nvrtc = library()
     program = ctypes.c_void_p()
@@ -112,15 +99,16 @@ def _check(nvrtc: Any, status: int) -> None:
 
 _ENTRY = re.compile(
     r"Compiling entry function '(?P<name>\w+)'.*?(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
-    r".*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    r".*?Used (?P<registers>\d+) registers(?P<memory>[^\n]*)",
     re.DOTALL,
 )
 
 
 def _resources(log: str) -> dict[str, Resources]:
-    found = {}
+    """The resources of each kernel, by its lowered name, from the compiler's log."""
+    resources = {}
     for entry in _ENTRY.finditer(log):
-        shared = re.search(r"(\d+) bytes smem", entry["rest"])
+        shared = re.search(r"(\d+) bytes smem", entry["memory"])
         spilled = int(entry["stores"]) + int(entry["loads"])
-        found[entry["name"]] = Resources(int(entry["registers"]), spilled, int(shared[1]) if shared else 0)
-    return found
+        resources[entry["name"]] = Resources(int(entry["registers"]), spilled, int(shared[1]) if shared else 0)
+    return resources

@@ -1,4 +1,4 @@
-"""Peers that multiply two sparse matrices: each one is prepared once, and then timed by its `multiply`."""
+"""Peers that multiply two sparse matrices; each is prepared once, and then its `multiply` is timed."""
 
 from __future__ import annotations
 
@@ -26,41 +26,27 @@ Matrix: TypeAlias = scipy.sparse.csr_array
 
 @dataclass(frozen=True)
 class Peer:
-    """A product that is ready to be timed.
-
-    Attributes
-    ----------
-    multiply : callable
-        Compute the product.
-    to_scipy : callable
-        What `multiply` returned, as a SciPy matrix.
-    capturable : bool
-        Whether it only runs kernels, which a CUDA graph can replay.
-    """
+    """A product that is ready to be timed."""
 
     multiply: Callable[[], Any]
+    #: Converts the result of `multiply` to a SciPy matrix.
     to_scipy: Callable[[Any], Matrix]
+    #: Whether `multiply` only runs kernels, which a CUDA graph can replay.
     capturable: bool = False
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A peer that ours is compared with.
-
-    Attributes
-    ----------
-    label, name : str
-        The peer's, and what it is called in ratios.
-    at_least : float
-        How many times as fast as it one product should be.
-    """
+    """A peer that jacsparse is compared with."""
 
     label: str
+    #: The peer's short name in ratios.
     name: str
+    #: How many times as fast as the peer jacsparse should compute one product.
     at_least: float
 
 
-#: By device, the peer of all products and the one that reuses the structure.
+#: By device, the peer of all products, and the peer that reuses the structure.
 GOALS = {
     "cpu": (Goal(SCIPY, "SciPy", 10.0), Goal(MKL_REUSE, "MKL reuse", 1.3)),
     "cuda": (Goal(CUSPARSE, "cuSPARSE", 5.0), Goal(CUSPARSE_REUSE, "SpGEMMreuse", 2.0)),
@@ -80,7 +66,7 @@ def _torch_csr(matrix: Matrix, context: Context) -> torch.Tensor:
     arrays = (matrix.indptr, matrix.indices, matrix.data)
     indptr, indices, values = (torch.from_numpy(array).to(context.place) for array in arrays)
     with warnings.catch_warnings():
-        # That CSR tensors are in beta state, and that their invariants are not checked.
+        # PyTorch warns that CSR tensors are in beta state, and that it does not check their invariants.
         warnings.simplefilter("ignore", UserWarning)
         return torch.sparse_csr_tensor(indptr, indices, values, size=matrix.shape)
 
@@ -101,7 +87,7 @@ def _graphblas(a: Matrix, b: Matrix, context: Context) -> Peer:
 
 
 def _mkl_product(a: Matrix, b: Matrix, context: Context) -> Peer:
-    # Where sparse_dot_mkl looks first; it does not know the wheel's folder.
+    # sparse_dot_mkl looks here first; it does not know the wheel's folder.
     os.environ.setdefault("MKL_RT", str(_mkl.library_path()))
     try:
         import sparse_dot_mkl
@@ -113,9 +99,9 @@ def _mkl_product(a: Matrix, b: Matrix, context: Context) -> Peer:
 
 def _mkl_reuse(a: Matrix, b: Matrix, context: Context) -> Peer:
     left, right = a.copy(), b.copy()
-    # Planned on other values: what comes out right was computed from those written since.
+    # The plan is made with other values, so that a right result proves that `multiply` reads the present ones.
     left.data[:], right.data[:] = 1, 1
-    product = _mkl.Reuse(left, right, context.threads)
+    product = _mkl.MklProduct(left, right, context.threads)
     np.copyto(left.data, a.data)
     np.copyto(right.data, b.data)
     return Peer(product.multiply, lambda _: product.to_scipy())
@@ -129,15 +115,16 @@ def _cupy(a: Matrix, b: Matrix, context: Context) -> Peer:
 
 
 def _cusparse_reuse(a: Matrix, b: Matrix, context: Context) -> Peer:
-    # Planned on other values, as MKL's.
+    # The plan is made with other values, as MKL's is.
     left, right = (_torch_csr(Matrix((np.ones_like(m.data), m.indices, m.indptr), m.shape), context) for m in (a, b))
-    product = _cusparse.Reuse(left, right)
+    product = _cusparse.CusparseProduct(left, right)
     left.values().copy_(torch.from_numpy(a.data))
     right.values().copy_(torch.from_numpy(b.data))
     return Peer(product.multiply, lambda _: _from_torch(product.product()), capturable=True)
 
 
-#: By device; each prepares a product of two float32 matrices with int32 indices; ImportError where it is not installed.
+#: By device and label, functions that prepare a product of two float32 matrices with int32 indices, or raise
+#: ImportError if the peer is not installed.
 PEERS: dict[str, dict[str, Callable[[Matrix, Matrix, Context], Peer]]] = {
     "cpu": {
         SCIPY: _scipy,

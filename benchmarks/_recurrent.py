@@ -1,4 +1,4 @@
-"""Recurrent classifiers as several experiments time them: ours and PyTorch's, from the same weights."""
+"""Recurrent classifiers that several experiments time: ours and PyTorch's, from the same weights."""
 
 from __future__ import annotations
 
@@ -20,42 +20,34 @@ from ._calls import MODES, Call, in_mode, labelled
 from ._context import Context, Limits, Timing, reason
 from ._experiment import Comparison, Row, compare
 
-__all__ = ["GATES", "OURS", "PEER", "SCANS", "Layer", "Measured", "RecurrentWorkload", "shown"]
+__all__ = ["GATES", "OURS", "PEER", "SCANS", "Layer", "Measurements", "RecurrentWorkload", "shown"]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Whose layer is timed, and how it solves its recurrences.
-
-    Attributes
-    ----------
-    name : str
-        In labels.
-    schedule : str
-        Of the gradients, as ``jacsparse.nn`` takes it; empty for PyTorch's layer.
-    forward : str
-        How the states are found.
-    """
+    """A layer that is timed, ours or PyTorch's, and how it solves its recurrences."""
 
     name: str
+    #: The schedule of the gradients, as ``jacsparse.nn`` takes it; empty for PyTorch's layer.
     schedule: str = ""
+    #: The way in which the states are computed.
     forward: str = "sequential"
 
     @classmethod
     def by(cls, schedule: str) -> Layer:
-        """Ours, with gradients by a schedule."""
+        """Our layer, with gradients by a schedule."""
         return cls(f"jacsparse {schedule}", schedule)
 
     @property
     def family(self) -> str:
-        """How the states are found or, where that is step by step, the gradients, whatever the chunks' length."""
+        """How the states are computed or, if step by step, the gradients, without the length of chunks."""
         return self.schedule.partition(":")[0] if self.forward == "sequential" else self.forward
 
 
 OURS, PEER = Layer("jacsparse", "auto"), Layer("torch.nn")
-#: Of each layer's cell.
+#: The number of gates of each layer's cell.
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
-#: Schedules that scan as the thesis does, over chunks and over single steps.
+#: The schedules that scan as the thesis does, over chunks and over single steps.
 SCANS = ("chunked", "blelloch")
 
 #: How a layer solved its recurrences, ``forward`` and ``backward``; empty for PyTorch's.
@@ -71,68 +63,51 @@ _CLASSIFIERS = {"RNN": BitstreamRNN, "GRU": InstrumentGRU, "LSTM": _InstrumentLS
 
 @dataclass(frozen=True)
 class RecurrentWorkload:
-    """A classifier of the thesis, or an LSTM in its place, on random sequences: float32, a loss on the last state.
+    """A classifier of the thesis, or one with an LSTM, on random sequences: float32, with a loss on the last state."""
 
-    Attributes
-    ----------
-    kind : {"RNN", "GRU", "LSTM"}
-        The layer.
-    time, batch, features, hidden : int
-        Steps, samples, elements of a step's input and of the state.
-    """
-
+    #: The layer: RNN, GRU or LSTM.
     kind: str
+    #: The number of steps.
     time: int
+    #: Samples per batch.
     batch: int
+    #: Elements of a step's input, and of the state.
     features: int
     hidden: int = 20
 
     @property
     def name(self) -> str:
-        """For headings."""
+        """The workload's sizes, for headings."""
         return f"{self.kind}, T = {self.time:,}, B = {self.batch}, H = {self.hidden}, {self.features} inputs a step"
 
     def function(self, layer: Layer, part: str, device: str) -> Call:
-        """One of the parts of training.
-
-        Parameters
-        ----------
-        layer : Layer
-            Whose.
-        part : {"forward", "backward", "backward of all", "step", "rest"}
-            ``forward`` and ``backward`` are the recurrent layer's alone, the latter from a gradient of the last state
-            to those of the weights, over a graph that is kept; ``backward of all`` is from gradients of all states,
-            which do not vanish. ``step`` is a training step of the whole classifier: forward, backward and Adam;
-            ``rest`` is one without its backward pass.
-        device : str
-            Where, as PyTorch calls it.
-        """
-        model, x, labels = self._made(layer, device)
+        """The function of a part of training, one of `_PARTS`, with a layer."""
+        model, x, labels = self._classifier(layer, device)
         return _PARTS[part](model, x, labels)
 
-    def times(self, context: Context, parts: Sequence[str], layers: Sequence[Layer] = (OURS, PEER)) -> Measured:
-        """How long some parts take; the layers take turns. A layer whose gradients differ from PyTorch's is not timed.
+    def times(self, context: Context, parts: Sequence[str], layers: Sequence[Layer] = (OURS, PEER)) -> Measurements:
+        """The times of parts, in all modes; the layers take turns.
 
-        On CUDA both call by call and as replays of a graph.
+        A layer is not timed if its gradients differ from those of PyTorch.
         """
-        own = context.under(self.name)
-        problems, solutions = self._checked(own, layers)
+        context = context.under(self.name)
+        problems, solutions = self._checked(context, layers)
         keys = [(layer, part, mode) for mode in MODES[context.device] for part in parts for layer in layers]
         functions = {
             _label(layer, part, mode): in_mode(functools.partial(self.function, layer, part, context.place), mode)
             for layer, part, mode in keys
             if not problems[layer]
         }
-        found = own.times(functions)
-        timings = {key: found.get(_label(*key), Timing([], 0, problems[key[0]])) for key in keys}
-        return Measured(self, timings, solutions)
+        by_label = context.times(functions)
+        timings = {key: by_label.get(_label(*key), Timing([], 0, problems[key[0]])) for key in keys}
+        return Measurements(self, timings, solutions)
 
-    def _made(self, layer: Layer, device: str) -> tuple[SequenceClassifier, torch.Tensor, torch.Tensor]:
-        """A classifier, always of the same weights, inputs and labels."""
+    def _classifier(self, layer: Layer, device: str) -> tuple[SequenceClassifier, torch.Tensor, torch.Tensor]:
+        """The classifier with a layer, its inputs and its labels; the numbers are the same for all layers."""
         torch.manual_seed(0)
         model = _CLASSIFIERS[self.kind](10, self.features, self.hidden)
         x, labels = torch.randn(self.batch, self.features, self.time), torch.randint(10, (self.batch,))
-        # PyTorch's layer joins its weights in memory when it is moved, as cuDNN takes them.
+        # The move lets PyTorch's layer join its weights in memory, for cuDNN.
         model = model.to(device)
         if layer.schedule:
             kind: Any = getattr(scanned, self.kind)
@@ -140,17 +115,17 @@ class RecurrentWorkload:
         return model, x.to(device), labels.to(device)
 
     def _checked(self, context: Context, layers: Sequence[Layer]) -> tuple[dict[Layer, str], dict[Layer, Solution]]:
-        """What is wrong with each layer's gradients, and how it found them."""
+        """For each layer, the problem with its gradients, or an empty text, and how it solved its recurrences."""
         problems, solutions = dict.fromkeys(layers, ""), {layer: Solution() for layer in layers}
         expected: dict[str, torch.Tensor] = {}
 
         def check(layer: Layer) -> None:
-            model, x, labels = self._made(layer, context.place)
+            model, x, labels = self._classifier(layer, context.place)
             names, weights = zip(*model.named_parameters(), strict=True)
-            found = dict(zip(names, torch.autograd.grad(_loss(model, x, labels), weights), strict=True))
+            gradients = dict(zip(names, torch.autograd.grad(_loss(model, x, labels), weights), strict=True))
             if layer == PEER:
-                expected.update(found)
-            _compare(found, expected)
+                expected.update(gradients)
+            _compare(gradients, expected)
             solutions[layer].update(map(_solution, getattr(model.rnn, "reports", ())))
 
         for layer in sorted(layers, key=lambda layer: layer != PEER):
@@ -161,17 +136,17 @@ class RecurrentWorkload:
         return problems, solutions
 
     def floor(self, part: str, limits: Limits) -> float | None:
-        """Seconds that a part takes at least: each input and whatever is kept for each step read or written once.
+        """The least seconds of a part: it reads or writes each input and each value that is saved for a step once.
 
-        Products: with the weights forward; with the recurrent weights, and for the gradients of both, backward. That
-        steps have to wait for one another is not in it. A backward pass from the last state has no floor: it ends where
-        the gradient has vanished, of which a training step counts the forward pass alone.
+        Its products are those with the weights, forward, and those with the recurrent weights and for the gradients of
+        all weights, backward; it neglects that steps wait for one another. A backward pass from the last state has no
+        floor: it ends where the gradient has vanished. So a training step counts its forward pass only.
         """
         gates = GATES[self.kind]
-        # The state, and what a cell keeps beside it: r, z, n and W_n h; or i, f, g, o and c.
-        kept = {"RNN": 1, "GRU": 5, "LSTM": 6}[self.kind]
+        # A cell saves the state and, for a GRU, r, z, n and W_n h, for an LSTM i, f, g, o and c.
+        saved = {"RNN": 1, "GRU": 5, "LSTM": 6}[self.kind]
         steps = self.time * self.batch
-        nbytes = 4 * steps * (self.features + kept * self.hidden)
+        nbytes = 4 * steps * (self.features + saved * self.hidden)
         forward = 2 * steps * gates * self.hidden * (self.features + self.hidden)
         backward = forward + 2 * steps * gates * self.hidden**2
         if part == "backward":
@@ -182,25 +157,17 @@ class RecurrentWorkload:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What was measured of a workload.
-
-    Attributes
-    ----------
-    workload : RecurrentWorkload
-        Of what.
-    timings : dict
-        By layer, part and mode, one of `MODES`.
-    solutions : dict
-        By layer.
-    """
+class Measurements:
+    """The measurements of a workload."""
 
     workload: RecurrentWorkload
+    #: The times by layer, part and mode.
     timings: dict[tuple[Layer, str, str], Timing]
+    #: How each layer solved its recurrences.
     solutions: dict[Layer, Solution]
 
     def modes(self) -> list[str]:
-        """How calls were timed."""
+        """The modes in which calls were timed."""
         return list(dict.fromkeys(mode for *_, mode in self.timings))
 
     def rows(
@@ -214,24 +181,11 @@ class Measured:
         group: str = "",
         data: Mapping[str, Any] | None = None,
     ) -> list[Row]:
-        """Rows of a part, ours beside PyTorch's that was timed in the same way.
+        """Rows of a part, ours compared with PyTorch's in the same mode; `labels` are those of ours and of PyTorch's.
 
-        Parameters
-        ----------
-        part : str
-            Which.
-        labels : pair of str
-            What ours and PyTorch's are called.
-        limits : Limits
-            Of the machine.
-        targets : mapping of str to sequence of float, optional
-            By family, how many times as fast as PyTorch's its fastest layer should be.
-        base : Layer, optional
-            One of ours that the others are compared with, too.
-        group : str, optional
-            The workload's name where left out.
-        data : mapping, optional
-            For pictures; part, mode and layer are added, and what ran.
+        `targets` has, by family, how many times as fast as PyTorch's its fastest layer should be. `base` is one of our
+        layers that the others are compared with, too. Without `group`, the heading is the workload's name. The rows'
+        `data` also has the part, the mode and the layer.
         """
         floor, rows = self.workload.floor(part, limits), []
         for mode in self.modes():
@@ -245,8 +199,8 @@ class Measured:
             peer = timed.pop(PEER)
             fastest = _fastest(timed)
             for layer, row in timed.items():
-                wanted = (targets or {}).get(layer.family, ()) if layer in fastest else ()
-                compared = _compared(peer, row, f"{PEER.name} / {layer.name}", wanted)
+                family_targets = (targets or {}).get(layer.family, ()) if layer in fastest else ()
+                compared = _compared(peer, row, f"{PEER.name} / {layer.name}", family_targets)
                 if base not in (None, layer):
                     compared += compare(f"{base.name} / {layer.name}", timed[base], row)
                 note = "; ".join(text for name, text in self.solutions[layer].items() if part in (name, "step"))
@@ -255,12 +209,12 @@ class Measured:
         return rows
 
     def ran(self, layer: Layer) -> str:
-        """Whose layer, and how it found the gradients, as pictures name it: ``jacsparse, linear``."""
+        """The library and how the layer computed the gradients, as pictures name it: ``jacsparse, linear``."""
         way = self.solutions[layer].get("backward", "").partition(",")[0].removeprefix("backward ")
         return f"{layer.name.split()[0]}, {way}" if way else layer.name
 
     def row(self, label: str, timing: Timing, layer: Layer, mode: str, *, group: str = "") -> Row:
-        """A row of a layer's times."""
+        """A row with a layer's times."""
         role = "peer" if layer == PEER else "ours"
         return Row.timed(_label(layer, label, mode), timing, group=group or self.workload.name, role=role)
 
@@ -268,7 +222,7 @@ class Measured:
 def _fastest(rows: Mapping[Layer, Row]) -> set[Layer]:
     """The fastest layer of each family."""
     order = sorted(rows, key=lambda layer: rows[layer].median or math.inf, reverse=True)
-    # Of a family the last one that is put in stays.
+    # The fastest layer of a family comes last, and replaces the others in the dict.
     return set({layer.family: layer for layer in order}.values())
 
 
@@ -279,13 +233,13 @@ def _compared(peer: Row, row: Row, text: str, targets: Sequence[float]) -> tuple
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
-    """The rows that a picture shows: those of graphs where all of them were captured, else those of single calls."""
+    """The rows that a picture shows: those of graphs if all were captured, else those of single calls."""
     timed = [row for row in rows if "part" in row.data]
     modes = list(dict.fromkeys(row.data.get("mode", "") for row in timed))
     for mode in reversed(modes):
-        found = [row for row in timed if row.data.get("mode", "") == mode]
-        if mode == modes[0] or all(row.median is not None for row in found):
-            return [row for row in found if row.median is not None]
+        of_mode = [row for row in timed if row.data.get("mode", "") == mode]
+        if mode == modes[0] or all(row.median is not None for row in of_mode):
+            return [row for row in of_mode if row.median is not None]
     return []
 
 
@@ -294,7 +248,7 @@ def _label(layer: Layer, part: str, mode: str) -> str:
 
 
 def _solution(report: Any) -> tuple[str, str]:
-    """What a layer says of one of its recurrences."""
+    """The recurrence of a layer's report, and how it was solved."""
     sweeps = f", {report.sweeps} sweeps" if report.sweeps > 1 else ""
     return report.recurrence, f"{report.recurrence} {', then '.join(report.methods)}{sweeps}"
 
@@ -303,11 +257,11 @@ def _loss(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tens
     return functional.cross_entropy(model(x), labels)
 
 
-def _compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """RuntimeError where gradients differ."""
+def _compare(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Raise RuntimeError if gradients differ."""
     if not expected:
         raise RuntimeError("torch.nn's layer failed, and there is nothing to compare with")
-    for name, gradient in found.items():
+    for name, gradient in gradients.items():
         difference, largest = (gradient - expected[name]).abs().max().item(), expected[name].abs().max().item()
         if not difference <= 1e-3 * largest:
             raise RuntimeError(f"the gradients of {name} differ by {difference:.2g}; the largest is {largest:.2g}")
@@ -346,18 +300,22 @@ def _rest(model: SequenceClassifier, x: torch.Tensor, labels: torch.Tensor) -> C
     optimizer = _optimizer(model, x)
     _loss(model, x, labels).backward()
 
-    def rest() -> None:
+    def step_without_backward() -> None:
         _loss(model, x, labels)
         optimizer.step()
 
-    return rest
+    return step_without_backward
 
 
 def _optimizer(model: nn.Module, x: torch.Tensor) -> torch.optim.Optimizer:
-    """One that leaves the weights as they are; on CUDA one that keeps its state there, as graphs ask for."""
+    """An optimizer that leaves the weights as they are; on CUDA its state is there, as graphs require."""
     return torch.optim.Adam(model.parameters(), lr=0.0, capturable=x.is_cuda)
 
 
+#: Functions that make the parts of training from a model, inputs and labels. "forward" and the backward passes are of
+#: the recurrent layer alone: "backward" goes from a gradient of the last state to those of the weights, over a graph
+#: that stays; "backward of all" starts from gradients of all states, which do not vanish. "step" is a training step of
+#: the whole classifier: forward, backward and Adam; "rest" is one without its backward pass.
 _PARTS: dict[str, Callable[[SequenceClassifier, torch.Tensor, torch.Tensor], Call]] = {
     "forward": _forward,
     "backward": _backward,

@@ -1,4 +1,4 @@
-"""A report of a folder of results: Markdown, and a picture for each experiment."""
+"""A report of a folder of results, in Markdown, with a picture for each experiment."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def read_all(folder: Path, experiments: Mapping[str, Experiment]) -> dict[tuple[
     Raises
     ------
     FileNotFoundError
-        Where the folder does not exist, or holds no result.
+        If the folder does not exist, or has no result.
     ValueError
-        Where a result is damaged, or is another experiment's or of other hardware.
+        If a result is damaged, or its file has the name of another experiment or other hardware.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder; make one with: python -m benchmarks run --out {folder}")
-    found = {}
+    results = {}
     for name in experiments:
         for path in sorted(folder.glob(f"{name}.*.json")):
             result = read(path)
@@ -33,20 +33,14 @@ def read_all(folder: Path, experiments: Mapping[str, Experiment]) -> dict[tuple[
                 raise ValueError(
                     f"{path} holds the result of {result.experiment} on {result.hardware}; rename or delete it"
                 )
-            found[name, result.hardware] = result
-    if not found:
+            results[name, result.hardware] = result
+    if not results:
         raise FileNotFoundError(f"{folder} holds no result; make some with: python -m benchmarks run --out {folder}")
-    return found
+    return results
 
 
 def write_report(folder: Path, experiments: Mapping[str, Experiment]) -> Path:
-    """Write ``report.md`` and the pictures into a folder of results.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError
-        As `read_all`.
-    """
+    """Write ``report.md`` and the pictures into a folder of results; it raises as `read_all` does."""
     results = read_all(folder, experiments)
     lines = ["# Benchmarks", "", *_overview(experiments, results)]
     for (name, _), result in results.items():
@@ -59,10 +53,10 @@ def write_report(folder: Path, experiments: Mapping[str, Experiment]) -> Path:
 def _overview(experiments: Mapping[str, Experiment], results: Mapping[tuple[str, str], Result]) -> Iterable[str]:
     yield from _table_head(("experiment", "reproduces", "on", "result"))
     for name, experiment in experiments.items():
-        own = {place: result for (other, place), result in results.items() if other == name}
-        if not own:
+        by_hardware = {place: result for (other, place), result in results.items() if other == name}
+        if not by_hardware:
             yield _table_line((name, experiment.source, "", f"not measured: run `python -m benchmarks run {name}`"))
-        for place, result in own.items():
+        for place, result in by_hardware.items():
             yield _table_line((name, experiment.source, place, experiment.summary(result.rows)))
     yield ""
     yield (
@@ -107,7 +101,7 @@ def _circumstances(result: Result) -> str:
     return "; ".join(parts) + "."
 
 
-def _gpu(about: Mapping[str, Any]) -> str:
+def _gpu(gpu: Mapping[str, Any]) -> str:
     texts = {
         "multiprocessors": "{} multiprocessors",
         "clock": "at most {}",
@@ -116,8 +110,8 @@ def _gpu(about: Mapping[str, Any]) -> str:
         "cuda": "CUDA {}",
         "cudnn": "cuDNN {}",
     }
-    known = [text.format(about[name]) for name, text in texts.items() if about.get(name)]
-    return ", ".join([str(about.get("name")), *known])
+    parts = [text.format(gpu[name]) for name, text in texts.items() if gpu.get(name)]
+    return ", ".join([str(gpu.get("name")), *parts])
 
 
 def _tables(rows: Sequence[Row]) -> Iterable[str]:

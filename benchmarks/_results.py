@@ -1,4 +1,4 @@
-"""Results as JSON files: one for each experiment and device, written whole or not at all, checked when read."""
+"""Results as JSON files, one for each experiment and device; they are written whole or not at all, and checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from jacsparse.patterns._files import replacing
+from jacsparse.runtime import replacing
 
 from ._context import Limits
 from ._environment import hardware
@@ -17,51 +17,39 @@ from ._experiment import Comparison, Row
 
 __all__ = ["Result", "read", "result_path", "write"]
 
-#: Of the files; a later one that reads differently gets another number.
+#: The version of the files' format.
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one run of an experiment gave.
-
-    Attributes
-    ----------
-    experiment, device : str
-        What ran, and where.
-    date : str
-        When it began: ISO 8601, UTC.
-    seconds : float
-        How long the experiment took.
-    environment : dict
-        Hardware and versions.
-    limits : Limits or None
-        Copy bandwidth and peak, measured in the same run; None where nothing was.
-    rows : tuple of Row
-        The figures.
-    """
+    """The result of one run of an experiment."""
 
     experiment: str
     device: str
+    #: The time at which the run began: ISO 8601, UTC.
     date: str
+    #: Seconds of the whole run.
     seconds: float
+    #: Hardware and versions.
     environment: dict[str, Any]
+    #: Copy bandwidth and peak, measured in the same run; None if nothing was measured.
     limits: Limits | None
     rows: tuple[Row, ...]
 
     @property
     def hardware(self) -> str:
-        """What its file is named by."""
+        """The name of the hardware in the file's name."""
         return hardware(self.device, self.environment)
 
 
 def result_path(folder: Path, experiment: str, hardware: str) -> Path:
-    """Where the result of an experiment on some hardware is kept."""
+    """The path of an experiment's result on a machine's hardware."""
     return folder / f"{experiment}.{hardware}.json"
 
 
 def write(result: Result, folder: Path) -> Path:
-    """Write a result into a folder; the file appears whole or not at all."""
+    """Write a result into a folder, and return the file's path; the file appears whole or not at all."""
     path = result_path(folder, result.experiment, result.hardware)
     text = json.dumps({"format": FORMAT, **asdict(result)}, indent=1, allow_nan=False)
     with replacing(path) as temporary:
@@ -70,20 +58,14 @@ def write(result: Result, folder: Path) -> Path:
 
 
 def read(path: Path) -> Result:
-    """Read a result that `write` wrote, checking all of it.
-
-    Raises
-    ------
-    ValueError
-        Where the file is damaged, or is no such result.
-    """
+    """Read a result that `write` wrote; ValueError if the file is damaged, or is no such result."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError(f"it is no benchmark result of format {FORMAT}")
-        content["limits"] = None if content.get("limits") is None else _made(Limits, content["limits"])
+        content["limits"] = None if content.get("limits") is None else _instance(Limits, content["limits"])
         content["rows"] = tuple(_row(row) for row in _sequence(content, "rows"))
-        return _made(Result, content)
+        return _instance(Result, content)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read as a benchmark result ({error}); delete it, or run the experiment again"
@@ -93,8 +75,8 @@ def read(path: Path) -> Result:
 def _row(content: Any) -> Row:
     if not isinstance(content, dict):
         raise TypeError(f"a row is a {type(content).__name__}")
-    comparisons = tuple(_made(Comparison, item) for item in _sequence(content, "comparisons"))
-    row = _made(Row, {**content, "comparisons": comparisons})
+    comparisons = tuple(_instance(Comparison, item) for item in _sequence(content, "comparisons"))
+    row = _instance(Row, {**content, "comparisons": comparisons})
     if (row.median is None) != bool(row.not_measured):
         raise ValueError(f"row {row.label!r} needs either a figure or a reason why it was not measured")
     return row
@@ -107,11 +89,11 @@ def _sequence(content: Mapping[str, Any], name: str) -> list[Any]:
     return values
 
 
-Made = TypeVar("Made")
+Dataclass = TypeVar("Dataclass")
 
 
-def _made(kind: type[Made], content: Any) -> Made:
-    """An instance of a dataclass from plain values, all there and of the right types."""
+def _instance(kind: type[Dataclass], content: Any) -> Dataclass:
+    """An instance of a dataclass from plain values; ValueError if one is missing or has another type."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(content, dict) or set(content) != names:
         raise ValueError(f"expected {', '.join(sorted(names))}")

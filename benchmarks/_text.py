@@ -1,4 +1,4 @@
-"""Figures as text, for the terminal and the report."""
+"""Texts of figures for the terminal and the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COLUMNS = ("what", "median", "quartiles", "fastest", "runs", "floor", "compared"
 
 
 def amount(value: float | None, unit: str) -> str:
-    """A figure with its unit, to three digits; times in the unit that suits them."""
+    """A figure with its unit, to three digits; times in a unit of suitable size."""
     if value is None:
         return ""
     if unit == "s":
@@ -21,14 +21,14 @@ def amount(value: float | None, unit: str) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits at least, and all of a whole number."""
+    """At least three digits, and all digits of a whole number."""
     if float(value).is_integer() or abs(value) >= 999.5:
         return f"{value:,.0f}"
     return f"{value:.3g}"
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """A ratio, what is left of it in the fastest runs, its target and what the papers print."""
+    """A ratio of medians, that of the fastest runs, the target and the published ratio."""
     text = f"{comparison.text}: {_ratio(comparison.ratio)}"
     remarks = []
     if comparison.fastest is not None:
@@ -46,7 +46,7 @@ def _ratio(value: float) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row as the texts of `COLUMNS`."""
+    """The texts of a row, one for each of `COLUMNS`."""
     if row.not_measured:
         return (row.label, "not measured", "", "", "", "", _joined(row.not_measured, row.note))
     quartiles = "" if row.lower is None else f"{amount(row.lower, row.unit)} – {amount(row.upper, row.unit)}"

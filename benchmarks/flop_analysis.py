@@ -1,4 +1,4 @@
-"""Counting the FLOP of pruned VGG-11, step by step: how long it takes, and the thesis' Figure 5.5."""
+"""The time to count the FLOP of pruned VGG-11, step by step, and the thesis' Figure 5.5."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import jacsparse
 from jacsparse import FlopReport
-from jacsparse._flop import BaselineStep, FlopStep
+from jacsparse.flop import BaselineStep, FlopStep
 
 from ._context import Context
 from ._experiment import Experiment, Row, compare
@@ -20,14 +20,9 @@ __all__ = ["FlopAnalysis"]
 
 @dataclass(frozen=True)
 class FlopAnalysis(Experiment):
-    """A network that was pruned and retrained, ``blelloch:2``; each run makes chain, patterns and counts anew.
+    """A network that was pruned and retrained, ``blelloch:2``; each run makes chain, patterns and counts anew."""
 
-    Attributes
-    ----------
-    build : callable
-        Makes the network; takes what is told of its progress.
-    """
-
+    #: Makes the network; its argument shows lines about the progress.
     build: Callable[[Callable[[str], None]], Trained] = retrained_vgg11
 
     name = "flop_analysis"
@@ -45,14 +40,14 @@ class FlopAnalysis(Experiment):
             return jacsparse.count_flop(module, shape, executed=False)
 
         counted = observed(len(inputs))
-        found = context.times({"observed": observed, "guaranteed": guaranteed}, seconds=3 * context.seconds)
+        timings = context.times({"observed": observed, "guaranteed": guaranteed}, seconds=3 * context.seconds)
         timed = {
             structure: Row.timed(
                 f"analysis, {structure} structure",
                 timing,
                 note="kernels compiled; chain, patterns and counts made anew",
             )
-            for structure, timing in found.items()
+            for structure, timing in timings.items()
         }
         ratio = compare("observed / guaranteed", timed["observed"], timed["guaranteed"], at_most=1)
         rows = [replace(timed["observed"], comparisons=ratio, data=counted.to_dict()), timed["guaranteed"]]
@@ -69,15 +64,15 @@ class FlopAnalysis(Experiment):
 
 
 def _total(report: FlopReport) -> Row:
-    whole = ", ".join(f"{each.structure} {each.activations:,.0f}" for each in report.backpropagation)
-    note = f"critical path {report.critical_path:,.0f}; back-propagation {whole}"
+    baselines = ", ".join(f"{each.structure} {each.activations:,.0f}" for each in report.backpropagation)
+    note = f"critical path {report.critical_path:,.0f}; back-propagation {baselines}"
     live = sum(step.live for step in report.steps)
     label = f"{report.schedule}, {report.structure} structure, {live} live steps"
     return Row.of_value(label, report.total, "flop", group="What was counted", note=note)
 
 
 def _report(content: dict[str, Any]) -> FlopReport:
-    """The report that `FlopReport.to_dict` wrote down."""
+    """The report from the plain values of `FlopReport.to_dict`."""
     return FlopReport(
         content["schedule"],
         content["structure"],

@@ -1,4 +1,4 @@
-"""Where the time of training the GRU goes: Figure 5.4."""
+"""The parts of the time to train the GRU: the thesis' Figure 5.4."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._text import amount
 
 __all__ = ["GruBreakdown"]
 
-#: On CUDA, with set L in batches of 16: as much as the thesis reached, and three times that.
+#: Targets on CUDA, with set L in batches of 16: the thesis' speed-ups, and three times these.
 _TARGETS = {"backward": {"auto": (13.45, 3 * 13.45)}, "step": {"auto": (2.11, 3 * 2.11)}}
 
 
@@ -22,19 +22,14 @@ _TARGETS = {"backward": {"auto": (13.45, 3 * 13.45)}, "step": {"auto": (2.11, 3 
 class GruBreakdown(Experiment):
     """Forward and backward passes over sequences as long and as wide as the thesis' three sets of features.
 
-    In its words: FP, `torch.nn`'s forward pass; FO, what ours takes beyond that, which in the thesis is to compute
-    again the gates that cuDNN does not give; BP, `torch.nn`'s backward pass; BPPSA, a scan in its place. Ours is timed
-    as `auto` chooses, and by scans.
-
-    Attributes
-    ----------
-    sets : tuple of (str, int, int)
-        Name, steps and features of a step.
-    batches : tuple of int
-        Samples.
+    In its words: FP is `torch.nn`'s forward pass; FO is the additional time of ours, which in the thesis computes again
+    the gates that cuDNN does not return; BP is `torch.nn`'s backward pass; BPPSA is a scan instead of BP. Our layer is
+    timed with the schedule `auto`, and with scans.
     """
 
+    #: Name, steps and features of a step.
     sets: tuple[tuple[str, int, int], ...] = (("S", 259, 38), ("M", 517, 24), ("L", 1034, 12))
+    #: Samples per batch.
     batches: tuple[int, ...] = (16, 32, 64)
 
     name = "gru_breakdown"
@@ -43,7 +38,7 @@ class GruBreakdown(Experiment):
     devices = ("cpu", "cuda")
 
     def run(self, context: Context) -> list[Row]:
-        # The longest first: on CUDA time may run out.
+        # The longest sequences come first, as time may run out on CUDA.
         return [
             row
             for name, time, features in reversed(self.sets)
@@ -52,10 +47,10 @@ class GruBreakdown(Experiment):
         ]
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse._figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
+        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
 
         colours = (ORANGE, BLUE, GREEN, SKY, PURPLE)
-        # By set, batch and layer, the seconds of both passes.
+        # The seconds of both passes, by set, batch and layer.
         seconds: dict[tuple[str, int, str], dict[str, float]] = {}
         for row in shown(rows):
             if row.data["part"] in ("forward", "backward"):
@@ -84,12 +79,12 @@ class GruBreakdown(Experiment):
         save_figure(figure, path)
 
 
-#: Where bars are cut off: in units of torch.nn's forward and backward passes.
+#: The height at which bars are cut off, in units of torch.nn's forward and backward passes.
 _HIGHEST = 3.0
 
 
 def _bar(axes: Any, place: float, width: float, seconds: dict[str, float], unit: float, colour: str) -> None:
-    """A forward pass with the backward pass on it, over a unit, and the time of both."""
+    """Draw a forward pass and the backward pass above it, relative to `unit`, and print their time."""
     forward, backward = (seconds.get(part, 0.0) / unit for part in ("forward", "backward"))
     axes.bar(place, forward, 0.9 * width, color=colour, alpha=0.45)
     axes.bar(place, backward, 0.9 * width, forward, color=colour)
@@ -127,7 +122,7 @@ def _rows(name: str, workload: RecurrentWorkload, context: Context) -> list[Row]
             data={"set": name, "batch": workload.batch},
         )
         if part == "forward":
-            # As the thesis takes it: from steps without their backward pass.
+            # The thesis subtracts the times of steps without their backward pass.
             for mode in measured.modes():
                 overhead = measured.timings[OURS, "rest", mode].less(measured.timings[PEER, "rest", mode])
                 note = "below zero: there is none, for gates are kept on the way"

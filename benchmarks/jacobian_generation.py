@@ -1,4 +1,4 @@
-"""Transposed Jacobians of single operators, against autograd a column at a time: the last column of Table 3.1."""
+"""Transposed Jacobians of single operators, against autograd column by column: the last column of Table 3.1."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import scipy.sparse
 import torch
-from jacsparse.patterns import Pattern, _runtime, _values
-from jacsparse.patterns import _cuda as kernels
+from jacsparse.patterns import Pattern
 from torch import nn
 
 from jacsparse import chain
-from jacsparse._chain import Record
+from jacsparse.runtime import intercept
+from jacsparse.stages import Record
 
 from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
 from ._context import Context, Timing, reason
@@ -29,31 +28,21 @@ from ._text import amount
 
 __all__ = ["PRINTED", "JacobianGeneration", "printed_algorithms"]
 
-#: How many times as long as a call of PyTorch's operator a call from tensors may take, besides its kernel.
+#: The target for the time of a call from tensors without its kernel, as a multiple of PyTorch's operator.
 OVERHEAD = 4
-#: Relative to the largest entry: on CUDA autograd's convolutions may transform what they add.
+#: Allowed differences relative to the largest entry: on CUDA, autograd's convolutions may transform their operands.
 _TOLERANCE = {"cpu": 0.0, "cuda": 1e-5}
 
 
 @dataclass(frozen=True)
 class _Operator:
-    """One line of the table.
-
-    Attributes
-    ----------
-    name : str
-        What it is called there.
-    build : callable
-        Makes the module.
-    channels : int
-        Of its input.
-    published : float
-        How many times as fast as autograd the thesis makes the Jacobian.
-    """
+    """One line of the table."""
 
     name: str
     build: Callable[[], nn.Module]
+    #: Channels of the input.
     channels: int
+    #: How many times as fast as autograd the thesis makes the Jacobian.
     published: float
 
 
@@ -66,17 +55,11 @@ _OPERATORS = (
 
 @dataclass(frozen=True)
 class JacobianGeneration(Experiment):
-    """VGG-11's first convolution, ReLU and max-pooling: batch 1, float32.
+    """VGG-11's first convolution, ReLU and max-pooling: batch 1, float32."""
 
-    Attributes
-    ----------
-    size : int
-        Height and width of the operators' input.
-    columns : int
-        How many columns autograd computes; the others are taken to last as long.
-    """
-
+    #: Height and width of the operators' input.
     size: int = 32
+    #: The number of columns that autograd computes; its time for the other columns is extrapolated.
     columns: int = 200
 
     name = "jacobian_generation"
@@ -103,31 +86,31 @@ class JacobianGeneration(Experiment):
         (record,) = chain(module, shape).run(torch.randn(1, *shape).to(context.place))
         columns = _Columns(record.input, record.output, self.columns)
         columns.check(record.transposed_jacobian().to_scipy(), _TOLERANCE[device])
-        found = context.under(operator.name).times(_functions(module, record, columns, device))
-        return _rows(operator, record.stage.pattern, columns, found, MODES[device][-1])
+        timings = context.under(operator.name).times(_functions(module, record, columns, device))
+        return _rows(operator, record.stage.pattern, columns, timings, MODES[device][-1])
 
 
 def _functions(module: nn.Module, record: Record, columns: _Columns, device: str) -> dict[str, Call]:
-    """What is timed: each part of making the Jacobian, a copy of as many bytes, and autograd."""
+    """The functions that are timed: the parts of making the Jacobian, a copy of as many bytes, and autograd."""
     stage = record.stage
     (edge,) = stage.edges
-    pattern, rule, prepared = stage.pattern, edge.rule, record._call(edge, slice(None))
+    pattern, rule, prepared = stage.pattern, edge.rule, record.call(edge)
     runs = _kernel_runs(lambda: rule.transposed_values(prepared, pattern))
     source = record.input.new_ones(pattern.nnz)
-    target, few = torch.empty_like(source), record.input.new_ones(1, record.stage.in_shape[0], 2, 2)
+    target, small_input = torch.empty_like(source), record.input.new_ones(1, record.stage.in_shape[0], 2, 2)
 
-    def fresh() -> Pattern:
-        made = rule.pattern(edge.call).T
-        _ = made.indices
-        return made
+    def fresh_pattern() -> Pattern:
+        fresh = rule.pattern(edge.call).T
+        _ = fresh.indices
+        return fresh
 
     functions: dict[str, Call] = {
-        "pattern": fresh,
+        "pattern": fresh_pattern,
         "kernel": lambda: [run() for run in runs],
         "call": record.transposed_jacobian,
         "overhead": _without_kernels(record.transposed_jacobian),
-        "operator": lambda: module(few),
-        "both": lambda: rule.transposed_values(prepared, fresh()),
+        "operator": lambda: module(small_input),
+        "both": lambda: rule.transposed_values(prepared, fresh_pattern()),
         "copy": lambda: target.copy_(source),
         "autograd": columns.run,
         "stacked": columns.run_stacked,
@@ -137,15 +120,15 @@ def _functions(module: nn.Module, record: Record, columns: _Columns, device: str
         weight, (_, height, width) = module.weight.detach().numpy(), record.stage.in_shape
         functions["printed"] = functools.partial(printed_algorithms, weight, (height, width))
     if device == "cuda":
-        # A kernel that takes microseconds is not to be timed by its launches.
+        # A launch takes longer than a kernel of microseconds; a graph has no launches.
         for key in ("kernel", "copy"):
             functions[key] = in_mode(ready(functions[key]), GRAPH)
     return functions
 
 
-def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, found: dict[str, Timing], mode: str) -> list[Row]:
-    def row(label: str, key: str, **rest: Any) -> Row:
-        return Row.timed(label, found[key], group=operator.name, **rest)
+def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, timings: dict[str, Timing], mode: str) -> list[Row]:
+    def row(label: str, key: str, **fields: Any) -> Row:
+        return Row.timed(label, timings[key], group=operator.name, **fields)
 
     copy = row(labelled("copy of as many bytes", mode), "copy", role="reference")
     kernel = row(labelled("values, kernel alone", mode), "kernel", floor=copy.fastest)
@@ -160,7 +143,7 @@ def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, found: dict[
         )
     )
     both = row("pattern and values, from nothing", "both")
-    printed = [row(PRINTED, "printed", role="peer")] if "printed" in found else []
+    printed = [row(PRINTED, "printed", role="peer")] if "printed" in timings else []
     published = {"published": operator.published}
     operation = row("PyTorch's operator, on 2 × 2 pixels", "operator", role="reference")
     return [
@@ -182,7 +165,7 @@ def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, found: dict[
             both,
             comparisons=(
                 *compare("stacked / from nothing", stacked, both, **published),
-                *(each for peer in printed for each in compare("Algorithms 2 to 4 / from nothing", peer, both)),
+                *(ratio for peer in printed for ratio in compare("Algorithms 2 to 4 / from nothing", peer, both)),
             ),
         ),
         copy,
@@ -191,22 +174,15 @@ def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, found: dict[
     ]
 
 
-#: What `printed_algorithms` is called.
+#: The label of `printed_algorithms`.
 PRINTED = "thesis, Algorithms 2 to 4, in NumPy"
 
 
 def printed_algorithms(weight: np.ndarray, size: tuple[int, int]) -> scipy.sparse.csr_array:
     """The transposed Jacobian of a 3 × 3 convolution with padding 1 as the thesis prints it, row by row.
 
-    Positions that wrap around an image's left or right edge are kept, as zeros. In Algorithm 3 it is ``r >= w (h - 1)``
-    that begins the last row of an image.
-
-    Parameters
-    ----------
-    weight : ndarray, (out_channels, in_channels, 3, 3)
-        The filters.
-    size : (int, int)
-        Height and width of the images.
+    `weight` is ``(out_channels, in_channels, 3, 3)``, `size` the height and width of the images. Positions that wrap
+    around an image's left or right edge stay, as zeros. In Algorithm 3, ``r >= w (h - 1)`` begins an image's last row.
     """
     (out_channels, in_channels, *_), (height, width) = weight.shape, size
     pixels = height * width
@@ -231,8 +207,8 @@ def printed_algorithms(weight: np.ndarray, size: tuple[int, int]) -> scipy.spars
 
 
 def _sample_note(row: Row, columns: _Columns) -> str:
-    each = amount((row.median or 0.0) / columns.total, "s")
-    return f"{columns.count} of {columns.total:,} columns, {each} each, the rest extrapolated"
+    time = amount((row.median or 0.0) / columns.total, "s")
+    return f"{columns.count} of {columns.total:,} columns, {time} each, the rest extrapolated"
 
 
 def _size_row(pattern: Pattern, group: str) -> Row:
@@ -243,63 +219,45 @@ def _size_row(pattern: Pattern, group: str) -> Row:
 
 
 def _kernel_runs(call: Call) -> list[Callable[[], None]]:
-    """The kernels that a call runs, each as a function that runs it again on the very same arrays."""
+    """The kernels that a call runs, as functions that run them again on the same arrays."""
     runs: list[Callable[[], None]] = []
-    run_rows, backend = _runtime.run_rows, kernels._backend
 
-    def note(run: Callable[..., None], *args: Any, **options: Any) -> None:
-        run(*args, **options)
-        runs.append(lambda: run(*args, **options))
+    def note(run: Callable[[], None]) -> None:
+        run()
+        runs.append(run)
 
-    noting = _Backend(backend.on_device, functools.partial(note, backend.launch))
-    with (
-        mock.patch.object(_values, "run_rows", functools.partial(note, run_rows)),
-        mock.patch.object(kernels, "_backend", noting),
-    ):
+    before = intercept(note)
+    try:
         call()
+    finally:
+        intercept(before)
     if not runs:
-        raise RuntimeError("the call runs no kernel of jacsparse.patterns; time what it runs now")
+        raise RuntimeError("the call runs no kernel of jacsparse; time what it runs now")
     return runs
 
 
 def _without_kernels(call: Call) -> Callable[[], None]:
-    """The call with its kernels left out: what it costs to get from tensors to kernels and back."""
-    # Not by mock.patch, which takes as long as what is timed.
-    values, devices = vars(_values), vars(kernels)
-    run_rows, backend = values["run_rows"], devices["_backend"]
-
-    def skip(*_: Any, **__: Any) -> None:
-        return
-
-    idle = _Backend(backend.on_device, skip)
+    """The call without its kernels: all work from tensors to kernels and back."""
 
     def run() -> None:
-        values["run_rows"], devices["_backend"] = skip, idle
+        before = intercept(lambda _: None)
         try:
             call()
         finally:
-            values["run_rows"], devices["_backend"] = run_rows, backend
+            intercept(before)
 
     return run
 
 
-@dataclass(frozen=True)
-class _Backend:
-    """What CUDA kernels are launched by, in the place of the real one."""
-
-    on_device: Callable[[torch.Tensor], bool]
-    launch: Callable[..., None]
-
-
 class _Columns:
-    """Columns of a transposed Jacobian by autograd: the gradient of one output each."""
+    """Columns of a transposed Jacobian by autograd; each is the gradient of one output."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, count: int) -> None:
         self.x, self.y = x, y
         self.total = y.numel()
         self.count = min(count, self.total)
-        # Spread over the whole matrix.
-        self.chosen = [math.floor(number * self.total / self.count) for number in range(self.count)]
+        # The columns are spread over the whole matrix.
+        self.numbers = [math.floor(number * self.total / self.count) for number in range(self.count)]
         self.one_hot = torch.zeros_like(y)
 
     def column(self, number: int) -> torch.Tensor:
@@ -311,25 +269,25 @@ class _Columns:
         return gradient
 
     def run(self) -> None:
-        """All chosen columns."""
-        for number in self.chosen:
+        """Compute all columns."""
+        for number in self.numbers:
             self.column(number)
 
     def run_stacked(self) -> None:
-        """All chosen columns, as a dense matrix."""
-        torch.stack([self.column(number).reshape(-1) for number in self.chosen], 1)
+        """Compute all columns as a dense matrix."""
+        torch.stack([self.column(number).reshape(-1) for number in self.numbers], 1)
 
     def run_backward(self) -> None:
-        """All chosen columns as ``backward`` gives them, into ``.grad``: with the gradients of the weights."""
+        """Compute all columns by ``backward`` into ``.grad``, together with the gradients of the weights."""
         outputs = self.y.view(-1)
-        for number in self.chosen:
+        for number in self.numbers:
             self.x.grad = None
             outputs[number].backward(retain_graph=True)
 
     def check(self, transposed: Any, tolerance: float = 0.0) -> None:
-        """Raise RuntimeError where a column of ours differs by more than a share of its largest entry."""
+        """Raise RuntimeError if one of our columns differs by more than a share of its largest entry."""
         ours = transposed.tocsc()
-        for number in itertools.islice(self.chosen, 0, None, max(1, self.count // 10)):
+        for number in itertools.islice(self.numbers, 0, None, max(1, self.count // 10)):
             expected = self.column(number).reshape(-1).cpu().numpy()
             difference = np.abs(ours[:, [number]].toarray()[:, 0] - expected).max()
             if not difference <= tolerance * np.abs(expected).max():

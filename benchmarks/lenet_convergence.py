@@ -17,7 +17,7 @@ from ._experiment import Experiment, Row
 
 __all__ = ["LenetConvergence", "loss_curves"]
 
-# The thesis' settings.
+# The settings of the thesis.
 LEARNING_RATE, MOMENTUM, BATCH = 0.001, 0.9, 256
 
 
@@ -30,7 +30,7 @@ def loss_curves(
     seed: int = 0,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Curve]:
-    """Train LeNet-5 on digits by back-propagation, by a scan of a schedule, and once more, as `train_side_by_side`."""
+    """The curves of `train_side_by_side` for LeNet-5 on digits, by back-propagation and by a scan of a schedule."""
     data = load_data("digits")
     return train_side_by_side(
         lambda: LeNet5().to(dtype),
@@ -46,17 +46,11 @@ def loss_curves(
 
 @dataclass(frozen=True)
 class LenetConvergence(Experiment):
-    """Losses of both trainings, float32 and float64.
+    """Losses of both trainings, in float32 and in float64."""
 
-    Attributes
-    ----------
-    iterations : int
-        Of each training.
-    batch : int
-        Samples of a step.
-    """
-
+    #: Iterations of each training.
     iterations: int = 1000
+    #: Samples per batch.
     batch: int = BATCH
 
     name = "lenet_convergence"
@@ -78,9 +72,9 @@ class LenetConvergence(Experiment):
         return rows
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse._figures import BLUE, ORANGE, new_figure, save_figure
+        from jacsparse.figures import BLUE, ORANGE, new_figure, save_figure
 
-        # float32's: in a picture, float64's are the same.
+        # The curves of float32; in a picture, those of float64 look the same.
         row = next(row for row in rows if row.data)
         curves = {label: Curve(**curve) for label, curve in row.data["curves"].items()}
         baseline, reordered = curves.pop(BASELINE), curves.pop(REORDERED, None)
@@ -94,8 +88,8 @@ class LenetConvergence(Experiment):
         losses.set(xlabel="iteration", ylabel="loss (cross entropy)", ylim=(0, None))
         for name, other, colour in ((REORDERED, reordered, ORANGE), (label, scan, BLUE)):
             if other is not None:
-                apart = [abs(a - b) for a, b in zip(other.train, baseline.train, strict=True)]
-                differences.plot(apart, color=colour, linewidth=1, label=name)
+                distances = [abs(a - b) for a, b in zip(other.train, baseline.train, strict=True)]
+                differences.plot(distances, color=colour, linewidth=1, label=name)
         differences.set(xlabel="iteration", ylabel=f"difference from {BASELINE}'s loss")
         if any(line.get_ydata().max() > 0 for line in differences.lines):
             differences.set_yscale("log")

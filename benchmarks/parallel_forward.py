@@ -1,4 +1,4 @@
-"""Forward passes in parallel over time, alone and in whole training steps, against steps one after the other."""
+"""Forward passes in parallel over time, alone and in whole training steps, against sequential ones."""
 
 from __future__ import annotations
 
@@ -16,26 +16,19 @@ _SEQUENTIAL, _PARALLEL, _RELAXED, _NEWTON = (
     Layer(f"jacsparse {way}", "auto", way) for way in ("sequential", "parallel", "relaxed", "newton")
 )
 _BOTH_RELAXED = Layer("jacsparse parallel, backward relaxed", "relaxed", "parallel")
-#: On CUDA, for the RNN: how many times as fast as torch.nn's a step with the parallel forward pass should be.
+#: The target for a training step of the RNN with the parallel forward pass on CUDA: times as fast as torch.nn's.
 _TARGETS = {30_000: {"parallel": (10.0,)}}
 
 
 @dataclass(frozen=True)
 class ParallelForward(Experiment):
-    """Each way of finding the hidden states, which all give those of `torch.nn` within rounding.
+    """All ways to compute the hidden states; each returns those of `torch.nn` within rounding."""
 
-    Attributes
-    ----------
-    times : tuple of int
-        Lengths of the sequences.
-    kinds : tuple of (str, int)
-        Layers, and inputs of a step.
-    batch : int
-        Samples.
-    """
-
+    #: Lengths of the sequences.
     times: tuple[int, ...] = (1000, 10_000, 30_000)
+    #: Layers, and elements of a step's input.
     kinds: tuple[tuple[str, int], ...] = (("RNN", 1), ("GRU", 12))
+    #: Samples per batch.
     batch: int = 16
 
     name = "parallel_forward"
@@ -50,7 +43,7 @@ class ParallelForward(Experiment):
         return [row for workload in workloads for row in _rows(workload, context)]
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse._figures import BLUE, GREEN, ORANGE, new_figure, save_figure
+        from jacsparse.figures import BLUE, GREEN, ORANGE, new_figure, save_figure
 
         kinds = list(dict.fromkeys(row.data["kind"] for row in rows if row.data))
         figure, panels = new_figure(10.0, 4.2, columns=len(kinds))
@@ -64,8 +57,8 @@ class ParallelForward(Experiment):
         for axes, kind in zip(panels if len(kinds) > 1 else [panels], kinds, strict=True):
             for layer, colour, style in lines:
                 line = {"kind": kind, "layer": layer.name, "part": "forward"}
-                own = shown([row for row in rows if line.items() <= row.data.items()])
-                points = sorted((row.data["time"], 1e3 * (row.median or 0.0)) for row in own)
+                line_rows = shown([row for row in rows if line.items() <= row.data.items()])
+                points = sorted((row.data["time"], 1e3 * (row.median or 0.0)) for row in line_rows)
                 if points:
                     axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4, label=layer.name)
             axes.set(xscale="log", yscale="log", xlabel=f"steps, batches of {self.batch}", title=kind)
@@ -84,8 +77,8 @@ def _rows(workload: RecurrentWorkload, context: Context) -> list[Row]:
         ("forward", "forward pass", (_SEQUENTIAL, _PARALLEL, _RELAXED, _NEWTON)),
         ("step", "training step", (_SEQUENTIAL, _PARALLEL, _BOTH_RELAXED)),
     ):
-        found = workload.times(context, [part], [*ours, PEER])
-        rows += found.rows(
+        measurements = workload.times(context, [part], [*ours, PEER])
+        rows += measurements.rows(
             part,
             (label, label),
             context.limits,

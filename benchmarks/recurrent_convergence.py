@@ -24,33 +24,19 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class Task:
-    """One training.
-
-    Attributes
-    ----------
-    name : str
-        In the report.
-    data : callable
-        Makes its Dataset.
-    model : type of SequenceClassifier
-        What is trained.
-    learning_rate : float
-        Of Adam; higher than the thesis' 3e-5, and than its scripts' 1e-5 for the RNN, so that the loss falls within
-        minutes. Their 3e-4 for the GRU is a tenth of the one here.
-    iterations : int
-        Steps.
-    falls_to : float
-        To which share of its first value the loss should fall.
-    published : float or None
-        How many times as fast the thesis trained by scan, on a GPU.
-    """
+    """One training."""
 
     name: str
     data: Callable[[], Dataset]
     model: type[SequenceClassifier]
+    #: Adam's learning rate. The thesis' 3e-5, and the 1e-5 of its scripts for the RNN, are lower: here the loss falls
+    #: within minutes. The scripts' 3e-4 for the GRU is a tenth of the rate here.
     learning_rate: float
+    #: The number of steps.
     iterations: int
+    #: The share of its first value to which the loss should fall.
     falls_to: float
+    #: How many times as fast the thesis trained by scan, on a GPU.
     published: float | None = None
 
 
@@ -60,19 +46,13 @@ _TASKS = (
 )
 
 
-#: How gradients are found, in the order in which they are drawn.
+#: The schedules of the gradients, in the order in which curves are drawn.
 _SCHEDULES = {"cpu": ("linear", *SCANS), "cuda": ("linear", *SCANS, "relaxed")}
 
 
 @dataclass(frozen=True)
 class RecurrentConvergence(Experiment):
-    """Losses of trainings, float32, over time: by PyTorch's layer, and by ours with each schedule.
-
-    Attributes
-    ----------
-    tasks : tuple of Task
-        What is trained.
-    """
+    """Losses of trainings over time, in float32, by PyTorch's layer and by ours with each schedule."""
 
     tasks: tuple[Task, ...] = _TASKS
 
@@ -85,7 +65,7 @@ class RecurrentConvergence(Experiment):
         return [row for task in self.tasks for row in _rows(task, context.under(task.name))]
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse._figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
+        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
 
         drawn = [row for row in rows if row.data]
         figure, panels = new_figure(10.0, 5.2, columns=max(1, len(drawn)))
@@ -134,10 +114,10 @@ def _scanned(model: SequenceClassifier, schedule: str) -> SequenceClassifier:
 
 
 def _draw(axes: Any, curve: Curve, label: str, colour: str) -> None:
-    # The first one compiles and plans.
+    # The first iteration compiles and plans.
     later = torch.tensor(curve.seconds[1:] or curve.seconds)
     losses = torch.tensor(curve.train[-len(later) :])
     window = min(20, len(later))
     means = losses.unfold(0, window, 1).mean(1)
-    each = amount(later.median().item(), "s")
-    axes.plot(later.cumsum(0)[window - 1 :], means, color=colour, label=f"{label}: {each} an iteration")
+    median = amount(later.median().item(), "s")
+    axes.plot(later.cumsum(0)[window - 1 :], means, color=colour, label=f"{label}: {median} an iteration")

@@ -1,4 +1,4 @@
-"""Recurrent layers of every width, length and batch against torch.nn's: nowhere slower."""
+"""Recurrent layers of many widths, lengths and batches, which should nowhere be slower than torch.nn's."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ._recurrent import GATES, OURS, PEER
 
 __all__ = ["RecurrentShapes"]
 
-#: How many times as fast as torch.nn's each layer should at least be: equal, but for five per cent.
+#: The least speed of each layer relative to torch.nn's: equal within five per cent.
 _TARGET = 0.95
-#: Multiply-adds of a shape's steps beyond which a call takes a second.
+#: The most multiply-adds of a shape's steps; a call with more takes over a second.
 _MOST_PRODUCTS = 2e9
-#: In how many turns: a ratio of five per cent is less than what a shared machine's speed changes by in a second.
+#: The number of turns: within a second, the speed of a shared machine changes by more than five per cent.
 _ROUNDS = 12
-#: Seconds for each layer; and those of another run, which alone decides of a shape that seemed slower: where both run
-#: the same operator, chance takes some below the target in a short one.
+#: Seconds of the first run for each layer, and of another run, which alone decides for a shape that seemed slower: in a
+#: short run, equal layers miss the target by chance.
 _SHORT, _LONG = 0.2, 4.0
 _PARTS = ("inference", "training")
 _RATIO = f"{PEER.name} / {OURS.name}"
@@ -38,46 +38,33 @@ _RATIO = f"{PEER.name} / {OURS.name}"
 
 @dataclass(frozen=True)
 class _Cell:
-    """One shape.
+    """The speed of our layer in one shape, relative to PyTorch's."""
 
-    Attributes
-    ----------
-    time, batch : int
-        Its steps and samples.
-    ratio, fastest : float
-        How many times as fast as PyTorch's ours is, by the medians and by the fastest runs.
-    seconds : float
-        What ours takes, by the median.
-    again : bool
-        Whether this is the longer run, after a first one below the target.
-    ran : str
-        What ours did last, as its reports name it; ``torch.nn`` where it left the work to PyTorch's kernels.
-    """
-
+    #: The number of steps.
     time: int
+    #: Samples per batch.
     batch: int
+    #: How many times as fast ours is, by the medians and by the fastest runs.
     ratio: float
     fastest: float | None
+    #: The median of our times.
     seconds: float
+    #: Whether this is the longer run, after a first run below the target.
     again: bool
+    #: What our layer ran last, as its reports name it; ``torch.nn`` if it ran PyTorch's kernels.
     ran: str
 
 
 @dataclass(frozen=True)
 class RecurrentShapes(Experiment):
-    """Layers alone, in float32: a forward pass without gradients, and one with those of the weights by all outputs.
-
-    Attributes
-    ----------
-    kinds : tuple of str
-        The layers.
-    sizes, times, batches : tuple of int
-        Elements of a state, steps, and samples. Inputs have as many elements as a state, at most 32.
-    """
+    """Layers alone, in float32: a forward pass without gradients, and one with those of the weights by all outputs."""
 
     kinds: tuple[str, ...] = ("RNN", "GRU", "LSTM")
+    #: Elements of a state; inputs have as many, but at most 32.
     sizes: tuple[int, ...] = (8, 20, 64, 128, 256, 512, 1024)
+    #: Numbers of steps.
     times: tuple[int, ...] = (1, 4, 16, 64, 512)
+    #: Samples per batch.
     batches: tuple[int, ...] = (1, 16, 256)
 
     name = "recurrent_shapes"
@@ -89,7 +76,7 @@ class RecurrentShapes(Experiment):
         return [self._row(kind, size, part, context) for kind, size, part in shapes]
 
     def _row(self, kind: str, size: int, part: str, context: Context) -> Row:
-        """The shape in which ours is slowest, beside PyTorch's; the others are in its data."""
+        """A row of the shape in which ours is slowest, relative to PyTorch's; its data has all shapes."""
         label, group = f"{kind}, H = {size}, {part}", f"{context.threads} thread(s)"
         cells, problems = list[_Cell](), list[str]()
         for time, batch in itertools.product(self.times, self.batches):
@@ -119,7 +106,7 @@ class RecurrentShapes(Experiment):
     def figure(self, rows: Sequence[Row], path: Path) -> None:
         from matplotlib.colors import TwoSlopeNorm
 
-        from jacsparse._figures import new_figure, save_figure
+        from jacsparse.figures import new_figure, save_figure
 
         figure, axes = new_figure(12.0, 1.6 + 0.13 * len(rows), columns=len(_PARTS))
         for panel, part in zip(axes, _PARTS, strict=True):
@@ -159,19 +146,19 @@ def _function(layer: Any, x: torch.Tensor, part: str) -> Call:
 
 
 def _features(size: int) -> int:
-    """Elements of a step's input."""
+    """The number of elements of a step's input."""
     return min(size, 32)
 
 
 def _measured(kind: str, size: int, time: int, batch: int, part: str, context: Context) -> _Cell:
-    """One shape, whose outputs or gradients are compared first."""
+    """The measurement of one shape, after a check of the outputs or gradients."""
     torch.manual_seed(0)
     theirs: Any = getattr(nn, kind)(_features(size), size)
     ours: Any = getattr(scanned, kind).of(theirs)
     x = torch.randn(time, batch, _features(size))
     functions = {OURS.name: _function(ours, x, part), PEER.name: _function(theirs, x, part)}
-    for found, expected in zip(*(function() for function in functions.values()), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+    for result, expected in zip(*(function() for function in functions.values()), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
     timings = context.times(functions, seconds=_SHORT * context.seconds)
     again = _speed(timings).ratio < _TARGET
     if again:
@@ -181,7 +168,7 @@ def _measured(kind: str, size: int, time: int, batch: int, part: str, context: C
 
 
 def _speed(timings: Mapping[str, Timing]) -> Comparison:
-    """How many times as fast as PyTorch's ours is; RuntimeError where one was not timed."""
+    """How many times as fast as PyTorch's ours is; RuntimeError if one was not timed."""
     ours, peer = (Row.timed(name, timings[name]) for name in (OURS.name, PEER.name))
     for speed in compare(_RATIO, peer, ours):
         return speed

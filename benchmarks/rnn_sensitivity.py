@@ -1,4 +1,4 @@
-"""How the speed of a recurrent layer's training depends on the sequences' length and on the batch: Figure 5.2."""
+"""The speed of training recurrent layers, by the sequences' length and by the batch: the thesis' Figure 5.2."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from ._context import Context
 from ._experiment import Experiment, Row, compare
-from ._recurrent import OURS, PEER, SCANS, Layer, Measured, RecurrentWorkload, shown
+from ._recurrent import OURS, PEER, SCANS, Layer, Measurements, RecurrentWorkload, shown
 
 __all__ = ["RnnSensitivity"]
 
-#: In batches of 16, by device, layer and length: how many times as fast as torch.nn's a backward pass and a whole step
-#: should be, by schedule.
+#: Targets in batches of 16, by device, layer and length: how many times as fast as torch.nn's a backward pass and a
+#: whole step should be, by schedule.
 _TARGETS: dict[str, dict[tuple[str, int], dict[str, dict[str, tuple[float, ...]]]]] = {
     "cpu": {
         (kind, time): {"backward of all": {"auto": (backward,)}, "step": {"auto": (step,)}}
@@ -34,7 +34,7 @@ _LABELS = {
     "backward of all": "backward pass, loss on every step",
     "step": "training step",
 }
-#: On CUDA.
+#: The schedules that are timed on CUDA.
 _SCHEDULES = ("linear", "chunked", "chunked:16", "chunked:64", "chunked:320", "relaxed", "relaxed:32", "relaxed:320")
 
 
@@ -42,30 +42,19 @@ _SCHEDULES = ("linear", "chunked", "chunked:16", "chunked:64", "chunked:320", "r
 class RnnSensitivity(Experiment):
     """Backward passes and whole training steps against `torch.nn`'s, on random sequences.
 
-    A loss on the last state has gradients that vanish after some hundred steps: what comes before them takes our layers
-    no time. Longer sequences are therefore timed with a loss on every step, too.
-
-    Attributes
-    ----------
-    times : tuple of int
-        Lengths of the RNN's sequences, in batches of 16.
-    batches : tuple of int
-        Batches of sequences of `time` steps.
-    time : int
-        Their length.
-    others : tuple of int
-        Lengths for the GRU and the LSTM, with as many inputs a step as the thesis' longest instruments (set L).
-    scheduled : tuple of int
-        Lengths at which the RNN's backward pass is also timed by each of `schedules` on CUDA, and by each of `scans` on
-        the CPU, there with one thread too.
-    schedules, scans : tuple of str
-        As ``jacsparse.nn.RNN`` takes them.
+    A loss on the last state has gradients that vanish after some hundred steps: our layers spend no time on the steps
+    before these. So longer sequences are timed with a loss on every step, too.
     """
 
+    #: Lengths of the RNN's sequences in batches of 16.
     times: tuple[int, ...] = (10, 30, 100, 300, 1000, 3000, 10_000, 30_000)
+    #: Samples per batch of the RNN's sequences of `time` steps.
     batches: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256)
     time: int = 1000
+    #: Lengths for the GRU and the LSTM, with as many inputs a step as the thesis' longest instruments (set L).
     others: tuple[int, ...] = (1000, 10_000)
+    #: Lengths at which the RNN's backward pass is also timed by each of `schedules` on CUDA, and by each of `scans` on
+    #: the CPU, where it also runs on one thread.
     scheduled: tuple[int, ...] = (1000, 10_000, 30_000)
     schedules: tuple[str, ...] = _SCHEDULES
     scans: tuple[str, ...] = SCANS
@@ -88,11 +77,11 @@ class RnnSensitivity(Experiment):
             torch.set_num_threads(workers)
 
     def _workloads(self, device: str) -> list[RecurrentWorkload]:
-        """Those with targets first: on CUDA time may run out."""
-        found = {RecurrentWorkload("RNN", time, 16, 1): None for time in self.times}
-        found |= {RecurrentWorkload("RNN", self.time, batch, 1): None for batch in self.batches}
-        found |= {RecurrentWorkload(kind, time, 16, 12): None for kind in ("GRU", "LSTM") for time in self.others}
-        return sorted(found, key=lambda workload: not (device == "cuda" and self._is_scheduled(workload)))
+        """All workloads; on CUDA, those with targets come first, as time may run out."""
+        workloads = {RecurrentWorkload("RNN", time, 16, 1): None for time in self.times}
+        workloads |= {RecurrentWorkload("RNN", self.time, batch, 1): None for batch in self.batches}
+        workloads |= {RecurrentWorkload(kind, time, 16, 12): None for kind in ("GRU", "LSTM") for time in self.others}
+        return sorted(workloads, key=lambda workload: not (device == "cuda" and self._is_scheduled(workload)))
 
     def _is_scheduled(self, workload: RecurrentWorkload) -> bool:
         return workload.kind == "RNN" and workload.batch == 16 and workload.time in self.scheduled
@@ -109,11 +98,11 @@ class RnnSensitivity(Experiment):
             schedules = self.schedules if context.device == "cuda" else self.scans
             layers[1:1] = map(Layer.by, schedules)
         if context.device == "cuda":
-            # There a backward pass is timed as it is, and one by subtraction tells nothing more.
+            # The backward pass by subtraction adds nothing here.
             parts.remove("rest")
         if alone:
             every = workload.times(context, ["backward of all"], layers)
-            # The limits are those of all threads.
+            # The limits, and so the floor, are those of all threads.
             return [replace(row, floor=None) for row in _named(every, "backward of all", context, group, data)]
         backward, step = workload.times(context, ["backward"], layers), workload.times(context, parts)
         measured = [(backward, "backward"), (step, "step")]
@@ -127,19 +116,19 @@ class RnnSensitivity(Experiment):
         return rows + (_by_subtraction(step, group) if "rest" in parts else [])
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse._figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
+        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
 
         figure, panels = new_figure(13.0, 5.6, columns=3)
         drawn = [row for row in shown(rows) if row.comparisons]
         threads = max((row.data["threads"] for row in drawn), default=1)
-        whole = [row for row in drawn if row.data["threads"] == threads]
+        all_threads = [row for row in drawn if row.data["threads"] == threads]
         kinds = dict(zip(("RNN", "GRU", "LSTM"), (BLUE, ORANGE, GREEN), strict=True))
         labels = ("steps, batches of 16", f"samples of a batch, {self.time:,} steps", "steps, batches of 16")
         for axes, place in zip(panels, ("time", "batch"), strict=False):
             for kind, colour in kinds.items():
                 for part, style in (("backward", "o:"), ("backward of all", "D-"), ("step", "s--")):
-                    wanted = {"kind": kind, "part": part, "layer": OURS.name}
-                    line = [row for row in whole if wanted.items() <= row.data.items()]
+                    fields = {"kind": kind, "part": part, "layer": OURS.name}
+                    line = [row for row in all_threads if fields.items() <= row.data.items()]
                     line = [row for row in line if _is_of_panel(row, place, self.time)]
                     _draw(axes, line, place, style, colour, f"{kind}, {_LABELS[part]}: {_ran(line)}")
         scans = [row for row in drawn if (row.data["kind"], row.data["part"]) == ("RNN", "backward of all")]
@@ -160,18 +149,20 @@ class RnnSensitivity(Experiment):
         save_figure(figure, path)
 
 
-def _named(measured: Measured, part: str, context: Context, group: str, data: dict[str, Any], **more: Any) -> list[Row]:
-    """Rows of a part by the name that it has here."""
-    return measured.rows(part, (_LABELS[part],) * 2, context.limits, group=group, data=data, **more)
+def _named(
+    measurements: Measurements, part: str, context: Context, group: str, data: dict[str, Any], **options: Any
+) -> list[Row]:
+    """Rows of a part with its label in this experiment."""
+    return measurements.rows(part, (_LABELS[part],) * 2, context.limits, group=group, data=data, **options)
 
 
 def _is_of_panel(row: Row, place: str, time: int) -> bool:
-    """Whether a row is in the panel over lengths, or in that over batches."""
+    """Whether a row is in the panel over `place`, which is the length or the batch."""
     return bool(row.data["batch"] == 16 if place == "time" else row.data["time"] == time and row.data["kind"] == "RNN")
 
 
 def _ran(rows: Sequence[Row]) -> str:
-    """What ran, as in ``linear``."""
+    """The schedules that ran, such as ``linear``."""
     return " or ".join(dict.fromkeys(row.data["ran"].partition(", ")[2] for row in rows))
 
 
@@ -185,16 +176,17 @@ def _draw(axes: Any, rows: Sequence[Row], place: str, style: str, colour: str, l
 
 
 def _ratio(row: Row) -> tuple[float, float, float]:
-    """How many times as fast as PyTorch's: by the medians, and at the row's own quartiles."""
+    """How many times as fast as PyTorch's a row is: by its median, upper and lower quartile."""
     ratio = row.comparisons[0].ratio
     median, lower, upper = (seconds or 1.0 for seconds in (row.median, row.lower, row.upper))
     return ratio, ratio * median / upper, ratio * median / lower
 
 
-def _by_subtraction(found: Measured, group: str) -> list[Row]:
-    """The backward pass as the thesis takes it: a step's time, less the median of one without it."""
-    times = {layer: found.timings[layer, "step", ""].less(found.timings[layer, "rest", ""]) for layer in (OURS, PEER)}
+def _by_subtraction(measurements: Measurements, group: str) -> list[Row]:
+    """The backward pass as the thesis takes it: a step's time, less the median of a step without backward pass."""
+    timings = measurements.timings
+    times = {layer: timings[layer, "step", ""].less(timings[layer, "rest", ""]) for layer in (OURS, PEER)}
     ours, peer = (
-        found.row("backward pass by subtraction", time, layer, "", group=group) for layer, time in times.items()
+        measurements.row("backward pass by subtraction", time, layer, "", group=group) for layer, time in times.items()
     )
     return [replace(ours, comparisons=compare("torch.nn / jacsparse", peer, ours)), peer]

@@ -1,4 +1,4 @@
-"""Pruned VGG-11's products of two sparse matrices, planned ahead: against SciPy, MKL, cuSPARSE and others."""
+"""Pruned VGG-11's products of two sparse matrices, planned ahead, against SciPy, MKL, cuSPARSE and others."""
 
 from __future__ import annotations
 
@@ -26,34 +26,24 @@ from ._workloads import pruned_vgg11
 __all__ = ["Spgemm"]
 
 METHODS = ("slots", "rowwise", "merge")
-#: Relative to the product's largest entry: peers add in another order.
+#: The allowed difference relative to the product's largest entry, as peers add in another order.
 TOLERANCE = 1e-5
-# Seconds before each turn, so that no peer's threads still spin.
+# Seconds before each turn, until no peer's threads spin any more.
 _PAUSE = 0.3
 
 
 @dataclass(frozen=True)
 class Spgemm(Experiment):
-    """One product of two convolutions by all methods and peers, then all products of the schedule.
-
-    Attributes
-    ----------
-    build : callable
-        Makes the network.
-    input_shape : tuple of int
-        Of a sample.
-    factors : pair of int
-        The stages, from 0, whose transposed Jacobians are multiplied by all peers.
-    batch : int
-        Of the rows that say so.
-    schedule : str
-        Whose products are all measured.
-    """
+    """One product of two convolutions by all methods and peers, then all products of the schedule."""
 
     build: Callable[[], nn.Module] = pruned_vgg11
+    #: Shape of one sample.
     input_shape: tuple[int, ...] = (3, 32, 32)
+    #: The stages, from 0, whose transposed Jacobians are multiplied by all peers.
     factors: tuple[int, int] = (6, 8)
+    #: Samples per batch in the rows of batches.
     batch: int = 16
+    #: The schedule whose products are all measured.
     schedule: str = "blelloch:2"
 
     name = "spgemm"
@@ -65,13 +55,13 @@ class Spgemm(Experiment):
         module = self.build()
         stages = chain(module, self.input_shape)
         records = stages.run(torch.randn(1, *self.input_shape, generator=torch.Generator().manual_seed(0)))
-        # Made on the CPU, and moved: what is measured are products.
-        made = [record.transposed_jacobian().to(context.place) for record in records]
+        # The factors are computed on the CPU and moved, as only products are measured.
+        matrices = [record.transposed_jacobian().to(context.place) for record in records]
         selected = [record.winners() for record in records]
         names = [f"J{stage + 1}ᵀ" for stage in self.factors]
-        left, right = (made[stage] for stage in self.factors)
+        left, right = (matrices[stage] for stage in self.factors)
         rows = _one_product(left, right, f"{' · '.join(names)}, two convolutions", self.batch, context)
-        jacobians = {len(stages) - number: matrix for number, matrix in enumerate(made)}
+        jacobians = {len(stages) - number: matrix for number, matrix in enumerate(matrices)}
         winners = {
             len(stages) - number: None if winner is None else winner.to(context.place)
             for number, winner in enumerate(selected)
@@ -79,7 +69,7 @@ class Spgemm(Experiment):
         return rows + self._all_products(module, jacobians, winners, context)
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
-        # The product that all peers compute; the schedule's many are in the report's tables.
+        # The picture has the product that all peers compute; the report's tables have all products of the schedule.
         shown = [row for row in rows if row.group == rows[0].group]
         bars(shown, path, self.title)
 
@@ -112,19 +102,19 @@ def _one_product(left: SparseJacobian, right: SparseJacobian, group: str, batch:
     }
     capturable = {*multiplications, *(label for label, peer in peers.items() if peer.capturable)}
     calls = {**multiplications, **{label: peer.multiply for label, peer in peers.items()}}
-    found = _timed(calls, capturable, context, pause=_PAUSE if context.device == "cpu" else 0.0)
+    timings = _timed(calls, capturable, context, pause=_PAUSE if context.device == "cpu" else 0.0)
     planned = context.times({method: _planning(a, b, method) for method in METHODS}, seconds=context.seconds / 2)
     del out
     peer_rows = {
         (label, mode): Row.timed(labelled(label, mode), timing, group=group, role="peer")
-        for (label, mode), timing in found.items()
+        for (label, mode), timing in timings.items()
         if label in peers
     }
     rows = [_size_row(plans["slots"], group)]
     multiplied = {
         (method, mode): Row.timed(
             labelled(f"multiply, {method}", mode),
-            found[f"multiply, {method}", mode],
+            timings[f"multiply, {method}", mode],
             group=group,
             floor=context.limits.floor(_moved(plan, (left.values, right.values), 1), plan.flop),
         )
@@ -147,38 +137,38 @@ def _one_product(left: SparseJacobian, right: SparseJacobian, group: str, batch:
 def _timed(
     calls: Mapping[str, Call], capturable: Container[str], context: Context, **options: float
 ) -> dict[tuple[str, str], Timing]:
-    """Times by label and mode: those that can be captured also as graphs, on CUDA."""
+    """The timings of calls by label and mode; on CUDA, those that can be captured are also timed as graphs."""
     modes = MODES[context.device]
     keys = [(label, mode) for mode in modes for label in calls if mode != GRAPH or label in capturable]
     functions = {labelled(*key): in_mode(ready(calls[key[0]]), key[1]) for key in keys}
-    found = context.times(functions, **options)
-    return {key: found[labelled(*key)] for key in keys}
+    timings = context.times(functions, **options)
+    return {key: timings[labelled(*key)] for key in keys}
 
 
 def _is_fastest(row: Row, mode: str, rows: Mapping[tuple[str, str], Row]) -> bool:
-    """Whether none of a mode is faster: the targets are those of the fastest method."""
-    medians = [other.median for (_, its), other in rows.items() if its == mode and other.median is not None]
+    """Whether no method is faster in a mode; the targets are for the fastest method."""
+    medians = [other.median for (_, its_mode), other in rows.items() if its_mode == mode and other.median is not None]
     return row.median is not None and row.median == min(medians)
 
 
 def _compared(
     row: Row, method: str, mode: str, peers: Mapping[tuple[str, str], Row], device: str, *, fastest: bool
 ) -> tuple[Comparison, ...]:
-    """With the peers that have a goal, as they were timed in the same mode or, where they cannot be, in the first."""
-    found: tuple[Comparison, ...] = ()
+    """Comparisons with the peers that have a goal, in the same mode or, if they cannot run in it, in the first mode."""
+    comparisons: tuple[Comparison, ...] = ()
     for goal in GOALS[device]:
-        own = mode if (goal.label, mode) in peers else MODES[device][0]
-        if (goal.label, own) in peers:
-            name = goal.name if own == mode else labelled(goal.name, own)
+        peer_mode = mode if (goal.label, mode) in peers else MODES[device][0]
+        if (goal.label, peer_mode) in peers:
+            name = goal.name if peer_mode == mode else labelled(goal.name, peer_mode)
             target = {"at_least": goal.at_least} if fastest else {}
-            found += compare(f"{name} / {method}", peers[goal.label, own], row, **target)
-    return found
+            comparisons += compare(f"{name} / {method}", peers[goal.label, peer_mode], row, **target)
+    return comparisons
 
 
 def _prepared(
     left: SparseJacobian, right: SparseJacobian, plan: ProductPlan, group: str, context: Context
 ) -> tuple[dict[str, Peer], list[Row]]:
-    """The peers that are installed and compute the same product, and rows that say why the others are not measured."""
+    """The peers that are installed and compute the same product, and rows with the reasons against the others."""
     a, b = left.to_scipy(), right.to_scipy()
     expected = plan.pattern.to_scipy(plan.multiply(left.values, right.values)[:, 0].cpu().numpy())
     peers, missing = {}, []
@@ -198,13 +188,13 @@ def _prepared(
     return peers, missing
 
 
-def _difference(found: Any, expected: Any) -> float:
-    """Largest difference between two matrices, as a share of the largest entry."""
-    found.sort_indices()
-    if np.array_equal(found.indptr, expected.indptr) and np.array_equal(found.indices, expected.indices):
-        difference = np.abs(found.data - expected.data)
+def _difference(product: Any, expected: Any) -> float:
+    """The largest difference between two matrices, as a share of the largest entry."""
+    product.sort_indices()
+    if np.array_equal(product.indptr, expected.indptr) and np.array_equal(product.indices, expected.indices):
+        difference = np.abs(product.data - expected.data)
     else:
-        difference = np.abs((found - expected).data)
+        difference = np.abs((product - expected).data)
     return float(difference.max(initial=0) / max(np.abs(expected.data).max(initial=0), np.finfo(np.float32).tiny))
 
 
@@ -216,7 +206,7 @@ def _batch_rows(
     batch: int,
     context: Context,
 ) -> list[Row]:
-    """The product for several samples at once, each method in turn: times are for one sample."""
+    """Rows of the product for several samples at once, by all methods; times are for one sample."""
     product, group = plans["slots"].pattern, single["slots"].group
     needed = 4 * batch * (left.pattern.nnz + right.pattern.nnz + product.nnz)
     if needed > _available(context.device) // 2:
@@ -224,13 +214,13 @@ def _batch_rows(
         return [Row.missing(f"multiply, {method}, batch {batch}", problem, group=group) for method in plans]
     a_values, b_values = (matrix.values.repeat(1, batch) for matrix in (left, right))
     out = a_values.new_empty((product.nnz, batch))
-    found = context.times(
+    timings = context.times(
         {f"{method}, batch {batch}": _multiplication(plan, a_values, b_values, out) for method, plan in plans.items()}
     )
     rows = []
     for method, plan in plans.items():
         floor = context.limits.floor(_moved(plan, (a_values, b_values), batch), plan.flop * batch) / batch
-        timing = found[f"{method}, batch {batch}"]
+        timing = timings[f"{method}, batch {batch}"]
         label = f"multiply, {method}, batch {batch}, for each sample"
         row = Row.timed(label, timing, per=batch, group=group, floor=floor)
         goal = {"at_least": 1.0} if method == "slots" else {}
@@ -246,7 +236,7 @@ def _step(
     winners: dict[int, torch.Tensor | None],
     context: Context,
 ) -> list[Row]:
-    """One product of the schedule, ours and a peer's; its values go into `jacobians`, for later products."""
+    """Rows of one product of the schedule, ours and a peer's; `jacobians` gets the product, for later steps."""
     if step.left not in jacobians or step.right not in jacobians:
         return [Row.missing(f"{name}: multiply", "a factor was not made", group=group)]
     left, right = jacobians[step.left], jacobians[step.right]
@@ -267,23 +257,23 @@ def _step(
     calls = {multiplying: _multiplication(plan, a_values, b_values, out)}
     if device == "cpu":
         calls[planning] = _planning(a, b, "auto")
-    # A peer holds the product's indices and values twice while it sorts them out.
+    # A peer needs the product's indices and values twice while it sorts them.
     peer_needs = 2 * 8 * plan.pattern.nnz
     if peer_needs <= _available(device) // 2:
         calls[by_peer] = in_mode(
             lambda: PEERS[device][goal.label](left.to_scipy(), right.to_scipy(), context).multiply, first
         )
-    found = _timed(calls, {multiplying}, context, seconds=context.seconds / 5)
-    if not found[multiplying, first].problem:
+    timings = _timed(calls, {multiplying}, context, seconds=context.seconds / 5)
+    if not timings[multiplying, first].problem:
         jacobians[step.out] = SparseJacobian(plan.pattern, out)
     peer = Row.missing(by_peer, f"it needs {peer_needs / 2**30:.1f} GiB", group=group, role="peer")
     if by_peer in calls:
-        peer = Row.timed(labelled(by_peer, first), found[by_peer, first], group=group, role="peer")
-    rows = [Row.timed(planning, found[planning, first], group=group)] if planning in calls else []
+        peer = Row.timed(labelled(by_peer, first), timings[by_peer, first], group=group, role="peer")
+    rows = [Row.timed(planning, timings[planning, first], group=group)] if planning in calls else []
     for mode in MODES[device]:
         row = Row.timed(
             labelled(multiplying, mode),
-            found[multiplying, mode],
+            timings[multiplying, mode],
             group=group,
             floor=context.limits.floor(_moved(plan, (a_values, b_values), 1), plan.flop),
             note=f"{plan.flop:,} flop, {plan.pattern.nnz:,} entries",
@@ -295,10 +285,10 @@ def _step(
 def _operand(
     value: int, selects: bool, jacobians: dict[int, SparseJacobian], winners: dict[int, torch.Tensor | None]
 ) -> torch.Tensor:
-    """Values of a factor; the winners where the plan selects by them."""
-    chosen = winners[value] if selects else jacobians[value].values
-    assert chosen is not None
-    return chosen
+    """The values of a factor, or its winners if the plan selects by them."""
+    operand = winners[value] if selects else jacobians[value].values
+    assert operand is not None
+    return operand
 
 
 def _multiplication(plan: ProductPlan, a_values: torch.Tensor, b_values: torch.Tensor, out: torch.Tensor) -> Call:
@@ -310,7 +300,7 @@ def _planning(a: Pattern, b: Pattern, method: str) -> Call:
 
 
 def _moved(plan: ProductPlan, factors: Sequence[torch.Tensor], batch: int) -> int:
-    """Bytes that have to move: factors and the plan's index arrays read once, the product written once."""
+    """The least bytes that move: the factors and the plan's index arrays are read once, the product is written once."""
     return sum(values.nbytes for values in factors) + plan.nbytes + 4 * plan.pattern.nnz * batch
 
 
@@ -321,7 +311,7 @@ def _size_row(plan: ProductPlan, group: str) -> Row:
 
 
 def _available(device: str) -> int:
-    """Bytes of memory that nobody uses: of the host and, where the product is on it, of the device."""
+    """Bytes of unused memory of the host or, if less, of a CUDA device."""
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

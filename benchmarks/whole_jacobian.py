@@ -1,4 +1,4 @@
-"""Jacobians of whole networks, against autograd's row by row."""
+"""Jacobians of whole networks, against autograd, which computes them row by row."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import jacsparse
-from jacsparse._accumulation import _Pulled
-from jacsparse._chain import Chain
-from jacsparse._chain import chain as chain_of
+from jacsparse.stages import Chain, Pulled
+from jacsparse.stages import chain as chain_of
 
 from ._context import Context, reason
 from ._experiment import Experiment, Row, compare
@@ -30,23 +29,14 @@ PEER = "torch.func.jacrev"
 
 @dataclass(frozen=True)
 class Network:
-    """A network whose Jacobian is made.
+    """A network whose Jacobian is computed."""
 
-    Attributes
-    ----------
-    label : str
-        With the Jacobian's shape.
-    build : callable
-        Makes it.
-    input_shape : tuple of int
-        Of a sample.
-    at_least : float or None
-        How many times as fast as autograd it should be.
-    """
-
+    #: The network's name with the Jacobian's shape.
     label: str
     build: Callable[[], nn.Module]
+    #: Shape of one sample.
     input_shape: tuple[int, ...] = (3, 32, 32)
+    #: How many times as fast as autograd jacsparse should be.
     at_least: float | None = None
 
 
@@ -57,20 +47,13 @@ def _resnet8() -> nn.Module:
 
 @dataclass(frozen=True)
 class WholeJacobian(Experiment):
-    """One sample; plans are made beforehand, as they are kept. Autograd takes as many rows at once as is fastest.
-
-    Attributes
-    ----------
-    networks : tuple of Network
-        Which.
-    chunks : tuple of int
-        Rows that autograd may take at once.
-    """
+    """Jacobians of one sample, with plans made beforehand; autograd computes as many rows at once as is fastest."""
 
     networks: tuple[Network, ...] = (
         Network("pruned VGG-11 features, 512 × 3072", pruned_vgg11, at_least=5),
         Network("ResNet-8, 10 × 3072", _resnet8),
     )
+    #: Numbers of rows that autograd may compute at once.
     chunks: tuple[int, ...] = (16, 64, 256)
 
     name = "whole_jacobian"
@@ -92,33 +75,33 @@ class WholeJacobian(Experiment):
 
         functions = {"ours": ours, **{f"chunks of {chunk}": autograd(chunk) for chunk in self.chunks}}
         _check(jacsparse.jacobian(module, x), functions[f"chunks of {self.chunks[0]}"]())
-        found = context.under(network.label).times(functions)
+        timings = context.under(network.label).times(functions)
         peers = [
             Row.timed(f"{PEER}, {label}", timing, group=network.label, role="peer")
-            for label, timing in found.items()
+            for label, timing in timings.items()
             if label != "ours"
         ]
         timed = [row for row in peers if row.median is not None]
         best = min(timed, key=lambda row: row.median or 0.0) if timed else peers[0]
         chain = chain_of(module, network.input_shape)
         accumulation, _ = chain._accumulated
-        passed = _backward_multiply_adds(chain)
+        backward = _backward_multiply_adds(chain)
         with FlopCounterMode(display=False) as forward:
             module(x)
-        flop = 2 * (accumulation.multiply_adds + passed) + forward.get_total_flops()
+        flop = 2 * (accumulation.multiply_adds + backward) + forward.get_total_flops()
         targets = {} if network.at_least is None else {"at_least": network.at_least}
-        own = Row.timed(
+        row = Row.timed(
             "jacsparse.jacobian",
-            found["ours"],
+            timings["ours"],
             group=network.label,
             floor=context.limits.floor(4 * accumulation.moved, flop),
             note=f"order {chain.order}; multiply-adds: {accumulation.multiply_adds:,} in sparse products, some by "
-            f"zero, {passed:,} in operators' own backward",
+            f"zero, {backward:,} in operators' own backward",
         )
-        ratio = compare(f"{PEER}, the fastest / ours", best, own, **targets)
+        ratio = compare(f"{PEER}, the fastest / ours", best, row, **targets)
         chunk = int(best.label.rpartition(" ")[2])
         return [
-            Row(**{**vars(own), "comparisons": ratio}),
+            Row(**{**vars(row), "comparisons": ratio}),
             *peers,
             *_memory(network, ours, autograd(chunk), best.label),
         ]
@@ -128,19 +111,19 @@ class WholeJacobian(Experiment):
 
 
 def _backward_multiply_adds(chain: Chain) -> int:
-    """Of the operators' own backward, on all columns that are taken through them."""
+    """Multiply-adds of the operators' own backward, for all columns that pass through it."""
     total = 0
     for matrix in chain._accumulated[0].matrices:
-        if isinstance(matrix, _Pulled):
+        if isinstance(matrix, Pulled):
             span: Any = matrix.key
             first, last = span
             total += matrix.pattern.shape[1] * sum(stage.backward_work for stage in chain.stages[first : last + 1])
     return total
 
 
-def _check(found: jacsparse.SparseJacobian, expected: torch.Tensor) -> None:
-    """Raise where the two Jacobians differ by more than rounding."""
-    difference = (found.todense(0) - expected.reshape(found.shape)).abs().max() / expected.abs().max()
+def _check(jacobian: jacsparse.SparseJacobian, expected: torch.Tensor) -> None:
+    """Raise ValueError if the two Jacobians differ by more than rounding."""
+    difference = (jacobian.todense(0) - expected.reshape(jacobian.shape)).abs().max() / expected.abs().max()
     if not difference < 1e-4:
         raise ValueError(f"the Jacobian differs from autograd's by {difference.item():.1e} of its largest entry")
 
@@ -148,7 +131,7 @@ def _check(found: jacsparse.SparseJacobian, expected: torch.Tensor) -> None:
 def _memory(
     network: Network, ours: Callable[[], object], autograd: Callable[[], object], label: str
 ) -> tuple[Row, ...]:
-    """Rows of what each needs at its peak, its result included."""
+    """Rows of the memory that each function needs at its peak, including its result."""
     group, rows = f"{network.label}: memory", []
     for name, function, role in (("jacsparse.jacobian", ours, "ours"), (label, autograd, "peer")):
         try:
@@ -157,6 +140,6 @@ def _memory(
             rows.append(Row.missing(name, reason(error), group=group, role=role))
         else:
             rows.append(Row.of_value(name, nbytes / 2**20, "memory", "MiB", group=group, role=role))
-    mine, peer = rows
+    row, peer = rows
     targets = {} if network.at_least is None else {"at_least": 1.0}
-    return Row(**{**vars(mine), "comparisons": compare(f"{PEER} / ours", peer, mine, **targets)}), peer
+    return Row(**{**vars(row), "comparisons": compare(f"{PEER} / ours", peer, row, **targets)}), peer

@@ -15,14 +15,13 @@ if (_ROOT / "setup.cfg").exists():
 
 if TYPE_CHECKING:
     from . import nn, recurrence, schedule
-    from ._chain import Chain, Stage, chain
-    from ._flop import FlopReport, LayerFlop, count_flop
-    from ._jacobian import SparseJacobian, jacobian, jacobian_pattern
-    from ._scan import backward, vjp
-    from ._verify import Verification, VerificationError, verify
+    from .flop import FlopReport, LayerFlop, count_flop
+    from .jacobians import Verification, VerificationError, jacobian, jacobian_pattern, verify
     from .patterns import Call, Pattern, UnsupportedOperatorError, register_rule
     from .recurrence import linear_recurrence
-    from .spgemm import ProductPlan, SumPlan, plan_product, plan_sum
+    from .scan import backward, vjp
+    from .spgemm import ProductPlan, SparseJacobian, SumPlan, plan_product, plan_sum
+    from .stages import Chain, Stage, chain
 
 __all__ = [
     "Call",
@@ -56,29 +55,29 @@ __all__ = [
 
 # Imported when first used, so that `import jacsparse` is light and `jacsparse --help` loads no PyTorch.
 _HOMES = {
-    "Chain": "_chain",
-    "Stage": "_chain",
-    "chain": "_chain",
-    "FlopReport": "_flop",
-    "LayerFlop": "_flop",
-    "count_flop": "_flop",
-    "SparseJacobian": "_jacobian",
-    "jacobian": "_jacobian",
-    "jacobian_pattern": "_jacobian",
-    "linear_recurrence": "recurrence",
-    "backward": "_scan",
-    "vjp": "_scan",
-    "Verification": "_verify",
-    "VerificationError": "_verify",
-    "verify": "_verify",
+    "FlopReport": "flop",
+    "LayerFlop": "flop",
+    "count_flop": "flop",
+    "Verification": "jacobians",
+    "VerificationError": "jacobians",
+    "jacobian": "jacobians",
+    "jacobian_pattern": "jacobians",
+    "verify": "jacobians",
     "Call": "patterns",
     "Pattern": "patterns",
     "UnsupportedOperatorError": "patterns",
     "register_rule": "patterns",
+    "linear_recurrence": "recurrence",
+    "backward": "scan",
+    "vjp": "scan",
     "ProductPlan": "spgemm",
+    "SparseJacobian": "spgemm",
     "SumPlan": "spgemm",
-    "plan_sum": "spgemm",
     "plan_product": "spgemm",
+    "plan_sum": "spgemm",
+    "Chain": "stages",
+    "Stage": "stages",
+    "chain": "stages",
 }
 
 

@@ -7,7 +7,7 @@ import sys
 
 def main() -> None:
     """Run the command line; an error of the user's is one line, and exit status 2."""
-    from ._cli import app
+    from .cli import app
 
     try:
         app()

@@ -8,46 +8,44 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._chain import Chain, Chains, chain, check_input
-from ._modules import check_module
-from ._scan import Scanner, check_limit, scanned
 from .recurrence import GRU, LSTM, RNN, convert
+from .scan import Scanner, scanned
 from .schedule import Schedule, parse
-from .tracing import is_recording
+from .stages import Chain, Chains, chain, check_input, check_limit
+from .tracing import check_module, is_recording
 
 __all__ = ["GRU", "LSTM", "RNN", "Scan", "convert"]
 
 
 class Scan(nn.Module):
-    """A module that computes what `module` computes, and back-propagates by a scan.
+    """A module that computes the same output as `module`, and back-propagates by a scan.
 
-    It is part of autograd as any module is: gradients reach the input and the parameters, through pruning masks,
-    parametrisations and hooks, and not those that are frozen.
+    It is part of autograd as any module is: gradients reach the input and all parameters that are not frozen, through
+    pruning masks, parametrisations and hooks.
 
     Parameters
     ----------
     module : Module
-        Any that works on each sample by itself. Its own forward pass runs at each call: its output is what is returned.
+        A module that works on each sample by itself. Its own forward pass computes the output at each call.
     schedule : Schedule or str
-        In which order products are taken: ``linear`` is back-propagation itself, ``blelloch`` or ``blelloch:LEVELS``
-        the thesis' Algorithm 1. ``auto`` is ``linear``: on one device nothing is done sooner.
+        The order of the products: ``linear`` is plain back-propagation, ``blelloch`` or ``blelloch:LEVELS`` is
+        Algorithm 1 of the thesis. ``auto`` is ``linear``, because no other order is faster on one device.
     pruned : bool
-        Whether pruned weights leave no entry in the Jacobians.
+        Whether the Jacobians omit pruned weights.
     memory_limit : int, optional
-        Bytes of Jacobians' values to hold at once; the batch is run in slices that keep within it. 1 GiB where left
-        out.
+        Bytes of Jacobians' values to hold at once; larger batches run in slices. 1 GiB by default.
 
     Raises
     ------
     TypeError, ValueError
-        Where the schedule is none.
+        Where the schedule is none, or the limit is no number of bytes.
     UnsupportedOperatorError
         At a forward pass with gradients, where an operator has no rule, or mixes samples.
 
     Notes
     -----
     Thesis, equations 3.1 and 3.2 and Algorithm 1. Hooks run; one that changes a gradient where Jacobians are multiplied
-    raises RuntimeError in the backward pass. Gradients of gradients are not supported, and say so.
+    raises RuntimeError in the backward pass. A backward pass with ``create_graph=True`` raises RuntimeError.
 
     Examples
     --------
@@ -77,36 +75,35 @@ class Scan(nn.Module):
         self.reset()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``module(x)``; `x` has shape ``(batch, *input_shape)``, float32 or float64."""
+        """Return ``module(x)``; `x` has shape ``(batch, *input_shape)``, float32 or float64."""
         if not torch.is_grad_enabled() or is_recording() or torch.compiler.is_compiling():
             return self.module(x)
         if not getattr(x, "requires_grad", False) and not any(p.requires_grad for p in self.module.parameters()):
             return self.module(x)
         check_input("x", x)
         if not len(x):
-            # No sample, no product.
             return self.module(x)
         if self._chains.module is not self.module:
             self.reset()
-        made, run = self._chains.of(x)
-        return scanned(self._scanner(made), run, x)
+        chain, run = self._chains.of(x)
+        return scanned(self._scanner(chain), run, x)
 
     def scanner(self, input_shape: tuple[int, ...]) -> Scanner:
-        """Chain, schedule and plans for inputs of that shape, without the batch."""
+        """The chain, schedule and plans for inputs of a shape, without the batch axis."""
         return self._scanner(chain(self.module, input_shape, pruned=self.pruned))
 
-    def _scanner(self, made: Chain) -> Scanner:
-        scanner = self._scanners.pop(id(made), None)
+    def _scanner(self, chain: Chain) -> Scanner:
+        scanner = self._scanners.pop(id(chain), None)
         if scanner is None:
-            scanner = Scanner(made, self.schedule, self.memory_limit)
-        # The last ones only: plans may be large.
-        self._scanners[id(made)] = scanner
+            scanner = Scanner(chain, self.schedule, self.memory_limit)
+        self._scanners[id(chain)] = scanner
+        # Plans may be large: only the last ones stay.
         while len(self._scanners) > Chains.most:
             self._scanners.popitem(last=False)
         return scanner
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and files make patterns and plans of their own.
+        # Patterns and plans are not copied or written to files.
         return {**self.__dict__, "_chains": None, "_scanners": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,9 +111,9 @@ class Scan(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """Forget patterns and plans; the next forward makes them again, from the weights as they then are."""
+        """Forget patterns and plans; the next forward makes new ones for its weights."""
         self._chains = Chains(self.module, pruned=self.pruned)
-        # By the chain's id, which a scanner keeps from being another's.
+        # By the chain's id: a scanner holds its chain, so that no other chain gets the id.
         self._scanners: OrderedDict[int, Scanner] = OrderedDict()
 
     def extra_repr(self) -> str:

@@ -1,34 +1,43 @@
-"""Schedules: which products back-propagation takes, and in which order.
+"""Schedules: which products back-propagation computes, and in which order.
 
-The gradient of a loss with respect to every stage's output is an exclusive scan (thesis, section 3.1) of
+The gradients of a loss with respect to every stage's output are an exclusive scan (thesis, section 3.1) of
 
     a = [∇x_n, J_nᵀ, J_{n-1}ᵀ, ..., J_1ᵀ]        with  A ⋄ B = B A,
 
-where ``J_i = ∂x_i/∂x_{i-1}``. A schedule is a way to evaluate that scan: a list of steps in static single assignment,
-grouped in levels of independent ones. The scan runs the very steps that the FLOP report counts.
+where ``J_i = ∂x_i/∂x_{i-1}``. A schedule is one way to evaluate that scan: a list of steps in static single assignment,
+grouped in levels of independent steps. The scan runs the same steps that the FLOP report counts.
 
-Values are numbered: 0 to n are the elements of `a`, the rest are results of steps. A step's ``left`` and ``right`` are
-in the order of the matrix product, ``out = left · right``: `left` is the factor closer to the network's input.
+Values are numbered: 0 to n are the elements of `a`, and larger numbers are results of steps. A step's ``left`` and
+``right`` are in the order of the matrix product, ``out = left · right``: `left` is closer to the network's input.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
+import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import index
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from ._chain import Chain
-    from ._flop import Subject
+from typing import Literal, Protocol
 
 __all__ = ["Complexity", "Schedule", "Step", "balanced", "blelloch", "chunked", "linear", "parse", "resolve"]
 
-#: The identity: never a matrix, and no value.
+#: The number of the identity, which is never stored.
 IDENTITY = -1
+
+
+class Cuttable(Protocol):
+    """A sequence of matrices that can be cut into blocks, such as a `jacsparse.Chain`."""
+
+    def __len__(self) -> int: ...
+
+    def boundaries(self, workers: int) -> list[int]:
+        """The places of the scan's array at which blocks begin, for a short predicted time on `workers` workers."""
+
 
 Kind = Literal["mm", "mv", "move"]
 Phase = Literal["up", "middle", "down"]
@@ -36,20 +45,20 @@ Phase = Literal["up", "middle", "down"]
 
 @dataclass(frozen=True)
 class Step:
-    """One product, or one movement of data.
+    """One product, or one move of a value.
 
     Attributes
     ----------
     out : int
-        The value it makes.
+        The value that the step computes.
     left, right : int
-        The factors; for a ``move``, `right` is what moves and `left` the identity, -1.
+        The factors; for a ``move``, `right` is the value that moves and `left` is the identity, -1.
     kind : {"mm", "mv", "move"}
         Matrix times matrix, matrix times vector, or no product at all.
     level : int
-        Steps of one level do not depend on each other, but for the linear middle, which is one level.
+        Steps of one level do not depend on each other, except in the linear middle, which is one level.
     phase : {"up", "middle", "down"}
-        Of the scan.
+        The phase of the scan.
     live : bool
         Whether any gradient depends on the result.
     """
@@ -65,18 +74,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Complexity:
-    """What a schedule costs on `workers` workers, in steps of unit time (thesis, section 3.6).
+    """The cost of a schedule in steps of unit time (thesis, section 3.6).
 
     Attributes
     ----------
     workers : int
-        How many run at once.
+        The number of workers, each of which runs one step at a time.
     steps : int
         Step complexity: units of time until the last step is done.
     work : int
-        Work complexity: all steps together.
+        Work complexity: the number of steps.
     space : int
-        The most matrices that any worker holds at once.
+        The most matrices that one worker holds at once, or their entries if sizes were passed.
     """
 
     workers: int
@@ -92,11 +101,11 @@ class Schedule:
     Attributes
     ----------
     name : str
-        What it was made as.
+        The schedule's name, such as ``blelloch:2``.
     n : int
-        Stages.
+        The number of stages.
     steps : tuple of Step
-        In an order in which each step's factors are made before it.
+        The steps; each comes after the steps that compute its factors.
     gradients : tuple of int
         The values that hold ``∇x_n, ..., ∇x_1``.
 
@@ -116,11 +125,23 @@ class Schedule:
 
     @property
     def products(self) -> tuple[Step, ...]:
-        """The steps that multiply, dead ones included."""
+        """The steps that multiply, including dead ones."""
         return tuple(step for step in self.steps if step.kind != "move")
 
+    @functools.cached_property
+    def batches(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
+        """The live products in batches that do not depend on each other: their kind, values, left and right factors."""
+        batches = []
+        for (_, phase, kind), steps in itertools.groupby(self.live_steps(), lambda s: (s.level, s.phase, s.kind)):
+            members = list(steps)
+            size = 1 if phase == "middle" else len(members)
+            for begin in range(0, len(members), size):
+                part = members[begin : begin + size]
+                batches.append((kind, *zip(*((step.out, step.left, step.right) for step in part), strict=True)))
+        return tuple(batches)
+
     def live_steps(self, wanted: Iterable[int] | None = None) -> tuple[Step, ...]:
-        """The steps that multiply and on which a value of `wanted` depends; by default, all gradients."""
+        """The products on which a value of `wanted` depends; by default, on which any gradient depends."""
         needed = set(self.gradients if wanted is None else wanted)
         live = []
         for step in reversed(self.products):
@@ -132,22 +153,22 @@ class Schedule:
     def complexity(self, workers: int, sizes: Mapping[int, int] | None = None) -> Complexity:
         """Run the live steps on `workers` workers, each step taking one unit of time.
 
-        Free workers take, in the schedule's order, steps whose factors are there. The chain's matrices lie on the
-        workers in equal shares, in the chain's order. A step is done where the larger of its matrices lies or, if that
-        worker is busy, the other; if both are, by the free worker that holds least. Its product takes room there from
-        its start to its last use.
+        Free workers start the steps whose factors are computed, in the schedule's order. At first the workers hold
+        equal shares of the chain's matrices, in the chain's order. A step runs on the worker that holds the larger of
+        its matrices or, if that one is busy, on the worker that holds the other; if both are busy, on the free worker
+        that holds least. That worker stores the product from the step's start to the product's last use.
 
         Parameters
         ----------
         workers : int
-            How many run at once.
+            The number of workers.
         sizes : mapping of int to int, optional
-            By value, the entries of each matrix that a live step reads or makes; 1 each where left out.
+            The entries of each matrix that a live step reads or computes, by value; by default, 1 each.
 
         Raises
         ------
         ValueError
-            Where there is no worker, or a matrix without a size.
+            If there is no worker, or a matrix has no size.
 
         Examples
         --------
@@ -157,23 +178,23 @@ class Schedule:
         [1022, 48, 2]
         """
         steps = self.live_steps()
-        time, space = self._run(steps, [1] * len(steps), workers, sizes)
+        time, space = self._simulate(steps, [1] * len(steps), workers, sizes)
         return Complexity(workers, int(time), len(steps), space)
 
     def makespan(self, durations: Sequence[float], workers: int) -> float:
-        """When the last live step is done, where each takes as long as is said: `complexity` with steps of any length.
+        """The time at which the last live step is done, for steps of any durations on workers as in `complexity`.
 
         Parameters
         ----------
         durations : sequence of float
-            Of `live_steps`, in any unit.
+            The duration of each of `live_steps`, in any unit.
         workers : int
-            How many run at once.
+            The number of workers.
 
         Raises
         ------
         ValueError
-            Where there is no worker, or not one duration for each live step, or one is negative or no number.
+            If there is no worker, the number of durations is not that of live steps, or one is negative or NaN.
 
         Examples
         --------
@@ -186,97 +207,83 @@ class Schedule:
         wrong = next((duration for duration in durations if not duration >= 0), None)
         if wrong is not None:
             raise ValueError(f"durations has {wrong}; expected numbers that are not negative")
-        return self._run(steps, durations, workers)[0]
+        return self._simulate(steps, durations, workers)[0]
 
-    def _run(
+    def _simulate(
         self, steps: Sequence[Step], durations: Sequence[float], workers: int, sizes: Mapping[int, int] | None = None
     ) -> tuple[float, int]:
-        """When the last step is done, and what the fullest worker held, as `complexity` says."""
-        # No more have anything to do.
+        """The time at which the last step is done, and the most that one worker holds, as `complexity` says."""
+        # Further workers would have nothing to do.
         free = set(range(min(_natural("workers", workers, 1), max(self.n, len(steps), 1))))
-        stores = _Stores(steps, self.n, len(free), sizes)
-        made = {step.out for step in steps}
-        users: dict[int, list[int]] = {}
+        memory = _WorkerMemory(steps, self.n, len(free), sizes)
+        results = {step.out for step in steps}
+        users: dict[int, list[int]] = defaultdict(list)
         missing = []
         for number, step in enumerate(steps):
-            waits_for = [factor for factor in (step.left, step.right) if factor in made]
-            missing.append(len(waits_for))
-            for factor in waits_for:
-                users.setdefault(factor, []).append(number)
+            factors = [factor for factor in (step.left, step.right) if factor in results]
+            missing.append(len(factors))
+            for factor in factors:
+                users[factor].append(number)
         ready = [number for number, count in enumerate(missing) if count == 0]
         running: list[tuple[float, int, int]] = []
         time = 0.0
         while ready or running:
             while ready and free:
                 number = heapq.heappop(ready)
-                worker = stores.start(steps[number], free)
+                worker = memory.start(steps[number], free)
                 free.remove(worker)
                 heapq.heappush(running, (time + durations[number], number, worker))
-            stores.note()
             time = running[0][0]
             while running and running[0][0] == time:
                 _, number, worker = heapq.heappop(running)
-                stores.finish(steps[number])
+                memory.finish(steps[number])
                 free.add(worker)
-                for user in users.get(steps[number].out, ()):
+                for user in users[steps[number].out]:
                     missing[user] -= 1
                     if missing[user] == 0:
                         heapq.heappush(ready, user)
-        return time, stores.most
+        return time, memory.most
 
 
-class _Stores:
-    """Which worker holds which matrix while a schedule runs, and how much the fullest one held.
-
-    Attributes
-    ----------
-    most : int
-        What that was.
-    """
+class _WorkerMemory:
+    """Which worker holds which matrix while a schedule runs; `most` is the most that one of them has held at once."""
 
     def __init__(self, steps: Sequence[Step], n: int, workers: int, sizes: Mapping[int, int] | None) -> None:
         self.most = 0
         self._sizes = sizes and {value: _natural(f"sizes[{value}]", size, 0) for value, size in sizes.items()}
         self._uses = Counter(factor for step in steps for factor in (step.left, step.right))
-        self._places: dict[int, int] = {}
-        self._held = [0] * workers
-        self._changed: set[int] = set()
+        self._worker_of: dict[int, int] = {}
+        self._totals = [0] * workers
         chain = [value for value in range(1, n + 1) if value in self._uses]
         total, before = sum(map(self._size, chain)), 0
         for value in chain:
             size = self._size(value)
-            # In the share of all matrices in which its middle lies.
-            self._keep(value, min((2 * before + size) * workers // max(2 * total, 1), workers - 1))
+            # A matrix lies in the worker's share that contains the matrix' middle.
+            self._store(value, min((2 * before + size) * workers // max(2 * total, 1), workers - 1))
             before += size
-        self.note()
 
     def start(self, step: Step, free: Collection[int]) -> int:
-        """Choose the worker that is to do a step, and make room for the product there."""
-        factors = [factor for factor in (step.left, step.right) if self._places.get(factor, -1) in free]
+        """Choose a free worker for a step, and store the step's product there."""
+        factors = [factor for factor in (step.left, step.right) if self._worker_of.get(factor, -1) in free]
         if factors:
-            worker = self._places[max(factors, key=self._size)]
+            worker = self._worker_of[max(factors, key=self._size)]
         else:
-            worker = min(free, key=lambda worker: (self._held[worker], worker))
+            worker = min(free, key=lambda worker: (self._totals[worker], worker))
         if step.kind == "mm":
-            self._keep(step.out, worker)
+            self._store(step.out, worker)
         return worker
 
     def finish(self, step: Step) -> None:
-        """Give up what nothing else needs."""
+        """Remove the step's factors that no later step uses."""
         for factor in (step.left, step.right):
             self._uses[factor] -= 1
-            if self._uses[factor] == 0 and factor in self._places:
-                self._held[self._places.pop(factor)] -= self._size(factor)
+            if self._uses[factor] == 0 and factor in self._worker_of:
+                self._totals[self._worker_of.pop(factor)] -= self._size(factor)
 
-    def note(self) -> None:
-        """Look at how much is held now."""
-        self.most = max([self.most, *(self._held[worker] for worker in self._changed)])
-        self._changed.clear()
-
-    def _keep(self, value: int, worker: int) -> None:
-        self._places[value] = worker
-        self._held[worker] += self._size(value)
-        self._changed.add(worker)
+    def _store(self, value: int, worker: int) -> None:
+        self._worker_of[value] = worker
+        self._totals[worker] += self._size(value)
+        self.most = max(self.most, self._totals[worker])
 
     def _size(self, value: int) -> int:
         if self._sizes is None:
@@ -289,7 +296,7 @@ class _Stores:
 
 
 def _natural(name: str, value: int, least: int) -> int:
-    """`value` as an int; ValueError where it is none of at least `least`."""
+    """`value` as an int; ValueError if it is no integer of at least `least`."""
     try:
         number = index(value)
     except TypeError:
@@ -299,26 +306,23 @@ def _natural(name: str, value: int, least: int) -> int:
     return number
 
 
-class _Recorder:
-    """Runs an algorithm on names of values, and writes down what it does.
-
-    ``a[i]`` holds the name of the value that an algorithm keeps at place ``i``.
-    """
+class _Builder:
+    """Records the steps of an algorithm; ``a[i]`` is the number of the value at place ``i`` of the scan's array."""
 
     def __init__(self, n: int) -> None:
         self.n = n = _natural("n", n, 0)
         self.a = list(range(n + 1))
         self.vectors = {0}
         self.steps: list[Step] = []
-        self.following = n + 1
+        self.next_value = n + 1
 
     def multiply(self, left: int, right: int, level: int, phase: Phase) -> int:
-        """The value ``left · right``."""
+        """Record the product ``left · right``, and return its number."""
         if IDENTITY in (left, right):
             moved = right if left == IDENTITY else left
             self.steps.append(Step(moved, IDENTITY, moved, "move", level, phase))
             return moved
-        out, self.following = self.following, self.following + 1
+        out, self.next_value = self.next_value, self.next_value + 1
         kind: Kind = "mm"
         if right in self.vectors:
             self.vectors.add(out)
@@ -327,8 +331,8 @@ class _Recorder:
         return out
 
     def finish(self, name: str) -> Schedule:
-        """The schedule, whose result is ``[I, ∇x_n, ..., ∇x_1]`` in `a`, with its dead steps marked."""
-        schedule = Schedule(name, self.n, tuple(self.steps), tuple(self.a[1:]) if self.n else ())
+        """The schedule with its dead steps marked, once `a` is ``[I, ∇x_n, ..., ∇x_1]``."""
+        schedule = Schedule(name, self.n, tuple(self.steps), tuple(self.a[1:]))
         live = {step.out for step in schedule.live_steps()}
         steps = tuple(step if step.kind == "move" else replace(step, live=step.out in live) for step in self.steps)
         return replace(schedule, steps=steps)
@@ -342,32 +346,31 @@ def linear(n: int) -> Schedule:
     >>> len(linear(21).products)
     20
     """
-    record = _Recorder(n)
-    gradient, result = record.a[0], [IDENTITY, record.a[0]][: n + 1]
+    builder = _Builder(n)
+    gradients = [builder.a[0]]
     for i in range(1, n):
-        gradient = record.multiply(record.a[i], gradient, 0, "middle")
-        result.append(gradient)
-    record.a = result
-    return record.finish("linear")
+        gradients.append(builder.multiply(builder.a[i], gradients[-1], 0, "middle"))
+    builder.a = [IDENTITY, *gradients][: n + 1]
+    return builder.finish("linear")
 
 
 def blelloch(n: int, levels: int | None = None) -> Schedule:
     """The modified Blelloch scan: Algorithm 1 of the thesis, section 3.2.
 
-    Its name tells how many levels it has: ``blelloch(21, 99)`` is ``blelloch:4``.
+    The schedule's name tells how many levels it has: ``blelloch(21, 99)`` is ``blelloch:4``.
 
     Parameters
     ----------
     n : int
-        Stages.
+        The number of stages.
     levels : int, optional
-        Levels of the up-sweep; between the sweeps the scan goes linearly over what they leave (section 5.3). All of
-        them where left out or more than there are.
+        The most levels of the up-sweep; by default, all. Between the sweeps, a linear scan goes over the results of
+        the up-sweep (section 5.3).
 
     Notes
     -----
-    Algorithm 1 as printed also reduces into ``a[n]``, which ``a[n] ← I`` then overwrites: those steps are here, marked
-    as dead. In the down-sweep ``a[r] ← a[l] ⋄ a[r]`` reads ``a[r]`` as it was before ``a[l] ← a[r]``.
+    Algorithm 1 as printed also reduces into ``a[n]``, which ``a[n] ← I`` then overwrites: the schedule has those steps,
+    marked as dead. In the down-sweep ``a[r] ← a[l] ⋄ a[r]`` reads ``a[r]`` as it was before ``a[l] ← a[r]``.
 
     Examples
     --------
@@ -377,77 +380,68 @@ def blelloch(n: int, levels: int | None = None) -> Schedule:
     """
     if levels is not None:
         levels = _natural("levels", levels, 0)
-    record = _Recorder(n)
-    a = record.a
+    builder = _Builder(n)
+    a = builder.a
     all_levels = max(0, math.ceil(math.log2(n + 1)) - 1)
     depth = all_levels if levels is None else min(levels, all_levels)
+
+    def places(d: int) -> list[tuple[int, int]]:
+        """The places l and r of Algorithm 1 at level d."""
+        return [(i + 2**d - 1, min(i + 2 ** (d + 1) - 1, n)) for i in range(0, n - 2**d + 1, 2 ** (d + 1))]
+
     for d in range(depth):
-        for i in range(0, n - 2**d + 1, 2 ** (d + 1)):
-            l, r = i + 2**d - 1, min(i + 2 ** (d + 1) - 1, n)  # noqa: E741  (the names of Algorithm 1)
-            a[r] = record.multiply(a[r], a[l], d, "up")
-    _linear_middle(record, 2**depth, depth)
-    for d in range(depth - 1, -1, -1):
-        for i in range(0, n - 2**d + 1, 2 ** (d + 1)):
-            l, r = i + 2**d - 1, min(i + 2 ** (d + 1) - 1, n)  # noqa: E741
-            a[l], a[r] = a[r], record.multiply(a[l], a[r], 2 * depth - d, "down")
-    return record.finish("blelloch" if levels is None else f"blelloch:{depth}")
-
-
-def _linear_middle(record: _Recorder, block: int, level: int) -> None:
-    """Exclusive scan over the last places of blocks, one after the other; ``a[n]`` takes what comes after them all."""
-    a = record.a
-    ends = range(block - 1, record.n, block)
+        for l, r in places(d):  # noqa: E741  (the names of Algorithm 1)
+            a[r] = builder.multiply(a[r], a[l], d, "up")
+    # The linear middle: an exclusive scan over the last places of the blocks that the up-sweep has reduced.
     before = IDENTITY
-    for end in ends:
-        reduced, a[end] = a[end], before
-        before = reduced if before == IDENTITY else record.multiply(reduced, before, level, "middle")
-    if record.n:
-        a[record.n] = before
-    else:
-        a[0] = IDENTITY
+    for end in range(2**depth - 1, n, 2**depth):
+        block, a[end] = a[end], before
+        before = block if before == IDENTITY else builder.multiply(block, before, depth, "middle")
+    a[n] = before
+    for d in range(depth - 1, -1, -1):
+        for l, r in places(d):  # noqa: E741
+            a[l], a[r] = a[r], builder.multiply(a[l], a[r], 2 * depth - d, "down")
+    return builder.finish("blelloch" if levels is None else f"blelloch:{depth}")
 
 
-def balanced(chain: Chain | Subject, workers: int) -> Schedule:
+def balanced(chain: Cuttable, workers: int) -> Schedule:
     """A schedule of short predicted time for `workers` workers, over blocks of the chain of unequal length.
 
-    Each worker but the first reduces a block of stages to one matrix; the gradient goes through the blocks one after
-    the other; then each worker takes it through its block. Where no such split is faster than going linearly, and
-    with one worker, the schedule is linear. Splits are searched stage by stage, each block being added to the split by
-    which the gradient gets there first: the best of these, not of all splits that there are.
+    Each worker except the first reduces a block of stages to one matrix; the gradient goes through these matrices one
+    after the other; then each worker takes the gradient through the stages of its block. The schedule is linear for one
+    worker, and if no split into blocks is faster. The search goes stage by stage, and extends only the split by which
+    the gradient reaches the stage first; so the result may not be the best of all splits.
 
     Parameters
     ----------
     chain : Chain
-        Its patterns give the cost of each product, in flop; or what `count_flop` counts.
+        The chain, whose patterns give the cost of each product in flop.
     workers : int
-        How many run at once.
+        The number of workers.
 
     Raises
     ------
+    TypeError
+        If `chain` is no chain.
     ValueError
-        Where there is no worker.
+        If there is no worker.
     """
-    from ._balance import boundaries
-
     workers = _natural("workers", workers, 1)
-    if not hasattr(chain, "factors"):
+    if not hasattr(chain, "boundaries"):
         raise TypeError(f"chain is a {type(chain).__name__}; make one with jacsparse.chain(module, input_shape)")
     if workers == 1:
-        # There is nothing to weigh, so no pattern is made.
+        # This needs no pattern.
         return blocked(len(chain), [0], "balanced:1")
-    factors = chain.factors
-    return blocked(len(factors), boundaries(factors, workers), f"balanced:{workers}")
+    return blocked(len(chain), chain.boundaries(workers), f"balanced:{workers}")
 
 
 def chunked(n: int, length: int) -> Schedule:
-    """Blocks of `length` matrices, each reduced to one side by side; as `balanced`, but for the boundaries.
-
-    This is how a recurrence goes through chunks of its steps, which all cost the same.
+    """The schedule of `balanced` with blocks of `length` matrices, for recurrences, whose steps all cost the same.
 
     Raises
     ------
     ValueError
-        Where a block would be empty.
+        If a block would be empty.
 
     Examples
     --------
@@ -459,52 +453,52 @@ def chunked(n: int, length: int) -> Schedule:
 
 
 def blocked(n: int, boundaries: Sequence[int], name: str) -> Schedule:
-    """Blocks of the places of `a` that begin at `boundaries` (at 0 the one with the gradient), reduced side by side."""
+    """The schedule of `balanced` with blocks that begin at the places `boundaries` of `a`; the first of them is 0."""
     if len(boundaries) < 2:
         return replace(linear(n), name=name)
-    record = _Recorder(n)
-    blocks = list(zip(boundaries, [*boundaries[1:], n], strict=True))
+    builder = _Builder(n)
+    blocks = list(pairwise([*boundaries, n]))
     longest = max(stop - begin for begin, stop in blocks)
     # result[j + 1] = a[j] · result[j]
-    result = [IDENTITY, record.a[0]] + [IDENTITY] * (n - 1)
+    result = [IDENTITY, builder.a[0]] + [IDENTITY] * (n - 1)
     reduced = {}
     for begin, stop in blocks[:-1]:
-        product = record.a[begin]
+        product = builder.a[begin]
         for place in range(begin + 1, stop):
-            product = record.multiply(record.a[place], product, place - begin - 1, "up")
+            product = builder.multiply(builder.a[place], product, place - begin - 1, "up")
             if begin == 0:
                 result[place + 1] = product
         reduced[begin] = product
     for begin, stop in blocks[1:-1]:
-        result[stop] = record.multiply(reduced[begin], result[begin], longest, "middle")
-    for number, (begin, stop) in enumerate(blocks[1:], start=1):
-        last = number == len(blocks) - 1
-        for place in range(begin, stop if last else stop - 1):
-            result[place + 1] = record.multiply(record.a[place], result[place], longest + 1 + place - begin, "down")
-    record.a = result
-    return record.finish(name)
+        result[stop] = builder.multiply(reduced[begin], result[begin], longest, "middle")
+    for begin, stop in blocks[1:]:
+        # The middle has computed result[stop], except for the last block.
+        for place in range(begin, stop if stop == n else stop - 1):
+            result[place + 1] = builder.multiply(builder.a[place], result[place], longest + 1 + place - begin, "down")
+    builder.a = result
+    return builder.finish(name)
 
 
-def resolve(schedule: Schedule | str, n: int, chain: Chain | Subject | None = None) -> Schedule:
+def resolve(schedule: Schedule | str, n: int, chain: Cuttable | None = None) -> Schedule:
     """The schedule that a ``schedule=`` argument means, for a chain of `n` stages.
 
     Parameters
     ----------
     schedule : Schedule or str
         A schedule, or ``linear``, ``blelloch``, ``blelloch:LEVELS``, ``chunked:LENGTH``, ``balanced:WORKERS`` or
-        ``auto``. That is ``linear``: each step already uses a whole device, and one worker does nothing sooner than
-        by the least work.
+        ``auto``. ``auto`` is ``linear``: each step already uses the whole device, so that the schedule of the least
+        work is the fastest.
     n : int
-        Stages.
+        The number of stages.
     chain : Chain, optional
-        What ``balanced`` balances.
+        The chain that ``balanced`` cuts into blocks.
 
     Raises
     ------
     TypeError
-        Where it is neither a schedule nor a name.
+        If `schedule` is neither a schedule nor a name.
     ValueError
-        Where the name is unknown, or the schedule is for another number of stages.
+        If the name is unknown, or the schedule is for another number of stages.
     """
     name, number = parse(schedule)
     if isinstance(schedule, Schedule):
@@ -515,22 +509,21 @@ def resolve(schedule: Schedule | str, n: int, chain: Chain | Subject | None = No
         return linear(n)
     if name == "blelloch":
         return blelloch(n, number)
+    assert number is not None
     if name == "chunked":
-        assert number is not None
         return chunked(n, number)
     if chain is None:
         raise ValueError(f"schedule is {schedule!r}, which balances a chain; pass the chain")
-    assert number is not None
     return balanced(chain, number)
 
 
 def parse(schedule: Schedule | str) -> tuple[str, int | None]:
-    """A ``schedule=`` argument as its name and number, checked before there is a chain.
+    """The name and the number that a ``schedule=`` argument consists of; this check needs no chain.
 
     Raises
     ------
     TypeError, ValueError
-        As `resolve`.
+        If `schedule` is neither a schedule nor one of the names of `resolve`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Networks to work on, their pruning, their data and their training."""
+"""Networks, their pruning, their data and their training."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._bitstream import bitstreams
-    from ._checkpoint import load_checkpoint, load_weights, save_checkpoint
-    from ._data import Dataset, load_data
-    from ._exported import ExportedModel, load_exported
-    from ._irmas import load_irmas
-    from ._lenet import LeNet5
-    from ._progress import Progress, progress_bar
-    from ._pruning import prunable, prune_weights, pruned_fraction
-    from ._recurrent import BitstreamRNN, InstrumentGRU, SequenceClassifier
-    from ._registry import MODELS, build
-    from ._resnet import ResidualUnit, ResNet8, ResNet56, ResNet110
-    from ._settings import TrainSettings, default_settings
-    from ._tones import write_tones
-    from ._train import TrainResult, evaluate, train
-    from ._vgg import VGG11
+    from .bitstream import bitstreams
+    from .checkpoint import built_from, load_checkpoint, load_weights, save_checkpoint
+    from .classifiers import BitstreamRNN, InstrumentGRU, SequenceClassifier
+    from .data import Dataset, load_data
+    from .demo import vgg11_settings
+    from .exported import ExportedModel, load_exported
+    from .irmas import SOUNDS, load_irmas
+    from .lenet import LeNet5
+    from .progress import Progress, progress_bar
+    from .pruning import prunable, prune_weights, pruned_fraction
+    from .registry import MODELS, build
+    from .resnet import ResidualUnit, ResNet8, ResNet56, ResNet110
+    from .settings import TrainSettings, default_settings
+    from .tones import write_tones
+    from .training import TrainResult, evaluate, train
+    from .vgg import VGG11
 
 __all__ = [
     "MODELS",
+    "SOUNDS",
     "VGG11",
     "BitstreamRNN",
     "Dataset",
@@ -40,6 +42,7 @@ __all__ = [
     "TrainSettings",
     "bitstreams",
     "build",
+    "built_from",
     "default_settings",
     "evaluate",
     "load_checkpoint",
@@ -53,48 +56,35 @@ __all__ = [
     "pruned_fraction",
     "save_checkpoint",
     "train",
+    "vgg11_settings",
     "write_tones",
 ]
 
-# Imported when first used: who asks for a model loads neither matplotlib nor scikit-learn.
-_HOMES = {
-    "bitstreams": "_bitstream",
-    "BitstreamRNN": "_recurrent",
-    "InstrumentGRU": "_recurrent",
-    "SequenceClassifier": "_recurrent",
-    "load_checkpoint": "_checkpoint",
-    "load_weights": "_checkpoint",
-    "save_checkpoint": "_checkpoint",
-    "Dataset": "_data",
-    "load_data": "_data",
-    "ExportedModel": "_exported",
-    "load_exported": "_exported",
-    "LeNet5": "_lenet",
-    "load_irmas": "_irmas",
-    "write_tones": "_tones",
-    "Progress": "_progress",
-    "progress_bar": "_progress",
-    "prunable": "_pruning",
-    "prune_weights": "_pruning",
-    "pruned_fraction": "_pruning",
-    "MODELS": "_registry",
-    "build": "_registry",
-    "ResNet8": "_resnet",
-    "ResNet56": "_resnet",
-    "ResNet110": "_resnet",
-    "ResidualUnit": "_resnet",
-    "TrainSettings": "_settings",
-    "default_settings": "_settings",
-    "TrainResult": "_train",
-    "evaluate": "_train",
-    "train": "_train",
-    "VGG11": "_vgg",
+# A name's module is imported when the name is first used, so that building a model loads no data or figures.
+_MODULES = {
+    "bitstream": ("bitstreams",),
+    "checkpoint": ("built_from", "load_checkpoint", "load_weights", "save_checkpoint"),
+    "classifiers": ("BitstreamRNN", "InstrumentGRU", "SequenceClassifier"),
+    "data": ("Dataset", "load_data"),
+    "demo": ("vgg11_settings",),
+    "exported": ("ExportedModel", "load_exported"),
+    "irmas": ("SOUNDS", "load_irmas"),
+    "lenet": ("LeNet5",),
+    "progress": ("Progress", "progress_bar"),
+    "pruning": ("prunable", "prune_weights", "pruned_fraction"),
+    "registry": ("MODELS", "build"),
+    "resnet": ("ResNet8", "ResNet56", "ResNet110", "ResidualUnit"),
+    "settings": ("TrainSettings", "default_settings"),
+    "tones": ("write_tones",),
+    "training": ("TrainResult", "evaluate", "train"),
+    "vgg": ("VGG11",),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,6 +1,6 @@
-"""The demo, a few minutes on two cores: a VGG-11 is trained, pruned, retrained, analysed and checked; a GRU trained.
+"""A demo of a few minutes on two cores: train, prune, retrain, analyse and check a VGG-11, and train a GRU.
 
-Run as ``python -m jacsparse.models.demo --out DIR``; it ends with 1 where a check fails, with 2 where it cannot run.
+``python -m jacsparse.models.demo --out DIR`` runs it; its exit status is 1 where a check fails, 2 where it cannot run.
 """
 
 from __future__ import annotations
@@ -18,26 +18,22 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import nn
 
-    from jacsparse._flop import FlopReport
-
-    from ._data import Dataset
-    from ._settings import TrainSettings
-
-__all__ = ["main", "vgg11_settings"]
+    from .data import Dataset
+    from .settings import TrainSettings
 
 _SCHEDULE = "blelloch:2"
 _PRUNED = 0.97
-#: Test images that the FLOP are counted on.
+#: Test images on which FLOP are counted.
 _OBSERVED = 4
-#: What the demo promises: accuracy, how much of it pruning may cost, and how near the scan's gradient is to autograd's.
+#: VGG-11's checks: the least accuracy, the most that pruning may cost, and the tolerance of the scan's gradient.
 _LEAST_ACCURACY, _MOST_LOST, _TOLERANCE = 0.90, 0.03, 1e-10
-#: And of the GRU: accuracy, of which chance is 9 %, and how near the losses of both trainings are.
+#: The GRU's checks: the least accuracy, where chance has 9 %, and the tolerance of the losses of both trainings.
 _LEAST_HEARD, _LOSSES = 0.35, 1e-3
 
 
 @dataclass(frozen=True)
 class _Check:
-    """A line of the verdict; where nothing is asked, only a figure."""
+    """A line of the verdict; without a requirement in `asked` it is only a figure."""
 
     name: str
     measured: str
@@ -46,15 +42,15 @@ class _Check:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; the result is the exit status."""
+    """Run the demo; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m jacsparse.models.demo", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the checkpoint and the pictures")
     parser.add_argument("--seed", type=int, default=0, help="of the training")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     from rich.console import Console
 
     try:
-        return _run(given.out, given.seed, Console(highlight=False))
+        return _run(options.out, options.seed, Console(highlight=False))
     except (OSError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -72,10 +68,11 @@ def _run(out: Path, seed: int, console: Console) -> int:
 
 
 def _images(settings: TrainSettings, console: Console) -> list[_Check]:
-    """Train, prune and retrain; count; compare gradients."""
-    from ._data import load_data
-    from ._progress import progress_bar
-    from ._train import train
+    """Train, prune and retrain a VGG-11, count its FLOP, and compare gradients."""
+    from ..flop import count_flop, totals
+    from .data import load_data
+    from .progress import progress_bar
+    from .training import train
 
     data = load_data(settings.data)
     console.print(
@@ -85,11 +82,12 @@ def _images(settings: TrainSettings, console: Console) -> list[_Check]:
     with progress_bar(console) as progress:
         result = train(settings, data=data, progress=progress)
     console.print(f"counting the FLOP of its convolutional part on {_OBSERVED} test images ...")
-    report = _flop(result.model, data)
+    features, images = result.model.get_submodule("features"), data.test_inputs[:_OBSERVED]
+    report = count_flop(features, images.shape[1:], schedule=_SCHEDULE, structure="observed", inputs=images)
     report.plot(settings.outputs[0].with_name("flop.png"))
     console.print("comparing the scan's gradients with autograd's ...")
     difference = _difference(result.model, data.test_inputs[:2])
-    _show_flop(report, console)
+    console.print(totals(report))
     before, after = result.accuracy["trained"], result.accuracy["retrained"]
     lost, tolerance = f"at most {_MOST_LOST * 100:.0f}", f"at most {_TOLERANCE:.0e}"
     return [
@@ -102,19 +100,18 @@ def _images(settings: TrainSettings, console: Console) -> list[_Check]:
 
 
 def _sounds(settings: TrainSettings, console: Console) -> list[_Check]:
-    """Train a GRU by PyTorch's layer and by ours."""
-    from ._progress import progress_bar
-    from ._train import train
+    """Train a GRU by PyTorch's layer and by jacsparse's."""
+    from .progress import progress_bar
+    from .training import train
 
     data = _sound_data()
     console.print(f"GRU on {data.source}: {settings.epochs} epochs by PyTorch's layer, and again by jacsparse's")
     results = {}
     for backward in ("bp", "scan"):
-        assert settings.out is not None
-        path = Path(settings.out)
-        chosen = replace(settings, backward=backward, out=path.with_stem(f"{path.stem}-{backward}"))
+        out = settings.outputs[0]
+        run = replace(settings, backward=backward, out=out.with_stem(f"{out.stem}-{backward}"))
         with progress_bar(console) as progress:
-            results[backward] = train(chosen, data=data, progress=progress)
+            results[backward] = train(run, data=data, progress=progress)
     both = zip(results["bp"].points, results["scan"].points, strict=True)
     difference = max(abs(one.train_loss - other.train_loss) for one, other in both)
     accuracy = results["scan"].accuracy["trained"]
@@ -132,14 +129,22 @@ def _sounds(settings: TrainSettings, console: Console) -> list[_Check]:
 
 
 def _sound_data() -> Dataset:
-    from ._data import load_data
+    from .data import load_data
 
     return load_data("tones")
 
 
 def vgg11_settings(out: Path | None = None, seed: int = 0) -> TrainSettings:
-    """A recipe that is quick on a small data set, unlike the thesis', which `default_settings` has."""
-    from ._settings import TrainSettings
+    """Settings for VGG-11 that are quick on a small data set, unlike the thesis' of `default_settings`.
+
+    Parameters
+    ----------
+    out : Path, optional
+        The folder of the checkpoint; without one, nothing is written.
+    seed : int
+        Seed of the training.
+    """
+    from .settings import TrainSettings
 
     return TrainSettings(
         task="vgg11",
@@ -159,14 +164,14 @@ def vgg11_settings(out: Path | None = None, seed: int = 0) -> TrainSettings:
 
 
 def _sound_settings(out: Path, seed: int) -> TrainSettings:
-    """Fewer epochs of larger steps than the thesis', for made-up tones."""
-    from ._settings import default_settings
+    """Settings for synthetic tones, with fewer epochs and larger steps than the thesis'."""
+    from .settings import default_settings
 
     return replace(default_settings("irmas"), out=out / "gru.safetensors", epochs=40, lr=3e-3, seed=seed)
 
 
 def _prepare(out: Path) -> None:
-    from jacsparse.patterns._files import check_writable
+    from ..runtime import check_writable
 
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -177,43 +182,27 @@ def _prepare(out: Path) -> None:
     check_writable(out / "flop.png")
 
 
-def _flop(model: nn.Module, data: Dataset) -> FlopReport:
-    from jacsparse._flop import count_flop
-
-    features = model.get_submodule("features")
-    images = data.test_inputs[:_OBSERVED]
-    return count_flop(features, images.shape[1:], schedule=_SCHEDULE, structure="observed", inputs=images)
-
-
 def _difference(model: nn.Module, images: torch.Tensor) -> float:
-    """The largest difference between gradients by scan and by autograd, of the input and each parameter.
+    """The largest difference in float64 between a gradient by scan and by autograd, relative to autograd's."""
+    from ..nn import Scan
 
-    Each is relative to the largest entry of autograd's gradient; float64.
-    """
-    from jacsparse.nn import Scan
-
-    # In place: a pruned module cannot be copied once it has run.
+    # The model changes in place, since a pruned module cannot be copied once it has run.
     model = model.double().eval()
-    expected = _gradients(model, model, images.double())
-    found = _gradients(Scan(model, schedule=_SCHEDULE), model, images.double())
+    by_autograd = _gradients(model, model, images.double())
+    by_scan = _gradients(Scan(model, schedule=_SCHEDULE), model, images.double())
     return max(
         float((a - b).abs().max() / b.abs().max()) if b.any() else float(a.abs().max())
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(by_scan, by_autograd, strict=True)
     )
 
 
 def _gradients(runner: nn.Module, model: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gradients of the squared outputs of `runner` with respect to the images and the model's parameters."""
     import torch
 
     images = images.clone().requires_grad_()
     loss = runner(images).square().sum()
     return torch.autograd.grad(loss, [images, *model.parameters()])
-
-
-def _show_flop(report: FlopReport, console: Console) -> None:
-    from jacsparse._tables import totals
-
-    console.print(totals(report))
 
 
 def _show_verdict(checks: Sequence[_Check], console: Console) -> None:

@@ -1,24 +1,40 @@
-"""What is certainly zero: patterns, and for each family of operators its pattern and its values."""
+"""Sparsity patterns, and a rule for each family of operators: the pattern and the values of its Jacobian."""
 
-from . import (  # noqa: F401  (each registers its rules)
-    _axis,
-    _blocks,
-    _elementwise,
-    _matmul,
-    _movement,
-    _ordering,
-    _reduction,
+from . import (  # noqa: F401  (importing a family registers its rules)
+    axis,
+    blocks,
+    elementwise,
+    matmul,
+    movement,
+    ordering,
+    reduction,
 )
-from ._convolution import Convolution, Sliding
-from ._pattern import Pattern
-from ._pooling import Adaptive, Pooling, Weighted
-from ._recurrent import state_jacobian_pattern, state_jacobian_values
-from ._registered import register_rule
-from ._rules import Call, Rule, UnsupportedOperatorError, add_rule, rule_for
-from ._strided import Strided
-from ._structure import Blocks, Csr, Diagonal, Full, Identity, Structure
+from .convolution import Convolution, Sliding
+from .drawing import picture
+from .layout import WHOLE, Layout, MixedSamplesError
+from .pattern import Pattern
+from .pooling import Adaptive, Pooling
+from .recurrent_state import state_jacobian_pattern, state_jacobian_values
+from .registered import register_rule
+from .rules import (
+    CONSTANT,
+    RULES,
+    Call,
+    Rule,
+    Sources,
+    UnsupportedOperatorError,
+    Use,
+    is_pointwise,
+    rule_for,
+    rule_of,
+)
+from .structure import Blocks, Csr, Diagonal, Full, Identity, Structure
+from .value_kernels import any_nonzero_at, batch_last, gathered
 
 __all__ = [
+    "CONSTANT",
+    "RULES",
+    "WHOLE",
     "Adaptive",
     "Blocks",
     "Call",
@@ -27,17 +43,24 @@ __all__ = [
     "Diagonal",
     "Full",
     "Identity",
+    "Layout",
+    "MixedSamplesError",
     "Pattern",
     "Pooling",
     "Rule",
     "Sliding",
-    "Strided",
+    "Sources",
     "Structure",
     "UnsupportedOperatorError",
-    "Weighted",
-    "add_rule",
+    "Use",
+    "any_nonzero_at",
+    "batch_last",
+    "gathered",
+    "is_pointwise",
+    "picture",
     "register_rule",
     "rule_for",
+    "rule_of",
     "state_jacobian_pattern",
     "state_jacobian_values",
 ]

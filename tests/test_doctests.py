@@ -13,7 +13,8 @@ import torch
 import jacsparse
 
 README = Path(__file__).parent.parent / "README.md"
-PACKAGES = ("jacsparse", "jacsparse.recurrence", "jacsparse.patterns", "jacsparse.spgemm", "jacsparse.models")
+ROOMS = "runtime patterns spgemm tracing stages jacobians scan flop recurrence recurrence.solvers models cli"
+PACKAGES = ("jacsparse", *(f"jacsparse.{room}" for room in ROOMS.split()))
 
 
 def modules() -> list[str]:

@@ -1,21 +1,27 @@
 """Recurrences: cells as fused kernels over runs of steps, linear recurrences, and the schedules that solve both."""
 
-from ._flop import flop_subject
-from ._linear import Dense, Diagonal, Scaled, Sparse, linear_recurrence
-from ._modules import GRU, LSTM, RNN, convert
-from ._sweeps import Report, parse
+from .cells import CELLS, Saved, Weights
+from .layers import GRU, LSTM, RNN, convert
+from .linear import linear_recurrence
+from .matrices import Dense, Diagonal, Scaled, Sparse
+from .reports import Report
+from .sequences import Sequences
+from .solvers import parse
 
 __all__ = [
+    "CELLS",
     "GRU",
     "LSTM",
     "RNN",
     "Dense",
     "Diagonal",
     "Report",
+    "Saved",
     "Scaled",
+    "Sequences",
     "Sparse",
+    "Weights",
     "convert",
-    "flop_subject",
     "linear_recurrence",
     "parse",
 ]

@@ -1,9 +1,10 @@
-// Values of Jacobians, each kernel one pass over memory.
+// Values of Jacobians: each kernel makes one pass over memory.
 //
-// Values have the batch innermost, (entries, batch); what PyTorch keeps has it outermost. Floor of each: bytes read and
-// written once over the copy bandwidth. take: 4 or 8 bytes of index, one element read, one written for each entry;
-// repeat_rows: two elements for each entry (rows' starts are few); positive: two elements for each entry and sample;
-// selected: 8 bytes of winner once, 2 indices for each entry, one element written for each entry and sample.
+// Values have the batch innermost, (entries, batch); PyTorch's tensors have it outermost. No kernel can be faster than
+// the copy bandwidth allows for the bytes that it reads and writes. take: 4 or 8 bytes of index, one element read and
+// one written for each entry; repeat_rows: two elements for each entry (rows' starts are few); positive: two elements
+// for each entry and sample; selected: 8 bytes of winner once, 2 indices for each entry, one element written for each
+// entry and sample.
 
 // out[i] = source[place[i]]
 template <typename T, typename I>
@@ -12,7 +13,7 @@ __global__ void take(const T* __restrict__ source, const I* __restrict__ place, 
   if (i < count) out[i] = source[place[i]];
 }
 
-// Row r of the output is what the source holds from start[r] on. A row of threads, blockDim.x of them, takes a row.
+// Row r of the output is a run of the source that begins at start[r]. The threads of one threadIdx.y copy it.
 template <typename T, typename I>
 __global__ void repeat_rows(const T* __restrict__ source, const long long* __restrict__ start,
                             const I* __restrict__ indptr, long long rows, T* __restrict__ out) {
@@ -23,8 +24,8 @@ __global__ void repeat_rows(const T* __restrict__ source, const long long* __res
   }
 }
 
-// One where an element is not <= 0 (PyTorch lets the gradient of a NaN pass), transposed by tiles of 32 x 32: those of
-// 32 samples first.
+// One where an element is not <= 0 (PyTorch lets the gradient of a NaN pass), transposed in tiles of 32 x 32; the tiles
+// of the first 32 samples come first.
 template <typename T>
 __global__ void positive(const T* __restrict__ source, long long batch, long long elements, T* __restrict__ out) {
   SHARED(T, tile, 32 * 33);
@@ -42,7 +43,7 @@ __global__ void positive(const T* __restrict__ source, long long batch, long lon
   }
 }
 
-// One for each entry whose position is its window's winner; winners are (windows, batch).
+// One for each entry whose position wins its window; winners are (windows, batch).
 template <typename T, typename I>
 __global__ void selected(const long long* __restrict__ winner, const I* __restrict__ window, const I* __restrict__ position,
                          long long entries, long long batch, T* __restrict__ out) {

@@ -6,24 +6,24 @@
 // Floors, for each sample, with n multiply-adds and values of w bytes: C written once and the factors read once; and
 //   scale    one factor's values read, C written, 4 or 8 bytes of index for each entry where columns are scaled;
 //   merge    2 indices for each multiply-add, read once for all samples that are side by side in a warp;
-//   rows     1 slot (2 or 4 bytes) for each multiply-add, or log2(row of C) reads of its columns where it is searched;
+//   rows     1 slot (2 or 4 bytes) for each multiply-add, or log2(row of C) reads of its columns for a search;
 //   select   one index and log2(row of A) reads for each entry of C;
 //   entries  one index and log2(row of G) reads for each multiply-add;
 //   matvec   one index and one value for each entry.
 
-// At which sample's value a thread looks.
+// The place of a sample's value.
 __device__ __forceinline__ long long of_sample(long long entry, long long batch, long long sample) {
   return entry * batch + (batch > 1 ? sample : 0);
 }
 
-// The place of a column among a row's, or -1; columns are sorted.
+// The place of a column among the sorted columns of a row, or -1.
 template <typename I>
 __device__ __forceinline__ long long find(const I* __restrict__ columns, long long first, long long last, I wanted) {
   while (first < last) {
     long long middle = (first + last) >> 1;
-    I found = columns[middle];
-    if (found == wanted) return middle;
-    if (found < wanted)
+    I column = columns[middle];
+    if (column == wanted) return middle;
+    if (column < wanted)
       first = middle + 1;
     else
       last = middle;
@@ -31,14 +31,14 @@ __device__ __forceinline__ long long find(const I* __restrict__ columns, long lo
   return -1;
 }
 
-// The sum over a warp, by halves: the same order always. All lanes get it.
+// The sum over a warp, by halves and so always in the same order. All lanes get it.
 template <typename T>
 __device__ __forceinline__ T warp_sum(T value) {
   for (int flip = 16; flip > 0; flip >>= 1) value += __shfl_xor_sync(0xffffffffu, value, flip);
   return value;
 }
 
-// C = diag(d) B: a row of threads takes a row.
+// C = diag(d) B: a row of threads for each row.
 template <typename T, typename I>
 __global__ void scale_rows(const I* __restrict__ indptr, const T* __restrict__ d, long long d_batch,
                            const T* __restrict__ values, long long values_batch, long long rows, long long batch,
@@ -53,7 +53,7 @@ __global__ void scale_rows(const I* __restrict__ indptr, const T* __restrict__ d
   }
 }
 
-// C = A diag(d): a thread an entry and sample.
+// C = A diag(d): a thread for each entry and sample.
 template <typename T, typename I>
 __global__ void scale_columns(const I* __restrict__ indices, const T* __restrict__ d, long long d_batch,
                               const T* __restrict__ values, long long values_batch, long long nnz, long long batch,
@@ -65,7 +65,7 @@ __global__ void scale_columns(const I* __restrict__ indices, const T* __restrict
   }
 }
 
-// A list of pairs for each entry of C: a thread an entry and sample, samples side by side.
+// A list of pairs for each entry of C: a thread for each entry and sample, samples side by side.
 template <typename T, typename I>
 __global__ void merge(const long long* __restrict__ starts, const I* __restrict__ left, const I* __restrict__ right,
                       const T* __restrict__ a, long long a_batch, const T* __restrict__ b, long long b_batch,
@@ -80,7 +80,7 @@ __global__ void merge(const long long* __restrict__ starts, const I* __restrict_
   }
 }
 
-// The same for long lists and few samples: a warp an entry and sample, its lanes side by side along the list.
+// The same for long lists and few samples: a warp for each entry and sample, its lanes side by side along the list.
 template <typename T, typename I>
 __global__ void merge_long(const long long* __restrict__ starts, const I* __restrict__ left, const I* __restrict__ right,
                            const T* __restrict__ a, long long a_batch, const T* __restrict__ b, long long b_batch,
@@ -96,7 +96,7 @@ __global__ void merge_long(const long long* __restrict__ starts, const I* __rest
   }
 }
 
-// Where a multiply-add's column stands in its row of C: read, as `slots` has written it down.
+// The place of a multiply-add's column in its row of C, read from the slots of the plan.
 template <typename I, typename S>
 struct Written {
   const S* slots;
@@ -104,7 +104,7 @@ struct Written {
     return slots[t];
   }
 };
-// Or searched among the row's columns.
+// The same place, searched among the row's columns.
 template <typename I>
 struct Searched {
   const I* columns;
@@ -114,8 +114,8 @@ struct Searched {
   }
 };
 
-// A row of C and a sample for each warp. The row's sums are in shared memory, `capacity` of them at a time; a row of B
-// goes through the lanes, in which no two have one column. Lanes read 32 entries of A ahead, and hand them round.
+// A warp for each row of C and sample. The row's sums are in shared memory, `capacity` of them at a time. The lanes
+// take the entries of a row of B, which are all in different columns. They read 32 entries of A ahead and share them.
 template <typename T, typename I, typename Place>
 __device__ __forceinline__ void add_rows(const int* __restrict__ rows, long long count, const long long* __restrict__ work,
                                          const I* __restrict__ a_indptr, const I* __restrict__ a_indices,
@@ -180,8 +180,8 @@ __global__ void rowwise(const int* __restrict__ rows, long long count, const lon
            b_batch, batch, capacity, c);
 }
 
-// The same for many samples: a thread a row and sample, samples side by side, and C's own memory for the sums. Blocks
-// take all rows with 32 samples, then with the next 32.
+// The same for many samples: a thread for each row and sample, samples side by side, with the sums in C's memory.
+// Blocks take all rows with 32 samples, then with the next 32.
 template <typename T, typename I, typename Place>
 __device__ __forceinline__ void add_lanes(long long rows, const long long* __restrict__ work,
                                           const I* __restrict__ a_indptr, const I* __restrict__ a_indices,
@@ -222,8 +222,8 @@ __global__ void rowwise_lanes(long long rows, const long long* __restrict__ work
             b_batch, batch, c);
 }
 
-// The left factor selects: row i of C adds up the rows of B whose windows i wins. A block a row; the rows of B go
-// through it one after the other.
+// The left factor selects: row i of C is the sum of the rows of B whose windows i wins. A block for each row takes the
+// rows of B one after the other.
 template <typename T, typename I, typename S>
 __global__ void select_left(const long long* __restrict__ work, const I* __restrict__ a_indptr,
                             const I* __restrict__ a_indices, const I* __restrict__ b_indptr,
@@ -256,7 +256,7 @@ __global__ void select_right(const I* __restrict__ a_indptr, const I* __restrict
     I window = c_indices[entry];
     int k = winner[window * batch + sample];
     T value = T(0);
-    // What is no row of its window selects nothing.
+    // A winner that is no row of its window selects nothing.
     if (k >= 0 && k < inner && find(b_indices, b_indptr[k], b_indptr[k + 1], window) >= 0) {
       long long at = find(a_indices, first, last, static_cast<I>(k));
       if (at >= 0) value = a[of_sample(at, a_batch, sample)];
@@ -265,8 +265,8 @@ __global__ void select_right(const I* __restrict__ a_indptr, const I* __restrict
   }
 }
 
-// G B^T at A's entries, what a product's gradient with respect to A is: an entry (i, k) sums over row k of B, whose
-// columns are all in row i of G. A block takes a row of A. Columns are sorted: each is searched behind the one before.
+// G B^T at A's entries, the gradient of a product with respect to A: an entry (i, k) sums over row k of B, whose
+// columns are all in row i of G. A block takes a row of A. Columns are sorted: each search begins behind the last.
 template <typename T, typename I>
 __global__ void at_entries(const I* __restrict__ a_indptr, const I* __restrict__ a_indices,
                            const I* __restrict__ b_indptr, const I* __restrict__ b_indices,
@@ -285,8 +285,8 @@ __global__ void at_entries(const I* __restrict__ a_indptr, const I* __restrict__
   }
 }
 
-// A sparse, B full with `columns` of them: C has all rows, or those in which A has entries. A thread an entry and
-// sample.
+// A is sparse, B full with `columns` columns; C has all rows, or those in which A has entries. A thread for each entry
+// and sample.
 template <typename T, typename I>
 __global__ void sparse_full(long long rows, const I* __restrict__ indptr, const I* __restrict__ indices,
                             long long columns, const long long* __restrict__ c_indptr, const T* __restrict__ a,
@@ -305,7 +305,7 @@ __global__ void sparse_full(long long rows, const I* __restrict__ indptr, const 
   }
 }
 
-// A full with `inner` columns, B sparse, read by its columns that hold anything: their entries' rows and places.
+// A is full with `inner` columns, B sparse, by the rows and places of the entries of those columns that C has.
 template <typename T, typename I>
 __global__ void full_sparse(long long rows, long long inner, const I* __restrict__ starts, const I* __restrict__ row_of,
                             const I* __restrict__ place, long long columns, const T* __restrict__ a, long long a_batch,
@@ -320,7 +320,7 @@ __global__ void full_sparse(long long rows, long long inner, const I* __restrict
   }
 }
 
-// y = A x: a warp a row and sample.
+// y = A x: a warp for each row and sample.
 template <typename T, typename I>
 __global__ void matvec(const I* __restrict__ indptr, const I* __restrict__ indices, const T* __restrict__ values,
                        long long values_batch, const T* __restrict__ x, long long x_batch, long long rows,
@@ -336,7 +336,7 @@ __global__ void matvec(const I* __restrict__ indptr, const I* __restrict__ indic
   }
 }
 
-// For many samples: a thread a row and sample, samples side by side.
+// The same for many samples: a thread for each row and sample, samples side by side.
 template <typename T, typename I>
 __global__ void matvec_lanes(const I* __restrict__ indptr, const I* __restrict__ indices, const T* __restrict__ values,
                              long long values_batch, const T* __restrict__ x, long long x_batch, long long rows,

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from jacsparse.patterns import _cuda as kernels
 from torch import nn
 
 import jacsparse
@@ -30,6 +29,7 @@ from benchmarks.jacobian_generation import JacobianGeneration
 from benchmarks.parallel_forward import ParallelForward
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.spgemm import Spgemm
+from jacsparse.runtime import intercept
 from tests.benchmarks.made_up import Device, device
 from tests.benchmarks.test_experiments import small_network
 from tests.cuda.fibers import COMPILER
@@ -301,30 +301,30 @@ def test_targets_of_products_are_those_of_the_fastest_method(context: Context, m
 
 
 def test_a_layer_whose_gradients_are_wrong_is_not_timed(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = RecurrentWorkload._made
+    classifier = RecurrentWorkload._classifier
 
     def wrong(self: RecurrentWorkload, layer: Layer, place: str) -> Any:
-        model, x, labels = made(self, layer, place)
+        model, x, labels = classifier(self, layer, place)
         if layer == OURS:
             with torch.no_grad():
                 model.rnn.weight_hh_l0 *= 2
         return model, x, labels
 
-    monkeypatch.setattr(RecurrentWorkload, "_made", wrong)
+    monkeypatch.setattr(RecurrentWorkload, "_classifier", wrong)
     found = RecurrentWorkload("RNN", 5, 2, 1).times(context, ["backward"])
     assert "gradients of rnn.weight_ih_l0 differ" in found.timings[OURS, "backward", "eager"].problem
     assert not found.timings[PEER, "backward", GRAPH].problem
 
 
 def test_without_pytorchs_layer_ours_is_not_compared(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = RecurrentWorkload._made
+    classifier = RecurrentWorkload._classifier
 
     def missing(self: RecurrentWorkload, layer: Layer, place: str) -> Any:
         if layer == PEER:
             raise RuntimeError("cuDNN error")
-        return made(self, layer, place)
+        return classifier(self, layer, place)
 
-    monkeypatch.setattr(RecurrentWorkload, "_made", missing)
+    monkeypatch.setattr(RecurrentWorkload, "_classifier", missing)
     found = RecurrentWorkload("RNN", 5, 2, 1).times(context, ["step"])
     assert found.timings[PEER, "step", "eager"].problem == "RuntimeError: cuDNN error"
     assert "nothing to compare with" in found.timings[OURS, "step", "eager"].problem
@@ -356,12 +356,10 @@ def test_kernels_of_a_device_are_run_again_and_left_out() -> None:
         made[0].fill_(7)
         runs[0]()
         assert torch.equal(made[0], expected)
-        backend = kernels._backend
-        launches: list[Any] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backend, "launch", launches.append, raising=False)
-            jacobian_generation._without_kernels(record.transposed_jacobian)()
-        assert not launches and kernels._backend is backend
+        runs.clear()
+        before = intercept(runs.append)
+        jacobian_generation._without_kernels(record.transposed_jacobian)()
+        assert not runs and intercept(before) == runs.append
 
 
 def test_a_column_may_differ_by_rounding_on_a_device(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,12 +163,12 @@ def test_structure_reuse_of_mkl_sees_new_values() -> None:
     except ImportError as error:
         pytest.skip(str(error))
     a = scipy.sparse.csr_array(np.array([[1.0, 2.0], [0.0, 3.0]], dtype=np.float32))
-    product = _mkl.Reuse(a, a.copy(), 1)
+    product = _mkl.MklProduct(a, a.copy(), 1)
     a.data[:] = 10
     product.multiply()
     assert product.to_scipy().toarray().tolist() == [[10.0, 50.0], [0.0, 30.0]]
     with pytest.raises(TypeError, match="float32"):
-        _mkl.Reuse(a.astype(np.float64), a, 1)
+        _mkl.MklProduct(a.astype(np.float64), a, 1)
 
 
 def test_mkl_without_the_wheel_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jacsparse.patterns import _cuda
-from jacsparse.patterns._cuda import Launch
 
+from jacsparse.runtime import Launch, backend
 from tests.cuda.fibers import KernelError, call, compiled
 
 #: Whether the tests are to run on a GPU, and where they put what kernels work on.
@@ -66,9 +65,5 @@ def emulated(record: Path | None = None) -> Iterator[None]:
     if ON_GPU:
         yield
         return
-    before, _cuda._backend = _cuda._backend, Fibers(record)
-    uploads, _cuda._uploads = _cuda._uploads, {}
-    try:
+    with backend(Fibers(record)):
         yield
-    finally:
-        _cuda._backend, _cuda._uploads = before, uploads

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from jacsparse.patterns import _values_cuda  # noqa: F401  (registers its file)
-from jacsparse.patterns._cuda import FILES
-from jacsparse.spgemm import _cuda  # noqa: F401
 
 from benchmarks import _nvrtc
-from jacsparse.recurrence import _cuda as _  # noqa: F401
+from jacsparse import patterns, recurrence, spgemm  # noqa: F401  (importing them lists their kernels)
+from jacsparse.runtime import KERNEL_FILES
 
 try:
     _nvrtc.library()
@@ -20,23 +18,23 @@ ARCHITECTURES = ("sm_90", *(pytest.param(name, marks=pytest.mark.full) for name 
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", sorted(FILES))
+@pytest.mark.parametrize("name", sorted(KERNEL_FILES))
 def test_compiles_without_spills(name: str, architecture: str) -> None:
-    found = _nvrtc.compile_file(FILES[name], architecture)
-    assert set(found) == set(FILES[name].instances)
+    found = _nvrtc.compile_file(KERNEL_FILES[name], architecture)
+    assert set(found) == set(KERNEL_FILES[name].instances)
     for instance, resources in found.items():
         assert resources.spilled == 0, instance
         assert 0 < resources.registers <= 255 and resources.shared <= 48 * 1024, instance
 
 
 def test_all_kernels_of_a_file_have_instances() -> None:
-    for file in FILES.values():
+    for file in KERNEL_FILES.values():
         assert {instance.partition("<")[0] for instance in file.instances} == set(file._templates), file.path.name
 
 
 def test_what_does_not_compile_says_why() -> None:
     file = _nvrtc.KernelFile.__new__(_nvrtc.KernelFile)
-    object.__setattr__(file, "path", FILES["values.cu"].path)
+    object.__setattr__(file, "path", KERNEL_FILES["values.cu"].path)
     object.__setattr__(file, "instances", ("nothing<float>",))
     with pytest.raises(RuntimeError, match="nothing"):
         _nvrtc.compile_file(file, "sm_90")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from jacsparse.patterns._cuda import FILES
 
-from jacsparse.recurrence import _cuda as _  # noqa: F401  (registers its file)
+from jacsparse import patterns, recurrence, spgemm  # noqa: F401  (importing them lists their kernels)
+from jacsparse.runtime import KERNEL_FILES
 from tests.cuda.sets import SETS
 
 TOOL = shutil.which("compute-sanitizer")
@@ -24,7 +24,9 @@ pytestmark = [
 #: A kernel that is told of more elements than there are.
 OVERRUN = """
 import torch
-from jacsparse.patterns._values_cuda import _FILE
+import jacsparse.patterns
+from jacsparse.runtime import KERNEL_FILES
+_FILE = KERNEL_FILES["values.cu"]
 x, place = torch.zeros(3, device="cuda"), torch.zeros(3, dtype=torch.int32, device="cuda")
 _FILE.launch("take<float, int>", [4], [256], x, place, 1000, x, device=x.device)
 torch.cuda.synchronize()
@@ -33,7 +35,7 @@ torch.cuda.synchronize()
 
 def checked(tool: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run Python under a tool that looks at our kernels; 66 where it finds something."""
-    kernels = sorted({instance.partition("<")[0] for file in FILES.values() for instance in file.instances})
+    kernels = sorted({instance.partition("<")[0] for file in KERNEL_FILES.values() for instance in file.instances})
     command = [str(TOOL), "--tool", tool, "--error-exitcode", "66"]
     # PyTorch asks for functions that a driver need not have.
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from jacsparse.patterns import Full, Pattern, _cuda
+from jacsparse.patterns import Full, Pattern
 from jacsparse.spgemm import matvec, plan_product
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import jacsparse
+from jacsparse.runtime import device_memory
 from tests.cuda.harness import DEVICE, ON_GPU, emulated
 from tests.cuda.test_linear_recurrence import FORMS, matrices
 from tests.cuda.test_products import values_of
@@ -300,7 +301,7 @@ def unattended(sizes: torch.Tensor | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("numpy", "tolist", "cpu"):
             patch.setattr(torch.Tensor, name, refusing(getattr(torch.Tensor, name)))
-        patch.setattr(_cuda, "_uploads", _Kept(_cuda._uploads))
+        patch.setattr(device_memory, "_uploads", _Kept(device_memory._uploads))
         with _Waits():
             yield
 

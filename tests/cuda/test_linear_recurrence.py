@@ -11,7 +11,8 @@ import torch
 from jacsparse.patterns import Full, Pattern
 
 import jacsparse
-from jacsparse.recurrence import Dense, Diagonal, Scaled, Sparse, _cuda
+from jacsparse.recurrence import Dense, Diagonal, Scaled, Sparse
+from jacsparse.recurrence import recurrences_cuda as _cuda
 from tests.cuda.harness import DEVICE, emulated
 from tests.helpers import random_pattern, reflections, uniform
 

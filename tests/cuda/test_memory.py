@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jacsparse.patterns import Full, Pattern, _cuda
+from jacsparse.patterns import Full, Pattern
 from jacsparse.spgemm import matvec, plan_product
 from torch import nn
 
 import jacsparse
+from jacsparse.runtime import allocated
 from tests.cuda.harness import emulated
 from tests.cuda.test_products import values_of
 from tests.helpers import random_pattern
@@ -51,7 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_message(shape: tuple[int, ...], batch: int, dtype: torch.dtype, message: str, small: None) -> None:
     with pytest.raises(torch.OutOfMemoryError) as found:
-        _cuda.allocated("it", shape, dtype, torch.device("cpu"), batch)
+        allocated("it", shape, dtype, torch.device("cpu"), batch)
     assert str(found.value).startswith(message)
     assert "Tried to allocate 2.00 GiB" in str(found.value.__cause__)
 

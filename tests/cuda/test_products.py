@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 from jacsparse.patterns import Diagonal, Full, Pattern
-from jacsparse.patterns import _cuda as patterns_cuda
-from jacsparse.patterns._cuda import Launch
-from jacsparse.spgemm import matvec, plan_product
-from jacsparse.spgemm._plan import planned
+from jacsparse.spgemm import matvec, plan_product, planned
 from torch import nn
 
 import jacsparse
+from jacsparse.runtime import Launch, backend
 from tests.cuda.harness import DEVICE, emulated
 from tests.helpers import random_pattern
 
@@ -168,23 +166,23 @@ def test_more_rows_than_a_grid_has_in_y() -> None:
     check(Pattern.of(Full(rows, 1)), Pattern((1, 1), np.array([0, 1]), np.array([0])), "dense", (1, 1), torch.float32)
 
 
-def test_more_samples_than_a_grid_has_in_y(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_samples_than_a_grid_has_in_y() -> None:
     """Which take too long here: what is launched is looked at alone."""
     launches: list[Launch] = []
     device = types.SimpleNamespace(on_device=lambda _: True, launch=launches.append)
-    monkeypatch.setattr(patterns_cuda, "_backend", device)
     a, batch = random_pattern(3, 3, 1.0, 1), 2**21
-    for method in ("slots", "rowwise"):
-        plan_product(a, a, method=method).multiply(torch.zeros(9, 1), torch.zeros(9, batch))
-    matvec(a, torch.zeros(9, 1), torch.zeros(3, batch))
-    jacsparse.jacobian(nn.ReLU(), torch.zeros(batch, 2))
+    with backend(device):
+        for method in ("slots", "rowwise"):
+            plan_product(a, a, method=method).multiply(torch.zeros(9, 1), torch.zeros(9, batch))
+        matvec(a, torch.zeros(9, 1), torch.zeros(3, batch))
+        jacsparse.jacobian(nn.ReLU(), torch.zeros(batch, 2))
     assert [launch.grid for launch in launches] == [(2**16, 1, 1)] * 2 + [(3 * 2**13, 1, 1), (2**16, 1, 1)]
 
 
 def test_wide_indices() -> None:
     """64-bit ones: the other instances of every template."""
     a, b = random_pattern(5, 6, 0.5, 1), random_pattern(6, 7, 0.5, 2)
-    from jacsparse.spgemm import _cuda
+    from jacsparse.spgemm import products_cuda as _cuda
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_cuda, "_index", lambda *_: torch.int64)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import jacsparse
-from jacsparse.recurrence._function import _outer
+from jacsparse.recurrence.layer_autograd import _outer
 from tests.cuda.harness import DEVICE, emulated
 
 KINDS: dict[str, tuple[Any, Any, dict[str, str]]] = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jacsparse.patterns._cuda import FILES
 
+from jacsparse.runtime import KERNEL_FILES
 from tests.cuda.fibers import ORDERS, sanitized
 from tests.cuda.harness import emulated
 from tests.cuda.replay import replay
@@ -53,4 +53,4 @@ def test_the_order_changes_no_bit(name: str, recorded: Callable[[str], Path], mo
 def test_every_kernel_is_launched(recorded: Callable[[str], Path]) -> None:
     paths = [path for name in SETS for path in recorded(name).glob("*.npz")]
     seen = {str(np.load(path)["instance"]).partition("<")[0] for path in paths}
-    assert seen == {instance.partition("<")[0] for file in FILES.values() for instance in file.instances}
+    assert seen == {instance.partition("<")[0] for file in KERNEL_FILES.values() for instance in file.instances}

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from jacsparse.models import Dataset, _cifar, load_data
+from jacsparse.models import Dataset, load_data
+from jacsparse.models import cifar10 as _cifar
 
 RECORDS = 20
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from jacsparse.models import default_settings, load_data, load_irmas, train, write_tones
-from jacsparse.models._irmas import FEATURES, INSTRUMENTS, mfcc
+from jacsparse.models.irmas import FEATURES, INSTRUMENTS, mfcc
 from scipy.io import wavfile
 
 
@@ -66,7 +66,7 @@ def test_silence_has_features_too() -> None:
 
 def test_features_are_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load_irmas(folder)
-    monkeypatch.setattr("jacsparse.models._irmas.mfcc", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr("jacsparse.models.irmas.mfcc", lambda *_: pytest.fail("computed again"))
     second = load_irmas(folder)
     assert torch.equal(first.train_inputs, second.train_inputs)
     (kept,) = (tmp_path / "cache" / "features").iterdir()

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from jacsparse.models import MODELS, VGG11, LeNet5, build
-from jacsparse.models._recurrent import SequenceClassifier
+from jacsparse.models.classifiers import SequenceClassifier
 from torch import nn
 
 import jacsparse

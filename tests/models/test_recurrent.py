@@ -98,8 +98,8 @@ def test_data_of_the_other_kind_are_refused(task: str, spec: str) -> None:
 
 
 def test_a_schedule_of_the_other_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="schedule is 'blelloch:2'; expected one of auto"):
-        dataclasses.replace(default_settings("bitstream"), schedule="blelloch:2")
+    with pytest.raises(ValueError, match="schedule is 'balanced:2'; expected one of auto"):
+        dataclasses.replace(default_settings("bitstream"), schedule="balanced:2")
     with pytest.raises(ValueError, match="schedule is 'relaxed'"):
         dataclasses.replace(default_settings("lenet5"), schedule="relaxed")
 

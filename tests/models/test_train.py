@@ -18,7 +18,6 @@ from jacsparse.models import (
     LeNet5,
     Progress,
     TrainSettings,
-    _train,
     default_settings,
     evaluate,
     load_checkpoint,
@@ -29,7 +28,8 @@ from jacsparse.models import (
     save_checkpoint,
     train,
 )
-from jacsparse.models._curves import Point, from_tensor, plot_curves, save_csv, to_tensor
+from jacsparse.models import training as _train
+from jacsparse.models.curves import Point, from_tensor, plot_curves, save_csv, to_tensor
 from rich.console import Console
 
 

@@ -12,15 +12,14 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jacsparse.patterns import Blocks, Convolution, Full, Pattern, Pooling
-from jacsparse.patterns._rules import _RULES, rule_of
-from jacsparse.patterns._structure import Csr
+from jacsparse.patterns.rules import RULES, rule_of
+from jacsparse.patterns.structure import Csr
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
 import jacsparse
-from jacsparse._chain import Chains
-from jacsparse._stages import pull_back_all
+from jacsparse.stages import Chains, Record, pull_back_all
 from tests.helpers import autograd_jacobian
 from tests.patterns.operators import OPERATORS, Apply, adaptive_pools, average_pools, convolutions, linears, max_pools
 
@@ -81,7 +80,7 @@ def drawn_input(shape: tuple[int, ...], batch: int, seed: int) -> torch.Tensor:
     return x.round() if seed % 3 == 0 else x
 
 
-def pulled_back(records: list[jacsparse._chain.Record], batch: int, outputs: int) -> torch.Tensor:
+def pulled_back(records: list[Record], batch: int, outputs: int) -> torch.Tensor:
     """All rows of the Jacobian at each sample by the operators' own backward: ``(outputs, batch, inputs)``."""
     columns = torch.eye(outputs, dtype=torch.float64)[:, :, None]
     found = pull_back_all(records, columns) if records else columns.expand(-1, -1, batch)
@@ -114,7 +113,7 @@ def check_values(module: nn.Module, x: torch.Tensor) -> jacsparse.Chain:
     return chain
 
 
-def check_parts(record: jacsparse._chain.Record) -> None:
+def check_parts(record: Record) -> None:
     """Rows of each operator's transposed Jacobian that are made by themselves are those of the whole."""
     for edge in record.stage.edges:
         rows = edge.pattern.shape[0]
@@ -124,7 +123,7 @@ def check_parts(record: jacsparse._chain.Record) -> None:
         assert np.array_equal(np.concatenate([[], *(part.indices for part in parts)]), edge.pattern.indices)
         counts = np.concatenate([[], *(np.diff(part.indptr) for part in parts)])
         assert np.array_equal(counts, np.diff(edge.pattern.indptr))
-        own = edge.rule.transposed_parts(record._call(edge, slice(None)), edge.pattern, bounds)
+        own = edge.rule.transposed_parts(record.call(edge), edge.pattern, bounds)
         if own is not None and rows:
             whole, found = record.values(edge), torch.cat(list(own))
             limit = 1e-13 * max(1.0, whole.abs().max().item() if whole.numel() else 0.0)
@@ -146,7 +145,7 @@ def test_operator_equals_autograd(operator: str, data: st.DataObject) -> None:
 
 
 def test_every_rule_is_drawn() -> None:
-    assert set(_RULES) - APART - REACHED.keys() <= set(OPERATORS)
+    assert set(RULES) - APART - REACHED.keys() <= set(OPERATORS)
 
 
 @pytest.mark.parametrize("rule", REACHED)
@@ -244,7 +243,7 @@ def test_a_constant_nan_is_nothing_of_the_input() -> None:
 
 def test_no_element_comes_from_beyond_the_input() -> None:
     with pytest.raises(ValueError, match=r"sources\[1\] is 2; columns run from 0 to 1"):
-        Csr.picking(np.array([0, 2]), 2)
+        Csr.from_sources(np.array([0, 2]), 2)
 
 
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d])

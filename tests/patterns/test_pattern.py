@@ -14,7 +14,7 @@ import scipy.sparse
 from hypothesis import given
 from hypothesis import strategies as st
 from jacsparse.patterns import Adaptive, Convolution, Csr, Diagonal, Full, Identity, Pooling, Sliding
-from jacsparse.patterns._strided import Steps, Strided
+from jacsparse.patterns.strided import Steps, Strided
 from torch import nn
 
 import jacsparse
@@ -177,32 +177,32 @@ HOSTILE = {
     "groups do not divide": {
         "header": CONVOLUTION + b'"out_channels": 3, "in_channels": 3, "groups": 2}',
         "axes": np.zeros((0, 7), np.int64),
-        "kept": np.zeros(0, np.uint8),
+        "mask_bits": np.zeros(0, np.uint8),
     },
     "stride zero": {
         "header": CONVOLUTION + b'"out_channels": 1, "in_channels": 1, "groups": 1}',
         "axes": np.array([[4, 2, 0, 0, 0, 1, 0]]),
-        "kept": np.zeros(0, np.uint8),
+        "mask_bits": np.zeros(0, np.uint8),
     },
     "more columns than 64 bits count": {
         "header": CONVOLUTION + PLAIN,
         "axes": np.array([[65536, 2, 1, 0, 0, 65535, 0]] * 4),
-        "kept": np.zeros(0, np.uint8),
+        "mask_bits": np.zeros(0, np.uint8),
     },
     "more channels than 64 bits count": {
         "header": CONVOLUTION + PLAIN.replace(b"1", b"4294967296", 2),
         "axes": np.array([[4, 2, 1, 0, 0, 1, 0]]),
-        "kept": np.zeros(0, np.uint8),
+        "mask_bits": np.zeros(0, np.uint8),
     },
     "an axis that fills all memory": {
         "header": CONVOLUTION + PLAIN,
         "axes": np.array([[2**31 - 1, 2**30, 1, 0, 0, 1, 0]]),
-        "kept": np.zeros(0, np.uint8),
+        "mask_bits": np.zeros(0, np.uint8),
     },
     "a flag in words": {
         "header": CONVOLUTION + PLAIN.replace(b"false", b'"false"'),
         "axes": np.array([[4, 2, 1, 0, 0, 1, 0]]),
-        "kept": np.zeros(0, np.uint8),
+        "mask_bits": np.zeros(0, np.uint8),
     },
     "full beyond 64 bits": {
         "header": b'{"jacsparse": "pattern", "structure": "Full", "m": 4294967296, "n": 4294967296}'
@@ -210,7 +210,7 @@ HOSTILE = {
     "mask too short": {
         "header": CONVOLUTION + b'"out_channels": 9, "in_channels": 9, "groups": 1, "pruned": true}',
         "axes": np.zeros((0, 7), np.int64),
-        "kept": np.zeros(1, np.uint8),
+        "mask_bits": np.zeros(1, np.uint8),
     },
     "steps beyond the columns": {
         "header": STEPS + b'"columns": 4, "offset": 0, "transposed": false}',
@@ -256,10 +256,10 @@ def test_moves_in_steps(shape: list[int], seed: int) -> None:
     sources = np.arange(columns).reshape(shape)
     for _ in range(rng.integers(1, 4)):
         sources = moved(sources, rng)
-    structure = Strided.found(sources, columns)
+    structure = Strided.from_sources(sources, columns)
     if structure is None:
         return
-    plain = Pattern.of(Csr.picking(np.ascontiguousarray(sources).reshape(-1), columns))
+    plain = Pattern.of(Csr.from_sources(np.ascontiguousarray(sources).reshape(-1), columns))
     pattern = Pattern.of(structure)
     assert (
         np.array_equal(structure.sources(), sources.reshape(-1)) and Strided.restore(structure.describe()) == structure
@@ -273,9 +273,9 @@ def test_common_moves_are_in_steps() -> None:
     beside = np.full((2, 5, 4), -1)
     beside[:, 1:4] = x
     for sources in (x.transpose(2, 0, 1), x[:, 1:, ::2], x[:, ::-1], beside, np.broadcast_to(x[:, :1], x.shape)):
-        assert Strided.found(sources, 24) is not None
-    assert Strided.found(beside, 24).axes == (Steps(2, 0, 2, 12), Steps(20, 4, 16, 1))
-    assert Strided.found(np.roll(x, 1, 2), 24) is None and Strided.found(np.full(3, -1), 24) is None
+        assert Strided.from_sources(sources, 24) is not None
+    assert Strided.from_sources(beside, 24).axes == (Steps(2, 0, 2, 12), Steps(20, 4, 16, 1))
+    assert Strided.from_sources(np.roll(x, 1, 2), 24) is None and Strided.from_sources(np.full(3, -1), 24) is None
 
 
 def test_a_convolution_is_described_without_arrays_of_its_weight() -> None:
@@ -295,7 +295,7 @@ def test_hostile_files(case: str, tmp_path: Path) -> None:
 
 def test_the_error_names_the_axis_that_is_wrong(tmp_path: Path) -> None:
     axes = np.array([[4, 1, 1, 0, 0, 1, 0], [2**31, 1, 1, 0, 0, 1, 0]])
-    path = saved(tmp_path, header=CONVOLUTION + PLAIN, axes=axes, kept=np.zeros(0, np.uint8))
+    path = saved(tmp_path, header=CONVOLUTION + PLAIN, axes=axes, mask_bits=np.zeros(0, np.uint8))
     with pytest.raises(ValueError, match=r"axes holds \[2147483648, 1"):
         Pattern.load(path)
 
@@ -401,7 +401,7 @@ def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
     Pattern.of(Diagonal(2)).save(target)
     before = target.read_bytes()
     with pytest.raises(TypeError):
-        from jacsparse.patterns import _archive
+        from jacsparse.runtime import write_archive
 
-        _archive.write(target, "pattern", {"unwritable": object()})
+        write_archive(target, "pattern", {"unwritable": object()})
     assert target.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["p.npz"]

@@ -118,5 +118,5 @@ def test_equation_4_4_term_by_term() -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="mode is 'TCN'; expected one of RNN_TANH"):
         state_jacobian_pattern("TCN", np.ones((2, 2), dtype=bool))
-    with pytest.raises(ValueError, match=r"kept has shape \(4, 2\); expected \(3 · H, H\)"):
+    with pytest.raises(ValueError, match=r"mask has shape \(4, 2\); expected \(3 · H, H\)"):
         state_jacobian_pattern("GRU", np.ones((4, 2), dtype=bool))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jacsparse.patterns import Diagonal, Full, Identity, Pooling, Sliding
-from jacsparse.spgemm import METHODS, _cache, _plan, matvec, meeting, multiply_adds, product_meeting, product_pattern
+from jacsparse.spgemm import METHODS, matvec, meeting, multiply_adds, product_meeting, product_pattern
+from jacsparse.spgemm import plan as _plan
+from jacsparse.spgemm import plan_cache as _cache
 
 import jacsparse
 from jacsparse import Pattern, ProductPlan, plan_product
@@ -383,11 +386,11 @@ def test_huge_full_factors_are_counted_exactly() -> None:
     assert multiply_adds(side, side) == 2**66
 
 
-def test_held_must_fit() -> None:
+def test_occupied_must_fit() -> None:
     pattern = Pattern((1, 3), [0, 3], [0, 1, 2])
-    with pytest.raises(ValueError, match=r"held has shape \(1,\), dtype bool; expected \(3,\)"):
+    with pytest.raises(ValueError, match=r"occupied has shape \(1,\), dtype bool; expected \(3,\)"):
         meeting(pattern, np.ones(1, dtype=bool))
-    with pytest.raises(ValueError, match="held has shape"):
+    with pytest.raises(ValueError, match="occupied has shape"):
         product_meeting(pattern, Pattern.of(Diagonal(3)), np.ones(9, dtype=bool))
 
 
@@ -430,3 +433,23 @@ def test_threads_may_plan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         found = list(pool.map(lambda number: plan_product(*pairs[number % 6]), range(600)))
     assert all(plan.pattern == expected[number % 6] for number, plan in enumerate(found))
     assert 0 < _plan.PLANS.nbytes <= 3000
+
+
+# Full results, and zeros of a factor that need not be looked at.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_left_out_zeros_change_no_bit(dtype: torch.dtype) -> None:
+    left = random_pattern(30, 40, 0.3, 1)
+    full = Pattern.of(Full(40, 50))
+    plan = jacsparse.plan_product(left, full, method="dense")
+    a, b = torch.randn(left.nnz, dtype=dtype), torch.randn(40 * 50, dtype=dtype)
+    a[::3], b.view(40, 50)[::2] = 0, 0
+    sums = torch.zeros(30, 50, dtype=dtype)
+    for row in range(30):
+        for entry in range(left.indptr[row], left.indptr[row + 1]):
+            sums[row] += a[entry] * b.view(40, 50)[left.indices[entry]]
+    assert torch.equal(plan.multiply(a, b), sums[left.structure.row_counts() > 0].flatten())
+    b[0] = math.inf
+    found, lanes = plan.multiply(a, b), plan.multiply(a[:, None].expand(-1, 4), b[:, None].expand(-1, 4))
+    assert torch.equal(found.isnan(), lanes[:, 0].isnan()) and bool(found.isnan().any())

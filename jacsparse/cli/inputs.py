@@ -1,0 +1,213 @@
+"""The models, parts of models, samples and files that arguments of commands name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..models import ExportedModel
+
+#: The parts that are analysed by default: those that are chains of many steps.
+_PARTS = {"vgg11": "features", "bitstream": "rnn", "irmas": "rnn"}
+
+#: Sizes of a sample of the models that do not take images of 3 × 32 × 32.
+_SAMPLES = {"bitstream": (1, 1000), "irmas": (38, 259)}
+
+
+def parse_numbers(option: str, text: str, expected: str) -> tuple[int, ...]:
+    """Positive integers, separated by commas."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{option} is {text!r}; expected {expected}")
+    return tuple(map(int, parts))
+
+
+def load_model(
+    name: str, input: str | None, prune: float, checkpoint: Path | None, seed: int, trust: bool
+) -> tuple[nn.Module, tuple[int, ...], str | None]:
+    """A model in eval mode, the shape of its samples, and the part that is analysed by default."""
+    import torch
+
+    from .. import models
+    from ..stages import check_shape
+
+    sizes = None
+    if input is not None:
+        sizes = check_shape(parse_numbers("--input", input, "sizes of one sample, as in 3,32,32"))
+    shape = _SAMPLES.get(name, (3, 32, 32))
+    torch.manual_seed(seed)
+    module: nn.Module
+    if trust and not name.endswith(".pt2"):
+        raise ValueError(f"--trust is of no use: {name} is no .pt2 file")
+    if name.endswith(".pt2"):
+        if prune:
+            raise ValueError(f"--prune {prune} is of no use: {name} has operators, not layers; prune before exporting")
+        module = exported = _from_exported(name, checkpoint, trust)
+        shape = exported.input_shape
+    elif ":" in name:
+        module = _from_factory(name)
+        if checkpoint is not None:
+            models.load_weights(module, checkpoint)
+    else:
+        module = models.build(name) if checkpoint is None else models.built_from(name, checkpoint)
+    if prune:
+        models.prune_weights(module, prune)
+    return module.eval(), sizes or shape, _PARTS.get(name)
+
+
+def _from_exported(name: str, checkpoint: Path | None, trust: bool) -> ExportedModel:
+    from .. import models
+
+    if not Path(name).is_file():
+        raise ValueError(f"there is no file {name}")
+    if not trust:
+        raise ValueError(
+            f"{name} is a file of torch.export, which may run code of whoever made it; add --trust where you trust them"
+        )
+    if checkpoint is not None:
+        raise ValueError(f"--checkpoint {checkpoint} is of no use: {name} has its own weights")
+    return models.load_exported(name)
+
+
+def _from_factory(name: str) -> nn.Module:
+    """The module that ``package.module:factory`` makes; ``package`` may be in the current folder."""
+    import importlib
+    import sys
+
+    from torch import nn
+
+    home, _, attribute = name.partition(":")
+    if home.endswith(".py"):
+        path = Path(home)
+        where = "" if path.parent == Path() else f", in the folder {path.parent}"
+        raise ValueError(f"model {name!r} names a file; name its module, as in {path.stem}:{attribute}{where}")
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        factory = getattr(importlib.import_module(home), attribute)
+        module = factory if isinstance(factory, nn.Module) else factory()
+    except Exception as error:
+        # The user's code may raise any exception.
+        raise ValueError(
+            f"model {name!r} cannot be made ({type(error).__name__}: {error}); expected package.module:factory, where "
+            "factory() gives a torch.nn.Module"
+        ) from error
+    finally:
+        sys.path.remove(here)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"model {name!r} gave a {type(module).__name__}; expected a torch.nn.Module")
+    return module
+
+
+class _ReachedError(Exception):
+    """Stops the model once it reaches a submodule; it is no error."""
+
+
+def submodule_at(module: nn.Module, path: str | None, option: str, x: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
+    """A submodule, and its input when the model's input is `x`."""
+    import torch
+    from torch import nn
+
+    if not path:
+        return module, x
+    try:
+        part = module.get_submodule(path)
+    except AttributeError:
+        paths = ", ".join(name for name, _ in module.named_modules() if name)
+        raise ValueError(f"{option} is {path!r}; the model's parts are {paths}") from None
+    # The exception does not carry the inputs, since the model may catch it and raise another one.
+    calls: list[list[Any]] = []
+
+    def record(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        # None and False are values of unused options.
+        calls.append([value for value in (*args, *named.values()) if value is not None and value is not False])
+        raise _ReachedError
+
+    handle = part.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            module(x)
+    except Exception as error:
+        # The user's code may raise any exception.
+        if not calls:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"an input of shape {tuple(x.shape[1:])} does not get to {path} ({reason})") from error
+    finally:
+        handle.remove()
+    if not calls:
+        raise ValueError(f"{option} is {path!r}, which the model does not run; name a part that it does")
+    inputs = calls[0]
+    if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
+        kinds = ", ".join(type(value).__name__ for value in inputs) or "nothing"
+        raise ValueError(f"{option} is {path!r}, which is given {kinds}; name a part that is given one tensor")
+    return part, inputs[0].transpose(0, 1) if isinstance(part, nn.RNNBase) and not part.batch_first else inputs[0]
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Raise where a file cannot be written or would be written twice, before any work is done."""
+    from ..runtime import check_writable
+
+    resolved: set[Path] = set()
+    for path in paths:
+        if path is None:
+            continue
+        if path.resolve() in resolved:
+            raise ValueError(f"{path} would be written twice; name another file")
+        check_writable(path)
+        resolved.add(path.resolve())
+
+
+def make_samples(data: str, count: int, shape: tuple[int, ...], seed: int, module: nn.Module) -> torch.Tensor:
+    """Samples of a data set, or random ones, of the model's dtype."""
+    import torch
+
+    from .. import models
+
+    dtype = _dtype_of(module)
+    if data == "random":
+        try:
+            return torch.randn((count, *shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{count} samples of shape {shape} are more than there is memory for; name smaller sizes with --input"
+            ) from error
+    images = models.load_data(data).test_inputs
+    if tuple(images.shape[1:]) != shape:
+        raise ValueError(f"--data {data} has samples of shape {tuple(images.shape[1:])}, --input is {shape}")
+    if count > len(images):
+        raise ValueError(f"--samples is {count}, but {data} has {len(images)} test images")
+    return images[:count].to(dtype)
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    import torch
+
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+
+
+def read_sample(path: Path, module: nn.Module) -> torch.Tensor:
+    """A sample from a file, as a batch of one, of the model's dtype; no code in the file runs."""
+    import numpy as np
+    import torch
+
+    if path.suffix not in (".npy", ".pt"):
+        raise ValueError(f"--input-file is {path}; expected an array (.npy) or a tensor (.pt)")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; make one with numpy.save or torch.save")
+    try:
+        if path.suffix == ".pt":
+            sample = torch.load(path, weights_only=True, map_location="cpu")
+        else:
+            sample = torch.from_numpy(np.load(path, allow_pickle=False))
+    except Exception as error:
+        # The errors of NumPy and PyTorch for a damaged file share no base class.
+        raise ValueError(
+            f"{path} cannot be read: it is damaged, or holds more than numbers; save one array or tensor"
+        ) from error
+    if not isinstance(sample, torch.Tensor) or not sample.ndim:
+        raise ValueError(f"{path} holds a {type(sample).__name__}; expected a tensor of one sample, without a batch")
+    return sample.to(_dtype_of(module))[None]

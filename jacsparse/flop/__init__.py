@@ -1,0 +1,8 @@
+"""FLOP of back-propagation, by scan and step after step."""
+
+from .counting import count_flop
+from .layer_flop import LayerFlop
+from .report import BaselineStep, FlopReport, FlopStep
+from .tables import console, totals
+
+__all__ = ["BaselineStep", "FlopReport", "FlopStep", "LayerFlop", "console", "count_flop", "totals"]

@@ -1,0 +1,417 @@
+"""FLOP accounting: a schedule's steps, run over counts of entries instead of numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import index
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..patterns import Diagonal, Full, Pattern
+from ..schedule import Schedule, Step, balanced, linear, resolve
+from ..spgemm import meeting, multiply_adds, product_meeting, product_pattern
+from ..stages import Region, check_input, matrix_of
+from .report import BackPropagation, BaselineStep, FlopReport, FlopStep, ScheduleChoice
+from .subject import Subject, chain_subject
+
+
+def count_flop(
+    module: nn.Module,
+    input_shape: Sequence[int],
+    *,
+    schedule: Schedule | str = "blelloch:2",
+    structure: str = "guaranteed",
+    inputs: torch.Tensor | None = None,
+    executed: bool | None = None,
+    workers: Sequence[int] = (),
+    progress: Callable[[int, int], None] | None = None,
+    announce: Callable[[float], None] | None = None,
+) -> FlopReport:
+    """Count the FLOP of one sample's backward pass, step by step.
+
+    Parameters
+    ----------
+    module : Module
+        A module that works on each sample by itself; or an ``nn.RNN``, ``nn.GRU`` or ``nn.LSTM`` of one layer in one
+        direction, which is counted as a chain of its steps.
+    input_shape : sequence of int
+        Shape of one sample, without the batch axis; ``(time, features)`` for a recurrent layer.
+    schedule : Schedule or str
+        The schedule whose steps are counted.
+    structure : {"guaranteed", "observed"}
+        ``guaranteed`` omits guaranteed zeros, which are zero on every input. ``observed`` omits all zeros of the
+        samples in `inputs`, such as those of ReLU and pooling, and averages the counts, as in Figure 5.5.
+    inputs : Tensor, (batch, *input_shape), optional
+        The samples for the observed structure.
+    executed : bool, optional
+        Whether to also count the FLOP that the scan executes. By default, only for the guaranteed structure: for the
+        observed structure, this means to plan the guaranteed products as well.
+    workers : sequence of int
+        For each number of workers, the report names the fastest schedule of ``linear``, ``balanced`` and `schedule`.
+    progress : callable, optional
+        Called after each product with the numbers of finished and of all products, over all samples.
+    announce : callable, optional
+        Called before counting starts, with a lower bound on the pairs of entries that the products of matrices go
+        through one by one: an estimate of the time that counting takes. It is 0 for ``linear``.
+
+    Returns
+    -------
+    FlopReport
+        The counts, which ``print`` shows as tables.
+
+    Raises
+    ------
+    TypeError
+        If `workers` is no sequence of integers.
+    ValueError
+        If the structure is unknown, if it needs inputs that are missing, empty or of another shape, or if a number of
+        workers is less than 1.
+    UnsupportedOperatorError
+        If an operator has no rule.
+
+    Notes
+    -----
+    Thesis, sections 4.3 and 5.3. The gradient of the network's output is full; the others hold the entries that a
+    product reaches.
+
+    Examples
+    --------
+    >>> report = count_flop(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), (4,), schedule="linear")
+    >>> [(step.kind, step.flop) for step in report.steps], report.input_gradient.flop
+    ([('mv', 12.0), ('mv', 6.0)], 24.0)
+    >>> [(row.structure, row.activations, row.weights) for row in report.backpropagation]
+    [('dense', 18.0, 36.0), ('pruned', 18.0, 36.0)]
+    """
+    if structure not in ("guaranteed", "observed"):
+        raise ValueError(f"structure is {structure!r}; expected 'guaranteed' or 'observed'")
+    workers = _checked_workers(workers)
+    if isinstance(module, nn.RNNBase):
+        from .recurrent_subject import recurrent_subject
+
+        subject = recurrent_subject(module, input_shape)
+    else:
+        subject = chain_subject(module, input_shape)
+    plan = resolve(schedule, len(subject.factors), subject)
+    observed_only = structure == "observed" and not (executed or workers)
+    runs = 1 if structure == "guaranteed" or inputs is None else len(inputs) + (not observed_only)
+    numbers, total = itertools.count(1), runs * len(plan.products)
+
+    def count_product() -> None:
+        if progress is not None:
+            progress(next(numbers), total)
+
+    if announce is not None:
+        announce(_least_pairs(plan, subject.factors))
+    if structure == "observed":
+        if inputs is None:
+            raise ValueError("structure='observed' needs inputs: a batch to observe")
+        check_input("inputs", inputs, subject.in_shape)
+        if not len(inputs):
+            raise ValueError("inputs is an empty batch; the observed structure needs at least one sample")
+    elif inputs is not None:
+        raise ValueError(
+            "inputs are given, but the guaranteed structure does not depend on them; pass structure='observed'"
+        )
+    guaranteed = None if observed_only else _Counts(plan, subject.factors).run(count_product)
+    samples = [guaranteed] if guaranteed is not None and inputs is None else []
+    observed = []
+    for x in () if inputs is None else inputs.split(1):
+        factors, operands = subject.observe(x)
+        samples.append(_Counts(plan, factors).run(count_product))
+        observed.append(_backpropagated(subject, "observed", factors, operands))
+    if executed is None:
+        executed = structure == "guaranteed"
+    report = _report(plan, subject, samples, guaranteed if executed else None, observed)
+    return replace(report, choices=_choices(subject, plan, guaranteed, workers), name=type(module).__name__)
+
+
+def _checked_workers(workers: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of workers as integers, without repetitions."""
+    try:
+        numbers = tuple(dict.fromkeys(index(number) for number in workers))
+    except TypeError:
+        raise TypeError(f"workers is {workers!r}; expected integers, as in (1, 2, 4)") from None
+    if min(numbers, default=1) < 1:
+        raise ValueError(f"workers is {workers!r}; expected integers of at least 1, as in (1, 2, 4)")
+    return numbers
+
+
+def _choices(
+    subject: Subject, plan: Schedule, counts: _Counts | None, workers: Sequence[int]
+) -> tuple[ScheduleChoice, ...]:
+    """The schedule that is done first, for each number of workers."""
+    if not workers:
+        return ()
+    assert counts is not None
+    # FLOP of the steps and entries of the matrices, without patterns: those of all schedules could fill the memory.
+    costs = {plan.name: (counts.executed(), counts.sizes())}
+
+    def choice(number: int) -> ScheduleChoice:
+        schedules = {"linear": linear(plan.n), plan.name: plan, f"balanced:{number}": balanced(subject, number)}
+        for name, schedule in schedules.items():
+            if name not in costs:
+                count = _Counts(schedule, subject.factors).run()
+                costs[name] = count.executed(), count.sizes()
+        times = {name: schedule.makespan(costs[name][0], number) for name, schedule in schedules.items()}
+        work = {name: math.fsum(costs[name][0]) for name in schedules}
+        space = {name: schedule.complexity(number, costs[name][1]).space for name, schedule in schedules.items()}
+        # The first of several equal ones is linear.
+        best = min(times, key=lambda name: (times[name], work[name]))
+        return ScheduleChoice(number, best, times, work, space)
+
+    return tuple(map(choice, workers))
+
+
+@dataclass
+class _Count:
+    """The counted and the executed multiply-adds of one step, and the entries of its result and its factors."""
+
+    pairs: int
+    executed: int
+    nnz: int
+    left_nnz: int
+    right_nnz: int
+
+
+def _least_pairs(plan: Schedule, factors: Sequence[Pattern | Region]) -> float:
+    """A lower bound on the pairs of entries that products of matrices go through one by one.
+
+    It covers the matrices of regions, and the products of two operators' matrices. Products of products add to it, but
+    their patterns are unknown before counting.
+    """
+    values = {plan.n - stage: factor for stage, factor in enumerate(factors)}
+    total, regions = 0.0, dict[int, Region]()
+    for step in plan.products:
+        if step.kind != "mm":
+            continue
+        operands = {value: values[value] for value in (step.left, step.right) if value in values}
+        regions |= {value: factor for value, factor in operands.items() if isinstance(factor, Region)}
+        patterns = [factor for factor in operands.values() if isinstance(factor, Pattern)]
+        # Products with a diagonal or full matrix need no index.
+        if len(patterns) == 2 and not any(isinstance(pattern.structure, (Diagonal, Full)) for pattern in patterns):
+            left, right = patterns
+            total += float(left.structure.column_counts() @ right.structure.row_counts())
+    return total + sum(region.estimate for region in regions.values())
+
+
+def _input_step(plan: Schedule) -> Step:
+    """The product that gives the gradient of the network's input, after all steps of a schedule."""
+    level = max((step.level for step in plan.steps), default=-1) + 1
+    # No other value has the number -2.
+    return Step(-2, plan.n, plan.gradients[-1], "mv", level, "down")
+
+
+class _Counts:
+    """A run of a schedule over patterns of matrices, and over masks of the vectors' entries.
+
+    The pattern of a product that only one vector multiplies is not computed; the vector passes through both factors.
+    """
+
+    def __init__(self, schedule: Schedule, factors: Sequence[Pattern | Region]) -> None:
+        self.schedule, self.factors = schedule, factors
+        self.matrices: dict[int, Pattern | Region] = {
+            schedule.n - stage: factor for stage, factor in enumerate(factors)
+        }
+        #: The regions whose matrices no product has used yet.
+        self.unused_regions = {value: factor for value, factor in self.matrices.items() if isinstance(factor, Region)}
+        #: The factors and the counts of products whose patterns are not computed.
+        self.uncomputed: dict[int, tuple[Pattern, Pattern, _Count]] = {}
+        self.masks = {0: _full_mask(factors)}
+        users = Counter(value for step in schedule.products for value in (step.left, step.right))
+        self.used_once = {step.left for step in schedule.products if step.kind == "mv" and users[step.left] == 1}
+        #: The counts of all products, and then of the gradient of the network's input.
+        self.steps: list[_Count] = []
+
+    def run(self, after_product: Callable[[], None] = lambda: None) -> _Counts:
+        """Count all products, including dead ones, and the gradient of the network's input."""
+        for step in self.schedule.products:
+            self.steps.append(self._product(step) if step.kind == "mm" else self._apply(step))
+            after_product()
+        if self.schedule.n:
+            self.steps.append(self._apply(_input_step(self.schedule)))
+        return self
+
+    def executed(self) -> list[float]:
+        """FLOP of the live steps, as the scan executes them."""
+        steps = zip(self.schedule.products, self.steps, strict=False)
+        return [2.0 * count.executed for step, count in steps if step.live]
+
+    def sizes(self) -> dict[int, int]:
+        """Entries of each matrix, by value."""
+        products = zip(self.schedule.products, self.steps, strict=False)
+        return {self.schedule.n - stage: factor.nnz for stage, factor in enumerate(self.factors)} | {
+            step.out: count.nnz for step, count in products if step.kind == "mm"
+        }
+
+    def _product(self, step: Step) -> _Count:
+        left, right = (matrix_of(self.matrices[value]) for value in (step.left, step.right))
+        pairs = multiply_adds(left, right)
+        for value in (step.left, step.right):
+            if value in self.unused_regions:
+                pairs += self.unused_regions.pop(value).multiply_adds
+        count = _Count(pairs, pairs, 0, left.nnz, right.nnz)
+        if step.out in self.used_once:
+            self.uncomputed[step.out] = (left, right, count)
+        else:
+            product = self.matrices[step.out] = product_pattern(left, right)
+            count.nnz = product.nnz
+        return count
+
+    def _apply(self, step: Step) -> _Count:
+        mask = self.masks[step.right]
+        if step.left in self.uncomputed:
+            left, right, product = self.uncomputed.pop(step.left)
+            product.nnz, pairs = product_meeting(left, right, mask)
+            nnz, total, reached = product.nnz, int(pairs.sum()), pairs > 0
+        else:
+            factor = self.matrices[step.left]
+            # A vector passes through a region operator by operator, as in back-propagation.
+            pairs_of_edges, reached = _multiply_mask(factor, mask)
+            nnz, total = factor.nnz, sum(int(pairs.sum()) for pairs in pairs_of_edges.values())
+        self.masks[step.out] = reached
+        return _Count(total, nnz, int(reached.sum()), nnz, int(mask.sum()))
+
+
+def _full_mask(factors: Sequence[Pattern | Region]) -> np.ndarray:
+    """The mask of a full gradient of the last factor's output."""
+    return np.ones(factors[-1].shape[1] if factors else 0, dtype=np.bool_)
+
+
+def _multiply_mask(factor: Pattern | Region, mask: np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
+    """The pairs of entries that meet in each row of each edge, and the mask of the product with a masked vector."""
+    if isinstance(factor, Region):
+        return factor.pairs(mask)
+    pairs = meeting(factor, mask)
+    return {0: pairs}, pairs > 0
+
+
+def _backpropagated(
+    subject: Subject,
+    structure: str,
+    factors: Sequence[Pattern | Region],
+    operands: Sequence[Mapping[int, np.ndarray]] | None = None,
+) -> BackPropagation:
+    """Back-propagation over counts, as the ``linear`` schedule goes; without `operands`, operands are full."""
+    mask = _full_mask(factors)
+    weight_pairs, edge_pairs = 0, []
+    for number in reversed(range(len(factors))):
+        pairs, mask = _multiply_mask(factors[number], mask)
+        edge_pairs.append(sum(int(rows.sum()) for rows in pairs.values()))
+        for edge in subject.operators[number].entrywise:
+            rows = pairs.get(edge, np.zeros(0, dtype=np.int64))
+            weight_pairs += int((rows if operands is None else rows[operands[number][edge]]).sum())
+    *between, first = edge_pairs or [0]
+    other_weights = subject.weights.get(structure, 0.0)
+    weights = None if other_weights is None else other_weights + 2.0 * weight_pairs
+    return BackPropagation(structure, 2.0 * sum(between), 2.0 * first, weights)
+
+
+def _dense(subject: Subject) -> BackPropagation:
+    """Back-propagation as PyTorch executes it."""
+    executed = [operator.executed for operator in subject.operators] or [0.0]
+    weights = math.fsum(layer.weight_gradient for layer in subject.layers)
+    return BackPropagation("dense", math.fsum(executed[1:]), float(executed[0]), weights)
+
+
+def _mean(samples: Sequence[BackPropagation]) -> BackPropagation:
+    weights = [sample.weights for sample in samples if sample.weights is not None]
+    return BackPropagation(
+        samples[0].structure,
+        float(np.mean([sample.activations for sample in samples])),
+        float(np.mean([sample.input_gradient for sample in samples])),
+        float(np.mean(weights)) if weights else None,
+    )
+
+
+def _report(
+    plan: Schedule,
+    subject: Subject,
+    samples: Sequence[_Counts],
+    guaranteed: _Counts | None,
+    observed: Sequence[BackPropagation],
+) -> FlopReport:
+    """The report of the counts of all samples; `guaranteed` has the counts of what the scan executes."""
+    names = _names(plan)
+    shapes = {value: matrix.shape for value, matrix in samples[0].matrices.items()}
+    for step in plan.products:
+        if step.kind == "mm":
+            shapes[step.out] = (shapes[step.left][0], shapes[step.right][1])
+
+    def flop_step(number: int, step: Step, phase: str) -> FlopStep:
+        counts = [sample.steps[number] for sample in samples]
+
+        def mean(field: str) -> float:
+            return float(np.mean([getattr(count, field) for count in counts]))
+
+        (m, k), n = shapes[step.left], 1 if step.kind == "mv" else shapes[step.right][1]
+        return FlopStep(
+            level=step.level,
+            phase=phase,
+            kind=step.kind,
+            left=names[step.left],
+            right=names[step.right],
+            m=m,
+            k=k,
+            n=n,
+            flop=2.0 * mean("pairs"),
+            executed=None if guaranteed is None else 2.0 * guaranteed.steps[number].executed,
+            nnz=mean("nnz"),
+            live=step.live,
+            left_nnz=mean("left_nnz"),
+            right_nnz=mean("right_nnz"),
+        )
+
+    steps = [flop_step(number, step, step.phase) for number, step in enumerate(plan.products)]
+    last = flop_step(len(steps), _input_step(plan), "input") if plan.n else None
+    backpropagation = [_dense(subject), _backpropagated(subject, "pruned", subject.factors)]
+    if observed:
+        backpropagation.append(_mean(observed))
+    return FlopReport(
+        plan.name,
+        "observed" if observed else "guaranteed",
+        len(observed),
+        tuple(_critical(steps)),
+        last,
+        tuple(_baseline(subject, [counts.factors for counts in samples])),
+        subject.layers,
+        backpropagation=tuple(backpropagation),
+    )
+
+
+def _critical(steps: Sequence[FlopStep]) -> Iterable[FlopStep]:
+    """The steps, with those of the critical path marked."""
+    levels = defaultdict(list)
+    for number, step in enumerate(steps):
+        if step.live:
+            levels[step.level].append(number)
+    largest = {max(numbers, key=lambda number: steps[number].flop) for numbers in levels.values()}
+    for number, step in enumerate(steps):
+        yield replace(step, critical=step.live and (number in largest or step.phase == "middle"))
+
+
+def _names(plan: Schedule) -> dict[int, str]:
+    """The name of each value: for a matrix, the stages that it spans, from 1; for a vector, the gradient of x_i."""
+    names = {0: f"∇x{plan.n}"}
+    spans = {place: (plan.n + 1 - place, plan.n + 1 - place) for place in range(1, plan.n + 1)}
+    for step in plan.products:
+        if step.kind == "mm":
+            spans[step.out] = (spans[step.left][0], spans[step.right][1])
+        else:
+            names[step.out] = f"∇x{spans[step.left][0] - 1}"
+    for value, (low, high) in spans.items():
+        names[value] = f"J{low}ᵀ" if low == high else f"J{low}-{high}ᵀ"
+    return names
+
+
+def _baseline(subject: Subject, observed: Sequence[Sequence[Pattern | Region]]) -> Iterable[BaselineStep]:
+    for number in reversed(range(len(subject.operators))):
+        operator = subject.operators[number]
+        mean = float(np.mean([operator.gradient_flop(factors[number]) for factors in observed]))
+        shape = subject.factors[number].shape
+        yield BaselineStep(operator.path, operator.name, *shape, mean, number > 0, operator.unpruned)

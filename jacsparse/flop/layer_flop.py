@@ -1,0 +1,178 @@
+"""The FLOP of each operator of a network, forward and backward: dense, and without pruned weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from ..patterns import Identity
+from ..stages import Edge, Record
+
+
+@dataclass(frozen=True)
+class LayerFlop:
+    """The FLOP of one operator, for one sample.
+
+    Attributes
+    ----------
+    path, operator : str
+        Path in the model, and name of the ATen operator.
+    parameters, nonzero : int
+        Elements of all parameters that the operator reads, such as weights and biases, and those that are not zero.
+    weights, zeros : int
+        Elements of the weights that the operator multiplies by, and those that are zero.
+    forward, backward : int
+        Dense FLOP of products of matrices and convolutions, with padding, without biases. `backward` counts the
+        gradients of weights that train, and of inputs that depend on such weights.
+    weight_gradient : int
+        The part of `backward` for gradients of weights, not of inputs.
+    forward_sparse, backward_sparse, weight_gradient_sparse : int
+        The same with one multiply-add for each entry of the Jacobian: without padding and without pruned weights.
+        Attention and products of two tensors that depend on the input have no sparse form: they count as dense.
+    jacobian_nnz, jacobian_nbytes : int
+        Entries of the Jacobian, and its bytes as CSR with float32 values.
+
+    Notes
+    -----
+    Dense FLOP are counted by the rules of ``torch.utils.flop_counter.FlopCounterMode`` for a training step, and equal
+    its figures except where those are wrong or missing: it multiplies the gradient of a grouped convolution's weight by
+    the number of groups, and omits attention on the CPU and products of a matrix and a vector. Operators that compute a
+    weight from other weights are not counted here.
+    """
+
+    path: str
+    operator: str
+    parameters: int
+    nonzero: int
+    weights: int
+    zeros: int
+    forward: int
+    forward_sparse: int
+    backward: int
+    backward_sparse: int
+    jacobian_nnz: int
+    jacobian_nbytes: int
+    weight_gradient: int = 0
+    weight_gradient_sparse: int = 0
+
+    @property
+    def sparsity(self) -> float:
+        """Share of the weights that is zero."""
+        return self.zeros / self.weights if self.weights else 0.0
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The FLOP of back-propagation in one stage."""
+
+    #: The operators that have weights, or multiply.
+    layers: tuple[LayerFlop, ...]
+    #: FLOP of PyTorch's gradient operators for the stage's input: of products as `LayerFlop.backward` counts them, of
+    #: other operators one for each element of the gradients that they read and write.
+    executed: int
+    #: The numbers of the edges whose weights' gradient takes a multiply-add for each entry of the Jacobian; a stage of
+    #: one operator has one edge, 0.
+    entrywise: tuple[int, ...]
+    #: FLOP of the gradients of all other weights.
+    other_weights: int
+
+
+def layers_of(records: Sequence[Record]) -> list[StageLayers]:
+    """The FLOP of each stage of a chain, from the records of one run."""
+    # Whether each tensor needs a gradient; the chain's input needs none.
+    needs_gradient: dict[Any, bool] = {}
+    before = False
+    counted: set[int] = set()
+    stages = []
+    for record in records:
+        stage = record.stage
+        needs_gradient[stage.start] = before
+        layers, executed, entrywise, other_weights = [], 0, [], 0
+        for target, group in groupby(stage.edges, lambda edge: edge.target):
+            edges = list(group)
+            weights = _weights_of(record, edges[0])
+            operands = sum(needs_gradient.get(edge.source, False) for edge in edges)
+            # A weight that several operators read, such as those of a recurrence's steps, is counted once.
+            parameters = [tensor for tensor in weights.values() if id(tensor) not in counted]
+            counted.update(map(id, parameters))
+            layer = _layer(edges, operands, weights, parameters)
+            executed += _executed(edges)
+            if layer.parameters or layer.forward:
+                layers.append(layer)
+            if layer.weight_gradient and _is_entrywise(edges):
+                entrywise.append(0 if stage.operator is not None else stage.edges.index(edges[0]))
+            else:
+                other_weights += layer.weight_gradient
+            needs_gradient[target] = operands > 0 or any(weight.requires_grad for weight in weights.values())
+        before = needs_gradient.get(stage.stop, False)
+        stages.append(StageLayers(tuple(layers), executed, tuple(entrywise), other_weights))
+    return stages
+
+
+def _is_entrywise(edges: Sequence[Edge]) -> bool:
+    """Whether an operator is one product, with a multiply-add for each entry of its one Jacobian."""
+    return len(edges) == 1 and edges[0].rule.entrywise and edges[0].rule.multiply_adds(edges[0].call) > 0
+
+
+def _executed(edges: Sequence[Edge]) -> int:
+    """FLOP of PyTorch's gradients of one operator with respect to all of its operands."""
+    call, rule = edges[0].call, edges[0].rule
+    dense = rule.multiply_adds(call)
+    if dense:
+        return 2 * rule.backward_multiply_adds(call, len(edges), False, dense)
+    return sum(
+        edge.call.in_size + edge.call.out_size for edge in edges if not isinstance(edge.pattern.structure, Identity)
+    )
+
+
+def _weights_of(record: Record, edge: Edge) -> dict[str, torch.Tensor]:
+    """The arguments of an operator that are parameters, or computed from parameters, by name."""
+    recording, invocation = record.recording, record.invocation(edge.target)
+    dependent = {operand.name for operand in invocation.operands}
+    constants = {name: invocation.arguments[name] for name in invocation.versions if name not in dependent}
+    parameters = {id(parameter) for parameter in recording.module.parameters()}
+    return {
+        name: tensor
+        for name, tensor in constants.items()
+        if tensor.requires_grad or recording.made_of(tensor, parameters)
+    }
+
+
+def _layer(
+    edges: Sequence[Edge], operands: int, weights: dict[str, torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> LayerFlop:
+    """The FLOP of an operator with `operands` operands that need a gradient, and `parameters` not counted before."""
+    call, rule = edges[0].call, edges[0].rule
+    dense = rule.multiply_adds(call)
+    nnz = sum(edge.pattern.nnz for edge in edges)
+    sparse = nnz if _is_entrywise(edges) else dense
+    # Summands are no factors; `beta` scales the summand `self` of ``aten.addmm`` and similar operators.
+    summands = ("bias", "attn_mask", *(["self"] if "beta" in call.arguments else []))
+    factors = [weight for name, weight in weights.items() if dense and name not in summands]
+    trains = any(weight.requires_grad for weight in factors)
+    backward = [rule.backward_multiply_adds(call, operands, trains, count) for count in (dense, sparse)]
+    of_inputs = [rule.backward_multiply_adds(call, operands, False, count) for count in (dense, sparse)]
+    return LayerFlop(
+        path=call.path,
+        operator=call.operator,
+        parameters=sum(tensor.numel() for tensor in parameters),
+        nonzero=sum(map(_nonzero, parameters)),
+        weights=sum(tensor.numel() for tensor in factors),
+        zeros=sum(tensor.numel() - _nonzero(tensor) for tensor in factors),
+        forward=2 * dense,
+        forward_sparse=2 * sparse,
+        backward=2 * backward[0],
+        backward_sparse=2 * backward[1],
+        jacobian_nnz=nnz,
+        jacobian_nbytes=sum(4 * edge.pattern.nnz + edge.pattern.index_nbytes for edge in edges),
+        weight_gradient=2 * (backward[0] - of_inputs[0]),
+        weight_gradient_sparse=2 * (backward[1] - of_inputs[1]),
+    )
+
+
+def _nonzero(tensor: torch.Tensor) -> int:
+    return int(tensor.detach().count_nonzero())

@@ -1,0 +1,87 @@
+"""A recurrent layer as a chain of its steps, which `count_flop` counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..patterns import Pattern, UnsupportedOperatorError, state_jacobian_pattern, state_jacobian_values
+from ..recurrence import CELLS, Saved, Sequences, Weights
+from ..stages import check_shape
+from ..tracing import refresh_weights, trains
+from .layer_flop import LayerFlop
+from .subject import CountedOperator, Observation, Subject, without_zeros
+
+_NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+
+
+def recurrent_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
+    """The steps of a layer; their Jacobians with respect to the previous state have one pattern."""
+    shape = check_shape(input_shape)
+    if len(shape) != 2 or shape[1] != module.input_size:
+        raise ValueError(f"input_shape is {shape}; expected (time, {module.input_size})")
+    if module.num_layers > 1 or module.bidirectional or module.proj_size:
+        raise UnsupportedOperatorError(
+            f"{module} is no chain of steps; count its layers and directions one by one, without projections"
+        )
+    refresh_weights(module)
+    weights = Weights(*(getattr(module, name).detach() for name in _NAMES[: 4 if module.bias else 2]))
+    cell, time = CELLS[module.mode], shape[0]
+    mask = weights.hidden != 0
+    transposed = state_jacobian_pattern(module.mode, mask.cpu().numpy()).T
+    gate_flop, dense = 2.0 * int(mask.sum()), 2.0 * mask.numel()
+
+    def observe(x: torch.Tensor) -> Observation:
+        sequences = Sequences.equal(time, 1)
+        rows = Saved(
+            x.new_empty(time, weights.size),
+            x.new_empty(time if cell.saved_vectors else 0, cell.saved_vectors * weights.size),
+            x.new_zeros(1, cell.states * weights.size),
+        )
+        cell.forward(sequences.whole(1), cell.enter(x[0].contiguous(), weights), weights, rows.initial, rows)
+        state = cell.state(rows, sequences.before(1), torch.from_numpy(sequences.sample))
+        values = state_jacobian_values(module.mode, weights.hidden, transposed.T, state)
+        values = values[torch.from_numpy(transposed.T.transposition.astype("int64"))]
+        return [without_zeros(transposed, values[:, step].cpu().numpy()) for step in range(time)], [{}] * time
+
+    operators = [
+        CountedOperator(f"step {step}", module.mode.lower(), lambda _: gate_flop, dense, dense) for step in range(time)
+    ]
+    layer = _layer(module, transposed, time)
+    weight_gradients = {"pruned": float(layer.weight_gradient_sparse), "observed": None}
+    return Subject(shape, [transposed] * time, operators, observe, (layer,), weight_gradients)
+
+
+def _layer(module: nn.RNNBase, transposed: Pattern, time: int) -> LayerFlop:
+    """The FLOP of all steps of a layer, whose initial state needs no gradient."""
+    tensors = {name: getattr(module, name).detach() for name in _NAMES[: 4 if module.bias else 2]}
+    trained = [trains(module, name) for name in _NAMES]
+
+    def flop(sizes: Mapping[str, int]) -> tuple[int, int, int]:
+        """FLOP forward, backward, and of the weights' gradients, with `sizes` elements in the weights."""
+        of_input, of_state = (sizes[name] for name in _NAMES[:2])
+        of_weights = 2 * time * (trained[0] * of_input + trained[1] * of_state)
+        return 2 * time * (of_input + of_state), of_weights + 2 * (time - 1) * any(trained) * of_state, of_weights
+
+    sizes = {name: tensor.numel() for name, tensor in tensors.items()}
+    nonzero = {name: int(tensor.count_nonzero()) for name, tensor in tensors.items()}
+    dense, sparse = flop(sizes), flop(nonzero)
+    return LayerFlop(
+        path=type(module).__name__,
+        operator=module.mode.lower(),
+        parameters=sum(sizes.values()),
+        nonzero=sum(nonzero.values()),
+        weights=sum(sizes[name] for name in _NAMES[:2]),
+        zeros=sum(sizes[name] - nonzero[name] for name in _NAMES[:2]),
+        forward=dense[0],
+        forward_sparse=sparse[0],
+        backward=dense[1],
+        backward_sparse=sparse[1],
+        weight_gradient=dense[2],
+        weight_gradient_sparse=sparse[2],
+        jacobian_nnz=time * transposed.nnz,
+        # All steps share the indices of one pattern.
+        jacobian_nbytes=4 * time * transposed.nnz + transposed.index_nbytes,
+    )

@@ -1,0 +1,146 @@
+"""The operators that a FLOP analysis counts, one after the other, and their transposed Jacobians."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling
+from ..runtime import frozen, row_starts
+from ..stages import Chains, Edge, Record, Region, Stage, boundaries, check_shape, recorded, samples_of
+from ..tracing import check_module, undisturbed
+from .layer_flop import LayerFlop, layers_of
+
+
+@dataclass(frozen=True)
+class CountedOperator:
+    """One operator of a `Subject`, without its transposed Jacobian."""
+
+    #: Path in the model, and name of the ATen operator.
+    path: str
+    name: str
+    #: FLOP of the thesis' gradient operator over the observed entries of the operator's factor.
+    gradient_flop: Callable[[Pattern | Region], float]
+    #: The same FLOP over all entries, without any pruning.
+    unpruned: float
+    #: FLOP of PyTorch's own gradient operator.
+    executed: float
+    #: The edges of the factor whose weights' gradient takes a multiply-add for each entry.
+    entrywise: tuple[int, ...] = ()
+
+
+#: The factors of one sample; and, for each factor, which elements of the operands of entrywise edges are not zero.
+Observation = tuple[Sequence["Pattern | Region"], Sequence[Mapping[int, np.ndarray]]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A sequence of operators whose FLOP are counted, from the network's input to its output."""
+
+    #: Shape of one sample.
+    in_shape: tuple[int, ...]
+    #: The operators' transposed Jacobians.
+    factors: Sequence[Pattern | Region]
+    operators: Sequence[CountedOperator]
+    #: Takes one sample, ``(1, *in_shape)``; the returned factors have only the entries that are not zero.
+    observe: Callable[[torch.Tensor], Observation]
+    #: The operators that have weights.
+    layers: tuple[LayerFlop, ...]
+    #: FLOP of the gradients of weights other than those of entrywise edges, by `BackPropagation.structure`.
+    weights: Mapping[str, float | None]
+
+    def __len__(self) -> int:
+        return len(self.factors)
+
+    def boundaries(self, workers: int) -> list[int]:
+        """The places at which `jacsparse.schedule.balanced` cuts the sequence."""
+        return boundaries(self.factors, workers)
+
+
+def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
+    """The stages of a module's chain."""
+    check_module(module)
+    shape = check_shape(input_shape)
+    chains = Chains(module)
+    with undisturbed(module):
+        chain, records = chains.matching(recorded(module, samples_of(module, shape), readable=False))
+        stages = layers_of(records)
+
+    def observed_pattern(record: Record, edge: Edge) -> Pattern:
+        if edge.shared:
+            return edge.pattern
+        return without_zeros(edge.pattern, record.values(edge, slice(0, 1))[:, 0].cpu().numpy())
+
+    def nonzero_operands(record: Record, entrywise: Sequence[int]) -> dict[int, np.ndarray]:
+        edges = _operator_edges(record.stage)
+        return {number: (record.operand(edges[number])[0] != 0).flatten().cpu().numpy() for number in entrywise}
+
+    def observe(x: torch.Tensor) -> Observation:
+        with undisturbed(module):
+            # Two copies of the sample: a batch of one would not show the batch axis, and be cut into other stages.
+            _, (_, records) = chains.of(x.repeat(2, *[1] * (x.ndim - 1)))
+            factors = [
+                record.stage.factor([observed_pattern(record, edge) for edge in record.stage.edges])
+                for record in records
+            ]
+            return factors, [
+                nonzero_operands(record, layers.entrywise) for record, layers in zip(records, stages, strict=True)
+            ]
+
+    operators = [
+        CountedOperator(
+            stage.path,
+            stage.name,
+            partial(_observed_flop, stage),
+            math.fsum(_operator_flop(edge.pattern, _unpruned_nnz(edge)) for edge in _operator_edges(stage)),
+            layers.executed,
+            layers.entrywise,
+        )
+        for stage, layers in zip(chain, stages, strict=True)
+    ]
+    weights = dict.fromkeys(("pruned", "observed"), float(sum(layers.other_weights for layers in stages)))
+    all_layers = tuple(layer for layers in stages for layer in layers.layers)
+    return Subject(chain.in_shape, chain.factors, operators, observe, all_layers, weights)
+
+
+def without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:
+    """The entries of a pattern whose values are not zero."""
+    nonzero = values != 0
+    # The number of nonzeros before each row.
+    indptr = row_starts(nonzero, pattern.indptr.dtype)[pattern.indptr]
+    return Pattern.of(Csr(*pattern.shape, frozen(indptr), frozen(pattern.indices[nonzero])))
+
+
+def _operator_edges(stage: Stage) -> Sequence[Edge]:
+    """The stage's single operator, or all of its edges."""
+    return stage.edges if stage.operator is None else (stage.operator,)
+
+
+def _observed_flop(stage: Stage, factor: Pattern | Region) -> float:
+    """FLOP of a stage's gradient operators over the observed entries of its factor."""
+    patterns = [pattern for _, _, pattern in factor.edges] if isinstance(factor, Region) else [factor]
+    edges = zip(_operator_edges(stage), patterns, strict=True)
+    return math.fsum(_operator_flop(edge.pattern, pattern.nnz) for edge, pattern in edges)
+
+
+def _unpruned_nnz(edge: Edge) -> int:
+    """Entries of an edge's Jacobian without any pruning."""
+    return edge.rule.pattern(replace(edge.call, masks={})).nnz if edge.call.masks else edge.pattern.nnz
+
+
+def _operator_flop(pattern: Pattern, nnz: int) -> float:
+    """FLOP of a gradient operator, as `BaselineStep.flop` counts them, with `nnz` entries of its pattern."""
+    rows, columns = pattern.shape
+    if isinstance(pattern.structure, Identity):
+        return 0.0
+    if isinstance(pattern.structure, Diagonal):
+        return rows + nnz
+    if isinstance(pattern.structure, Pooling) and pattern.structure.selects:
+        return float(rows + columns)
+    return 2.0 * nnz

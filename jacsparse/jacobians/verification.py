@@ -1,0 +1,536 @@
+"""Comparison of a module's sparse Jacobians with autograd, operator by operator."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..patterns import Blocks, Call, Diagonal, Full, Pattern
+from ..runtime import row_starts
+from ..spgemm import matvec
+from ..stages import Chain, Edge, Record, Run, check_input, check_limit, recent_chains, refuse_hooks
+from ..tracing import check_module, undisturbed, without_autocast
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: The most rows of a Jacobian that are each compared on their own.
+EXACT_ROWS = 256
+#: The number of random vectors for a Jacobian with more rows.
+PROBES = 3
+#: The most entries that a check names.
+NAMED = 5
+#: Default limit on the bytes of an operator's values and indices that are held at once.
+MEMORY_LIMIT = 2**29
+#: A matrix is multiplied by at most this many vectors one at a time; and the number that its kernel takes at once.
+FEW, LANES = 4, 8
+#: The most elements of the whole Jacobian, and entries of all operators' patterns, for a comparison with `jacobian`.
+SMALL = 2**20
+#: The most bytes of a part of a matrix: larger ones spend their time on fresh pages.
+AT_ONCE = 2**25
+#: The tolerance in units in the last place, for numbers coarser than the input's.
+ROUNDINGS = 16
+
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
+
+
+class VerificationError(RuntimeError):
+    """A sparse Jacobian differs from autograd's."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """The comparison of one operator's Jacobian, or the whole module's, with autograd's.
+
+    Attributes
+    ----------
+    path, operator : str
+        The operator's path in the model, and its name in ATen; for the whole module, its class.
+    shape : tuple of int
+        Shape of the Jacobian.
+    exact : bool
+        Whether all entries were compared; if not, products with random vectors were.
+    difference : float
+        The largest difference, as a share of the largest element, or of the rounding error where that is larger.
+    entries : tuple of str
+        Descriptions of the first entries that differ.
+    parts : int
+        The number of parts in which the matrix was computed and compared; more than one where it is larger than the
+        memory limit.
+    jacobian : bool
+        For the whole module, whether the result of `jacobian` was compared too.
+    """
+
+    path: str
+    operator: str
+    shape: tuple[int, int]
+    exact: bool
+    difference: float
+    entries: tuple[str, ...] = ()
+    parts: int = 1
+    jacobian: bool = False
+
+    def __str__(self) -> str:
+        rows, columns = self.shape
+        how = "all entries" if self.exact else f"{PROBES} random vectors"
+        how += f" in {self.parts} parts" if self.parts > 1 else ""
+        how += ", by jacobian too" if self.jacobian else ""
+        line = f"{self.path} ({self.operator}), {rows} × {columns}: {how}, difference {self.difference:.1e}"
+        return "\n".join([line, *(f"    {entry}" for entry in self.entries)])
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`.
+
+    Attributes
+    ----------
+    checks : tuple of Check
+        A check of each operator, and a last one of the whole module.
+    """
+
+    checks: tuple[Check, ...]
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks in which entries differ."""
+        return tuple(check for check in self.checks if check.entries)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.checks))
+
+
+def verify(
+    module: nn.Module,
+    x: torch.Tensor,
+    *,
+    tolerance: float | None = None,
+    raise_exception: bool = True,
+    memory_limit: int | None = None,
+) -> Verification:
+    """Compare a module's sparse Jacobians with autograd.
+
+    First each operator's Jacobian is compared at each sample: all entries of a small one, products with random vectors
+    of a large one. Then the whole module's output is compared, and its gradients, as the sparse Jacobians of all
+    operators give them; for a small module, also as the result of `jacobian` gives them.
+
+    Parameters
+    ----------
+    module : Module
+        A module of operators that have a rule.
+    x : Tensor, (batch, *input_shape)
+        The input, float32 or float64; float64 shows smaller errors.
+    tolerance : float, optional
+        The largest difference that is no error, as a share of the largest element. By default 1e-10 for float64 and
+        1e-4 for float32; or 16 units in the last place of the coarsest dtype that the module works in, where that is
+        coarser than the input's, as under ``torch.autocast``.
+    raise_exception : bool
+        Whether a difference is an error, as in ``torch.autograd.gradcheck``.
+    memory_limit : int, optional
+        Bytes of an operator's values and indices to hold at once: a larger matrix is computed and compared part by
+        part, by samples or by rows. 512 MiB by default.
+
+    Returns
+    -------
+    Verification
+        The checks; its ``str`` has a line for each operator.
+
+    Raises
+    ------
+    VerificationError
+        Where entries differ; the message names them.
+    TypeError, ValueError, UnsupportedOperatorError
+        Where the input does not fit, or an operator has no rule; or where a matrix is beyond the memory limit, and its
+        operator's rule cannot compute parts of it.
+
+    Notes
+    -----
+    The comparison takes about as long as the computation of all operators' matrices: some nanoseconds for each
+    multiply-add of the forward pass.
+
+    Examples
+    --------
+    >>> import torch
+    >>> print(verify(torch.nn.Tanh(), torch.zeros(1, 2)))
+    Tanh (aten.tanh), 2 × 2: all entries, difference 0.0e+00
+    Tanh (Tanh), 2 × 2: all entries, by jacobian too, difference 0.0e+00
+    """
+    check_input("x", x)
+    if not len(x):
+        raise ValueError("x is an empty batch; pass at least one sample")
+    memory = MEMORY_LIMIT if memory_limit is None else check_limit(memory_limit)
+    check_module(module)
+    with _seeded(x), undisturbed(module):
+        chain, run = recent_chains(module, pruned=True).of(x)
+        refuse_hooks(run.records)
+        limit = _tolerance(run) if tolerance is None else tolerance
+        with without_autocast(x.device):
+            checks, pulled_back = _check_edges(run, limit, memory)
+            jacobian = _by_jacobian(chain, run, x, pulled_back.seeds)
+    verification = Verification((*checks, _check_whole(module, x, run, pulled_back, jacobian, limit)))
+    failed = verification.failed
+    if failed and raise_exception:
+        lines = "\n".join(map(str, failed))
+        raise VerificationError(
+            f"{len(failed)} of {len(verification.checks)} comparisons with autograd failed:\n{lines}"
+        )
+    return verification
+
+
+def _tolerance(run: Run) -> float:
+    """The default tolerance for the input's dtype, or for coarser results of operators, as under autocast."""
+    invocations = (record.invocation(edge.target) for record in run.records for edge in record.stage.edges)
+    results = (result for invocation in invocations for result in invocation.results if result.is_floating_point())
+    coarsest = max((torch.finfo(result.dtype).eps for result in results), default=0.0)
+    dtype = run.recording.input.dtype
+    return _TOLERANCE[dtype] if coarsest <= torch.finfo(dtype).eps else ROUNDINGS * coarsest
+
+
+@dataclass
+class _PulledBack:
+    """Gradients of a module's input, by the sparse Jacobians of all its operators."""
+
+    #: Gradients of the output, (outputs, many, batch), and of the input, (inputs, many, batch).
+    seeds: torch.Tensor
+    gradients: torch.Tensor
+    #: Whether the seeds are all unit vectors.
+    exact: bool
+
+
+def _check_edges(run: Run, limit: float, memory: int) -> tuple[list[Check], _PulledBack]:
+    """Check each operator, and take gradients back through all of them, so that each matrix is computed once."""
+    y = run.recording.output.detach().to(run.recording.input.dtype)
+    outputs, batch = y[:1].numel(), len(y)
+    edges = [edge for record in run.records for edge in record.stage.edges]
+    largest = max((max(edge.pattern.shape) for edge in edges), default=outputs)
+    exact = outputs <= EXACT_ROWS and outputs * largest * batch * y.element_size() <= memory
+    seeds = torch.stack([seed.T for seed in _seeds(y, outputs, exact)], 1) if outputs else y.new_zeros((0, 0, batch))
+    checks: list[Check] = []
+    of_output = seeds
+    for record in reversed(run.records):
+        stage = record.stage
+        gradients = {stage.stop: of_output}
+        # The edges that still need the gradient of a vertex.
+        users = Counter(edge.target for edge in stage.edges)
+        for edge in reversed(stage.edges):
+            check, pulled = _check_edge(record, edge, limit, memory, gradients.get(edge.target))
+            checks.append(check)
+            users[edge.target] -= 1
+            if not users[edge.target]:
+                gradients.pop(edge.target, None)
+            if pulled is not None:
+                total = gradients.get(edge.source)
+                gradients[edge.source] = pulled if total is None else total.add_(pulled)
+        zeros = (math.prod(stage.in_shape), *seeds.shape[1:])
+        of_output = gradients[stage.start] if stage.start in gradients else seeds.new_zeros(zeros)
+    return checks[::-1], _PulledBack(seeds, of_output, exact)
+
+
+class _EdgeMatrix:
+    """An operator's transposed Jacobian in a run; beyond the memory limit, parts of it, computed anew for each use.
+
+    The constructor raises ValueError where one sample's matrix is beyond the limit, and the rule cannot compute parts.
+    """
+
+    def __init__(self, record: Record, edge: Edge, memory: int) -> None:
+        self.record, self.edge = record, edge
+        # A copy of the pattern: the indices of the edge's own pattern would live as long as that does.
+        self.pattern = Pattern.of(replace(edge.pattern.structure))  # type: ignore[type-var]
+        # Each part has the rows between two bounds, for a slice of the samples.
+        self.samples = [slice(0, record.batch)]
+        self.bounds: Sequence[int] = (0, self.pattern.shape[0])
+        self._whole: torch.Tensor | None = None
+        closed = isinstance(self.pattern.structure, (Diagonal, Full))
+        indices = 0 if closed else self.pattern.index_nbytes
+        sample = self.pattern.nnz * record.recording.input.element_size()
+        if indices + sample * (1 if edge.shared else record.batch) <= memory:
+            return
+        if not edge.shared:
+            at_once = max(1, (memory - indices) // max(1, sample))
+            starts = range(0, record.batch, at_once)
+            self.samples = [slice(start, min(start + at_once, record.batch)) for start in starts]
+        if indices + sample > memory:
+            self.bounds = self._split(memory, indices + sample)
+
+    def _split(self, memory: int, needed: int) -> Sequence[int]:
+        """The bounds of parts that each take about half of the memory, AT_ONCE where that is less, or one row."""
+        parts = max(2, -(-2 * needed // max(1, min(memory, 2 * AT_ONCE))))
+        running = row_starts(self.pattern.structure.row_counts(), np.int64)
+        targets = int(running[-1]) * np.arange(1, parts, dtype=object) // parts
+        inner = np.searchsorted(running, targets.astype(np.int64), side="left")
+        bounds = sorted({0, self.pattern.shape[0], *inner.tolist()})
+        if self._parts(bounds, self.samples[0]) is None:
+            call, (columns, rows) = self.edge.call, self.pattern.shape
+            raise ValueError(
+                f"{call.path}: the Jacobian of {call.operator}, {rows:,} × {columns:,}, takes {needed / 2**20:,.0f} "
+                f"MiB of values and indices, more than the memory limit of {memory / 2**20:,.0f} MiB, and its rule "
+                "makes no part of it by itself; pass a smaller input or a larger memory_limit"
+            )
+        return bounds
+
+    @property
+    def parts(self) -> int:
+        """The number of parts."""
+        return len(self.samples) * (len(self.bounds) - 1)
+
+    def _parts(self, bounds: Sequence[int], samples: slice) -> Iterator[torch.Tensor] | None:
+        """The values of the rows between bounds; None where the rule cannot compute parts."""
+        return self.edge.rule.transposed_parts(self.record.call(self.edge, samples), self.pattern, bounds)
+
+    def _values(self, samples: slice) -> torch.Tensor:
+        """The values of all rows, cached where all samples are in one slice."""
+        if self._whole is not None:
+            return self._whole
+        whole = len(self.samples) == 1
+        call = self.record.call(self.edge, slice(None) if whole else samples)
+        values = self.edge.rule.transposed_values(call, self.pattern)
+        if whole:
+            self._whole = values
+        return values
+
+    def times(self, vectors: torch.Tensor) -> torch.Tensor:
+        """The products with many vectors for each sample, ``(outputs, many, batch)`` to ``(inputs, many, batch)``."""
+        products = vectors.new_empty((self.pattern.shape[0], *vectors.shape[1:]))
+        for samples in self.samples:
+            factors, out = vectors[:, :, samples], products[:, :, samples]
+            if len(self.bounds) == 2:
+                out[:] = _times(self.pattern, self._values(samples), factors)
+                continue
+            parts = self._parts(self.bounds, samples)
+            assert parts is not None
+            structure, bounds = self.pattern.structure, pairwise(self.bounds)
+            if isinstance(structure, Blocks) and structure.inner == 1:
+                for (first, last), values in zip(bounds, parts, strict=True):
+                    _times_blocks(structure, first, values, factors, out[first:last])
+            else:
+                for (first, last), part, values in zip(bounds, structure.parts(self.bounds), parts, strict=True):
+                    out[first:last] = _times(Pattern.of(part), values, factors)
+        return products
+
+    def row(self, number: int, sample: int) -> tuple[np.ndarray, torch.Tensor]:
+        """Columns and values of one row of one sample's matrix."""
+        (structure,) = self.pattern.structure.parts((number, number + 1))
+        samples = next(part for part in self.samples if part.start <= sample < part.stop)
+        if len(self.bounds) > 2:
+            parts = self._parts((number, number + 1), samples)
+            assert parts is not None
+            (values,) = parts
+        else:
+            start = int(self.pattern.structure.row_counts()[:number].sum())
+            values = self._values(samples)[start : start + structure.nnz]
+        return structure.csr()[1], values[:, min(sample - samples.start, values.shape[1] - 1)]
+
+
+def _times(pattern: Pattern, values: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """The products of a matrix and vectors, ``(columns, many, batch)`` to ``(rows, many, batch)``."""
+    rows, (count, batch) = pattern.shape[0], vectors.shape[1:]
+    if not count * batch:
+        return vectors.new_zeros((rows, count, batch))
+    if values.shape[1] > 1:
+        return torch.stack([matvec(pattern, values, vector.contiguous()) for vector in vectors.unbind(1)], 1)
+    columns = vectors.flatten(1)
+    if count * batch <= FEW:
+        products = torch.cat([matvec(pattern, values, column.contiguous()) for column in columns.split(1, 1)], 1)
+    else:
+        # A multiple of the number of columns that the kernel takes at once.
+        products = matvec(pattern, values, torch.nn.functional.pad(columns, (0, -count * batch % LANES)))
+    return products[:, : count * batch].reshape(rows, count, batch)
+
+
+def _times_blocks(
+    structure: Blocks, first: int, values: torch.Tensor, vectors: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write the products of the rows from `first` on to `out`, as `_times` does: full blocks need no index."""
+    values = values.reshape(len(out), structure.columns, -1)
+    while len(out):
+        block = first // structure.rows
+        count = min(first + len(out), (block + 1) * structure.rows) - first
+        factor = vectors[block * structure.columns : (block + 1) * structure.columns]
+        # A product of two dense matrices for each sample.
+        out[:count] = torch.matmul(values[:count].movedim(2, 0), factor.movedim(2, 0)).movedim(0, 2)
+        values, out, first = values[count:], out[count:], first + count
+
+
+def _check_edge(
+    record: Record, edge: Edge, limit: float, memory: int, gradients: torch.Tensor | None
+) -> tuple[Check, torch.Tensor | None]:
+    """Check an operator, and take gradients of its result, if any, back to its operand."""
+    call = record.call(edge)
+    assert call.input is not None
+    matrix = _EdgeMatrix(record, edge, memory)
+    exact = call.out_size <= EXACT_ROWS and matrix.parts == 1
+    largest, worst, rounding = 0.0, 0.0, _rounding(call.input, call.output)
+    entries: list[str] = []
+    suspects: list[tuple[int, int, int, float]] = []
+    pulled, products = _products(matrix, _seeds(call.input, call.out_size, exact), gradients)
+    for number, (seed, product) in enumerate(products):
+        expected = _vjp(call, seed)
+        difference = _difference(product, expected)
+        largest = max(largest, _largest(expected))
+        worst = max(worst, _size(difference))
+        # A later expected gradient may have a larger element: then some suspects are no errors.
+        over = _over(difference, max(limit * largest, rounding))[:NAMED].tolist()
+        suspects += [(number, *place, _size(difference[tuple(place)])) for place in over]
+    for number, sample, column, size in suspects:
+        if size > max(limit * largest, rounding) and len(entries) < NAMED:
+            row = number if exact else _row(matrix, call, sample, column, limit)
+            entries.append(_entry(matrix, call, sample, row, column))
+    share = _share(worst, largest, rounding, limit)
+    shape = (call.out_size, call.in_size)
+    return Check(call.path, call.operator, shape, exact, share, tuple(entries), matrix.parts), pulled
+
+
+def _products(
+    matrix: _EdgeMatrix, seeds: Iterator[torch.Tensor], gradients: torch.Tensor | None
+) -> tuple[torch.Tensor | None, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
+    """The gradients taken back, if any; and each seed, ``(batch, outputs)``, with its product, ``(batch, inputs)``."""
+    if matrix.parts == 1:
+        pulled = None if gradients is None else matrix.times(gradients)
+        return pulled, ((seed, matrix.times(seed.T[:, None])[:, 0].T) for seed in seeds)
+    # All products at once, because each use computes the parts anew.
+    listed = list(seeds)
+    vectors = torch.stack([seed.T for seed in listed], 1)
+    products = matrix.times(vectors if gradients is None else torch.cat([vectors, gradients], 1))
+    pulled = None if gradients is None else products[:, len(listed) :].contiguous()
+    return pulled, ((seed, products[:, number].T) for number, seed in enumerate(listed))
+
+
+def _vjp(call: Call, seed: torch.Tensor) -> torch.Tensor:
+    """Autograd's gradient of the operand for one of the result, ``(batch, outputs)`` to ``(batch, inputs)``."""
+    assert call.vjp is not None
+    return _flat(call.vjp(seed.reshape(-1, *call.out_shape)))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(len(tensor), -1)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest finite absolute value; 0 where there is none."""
+    return tensor.nan_to_num(0, 0, 0).abs().max().item() if tensor.numel() else 0.0
+
+
+def _size(difference: torch.Tensor) -> float:
+    """The largest absolute value, infinite where an element is NaN."""
+    return difference.abs().nan_to_num(math.inf, math.inf).max().item() if difference.numel() else 0.0
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The difference; zero where autograd's element is NaN, or both are the same infinity."""
+    return torch.where(expected.isnan() | (actual == expected), 0.0, actual - expected)
+
+
+def _rounding(x: torch.Tensor, y: torch.Tensor | None) -> float:
+    """The rounding error of a derivative that is zero: 100 units in the last place of output over input."""
+    scale = 0.0 if y is None else _largest(y) / max(_largest(x), 1e-300)
+    return 100 * torch.finfo(x.dtype).eps * scale
+
+
+def _share(difference: float, largest: float, rounding: float, limit: float) -> float:
+    """A difference as a share of the largest element, or of the rounding error where that is larger."""
+    return difference / max(largest, rounding / limit if limit else 0.0, 1e-300)
+
+
+def _over(difference: torch.Tensor, limit: float) -> torch.Tensor:
+    """The samples and columns at which a difference is beyond a limit, or NaN."""
+    return (~(difference.abs() <= limit)).nonzero()
+
+
+def _row(matrix: _EdgeMatrix, call: Call, sample: int, column: int, limit: float) -> int:
+    """A row in which the entries at a column and sample differ: the search halves the outputs."""
+    assert call.input is not None
+    low, high = 0, call.out_size
+    while high - low > 1:
+        middle = (low + high) // 2
+        seed = call.input.new_zeros((len(call.input), call.out_size))
+        seed[:, low:middle] = torch.rand(middle - low, generator=torch.Generator().manual_seed(1)).to(seed) + 0.5
+        expected = _vjp(call, seed)[sample, column]
+        places, values = matrix.row(column, sample)
+        actual = (values * seed[sample, torch.from_numpy(places.astype(np.int64)).to(seed.device)]).sum()
+        scale = max(1e-300, expected.abs().item(), actual.abs().item())
+        differs = not (actual - expected).abs().item() <= limit * scale
+        low, high = (low, middle) if differs else (middle, high)
+    return low
+
+
+def _entry(matrix: _EdgeMatrix, call: Call, sample: int, row: int, column: int) -> str:
+    """Describe one entry: its place, its value and autograd's."""
+    assert call.input is not None
+    seed = call.input.new_zeros((len(call.input), call.out_size))
+    seed[:, row] = 1
+    expected = _vjp(call, seed)[sample, column].item()
+    places, values = matrix.row(column, sample)
+    at = np.flatnonzero(places == row)
+    actual = values[int(at[0])].item() if len(at) else 0.0
+    missing = "" if len(at) else ", which the pattern leaves out"
+    return f"sample {sample}: ∂y[{row}]/∂x[{column}] is {actual:.6g}, autograd {expected:.6g}{missing}"
+
+
+def _by_jacobian(chain: Chain, run: Run, x: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor | None:
+    """The gradients of the input for these seeds by the result of `jacobian`; None where that is large."""
+    edges = sum(edge.pattern.nnz for stage in chain.stages for edge in stage.edges)
+    size = math.prod(chain.in_shape) * math.prod(chain.out_shape)
+    if max(edges, size) * len(x) > SMALL:
+        return None
+    transposed = chain.jacobian(run.records, x).T
+    return _times(transposed.pattern, transposed.values, seeds)
+
+
+def _check_whole(
+    module: nn.Module, x: torch.Tensor, run: Run, pulled_back: _PulledBack, jacobian: torch.Tensor | None, limit: float
+) -> Check:
+    """Compare the output and the gradients with the module's own."""
+    leaf = x.detach().clone().requires_grad_()
+    with torch.enable_grad(), _seeded(x), undisturbed(module):
+        y = module(leaf * 1)
+    name = type(module).__name__
+    output = run.recording.output
+    entries = []
+    rounding = _rounding(x, y)
+    fits = output.shape == y.shape
+    if not fits or _over(_difference(_flat(output), _flat(y)), limit * _largest(y)).numel():
+        entries.append("the output is another than the module's own")
+    worst = 0.0
+    for number, seed in enumerate(pulled_back.seeds.unbind(1) if fits else ()):
+        expected = torch.zeros_like(leaf)
+        if y.requires_grad:
+            gradient = seed.T.reshape(y.shape).to(y.dtype)
+            (expected,) = torch.autograd.grad(y, leaf, gradient, retain_graph=True, materialize_grads=True)
+        expected = _flat(expected)
+        for how, gradients in (("the gradient", pulled_back.gradients), ("by jacobian, the gradient", jacobian)):
+            if gradients is None:
+                continue
+            difference, largest = _difference(gradients[:, number].T, expected), _largest(expected)
+            worst = max(worst, _share(_size(difference), largest, rounding, limit))
+            over = _over(difference, max(limit * largest, rounding))
+            for sample, column in over[: max(0, NAMED - len(entries))].tolist():
+                entries.append(f"sample {sample}: {how} of x[{column}] is another than autograd's")
+    shape = (y[:1].numel(), x[:1].numel())
+    return Check(name, name, shape, pulled_back.exact, worst, tuple(entries), jacobian=jacobian is not None)
+
+
+@contextlib.contextmanager
+def _seeded(x: torch.Tensor) -> Iterator[None]:
+    """A context with the same random numbers each time, as for active dropout; later draws outside do not change."""
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+        torch.manual_seed(0)
+        yield
+
+
+def _seeds(like: torch.Tensor, outputs: int, exact: bool) -> Iterator[torch.Tensor]:
+    """Gradients of the outputs, ``(batch, outputs)``: all unit vectors for an exact comparison, else random ones."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(outputs if exact else PROBES):
+        shape = (len(like), outputs)
+        seed = torch.zeros(shape) if exact else torch.randn(shape, generator=generator)
+        if exact:
+            seed[:, number] = 1
+        yield seed.to(like.device, like.dtype)

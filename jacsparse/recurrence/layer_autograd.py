@@ -1,0 +1,259 @@
+"""One layer in one direction of time, as autograd sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ..runtime import on_device
+from .cells import Cell, Saved, Weights, preceding
+from .layer_recurrences import Options, solve_backward, solve_forward
+from .once_differentiable import differentiable_once, once
+from .sequences import Sequences, index
+
+
+def run_layer(
+    cell: Cell,
+    sequences: Sequences,
+    direction: int,
+    x: torch.Tensor,
+    initial: torch.Tensor,
+    parameters: tuple[torch.Tensor | None, ...],
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs ``(rows, size)`` and last states ``(batch, states · size)`` of a layer in one direction.
+
+    Parameters
+    ----------
+    cell : Cell
+        Its kind.
+    sequences : Sequences
+        Which rows of `x` are whose.
+    direction : int
+        1, or -1 for a layer that runs from each sample's end.
+    x : Tensor, (rows, features)
+        The input.
+    initial : Tensor, (batch, states · size)
+        The states before the first steps.
+    parameters : tuple of Tensor or None
+        As `Weights` orders them.
+    options : Options
+        How both recurrences are solved.
+    """
+    tensors = (x, initial, *parameters)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        output, end, *_ = _Layer.apply(cell, sequences, direction, options, *tensors)
+    else:
+        with torch.no_grad():
+            saved, end = _forward(cell, sequences, direction, options, x, initial, *parameters, keep=False)
+        output = saved.output
+    return output, end
+
+
+def _forward(
+    cell: Cell,
+    sequences: Sequences,
+    direction: int,
+    options: Options,
+    x: torch.Tensor,
+    initial: torch.Tensor,
+    *parameters: torch.Tensor | None,
+    keep: bool,
+) -> tuple[Saved, torch.Tensor]:
+    """What each step gives, with the gates where they are to be saved, and the last states."""
+    with torch.autocast(x.device.type, enabled=False):
+        weights = _weights(cell, options.layer, x, initial, parameters)
+        # Newton's method needs the gates too.
+        rows = sequences.steps if cell.saved_vectors and (keep or options.forward != "sequential") else 0
+        saved = Saved(
+            x.new_empty(sequences.steps, weights.size),
+            x.new_empty(rows, cell.saved_vectors * weights.size),
+            initial.detach().contiguous(),
+        )
+        entered = cell.enter(x.detach().contiguous(), weights)
+        return saved, solve_forward(cell, sequences, direction, entered, weights, saved, options)
+
+
+_Once = differentiable_once(
+    "jacsparse.nn's recurrent layers",
+    "use torch.nn's layers of the same names: jacsparse.nn.convert(model, to='torch')",
+)
+
+
+class _Layer(_Once):  # type: ignore[misc, valid-type]
+    @staticmethod
+    def forward(
+        cell: Cell,
+        sequences: Sequences,
+        direction: int,
+        options: Options,
+        x: torch.Tensor,
+        initial: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        saved, end = _forward(cell, sequences, direction, options, x, initial, *parameters, keep=True)
+        # The output is the caller's, to change as they like.
+        return saved.output.clone(), end, saved.output, saved.gates
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.cell, ctx.sequences, ctx.direction, ctx.options, *tensors = inputs
+        _, _, states, gates = output
+        ctx.mark_non_differentiable(states, gates)
+        ctx.save_for_backward(states, gates, *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_output: torch.Tensor | None, grad_end: torch.Tensor | None, *_: None
+    ) -> tuple[torch.Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[4:]
+        gradients = iter(
+            _gradients_once(
+                ctx.cell, ctx.sequences, ctx.direction, ctx.options, wanted, grad_output, grad_end, *ctx.saved_tensors
+            )
+        )
+        return (None, None, None, None, *(next(gradients) if need else None for need in wanted))
+
+
+def _gradients(
+    cell: Cell,
+    sequences: Sequences,
+    direction: int,
+    options: Options,
+    wanted: Sequence[bool],
+    grad_output: torch.Tensor | None,
+    grad_end: torch.Tensor | None,
+    output: torch.Tensor,
+    gates: torch.Tensor,
+    x: torch.Tensor,
+    initial: torch.Tensor,
+    *parameters: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients that are wanted, of the input, the first states and the parameters."""
+    with torch.autocast(x.device.type, enabled=False):
+        weights = _weights(cell, options.layer, x, initial, parameters)
+        states = initial.detach().contiguous()
+        saved = Saved(output, gates, states)
+        grad_gates, rows, grad_initial = solve_backward(
+            cell,
+            sequences,
+            direction,
+            weights,
+            saved,
+            None if grad_output is None else grad_output.contiguous(),
+            states.new_zeros(states.shape) if grad_end is None else grad_end.contiguous(),
+            options,
+        )
+        x = x.detach()
+        factors = (x, states, weights.input) if cell.bounded else (x, states, weights.input, output)
+        if rows != slice(0, len(x)) and not all(tensor.sum().isfinite() for tensor in factors):
+            # Their products with zeros are to be seen.
+            grad_gates[: rows.start], grad_gates[rows.stop :], rows = 0, 0, slice(0, len(x))
+        for_x, *others = _products(cell, sequences, direction, x, saved, weights, grad_gates, rows, wanted)
+    gradients = (for_x, grad_initial, *others)
+    return tuple(grad for grad, need in zip(gradients, wanted, strict=True) if need and grad is not None)
+
+
+_gradients_once = once(_gradients, _Once)
+
+
+def _weights(
+    cell: Cell, layer: str, x: torch.Tensor, initial: torch.Tensor, parameters: Sequence[torch.Tensor | None]
+) -> Weights:
+    """The parameters, detached; TypeError or ValueError where one does not fit the input, for kernels do not check."""
+    size = initial.shape[1] // cell.states
+    gates = cell.gates * size
+    names, shapes = (
+        ("weight_ih", "weight_hh", "bias_ih", "bias_hh"),
+        ((gates, x.shape[1]), (gates, size), (gates,), (gates,)),
+    )
+    for name, parameter, shape in zip(names, parameters, shapes, strict=True):
+        if parameter is None:
+            continue
+        if parameter.shape != shape:
+            raise ValueError(f"{name}_{layer} has shape {tuple(parameter.shape)}; expected {shape}")
+        if parameter.dtype != x.dtype or parameter.device != x.device:
+            raise TypeError(
+                f"{name}_{layer} is {parameter.dtype} on {parameter.device}, and the input {x.dtype} on {x.device}; "
+                "convert or move one of them"
+            )
+    weight, hidden, *biases = (None if p is None else p.detach().contiguous() for p in parameters)
+    assert weight is not None and hidden is not None
+    return Weights(weight, hidden, *biases)
+
+
+def _products(
+    cell: Cell,
+    sequences: Sequences,
+    direction: int,
+    x: torch.Tensor,
+    saved: Saved,
+    weights: Weights,
+    grad_gates: torch.Tensor,
+    rows: slice,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """Gradients of the input, both weights and both biases: a few products of large matrices (equation 2.2).
+
+    Those of the gates are zeros but for some `rows`.
+    """
+    for_x, _, for_input, for_hidden, for_bias, for_hidden_bias = wanted
+    entering, recurrent = cell.grad_columns(weights.size)
+    from_input = grad_gates[rows, entering]
+    sums = grad_gates[rows].sum(dim=0) if for_bias or for_hidden_bias else None
+    return [
+        _placed(from_input @ weights.input, rows, len(x)) if for_x else None,
+        _outer(from_input, x[rows]) if for_input else None,
+        _hidden_gradient(sequences, direction, saved, grad_gates, rows, recurrent) if for_hidden else None,
+        sums[entering] if sums is not None and for_bias else None,
+        torch.cat([sums[part] for part in recurrent]) if sums is not None and for_hidden_bias else None,
+    ]
+
+
+def _placed(some: torch.Tensor, rows: slice, count: int) -> torch.Tensor:
+    """``(count, ...)``: `some` at `rows`, and zeros elsewhere."""
+    return some if len(some) == count else functional.pad(some, (0, 0, rows.start, count - rows.stop))
+
+
+def _hidden_gradient(
+    sequences: Sequences, direction: int, saved: Saved, grad_gates: torch.Tensor, rows: slice, recurrent: list[slice]
+) -> torch.Tensor:
+    """``Σ_t (gradient of the gates at t) ⊗ (state before t)``."""
+    size, batch, steps = saved.output.shape[1], sequences.batch, sequences.steps
+    initial = saved.initial[:, :size]
+    if steps == sequences.time * batch:
+        # All equally long: the state before a step is the row of a whole batch earlier, or later.
+        back = batch * direction
+        at = slice(max(rows.start, back), min(rows.stop, steps + back))
+        before = slice(at.start - back, at.stop - back)
+        parts = [_outer(grad_gates[at, part], saved.output[before]) for part in recurrent]
+        edge = slice(0, batch) if direction > 0 else slice(steps - batch, steps)
+        if rows.start <= edge.start and edge.stop <= rows.stop:
+            parts = [grad_gates[edge, part].T @ initial + inner for part, inner in zip(recurrent, parts, strict=True)]
+    else:
+        states = preceding(saved.output, initial, sequences.before(direction), index(sequences.sample, initial))
+        parts = [_outer(grad_gates[rows, part], states[rows]) for part in recurrent]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+#: Rows in each part of a product of `_outer` on a device.
+_ROWS = 1024
+
+
+def _outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``leftᵀ @ right``, of many more rows than columns.
+
+    A device has one block for a small product, however many rows it is a sum over: there it is the sum of products of
+    parts of the rows, in a fixed order.
+    """
+    parts = len(left) // _ROWS if on_device(left) else 0
+    if parts < 2:
+        return left.T @ right
+    size = len(left) // parts
+    whole = size * parts
+    pieces = (factor[:whole].unflatten(0, (parts, size)) for factor in (left, right))
+    return torch.addmm(torch.bmm(next(pieces).mT, next(pieces)).sum(dim=0), left[whole:].T, right[whole:])

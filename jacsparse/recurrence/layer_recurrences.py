@@ -1,0 +1,232 @@
+"""The recurrences of a layer: of its states, and of their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..patterns import gathered, state_jacobian_pattern, state_jacobian_values
+from ..runtime import on_device
+from ..schedule import Schedule
+from .cells import Cell, Saved, Weights
+from .reports import Report
+from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
+from .solvers import CHUNK, Choice, Recurrence, choose, parse, solve
+from .tree_scan import AffineMaps, SparseMaps
+
+
+@dataclass
+class Options:
+    """How a layer's recurrences are solved, and how they were.
+
+    Attributes
+    ----------
+    forward : str
+        One of `FORWARD`.
+    schedule : Schedule or str
+        Of the gradients' recurrence, as `parse` takes it.
+    chunk : int
+        Steps of a chunk.
+    warm : Tensor or None
+        First states of the chunks, ``(chunks of all samples, states · size)``, to begin guessing with.
+    layer : str
+        The layer's name, ``l0`` or ``l0_reverse``.
+    reports : list of Report
+        Each solution's, the last of each kind.
+    boundaries : Tensor or None
+        The chunks' first states that guessing came to, for a later `warm`.
+    """
+
+    forward: str = "sequential"
+    schedule: Schedule | str = "auto"
+    chunk: int = CHUNK
+    warm: torch.Tensor | None = None
+    layer: str = ""
+    reports: list[Report] = field(default_factory=list)
+    boundaries: torch.Tensor | None = None
+
+    def report(self, recurrence: str, steps: int) -> Report:
+        """A new report; it replaces that of an earlier pass over the same graph."""
+        report = Report(recurrence, steps, self.layer)
+        others = [other for other in self.reports if (other.recurrence, other.layer) != (recurrence, self.layer)]
+        self.reports[:] = [*others, report]
+        return report
+
+
+@dataclass
+class _States(Recurrence):
+    """The forward pass."""
+
+    cell: Cell
+    weights: Weights
+    entered: torch.Tensor
+    saved: Saved
+    # What enters the gates is of the order of one, however small the states are.
+    least = 1.0
+    affine = False
+
+    def run(self, runs: Runs | DeviceRuns, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
+        return self.cell.forward(runs, self.entered, self.weights, start, self.saved)
+
+    def matrices(
+        self,
+        runs: Runs,
+        dtype: torch.dtype,
+        again: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        # Row j is the gradient of element j of the last state.
+        rows = None if before is None else before.transpose(1, 2)
+        return _jacobians(self.cell, self.weights, self.saved, runs, dtype, again, rows).transpose(1, 2)
+
+    def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
+        return self.cell.limit(states, edge)
+
+
+@dataclass
+class _Gradients(Recurrence):
+    """The backward pass; `rows` of `grad_gates` are written, and others count as zeros, whatever is in them."""
+
+    cell: Cell
+    weights: Weights
+    saved: Saved
+    grad_output: torch.Tensor | None
+    grad_gates: torch.Tensor
+    rows: slice
+
+    def run(self, runs: Runs | DeviceRuns, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
+        inputs, gates = (self.weights, self.saved, self.grad_output, start), self.grad_gates if record else None
+        if gates is None or not isinstance(runs, Runs) or not runs.is_whole or on_device(gates):
+            return self.cell.backward(runs, *inputs, gates)
+        reach = np.empty(len(runs), np.int64)
+        grad_start = self.cell.backward(runs, *inputs, gates, reach)
+        self.rows, others = runs.live_rows(reach)
+        if len(others):
+            gates[index(others, gates)] = 0
+        return grad_start
+
+    def matrices(
+        self,
+        runs: Runs,
+        dtype: torch.dtype,
+        again: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return _jacobians(self.cell, self.weights, self.saved, runs, dtype, again, before)
+
+    def transfer(self, runs: Runs, edge: torch.Tensor) -> torch.Tensor:
+        if not self.cell.transfers:
+            return super().transfer(runs, edge)
+        return self.cell.transfer(runs, self.weights, self.saved, self.grad_output)
+
+    def maps(self, chunks: Chunks, edge: torch.Tensor, *, sparse: bool) -> AffineMaps:
+        if not sparse:
+            return super().maps(chunks, edge, sparse=False)
+        cell, weights, sequences = self.cell, self.weights, chunks.sequences
+        pattern = state_jacobian_pattern(cell.mode, weights.hidden.cpu().numpy() != 0)
+        state = cell.state(self.saved, sequences.before(chunks.runs.direction), index(sequences.sample, edge))
+        state = {name: tensor.double() for name, tensor in state.items()}
+        values = state_jacobian_values(cell.mode, weights.hidden.double(), pattern, state)
+        values = gathered(values, pattern.transposition)
+        # In the order in which gradients get to them.
+        rows = torch.zeros(chunks.table.shape, dtype=torch.int64, device=edge.device)
+        place, sample = index(chunks.place, edge), index(chunks.runs.sample, edge)
+        rows[place, sample] = index(sequences.offset[chunks.runs.begin] + chunks.runs.sample, edge)
+        added = edge.new_zeros(sequences.steps, edge.shape[1])
+        if self.grad_output is not None:
+            added[:, : weights.size] = self.grad_output
+        maps = SparseMaps(pattern.T, values[:, rows], edge.new_zeros(edge.shape[1], *rows.shape, dtype=torch.float64))
+        # A step adds before it multiplies.
+        return maps.like(maps.matrices, maps.apply(added[rows].permute(2, 0, 1).double().contiguous()))
+
+
+def _jacobians(
+    cell: Cell,
+    weights: Weights,
+    saved: Saved,
+    runs: Runs,
+    dtype: torch.dtype,
+    again: torch.Tensor | None = None,
+    before: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What each unit vector at a run's end is at its start, as rows, ``(runs, state, state)``."""
+    size = cell.states * weights.size
+    if cell.transfers and on_device(weights.hidden) and dtype == weights.hidden.dtype:
+        there = runs.on(weights.hidden.device)
+        there = there if again is None else there._replace(steps=again)
+        # The rows before are those of a matrix with another one below.
+        out = None if before is None else before.as_strided((len(runs), size + 1, size), before.stride())
+        return cell.transfer(there, weights, saved, None, out)[:, :size]
+    units = torch.eye(size, dtype=dtype, device=weights.hidden.device).repeat(len(runs), 1)
+    return cell.backward(runs.repeat(size), weights, saved, None, units, None).reshape(len(runs), size, size)
+
+
+def solve_forward(
+    cell: Cell,
+    sequences: Sequences,
+    direction: int,
+    entered: torch.Tensor,
+    weights: Weights,
+    saved: Saved,
+    options: Options,
+) -> torch.Tensor:
+    """Fill what the forward pass saves; the last states."""
+    name = "linear" if options.forward == "sequential" else options.forward
+    guess = None
+    if name != "linear" and sequences.time > options.chunk:
+        guess = _warm(options.warm, sequences.cut(direction, options.chunk), saved.initial)
+    last, options.boundaries = solve(
+        _States(cell, weights, entered, saved),
+        sequences,
+        direction,
+        saved.initial,
+        Choice(name, options.chunk),
+        options.report("forward", sequences.time),
+        guess=guess,
+    )
+    return last
+
+
+def solve_backward(
+    cell: Cell,
+    sequences: Sequences,
+    direction: int,
+    weights: Weights,
+    saved: Saved,
+    grad_output: torch.Tensor | None,
+    grad_end: torch.Tensor,
+    options: Options,
+) -> tuple[torch.Tensor, slice, torch.Tensor]:
+    """The gradients of the gates, ``(rows, columns)``, which rows are written, and those of the first states."""
+    grad_gates = grad_end.new_empty(sequences.steps, cell.grad_width * weights.size)
+    recurrence = _Gradients(cell, weights, saved, grad_output, grad_gates, slice(0, sequences.steps))
+    choice = parse(options.schedule, chunk=options.chunk)
+    automatic = choice.name == "auto"
+    if automatic:
+        choice = choose(sequences, weights.size, weights.hidden, choice.chunk, guesses=True)
+    grad_start, _ = solve(
+        recurrence,
+        sequences,
+        direction,
+        grad_end,
+        choice,
+        options.report("backward", sequences.time),
+        backward=True,
+        fallback=not automatic,
+    )
+    return grad_gates, recurrence.rows, grad_start
+
+
+def _warm(warm: torch.Tensor | None, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
+    """First states to begin with: those of an earlier pass where they fit, else zeros."""
+    guess, shape = chunks.guess(edge), (len(chunks.runs), edge.shape[1])
+    if warm is None:
+        return guess
+    if (warm.shape, warm.dtype, warm.device) != (shape, edge.dtype, edge.device):
+        raise ValueError(
+            f"the warm start holds states {tuple(warm.shape)} of {warm.dtype} on {warm.device}; these sequences have "
+            f"{shape} of {edge.dtype} on {edge.device}: pass what a pass over as many steps gave there"
+        )
+    return torch.where((index(chunks.place, edge) > 0)[:, None] & warm.isfinite(), warm, guess)

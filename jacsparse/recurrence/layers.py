@@ -1,0 +1,648 @@
+"""Drop-in recurrent layers: `torch.nn`'s RNN, GRU and LSTM, computed by fused kernels and scans."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.rnn import PackedSequence
+
+from ..runtime import on_device, uncompiled
+from ..schedule import Schedule
+from ..tracing import is_recording
+from .cells import CELLS
+from .layer_autograd import run_layer
+from .layer_recurrences import Options
+from .recurrences_cuda import LARGEST
+from .reports import Report
+from .sequences import Sequences
+from .solvers import CHUNK, FORWARD, parse
+
+
+class _Range(NamedTuple):
+    """Where our kernels are faster than PyTorch's: from so many steps on, in states of at most so many elements.
+
+    PyTorch's start sooner, and have faster products of large matrices.
+
+    Attributes
+    ----------
+    steps, size : int
+        The fewest steps, and the most elements of one state.
+    all_states : int
+        The most elements of the states of a batch.
+    """
+
+    steps: int
+    size: int
+    all_states: int
+
+
+class _Ranges(NamedTuple):
+    """Of passes without gradients, and of those with their backward passes."""
+
+    inference: tuple[_Range, ...]
+    training: tuple[_Range, ...]
+
+
+#: Measured on one thread and on two of an Intel Xeon, in float32 and in float64: round numbers within which none was
+#: slower. Beyond them many threads, long sequences or a gradient that vanishes may still make ours the faster ones.
+_OURS = {
+    "GRU": _Ranges(
+        (_Range(32, 32, 8192), _Range(32, 128, 2048)),
+        (_Range(32, 32, 16_384), _Range(32, 64, 8192), _Range(32, 256, 4096)),
+    ),
+    "LSTM": _Ranges((_Range(32, 32, 4096), _Range(64, 128, 1024)), (_Range(32, 32, 8192), _Range(32, 256, 2048))),
+    **dict.fromkeys(
+        ("RNN_TANH", "RNN_RELU"),
+        _Ranges(
+            (_Range(64, 128, 1024), _Range(256, 128, 2048)),
+            (_Range(32, 256, 2048), _Range(64, 128, 8192), _Range(64, 256, 4096), _Range(64, 512, 512)),
+        ),
+    ),
+}
+#: oneDNN, which PyTorch has for float32, computes all steps by one operator.
+_OURS_FLOAT32 = {**_OURS, "LSTM": _Ranges((), (_Range(512, 32, 1024),))}
+
+
+class _Left(NamedTuple):
+    """What was left to PyTorch's kernels: so many steps of so many samples, with gradients or without, and where."""
+
+    steps: int
+    batch: int
+    trains: bool
+    on_device: bool
+
+
+class _Pass(NamedTuple):
+    """How our kernels computed a layer's last pass."""
+
+    reports: list[Report]
+    boundaries: list[torch.Tensor | None]
+
+
+#: PyTorch's operators, by a layer's `mode`.
+_OPERATORS: dict[str, Callable[..., Sequence[torch.Tensor]]] = {mode: getattr(torch, mode.lower()) for mode in _OURS}
+
+_requires_grad = attrgetter("requires_grad")
+
+#: Of the options that `RNN` adds.
+_DEFAULTS = ("auto", "sequential", CHUNK)
+_DTYPES = (torch.float32, torch.float64)
+
+# PyTorch 2.6 does not tell exporting from compiling.
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
+
+class _Recurrent(nn.RNNBase):
+    """What the layers share: everything but their kind of cell."""
+
+    def _set_up(self, schedule: Schedule | str, forward: str, chunk: int) -> None:
+        if self.proj_size:
+            raise ValueError(
+                f"proj_size is {self.proj_size}, which is not supported; use torch.nn.LSTM for projections"
+            )
+        self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
+        _check_options(schedule, forward, chunk)
+        self._pass: _Pass | _Left = _Pass([], [])
+
+    @property
+    def reports(self) -> list[Report]:
+        """How the recurrences of the last pass were solved; on a CUDA device this waits for them."""
+        if isinstance(self._pass, _Pass):
+            for report in self._pass.reports:
+                report.read()
+            return self._pass.reports
+        steps, batch, trains, on_device = self._pass
+        ways = ("forward", "backward") if trains else ("forward",)
+        size = f"{self.hidden_size} elements in a state"
+        reason = (
+            f"{size}, where kernels for CUDA devices have at most {LARGEST}"
+            if on_device
+            else f"{batch} samples of {steps} steps, {size}: PyTorch's kernels are usually as fast there, or faster"
+        )
+        return [
+            Report(way, steps, name, ["torch.nn"], steps, 1, reason=reason)
+            for name in self._recurrences()
+            for way in ways
+        ]
+
+    @property
+    def boundaries(self) -> list[torch.Tensor | None]:
+        """The states at the chunks' boundaries of the last pass, by layer and direction; None where there are none."""
+        return self._pass.boundaries if isinstance(self._pass, _Pass) else [None] * len(self._recurrences())
+
+    def _recurrences(self) -> list[str]:
+        """What PyTorch's names of the weights end in, by layer and direction: ``l0``, ``l0_reverse`` and so on."""
+        return [name.removeprefix("weight_hh_") for name in self._flat_weights_names if "weight_hh" in name]
+
+    @classmethod
+    def of(
+        cls, layer: nn.RNNBase, *, schedule: Schedule | str = "auto", forward: str = "sequential", chunk: int = CHUNK
+    ) -> Self:
+        """A layer of `torch.nn` as one of ours, whose parameters are the same objects.
+
+        Raises
+        ------
+        TypeError
+            Where it is a layer of another kind, or its weights are made of others by a parametrisation.
+        """
+        kind = cls._kind()
+        if not isinstance(layer, kind) or type(layer).forward not in (kind.forward, _Recurrent.forward):
+            raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.{kind.__name__}")
+        other = _alike(layer, cls)
+        other._set_up(schedule, forward, chunk)
+        return other
+
+    @classmethod
+    def _kind(cls) -> type[Any]:
+        """The layer of `torch.nn` whose place it takes."""
+        return next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn"))
+
+    def to_torch(self) -> nn.RNNBase:
+        """The same layer of `torch.nn`, whose parameters are the same objects.
+
+        Raises
+        ------
+        TypeError
+            Where its weights are made of others by a parametrisation.
+        """
+        other = _alike(self, self._kind())
+        for name in ("schedule", "forward_method", "chunk", "_pass"):
+            del other.__dict__[name]
+        return other
+
+    def __prepare_scriptable__(self) -> None:
+        raise TypeError(
+            f"torch.jit.script cannot compile a jacsparse.nn.{type(self).__name__}; script "
+            "jacsparse.nn.convert(model, to='torch'), or trace the model"
+        )
+
+    def forward(self, input: Any, hx: Any = None, warm: Sequence[torch.Tensor | None] | None = None) -> Any:
+        """As `torch.nn`'s layer: outputs and last states of sequences, padded, packed or a single one.
+
+        Parameters
+        ----------
+        input : Tensor or PackedSequence
+            ``(time, batch, features)``, ``(batch, time, features)`` where `batch_first`, or ``(time, features)``.
+        hx : Tensor, or pair of them for LSTM, optional
+            First states, ``(layers · directions, batch, hidden)``; zeros where left out.
+        warm : list of Tensor, optional
+            `boundaries` of an earlier pass over the same samples.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where an argument's kind, dtype, device or shape does not fit; the message names it.
+
+        Notes
+        -----
+        Programs that leave Python, as torch.export, torch.onnx and torch.jit.trace make them, get `torch.nn`'s own
+        operators; so do `jacsparse.jacobian` and `jacsparse.nn.Scan`, which have rules for those. PyTorch 2.6 exports
+        them with ``strict=False`` alone, and compiles them as `torch.nn`'s.
+        """
+        if is_recording() or _is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return super().forward(input, hx)
+        return self._solved(input, hx, warm)
+
+    @uncompiled
+    def _solved(self, input: Any, hx: Any, warm: Sequence[torch.Tensor | None] | None) -> Any:
+        # PyTorch's kernels may take as long as a few lines here: nothing is done for them that need not be.
+        if (options := (self.schedule, self.forward_method, self.chunk)) != _DEFAULTS:
+            _check_options(*options)
+        x, steps, batch, packed = self._input(input)
+        single = packed is None and input.ndim == 2
+        states = self._states(hx, x, batch, packed, single)
+        if warm is None and (left := self._left_to_torch(x, states, steps, batch)):
+            output, *last = self._by_torch(x, states, packed)
+            # Module.__setattr__ looks for parameters first.
+            self.__dict__["_pass"] = left
+            return self._results(output, last, packed, single)
+        sequences = Sequences.equal(steps, batch) if packed is None else Sequences.packed(packed.batch_sizes)
+        x, initial = x.reshape(-1, self.input_size), list(torch.cat(states, dim=2))
+        reports: list[Report] = []
+        boundaries: list[torch.Tensor | None] = []
+        ends, recurrences = [], self._recurrences()
+        directions = (1, -1) if self.bidirectional else (1,)
+        for layer in range(self.num_layers):
+            outputs = []
+            for number, direction in enumerate(directions):
+                place = layer * len(directions) + number
+                chosen = Options(
+                    self.forward_method,
+                    self.schedule,
+                    int(self.chunk),
+                    self._warm(warm, place),
+                    recurrences[place],
+                    reports,
+                )
+                output, end = run_layer(
+                    CELLS[self.mode],
+                    sequences,
+                    direction,
+                    x,
+                    initial[place],
+                    self._parameters_of(recurrences[place]),
+                    chosen,
+                )
+                outputs.append(output)
+                ends.append(end)
+                boundaries.append(chosen.boundaries)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+            if self.dropout and self.training and layer < self.num_layers - 1:
+                x = functional.dropout(x, self.dropout)
+        self._pass = _Pass(reports, boundaries)
+        size, joint = self.hidden_size, torch.stack(ends)
+        states = [joint.narrow(2, begin, size).contiguous() for begin in range(0, joint.shape[2], size)]
+        output = x if packed is not None else x.reshape(steps, batch, x.shape[1])
+        return self._results(output, states, packed, single)
+
+    def _left_to_torch(self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int) -> _Left | None:
+        """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
+        if self.schedule != "auto" or self.forward_method != "sequential":
+            return None
+        if on_device(x):
+            return None if self.hidden_size <= LARGEST else _Left(steps, batch, torch.is_grad_enabled(), True)
+        # PyTorch's kernels would compute in low precision under autocast; they do not see what was put in the place of
+        # a parameter, as parametrisations do.
+        weights: Any = self._flat_weights
+        parameters = self._parameters
+        if len(parameters) != len(weights) or not all(map(is_, parameters.values(), weights)):
+            return None
+        if torch.is_autocast_enabled("cpu"):
+            return None
+        trains = torch.is_grad_enabled() and any(map(_requires_grad, (*weights, x, *states)))
+        ours = (_OURS_FLOAT32 if x.dtype == torch.float32 else _OURS)[self.mode]
+        size = self.hidden_size
+        for least, most, all_states in ours.training if trains else ours.inference:
+            if steps >= least and size <= most and size * batch <= all_states:
+                return None
+        return _Left(steps, batch, trains, False)
+
+    def _by_torch(
+        self, x: torch.Tensor, states: Sequence[torch.Tensor], packed: PackedSequence | None
+    ) -> Sequence[torch.Tensor]:
+        """Outputs and last states by PyTorch's operator, which is called as `torch.nn`'s layers do."""
+        operator = _OPERATORS[self.mode]
+        hx = states if self.mode == "LSTM" else states[0]
+        options = (self._flat_weights, self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
+        if packed is None:
+            return operator(x, hx, *options, False)
+        return operator(x, packed.batch_sizes, hx, *options)
+
+    def _input(self, input: Any) -> tuple[torch.Tensor, int, int, PackedSequence | None]:
+        """The input, ``(time, batch, features)`` or, where packed, as rows; its steps, and its samples."""
+        packed = input if isinstance(input, PackedSequence) else None
+        # Not as an attribute: that would be slower, or make a parametrised weight once more.
+        weight: Any = self._parameters.get("weight_ih_l0")
+        if weight is None:
+            weight = self._flat_weights[0]
+        x = _checked("input", input if packed is None else input.data, weight)
+        if packed is not None:
+            if x.ndim != 2 or x.shape[1] != self.input_size:
+                raise ValueError(f"input.data has shape {tuple(x.shape)}; expected (steps, {self.input_size})")
+            return x, *_packed(packed.batch_sizes, len(x)), packed
+        shape = x.shape
+        if len(shape) not in (2, 3) or shape[-1] != self.input_size:
+            expected = "batch, time" if self.batch_first else "time, batch"
+            raise ValueError(
+                f"input has shape {tuple(x.shape)}; expected ({expected}, {self.input_size}) or "
+                f"(time, {self.input_size}) for a single sequence"
+            )
+        if len(shape) == 2:
+            x, time, batch = x.unsqueeze(1), shape[0], 1
+        elif self.batch_first:
+            x, (batch, time, _) = x.transpose(0, 1), shape
+        else:
+            time, batch, _ = shape
+        if not time:
+            raise ValueError(f"input has shape {tuple(shape)}: no steps; expected at least one")
+        return x, time, batch, None
+
+    def _states(
+        self, hx: Any, x: torch.Tensor, batch: int, packed: PackedSequence | None, single: bool
+    ) -> list[torch.Tensor]:
+        """First states of each kind, ``(layers · directions, batch, hidden)``."""
+        places, kinds = self.num_layers * (2 if self.bidirectional else 1), 2 if self.mode == "LSTM" else 1
+        if hx is None:
+            return [x.new_zeros(places, batch, self.hidden_size)] * kinds
+        parts = hx if kinds > 1 else (hx,)
+        if not isinstance(parts, (tuple, list)) or len(parts) != kinds:
+            raise TypeError(f"hx is a {type(hx).__name__}; expected a pair of tensors, the hidden and the cell states")
+        shape = (places, self.hidden_size) if single else (places, batch, self.hidden_size)
+        states = []
+        for number, part in enumerate(parts):
+            name = f"hx[{number}]" if kinds > 1 else "hx"
+            state = _checked(name, part, x)
+            if state.shape != shape:
+                raise ValueError(f"{name} has shape {tuple(state.shape)}; expected {shape}")
+            states.append(state)
+        if single:
+            states = [part.unsqueeze(1) for part in states]
+        if packed is not None and packed.sorted_indices is not None:
+            states = [part.index_select(1, packed.sorted_indices) for part in states]
+        return states
+
+    def _parameters_of(self, recurrence: str) -> tuple[torch.Tensor | None, ...]:
+        names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if self.bias else ()))
+        parameters = [getattr(self, f"{name}_{recurrence}") for name in names]
+        return (*parameters, *([] if self.bias else [None, None]))
+
+    def _warm(self, warm: Sequence[torch.Tensor | None] | None, place: int) -> torch.Tensor | None:
+        if warm is None:
+            return None
+        expected = len(self._recurrences())
+        if not isinstance(warm, list | tuple) or not all(isinstance(part, torch.Tensor | None) for part in warm):
+            raise TypeError("warm is no list of tensors; pass `boundaries` of an earlier pass")
+        if len(warm) != expected:
+            raise ValueError(f"warm has {len(warm)} entries; expected {expected}: `boundaries` of an earlier pass")
+        return warm[place]
+
+    def _results(
+        self, x: torch.Tensor, states: Sequence[torch.Tensor], packed: PackedSequence | None, single: bool
+    ) -> tuple[Any, Any]:
+        """Outputs and last states as the input was given: packed, of a single sequence, or the batch first."""
+        output: Any = x
+        if packed is not None:
+            output = PackedSequence(x, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+            if packed.unsorted_indices is not None:
+                states = [part.index_select(1, packed.unsorted_indices) for part in states]
+        elif single:
+            output, states = x.squeeze(1), [part.squeeze(1) for part in states]
+        elif self.batch_first:
+            output = x.transpose(0, 1)
+        return output, states[0] if len(states) == 1 else tuple(states)
+
+    def extra_repr(self) -> str:
+        """PyTorch's own, and the arguments that are not the defaults."""
+        values = (self.schedule, self.forward_method, self.chunk)
+        options = zip(("schedule", "forward", "chunk"), values, _DEFAULTS, strict=True)
+        return ", ".join(
+            [super().extra_repr(), *(f"{name}={value!r}" for name, value, usual in options if value != usual)]
+        )
+
+
+def _check_options(schedule: object, forward: object, chunk: object) -> None:
+    """ValueError where an option is none that `RNN` takes."""
+    parse(schedule)
+    if forward not in FORWARD:
+        raise ValueError(f"forward is {forward!r}; expected one of {', '.join(FORWARD)}")
+    if not isinstance(chunk, int | np.integer) or isinstance(chunk, bool) or chunk < 1:
+        raise ValueError(f"chunk is {chunk!r}; expected a number of steps of at least 1")
+
+
+def _checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
+    """`value` where the layer can work on it, whose weights are like another tensor; under autocast of their dtype."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
+    if value.is_cpu and like.is_cpu and value.dtype == like.dtype in _DTYPES and value.layout == torch.strided:
+        return value
+    device = value.device
+    if device != like.device or device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"{name} is on {value.device} and the weights are on {like.device}; both must be on the CPU or on "
+            "one CUDA device: move them with .to()"
+        )
+    if value.dtype != like.dtype:
+        if not (torch.is_autocast_enabled(device.type) and value.is_floating_point()):
+            raise TypeError(f"{name} is {value.dtype} and the weights are {like.dtype}; convert one of them")
+        value = value.to(like.dtype)
+    if value.dtype not in _DTYPES:
+        raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} has layout {value.layout}; expected a dense tensor")
+    return value
+
+
+def _alike(layer: nn.RNNBase, kind: type[Any]) -> Any:
+    """A layer of another class with the same parameters, not copied."""
+    if is_parametrized(layer):
+        raise TypeError(
+            f"the weights of the {type(layer).__name__} are parametrised; parametrise the new layer instead, or remove "
+            "it first with torch.nn.utils.parametrize.remove_parametrizations"
+        )
+    other = object.__new__(kind)
+    nn.Module.__init__(other)
+    for name, value in layer.__dict__.items():
+        # Hooks, buffers and the like are each layer's own; parameters are the same objects.
+        other.__dict__[name] = copy.copy(value) if isinstance(value, dict | list) else value
+    other._init_flat_weights()
+    return other
+
+
+def convert(
+    module: nn.Module,
+    *,
+    to: str = "jacsparse",
+    schedule: Schedule | str = "auto",
+    forward: str = "sequential",
+    chunk: int = CHUNK,
+) -> nn.Module:
+    """Put this library's recurrent layers in the place of `torch.nn`'s in a model, or back.
+
+    Parameters
+    ----------
+    module : Module
+        The model; the layers in it are replaced in place, as ``SyncBatchNorm.convert_sync_batchnorm`` does. Parameters
+        are the same objects, so that an optimiser goes on, and the state_dict keeps its names.
+    to : {"jacsparse", "torch"}
+        Whose layers it is to have.
+    schedule, forward, chunk
+        Of the new layers, as `RNN` takes them.
+
+    Returns
+    -------
+    Module
+        The model, or the new layer where `module` is one itself.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `RNN.of`, with the layer's path; nothing is replaced then.
+
+    Notes
+    -----
+    Layers with projections, parametrised ones and those of other subclasses stay as they are. Tools that look for
+    `torch.nn`'s own classes, such as ``torch.ao.quantization.quantize_dynamic``, pass over this library's layers:
+    convert to ``"torch"`` first.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.ModuleDict({"encoder": torch.nn.GRU(3, 20), "head": torch.nn.Linear(20, 2)})
+    >>> convert(model, schedule="chunked")
+    ModuleDict(
+      (encoder): GRU(3, 20, schedule='chunked')
+      (head): Linear(in_features=20, out_features=2, bias=True)
+    )
+    >>> type(convert(model, to="torch")["encoder"]).__module__
+    'torch.nn.modules.rnn'
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
+    if to not in ("jacsparse", "torch"):
+        raise ValueError(f"to is {to!r}; expected 'jacsparse' or 'torch'")
+    _check_options(schedule, forward, chunk)
+    layers: dict[nn.Module, nn.Module] = {}
+    for path, part in module.named_modules():
+        if to == "torch" and type(part) in (RNN, GRU, LSTM):
+            layers[part] = part.to_torch()
+        elif to == "jacsparse" and (kind := _counterpart(part)) is not None:
+            try:
+                layers[part] = kind.of(part, schedule=schedule, forward=forward, chunk=chunk)  # type: ignore[arg-type]
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{path}: {error}" if path else str(error)) from None
+    for before, after in layers.items():
+        # A handle removes its hook from where it was put: the new layer has that very dict.
+        after.__dict__.update((name, hooks) for name, hooks in before.__dict__.items() if "_hooks" in name)
+    for parent in module.modules():
+        for name, child in parent._modules.items():
+            if child in layers:
+                parent._modules[name] = layers[child]
+    return layers.get(module, module)
+
+
+def _counterpart(part: nn.Module) -> type[_Recurrent] | None:
+    """Our layer that computes what a layer of `torch.nn` does; None of any other module."""
+    kind: type[_Recurrent] | None = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}.get(type(part))  # type: ignore[call-overload]
+    return None if kind is None or part.proj_size else kind
+
+
+def _packed(batch_sizes: torch.Tensor, rows: int) -> tuple[int, int]:
+    """The steps and the samples of a packed input."""
+    if batch_sizes.dtype != torch.int64:
+        raise TypeError(f"batch_sizes of the packed input are {batch_sizes.dtype}; expected torch.int64")
+    sizes = batch_sizes.tolist()
+    falling = all(one >= other for one, other in pairwise(sizes))
+    if not sizes or min(sizes) < 1 or not falling or sum(sizes) != rows:
+        raise ValueError(
+            f"batch_sizes of the packed input are {sizes}, its data have {rows} steps; make it with "
+            "torch.nn.utils.rnn.pack_padded_sequence"
+        )
+    return len(sizes), sizes[0]
+
+
+class RNN(_Recurrent, nn.RNN):
+    """`torch.nn.RNN`, ``h_t = tanh(W_ih x_t + b_ih + W_hh h_{t-1} + b_hh)`` or ReLU, by fused kernels and scans.
+
+    Takes `torch.nn.RNN`'s arguments, and its state_dict, either way. In float32 and float64, on the CPU and on CUDA
+    devices, there with at most 128 elements of a state.
+
+    Parameters
+    ----------
+    *args, **options
+        As `torch.nn.RNN` takes them.
+    schedule : Schedule or str
+        How the gradients of the hidden states are found. ``linear``: step after step. ``chunked`` or
+        ``chunked:STEPS``: in chunks, composed one after the other. ``blelloch`` or ``blelloch:LEVELS``, or a
+        `jacsparse.schedule.Schedule` of one stage more than there are steps: by its products of single steps, which
+        are full matrices; ``planned``: by those of a Blelloch scan, as sparse as the recurrent weights are pruned.
+        ``relaxed`` or ``relaxed:STEPS``: in chunks from guessed gradients at their boundaries, again from the
+        neighbours' results until they agree. ``auto`` chooses, and says in `reports` what and why; on the CPU it
+        leaves few steps, large states or batches, and most LSTMs in float32 to PyTorch's own kernels, forward too.
+    forward : {"sequential", "parallel", "relaxed", "newton"}
+        How the hidden states are found: step after step, or in chunks from guessed states. ``parallel`` begins relaxed
+        and, on the CPU, changes to Newton's method (multiple shooting) when that does not converge; what still does
+        not is finished step after step. The result is the sequential one within rounding of a sample's largest state.
+    chunk : int
+        Steps of a chunk, forward and, where `schedule` does not say, backward.
+
+    Attributes
+    ----------
+    reports : list of Report
+        How the recurrences of the last pass were solved: the methods, the sweeps and what was left at the boundaries.
+        On a CUDA device, asking for them waits for it.
+    boundaries : list of Tensor
+        After a parallel forward pass the states at the chunks' boundaries, by layer and direction: passed as ``warm``
+        to a pass over the same samples, they are where guessing begins.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is unknown, or asks for projections.
+
+    Notes
+    -----
+    Thesis, equation 4.2; Naumov, sections 3.3 and 3.4, for the chunks. Gradients of gradients are not supported, and
+    say so; but for those of a RNN or GRU where ``auto`` leaves the work to PyTorch.
+
+    A CUDA device is never waited for, so what settles is decided there: after four sweeps, or eight of Newton's
+    iterations, samples whose chunks do not fit are finished step after step.
+
+    Examples
+    --------
+    >>> import torch
+    >>> rnn = RNN(3, 20)
+    >>> output, last = rnn(torch.randn(1000, 16, 3))
+    >>> output.shape, last.shape
+    (torch.Size([1000, 16, 20]), torch.Size([1, 16, 20]))
+    >>> output.sum().backward()
+    >>> [report.methods for report in rnn.reports]
+    [['sequential'], ['linear']]
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        schedule: Schedule | str = "auto",
+        forward: str = "sequential",
+        chunk: int = CHUNK,
+        **options: Any,
+    ) -> None:
+        nn.RNN.__init__(self, *args, **options)
+        self._set_up(schedule, forward, chunk)
+
+
+class GRU(_Recurrent, nn.GRU):
+    """`torch.nn.GRU` (thesis, equations 4.3 and 4.4), with the arguments and attributes that `RNN` adds.
+
+    Examples
+    --------
+    >>> import torch
+    >>> gru = GRU(3, 20, forward="parallel")
+    >>> output, last = gru(torch.randn(1000, 2, 3))
+    >>> gru.reports[0].methods, gru.reports[0].sweeps
+    (['relaxed'], 2)
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        schedule: Schedule | str = "auto",
+        forward: str = "sequential",
+        chunk: int = CHUNK,
+        **options: Any,
+    ) -> None:
+        nn.GRU.__init__(self, *args, **options)
+        self._set_up(schedule, forward, chunk)
+
+
+class LSTM(_Recurrent, nn.LSTM):
+    """`torch.nn.LSTM` without projections, with the arguments and attributes that `RNN` adds.
+
+    Examples
+    --------
+    >>> import torch
+    >>> lstm = LSTM(3, 20, num_layers=2, bidirectional=True)
+    >>> output, (h, c) = lstm(torch.randn(7, 2, 3))
+    >>> output.shape, c.shape
+    (torch.Size([7, 2, 40]), torch.Size([4, 2, 20]))
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        schedule: Schedule | str = "auto",
+        forward: str = "sequential",
+        chunk: int = CHUNK,
+        **options: Any,
+    ) -> None:
+        nn.LSTM.__init__(self, *args, **options)
+        self._set_up(schedule, forward, chunk)

@@ -1,0 +1,245 @@
+"""`linear_recurrence`: ``h_t = A_t h_{t-1} + b_t``, differentiable in all its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..runtime import uncompiled
+from ..schedule import Schedule
+from . import recurrences_cuda
+from .matrices import Dense, Diagonal, Scaled, Sparse, StepMatrices, checked
+from .once_differentiable import differentiable_once, once
+from .reports import Report
+from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
+from .solvers import Recurrence, choose, parse, solve
+from .tree_scan import AffineMaps, SparseMaps
+
+_SCHEDULES = ("auto", "linear", "chunked", "blelloch", "relaxed")
+
+
+@dataclass
+class _Linear(Recurrence):
+    """A linear recurrence, or its adjoint."""
+
+    A: StepMatrices
+    added: torch.Tensor | None
+    out: torch.Tensor
+    adjoint: bool
+
+    @property
+    def diagonal(self) -> bool:
+        return isinstance(self.A, Diagonal)
+
+    def run(self, runs: Runs | DeviceRuns, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
+        return self.A.run(runs, self.added, start, self.out if record else None, adjoint=self.adjoint)
+
+    def matrices(
+        self,
+        runs: Runs,
+        dtype: torch.dtype,
+        again: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        size = self.A.size
+        if self.diagonal:
+            return self.A.run(runs, None, self.out.new_ones(len(runs), size, dtype=dtype), None, adjoint=self.adjoint)
+        units = torch.eye(size, dtype=dtype, device=self.out.device).repeat(len(runs), 1)
+        ends = self.A.run(runs.repeat(size), None, units, None, adjoint=self.adjoint)
+        return ends.reshape(len(runs), size, size)
+
+    def transfer(self, runs: Runs, edge: torch.Tensor) -> torch.Tensor:
+        if self.A.size > recurrences_cuda.LARGEST or not isinstance(self.A, Dense | Scaled):
+            return super().transfer(runs, edge)
+        name, arguments = type(self.A).__name__.lower(), self.A.on_device(adjoint=self.adjoint)
+        if isinstance(self.A, Scaled):
+            arguments = (recurrences_cuda.padded(arguments[0]), *arguments[1:])
+        return recurrences_cuda.transfer(name, runs, self.out, self.A.size, *arguments, self.added, back=self.adjoint)
+
+    def maps(self, chunks: Chunks, edge: torch.Tensor, *, sparse: bool) -> AffineMaps:
+        if not isinstance(self.A, Sparse):
+            return super().maps(chunks, edge, sparse=False)
+        pattern, values = self.A.pattern, self.A.values.detach().transpose(0, 1)
+        assert self.added is not None
+        values, offsets = values.expand(-1, -1, len(edge)), self.added.permute(2, 0, 1)
+        if (chunks.runs.direction < 0) != self.adjoint:
+            values, offsets = values.flip(1), offsets.flip(1)
+        if self.adjoint:
+            values, pattern = values[index(pattern.transposition, values).long()], pattern.T
+        values, offsets = values.double().contiguous(), offsets.double().contiguous()
+        if self.adjoint:
+            # The adjoint adds before it multiplies.
+            offsets = SparseMaps(pattern, values, torch.zeros_like(offsets)).apply(offsets)
+        return SparseMaps(pattern, values, offsets)
+
+
+@uncompiled
+def linear_recurrence(
+    A: StepMatrices,
+    b: torch.Tensor,
+    h0: torch.Tensor | None = None,
+    *,
+    reverse: bool = False,
+    schedule: Schedule | str = "auto",
+    reports: list[Report] | None = None,
+) -> torch.Tensor:
+    """Solve ``h_t = A_t h_{t-1} + b_t`` for all t, differentiably.
+
+    Parameters
+    ----------
+    A : Dense, Diagonal, Scaled or Sparse
+        The matrices, n × n, of each step.
+    b : Tensor, (time, batch, n)
+        What is added; float32 or float64, on the CPU or on a CUDA device, there with n of at most 512 unless the
+        matrices are diagonal.
+    h0 : Tensor, (batch, n), optional
+        The state before the first step; zeros where left out.
+    reverse : bool
+        Whether to go from the last step to the first: ``h_t = A_t h_{t+1} + b_t``.
+    schedule : Schedule or str
+        ``linear``: step after step, samples side by side. ``chunked`` or ``chunked:STEPS``: what each chunk of steps
+        does to a state, as a matrix, side by side; then the states at the boundaries; then every chunk by itself.
+        ``blelloch`` or ``blelloch:LEVELS``: a parallel scan over single steps; or any `jacsparse.schedule.Schedule` of
+        one stage more than there are steps. ``relaxed`` or ``relaxed:STEPS``: chunks from guessed states,
+        again from the neighbours' results until they agree; chunked where they do not or, on a CUDA device, step after
+        step. ``auto``: chunked where a few samples of long sequences and small states leave many workers idle, else
+        linear.
+    reports : list, optional
+        Takes a `Report` of this solution, and later of its gradient's; on a CUDA device, `Report.read` completes it.
+
+    Returns
+    -------
+    Tensor, (time, batch, n)
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where a tensor's kind, dtype, device or shape does not fit, or the schedule is unknown.
+
+    Notes
+    -----
+    The adjoint, ``v_t = g_t + A_{t+1}ᵀ v_{t+1}``, is a linear recurrence too, solved by the same schedule; thesis,
+    section 3.1, with a loss at every step.
+
+    Examples
+    --------
+    >>> import torch
+    >>> d = torch.full((4, 1, 1), 0.5, requires_grad=True)
+    >>> h = linear_recurrence(Diagonal(d), torch.ones(4, 1, 1))
+    >>> h.flatten().tolist()
+    [1.0, 1.5, 1.75, 1.875]
+    >>> h[-1].backward()
+    >>> d.grad.flatten().tolist()
+    [0.0, 0.25, 0.75, 1.75]
+    """
+    if not isinstance(A, StepMatrices):
+        raise TypeError(f"A is a {type(A).__name__}; expected Dense, Diagonal, Scaled or Sparse")
+    checked("b", b, 3, "(time, batch, n)")
+    time, batch, size = b.shape
+    if (A.time, A.size) != (time, size) or A.batch not in (1, batch):
+        raise ValueError(
+            f"A has {A.time} steps of {A.batch} samples, {A.size} × {A.size}, and b has shape {tuple(b.shape)}; "
+            f"expected {time} steps of {batch} samples or 1, {size} × {size}"
+        )
+    if h0 is not None:
+        checked("h0", h0, 2, "(batch, n)")
+        if tuple(h0.shape) != (batch, size):
+            raise ValueError(f"h0 has shape {tuple(h0.shape)}; expected ({batch}, {size})")
+    start = b.new_zeros(batch, size) if h0 is None else h0
+    for name, tensor in (("h0", start), *((type(A).__name__, tensor) for tensor in A.tensors)):
+        if tensor.device != b.device:
+            raise ValueError(f"{name} is on {tensor.device} and b is on {b.device}; move them to one device")
+        if tensor.dtype != b.dtype:
+            raise TypeError(f"{name} is {tensor.dtype} and b is {b.dtype}; convert one of them")
+    parse(schedule, _SCHEDULES)
+    states: torch.Tensor = _Recurrence.apply(A.form, -1 if reverse else 1, schedule, reports, b, start, *A.tensors)
+    return states
+
+
+_Once = differentiable_once("linear recurrences", "write the recurrence as a loop for that")
+
+
+class _Recurrence(_Once):  # type: ignore[misc, valid-type]
+    @staticmethod
+    def forward(
+        form: Callable[..., StepMatrices],
+        direction: int,
+        schedule: Schedule | str,
+        reports: list[Report] | None,
+        b: torch.Tensor,
+        h0: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        A = form(*(tensor.detach() for tensor in tensors))
+        h = torch.empty_like(b, memory_format=torch.contiguous_format)
+        recurrence = _Linear(A, b.detach().contiguous(), h, False)
+        with torch.autocast(b.device.type, enabled=False):
+            _solve(recurrence, h0.detach().contiguous(), direction, schedule, reports)
+        return h
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.form, ctx.direction, ctx.schedule, ctx.reports, _, h0, *tensors = inputs
+        ctx.save_for_backward(output, h0, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        h, h0, *tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[4:]
+        gradients = iter(
+            _gradients_once(ctx.form, ctx.direction, ctx.schedule, ctx.reports, wanted, gradient, h, h0, *tensors)
+        )
+        return (None, None, None, None, *(next(gradients) if need else None for need in wanted))
+
+
+def _gradients(
+    form: Callable[..., StepMatrices],
+    direction: int,
+    schedule: Schedule | str,
+    reports: list[Report] | None,
+    wanted: Sequence[bool],
+    gradient: torch.Tensor,
+    h: torch.Tensor,
+    h0: torch.Tensor,
+    *tensors: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients that are wanted, of what is added, the first state and what the matrices are made of."""
+    with torch.autocast(h.device.type, enabled=False):
+        A, v = form(*(tensor.detach() for tensor in tensors)), torch.empty_like(h)
+        first = _solve(_Linear(A, gradient.contiguous(), v, True), h.new_zeros(h0.shape), direction, schedule, reports)
+        of_matrices: Sequence[torch.Tensor] = ()
+        if any(wanted[2:]):
+            before = torch.cat([h0[None], h[:-1]] if direction > 0 else [h[1:], h0[None]])[: len(h)]
+            of_matrices = A.gradients(v, before)
+    gradients = (v, first, *(of_matrices or tensors))
+    return tuple(gradient for gradient, need in zip(gradients, wanted, strict=True) if need)
+
+
+_gradients_once = once(_gradients, _Once)
+
+
+def _solve(
+    recurrence: _Linear,
+    start: torch.Tensor,
+    direction: int,
+    schedule: Schedule | str,
+    reports: list[Report] | None,
+) -> torch.Tensor:
+    """Fill ``recurrence.out``; the last state, or the gradient of the first one."""
+    time, batch = recurrence.out.shape[:2]
+    choice = parse(schedule, _SCHEDULES)
+    report = Report("backward" if recurrence.adjoint else "forward", time)
+    if reports is not None:
+        reports.append(report)
+    if not recurrence.out.numel():
+        report.methods = ["linear"]
+        return start.clone()
+    sequences = Sequences.equal(time, batch)
+    if choice.name == "auto":
+        size, diagonal = recurrence.A.size, recurrence.diagonal
+        choice = choose(sequences, size, recurrence.out, choice.chunk, guesses=False, diagonal=diagonal)
+    backward = recurrence.adjoint
+    return solve(recurrence, sequences, direction, start, choice, report, backward=backward, fallback=True)[0]

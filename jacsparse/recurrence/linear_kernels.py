@@ -1,0 +1,265 @@
+"""Kernels of linear recurrences over runs of steps: ``h_t = A_t h_{t-1} + b_t``, and its adjoint.
+
+The adjoint goes through a run's steps the other way: ``v_t = g_t + (what came)``, and ``A_tᵀ v_t`` goes on. `b`, `out`
+or their like without rows are left out. Runs are as in `_kernels`; `shared` says that all samples have the same blocks.
+States have the dtype of `start`, in which all is computed, whichever that of the blocks and of `b` is. On x86
+processors adjoints below the smallest normal number become zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from ..runtime import flushing, inlined, kernel
+from .vector import LANES, as_elements, copy_elements, multiply_rows
+
+
+@intrinsic
+def _dot(typing_context, a, at_a, b, at_b, count):
+    """``Σ_i a[at_a + i] * b[at_b + i]`` in the dtype of `b`: `LANES` sums side by side, added in a fixed order."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        left_, place_a, right_, place_b, size = args
+        left = context.make_array(a)(context, builder, left_).data
+        right = context.make_array(b)(context, builder, right_).data
+        element, integer = context.get_data_type(b.dtype), size.type
+        vector = ir.VectorType(element, LANES)
+        zero = ir.Constant(element, 0.0)
+        sums = cgutils.alloca_once_value(builder, ir.Constant(vector, [zero] * LANES))
+        rest = cgutils.alloca_once_value(builder, zero)
+
+        def wide(data: Any, place: Any) -> Any:
+            kind = data.type.pointee
+            loaded = builder.load(builder.bitcast(builder.gep(data, [place]), ir.VectorType(kind, LANES).as_pointer()))
+            loaded.align = context.get_abi_alignment(kind)
+            return as_elements(builder, loaded, element)
+
+        lanes = ir.Constant(integer, LANES)
+        groups = builder.sdiv(size, lanes)
+        with cgutils.for_range(builder, groups, intp=integer) as loop:
+            at = builder.mul(loop.index, lanes)
+            term = builder.fmul(wide(left, builder.add(place_a, at)), wide(right, builder.add(place_b, at)))
+            builder.store(builder.fadd(builder.load(sums), term), sums)
+        done = builder.mul(groups, lanes)
+        with cgutils.for_range(builder, builder.sub(size, done), intp=integer) as loop:
+            at = builder.add(done, loop.index)
+            one = builder.load(builder.gep(left, [builder.add(place_a, at)]))
+            one = context.cast(builder, one, a.dtype, b.dtype)
+            other = builder.load(builder.gep(right, [builder.add(place_b, at)]))
+            builder.store(builder.fadd(builder.load(rest), builder.fmul(one, other)), rest)
+        total, lanes = builder.load(rest), builder.load(sums)
+        for lane in range(LANES):
+            total = builder.fadd(total, builder.extract_element(lanes, ir.Constant(ir.IntType(32), lane)))
+        return total
+
+    integer = types.intp
+    return b.dtype(a, integer, b, integer, integer), generate
+
+
+@inlined
+def _block(time, sample, batch, shared):
+    """Which block a step has."""
+    return time if shared else time * batch + sample
+
+
+@kernel
+def dense_sweep(first, last, sample, begin, count, direction, batch, blocks, shared, b, start, out, end):
+    size = start.shape[1]
+    flat, added, shown = blocks.reshape(-1), b.reshape(-1), out.reshape(-1)
+    starts, ends = start.reshape(-1), end.reshape(-1)
+    state, fresh = np.zeros(size, start.dtype), np.zeros(size, start.dtype)
+    for run in range(first, last):
+        copy_elements(state, 0, starts, run * size, size)
+        for step in range(count[run]):
+            time = begin[run] + step * direction
+            row = (time * batch + sample[run]) * size
+            at = _block(time, sample[run], batch, shared) * size * size
+            for i in range(size):
+                fresh[i] = _dot(flat, at + i * size, state, 0, size)
+            if len(added):
+                for i in range(size):
+                    fresh[i] += added[row + i]
+            copy_elements(state, 0, fresh, 0, size)
+            if len(shown):
+                copy_elements(shown, row, state, 0, size)
+        copy_elements(ends, run * size, state, 0, size)
+
+
+@flushing
+@kernel
+def dense_adjoint(first, last, sample, begin, count, direction, batch, blocks, shared, g, start, out, end):
+    size = start.shape[1]
+    flat, added, shown = blocks.reshape(-1), g.reshape(-1), out.reshape(-1)
+    starts, ends = start.reshape(-1), end.reshape(-1)
+    state, v = np.zeros(size, start.dtype), np.zeros(size, start.dtype)
+    for run in range(first, last):
+        copy_elements(state, 0, starts, run * size, size)
+        for back in range(count[run]):
+            time = begin[run] + (count[run] - 1 - back) * direction
+            row = (time * batch + sample[run]) * size
+            at = _block(time, sample[run], batch, shared) * size * size
+            copy_elements(v, 0, state, 0, size)
+            if len(added):
+                for i in range(size):
+                    v[i] += added[row + i]
+            if len(shown):
+                copy_elements(shown, row, v, 0, size)
+            for i in range(size):
+                state[i] = 0
+            for k in range(size):
+                weights = flat[at + k * size : at + (k + 1) * size]
+                for i in range(size):
+                    state[i] += weights[i] * v[k]
+        copy_elements(ends, run * size, state, 0, size)
+
+
+@kernel
+def diagonal_sweep(first, last, sample, begin, count, direction, batch, d, shared, b, start, out, end):
+    size = start.shape[1]
+    flat, added, shown = d.reshape(-1), b.reshape(-1), out.reshape(-1)
+    for run in range(first, last):
+        state = end[run]
+        for i in range(size):
+            state[i] = start[run, i]
+        for step in range(count[run]):
+            time = begin[run] + step * direction
+            row = (time * batch + sample[run]) * size
+            at = _block(time, sample[run], batch, shared) * size
+            scale = flat[at : at + size]
+            for i in range(size):
+                state[i] = scale[i] * state[i]
+            if len(added):
+                addend = added[row : row + size]
+                for i in range(size):
+                    state[i] += addend[i]
+            if len(shown):
+                copy_elements(shown, row, state, 0, size)
+
+
+@flushing
+@kernel
+def diagonal_adjoint(first, last, sample, begin, count, direction, batch, d, shared, g, start, out, end):
+    size = start.shape[1]
+    flat, added, shown = d.reshape(-1), g.reshape(-1), out.reshape(-1)
+    for run in range(first, last):
+        state = end[run]
+        for i in range(size):
+            state[i] = start[run, i]
+        for back in range(count[run]):
+            time = begin[run] + (count[run] - 1 - back) * direction
+            row = (time * batch + sample[run]) * size
+            at = _block(time, sample[run], batch, shared) * size
+            if len(added):
+                addend = added[row : row + size]
+                for i in range(size):
+                    state[i] += addend[i]
+            if len(shown):
+                copy_elements(shown, row, state, 0, size)
+            scale = flat[at : at + size]
+            for i in range(size):
+                state[i] = scale[i] * state[i]
+
+
+@kernel
+def scaled_sweep(first, last, sample, begin, count, direction, batch, w, d, shared, b, start, out, end):
+    """``A_t = W diag(d_t)``; `w` has a padded row for each column of ``W``."""
+    size, width = start.shape[1], w.shape[1]
+    weights, flat, added, shown = w.reshape(-1), d.reshape(-1), b.reshape(-1), out.reshape(-1)
+    starts, ends = start.reshape(-1), end.reshape(-1)
+    state, scale = np.zeros(width, start.dtype), np.zeros(width, start.dtype)
+    for run in range(first, last):
+        copy_elements(state, 0, starts, run * size, size)
+        for step in range(count[run]):
+            time = begin[run] + step * direction
+            row = (time * batch + sample[run]) * size
+            copy_elements(scale, 0, flat, _block(time, sample[run], batch, shared) * size, size)
+            for i in range(width):
+                scale[i] = scale[i] * state[i]
+                state[i] = 0
+            if len(added):
+                copy_elements(state, 0, added, row, size)
+            multiply_rows(state, 0, width, weights, 0, width, scale, 0, width, size, width, 1)
+            if len(shown):
+                copy_elements(shown, row, state, 0, size)
+        copy_elements(ends, run * size, state, 0, size)
+
+
+@flushing
+@kernel
+def scaled_adjoint(first, last, sample, begin, count, direction, batch, w, d, shared, g, start, out, end):
+    """``A_tᵀ = diag(d_t) Wᵀ``; `w` has a padded row for each row of ``W``."""
+    size, width = start.shape[1], w.shape[1]
+    weights, flat, added, shown = w.reshape(-1), d.reshape(-1), g.reshape(-1), out.reshape(-1)
+    starts, ends = start.reshape(-1), end.reshape(-1)
+    state, scale, adjoint = np.zeros(width, start.dtype), np.zeros(width, start.dtype), np.zeros(width, start.dtype)
+    for run in range(first, last):
+        copy_elements(state, 0, starts, run * size, size)
+        for back in range(count[run]):
+            time = begin[run] + (count[run] - 1 - back) * direction
+            row = (time * batch + sample[run]) * size
+            if len(added):
+                copy_elements(adjoint, 0, added, row, size)
+            for i in range(width):
+                adjoint[i] = adjoint[i] + state[i]
+                state[i] = 0
+            if len(shown):
+                copy_elements(shown, row, adjoint, 0, size)
+            multiply_rows(state, 0, width, weights, 0, width, adjoint, 0, width, size, width, 1)
+            copy_elements(scale, 0, flat, _block(time, sample[run], batch, shared) * size, size)
+            for i in range(width):
+                state[i] = scale[i] * state[i]
+                adjoint[i] = 0
+        copy_elements(ends, run * size, state, 0, size)
+
+
+@kernel
+def sparse_sweep(first, last, sample, begin, count, direction, batch, indptr, indices, values, b, start, out, end):
+    """`values` has shape ``(time, nnz, batch or 1)``."""
+    size = start.shape[1]
+    added, shown = b.reshape(-1), out.reshape(-1)
+    starts, ends = start.reshape(-1), end.reshape(-1)
+    state, fresh = np.zeros(size, start.dtype), np.zeros(size, start.dtype)
+    for run in range(first, last):
+        copy_elements(state, 0, starts, run * size, size)
+        who = sample[run] if values.shape[2] > 1 else 0
+        for step in range(count[run]):
+            time = begin[run] + step * direction
+            row = (time * batch + sample[run]) * size
+            for i in range(size):
+                total = added[row + i] if len(added) else start.dtype.type(0)
+                for entry in range(indptr[i], indptr[i + 1]):
+                    total += values[time, entry, who] * state[indices[entry]]
+                fresh[i] = total
+            copy_elements(state, 0, fresh, 0, size)
+            if len(shown):
+                copy_elements(shown, row, state, 0, size)
+        copy_elements(ends, run * size, state, 0, size)
+
+
+@flushing
+@kernel
+def sparse_adjoint(first, last, sample, begin, count, direction, batch, indptr, indices, values, g, start, out, end):
+    size = start.shape[1]
+    added, shown = g.reshape(-1), out.reshape(-1)
+    starts, ends = start.reshape(-1), end.reshape(-1)
+    state, v = np.zeros(size, start.dtype), np.zeros(size, start.dtype)
+    for run in range(first, last):
+        copy_elements(state, 0, starts, run * size, size)
+        who = sample[run] if values.shape[2] > 1 else 0
+        for back in range(count[run]):
+            time = begin[run] + (count[run] - 1 - back) * direction
+            row = (time * batch + sample[run]) * size
+            for i in range(size):
+                v[i] = state[i] + (added[row + i] if len(added) else start.dtype.type(0))
+                state[i] = 0
+            if len(shown):
+                copy_elements(shown, row, v, 0, size)
+            for i in range(size):
+                for entry in range(indptr[i], indptr[i + 1]):
+                    state[indices[entry]] += values[time, entry, who] * v[i]
+        copy_elements(ends, run * size, state, 0, size)

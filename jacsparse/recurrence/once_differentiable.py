@@ -1,0 +1,80 @@
+"""Backward passes that refuse double differentiation, forward mode and batching, each with one clear sentence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def differentiable_once(subject: str, remedy: str) -> type[torch.autograd.Function]:
+    """A base class of Functions that raise where PyTorch asks for more than a first derivative.
+
+    Parameters
+    ----------
+    subject : str
+        The subject of the sentences, in the plural.
+    remedy : str
+        What to do instead.
+    """
+
+    class Once(torch.autograd.Function):
+        def __init_subclass__(cls) -> None:
+            super().__init_subclass__()
+            # PyTorch asks for the signature at each call, and working it out takes as long as ten steps.
+            cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            raise NotImplementedError(f"{subject} cannot be differentiated twice; {remedy}")
+
+        #: The sentence about several calls at once.
+        no_batching = (
+            f"{subject} have no batching rule for torch.vmap, as torch.nn's have none; for torch.func.jacrev and for "
+            f"is_grads_batched, which use it, {remedy}"
+        )
+
+        @classmethod
+        def vmap(cls, *_: Any) -> Any:
+            raise NotImplementedError(cls.no_batching)
+
+        @staticmethod
+        def jvp(*_: Any) -> Any:
+            raise NotImplementedError(f"{subject} have no derivative in forward mode; {remedy}")
+
+    return Once
+
+
+def once(solve: Callable[..., tuple[torch.Tensor, ...]], base: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """`solve` as a backward pass; a graph that autograd makes of it raises when it is differentiated.
+
+    Parameters
+    ----------
+    solve : callable
+        Computes the gradients.
+    base : type
+        What `differentiable_once` returned.
+    """
+
+    class Pass(base):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+            return solve(*inputs)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+            pass
+
+    def run(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        try:
+            gradients: tuple[torch.Tensor, ...] = (Pass.apply if torch.is_grad_enabled() else solve)(*inputs)
+        except RuntimeError as error:
+            # is_grads_batched uses another vmap, for which a Function cannot have a rule.
+            if "Batching rule not implemented" not in str(error):
+                raise
+            raise NotImplementedError(base.no_batching) from error
+        return gradients
+
+    return run

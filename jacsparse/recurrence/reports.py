@@ -1,0 +1,140 @@
+"""How a recurrence was solved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..schedule import Schedule, chunked, linear
+from .recurrences_cuda import tolerance
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What came of a solution, on the device.
+
+    Attributes
+    ----------
+    methods : tuple of str
+        That were used.
+    left : Tensor, (batch,)
+        Steps of each sample that were finished sequentially.
+    defects : Tensor, (sweeps, batch), or None
+        After each sweep, where states were guessed.
+    ready : Event or None
+        After which they can be read; None where `captured`.
+    captured : bool
+        Whether a graph writes them, anew at each replay.
+    """
+
+    methods: tuple[str, ...]
+    left: torch.Tensor
+    defects: torch.Tensor | None
+    ready: torch.cuda.Event | None
+    captured: bool
+
+    @classmethod
+    def of(cls, methods: Sequence[str], left: torch.Tensor, defects: torch.Tensor | None) -> Pending:
+        """Of what is queued on the current stream so far."""
+        captured = left.is_cuda and torch.cuda.is_current_stream_capturing()
+        ready = torch.cuda.Event() if left.is_cuda and not captured else None
+        if ready is not None:
+            ready.record(torch.cuda.current_stream(left.device))
+        return cls(tuple(methods), left, defects, ready, captured)
+
+    def read(self) -> dict[str, Any]:
+        """Fields of a `Report`; waits for the device."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        steps = self.left.cpu()
+        late, sweeps = steps > 0, {}
+        if self.defects is not None:
+            # A sample without numbers is not one that settles.
+            defects = self.defects.masked_fill(~self.defects.isfinite(), 0).cpu()
+            largest = defects.amax(dim=1).tolist() if len(steps) else [0.0]
+            settled = tolerance(defects.dtype)
+            done = next((number for number, defect in enumerate(largest, 1) if defect <= settled), len(largest))
+            sweeps = {"defects": largest[:done], "sweeps": done}
+        methods = [*self.methods, *(["sequential"] if late.any() else [])]
+        return {
+            **sweeps,
+            "methods": methods,
+            "fallback_samples": int(late.sum()),
+            "fallback_steps": int(steps.sum()),
+        }
+
+
+@dataclass
+class Report:
+    """How one recurrence was solved.
+
+    Attributes
+    ----------
+    recurrence : {"forward", "backward"}
+        Of states or of their gradients.
+    layer : str
+        Whose, as PyTorch ends the names of its weights: ``l0``, ``l0_reverse``; empty where there is but one.
+    steps : int
+        Of the longest sample.
+    methods : list of str
+        What was used, in order: ``linear``, ``chunked``, ``blelloch``, ``planned``, ``relaxed``, ``newton``; and
+        ``sequential`` where samples, or their ends, were then gone through step after step. Or ``torch.nn``, its own.
+    chunk : int
+        Steps of a chunk.
+    sweeps : int
+        How often chunks were run, all or some.
+    defects : list of float
+        After each sweep how far the guess of a chunk's first state was from the next one, at most, as a share of the
+        largest state: from where the chunk before it got to or, in Newton's method, from what that makes of it.
+    fallback_samples, fallback_steps : int
+        What was finished sequentially.
+    reason : str
+        Why ``auto`` chose as it did.
+    tree : Schedule or None
+        The schedule whose products were executed one by one.
+    pending : Pending or None
+        Of a solution on a CUDA device, what `read` will read there of methods, sweeps, defects and fallbacks.
+    """
+
+    recurrence: str
+    steps: int
+    layer: str = ""
+    methods: list[str] = field(default_factory=list)
+    chunk: int = 0
+    sweeps: int = 0
+    defects: list[float] = field(default_factory=list)
+    fallback_samples: int = 0
+    fallback_steps: int = 0
+    reason: str = ""
+    tree: Schedule | None = field(default=None, repr=False)
+    pending: Pending | None = field(default=None, repr=False, compare=False)
+
+    def read(self) -> Report:
+        """Itself, with what came of guessing on a device, for which this waits."""
+        pending = self.pending
+        if pending is not None:
+            for name, value in pending.read().items():
+                setattr(self, name, value)
+            # What a graph computes is read after each replay.
+            self.pending = pending if pending.captured else None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.read().__dict__, "pending": None}
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The products that a sample's states take, with their step and work complexity; None where states are guessed.
+
+        It has one stage more than there are steps: value 0 is the first state, and each step is a matrix. What was
+        finished sequentially comes on top and, where chunks are composed in the dtype of the states, a second pass
+        over chunks and boundaries that corrects the first one's rounding.
+        """
+        if self.methods[0] in ("relaxed", "newton"):
+            return None
+        if self.tree is not None:
+            return self.tree
+        return chunked(self.steps + 1, self.chunk) if self.methods[0] == "chunked" else linear(self.steps + 1)

@@ -1,0 +1,324 @@
+"""Where the steps of a batch of sequences lie in memory, and the runs and chunks that kernels take them in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+
+from ..runtime import frozen, on_device, thread_count, uploaded
+from .vector import ROWS
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def memoised(method: Method) -> Method:
+    """Decorator: a method computes its result for given arguments once in the life of the object."""
+
+    @functools.wraps(method)
+    def memoising(self: Any, *arguments: Any, **options: Any) -> Any:
+        results, key = self.__dict__.setdefault("_results", {}), (method.__name__, arguments, *options.items())
+        if key not in results:
+            results[key] = method(self, *arguments, **options)
+        return results[key]
+
+    return cast(Method, memoising)
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """A batch of sequences, the longest first, as rows of a matrix: all samples' first steps, then all second ones, ...
+
+    A `PackedSequence` lies in memory like this, and so does a ``(time, batch, ...)`` tensor of equally long samples.
+    """
+
+    #: The row in which each time's steps start, int64, ``(time + 1,)``.
+    offset: np.ndarray
+    #: Steps of each sample, int64, ``(batch,)``; none is shorter than the next one.
+    lengths: np.ndarray
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def equal(cls, time: int, batch: int) -> Sequences:
+        """`batch` sequences of `time` steps."""
+        return cls(frozen(np.arange(time + 1) * batch), frozen(np.full(batch, time)))
+
+    @classmethod
+    def packed(cls, batch_sizes: torch.Tensor) -> Sequences:
+        """The sequences of a `PackedSequence` with these batch sizes."""
+        return cls._packed(batch_sizes.numpy().tobytes())
+
+    @classmethod
+    @functools.lru_cache(maxsize=16)
+    def _packed(cls, batch_sizes: bytes) -> Sequences:
+        sizes = np.frombuffer(batch_sizes, dtype=np.int64)
+        batch = int(sizes[0])
+        offset, lengths = np.append(0, np.cumsum(sizes)), (sizes[:, None] > np.arange(batch)).sum(axis=0)
+        return cls(frozen(offset), frozen(lengths))
+
+    @property
+    def batch(self) -> int:
+        """Samples."""
+        return len(self.lengths)
+
+    @property
+    def time(self) -> int:
+        """Steps of the longest sample."""
+        return len(self.offset) - 1
+
+    @property
+    def steps(self) -> int:
+        """Steps of all samples together: rows."""
+        return int(self.offset[-1])
+
+    @functools.cached_property
+    def _times(self) -> np.ndarray:
+        return np.repeat(np.arange(self.time), np.diff(self.offset))
+
+    @functools.cached_property
+    def sample(self) -> np.ndarray:
+        """The sample of each row."""
+        return np.arange(self.steps) - self.offset[self._times]
+
+    @functools.cached_property
+    def previous(self) -> np.ndarray:
+        """The row of the same sample's previous step, -1 where there is none."""
+        return np.where(self._times > 0, self.offset[self._times - 1] + self.sample, -1)
+
+    @functools.cached_property
+    def next(self) -> np.ndarray:
+        """The row of the same sample's next step, -1 where there is none."""
+        after = np.full(self.steps, -1)
+        inner = self.previous >= 0
+        after[self.previous[inner]] = np.flatnonzero(inner)
+        return after
+
+    def before(self, direction: int) -> np.ndarray:
+        """`previous` in a direction of time."""
+        return self.previous if direction > 0 else self.next
+
+    @memoised
+    def edges(self, direction: int) -> np.ndarray:
+        """The time of each sample's first step in a direction of time."""
+        return frozen(np.zeros_like(self.lengths) if direction > 0 else self.lengths - 1)
+
+    @memoised
+    def whole(self, direction: int) -> Runs:
+        """One run for each sample."""
+        sample, first = np.arange(self.batch), np.zeros(self.batch, np.int64)
+        return Runs(self, direction, sample, first, self.lengths)
+
+    def chunks(self, direction: int, length: int) -> Runs:
+        """Runs of `length` steps, each sample's last one perhaps shorter; the longest runs first."""
+        counts = -(-self.lengths // length)
+        sample = np.repeat(np.arange(self.batch), counts)
+        chunk = np.arange(len(sample)) - np.repeat(np.cumsum(counts) - counts, counts)
+        size = np.minimum(length, self.lengths[sample] - chunk * length)
+        # Runs of equal length at the same time are side by side, as they are in memory.
+        order = np.lexsort((sample, chunk, -size))
+        return Runs(self, direction, sample[order], chunk[order] * length, size[order])
+
+    @memoised
+    def cut(self, direction: int, length: int, *, backward: bool = False) -> Chunks:
+        """`Chunks` of this length, shared by all who ask."""
+        return Chunks(self, direction, length, backward=backward)
+
+
+class DeviceRuns(NamedTuple):
+    """Runs on a device, whose number of steps may be known there alone; int64 tensors ``(runs,)``."""
+
+    sample: torch.Tensor
+    #: The time of the first step, and the number of steps.
+    begin: torch.Tensor
+    steps: torch.Tensor
+    direction: int
+    #: As of `Sequences`; None where all samples are equally long.
+    offset: torch.Tensor | None
+    batch: int
+    sequences: Sequences
+
+    def on(self, device: torch.device) -> DeviceRuns:
+        """The runs themselves."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Runs of consecutive steps of one sample each, the longest first; int64 arrays ``(runs,)``."""
+
+    sequences: Sequences
+    #: 1 where a step's state comes from the time before it, -1 where it comes from the time after it.
+    direction: int
+    sample: np.ndarray
+    #: Steps of the sample before the run, in its direction.
+    first: np.ndarray
+    #: Steps of the run.
+    count: np.ndarray
+
+    def __post_init__(self) -> None:
+        for array in (self.sample, self.first, self.count):
+            frozen(array)
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+    @functools.cached_property
+    def begin(self) -> np.ndarray:
+        """The time of each run's first step."""
+        if self.direction > 0:
+            return self.first
+        return frozen(self.sequences.lengths[self.sample] - 1 - self.first)
+
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """Whether these are all steps of all samples, each of which is one run."""
+        return len(self) == self.sequences.batch and int(self.count.sum()) == self.sequences.steps
+
+    def live_rows(self, reach: np.ndarray) -> tuple[slice, np.ndarray]:
+        """For whole runs: a slice of rows that covers each sample's last `reach` steps, and the earlier rows in it."""
+        if (reach == self.count).all():
+            return slice(0, self.sequences.steps), np.empty(0, np.int64)
+        offset, forward = self.sequences.offset, self.direction > 0
+        times = self.begin + (self.count - reach) * self.direction
+        edge = times.min() if forward else times.max()
+        rows = slice(int(offset[edge]), self.sequences.steps) if forward else slice(0, int(offset[edge + 1]))
+        others = [
+            offset[np.arange(max(edge, begin) if forward else min(edge, begin), time, self.direction)] + sample
+            for sample, begin, time in zip(self.sample, self.begin, times, strict=True)
+            if time != edge
+        ]
+        return rows, np.concatenate([np.empty(0, np.int64), *others])
+
+    @property
+    def together(self) -> int:
+        """Runs that kernels take at a time: `ROWS`, or half as many where a thread would be left idle."""
+        return ROWS if len(self) > ROWS // 2 * thread_count() else ROWS // 2
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of `together` runs."""
+        return -(-len(self) // self.together)
+
+    @property
+    def table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, np.ndarray, int]:
+        """The arguments of a kernel that describe the runs."""
+        return self.sample, self.begin, self.count, self.direction, self.sequences.offset, self.together
+
+    def work(self, step: int) -> np.ndarray:
+        """Running total of the blocks' work, as `run_rows` takes it, for `step` elementary operations in a step."""
+        return self._work(step, self.together)
+
+    @memoised
+    def _work(self, step: int, together: int) -> np.ndarray:
+        blocks = np.add.reduceat(self.count, np.arange(0, len(self), together)) if len(self) else self.count
+        return np.append(0, np.cumsum(blocks * step))
+
+    def take(self, chosen: np.ndarray) -> Runs:
+        """The chosen runs; the order must keep the longest first."""
+        return Runs(self.sequences, self.direction, self.sample[chosen], self.first[chosen], self.count[chosen])
+
+    @memoised
+    def repeat(self, times: int) -> Runs:
+        """Each run `times` times."""
+        return self.take(np.repeat(np.arange(len(self)), times))
+
+    def on(self, device: torch.device) -> DeviceRuns:
+        """The runs on a device."""
+        sequences = self.sequences
+        if sequences.steps >= 2**31:
+            raise ValueError(f"the input has {sequences.steps} steps in all; on CUDA devices fewer than 2^31")
+        sample, begin, steps = (uploaded(array, device) for array in (self.sample, self.begin, self.count))
+        equal = sequences.steps == sequences.time * sequences.batch
+        offset = None if equal else uploaded(sequences.offset, device)
+        return DeviceRuns(sample, begin, steps, self.direction, offset, sequences.batch, sequences)
+
+
+class Chunks:
+    """Each sample's steps in runs of `length`, and the order in which a recurrence gets to them.
+
+    A recurrence of gradients is `backward`: it gets to the last steps first.
+    """
+
+    def __init__(self, sequences: Sequences, direction: int, length: int, *, backward: bool = False) -> None:
+        self.sequences, self.backward = sequences, backward
+        self.runs = sequences.chunks(direction, length)
+        self.counts = frozen(-(-sequences.lengths // length))
+        chunk = self.runs.first // length
+        # Chunks of the same sample that come before each.
+        self.place = frozen(self.counts[self.runs.sample] - 1 - chunk if backward else chunk)
+
+    def rest(self, late: np.ndarray) -> tuple[Runs, np.ndarray]:
+        """For each sample with runs among `late`: its steps from the first of them on, and that run's number."""
+        late = late[np.argsort(self.place[late], kind="stable")]
+        late = late[np.unique(self.runs.sample[late], return_index=True)[1]]
+        first, sample = self.runs.first[late], self.runs.sample[late]
+        begin, end = (
+            (0 * first, first + self.runs.count[late]) if self.backward else (first, self.sequences.lengths[sample])
+        )
+        order = np.argsort(begin - end, kind="stable")
+        rest = Runs(self.sequences, self.runs.direction, sample[order], begin[order], (end - begin)[order])
+        return rest, late[order]
+
+    @functools.cached_property
+    def table(self) -> np.ndarray:
+        """The run at each place of each sample, ``(places, batch)``; -1 where there is none."""
+        table = np.full((int(self.counts.max(initial=0)), self.sequences.batch), -1)
+        table[self.place, self.runs.sample] = np.arange(len(self.runs))
+        return frozen(table)
+
+    @functools.cached_property
+    def before(self) -> np.ndarray:
+        """The run whose last state is each run's first one; -1 for the sample's first run."""
+        return frozen(np.where(self.place > 0, self.table[self.place - 1, self.runs.sample], -1))
+
+    @functools.cached_property
+    def after(self) -> np.ndarray:
+        """The run whose first state is each run's last one; the run itself for the sample's last run."""
+        counts = self.counts[self.runs.sample]
+        return frozen(self.table[np.minimum(self.place + 1, counts - 1), self.runs.sample])
+
+    @functools.cached_property
+    def inner(self) -> np.ndarray:
+        """The runs that are neither the first nor the last of their sample."""
+        return frozen(np.flatnonzero((self.place > 0) & (self.place < self.counts[self.runs.sample] - 1)))
+
+    @functools.cached_property
+    def inner_runs(self) -> Runs:
+        """`inner` as runs."""
+        return self.runs.take(self.inner)
+
+    @functools.cached_property
+    def last(self) -> np.ndarray:
+        """Each sample's last run."""
+        return frozen(self.table[self.counts - 1, np.arange(self.sequences.batch)])
+
+    def starts(self, ends: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
+        """Each run's first state: the last state of the run before it, or the sample's first state in `edge`."""
+        first = edge[index(self.runs.sample, edge)]
+        before = index(self.before, edge)
+        return torch.where((before < 0)[:, None], first, ends[before.clamp(min=0)])
+
+    def guess(self, edge: torch.Tensor) -> torch.Tensor:
+        """First states to begin guessing with: zeros, and the samples' first states for their first runs."""
+        return self.starts(edge.new_zeros(len(self.runs), edge.shape[1]), edge)
+
+
+def index(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """An array, which must not change any more, as a tensor on the device of `like`."""
+    if on_device(like):
+        return uploaded(frozen(array), like.device, None)
+    # PyTorch warns of read-only memory.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def rows_of(tensor: Any, like: torch.Tensor) -> Any:
+    """A tensor as an array of rows, None as an empty array, and any other argument as it is."""
+    if tensor is None:
+        return np.empty((0, 0), dtype=like.numpy().dtype)
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    return tensor.numpy().reshape(-1, tensor.shape[-1]) if tensor.ndim > 2 else tensor.numpy()

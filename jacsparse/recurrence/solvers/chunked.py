@@ -1,0 +1,96 @@
+"""In chunks: what each does to a state, then the states at the boundaries, then every chunk by itself.
+
+The boundaries are found by Newton's method. One step of it would be enough, were the chunks' matrices not rounded.
+Where all steps are alike, all chunks round alike: over T steps this adds up to a share ρ of a state, of at most T n ε
+κ, where κ is the largest norm of a product of steps. A loop has the same bound, but rounds other numbers at each step,
+and much of it cancels.
+
+Diagonals cost little: in float64, for which ρ is nothing. Full matrices would take twice the time there. They stay as
+they are, and a second step, from gaps measured in float64, leaves ρ².
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from ...runtime import on_device
+from ..recurrences_cuda import walk
+from ..sequences import Chunks, DeviceRuns, index
+from .recurrence import Problem, Recurrence, Solver
+from .sequential import run_chunks
+
+
+class Chunked(Solver):
+    """Chunks of steps, composed one after the other (thesis, section 3.6; Naumov, section 3.3)."""
+
+    name = "chunked"
+    affine = True
+
+    def solve(self, problem: Problem) -> torch.Tensor:
+        chunks, edge = problem.chunks, problem.edge
+        problem.report.methods.append(self.name)
+        if on_device(edge):
+            return run_chunks(problem, chunks, *_starts_on_device(problem.recurrence, chunks, edge))
+        return run_chunks(problem, chunks, _starts(problem.recurrence, chunks, edge))
+
+
+def _starts(recurrence: Recurrence, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
+    """The chunks' first states, ``(chunks, state)``."""
+    wide = recurrence.diagonal
+    matrices = recurrence.matrices(chunks.runs, torch.float64) if wide else inner_matrices(recurrence, chunks, edge)
+    start = chunks.guess(edge)
+    for dtype in (torch.float64,) if wide else (edge.dtype, torch.float64):
+        start = start.to(dtype)
+        ends = recurrence.run(chunks.runs, start, record=False)
+        start += moves(chunks, matrices, chunks.starts(ends, edge.to(dtype)) - start)
+    return start.to(edge.dtype)
+
+
+def _starts_on_device(recurrence: Recurrence, chunks: Chunks, edge: torch.Tensor) -> tuple[torch.Tensor, DeviceRuns]:
+    """The chunks' first states, and the samples in which one overflows."""
+    wide = edge.double()
+    if recurrence.diagonal:
+        offsets = recurrence.run(chunks.runs, wide.new_zeros(len(chunks.runs), edge.shape[1]), record=False)
+        start, lost = walk(chunks, recurrence.matrices(chunks.runs, torch.float64), wide, offsets=offsets)
+        return start.to(edge.dtype), lost
+    matrices = recurrence.transfer(chunks.runs, edge)
+    start = walk(chunks, matrices, edge)[0].double()
+    gaps = chunks.starts(recurrence.run(chunks.runs, start, record=False), wide) - start
+    # A run adds the gap behind it.
+    matrices[:, -1] = gaps[index(chunks.after, gaps)]
+    start_moves, lost = walk(chunks, matrices, torch.zeros_like(edge))
+    return (start + start_moves).to(edge.dtype), lost
+
+
+def inner_matrices(recurrence: Recurrence, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
+    """`Recurrence.matrices` of the chunks, as `moves` takes them: zeros of those that are not used."""
+    inner = recurrence.matrices(chunks.inner_runs, edge.dtype)
+    matrices = inner.new_zeros(len(chunks.runs), *inner.shape[1:])
+    matrices[index(chunks.inner, matrices)] = inner
+    return matrices
+
+
+def moves(chunks: Chunks, matrices: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
+    """How far each run's first state has to move for all gaps to close, in the dtype of `gaps`.
+
+    Parameters
+    ----------
+    chunks : Chunks
+        The runs.
+    matrices : Tensor, (runs, state, state) or (runs, state)
+        A move ``s`` of a run's first state moves its last one by ``s @ matrices[run]``; or the diagonals. Those of the
+        samples' first and last runs are not used, but have to be finite.
+    gaps : Tensor, (runs, state)
+        From each run's first state to the last one of the run before, 0 where there is none.
+    """
+    table = index(chunks.table, gaps).clamp(min=0)
+    state = gaps[table[0]].double()
+    states = [state]
+    for runs, following in pairwise(table):
+        matrix = matrices[runs].double()
+        state = state * matrix if matrix.ndim == 2 else (state.unsqueeze(1) @ matrix).squeeze(1)
+        state = state + gaps[following].double()
+        states.append(state)
+    return torch.stack(states)[index(chunks.place, gaps), index(chunks.runs.sample, gaps)].to(gaps.dtype)

@@ -1,0 +1,139 @@
+"""A recurrence and a way of solving it: what each knows of the other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ...schedule import Schedule
+from ..reports import Report
+from ..sequences import Chunks, DeviceRuns, Runs, Sequences, index
+from ..tree_scan import AffineMaps, DenseMaps, DiagonalMaps
+
+
+class Recurrence(ABC):
+    """One recurrence over a batch of sequences: runs of steps, from states to states.
+
+    Attributes
+    ----------
+    least : float
+        A size of states below which gaps at boundaries are not compared with the states but with this.
+    affine : bool
+        Whether a run's last state is an affine function of its first one.
+    """
+
+    least: ClassVar[float] = 0.0
+    affine: ClassVar[bool] = True
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether the matrices are diagonal."""
+        return False
+
+    @abstractmethod
+    def run(self, runs: Runs | DeviceRuns, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
+        """Take runs from their first to their last states, and record the states between unless told not to.
+
+        All is computed in the dtype of `start`, which may be wider than that of the recurrence.
+        """
+
+    @abstractmethod
+    def matrices(
+        self,
+        runs: Runs,
+        dtype: torch.dtype,
+        again: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """For each run ``M`` with ``d(last state) = d(first state) @ M``, ``(runs, state, state)``; or its diagonal.
+
+        On a device, `again` are the steps of each run, and runs without steps may keep their matrix of `before`.
+        """
+
+    def maps(self, chunks: Chunks, edge: torch.Tensor, *, sparse: bool) -> AffineMaps:
+        """The affine maps of single steps, in float64, by place and sample: ``(places, batch, ...)``.
+
+        Sparse ones where asked for and where there are such; maps beyond the end of a shorter sample are arbitrary.
+        """
+        zeros = edge.new_zeros(len(chunks.runs), edge.shape[1], dtype=torch.float64)
+        offsets = self.run(chunks.runs, zeros, record=False)
+        table = index(chunks.table, edge).clamp(min=0)
+        form = DiagonalMaps if self.diagonal else DenseMaps
+        return form(self.matrices(chunks.runs, torch.float64)[table], offsets[table])
+
+    def transfer(self, runs: Runs, edge: torch.Tensor) -> torch.Tensor:
+        """On a device: `matrices` and, below each, what the run makes of zeros, ``(runs, state + 1, state)``."""
+        zeros = edge.new_zeros(len(runs), edge.shape[1])
+        offsets = self.run(runs, zeros, record=False)
+        return torch.cat([self.matrices(runs, edge.dtype), offsets.unsqueeze(1)], dim=1)
+
+    def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
+        """The nearest states that the recurrence can reach from `edge`."""
+        return states
+
+
+@dataclass
+class Problem:
+    """A recurrence to be solved.
+
+    Attributes
+    ----------
+    recurrence : Recurrence
+        The recurrence.
+    sequences : Sequences
+        The steps.
+    direction : int
+        1, or -1 for a layer that runs from each sample's end.
+    edge : Tensor, (batch, state)
+        The samples' first states.
+    report : Report
+        Is told how it was solved.
+    chunk : int
+        Steps of a chunk.
+    schedule : Schedule or None
+        The products of single steps to execute.
+    backward : bool
+        Whether the recurrence goes against `direction`, as that of gradients does.
+    guess : Tensor or None, (chunks, state)
+        First states of the chunks to begin guessing with, zeros where None; then those that guessing came to.
+    fallback : Solver or None
+        Solves on the host what does not settle; None for step after step, from where it fits.
+    """
+
+    recurrence: Recurrence
+    sequences: Sequences
+    direction: int
+    edge: torch.Tensor
+    report: Report
+    chunk: int
+    schedule: Schedule | None = None
+    backward: bool = False
+    guess: torch.Tensor | None = None
+    fallback: Solver | None = None
+
+    @property
+    def chunks(self) -> Chunks:
+        """The sequences in chunks."""
+        return self.sequences.cut(self.direction, self.chunk, backward=self.backward)
+
+
+class Solver(ABC):
+    """A way of solving recurrences.
+
+    Attributes
+    ----------
+    name : str
+        Its name in ``schedule=`` or ``forward=``, and in reports.
+    affine : bool
+        Whether it solves affine recurrences only, as those of gradients are.
+    """
+
+    name: ClassVar[str]
+    affine: ClassVar[bool] = False
+
+    @abstractmethod
+    def solve(self, problem: Problem) -> torch.Tensor:
+        """Solve a problem, on the device of its first states: the last states, ``(batch, state)``."""

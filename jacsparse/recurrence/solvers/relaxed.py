@@ -1,0 +1,147 @@
+"""From guessed states: every chunk again from where the chunk before it got to, until they fit.
+
+Naumov's hybrid of a direct and an iterative method (section 3.4): in a contracting network a chunk forgets its first
+state, and two sweeps are enough. After k sweeps the first k chunks are the sequential ones bit for bit. What has not
+settled when sweeps stop helping is finished step after step: the result is the sequential one within the tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from ...runtime import on_device
+from ..recurrences_cuda import Judged, judge, left, tolerance
+from ..reports import Pending
+from ..sequences import Chunks, index
+from .recurrence import Problem, Solver
+
+#: Sweeps after which guessing is given up on the host.
+MOST_SWEEPS = 20
+
+
+class Relaxed(Solver):
+    """Chunks from guessed states, again from their neighbours' results until they agree.
+
+    Attributes
+    ----------
+    progress : float
+        Sweeps go on while each leaves at most this share of the largest move.
+    device_sweeps : int
+        Sweeps on a device, where all are queued and none is waited for.
+    """
+
+    name = "relaxed"
+    progress: ClassVar[float] = 0.1
+    device_sweeps: ClassVar[int] = 4
+
+    def solve(self, problem: Problem) -> torch.Tensor:
+        return settle(problem, self)
+
+    def following(
+        self, problem: Problem, chunks: Chunks, start: torch.Tensor, ends: torch.Tensor, reached: torch.Tensor
+    ) -> torch.Tensor:
+        """The next guess of the chunks' first states.
+
+        Parameters
+        ----------
+        problem : Problem
+            The recurrence.
+        chunks : Chunks
+            Its chunks.
+        start, ends : Tensor, (chunks, state)
+            The first states of this sweep, and where it got to.
+        reached : Tensor, (chunks, state)
+            The last state of the chunk before each, or the sample's own first state.
+        """
+        return reached
+
+    def settle_on_device(self, problem: Problem, chunks: Chunks, guess: torch.Tensor) -> tuple[Judged, torch.Tensor]:
+        """Sweep a fixed number of times, and let the device decide after each which chunks are taken again."""
+        recurrence, edge = problem.recurrence, problem.edge
+        runs, defects = chunks.runs.on(edge.device), edge.new_empty(self.device_sweeps, len(edge))
+        judged, state, again, previous = Judged.of(guess, edge), guess.clone(), runs.steps, None
+        for defect in defects:
+            ends = recurrence.run(runs._replace(steps=again), state)
+            judge(chunks, ends, None, edge, recurrence.least, guess, previous, defect, judged)
+            state, again, previous = judged.start, judged.again, defect
+        return judged, defects
+
+
+def settle(problem: Problem, method: Relaxed, instead: Relaxed | None = None) -> torch.Tensor:
+    """Sweep over all chunks until their first states fit, and finish step after step what does not; the last states.
+
+    Parameters
+    ----------
+    problem : Problem
+        Its `guess` becomes the first states that the chunks came to.
+    method : Relaxed
+        Makes each next guess.
+    instead : Relaxed, optional
+        Makes them on the host once the first method stops helping.
+    """
+    chunks, edge, report = problem.chunks, problem.edge, problem.report
+    guess = chunks.guess(edge) if problem.guess is None else problem.guess
+    report.methods.append(method.name)
+    if on_device(edge):
+        judged, defects = method.settle_on_device(problem, chunks, guess)
+        report.pending, problem.guess = Pending.of(report.methods, judged.steps, defects), guess
+        return problem.recurrence.run(left(chunks, edge.device, judged.begin, judged.steps), judged.rest)
+    ends, reached, late = _sweeps(problem, chunks, guess, method, instead)
+    if late.any() and problem.fallback is not None:
+        return problem.fallback.solve(problem)
+    problem.guess = reached
+    last = ends[index(chunks.last, ends)]
+    if late.any():
+        rest, first = chunks.rest(np.flatnonzero(late.cpu().numpy()))
+        last[index(rest.sample, last)] = problem.recurrence.run(rest, reached[index(first, last)])
+        report.methods.append("sequential")
+        report.fallback_samples, report.fallback_steps = len(rest), int(rest.count.sum())
+    return last
+
+
+def _sweeps(
+    problem: Problem, chunks: Chunks, start: torch.Tensor, method: Relaxed, instead: Relaxed | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The chunks' last states, the first ones that follow from them, and which chunks of samples did not settle."""
+    recurrence, edge, report = problem.recurrence, problem.edge, problem.report
+    runs, sample = chunks.runs, index(chunks.runs.sample, edge)
+    enough, least = tolerance(edge.dtype), max(recurrence.least, torch.finfo(edge.dtype).tiny)
+    before = math.inf
+    ends = recurrence.run(runs, start)
+    report.sweeps += 1
+    # Samples that sweeps may still help: a NaN would go on by a chunk a sweep.
+    hopeful = edge.new_ones(len(edge), dtype=torch.bool)
+    while True:
+        reached = chunks.starts(ends, edge)
+        following = method.following(problem, chunks, start, ends, reached)
+        # How far the guesses still are to move: for Newton's method, with all that boundaries do to later ones.
+        scale = _largest(reached, sample, len(edge)).clamp(min=least)
+        move = (following - start).abs().amax(dim=1) / scale[sample]
+        hopeful &= _largest(move[:, None], sample, len(edge)).isfinite()
+        defect = float(move[hopeful[sample]].amax()) if hopeful.any() else 0.0
+        stuck = defect > method.progress * before and defect > enough
+        before = defect
+        if stuck and instead is not None:
+            method, instead, before = instead, None, math.inf
+            report.methods.append(method.name)
+            continue
+        report.defects.append(defect)
+        if defect <= enough or stuck or report.sweeps >= MOST_SWEEPS:
+            settled = _largest(move[:, None], sample, len(edge)) <= enough
+            # Of a sample that did not settle, only the chunks that are the sequential ones bit for bit are right.
+            return ends, reached, (reached != start).any(dim=1) & ~settled[sample]
+        # A run whose first state is right already need not be taken again.
+        again = torch.nonzero((following != start).any(dim=1) & hopeful[sample]).flatten()
+        start[again] = following[again]
+        ends[again] = recurrence.run(runs.take(again.cpu().numpy()), following[again])
+        report.sweeps += 1
+
+
+def _largest(values: torch.Tensor, sample: torch.Tensor, batch: int) -> torch.Tensor:
+    """The largest absolute value of each sample; infinity where one is NaN."""
+    largest = values.abs().amax(dim=1).nan_to_num(nan=math.inf)
+    return largest.new_zeros(batch).scatter_reduce_(0, sample, largest, "amax")

@@ -1,0 +1,62 @@
+"""Step after step, the samples side by side."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...runtime import on_device
+from ..recurrences_cuda import left
+from ..reports import Pending
+from ..sequences import Chunks, DeviceRuns, index
+from .recurrence import Problem, Solver
+
+
+class Sequential(Solver):
+    """Every sample from its first state on, step after step."""
+
+    name = "linear"
+
+    def solve(self, problem: Problem) -> torch.Tensor:
+        report, sequences = problem.report, problem.sequences
+        report.methods.append("linear" if problem.recurrence.affine else "sequential")
+        report.chunk, report.sweeps = sequences.time, 1
+        return problem.recurrence.run(sequences.whole(problem.direction), problem.edge)
+
+
+def run_chunks(
+    problem: Problem, chunks: Chunks, starts: torch.Tensor, overflowing: DeviceRuns | None = None
+) -> torch.Tensor:
+    """Take all chunks from their first states, and samples in which one overflows step after step; the last states.
+
+    A product of many matrices may overflow where no state does.
+
+    Parameters
+    ----------
+    problem : Problem
+        The recurrence.
+    chunks : Chunks
+        Its chunks.
+    starts : Tensor, (chunks, state)
+        Their first states.
+    overflowing : DeviceRuns, optional
+        On a device, the samples in which one overflows, where that is known.
+    """
+    recurrence, edge, report = problem.recurrence, problem.edge, problem.report
+    last = recurrence.run(chunks.runs, starts)[index(chunks.last, edge)]
+    report.sweeps += 2
+    whole, finite = problem.sequences.whole(problem.direction), starts.isfinite().all(dim=1)
+    if on_device(edge):
+        if overflowing is None:
+            sample, there = index(chunks.runs.sample, edge), whole.on(edge.device)
+            right = finite.new_ones(len(edge)).long().scatter_reduce(0, sample, finite.long(), "amin") > 0
+            overflowing = left(chunks, edge.device, there.begin, torch.where(right, 0, there.steps))
+        report.pending, report.sweeps = Pending.of(report.methods, overflowing.steps, None), 2
+        return recurrence.run(overflowing, torch.where((overflowing.steps > 0)[:, None], edge, last))
+    lost = np.unique(chunks.runs.sample[~finite.cpu().numpy()])
+    if len(lost):
+        place = index(lost, edge)
+        last[place] = recurrence.run(whole.take(lost), edge[place])
+        report.methods.append("sequential")
+        report.fallback_samples, report.fallback_steps = len(lost), int(problem.sequences.lengths[lost].sum())
+    return last

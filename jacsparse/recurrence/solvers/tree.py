@@ -1,0 +1,50 @@
+"""By the products of a schedule over single steps, as back-propagation through a chain is scanned."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from ..sequences import index
+from ..tree_scan import scan_states
+from .recurrence import Problem, Solver
+from .sequential import run_chunks
+
+#: Elements of matrices, in float64, that are composed at once.
+_ELEMENTS = 2**25
+
+
+class Tree(Solver):
+    """A schedule's products of full matrices, of single steps; those of a Blelloch scan by default."""
+
+    name = "blelloch"
+    affine = True
+    sparse: ClassVar[bool] = False
+
+    def solve(self, problem: Problem) -> torch.Tensor:
+        chunks, edge = problem.chunks, problem.edge
+        problem.report.methods.append(self.name)
+        problem.report.tree = problem.schedule
+        assert problem.schedule is not None
+        maps = problem.recurrence.maps(chunks, edge, sparse=self.sparse)
+        state, batch_axis = edge.double() if maps.axis == 0 else edge.T.double().contiguous(), maps.axis + 1
+        samples = max(1, _ELEMENTS * len(edge) // max(1, maps.matrices.numel()))
+        states = torch.cat(
+            [
+                scan_states(problem.schedule, part, first)
+                for part, first in zip(maps.split(samples), state.split(samples, batch_axis - 1), strict=True)
+            ],
+            batch_axis,
+        )
+        place, sample = index(chunks.place, edge), index(chunks.runs.sample, edge)
+        # The state before each step; what a scan holds beyond a shorter sample's end is not read.
+        starts = states[place, sample] if maps.axis == 0 else states[:, place, sample].T
+        return run_chunks(problem, chunks, starts.to(edge.dtype).contiguous())
+
+
+class Planned(Tree):
+    """A Blelloch scan of products of sparse matrices, planned once for all steps."""
+
+    name = "planned"
+    sparse = True

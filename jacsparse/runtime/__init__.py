@@ -1,0 +1,71 @@
+"""What runs the numbers: compiled kernels, threads, devices, and files. Knows nothing of the packages above it."""
+
+from .archive import read_archive, write_archive
+from .arrays import frozen, index_dtype, row_starts
+from .cuda import (
+    INDEX,
+    KERNEL_FILES,
+    REAL,
+    THREADS,
+    KernelFile,
+    Launch,
+    backend,
+    blocks,
+    c_type,
+    index_type,
+    instances,
+    on_device,
+)
+from .cupy_backend import cupy_for, cupy_stream, gpu_extra
+from .device_memory import allocated, memory_for, multiprocessors, uploaded
+from .disk_cache import PLANS, Shelf, cache_directory, cached_plan, plan_limit, shelves
+from .dynamo import uncompiled
+from .files import check_writable, replacing
+from .interception import intercept
+from .kernels import flushing, inlined, kernel, kernel_cache
+from .threads import SIMD, run_rows, split, thread_count
+
+__all__ = [
+    "INDEX",
+    "KERNEL_FILES",
+    "PLANS",
+    "REAL",
+    "SIMD",
+    "THREADS",
+    "KernelFile",
+    "Launch",
+    "Shelf",
+    "allocated",
+    "backend",
+    "blocks",
+    "c_type",
+    "cache_directory",
+    "cached_plan",
+    "check_writable",
+    "cupy_for",
+    "cupy_stream",
+    "flushing",
+    "frozen",
+    "gpu_extra",
+    "index_dtype",
+    "index_type",
+    "inlined",
+    "instances",
+    "intercept",
+    "kernel",
+    "kernel_cache",
+    "memory_for",
+    "multiprocessors",
+    "on_device",
+    "plan_limit",
+    "read_archive",
+    "replacing",
+    "row_starts",
+    "run_rows",
+    "shelves",
+    "split",
+    "thread_count",
+    "uncompiled",
+    "uploaded",
+    "write_archive",
+]

@@ -1,0 +1,59 @@
+"""``.npz`` archives without pickle, checked before anything in them is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .files import check_writable, replacing
+
+
+def write_archive(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any]) -> None:
+    """Write arrays and plain values as an archive of that kind; the file appears whole or not at all."""
+    arrays = {name: value for name, value in content.items() if isinstance(value, np.ndarray)}
+    plain = {name: value for name, value in content.items() if not isinstance(value, np.ndarray)}
+    header = np.frombuffer(json.dumps({"jacsparse": kind, **plain}).encode(), dtype=np.uint8)
+    check_writable(path)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **{"header": header, **arrays})  # type: ignore[arg-type]
+
+
+def read_archive(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
+    """The content of an archive of that kind.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no such file.
+    ValueError
+        Where the file is no archive of that kind, truncated or damaged.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}; expected a {kind} saved by jacsparse")
+    try:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is no archive")
+        with np.load(path, allow_pickle=False) as archive:
+            members = archive.zip.infolist()
+            stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+            if not stored or sum(member.file_size for member in members) > path.stat().st_size:
+                raise ValueError("its members are compressed or overlap")
+            header = json.loads(archive["header"].tobytes().decode())
+            stored_kind = header.pop("jacsparse")
+            names = [name for name in archive.files if name != "header"] if stored_kind == kind else []
+            content = {name: archive[name] for name in names}
+    except Exception as error:
+        # What a damaged zip, header or JSON raises shares no base class.
+        raise ValueError(
+            f"{path} cannot be read as a {kind} ({error}); it is damaged or was not saved by jacsparse"
+        ) from error
+    if stored_kind != kind:
+        raise ValueError(f"{path} holds a {stored_kind}, not a {kind}")
+    return {**header, **content}

@@ -1,0 +1,258 @@
+"""CUDA kernels: C++ templates, whose instances are compiled at their first launch.
+
+A `.cu` file lies in a folder ``kernels/`` beside the Python module that launches it and that lists the template
+instances. A launch checks its arguments against the kernel's parameters, which are read from the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from . import interception
+from .cupy_backend import CupyBackend
+from .device_memory import fresh_uploads
+
+_TYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.uint8: "unsigned char",
+    torch.uint16: "unsigned short",
+    torch.uint32: "unsigned int",
+    torch.int32: "int",
+    torch.int64: "long long",
+}
+_DTYPES = {name: dtype for dtype, name in _TYPES.items()}
+_SCALARS = {"int": np.int32, "long long": np.int64, "float": np.float32, "double": np.float64, "bool": np.bool_}
+
+#: Template arguments of most kernels: element types of values, and of index arrays.
+REAL, INDEX = ("float", "double"), ("int", "long long")
+#: Threads of a block, by default.
+THREADS = 256
+#: The most blocks of a grid in each direction, and the most threads of a block.
+_GRID, _BLOCK = (2**31 - 1, 65_535, 65_535), 1024
+
+#: All files of kernels, by their names.
+KERNEL_FILES: dict[str, KernelFile] = {}
+
+
+def c_type(dtype: torch.dtype) -> str:
+    """A tensor's element type, as kernels spell it.
+
+    Examples
+    --------
+    >>> c_type(torch.int64)
+    'long long'
+    """
+    return _TYPES[dtype]
+
+
+def index_type(*arrays: np.ndarray) -> torch.dtype:
+    """int64 where one of the index arrays is, else int32."""
+    return torch.int64 if any(array.dtype == np.int64 for array in arrays) else torch.int32
+
+
+def blocks(count: int, size: int = THREADS) -> int:
+    """The number of blocks of `size` that cover `count`."""
+    return -(-count // size)
+
+
+class Parameter(NamedTuple):
+    """A kernel's parameter: its name, whether it is a pointer, and its type or that of the elements it points to."""
+
+    name: str
+    pointer: bool
+    type: Any
+
+
+class Launch(NamedTuple):
+    """One run of a kernel; arguments are NumPy scalars, and tensors or None for pointers."""
+
+    file: KernelFile
+    instance: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    arguments: Sequence[Any]
+    shared: int
+    device: torch.device
+
+
+class Backend(Protocol):
+    """Runs kernels."""
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's work is done by kernels of this backend."""
+
+    def launch(self, launch: Launch) -> None:
+        """Run one kernel."""
+
+
+_KERNEL = re.compile(
+    r"template\s*<(?P<template>[^>]*)>\s*__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(?P<name>\w+)\s*"
+    r"\((?P<parameters>[^)]*)\)"
+)
+
+_INCLUDE = re.compile(r'#include "([^"]+)"')
+
+
+@dataclass(frozen=True, eq=False)
+class KernelFile:
+    """A file of kernels, and the instances of its templates.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    instances : tuple of str
+        Each as C++ spells it, ``scale<float, int>``.
+    """
+
+    path: Path
+    instances: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        KERNEL_FILES[self.path.name] = self
+
+    @functools.cached_property
+    def source(self) -> str:
+        """The text to compile: ``common.cuh``, then the file with its includes of the same folder expanded."""
+        common = Path(__file__).parent / "common.cuh"
+        parts = [common.read_text(), f'#line 1 "{self.path.name}"']
+        for number, line in enumerate(self.path.read_text().splitlines(), 1):
+            included = _INCLUDE.fullmatch(line)
+            if included:
+                header = self.path.parent / included[1]
+                parts += [f'#line 1 "{header.name}"', header.read_text(), f'#line {number + 1} "{self.path.name}"']
+            else:
+                parts.append(line)
+        return "\n".join((*parts, ""))
+
+    @functools.cached_property
+    def _templates(self) -> dict[str, tuple[list[str], str]]:
+        return {
+            match["name"]: ([part.split()[-1] for part in match["template"].split(",")], match["parameters"])
+            for match in _KERNEL.finditer(self.path.read_text())
+        }
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, tuple[Parameter, ...]]:
+        """The parameters of each instance."""
+        return {instance: self._parameters(instance) for instance in self.instances}
+
+    def _parameters(self, instance: str) -> tuple[Parameter, ...]:
+        name, _, arguments = instance.removesuffix(">").partition("<")
+        names, text = self._templates[name]
+        values = dict(zip(names, (part.strip() for part in arguments.split(",")), strict=True))
+        parameters = []
+        for part in text.split(","):
+            words = part.replace("*", " * ").split()
+            kind = " ".join(word for word in words[:-1] if word not in ("const", "*", "__restrict__"))
+            kind, pointer = values.get(kind, kind), "*" in words
+            parameters.append(Parameter(words[-1], pointer, (_DTYPES if pointer else _SCALARS)[kind]))
+        return tuple(parameters)
+
+    def launch(
+        self,
+        instance: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        *arguments: Any,
+        device: torch.device,
+        shared: int = 0,
+    ) -> None:
+        """Run a kernel on PyTorch's current stream of a device; an empty grid does nothing.
+
+        Parameters
+        ----------
+        instance : str
+            One of `instances`.
+        grid, block : sequence of int
+            Up to three sizes each.
+        *arguments
+            For each parameter: a tensor on the device or None for a pointer, else a number.
+        device : torch.device
+            The device.
+        shared : int
+            Bytes of dynamic shared memory.
+
+        Raises
+        ------
+        TypeError
+            Where the arguments do not fit the kernel's parameters.
+        ValueError
+            Where the grid or block is larger than CUDA allows.
+        """
+        if any(size > most for size, most in zip(grid, _GRID, strict=False)) or math.prod(block) > _BLOCK:
+            raise ValueError(f"{instance}: CUDA has no grid of {tuple(grid)} blocks of {tuple(block)} threads")
+        parameters = self.parameters[instance]
+        if len(arguments) != len(parameters):
+            raise TypeError(f"{instance} takes {len(parameters)} arguments, not {len(arguments)}")
+        checked = []
+        for (name, pointer, kind), value in zip(parameters, arguments, strict=True):
+            if not pointer:
+                checked.append(kind(value))
+            elif value is None or (value.dtype is kind and value.is_contiguous()):
+                checked.append(value)
+            else:
+                raise TypeError(
+                    f"{instance}: {name} points to {c_type(kind)}, and the tensor is of {value.dtype}, strides "
+                    f"{value.stride()}"
+                )
+        if 0 in grid:
+            return
+        launch = Launch(self, instance, (*grid, 1, 1)[:3], (*block, 1, 1)[:3], checked, shared, device)
+        if interception.active is not None:
+            interception.active(functools.partial(_backend.launch, launch))
+        else:
+            _backend.launch(launch)
+
+
+_backend: Backend = CupyBackend()
+
+
+def on_device(*tensors: torch.Tensor) -> bool:
+    """Whether CUDA kernels work on these tensors.
+
+    Raises
+    ------
+    ValueError
+        Where they are on several devices.
+    """
+    first, *others = tensors
+    for other in others:
+        if other.device != first.device:
+            raise ValueError(f"tensors are on {first.device} and {other.device}; move them to one device")
+    return _backend.on_device(first)
+
+
+@contextlib.contextmanager
+def backend(other: Backend) -> Iterator[None]:
+    """Run kernels by another backend, as tests do where there is no GPU; it has its own copies of index arrays."""
+    global _backend
+    before, _backend = _backend, other
+    try:
+        with fresh_uploads():
+            yield
+    finally:
+        _backend = before
+
+
+def instances(template: str, *choices: Iterable[str]) -> tuple[str, ...]:
+    """A kernel's instances for each combination of template arguments.
+
+    Examples
+    --------
+    >>> instances("scale", ("float", "double"), ("int",))
+    ('scale<float, int>', 'scale<double, int>')
+    """
+    return tuple(f"{template}<{', '.join(chosen)}>" for chosen in itertools.product(*choices))

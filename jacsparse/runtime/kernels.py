@@ -1,0 +1,137 @@
+"""Compile CPU kernels, and keep their machine code between runs.
+
+A kernel is a Numba function over a range of rows, ``kernel(first, last, *arrays)``. It holds no lock and writes only
+what its rows own, so any split of the rows over any number of threads gives the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core import config as numba_config
+from numba.extending import intrinsic
+
+from .disk_cache import KERNELS, sources_digest
+
+
+@functools.cache
+def kernel_cache(room: str) -> Path | None:
+    """The directory of a package's compiled kernels, or None where nothing can be written.
+
+    Its name is a digest of the package's sources together: an edit to any of them, the file of a kernel's callee
+    included, starts a fresh one. So a kernel calls only compiled functions of its own package.
+
+    Parameters
+    ----------
+    room : str
+        Two levels of the package's name, as in ``jacsparse.spgemm``.
+    """
+    directory = KERNELS.folder / sources_digest(room, "jacsparse.runtime")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError:
+        return None
+    return directory
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile `function` at its first call, without the GIL, and keep the machine code in `kernel_cache`."""
+    room = ".".join(function.__module__.split(".")[:2])
+    directory = kernel_cache(room)
+    if directory is None:
+        return numba.njit(nogil=True, error_model="numpy")(function)
+    # Numba reads the directory once, while it decorates; other users of Numba keep theirs.
+    before, numba_config.CACHE_DIR = numba_config.CACHE_DIR, str(directory)
+    try:
+        compiled = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+    finally:
+        numba_config.CACHE_DIR = before
+    _forgive(compiled._cache)
+    return compiled
+
+
+def _forgive(cache: Any) -> None:
+    """Let a damaged cache file, or a full disk, be no error: the kernel is compiled again."""
+    load, save, flush = cache.load_overload, cache.save_overload, cache.flush
+
+    def load_or_none(*arguments: Any) -> Any:
+        try:
+            return load(*arguments)
+        except Exception:
+            # A damaged file may raise any exception.
+            with contextlib.suppress(Exception):
+                flush()
+            return None
+
+    def save_or_not(*arguments: Any) -> None:
+        with contextlib.suppress(OSError):
+            save(*arguments)
+
+    cache.load_overload, cache.save_overload = load_or_none, save_or_not
+
+
+@intrinsic
+def _changed_mode(typing_context: Any, mask: Any, bits: Any) -> Any:
+    """Set this thread's floating-point mode to ``mode & mask | bits``; return the former mode."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        mode = cgutils.alloca_once(builder, word)
+
+        def call(operation: str) -> None:
+            kind = ir.FunctionType(ir.VoidType(), [pointer])
+            function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{operation}")
+            builder.call(function, [builder.bitcast(mode, pointer)])
+
+        call("stmxcsr")
+        before = builder.load(mode)
+        builder.store(builder.or_(builder.and_(before, args[0]), args[1]), mode)
+        call("ldmxcsr")
+        return before
+
+    return types.uint32(types.uint32, types.uint32), generate
+
+
+@kernel
+def _change_mode(mask: int, bits: int) -> Any:
+    return _changed_mode(np.uint32(mask), np.uint32(bits))
+
+
+#: All bits of the mode; and the bit that flushes results below the smallest normal number to zero.
+_ALL, _FLUSHING = 0xFFFFFFFF, 1 << 15
+
+
+def flushing(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: the kernel flushes results below the smallest normal number to zero.
+
+    An operation with such a result takes many processors a hundred times as long. The mode is set on x86 alone; on
+    other architectures the results stay, and on most of them cost nothing more.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return compiled
+
+    @functools.wraps(compiled)
+    def flushed(*args: Any) -> None:
+        before = _change_mode(_ALL, _FLUSHING)
+        try:
+            compiled(*args)
+        finally:
+            _change_mode(0, before)
+
+    return flushed
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: the function is compiled into each kernel that calls it."""
+    return numba.njit(forceinline=True, error_model="numpy")(function)

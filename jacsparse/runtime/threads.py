@@ -1,0 +1,160 @@
+"""Kernels on as many threads as PyTorch uses.
+
+`run_rows` splits a kernel's rows by work and runs the ranges on PyTorch's own OpenMP threads where its runtime lets us:
+they wait awake, and others would compete with them for the cores. A forked child, which has none of them, uses plain
+threads. Either way any number of callers may run kernels at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import interception
+
+# Fewer elementary operations than this (about 100 µs) run on one thread: waking others costs more than it saves.
+SERIAL_WORK = 80_000
+# Elementary operations of a row, beside those of its entries.
+ROW_WORK = 4
+# Elements that a vectorised loop handles in the time of one elementary operation.
+SIMD = 8
+# Ranges per thread: more than one, so that no thread waits long for a slow one.
+RANGES_PER_THREAD = 4
+
+
+def thread_count() -> int:
+    """The number of threads that kernels run on: `torch.get_num_threads`."""
+    return int(torch.get_num_threads())
+
+
+# What an OpenMP thread runs; its argument is not used.
+_Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@functools.cache
+def _openmp() -> Callable[..., Any] | None:
+    """``GOMP_parallel(body, argument, threads, flags)`` of PyTorch's OpenMP runtime; None where it has none."""
+    try:
+        # Looked up through the library that is linked with it, whichever runtime that is.
+        parallel = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes, parallel.restype = (_Body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    return parallel
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="jacsparse")
+
+
+def _after_fork() -> None:
+    """Forget OpenMP and the pool: a forked child has their objects, but none of their threads."""
+    global _openmp
+    _openmp = functools.cache(lambda: None)
+    _pool.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _on_each(workers: int, task: Callable[[], None]) -> None:
+    """Call `task` on `workers` threads at once, this one included."""
+    parallel = _openmp()
+    if parallel is not None:
+        errors: list[BaseException] = []
+
+        def body(_: Any) -> None:
+            try:
+                task()
+            except BaseException as error:
+                errors.append(error)
+
+        parallel(_Body(body), None, workers, 0)
+        if errors:
+            raise errors[0]
+        return
+    helpers = [_pool().submit(task) for _ in range(workers - 1)]
+    try:
+        task()
+    finally:
+        for helper in helpers:
+            # A helper that has not begun has nothing left to do.
+            if not helper.cancel():
+                helper.result()
+
+
+def split(work: np.ndarray | int, parts: int) -> list[int]:
+    """Bounds of at most `parts` ranges of rows with about equal work.
+
+    Parameters
+    ----------
+    work : ndarray of int, shape (rows + 1,), or int
+        Running total of the rows' work, starting at 0; or the number of rows that are all alike.
+    parts : int
+        How many ranges at most.
+
+    Examples
+    --------
+    >>> split(np.array([0, 8, 9, 10, 16]), 2)
+    [0, 1, 4]
+    >>> split(10, 3)
+    [0, 3, 6, 10]
+    """
+    if isinstance(work, int):
+        return [work * part // parts for part in range(parts + 1)]
+    rows = len(work) - 1
+    targets = int(work[-1]) * np.arange(1, parts) // parts
+    inner = np.searchsorted(work, targets, side="left")
+    return sorted({0, rows, *inner.tolist()})
+
+
+def run_rows(kernel: Callable[..., Any], work: np.ndarray | int, *args: Any, lanes: int = 1) -> None:
+    """Call ``kernel(first, last, *args)`` on ranges that cover all rows.
+
+    Parameters
+    ----------
+    kernel : callable
+        Compiled by `kernel`; must write only what belongs to its rows.
+    work : ndarray of int, shape (rows + 1,), or int
+        Running total of the rows' work, in elementary operations for one lane; or the number of elements
+        of a flat loop.
+    *args
+        Passed on.
+    lanes : int
+        How many samples each elementary operation handles.
+    """
+    if interception.active is not None:
+        interception.active(functools.partial(_run_rows, kernel, work, args, lanes))
+    else:
+        _run_rows(kernel, work, args, lanes)
+
+
+def _run_rows(kernel: Callable[..., Any], work: np.ndarray | int, args: tuple[Any, ...], lanes: int) -> None:
+    if isinstance(work, int):
+        rows, total = work, work // SIMD
+    else:
+        rows = len(work) - 1
+        total = int(work[-1]) + ROW_WORK * rows
+    if total * lanes < SERIAL_WORK or rows < 2 or (workers := thread_count()) == 1:
+        kernel(0, rows, *args)
+        return
+    bounds = split(work, RANGES_PER_THREAD * workers)
+    ranges = iter(list(pairwise(bounds)))
+
+    def drain() -> None:
+        # `next` on a shared list iterator is atomic: each range is taken once, by whoever is free.
+        for first, last in ranges:
+            kernel(first, last, *args)
+
+    _on_each(workers, drain)

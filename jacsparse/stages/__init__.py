@@ -1,0 +1,35 @@
+"""A program as a chain of stages, and the matrices of stages by vertex elimination."""
+
+from .accumulation import Pulled, Region, matrix_of
+from .balance import boundaries
+from .chain_cache import Chains, Run, recent_chains
+from .chains import Chain, chain, refuse_hooks
+from .checks import check_input, check_limit, check_shape
+from .forward_pass import recorded, samples_of
+from .graph_gradients import has_hooks, pull_back
+from .record import Record, pull_back_all
+from .stage import Edge, Stage
+
+__all__ = [
+    "Chain",
+    "Chains",
+    "Edge",
+    "Pulled",
+    "Record",
+    "Region",
+    "Run",
+    "Stage",
+    "boundaries",
+    "chain",
+    "check_input",
+    "check_limit",
+    "check_shape",
+    "has_hooks",
+    "matrix_of",
+    "pull_back",
+    "pull_back_all",
+    "recent_chains",
+    "recorded",
+    "refuse_hooks",
+    "samples_of",
+]

@@ -1,0 +1,315 @@
+"""Jacobians of graphs: products along paths, summed where paths meet.
+
+The Jacobian of a graph of operators is a sum over all paths from its input to its output: of the products of the local
+Jacobians along each path. To eliminate a vertex ``w``, each edge into it is multiplied by each edge out of it, and the
+product is added to the edge between their other ends (Griewank and Naumann, 2003: *Accumulating Jacobians as chained
+sparse matrix products*). After the last inner vertex, the edge from input to output is the Jacobian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..patterns import Full, Identity, Pattern, gathered
+from ..spgemm import (
+    ProductPlan,
+    SumPlan,
+    counts,
+    fresh_keys,
+    meeting,
+    multiply_adds,
+    planned,
+    product_pattern,
+    spread,
+    sum_pattern,
+)
+
+#: A product with a larger share of possible nonzeros is stored as a full matrix.
+FULL = 0.3
+
+
+@dataclass
+class _Matrix:
+    """A matrix of an `Accumulation`."""
+
+    pattern: Pattern
+    #: The positions that have values: those of the pattern, or all.
+    stored: Pattern
+    #: The numbers of the matrices that it is computed from.
+    operands: tuple[int, ...]
+
+
+@dataclass
+class _Leaf(_Matrix):
+    """A matrix whose values the caller computes for its key."""
+
+    key: Hashable
+
+
+@dataclass
+class _Product(_Matrix):
+    """The product of two matrices; `factors` are the positions that they are stored on."""
+
+    factors: tuple[Pattern, Pattern]
+
+    @cached_property
+    def plan(self) -> ProductPlan:
+        return planned(*self.factors, self.stored)
+
+
+@dataclass
+class _Sum(_Matrix):
+    """The sum of matrices; `terms` are the positions that they are stored on."""
+
+    terms: tuple[Pattern, ...]
+
+    @cached_property
+    def plan(self) -> SumPlan:
+        return SumPlan(self.terms, self.stored)
+
+
+@dataclass
+class Pulled(_Matrix):
+    """The product of the operators of a key and a full matrix, computed by the operators' own backward."""
+
+    key: Hashable
+
+
+@dataclass
+class Accumulation:
+    """Products and sums of matrices of known patterns, in the order in which they are computed.
+
+    Each method that adds a matrix returns its number. Plans are made when `run` first computes values: patterns alone
+    need none.
+    """
+
+    matrices: list[_Leaf | _Product | _Sum | Pulled] = field(default_factory=list)
+    multiply_adds: int = 0
+    #: Whether `run` is never called.
+    patterns_only: bool = False
+
+    def leaf(self, key: Hashable, pattern: Pattern) -> int:
+        """Add a matrix whose values `run` gets for this key."""
+        return self._append(_Leaf(pattern, pattern, (), key))
+
+    def multiply(self, left: int, right: int) -> int:
+        """Add the product of two matrices; where one of them is an identity, it is the other matrix."""
+        left_matrix, right_matrix = self.matrices[left], self.matrices[right]
+        if isinstance(left_matrix.pattern.structure, Identity):
+            return right
+        if isinstance(right_matrix.pattern.structure, Identity):
+            return left
+        factors = (left_matrix.stored, right_matrix.stored)
+        pattern = product_pattern(left_matrix.pattern, right_matrix.pattern)
+        self.multiply_adds += multiply_adds(*factors)
+        if self.patterns_only:
+            return self._append(_Product(pattern, pattern, (left, right), factors))
+        rows, columns = pattern.shape
+        full = any(isinstance(factor.structure, Full) for factor in factors)
+        # Where no factor is stored as a full matrix, each is stored on its pattern, and so is the product.
+        stored = Pattern.of(Full(rows, columns)) if full else pattern
+        product = self._append(_Product(pattern, stored, (left, right), factors))
+        if not full and stored.nnz > FULL * rows * columns and not isinstance(stored.structure, Full):
+            return self.add([product], full=True)
+        return product
+
+    def add(self, terms: Sequence[int], *, full: bool = False) -> int:
+        """Add the sum of matrices, as a full matrix on request; the sum of one matrix is that matrix."""
+        if len(terms) == 1 and not full:
+            return terms[0]
+        patterns = tuple(self.matrices[term].stored for term in terms)
+        pattern = sum_pattern([self.matrices[term].pattern for term in terms])
+        full = full or any(isinstance(stored.structure, Full) for stored in patterns)
+        stored = Pattern.of(Full(*pattern.shape)) if full else pattern
+        return self._append(_Sum(pattern, stored, tuple(terms), patterns))
+
+    def pull_back(self, key: Hashable, right: int, pattern: Pattern) -> int:
+        """Add the product of the operators of a key and a matrix, which their own backward computes."""
+        if not isinstance(self.matrices[right].stored.structure, Full):
+            right = self.add([right], full=True)
+        return self._append(Pulled(pattern, Pattern.of(Full(*pattern.shape)), (right,), key))
+
+    def _append(self, matrix: _Leaf | _Product | _Sum | Pulled) -> int:
+        self.matrices.append(matrix)
+        return len(self.matrices) - 1
+
+    def run(
+        self,
+        result: int,
+        leaf: Callable[[Any], torch.Tensor],
+        pull: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Values of a matrix on its pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
+
+        ``leaf(key)`` computes the values of a leaf, and ``pull(key, matrix)`` pulls back the columns of a matrix
+        ``(rows, columns, batch)`` by the operators' own backward.
+        """
+        order, last_use = self._order(result)
+        values: dict[int, torch.Tensor] = {}
+        for number in order:
+            matrix = self.matrices[number]
+            if isinstance(matrix, _Leaf):
+                values[number] = leaf(matrix.key)
+            elif isinstance(matrix, _Product):
+                values[number] = matrix.plan.multiply(*(values[operand] for operand in matrix.operands))
+            elif isinstance(matrix, _Sum):
+                values[number] = matrix.plan.add([values[operand] for operand in matrix.operands])
+            else:
+                assert pull is not None
+                (right,) = matrix.operands
+                columns = values[right].reshape(*self.matrices[right].stored.shape, values[right].shape[1])
+                values[number] = pull(matrix.key, columns).flatten(0, 1)
+            for used in last_use.get(number, ()):
+                del values[used]
+        pattern, stored = self.matrices[result].pattern, self.matrices[result].stored
+        return values[result] if stored.nnz == pattern.nnz else gathered(values[result], pattern.places)
+
+    @property
+    def moved(self) -> int:
+        """The number of values that all products and sums read and write for one sample."""
+        operands = (self.matrices[operand] for matrix in self.matrices for operand in matrix.operands)
+        return sum(matrix.stored.nnz for matrix in (*self.matrices, *operands))
+
+    def _order(self, result: int) -> tuple[list[int], dict[int, list[int]]]:
+        """The matrices that a result is computed from, in order; and those that each of them uses for the last time."""
+        last: dict[int, int] = {result: result}
+        for number in range(result, -1, -1):
+            if number in last:
+                for operand in self.matrices[number].operands:
+                    last.setdefault(operand, number)
+        uses: dict[int, list[int]] = {}
+        for number, user in last.items():
+            if number != result:
+                uses.setdefault(user, []).append(number)
+        return sorted(last), uses
+
+
+@dataclass(eq=False)
+class Region:
+    """A graph of matrices between two vertices, which stands for the matrix that they make together."""
+
+    #: The shape of that matrix.
+    shape: tuple[int, int]
+    #: Edges are (vertex, vertex, pattern); all edges into a vertex come before those out of it.
+    edges: Sequence[tuple[Any, Any, Pattern]]
+    #: The vertices of the rows and of the columns of the matrix.
+    start: Any
+    stop: Any
+
+    @property
+    def nnz(self) -> int:
+        """Entries of all edges' patterns."""
+        return sum(pattern.nnz for _, _, pattern in self.edges)
+
+    @property
+    def pattern(self) -> Pattern:
+        """The pattern of the one matrix: the union over all paths."""
+        return self._eliminated[0]
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds to compute the one matrix."""
+        return self._eliminated[1]
+
+    @cached_property
+    def estimate(self) -> float:
+        """Estimated multiply-adds, without patterns of products: each edge is multiplied by the product behind it."""
+        backwards = [(target, source, pattern) for source, target, pattern in reversed(self.edges)]
+        into: dict[Any, list[Pattern]] = {}
+        for target, _, pattern in backwards:
+            into.setdefault(target, []).append(pattern)
+        total = 0.0
+        for vertex, keys in spread(backwards, self.stop, fresh_keys(self.shape[1], 0)):
+            if vertex != self.stop and vertex in into:
+                reached = counts(keys, np.array([self.shape[1]]))[:, 0]
+                total += float(sum(pattern.structure.column_counts() @ reached for pattern in into[vertex]))
+        return total
+
+    @cached_property
+    def _eliminated(self) -> tuple[Pattern, int]:
+        """The pattern of the one matrix, and the multiply-adds to compute it."""
+        shadow = Accumulation(patterns_only=True)
+        edges = [(source, target, shadow.leaf(None, pattern)) for source, target, pattern in self.edges]
+        result = eliminate(shadow, edges, self.start, self.stop)
+        pattern = empty_pattern(*self.shape) if result is None else shadow.matrices[result].pattern
+        return pattern, shadow.multiply_adds
+
+    def pairs(self, nonzero: np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        """Multiply-adds in each row of each edge that a vector reaches, by the edge's number; and the rows it reaches.
+
+        `nonzero` has a flag for each column.
+        """
+        reached = {self.stop: nonzero}
+        pairs: dict[int, np.ndarray] = {}
+        for number in reversed(range(len(self.edges))):
+            source, target, pattern = self.edges[number]
+            if target in reached:
+                rows = pairs[number] = meeting(pattern, reached[target])
+                reached[source] = reached[source] | (rows > 0) if source in reached else rows > 0
+        return pairs, reached.get(self.start, np.zeros(self.shape[0], dtype=np.bool_))
+
+
+def matrix_of(factor: Pattern | Region) -> Pattern:
+    """The pattern of a factor, which stands for one operator or for several."""
+    return factor.pattern if isinstance(factor, Region) else factor
+
+
+def empty_pattern(rows: int, columns: int) -> Pattern:
+    """The pattern without any position."""
+    return Pattern((rows, columns), np.zeros(rows + 1, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+def eliminate(
+    accumulation: Accumulation, edges: Iterable[tuple[Hashable, Hashable, int]], start: Hashable, stop: Hashable
+) -> int | None:
+    """Eliminate all vertices of a graph but two; return the matrix between those, or None where no path joins them.
+
+    An edge is (source, target, matrix), such that ``edge(u, v) · edge(v, w)`` is the product along a path. The vertex
+    of the fewest multiply-adds goes first. Products and sums are added to the accumulation.
+    """
+    after: dict[Hashable, dict[Hashable, list[int]]] = {}
+    before: dict[Hashable, set[Hashable]] = {}
+    for source, target, matrix in edges:
+        after.setdefault(source, {}).setdefault(target, []).append(matrix)
+        before.setdefault(target, set()).add(source)
+
+    def merged(source: Hashable, target: Hashable) -> int:
+        terms = after[source][target]
+        if len(terms) > 1:
+            after[source][target] = [accumulation.add(terms)]
+        return after[source][target][0]
+
+    costs: dict[tuple[int, int], int] = {}
+
+    def cost(vertex: Hashable) -> int:
+        total = 0
+        for source in before.get(vertex, ()):
+            for target in after.get(vertex, {}):
+                pair = (merged(source, vertex), merged(vertex, target))
+                if pair not in costs:
+                    factors = [accumulation.matrices[matrix].pattern for matrix in pair]
+                    trivial = any(isinstance(factor.structure, Identity) for factor in factors)
+                    costs[pair] = 0 if trivial else multiply_adds(*factors)
+                total += costs[pair]
+        return total
+
+    inner = [vertex for vertex in dict.fromkeys([*before, *after]) if vertex not in (start, stop)]
+    while inner:
+        vertex = min(inner, key=cost)
+        inner.remove(vertex)
+        for source in before.pop(vertex, set()):
+            into = merged(source, vertex)
+            del after[source][vertex]
+            for target in after.get(vertex, {}):
+                product = accumulation.multiply(into, merged(vertex, target))
+                after[source].setdefault(target, []).append(product)
+                before.setdefault(target, set()).add(source)
+        for target in after.pop(vertex, {}):
+            before[target].discard(vertex)
+    return merged(start, stop) if stop in after.get(start, {}) else None

@@ -1,0 +1,99 @@
+"""A cache of a module's chains, by the calls that its forward pass makes."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..tracing import Recording, contents_of, key_of, without_autocast
+from .chains import Chain, chain_of
+from .checks import check_shape
+from .forward_pass import recorded
+from .record import Record
+
+
+class Run(NamedTuple):
+    """A forward pass, and the record of each stage of a chain."""
+
+    recording: Recording
+    records: list[Record]
+
+
+class Chains:
+    """A cache of one module's chains.
+
+    Parameters
+    ----------
+    module : Module
+        The module. It runs at each call, and a chain is used again where the module makes the same calls.
+    pruned : bool
+        As in `chain`.
+    """
+
+    #: The most chains in the cache.
+    most = 8
+
+    def __init__(self, module: nn.Module, *, pruned: bool = True) -> None:
+        self._module = weakref.ref(module)
+        self.pruned = pruned
+        self._chains: OrderedDict[Hashable, list[tuple[list[torch.Tensor], Chain]]] = OrderedDict()
+        self._lock = threading.RLock()
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None after its end."""
+        return self._module()
+
+    def of(self, x: torch.Tensor) -> tuple[Chain, Run]:
+        """The chain of the module's calls for a batch, and the forward pass."""
+        module = self._module()
+        assert module is not None
+        check_shape(x.shape[1:])
+        recording = recorded(module, x)
+        chain, records = self.matching(recording)
+        return chain, Run(recording, records)
+
+    def matching(self, recording: Recording) -> tuple[Chain, list[Record]]:
+        """The chain of a recording, from the cache where the same calls have been made, and each stage's record."""
+        key, contents = key_of(recording), contents_of(recording)
+        with self._lock, without_autocast(recording.input.device):
+            chains = self._chains.setdefault(key, [])
+            self._chains.move_to_end(key)
+            while len(self._chains) > self.most:
+                self._chains.popitem(last=False)
+            for place, (cached_contents, chain) in enumerate(chains):
+                if all(torch.equal(*pair) for pair in zip(cached_contents, contents, strict=True)):
+                    # Weights that were zero when the patterns were made may have changed since.
+                    adapted, records = chain.records(recording)
+                    chains[place] = cached_contents, adapted
+                    return adapted, records
+            chain = chain_of(recording, pruned=self.pruned)
+            chains.append(([tensor.detach().clone() for tensor in contents], chain))
+            del chains[: -self.most]
+            return chain.records(recording)
+
+
+#: The most modules in `_RECENT`.
+_MOST = 8
+
+#: The caches of the modules that `recent_chains` was last called with, by the module's ``id`` and by `pruned`.
+_RECENT: OrderedDict[int, tuple[weakref.ref[nn.Module], dict[bool, Chains]]] = OrderedDict()
+
+
+def recent_chains(module: nn.Module, *, pruned: bool) -> Chains:
+    """The cache of a module's chains that earlier calls have filled."""
+    number = id(module)
+    entry = _RECENT.get(number)
+    if entry is None or entry[0]() is not module:
+        # When the module dies, the weak reference calls `pop` with the number and itself.
+        entry = _RECENT[number] = (weakref.ref(module, functools.partial(_RECENT.pop, number)), {})
+        while len(_RECENT) > _MOST:
+            _RECENT.popitem(last=False)
+    return entry[1].setdefault(pruned, Chains(module, pruned=pruned))

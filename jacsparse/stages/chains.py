@@ -1,0 +1,289 @@
+"""A module as a chain of stages, which back-propagation goes through one after the other."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ..patterns import Call, Identity, Pattern, UnsupportedOperatorError
+from ..spgemm import SparseJacobian
+from ..tracing import (
+    Operation,
+    Program,
+    PrunedWeight,
+    Recording,
+    check_module,
+    mask_of,
+    program_of,
+    undisturbed,
+    without_autocast,
+)
+from .accumulation import Accumulation, Region, empty_pattern
+from .balance import boundaries
+from .checks import check_input, check_shape
+from .forward_pass import recorded, samples_of
+from .graph_gradients import has_hooks
+from .memory import check_size
+from .order import Order, accumulated, best_order
+from .record import Record, pull_back_all
+from .stage import Edge, Stage, working
+
+
+class Chain:
+    """The stages of a module, in order; `chain` makes it.
+
+    Operators that only reshape are no stages: they belong to the stage that follows them, or to the last one.
+
+    Attributes
+    ----------
+    module : Module
+        The module.
+    stages : tuple of Stage
+        The stages; the first one is next to the input.
+    in_shape, out_shape : tuple of int
+        Shapes of one sample of the input and of the output.
+    """
+
+    def __init__(
+        self, module: nn.Module, stages: Sequence[Stage], in_shape: tuple[int, ...], out_shape: tuple[int, ...]
+    ) -> None:
+        self.module = module
+        self.stages = tuple(stages)
+        self.in_shape, self.out_shape = in_shape, out_shape
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    def records(self, recording: Recording) -> tuple[Chain, list[Record]]:
+        """The chain with patterns that hold for the weights of a run, and the record of each stage."""
+        records = [Record(stage, recording).adapted() for stage in self.stages]
+        stages = [record.stage for record in records]
+        if all(adapted is stage for adapted, stage in zip(stages, self.stages, strict=True)):
+            return self, records
+        return Chain(self.module, stages, self.in_shape, self.out_shape), records
+
+    def run(self, x: torch.Tensor) -> list[Record]:
+        """Run the module on a batch, and return the record of each stage, with patterns that hold for this run."""
+        recording = recorded(self.module, check_input("x", x, self.in_shape))
+        with without_autocast(x.device):
+            return chain_of(recording).records(recording)[1]
+
+    @property
+    def factors(self) -> list[Pattern | Region]:
+        """The transposed Jacobian of each stage, as counts see it."""
+        return [stage.factor() for stage in self.stages]
+
+    def boundaries(self, workers: int) -> list[int]:
+        """The places at which `jacsparse.schedule.balanced` cuts the chain."""
+        return boundaries(self.factors, workers)
+
+    @functools.cached_property
+    def order(self) -> Order:
+        """The order of least predicted cost, in which `jacobian` multiplies; the chain has at least one stage."""
+        return best_order(self.stages)
+
+    @functools.cached_property
+    def _accumulated(self) -> tuple[Accumulation, int | None]:
+        return accumulated(self.stages, self.order)
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """The pattern of the whole module's transposed Jacobian, ``(in_size, out_size)``."""
+        rows, columns = math.prod(self.in_shape), math.prod(self.out_shape)
+        if not len(self):
+            return Pattern.of(Identity(rows))
+        accumulation, result = self._accumulated
+        return empty_pattern(rows, columns) if result is None else accumulation.matrices[result].pattern
+
+    def jacobian(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
+        """The whole module's Jacobian at each sample of a batch; its batch is 1 where all samples share the values."""
+        refuse_hooks(records)
+        if len(self):
+            batch = 1 if all(stage.shared for stage in self.stages) else len(x)
+            check_size(type(self.module).__name__, self.stages, batch * x.element_size(), x.device)
+        if len(records) == 1:
+            return records[0].jacobian()
+        if not len(self):
+            return SparseJacobian(self.pattern, x.new_ones((self.pattern.nnz, 1)))
+        accumulation, result = self._accumulated
+        if result is None:
+            return SparseJacobian(self.pattern.T, x.new_empty((0, len(x))))
+        values = accumulation.run(
+            result,
+            lambda key: records[key[0]].values(key[1]),
+            lambda span, matrix: pull_back_all(records[span[0] : span[1] + 1], matrix),
+        )
+        return SparseJacobian(self.pattern, values).T
+
+    def __repr__(self) -> str:
+        lines = [f"<Chain of {len(self)} stages, {self.in_shape} to {self.out_shape}>"]
+        lines += [
+            f"  {stage.path}: {stage.name} {stage.in_shape} to {stage.out_shape}, {stage.pattern.T.summary()}"
+            for stage in self.stages
+        ]
+        return "\n".join(lines)
+
+
+def chain(
+    module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True, like: torch.Tensor | None = None
+) -> Chain:
+    """The chain of a module's operators.
+
+    Parameters
+    ----------
+    module : Module
+        The module. It runs once, on a few random samples; its changes to itself are undone.
+    input_shape : sequence of int
+        Shape of one sample of the input.
+    pruned : bool
+        Whether patterns omit pruned weights where that pays: those that a mask of ``torch.nn.utils.prune`` removes and,
+        without a mask, those that are exactly zero.
+    like : Tensor, optional
+        A tensor of the input's dtype and device, for a module without parameters.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Where an operator has no rule, or the calls depend on the input's elements; the message begins with the path.
+    TypeError
+        Where `module` is no Module.
+    ValueError
+        Where the input shape does not fit, or a parameter is neither on the CPU nor on a CUDA device.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> [stage.path for stage in chain(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()), (3, 8, 8))]
+    ['0', '1']
+    """
+    check_module(module)
+    x = samples_of(module, check_shape(input_shape), like)
+    with undisturbed(module):
+        recording = recorded(module, x, readable=False)
+        with without_autocast(x.device):
+            chain = chain_of(recording, pruned=pruned)
+        refuse_hooks(chain.records(recording)[1])
+    for edge in (edge for stage in chain for edge in stage.edges):
+        if edge.call.sources is not None and edge.call.sources.rows > 1:
+            raise edge.call.unsupported(
+                f"{edge.call.operator} mixes the samples of a batch: it moves the elements of each in another way",
+                "each sample must be worked on alike where no input is given",
+            )
+    return chain
+
+
+def refuse_hooks(records: Sequence[Record]) -> None:
+    """Raise where a backward hook may change a derivative of the operators."""
+    for record in records:
+        if has_hooks(record, of_nodes=True):
+            raise UnsupportedOperatorError(
+                f"{record.stage.path}: a backward hook, of a module, a tensor or a node of autograd's graph, may "
+                "change gradients, so that the Jacobian is not the operators'; remove it"
+            )
+
+
+def chain_of(recording: Recording, *, pruned: bool = True) -> Chain:
+    """The chain of a recording; UnsupportedOperatorError where the output has no samples along its first axis."""
+    module, x, y = recording.module, recording.input, recording.output
+    name, in_shape, out_shape = type(module).__name__, tuple(x.shape[1:]), tuple(y.shape[1:])
+    if recording.last is None:
+        raise UnsupportedOperatorError(f"{name}: no operator that was seen leads from its input to its output")
+    without_samples = UnsupportedOperatorError(
+        f"{name}: its output of shape {tuple(y.shape)} for {len(x)} samples does not have them along its first axis; "
+        "permute it"
+    )
+    if not y.ndim or y.shape[0] != len(x):
+        raise without_samples
+    program = program_of(recording)
+    if program.operations and program.layouts[program.output] != program.layouts[0]:
+        raise without_samples
+    if recording.last.vertex and not program.operations:
+        # No derivative passes.
+        stage = Stage(name, in_shape, out_shape, (), 0, program.output, program)
+        return Chain(module, [stage], in_shape, out_shape)
+    return Chain(module, _stages(program, recording, pruned), in_shape, out_shape)
+
+
+def _stages(program: Program, recording: Recording, pruned: bool) -> list[Stage]:
+    stages: list[Stage] = []
+    start, *cuts = program.cuts()
+    for stop in cuts:
+        operations = program.between(start, stop)
+        edges = tuple(
+            _edge(program, recording, operation, name, pruned)
+            for operation in operations
+            for name in operation.operands
+        )
+        # A sum of two identities is no identity.
+        meet = len({edge.target for edge in edges}) < len(edges)
+        if not meet and all(isinstance(edge.pattern.structure, Identity) for edge in edges):
+            if stop != cuts[-1]:
+                # Operators that only reshape belong to the stage that follows.
+                continue
+            if stages:
+                # At the end, they belong to the last stage.
+                last = stages.pop()
+                edges, start = (*last.edges, *edges), last.start
+            elif not any(
+                operation.hooked or recording.externals_of(recording.invocations[operation.place], operation.operands)
+                for operation in operations
+            ):
+                return []
+        out_shape = program.shapes[stop][1:]
+        path = _path(edges, program, {stage.path for stage in stages})
+        stages.append(Stage(path, program.shapes[start][1:], out_shape, edges, start, stop, program))
+        start = stop
+    return stages
+
+
+def _path(edges: Sequence[Edge], program: Program, taken: set[str]) -> str:
+    """The path of a stage: the common part of its operations' paths, with an operator and number if it is taken."""
+    operations = [program.operations[edge.target] for edge in working(edges) or edges]
+    paths = zip(*(operation.path.split(".") for operation in operations), strict=False)
+    common = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, paths)]
+    path = ".".join(common) or operations[-1].path.rpartition(".")[0] or operations[-1].path
+    name = operations[-1].name.partition(".")[2]
+    candidates = [path, f"{path}:{name}", *(f"{path}:{name}:{number}" for number in range(2, len(taken) + 3))]
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
+def _edge(program: Program, recording: Recording, operation: Operation, argument: str, pruned: bool) -> Edge:
+    source = operation.operands[argument]
+    call = Call(
+        operation.name,
+        {name: value for name, value in operation.arguments.items() if name != argument},
+        program.shapes[source],
+        program.shapes[operation.vertex],
+        operation.path,
+        operation.source,
+        argument=argument,
+        batched=frozenset(operation.layouts.keys() - {argument} - operation.alike),
+        dependent=operation.dependent - {argument},
+        sources=operation.sources.get(argument),
+        function=operation.evaluate,
+    )
+    edge = Edge(source, operation.vertex, call)
+    edge.rule.check(call)
+    invocation = recording.invocations[operation.place]
+    arguments = invocation.arguments
+    weights = [
+        name
+        for name in edge.rule.pruned_arguments(call)
+        if name not in call.dependent | call.batched | operation.layouts.keys()
+        # A drawn zero is not guaranteed, nor is one in a tensor that was overwritten.
+        and not recording.drawn(arguments[name])
+        and not invocation.is_stale(name)
+    ]
+    if pruned and weights:
+        edge = edge.without(
+            [PrunedWeight(name, arguments[name], mask_of(recording, arguments[name])) for name in weights]
+        )
+    return edge

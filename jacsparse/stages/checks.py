@@ -1,0 +1,78 @@
+"""Checks of the arguments that most functions of the library share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+
+import torch
+from torch import nn
+
+#: Default limit on the bytes of values that a scan holds at once, and on the bytes of its plans' index arrays.
+MEMORY_LIMIT = 2**30
+
+
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return `shape` as a tuple where it is the shape of a sample.
+
+    Raises
+    ------
+    ValueError
+        Where it is no sequence of integers of at least 1.
+    """
+    try:
+        sizes = tuple(index(size) for size in shape)
+    except TypeError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        if isinstance(shape, torch.Tensor):
+            text = f"a tensor: give x.shape[1:] of {tuple(shape.shape)}"
+        else:
+            text = repr(tuple(shape) if isinstance(shape, torch.Size) else shape)
+        raise ValueError(f"input_shape is {text}; expected the sizes of one sample, without the batch, each at least 1")
+    return sizes
+
+
+def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return `x` where it is a batch that this library can work on.
+
+    Raises
+    ------
+    TypeError
+        Where it is no dense tensor of float32 or float64.
+    ValueError
+        Where its shape or device does not fit.
+    RuntimeError
+        Where it was made in inference mode, or that is enabled.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
+        raise TypeError(f"{name} is within a transform of torch.func, as grad or vmap; call the module itself there")
+    if type(x) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a plain tensor: {name}.as_subclass(torch.Tensor)")
+    if x.dtype not in (torch.float32, torch.float64):
+        remedy = "give real and imaginary parts" if x.is_complex() else f"convert it with {name}.float()"
+        if not x.is_floating_point() and not x.is_complex():
+            remedy += ", or give, in the place of indices, what their embedding makes of them"
+        raise TypeError(f"{name} is {x.dtype}; expected float32 or float64: {remedy}")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {x.device}; this runs on CPUs and CUDA: move it, and the module, with .cpu()")
+    if torch.is_inference_mode_enabled() or x.is_inference():
+        raise RuntimeError(f"{name} has no gradient in torch.inference_mode; use torch.no_grad instead")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} has layout {x.layout}; expected a dense tensor: {name}.to_dense()")
+    if x.ndim < 2:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, *sample)")
+    if shape is not None and tuple(x.shape[1:]) != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, {', '.join(map(str, shape))})")
+    return x
+
+
+def check_limit(memory_limit: int | None) -> int:
+    """Return `memory_limit` or the default; raise ValueError where it is no number of bytes."""
+    if memory_limit is None:
+        return MEMORY_LIMIT
+    if not isinstance(memory_limit, int) or isinstance(memory_limit, bool) or memory_limit < 0:
+        raise ValueError(f"memory_limit is {memory_limit!r}; expected a number of bytes of at least 0, or None")
+    return memory_limit

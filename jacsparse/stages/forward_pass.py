@@ -1,0 +1,78 @@
+"""Record a module's forward pass, with errors in the user's words."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..patterns import UnsupportedOperatorError
+from ..tracing import Recording, is_users, record, tensors_of
+
+#: Random samples that a module runs on where there is no input: a single one would not show how samples stay apart.
+SAMPLES = 3
+
+
+def samples_of(module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | None = None) -> torch.Tensor:
+    """Random samples with the dtype and device of the module, or of `like` where the module has no tensors."""
+    tensors = (tensor for tensor in tensors_of(module) if tensor.is_floating_point())
+    like = next(tensors, torch.empty(0) if like is None else like)
+    samples = torch.randn((SAMPLES, *shape), generator=torch.Generator().manual_seed(0))
+    return samples if like.device.type == "meta" else samples.to(like)
+
+
+def recorded(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Recording:
+    """The recording of a module's forward pass.
+
+    Raises
+    ------
+    ValueError
+        Where the input does not fit, or a parameter is on another device.
+    TypeError
+        Where parameters are of another dtype than the input.
+    """
+    try:
+        return record(module, x, readable=readable)
+    except (UnsupportedOperatorError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            _check_alike(module, name, tensor, x, error)
+        where, shape, part = _failed(module, error, x)
+        what = type(part).__name__ if part._modules else str(part)
+        raise ValueError(
+            f"{where}: an input of shape {shape} does not fit {what}{_source_of(error)}: {error}"
+        ) from error
+
+
+def _check_alike(module: nn.Module, name: str, tensor: torch.Tensor, x: torch.Tensor, error: Exception) -> None:
+    """Raise where a forward pass failed because a parameter or buffer has another dtype or device than the input."""
+    where = name if "." in name else f"{type(module).__name__}.{name}"
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{where} is on {tensor.device}; this runs on CPUs and CUDA: move it with .cpu()") from error
+    if tensor.device != x.device:
+        raise ValueError(f"{where} is on {tensor.device}, its input on {x.device}; move one of them") from error
+    if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != x.dtype:
+        raise TypeError(f"{where} is {tensor.dtype}, its input {x.dtype}; convert one of them") from error
+
+
+def _failed(module: nn.Module, error: BaseException, x: torch.Tensor) -> tuple[str, tuple[int, ...], nn.Module]:
+    """The path of the innermost module in which an error was raised, the shape of its sample, and the module."""
+    paths = {id(part): name for name, part in module.named_modules()}
+    where, shape, innermost = type(module).__name__, tuple(x.shape[1:]), module
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is nn.Module._call_impl.__code__:
+            part, args = frame.f_locals["self"], frame.f_locals["args"]
+            if id(part) in paths and args and isinstance(args[0], torch.Tensor):
+                where, shape, innermost = paths[id(part)] or type(part).__name__, tuple(args[0].shape[1:]), part
+    return where, shape, innermost
+
+
+def _source_of(error: BaseException) -> str:
+    """The last line of the user's code that an error passed, as in `` at net.py, line 7``."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_users(frame.filename) and Path(frame.filename).is_file():
+            return f" at {frame.filename}, line {frame.lineno} ({(frame.line or '').strip()})"
+    return ""

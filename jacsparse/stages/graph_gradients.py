@@ -1,0 +1,191 @@
+"""Gradients through stages of a recorded run, by autograd's graph of that run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..tracing import apply_node, has_node_hooks, with_all_gradients
+from .record import Record
+
+
+def pull_back(
+    records: Sequence[Record],
+    gradient: torch.Tensor,
+    inputs: Sequence[Record],
+    externals: Sequence[int],
+    apart: Collection[int],
+    strict: Sequence[Record] = (),
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """Gradients of inputs of stages and of externals, for a gradient of the last stage's output.
+
+    Parameters
+    ----------
+    records : sequence of Record
+        Records of stages that follow each other, the last one first.
+    gradient : Tensor, (batch, *out_shape)
+        Gradient of the output of the first record.
+    inputs : sequence of Record
+        The records whose input's gradient is returned.
+    externals : sequence of int
+        The places of the externals whose gradients are returned.
+    apart : collection of int
+        The externals that other stages read too: the gradients through those are left out.
+    strict : sequence of Record
+        The records in which no hook may change a gradient, because their Jacobians are multiplied.
+
+    Returns
+    -------
+    gradients : list of Tensor
+        A gradient for each record of `inputs`.
+    external_gradients : dict of int to Tensor
+        Gradients by place, without the externals that have none.
+
+    Raises
+    ------
+    RuntimeError
+        Where a hook changes a gradient in a strict record, or may; the message begins with the stage's path.
+    """
+    recording, last = records[0].recording, records[0]
+    output = recording.edges[last.stage.stop]
+    if output is None:
+        return [torch.zeros_like(record.input) for record in inputs], {}
+    gradient = gradient.reshape(last.output.shape).to(last.output.dtype)
+    tensors = {place: recording.externals[place] for place in externals}
+    # The caller's own backward pass is to call the hooks of these tensors, once.
+    alone = [place for place, tensor in tensors.items() if place in apart or tensor._backward_hooks]
+    together = [place for place in tensors if place not in alone]
+    hooks = [(record, *pair) for record in strict for pair in _around_hooks(record)]
+    wanted: list[Any] = [recording.edges[record.stage.start] for record in inputs]
+    wanted += [tensors[place] for place in together]
+    wanted += [edge for _, *pair in hooks for edge in pair]
+    results: Sequence[torch.Tensor | None] = ()
+    if wanted:
+        results = torch.autograd.grad([output], wanted, [gradient], retain_graph=True, allow_unused=True)
+    of_inputs = [
+        torch.zeros_like(record.input) if result is None else result
+        for result, record in zip(results, inputs, strict=False)
+    ]
+    gradients = dict(zip(together, results[len(inputs) :], strict=False))
+    around = results[len(results) - 2 * len(hooks) :]
+    for (record, *_), outside, inside in zip(hooks, around[::2], around[1::2], strict=True):
+        if outside is not None and inside is not None and not torch.equal(outside.reshape(inside.shape), inside):
+            raise _changes(record)
+    if alone:
+        for record in records:
+            if has_hooks(record, of_nodes=True):
+                raise _hidden(record, tensors[alone[0]])
+        start = recording.edges[records[-1].stage.start]
+        targets = [tensors[place] for place in alone]
+        gradients |= zip(alone, with_all_gradients(lambda: _walk(output, gradient, start, targets)), strict=True)
+    return of_inputs, {place: result for place, result in gradients.items() if result is not None}
+
+
+def _walk(
+    output: GradientEdge, gradient: torch.Tensor, start: GradientEdge | None, tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Gradients of tensors from one edge of autograd's graph back to another, node by node and without hooks."""
+    targets = {_pair(get_gradient_edge(tensor)): number for number, tensor in enumerate(tensors)}
+    ends = {*targets, *([] if start is None else [_pair(start)])}
+
+    def followed(node: Any) -> list[Any]:
+        """The nodes of operators that a node passes gradients to, up to the ends of the walk."""
+        edges = (edge for edge in node.next_functions if edge[0] is not None and edge not in ends)
+        # A node with a variable gathers the gradient of a leaf.
+        return [behind for behind, _ in edges if not hasattr(behind, "variable")]
+
+    waiting, users = [output.node], Counter([output.node])
+    while waiting:
+        for behind in followed(waiting.pop()):
+            users[behind] += 1
+            if users[behind] == 1:
+                waiting.append(behind)
+    pending: dict[Any, list[torch.Tensor | None]] = {}
+    gradients: list[torch.Tensor | None] = [None] * len(tensors)
+
+    def add(edge: tuple[Any, int], term: torch.Tensor | None) -> None:
+        """Add a term to the gradient of a target, or of a node's output."""
+        node, number = edge
+        if term is None:
+            return
+        if edge in targets:
+            sums, number, shape = gradients, targets[edge], tensors[targets[edge]].shape
+        elif edge not in ends and node in users:
+            sums = pending.setdefault(node, [None] * len(node._input_metadata))
+            shape = node._input_metadata[number].shape
+        else:
+            return
+        term, total = term.sum_to_size(shape), sums[number]
+        sums[number] = term if total is None else total + term
+
+    add(_pair(output), gradient)
+    ready = [output.node]
+    while ready:
+        node = ready.pop()
+        if node in pending:
+            for edge, passed in zip(node.next_functions, apply_node(node, pending.pop(node)), strict=True):
+                if edge[0] is not None:
+                    add(edge, passed)
+        for behind in followed(node):
+            users[behind] -= 1
+            if not users[behind]:
+                ready.append(behind)
+    return gradients
+
+
+def _pair(edge: GradientEdge) -> tuple[Any, int]:
+    return edge.node, edge.output_nr
+
+
+def has_hooks(record: Record, *, of_nodes: bool) -> bool:
+    """Whether hooks of a module, of a tensor or, on request, of autograd's nodes see a gradient within a stage."""
+    if record.stage.hooked or not record.recording.may_have_hooks:
+        return record.stage.hooked
+    return _has_tensor_hooks(record) or (of_nodes and _has_node_hooks(record))
+
+
+def _has_tensor_hooks(record: Record) -> bool:
+    recording = record.recording
+    results = (r for operation in record.stage.operations for r in recording.invocations[operation.place].results)
+    return any(tensor._backward_hooks for tensor in (record.input, *results))
+
+
+def _has_node_hooks(record: Record) -> bool:
+    # The nodes of hooked operations have the hooks of a module.
+    edges = (record.recording.edges[operation.vertex] for operation in record.stage.operations if not operation.hooked)
+    return any(edge is not None and edge.node is not None and has_node_hooks(edge.node) for edge in edges)
+
+
+def _around_hooks(record: Record) -> list[tuple[GradientEdge | None, GradientEdge | None]]:
+    """The edges behind and before each call of a module's backward hooks.
+
+    RuntimeError is raised where the change by a hook cannot be told from other parts of a gradient.
+    """
+    users = Counter(edge.source for edge in record.stage.edges)
+    hooks = [
+        (operation.vertex, *operation.operands.values()) for operation in record.stage.operations if operation.hooked
+    ]
+    if _has_tensor_hooks(record) or _has_node_hooks(record) or any(users[inside] > 1 for _, inside in hooks):
+        raise _changes(record)
+    edges = record.recording.edges
+    return [(edges[outside], edges[inside]) for outside, inside in hooks]
+
+
+def _hidden(record: Record, tensor: torch.Tensor) -> RuntimeError:
+    names = [name for name, parameter in record.recording.module.named_parameters() if parameter is tensor]
+    return RuntimeError(
+        f"{record.stage.path}: a backward hook sees a gradient here, which that of {names[0] if names else 'a tensor'} "
+        "passes by, as it has hooks of its own or is read in several places; use the module without Scan, or remove "
+        "the hook"
+    )
+
+
+def _changes(record: Record) -> RuntimeError:
+    return RuntimeError(
+        f"{record.stage.path}: a backward hook changes the gradient, or may, which a product of Jacobians cannot know; "
+        "use schedule='linear', or a module of its own"
+    )

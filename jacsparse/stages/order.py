@@ -1,0 +1,295 @@
+"""The order of least predicted cost in which a chain's Jacobians are multiplied.
+
+A chain's product ``J_1ᵀ J_2ᵀ ... J_nᵀ`` is computed from products of its intervals. The cheapest way to an interval is
+the cheapest way to two parts of it, and their product: matrix-chain dynamic programming, with costs that depend on how
+full each interval is. A stage that is a graph of operators becomes one matrix, or its operators are multiplied one by
+one by the product beside them, whichever costs less.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..runtime import cached_plan
+from ..spgemm import KEYS, counts, fresh_keys, spread
+from .accumulation import Accumulation
+from .stage import Edge, Stage
+
+#: The packages whose sources decide which order is the best.
+_PACKAGES = tuple(f"jacsparse.{room}" for room in ("patterns", "spgemm", "stages"))
+
+#: Cost of a multiply-add of an operator's own dense backward, relative to one of sparse products: measured on CPUs,
+#: where convolutions of PyTorch reach 10 to 90 billion a second and sparse products 2 to 15.
+DENSE = 1 / 8
+#: Fixed cost of each product, sum or operator's backward, in multiply-adds: about 100 µs.
+START = 200_000
+#: Fixed cost of a backward pass: about 500 µs.
+PASS = 1_000_000
+
+#: Bytes of one tensor's keys that are passed through the stages at once.
+AT_ONCE = 2**27
+#: Elements of a tensor that sums over all of them are estimated from.
+SAMPLED = 2**14
+
+_HOWS = ("stage", "product", "through", "from", "backward")
+
+
+@dataclass(frozen=True)
+class Order:
+    """How the product of an interval of stages is computed.
+
+    `how` is one of ``stage``, the matrix of one stage; ``product``, the product of two intervals; ``through``, the
+    product of a stage's operators and the interval behind it; ``from``, the product of the interval before a stage and
+    its operators; ``backward``, the product of a stage and the interval behind it by the operators' own dense backward.
+    """
+
+    how: str
+    #: Number of the stage; -1 for a product of two intervals.
+    stage: int = -1
+    left: Order | None = None
+    right: Order | None = None
+    #: Predicted, in multiply-adds.
+    cost: float = 0.0
+
+    def __str__(self) -> str:
+        if self.how == "stage":
+            return f"J{self.stage + 1}"
+        if self.how in ("through", "backward"):
+            return f"J{self.stage + 1}{'*' if self.how == 'backward' else ''}·{self.right}"
+        return f"({self.left}·{self.right if self.right else f'J{self.stage + 1}'})"
+
+
+class _Estimates:
+    """Estimated entries of intervals of stages, and multiply-adds of their products."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        n = len(stages)
+        sizes = np.array([math.prod(stages[0].in_shape), *(math.prod(stage.out_shape) for stage in stages)])
+        # Entries of each interval, by its first and last stage; multiply-adds of a stage's operators, one by one, with
+        # the interval on their right, by the stage and the last one; and on their left, by the stage and the first one.
+        self.entries, self.through, self.onward = np.zeros((3, n, n))
+        largest = max((max(edge.pattern.shape) for stage in stages for edge in stage.edges), default=1)
+        width = max(1, AT_ONCE // (4 * KEYS * int(largest)))
+        chunks = [range(first, min(first + width, n)) for first in range(0, n, width)]
+        # The number of elements of each later stage's output, where keys begin, that depend on an element of a tensor.
+        ahead = [np.zeros((min(size, SAMPLED), n - place), dtype=np.float32) for place, size in enumerate(sizes)]
+        for chunk in chunks:
+            keys = np.empty((sizes[chunk[-1] + 1], 0), dtype=np.float32)
+            for number in reversed(range(chunk[-1] + 1)):
+                later = range(max(number, chunk[0]), chunk[-1] + 1)
+                if number in chunk:
+                    keys = np.hstack([fresh_keys(int(sizes[number + 1]), number), keys])
+                columns = sizes[1:][later.start : later.stop]
+                for vertex, vertex_keys in _passed_keys(stages[number], keys, backwards=True):
+                    part, scale = _sampled(len(vertex_keys))
+                    reached = counts(vertex_keys[part], columns)
+                    for edge in stages[number].edges:
+                        if edge.target == vertex:
+                            work = edge.pattern.structure.column_counts()[part] @ reached
+                            self.through[number, later.start : later.stop] += scale * work
+                    if vertex == stages[number].start:
+                        following = vertex_keys
+                        self.entries[number, later.start : later.stop] = scale * reached.sum(axis=0)
+                        ahead[number][:, later.start - number : later.stop - number] = reached
+                keys = following
+        # Multiply-adds of the product of two intervals that meet behind each stage, by the first and the last stage.
+        self.meets = [np.zeros((number + 1, n - number - 1)) for number in range(n)]
+        for chunk in chunks:
+            keys = np.empty((sizes[chunk[0]], 0), dtype=np.float32)
+            for number in range(chunk[0], n):
+                sooner = slice(chunk[0], min(number, chunk[-1]) + 1)
+                if number in chunk:
+                    keys = np.hstack([keys, fresh_keys(int(sizes[number]), n + number)])
+                for vertex, vertex_keys in _passed_keys(stages[number], keys, backwards=False):
+                    part, scale = _sampled(len(vertex_keys))
+                    # The number of elements of each earlier stage's input that an element depends on.
+                    reached = counts(vertex_keys[part], sizes[sooner])
+                    for edge in stages[number].edges:
+                        if edge.source == vertex:
+                            work = edge.pattern.structure.row_counts()[part] @ reached
+                            self.onward[number, sooner] += scale * work
+                    if vertex == stages[number].stop:
+                        following = vertex_keys
+                        self.meets[number][sooner] = scale * (reached.T @ ahead[number + 1])
+                keys = following
+
+
+def _sampled(size: int) -> tuple[Any, float]:
+    """The numbers of at most `SAMPLED` of `size` elements, equal for equal sizes; and how many each stands for."""
+    if size <= SAMPLED:
+        return slice(None), 1.0
+    return np.sort(np.random.default_rng(size).choice(size, SAMPLED, replace=False)), size / SAMPLED
+
+
+def _passed_keys(stage: Stage, keys: np.ndarray, *, backwards: bool) -> Iterator[tuple[Any, np.ndarray]]:
+    """Each vertex of a stage with the keys passed to it from one end; infinite keys at the other end without a path."""
+    if backwards:
+        first, last, edges = stage.stop, stage.start, [(e.target, e.source, e.pattern) for e in reversed(stage.edges)]
+    else:
+        first, last, edges = stage.start, stage.stop, [(e.source, e.target, e.pattern.T) for e in stage.edges]
+    arrived = False
+    for vertex, vertex_keys in spread(edges, first, keys):
+        arrived |= vertex == last
+        yield vertex, vertex_keys
+    if not arrived:
+        size = math.prod(stage.in_shape if backwards else stage.out_shape)
+        yield last, np.full((size, keys.shape[1]), np.inf, dtype=np.float32)
+
+
+def best_order(stages: Sequence[Stage]) -> Order:
+    """The cheapest order of the products of a chain of at least one stage, cached on disk."""
+    if len(stages) == 1:
+        return Order("stage", 0)
+    order = cached_plan(f"order {_digest(stages)}", lambda: _packed(_cheapest(stages)), packages=_PACKAGES)
+    return _unpacked(zip(order["how"].tolist(), order["stage"].tolist(), order["cost"].tolist(), strict=True))
+
+
+def _digest(stages: Sequence[Stage]) -> str:
+    """A digest of all that the best order depends on."""
+    digest = hashlib.blake2b(f"{KEYS} {DENSE} {START} {PASS}".encode())
+    for stage in stages:
+        numbers: dict[Any, int] = {}
+        ends = [numbers.setdefault(vertex, len(numbers)) for vertex in (stage.start, stage.stop)]
+        digest.update(f"{stage.in_shape} {stage.out_shape} {stage.hooked} {stage.backward_work} {ends}".encode())
+        for edge in stage.edges:
+            ends = [numbers.setdefault(vertex, len(numbers)) for vertex in (edge.source, edge.target)]
+            digest.update(f"{ends} {edge.pattern.digest}".encode())
+    return digest.hexdigest()
+
+
+def _packed(order: Order) -> dict[str, np.ndarray]:
+    """An order as arrays: each node comes before its intervals, the left one first."""
+    nodes, waiting = [], [order]
+    while waiting:
+        nodes.append(waiting.pop())
+        waiting += [part for part in (nodes[-1].right, nodes[-1].left) if part is not None]
+    return {
+        "how": np.array([_HOWS.index(node.how) for node in nodes]),
+        "stage": np.array([node.stage for node in nodes]),
+        "cost": np.array([node.cost for node in nodes]),
+    }
+
+
+def _unpacked(nodes: Iterator[tuple[int, int, float]]) -> Order:
+    number, stage, cost = next(nodes)
+    how = _HOWS[number]
+    left = _unpacked(nodes) if how in ("product", "from") else None
+    right = _unpacked(nodes) if how in ("product", "through", "backward") else None
+    return Order(how, stage, left, right, cost)
+
+
+def _cheapest(stages: Sequence[Stage]) -> Order:
+    n = len(stages)
+    estimates = _Estimates(stages)
+    # Cost of each stage's own backward for one column.
+    backward = [DENSE * stage.backward_work for stage in stages]
+    start = [START * len(stage.edges) for stage in stages]
+    best: dict[tuple[int, int], Order] = {}
+    # The cheapest order that begins with an own backward: another own backward before it joins its pass.
+    passing: dict[tuple[int, int], Order] = {}
+    for number, stage in enumerate(stages):
+        costs = estimates.through if stage.operator is None else estimates.entries
+        best[number, number] = Order("stage", number, cost=start[number] + float(costs[number, number]))
+    for length in range(1, n):
+        for first in range(n - length):
+            last = first + length
+            ways = [
+                (best[first, middle].cost + best[middle + 1, last].cost + meets[first, last - middle - 1], middle)
+                for middle, meets in enumerate(estimates.meets[first:last], start=first)
+            ]
+            cost, middle = min(ways)
+            cost += START
+            left, right = best[first, last - 1], best[first + 1, last]
+            orders = [Order("product", left=best[first, middle], right=best[middle + 1, last], cost=cost)]
+            if stages[first].operator is None:
+                cost = right.cost + start[first] + estimates.through[first, last]
+                orders.append(Order("through", first, right=right, cost=cost))
+            if stages[last].operator is None:
+                cost = left.cost + start[last] + estimates.onward[last, first]
+                orders.append(Order("from", last, left=left, cost=cost))
+            if not stages[first].hooked:
+                cost, onwards = right.cost + PASS, passing.get((first + 1, last))
+                if onwards is not None and onwards.cost < cost:
+                    cost, right = onwards.cost, onwards
+                cost += start[first] + math.prod(stages[last].out_shape) * backward[first]
+                orders.append(Order("backward", first, right=right, cost=cost))
+            orders = [replace(order, cost=float(order.cost + estimates.entries[first, last])) for order in orders]
+            best[first, last] = min(orders, key=lambda order: order.cost)
+            if orders[-1].how == "backward":
+                passing[first, last] = orders[-1]
+    return best[0, n - 1]
+
+
+def accumulated(stages: Sequence[Stage], order: Order) -> tuple[Accumulation, int | None]:
+    """The products and sums that compute a chain's transposed Jacobian, and its number among the matrices.
+
+    Keys of leaves are (number of the stage, edge). The number is None where the output does not depend on the input.
+    """
+    accumulation = Accumulation()
+
+    def leaf(number: int, edge: Edge) -> int:
+        return accumulation.leaf((number, edge), edge.pattern)
+
+    def add(order: Order) -> int | None:
+        stage = stages[order.stage]
+        if order.how == "product":
+            assert order.left is not None and order.right is not None
+            left, right = add(order.left), add(order.right)
+            return None if left is None or right is None else accumulation.multiply(left, right)
+        if order.how == "stage":
+            return stage.joined(accumulation, lambda edge: leaf(order.stage, edge))
+        if order.how == "backward":
+            return pull_back(order)
+        interval = add(order.left if order.how == "from" else order.right)  # type: ignore[arg-type]
+        return None if interval is None else _multiply(accumulation, stage, order, interval, leaf)
+
+    def pull_back(order: Order) -> int | None:
+        """Add the product of an interval and the stages before it that go by their own backward, in one pass."""
+        span = [order]
+        while span[-1].right is not None and span[-1].right.how == "backward":
+            span.append(span[-1].right)
+        assert span[-1].right is not None
+        interval = add(span[-1].right)
+        if interval is None:
+            return None
+        # Computes the pattern of the product.
+        shadow = Accumulation(patterns_only=True)
+        product: int | None = shadow.leaf(None, accumulation.matrices[interval].pattern)
+        for node in reversed(span):
+            if product is not None:
+                product = _multiply(
+                    shadow, stages[node.stage], node, product, lambda _, edge: shadow.leaf(None, edge.pattern)
+                )
+        if product is None:
+            return None
+        return accumulation.pull_back((order.stage, span[-1].stage), interval, shadow.matrices[product].pattern)
+
+    return accumulation, add(order)
+
+
+def _multiply(accumulation: Accumulation, stage: Stage, order: Order, interval: int, leaf: Any) -> int | None:
+    """Add the product of an interval's matrix and a stage's operators, multiplied one by one."""
+    backwards = order.how != "from"
+    first, last = (stage.stop, stage.start) if backwards else (stage.start, stage.stop)
+    terms: dict[Any, list[int]] = {first: [interval]}
+    sums: dict[Any, int] = {}
+
+    def at(vertex: Any) -> int | None:
+        if vertex not in sums and vertex in terms:
+            sums[vertex] = accumulation.add(terms[vertex])
+        return sums.get(vertex)
+
+    for edge in reversed(stage.edges) if backwards else stage.edges:
+        source, target = (edge.target, edge.source) if backwards else (edge.source, edge.target)
+        factor = at(source)
+        if factor is not None:
+            matrix = leaf(order.stage, edge)
+            product = accumulation.multiply(matrix, factor) if backwards else accumulation.multiply(factor, matrix)
+            terms.setdefault(target, []).append(product)
+    return at(last)

@@ -1,0 +1,160 @@
+"""Stages of a chain: their operators and patterns, which no run changes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..patterns import Call, Identity, Pattern, Rule, rule_for
+from ..tracing import Operation, Program, PrunedWeight
+from .accumulation import Accumulation, Region, eliminate, empty_pattern
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Edge:
+    """The dependence of one operator on one of its operands: a local Jacobian."""
+
+    #: Vertices of the operand and of the result.
+    source: int
+    target: int
+    #: The call of the operator, with shapes only.
+    call: Call
+    #: The weights from which the pattern omits elements.
+    pruned_weights: tuple[PrunedWeight, ...] = ()
+
+    @functools.cached_property
+    def rule(self) -> Rule:
+        """The rule that computes the pattern and the values."""
+        return rule_for(self.call)
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """The pattern of the transposed Jacobian, ``(in_size, out_size)``."""
+        pattern, expected = self.rule.pattern(self.call), (self.call.out_size, self.call.in_size)
+        if pattern.shape != expected:
+            raise ValueError(
+                f"{self.call.path}: the rule of {self.call.operator} gave a pattern of shape {pattern.shape}; "
+                f"expected {expected}"
+            )
+        return pattern.T
+
+    @property
+    def shared(self) -> bool:
+        """Whether all samples share the values."""
+        return self.rule.shared(self.call)
+
+    def without(self, weights: Sequence[PrunedWeight]) -> Edge:
+        """The same edge with a pattern that omits the pruned elements of these weights, where that pays."""
+        pruned = tuple(w for w in weights if not bool(w.mask.all()) and self.rule.prunes(self.call, w.mask))
+        call = replace(self.call, masks={weight.name: weight.mask for weight in pruned})
+        return replace(self, call=call, pruned_weights=pruned)
+
+    def __repr__(self) -> str:
+        return f"<Edge {self.call.path}: {self.call.operator}, {self.call.argument}>"
+
+
+def working(edges: Sequence[Edge]) -> list[Edge]:
+    """The edges of the operators that do more than reshape a single operand."""
+    operands = Counter(edge.target for edge in edges)
+    return [edge for edge in edges if operands[edge.target] > 1 or not isinstance(edge.pattern.structure, Identity)]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Stage:
+    """A part of a chain through which all of the gradient passes: an operator, or a graph of several.
+
+    Attributes
+    ----------
+    path : str
+        Place in the model, as in ``features.0``.
+    in_shape, out_shape : tuple of int
+        Shapes of one sample of the input and of the output.
+    edges : tuple of Edge
+        An edge for each operand of each operator.
+    start, stop : int
+        Vertices of the input and of the output.
+    program : Program
+        The program that the stage is a part of.
+    """
+
+    path: str
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    edges: tuple[Edge, ...]
+    start: int
+    stop: int
+    program: Program
+
+    @functools.cached_property
+    def operator(self) -> Edge | None:
+        """The edge of the stage's one operator besides those that only reshape; None where there are more."""
+        if len({edge.source for edge in self.edges}) < len(self.edges):
+            return None
+        edges = working(self.edges) or self.edges[:1]
+        return edges[0] if len(edges) == 1 else None
+
+    @property
+    def name(self) -> str:
+        """The ATen operator; or the number of operators that do more than reshape."""
+        operator, count = self.operator, len({edge.target for edge in working(self.edges)})
+        return f"{count} operators" if operator is None else operator.call.operator
+
+    @functools.cached_property
+    def _accumulated(self) -> tuple[Accumulation, int | None]:
+        accumulation = Accumulation()
+        return accumulation, self.joined(accumulation, lambda edge: accumulation.leaf(edge, edge.pattern))
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """The pattern of the transposed Jacobian, ``(in_size, out_size)``: the union over all paths."""
+        accumulation, result = self._accumulated
+        if result is None:
+            return empty_pattern(math.prod(self.in_shape), math.prod(self.out_shape))
+        return accumulation.matrices[result].pattern
+
+    def factor(self, patterns: Sequence[Pattern] | None = None) -> Pattern | Region:
+        """The transposed Jacobian as counts see it, with patterns of the edges other than their own on request."""
+        if patterns is None:
+            patterns = [edge.pattern for edge in self.edges]
+        if self.operator is not None:
+            return patterns[self.edges.index(self.operator)]
+        edges = [(edge.source, edge.target, pattern) for edge, pattern in zip(self.edges, patterns, strict=True)]
+        return Region((math.prod(self.in_shape), math.prod(self.out_shape)), edges, self.start, self.stop)
+
+    def joined(self, accumulation: Accumulation, leaf: Callable[[Edge], int]) -> int | None:
+        """Add the stage's matrix to an accumulation, from the leaves of its edges; None where it is zero."""
+        if self.operator is not None:
+            return leaf(self.operator)
+        edges = [(edge.source, edge.target, leaf(edge)) for edge in self.edges]
+        return eliminate(accumulation, edges, self.start, self.stop)
+
+    @functools.cached_property
+    def shared(self) -> bool:
+        """Whether all samples share the Jacobian's values."""
+        return all(edge.shared for edge in self.edges)
+
+    @property
+    def backward_work(self) -> int:
+        """Rough multiply-adds of the operators' dense backward for one sample, and one for each element."""
+        return sum(edge.rule.multiply_adds(edge.call) + edge.call.in_size + edge.call.out_size for edge in self.edges)
+
+    @functools.cached_property
+    def operations(self) -> tuple[Operation, ...]:
+        """The operations of the edges, in order."""
+        return tuple(self.program.operations[target] for target in dict.fromkeys(edge.target for edge in self.edges))
+
+    @functools.cached_property
+    def hooked(self) -> bool:
+        """Whether backward hooks of a module see a gradient within the stage."""
+        return any(operation.hooked for operation in self.operations)
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """Elements of one sample of the largest operand or result."""
+        return max(max(edge.pattern.shape) for edge in self.edges)
+
+    def __repr__(self) -> str:
+        return f"<Stage {self.path}: {self.name}, {self.in_shape} to {self.out_shape}>"

@@ -1,0 +1,55 @@
+"""Nodes of autograd's graph, called one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+def has_node_hooks(node: Any) -> bool:
+    """Whether hooks are registered on a node itself: PyTorch tells it only through the handle of another hook."""
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(lambda *_: None)
+        handle.remove()
+        if handle.hooks_dict_ref():
+            return True
+    return False
+
+
+class _InnerPass(torch.autograd.Function):
+    """A node whose backward pass calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, function: Callable[[], object]) -> torch.Tensor:
+        ctx.function = function
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        ctx.function()
+        return None, None
+
+
+def with_all_gradients(function: Callable[[], Result]) -> Result:
+    """Return the result of a function that calls nodes, which compute the gradients of all their inputs.
+
+    Within a backward pass, such as that of `Scan`, a node computes only those gradients that the pass asks for. So the
+    function is called within an inner backward pass, which asks for all of them.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return function()
+    results: list[Result] = []
+    with torch.enable_grad():
+        _InnerPass.apply(torch.zeros((), requires_grad=True), lambda: results.append(function())).backward()
+    return results[0]
+
+
+def apply_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients that a node passes on, one for each of its ``next_functions``; no hook is called."""
+    with torch.no_grad():
+        passed = node(*gradients)
+    return passed if isinstance(passed, tuple) else (passed,)

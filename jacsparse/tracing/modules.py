@@ -1,0 +1,157 @@
+"""The parts, tensors and hooks of a module, and how to leave it unchanged by a forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+
+def check_module(module: object) -> nn.Module:
+    """Return `module` where its forward pass can be recorded.
+
+    Raises
+    ------
+    TypeError
+        Where it is no Module, or has parts that TorchScript has compiled.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
+    if any(isinstance(part, torch.jit.ScriptModule) for part in parts_of(module)):
+        raise TypeError("module is, or holds, a torch.jit.ScriptModule; give the module that it was compiled from")
+    return module
+
+
+def check_initialised(module: nn.Module) -> None:
+    """Raise where a lazy module has no weights yet.
+
+    Raises
+    ------
+    ValueError
+        It names the path of the lazy module.
+
+    Examples
+    --------
+    >>> check_initialised(nn.Sequential(nn.Flatten(), nn.LazyLinear(3)))
+    Traceback (most recent call last):
+    ValueError: 1: LazyLinear has no weights before its first batch; run the module on one first
+    """
+    for part in parts_of(module):
+        if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():
+            kind = type(part).__name__
+            path = next(name for name, other in module.named_modules() if other is part)
+            raise ValueError(
+                f"{path or kind}: {kind} has no weights before its first batch; run the module on one first"
+            )
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """A module and all modules inside it, each once, in any order: faster than ``module.modules()``."""
+    parts, waiting = {id(module): module}, [module]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in parts:
+                parts[id(child)] = child
+                waiting.append(child)
+    return list(parts.values())
+
+
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """All parameters and buffers, in any order."""
+    for part in parts_of(module):
+        for tensors in (part._parameters, part._buffers):
+            yield from (tensor for tensor in tensors.values() if tensor is not None)
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Undo on exit what a forward pass changes: buffers, attributes of modules, the state of random numbers.
+
+    Changes to globals, and inside the value of an attribute, as to a list, are not undone.
+
+    Raises
+    ------
+    ValueError
+        Where a lazy module has no weights yet: it could not lose again those that a forward pass creates.
+    """
+    check_initialised(module)
+    parts = parts_of(module)
+    attributes = [(part, dict(part.__dict__), dict(part._buffers)) for part in parts]
+    # Pruning masks are as large as all weights: those that no forward pass has written to are not copied.
+    buffers = [
+        (part, name, buffer, buffer._version, None if part in _LEAVE_MASKS and _is_mask(part, name) else buffer.clone())
+        for part in parts
+        for name, buffer in part._buffers.items()
+        if buffer is not None and not buffer.is_inference() and buffer.device.type != "meta"
+    ]
+    cuda = torch.cuda.is_initialized()
+    devices = {tensor.device for tensor in tensors_of(module) if tensor.is_cuda} if cuda else set()
+    with torch.random.fork_rng(sorted(devices, key=str)):
+        try:
+            yield
+        finally:
+            for part, fields, buffers_before in attributes:
+                for current, before in ((part.__dict__, fields), (part._buffers, buffers_before)):
+                    # The dictionary is never empty meanwhile: other threads may use the module.
+                    current.update(before)
+                    for name in current.keys() - before.keys():
+                        del current[name]
+            for part, name, buffer, version, copy in buffers:
+                _restore(part, name, buffer, version, copy)
+
+
+# Modules whose forward passes have not written to their pruning masks.
+_LEAVE_MASKS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _is_mask(part: nn.Module, name: str) -> bool:
+    return name.endswith("_mask") and f"{name[:-5]}_orig" in part._parameters
+
+
+def _restore(part: nn.Module, name: str, buffer: torch.Tensor, version: int, copy: torch.Tensor | None) -> None:
+    """Undo writes to a buffer since a version of it."""
+    if buffer._version == version:
+        if _is_mask(part, name):
+            _LEAVE_MASKS.add(part)
+    elif copy is not None:
+        with torch.no_grad():
+            buffer.copy_(copy)
+    else:
+        _LEAVE_MASKS.discard(part)
+        raise RuntimeError(
+            f"{type(part).__name__}.{name}: a forward pass has written to this mask of pruning, as none had before, "
+            "which was not undone; call again"
+        )
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A context in which ``torch.autocast`` changes no dtype, although the caller may be within one."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def refresh_weights(module: nn.Module) -> None:
+    """Call the hooks of ``torch.nn.utils``, such as pruning's, that compute weights before each forward pass."""
+    with torch.no_grad():
+        set_weights(module)
+
+
+def set_weights(module: nn.Module) -> None:
+    """As `refresh_weights`, recorded by autograd."""
+    for hook in module._forward_pre_hooks.values():
+        if type(hook).__module__.startswith("torch.nn.utils."):
+            hook(module, None)
+
+
+def trains(module: nn.Module, name: str) -> bool:
+    """Whether a weight trains: itself, or a parameter that pruning or a parametrisation computes it from."""
+    parameter = module._parameters.get(name)
+    if parameter is not None or name in module._buffers:
+        return parameter is not None and parameter.requires_grad
+    prefixes = (f"{name}_", f"parametrizations.{name}.")
+    return any(p.requires_grad for path, p in module.named_parameters() if path.startswith(prefixes))

@@ -1,0 +1,161 @@
+"""Facts about ATen operators that hold for every call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._decomp
+
+from ..patterns import CONSTANT, RULES, Rule, UnsupportedOperatorError, rule_of
+from .overwrite import Overwrite
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Facts:
+    """Properties of an operator that its schema, its tags and its rule tell before any call."""
+
+    #: As in ``aten.add``.
+    name: str
+    rule: Rule | None
+    #: The parameters, in order; those that are tensors, that are lists of tensors, and that the operator writes to.
+    names: tuple[str, ...]
+    tensors: tuple[str, ...]
+    lists: tuple[str, ...]
+    written: tuple[str, ...]
+    #: Whether it may draw random numbers.
+    random: bool
+    #: Whether it shows Python the elements of a tensor, or returns a tensor whose shape depends on them.
+    reads: bool
+    #: Whether its result depends on the operand's shape alone, not on its elements.
+    of_shape: bool
+    #: Whether it changes the shape of its operand in place.
+    reshapes: bool
+    #: PyTorch's decomposition into other operators, where there is no rule.
+    parts: Callable[..., Any] | None
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Which of "input" and "output" its rule computes values from."""
+        return () if self.rule is None else self.rule.reads
+
+    @property
+    def exact(self) -> bool:
+        """Whether a pattern may depend on its floating-point arguments, in any way."""
+        return self.rule is None or self.rule.reads_numbers
+
+    @property
+    def contents(self) -> bool:
+        """Whether its rule reads the elements of indices and masks."""
+        return self.rule is not None and self.rule.reads_contents
+
+
+# By the operator's ``id``: operators live as long as the process, and their hash is slow.
+_FACTS: dict[int, Facts] = {}
+
+
+def facts_of(overload: Any) -> Facts:
+    facts = _FACTS.get(id(overload))
+    # A rule may have been registered since.
+    if facts is None or RULES.get(facts.name, facts.rule) is not facts.rule:
+        facts = _FACTS[id(overload)] = _new_facts(overload)
+    return facts
+
+
+def _new_facts(overload: Any) -> Facts:
+    parameters, tags, name = overload._schema.arguments, overload.tags, operator_name(overload)
+    rule, random = rule_of(name), torch.Tag.nondeterministic_seeded in tags
+    return Facts(
+        name=name,
+        rule=rule,
+        names=tuple(parameter.name for parameter in parameters),
+        tensors=tuple(parameter.name for parameter in parameters if _is_tensor(parameter.type)),
+        lists=tuple(parameter.name for parameter in parameters if _is_list(parameter.type)),
+        written=tuple(parameter.name for parameter in parameters if is_written(parameter)),
+        random=random,
+        reads=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
+        of_shape=name in _OF_SHAPE,
+        reshapes=torch.Tag.inplace_view in tags,
+        # The parts of a random operator would draw other numbers.
+        parts=_decomposition(overload) if rule is None and name not in CONSTANT and not random else None,
+    )
+
+
+def is_written(parameter: Any) -> bool:
+    """Whether an operator writes to a parameter."""
+    return parameter.alias_info is not None and parameter.alias_info.is_write
+
+
+def _is_tensor(kind: Any) -> bool:
+    return isinstance(_without_optional(kind), torch.TensorType)
+
+
+def _is_list(kind: Any) -> bool:
+    kind = _without_optional(kind)
+    return isinstance(kind, torch.ListType) and _is_tensor(kind.getElementType())
+
+
+def _without_optional(kind: Any) -> Any:
+    return _without_optional(kind.getElementType()) if isinstance(kind, torch.OptionalType) else kind
+
+
+def _decomposition(overload: Any) -> Callable[..., Any] | None:
+    if overload == torch.ops.aten.mkldnn_rnn_layer.default:
+        return _lstm_layer
+    if overload == torch.ops.aten.embedding.default:
+        return _embedding
+    if overload._can_decompose():
+        # Only within parts of another operator: elsewhere autograd decomposes such an operator before it is seen here.
+        return overload.decompose  # type: ignore[no-any-return]
+    return torch._decomp.decomposition_table.get(overload)  # type: ignore[no-any-return]
+
+
+def _lstm_layer(
+    x: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor,
+    b_hh: torch.Tensor,
+    h: torch.Tensor,
+    c: torch.Tensor,
+    reverse: bool,
+    *_: Any,
+) -> list[torch.Tensor]:
+    """A layer of an LSTM on ``(time, batch, features)``, which oneDNN computes as one operator."""
+    gates, states = torch.nn.functional.linear(x, w_ih, b_ih), []
+    for step in reversed(gates.unbind(0)) if reverse else gates.unbind(0):
+        i, f, g, o = (step + torch.nn.functional.linear(h, w_hh, b_hh)).chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        states.append(h)
+    return [torch.stack(states[::-1] if reverse else states), h, c]
+
+
+def _embedding(
+    weight: torch.Tensor, indices: torch.Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, *_: Any
+) -> torch.Tensor:
+    """Rows of a table that depends on the input."""
+    if padding_idx >= 0 or scale_grad_by_freq:
+        raise UnsupportedOperatorError(
+            "aten.embedding: with padding_idx or scale_grad_by_freq the gradient of its table, which depends on the "
+            "input, is not its derivative; leave them out"
+        )
+    return weight[indices]
+
+
+@functools.cache
+def operator_name(overload: Any) -> str:
+    """The name of an operator, as in ``aten.add``; ``aten.add_``, which writes in place, has the same one."""
+    if isinstance(overload, Overwrite):
+        return Overwrite.name
+    name = overload._schema.name.replace("::", ".")
+    return name.removesuffix("_") if any(map(is_written, overload._schema.arguments)) else name
+
+
+_OF_SHAPE = {
+    *(f"aten.{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")),
+    *(f"aten.new_{name}" for name in ("empty", "empty_strided", "full", "ones", "zeros")),
+}

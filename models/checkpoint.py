@@ -1,0 +1,244 @@
+"""Checkpoints: safetensors files, which cannot execute code, each checked before anything in it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from ..runtime import check_writable, replacing
+from ..tracing import check_initialised
+from .arguments import check_count, check_one_of
+from .pruning import pruned_fraction
+from .registry import MODELS, build, describe, name_of
+from .trained_weights import fit_weights, read_tensors, unfit, unwrapped
+
+_FORMAT = 1
+# Key of the metadata in a file's header.
+_OURS = "jacsparse"
+# Prefix of the training state's tensors; no module has a slash in its path.
+_STATE = "training/"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The content of a file: metadata, the module's state dict, with bool masks, and the state of its training."""
+
+    path: Path
+    metadata: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+
+    @property
+    def model(self) -> str:
+        """The model with its options."""
+        return describe(self.metadata["model"], self.metadata["options"])
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write a built-in model with its masks and metadata; the file appears whole or not at all.
+
+    Parameters
+    ----------
+    path : path-like
+        The file to write.
+    module : Module
+        A model of `build`, or an instance of a class that it builds.
+    metadata : mapping, optional
+        Plain values for JSON, written beside ``format``, ``model``, ``options`` and ``pruned``.
+    state : mapping of str to Tensor, optional
+        Tensors that are not the module's, such as an optimiser's.
+
+    Raises
+    ------
+    TypeError
+        Where the module is not a built-in model.
+    OSError
+        Where the file cannot be written.
+    """
+    name = name_of(module)
+    if name is None:
+        raise TypeError(
+            f"the module is a {type(module).__name__}; checkpoints hold {', '.join(sorted(MODELS))}: "
+            "save others with safetensors"
+        )
+    check_writable(path)
+    header = {
+        **(metadata or {}),
+        "format": _FORMAT,
+        "model": name,
+        "options": module.options,
+        "pruned": pruned_fraction(module),
+    }
+    tensors = {key: value.bool() if key.endswith("_mask") else value for key, value in module.state_dict().items()}
+    tensors |= {_STATE + key: value for key, value in (state or {}).items()}
+    tensors = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
+    with replacing(path) as temporary:
+        safetensors.torch.save_file(tensors, temporary, metadata={_OURS: json.dumps(header)})
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in a file, with its masks, in eval mode, and its metadata.
+
+    Parameters
+    ----------
+    path : path-like
+        A file of `save_checkpoint`.
+
+    Returns
+    -------
+    module : Module
+        A built-in model.
+    metadata : dict
+        ``model`` and ``options`` (as `build` takes them), ``pruned`` (the share of pruned weights), and the metadata
+        that `save_checkpoint` got: in a file of `train`, ``source``, ``classes``, ``mean``, ``std``, ``epoch``,
+        ``settings`` and ``accuracy``.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no such file.
+    ValueError
+        Where it is damaged, or no checkpoint.
+    """
+    checkpoint = read_checkpoint(path)
+    return model_of(checkpoint).eval(), checkpoint.metadata
+
+
+def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Load a file's weights and masks into a module of the same architecture; they replace the module's masks.
+
+    Parameters
+    ----------
+    module : Module
+        Any module.
+    path : path-like
+        A checkpoint of `save_checkpoint`; a safetensors file of any origin; or a PyTorch file (.pt, .pth, .bin, .ckpt,
+        .tar) with a state dict, whose code is not executed. Pairs of ``weight_orig`` and ``weight_mask``, as
+        ``torch.nn.utils.prune`` leaves them, become a pruned weight.
+
+    Returns
+    -------
+    dict
+        The metadata, as `load_checkpoint` returns it; empty for a file of another origin.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no such file.
+    ValueError
+        Where it is damaged, has no weights, or those of another architecture; the module is left as it was.
+    """
+    check_initialised(module)
+    tensors, header = read_tensors(path)
+    if _OURS not in header:
+        _load_foreign(module, Path(path), tensors)
+        return {}
+    checkpoint = _checkpoint(Path(path), tensors, header)
+    _check_fits(module, checkpoint)
+    fit_weights(module, checkpoint.weights)
+    return checkpoint.metadata
+
+
+def built_from(name: str, path: str | os.PathLike[str]) -> nn.Module:
+    """The built-in model of a name, with a file's weights and masks, in eval mode.
+
+    Parameters
+    ----------
+    name : str
+        The model's name, as `build` takes it.
+    path : path-like
+        A file as `load_weights` takes it.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no such file.
+    ValueError
+        Where it is damaged, or has the weights of another model.
+    """
+    tensors, header = read_tensors(path)
+    if _OURS not in header:
+        module = build(name)
+        _load_foreign(module, Path(path), tensors)
+        return module.eval()
+    checkpoint = _checkpoint(Path(path), tensors, header)
+    if checkpoint.metadata["model"] != name:
+        raise ValueError(f"{path} holds {checkpoint.metadata['model']}, not {name}; name the model that it holds")
+    return model_of(checkpoint).eval()
+
+
+def _load_foreign(module: nn.Module, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    # Unchanged names are tried first, since a part of the model may be called like a wrapper's prefix.
+    if unfit(module, tensors):
+        tensors = unwrapped(tensors)
+    reason = unfit(module, tensors)
+    if reason:
+        raise ValueError(f"{path} does not fit {reason}; build the model that it holds, or take another file")
+    fit_weights(module, tensors)
+
+
+def model_of(checkpoint: Checkpoint) -> nn.Module:
+    """The model in a checkpoint."""
+    name, options = checkpoint.metadata["model"], checkpoint.metadata["options"]
+    # The first model has no memory: the options may ask for any size, the file's tensors cannot.
+    try:
+        with torch.device("meta"):
+            empty = build(name, **options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{checkpoint.path} has options that no model takes: {error}") from error
+    _check_fits(empty, checkpoint)
+    module = build(name, **options)
+    fit_weights(module, checkpoint.weights)
+    return module
+
+
+def _check_fits(module: nn.Module, checkpoint: Checkpoint) -> None:
+    reason = unfit(module, checkpoint.weights)
+    if reason:
+        raise ValueError(
+            f"{checkpoint.path} holds {checkpoint.model}, which does not fit {reason}; build the model that it holds, "
+            "or take another checkpoint"
+        )
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The content of a file, checked except for whether it fits a module."""
+    return _checkpoint(Path(path), *read_tensors(path))
+
+
+def _checkpoint(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str]) -> Checkpoint:
+    if _OURS not in header:
+        raise ValueError(
+            f"{path} was not saved by jacsparse, so it does not say which model it holds; build the model and load the "
+            "file with jacsparse.models.load_weights"
+        )
+    try:
+        metadata = json.loads(header[_OURS])
+        if metadata["format"] != _FORMAT:
+            raise ValueError(f"its format is {metadata['format']!r}, this jacsparse reads {_FORMAT}")
+        check_one_of("model", metadata["model"], MODELS)
+        for option in ("num_classes", "in_channels"):
+            check_count(option, metadata["options"][option])
+        metadata["pruned"] = float(metadata["pruned"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(
+            f"{path} has metadata that cannot be used ({error}); it is damaged or of another version of "
+            "jacsparse: make it again with jacsparse train"
+        ) from error
+    state = {key.removeprefix(_STATE): value for key, value in tensors.items() if key.startswith(_STATE)}
+    weights = {key: value for key, value in tensors.items() if not key.startswith(_STATE)}
+    return Checkpoint(path, metadata, weights, state)

@@ -1,0 +1,129 @@
+"""Data sets: digits that need no download, CIFAR and IRMAS from files, bitstreams and tones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+#: The data sets by name, and what follows the name after a colon.
+DATA = {"digits": None, "cifar10": "DIR", "cifar100": "DIR", "bitstream": "STEPS", "irmas": "DIR", "tones": None}
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images of 3 × 32 × 32, or sequences, and their labels.
+
+    Attributes
+    ----------
+    train_inputs, test_inputs : Tensor, (n, 3, 32, 32) or (n, features, time)
+        Inputs, float32; each channel of the training images has mean 0 and standard deviation 1. Bits are uint8.
+    train_labels, test_labels : Tensor, (n,)
+        Labels, int64, from 0.
+    classes : int
+        Number of classes.
+    source : str
+        Name of the data set.
+    mean, std : tuple of float
+        Mean and standard deviation of the training images' channels before normalisation, in units of the brightest
+        value; empty where the inputs are not normalised.
+    mirrors : bool
+        Whether the mirror image of an image belongs to the same class.
+    """
+
+    train_inputs: torch.Tensor
+    train_labels: torch.Tensor
+    test_inputs: torch.Tensor
+    test_labels: torch.Tensor
+    classes: int
+    source: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    mirrors: bool = False
+
+    def __repr__(self) -> str:
+        kind = "images" if self.train_inputs.ndim == 4 else "sequences"
+        sizes = f"{len(self.train_labels):,} {kind} to train on, {len(self.test_labels):,} to test"
+        return f"<Dataset {self.source}: {sizes}, {self.classes} classes>"
+
+
+def load_data(spec: str = "digits", *, features: str = "S", skip_damaged: bool = False) -> Dataset:
+    """Load a data set.
+
+    Parameters
+    ----------
+    spec : str
+        ``digits``: scikit-learn's 1797 handwritten digits of 8 × 8, resized; every run tests with the same 360.
+        ``cifar10:DIR``, ``cifar100:DIR``: the binary version, unpacked in that folder, from
+        https://www.cs.toronto.edu/~kriz/cifar.html; CIFAR-100 with its fine labels.
+        ``bitstream:STEPS``: random bits, as `bitstreams` draws them.
+        ``irmas:DIR``: IRMAS' training data, unpacked in that folder, as `load_irmas` reads them.
+        ``tones``: a small set of synthetic sounds in IRMAS' layout.
+    features : {"S", "M", "L"}
+        Row of the thesis' Table 4.2, for sounds.
+    skip_damaged : bool
+        Whether to leave out sounds that cannot be used.
+
+    Raises
+    ------
+    ValueError
+        Where there is no such data set, or its files are damaged.
+    FileNotFoundError
+        Where files are missing; the message names them, and says where to get them.
+    ImportError
+        Where digits need scikit-learn, or sounds need librosa, and it is not installed.
+
+    Examples
+    --------
+    >>> load_data("digits")
+    <Dataset digits: 1,437 images to train on, 360 to test, 10 classes>
+    """
+    name, argument = split_spec(spec)
+    if name == "digits":
+        return _digits()
+    if name == "bitstream":
+        from .bitstream import bitstreams
+
+        return bitstreams(int(argument))
+    if name == "tones":
+        from .tones import tones
+
+        return tones(features)
+    if name == "irmas":
+        from .irmas import load_irmas
+
+        return load_irmas(Path(argument).expanduser(), features, skip_damaged=skip_damaged)
+    from .cifar10 import load_cifar
+
+    return load_cifar(name, Path(argument).expanduser())
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """Return a data set's name and its argument; raise ValueError where they are not of the form of `DATA`."""
+    name, colon, argument = spec.partition(":") if isinstance(spec, str) else ("", "", "")
+    fits = bool(argument) if DATA.get(name) else not colon
+    if DATA.get(name) == "STEPS":
+        fits = argument.isascii() and argument.isdecimal() and int(argument) > 0
+    if name not in DATA or not fits:
+        forms = [f"{name}:{kind}" if kind else name for name, kind in DATA.items()]
+        raise ValueError(f"data is {spec!r}; expected {', '.join(forms[:-1])} or {forms[-1]}")
+    return name, argument
+
+
+def _digits() -> Dataset:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("the digits come with scikit-learn: pip install 'jacsparse[data]'") from error
+    bunch = load_digits()
+    images = torch.from_numpy(bunch.images).float().unsqueeze(1) / 16
+    images = functional.interpolate(images, size=(32, 32), mode="bilinear", align_corners=False)
+    labels = torch.from_numpy(bunch.target).long()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    images, labels, train = images[order], labels[order], len(labels) * 4 // 5
+    mean, std = images[:train].mean(), images[:train].std()
+    images = ((images - mean) / std).repeat(1, 3, 1, 1)
+    parts = (images[:train], labels[:train], images[train:], labels[train:])
+    return Dataset(*parts, classes=10, source="digits", mean=(mean.item(),) * 3, std=(std.item(),) * 3)

@@ -1,0 +1,385 @@
+"""Training by back-propagation or by scan, with pruning and retraining; an interrupted training can be resumed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..runtime import check_writable
+from .arguments import check_count, check_number
+from .checkpoint import Checkpoint, model_of, read_checkpoint, save_checkpoint
+from .classifiers import SequenceClassifier
+from .curves import PHASES, Point, from_tensor, plot_curves, save_csv, to_tensor
+from .data import Dataset, load_data
+from .progress import Progress
+from .pruning import prune_weights
+from .registry import MODELS, build
+from .settings import TrainSettings
+
+#: Pixels by which augmentation shifts at most.
+_SHIFT = 4
+#: Samples per batch of a test.
+_TEST_BATCH = 256
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The result of a training.
+
+    Attributes
+    ----------
+    model : Module
+        The trained model, in eval mode.
+    points : list of Point
+        The loss curves, with a point for each iteration.
+    accuracy : dict of str to float
+        Accuracy on the test images: ``trained``, and with pruning ``pruned``, right after it, and ``retrained``.
+    """
+
+    model: nn.Module
+    points: list[Point]
+    accuracy: dict[str, float]
+
+
+def train(
+    settings: TrainSettings,
+    *,
+    data: Dataset | None = None,
+    resume: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> TrainResult:
+    """Train a model, prune it and retrain it.
+
+    All random numbers come from the settings' seed: the same settings give the same curves on one machine, and a
+    resumed training gives those of an uninterrupted one. The caller's random state does not change.
+
+    Parameters
+    ----------
+    settings : TrainSettings
+        The settings, as `default_settings` returns them, or changed.
+    data : Dataset, optional
+        Data to train on instead of ``settings.data``.
+    resume : bool
+        Whether to continue from the checkpoint ``settings.out``, after its last epoch.
+    progress : callable, optional
+        Function that takes a `Progress` after each iteration and each epoch, as `progress_bar` yields one.
+
+    Raises
+    ------
+    ValueError
+        Where the checkpoint to resume is damaged or of other settings, or the data do not fit.
+    OSError
+        Where outputs cannot be written, or the checkpoint or the data are missing: before the training begins.
+    ImportError
+        Where the curves are to be drawn and matplotlib is not installed: before the training begins.
+    FloatingPointError
+        Where the loss is not finite.
+
+    Examples
+    --------
+    >>> import dataclasses
+    >>> from jacsparse.models import default_settings
+    >>> settings = dataclasses.replace(default_settings("lenet5"), epochs=1, optimizer="adam")
+    >>> len(train(settings).points)
+    6
+    """
+    _check_outputs(settings)
+    checkpoint = _checkpoint_of(settings) if resume else None
+    if data is None:
+        data = load_data(settings.data, features=settings.features, skip_damaged=settings.skip_damaged)
+    _check_data(settings, data)
+    with torch.random.fork_rng(devices=[]):
+        run = _Run.begin(settings, data) if checkpoint is None else _Run.resume(settings, data, checkpoint)
+        run.execute(progress or (lambda _: None))
+    if settings.plot and settings.out is not None:
+        plot_curves(run.points, settings.outputs[2], _title(settings, data, run.accuracy))
+    return TrainResult(run.model.eval(), run.points, run.accuracy)
+
+
+@torch.no_grad()
+def evaluate(module: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """The mean cross-entropy loss, and the share of images with the right label, in eval mode.
+
+    Parameters
+    ----------
+    module : Module
+        The classifier; its modes are restored afterwards.
+    images : Tensor, (n, ...)
+        Its inputs.
+    labels : Tensor, (n,)
+        The right labels, int64.
+
+    Raises
+    ------
+    ValueError
+        Where there are no images, or another number of labels.
+
+    Examples
+    --------
+    >>> evaluate(nn.Identity(), torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([1, 0]))[1]
+    0.5
+    """
+    if not len(labels) or len(images) != len(labels):
+        raise ValueError(f"there are {len(images)} images and {len(labels)} labels; expected as many of both, and some")
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    loss, right = 0.0, 0
+    try:
+        for begin in range(0, len(labels), _TEST_BATCH):
+            batch = slice(begin, begin + _TEST_BATCH)
+            scores = module(_as_float(images[batch]))
+            loss += functional.cross_entropy(scores, labels[batch], reduction="sum").item()
+            right += int((scores.argmax(1) == labels[batch]).sum())
+    finally:
+        for part, mode in modes:
+            part.training = mode
+    return loss / len(labels), right / len(labels)
+
+
+def _check_outputs(settings: TrainSettings) -> None:
+    for path in settings.outputs:
+        check_writable(path)
+    if settings.plot and settings.out is not None:
+        from ..figures import new_figure
+
+        new_figure()
+
+
+def _check_data(settings: TrainSettings, data: Dataset) -> None:
+    """Raise ValueError where the model takes images and the data are sequences, or the other way round."""
+    sequences = issubclass(MODELS[settings.task], SequenceClassifier)
+    if sequences != (data.train_inputs.ndim == 3):
+        expected, actual = ("sequences", "images") if sequences else ("images", "sequences")
+        remedy = "bitstream:STEPS, irmas:DIR or tones" if sequences else "digits, cifar10:DIR or cifar100:DIR"
+        raise ValueError(f"{settings.task} is trained on {expected}, and {data.source} are {actual}; choose {remedy}")
+
+
+def _checkpoint_of(settings: TrainSettings) -> Checkpoint:
+    """The checkpoint to resume; ValueError where it is of a training with other settings."""
+    if settings.out is None:
+        raise ValueError("out is None, so there is no checkpoint to resume; name the file as out")
+    path = Path(settings.out)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint {path} to resume; train without resume first")
+    checkpoint = read_checkpoint(path)
+    before, now = checkpoint.metadata.get("settings"), settings.to_dict()
+    if not isinstance(before, dict) or not checkpoint.state:
+        raise ValueError(
+            f"{path} holds {checkpoint.model}, but no training to resume; train without resume, to another file"
+        )
+    changes = [f"{key} {before.get(key)!r}, not {value!r}" for key, value in now.items() if before.get(key) != value]
+    if changes:
+        raise ValueError(
+            f"{path} is of {checkpoint.model} trained with {', '.join(changes)}; resume with the same settings, or "
+            "train without resume, to another file"
+        )
+    return checkpoint
+
+
+def _title(settings: TrainSettings, data: Dataset, accuracy: dict[str, float]) -> str:
+    figures = ", ".join(f"{name} {value:.1%}" for name, value in accuracy.items())
+    backward = "back-propagation" if settings.backward == "bp" else f"jacsparse, schedule {settings.schedule}"
+    return f"{settings.task} on {data.source}, {backward}\ntest accuracy: {figures}"
+
+
+@dataclass
+class _Run:
+    """A training under way."""
+
+    settings: TrainSettings
+    data: Dataset
+    model: nn.Module
+    # Finished epochs, of both phases.
+    done: int = 0
+    points: list[Point] = field(default_factory=list)
+    accuracy: dict[str, float] = field(default_factory=dict)
+    # The model, or the scan around it.
+    runner: nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runner = _runner(self.settings, self.model)
+        self.optimizer = _optimizer(self.settings, self.model)
+
+    @classmethod
+    def begin(cls, settings: TrainSettings, data: Dataset) -> _Run:
+        torch.manual_seed(settings.seed)
+        options = {"in_channels": data.train_inputs.shape[1], **settings.options, "num_classes": data.classes}
+        return cls(settings, data, build(settings.task, **options))
+
+    @classmethod
+    def resume(cls, settings: TrainSettings, data: Dataset, checkpoint: Checkpoint) -> _Run:
+        model = model_of(checkpoint)
+        try:
+            run = cls._restored(settings, data, checkpoint, model)
+        except (KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{checkpoint.path} cannot be resumed ({error!r}); it is damaged: train again without resume"
+            ) from error
+        options = checkpoint.metadata["options"]
+        if (options["num_classes"], options["in_channels"]) != (data.classes, data.train_inputs.shape[1]):
+            raise ValueError(
+                f"{checkpoint.path} holds {checkpoint.model}, but the data have {data.classes} classes and "
+                f"{data.train_inputs.shape[1]} channels; resume with the data that it was trained on"
+            )
+        return run
+
+    @classmethod
+    def _restored(cls, settings: TrainSettings, data: Dataset, checkpoint: Checkpoint, model: nn.Module) -> _Run:
+        state, metadata = dict(checkpoint.state), checkpoint.metadata
+        points, random = from_tensor(state.pop("points")), state.pop("random")
+        done = check_count("epoch", metadata["epoch"], 1)
+        accuracy = {str(name): check_number(name, value, 0, 2) for name, value in metadata["accuracy"].items()}
+        if done > settings.epochs + settings.retrain_epochs or (done > settings.epochs and not metadata["pruned"]):
+            raise ValueError(f"after {done} epochs, {metadata['pruned']:.3g} of its weights are pruned")
+        run = cls(settings, data, model, done, points, accuracy)
+        _load_optimizer(run.optimizer, state)
+        torch.set_rng_state(random)
+        return run
+
+    def execute(self, progress: Callable[[Progress], None]) -> None:
+        """Run the remaining epochs."""
+        settings = self.settings
+        while self.done < settings.epochs + settings.retrain_epochs:
+            if self.done == settings.epochs:
+                self._prune()
+            phase = PHASES[self.done >= settings.epochs]
+            self._epoch(phase, progress)
+            self._save()
+        if settings.prune and not settings.retrain_epochs and "pruned" not in self.accuracy:
+            self._prune()
+            self._save()
+
+    def _prune(self) -> None:
+        prune_weights(self.model, self.settings.prune, self.settings.scope, rescale=self.settings.rescale)
+        self.accuracy["pruned"] = self._test()[1]
+        self.optimizer = _optimizer(self.settings, self.model)
+
+    def _test(self) -> tuple[float, float]:
+        return evaluate(self.model, self.data.test_inputs, self.data.test_labels)
+
+    def _epoch(self, phase: str, progress: Callable[[Progress], None]) -> None:
+        settings, training = self.settings, phase == "train"
+        epochs = settings.epochs if training else settings.retrain_epochs
+        epoch = self.done + 1 - (0 if training else settings.epochs)
+        batches = torch.randperm(len(self.data.train_labels)).split(settings.batch)
+        self.model.train()
+        for number, batch in enumerate(batches, 1):
+            self._set_rate(phase, ((epoch - 1) * len(batches) + number - 1) / (epochs * len(batches)))
+            begin = time.perf_counter()
+            loss = self._step(batch)
+            seconds = time.perf_counter() - begin + (self.points[-1].seconds if self.points else 0.0)
+            if not math.isfinite(loss):
+                raise FloatingPointError(
+                    f"the loss is {loss} in {phase} epoch {epoch}, iteration {number}; lower the learning rate, "
+                    f"{self.optimizer.param_groups[0]['lr']:.3g} there"
+                )
+            self.points.append(Point(phase, epoch, len(self.points) + 1, seconds, loss))
+            progress(Progress(phase, epoch, epochs, number, len(batches), loss))
+        self.done += 1
+        test_loss, accuracy = self._test()
+        self.points[-1] = replace(self.points[-1], test_loss=test_loss, test_accuracy=accuracy)
+        self.accuracy["trained" if training else "retrained"] = accuracy
+        progress(Progress(phase, epoch, epochs, len(batches), len(batches), self.points[-1].train_loss, accuracy))
+
+    def _set_rate(self, phase: str, share: float) -> None:
+        """Set the learning rate for the moment at which that share of the phase is done."""
+        settings = self.settings
+        rate = settings.lr if phase == "train" or settings.retrain_lr is None else settings.retrain_lr
+        if settings.decay == "cosine":
+            rate *= 0.5 * (1 + math.cos(math.pi * share))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _step(self, batch: torch.Tensor) -> float:
+        """Train on the samples of these numbers; return their loss."""
+        images, labels = _as_float(self.data.train_inputs[batch]), self.data.train_labels[batch]
+        if self.settings.augment:
+            images = _augmented(images, self.data.mirrors)
+        self.optimizer.zero_grad()
+        loss = functional.cross_entropy(self.runner(images), labels)
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def _save(self) -> None:
+        if self.settings.out is None:
+            return
+        metadata = {
+            "source": self.data.source,
+            "classes": self.data.classes,
+            "mean": self.data.mean,
+            "std": self.data.std,
+            "epoch": self.done,
+            "accuracy": self.accuracy,
+            "settings": self.settings.to_dict(),
+        }
+        state = {
+            "points": to_tensor(self.points),
+            "random": torch.get_rng_state(),
+            **dict(_optimizer_state(self.optimizer)),
+        }
+        save_checkpoint(self.settings.out, self.model, metadata=metadata, state=state)
+        save_csv(self.points, self.settings.outputs[1])
+
+
+def _as_float(inputs: torch.Tensor) -> torch.Tensor:
+    """Bits as float32; floating-point inputs unchanged."""
+    return inputs if inputs.is_floating_point() else inputs.float()
+
+
+def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
+    if settings.backward == "bp":
+        return model
+    from ..nn import Scan
+
+    if isinstance(model, SequenceClassifier):
+        return model.scan(settings.schedule)
+    return Scan(model, schedule=settings.schedule)
+
+
+def _optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    return torch.optim.SGD(
+        model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+    )
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The optimiser's state, by the number of the parameter and the optimiser's name of the value."""
+    for number, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            if value is not None:
+                yield f"optimizer/{number}/{name}", value
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, torch.Tensor]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    values: dict[int, dict[str, Any]] = {}
+    for key, value in state.items():
+        _, number, name = key.split("/")
+        if value.shape not in (parameters[int(number)].shape, ()):
+            raise KeyError(f"{key} is {tuple(value.shape)}, its parameter {tuple(parameters[int(number)].shape)}")
+        values.setdefault(int(number), {})[name] = value
+    optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _augmented(images: torch.Tensor, mirrors: bool) -> torch.Tensor:
+    """Images shifted at random, with their borders repeated, and half of them mirrored if `mirrors`."""
+    batch, channels, height, width = images.shape
+    padded = functional.pad(images, (_SHIFT,) * 4, mode="replicate")
+    rows = torch.randint(2 * _SHIFT + 1, (batch, 1)) + torch.arange(height)
+    columns = torch.randint(2 * _SHIFT + 1, (batch, 1)) + torch.arange(width)
+    if mirrors:
+        columns = torch.where(torch.rand(batch, 1) < 0.5, columns.flip(1), columns)
+    samples, planes = torch.arange(batch)[:, None, None, None], torch.arange(channels)[None, :, None, None]
+    return padded[samples, planes, rows[:, None, :, None], columns[:, None, None, :]]

@@ -1,0 +1,121 @@
+"""Elementwise operators: each output depends on the input at its own place, so the Jacobian is a diagonal.
+
+Where the input is broadcast, each row has one entry, in the column that its place was broadcast from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from .layout import Labels
+from .pattern import Pattern
+from .rules import POINTWISE, Call, Rule, Use, add_rule
+from .strided import pattern_from_sources
+from .structure import Diagonal, Identity
+from .value_kernels import batch_last, positive
+
+
+class _DiagonalRule(Rule):
+    """The derivative at each place; for an operator without a formula here, one pass of its own `vjp` on ones."""
+
+    reads: tuple[str, ...] = ()
+
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        # Operands are broadcast: axes are counted from the last one.
+        rank = use.output.ndim
+        return {name: tuple(range(rank - len(shape), rank)) for name, shape in use.shapes.items()}, tuple(range(rank))
+
+    def check(self, call: Call) -> None:
+        # Constants may differ between the samples.
+        super().check(replace(call, batched=frozenset()))
+
+    def pattern(self, call: Call) -> Pattern:
+        return Pattern.of(Diagonal(call.in_size))
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        return batch_last(call.vjp(torch.ones_like(call.output)))
+
+
+# Activations too: PyTorch's own backward takes the derivative from the input or the output, whichever it has saved.
+add_rule(
+    *("aten._prelu_kernel", "aten.hardswish", "aten.leaky_relu", "aten.log_sigmoid_forward", "aten.native_dropout"),
+    "aten.rrelu_with_noise",
+)(_DiagonalRule)
+
+
+#: Operands that enter the output unscaled; the second one is multiplied by ``alpha``.
+_TERMS = {
+    "aten._to_copy": ("self",),
+    "aten.add": ("self", "other"),
+    "aten.sub": ("self",),
+    "aten.rsub": ("other",),
+}
+
+
+@add_rule(POINTWISE, "aten._to_copy")
+class _PointwiseRule(_DiagonalRule):
+    """An operator that ATen tags as pointwise, or a copy; any number of operands are broadcast to one shape."""
+
+    several = True
+
+    def pattern(self, call: Call) -> Pattern:
+        if call.in_size != call.out_size:
+            places = np.arange(call.in_size).reshape(call.in_shape)
+            return pattern_from_sources(np.broadcast_to(places, call.out_shape), call.in_size)
+        return Pattern.of(Identity(call.in_size) if self._is_one(call) else Diagonal(call.in_size))
+
+    def _is_one(self, call: Call) -> bool:
+        """Whether the derivative is one: that of a copy, and of a term of a sum that is not scaled."""
+        terms = _TERMS.get(call.operator, ())
+        return call.argument in terms and (call.argument == terms[0] or call.arguments.get("alpha", 1) == 1)
+
+    def shared(self, call: Call) -> bool:
+        # Linear in this operand: its derivative is a constant, or another operand.
+        if call.operator in _TERMS or call.operator == "aten.neg":
+            return True
+        divides = call.operator == "aten.div" and call.argument == "other"
+        return call.operator in ("aten.mul", "aten.div") and not divides and not call.batched
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        if self._is_one(call):
+            return call.input.new_ones((pattern.nnz, 1))
+        if self.shared(call):
+            return batch_last(self._derivative(call, call.input.new_zeros((1, *call.in_shape))))
+        if call.in_shape == call.out_shape:
+            return super().values(call, pattern)
+        return batch_last(self._derivative(call, call.input))
+
+    def _derivative(self, call: Call, x: torch.Tensor) -> torch.Tensor:
+        """The derivative at each place of the output, ``(batch, *out_shape)``."""
+        rank = len(call.out_shape)
+        operand = _aligned(x.detach(), rank).expand(len(x), *call.out_shape).contiguous().requires_grad_()
+        # Looked up one by one: an argument that was overwritten since raises.
+        arguments = {name: call[name] for name in call.arguments}
+        for name in call.batched & arguments.keys():
+            other = arguments[name]
+            if len(other) != len(x):
+                # A derivative that all samples share depends on no other operand.
+                other = x.new_zeros((len(x), *other.shape[1:]))
+            arguments[name] = _aligned(other, rank)
+        with torch.enable_grad():
+            y = call.function({**arguments, call.argument: operand})
+        (derivative,) = torch.autograd.grad(y, operand, torch.ones_like(y), materialize_grads=True)
+        return derivative
+
+
+def _aligned(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """``(batch, *shape)`` with axes of size 1 behind the batch, as broadcasting to `rank` axes adds them."""
+    return tensor.reshape(len(tensor), *[1] * (rank + 1 - tensor.ndim), *tensor.shape[1:])
+
+
+@add_rule("aten.relu")
+class _ReluRule(_DiagonalRule):
+    """``aten.relu``: 1 where the output is positive (thesis, section 3.3: a possible zero elsewhere)."""
+
+    reads = ("output",)
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        return positive(call.output)

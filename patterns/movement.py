@@ -1,0 +1,324 @@
+"""Operators that move data: each output is one element of the input, or none of them.
+
+The operator itself tells where each output comes from, on the whole batch: it is run on the numbers of the elements,
+from 1 on, and on zeros. An output that is the same in both runs does not depend on the input. So the sample from which
+each element comes is certain for this batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ..runtime import frozen, index_dtype, row_starts
+from .layout import WHOLE, Layout, MixedSamplesError, layouts_of_samples
+from .pattern import Pattern
+from .rules import Call, Placement, Rule, Sources, Use, add_rule
+from .strided import Strided, pattern_from_sources
+from .structure import Csr, Identity
+
+
+def _numbered(like: torch.Tensor) -> torch.Tensor:
+    """The elements' numbers from 1 on: exact, and as floats, which every operator takes."""
+    return torch.arange(1, like.numel() + 1, dtype=torch.float64, device=like.device).reshape(like.shape)
+
+
+_NAMES = (
+    "_unsafe_view alias as_strided cat channel_shuffle clone constant_pad_nd copy diag_embed diagonal "
+    "diagonal_scatter expand fill flip gather im2col index index_copy index_fill index_put index_select "
+    "masked_scatter permute pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat "
+    "replication_pad1d replication_pad2d replication_pad3d roll rot90 scatter select select_scatter slice "
+    "slice_scatter split split_with_sizes squeeze stack t transpose tril triu unbind unfold unsafe_split "
+    "unsafe_split_with_sizes unsqueeze view zero"
+)
+#: Operators that put elements of an operand at places that indices name, and that operand.
+_PUTS = {"aten.index_copy": "source", "aten.index_put": "values", "aten.scatter": "src"}
+#: Operators whose result has the elements of all operands side by side.
+_BESIDE = frozenset(("aten.cat", "aten.stack"))
+#: Operators whose result has the operand's elements in the same order.
+_IN_ORDER = frozenset(f"aten.{name}" for name in ["_unsafe_view", "alias", "clone", "squeeze", "unsqueeze", "view"])
+#: Bytes up to which places are stored; larger ones are computed again whenever a pattern needs them.
+_STORED = 2**16
+
+
+@add_rule(*(f"aten.{name}" for name in _NAMES.split()), "jacsparse.overwrite")
+class _MovementRule(Rule):
+    """A value is one where an output is an element of the input."""
+
+    several = True
+    all_results = True
+    reads_contents = True
+    reads = ()
+
+    def check(self, call: Call) -> None:
+        chosen = [n for n in sorted(call.dependent) if n in call.arguments and not call[n].is_floating_point()]
+        if chosen:
+            raise call.unsupported(
+                f"{', '.join(chosen)} of {call.operator} depends on the input: which elements are taken is known only "
+                "when it runs",
+                "take them by a product with zeros and ones, or by torch.where",
+            )
+        for name in ("accumulate", "reduce"):
+            if call.arguments.get(name):
+                raise call.unsupported(
+                    f"{call.operator} with {name}={call[name]}", "add a tensor of zeros with the values put in"
+                )
+
+    def placement(self, use: Use) -> Placement:
+        if use.operator == "aten.as_strided":
+            x = use.arguments["self"]
+            if not x.is_contiguous() or x.storage_offset():
+                raise MixedSamplesError(
+                    "aten.as_strided reads memory beside its operand", "call .contiguous() on the tensor before"
+                )
+        if self.collides(use):
+            raise MixedSamplesError(
+                f"{use.operator} puts several elements at one place, and PyTorch does not say which of them stays",
+                "give each place once",
+            )
+        if use.operator in _IN_ORDER and _keeps_order(use):
+            ((name, layout),) = use.layouts.items()
+            out = layout if layout == WHOLE else Layout(0, use.output.shape[0] // use.batch)
+            return Placement({name: layout}, out, {name: Sources(1, use.output.numel() // use.batch)})
+        out, places = self.located(use)
+        light = _without_numbers(use)
+
+        def recompute(name: str) -> Callable[[], np.ndarray]:
+            alone = replace(light, layouts={name: use.layouts[name]})
+            return lambda: self.located(alone, out)[1][name]
+
+        sources = {
+            name: _sources(array, self.shape_of_places(use, name, out), recompute(name))
+            for name, array in places.items()
+        }
+        return Placement(dict(use.layouts), out, sources)
+
+    def shape_of_places(self, use: Use, name: str, out: Layout) -> tuple[int, ...]:
+        """The shape of one sample of the tensor whose elements' places `located` returns."""
+        return out.shape_of_sample(use.output.shape)
+
+    def located(self, use: Use, out: Layout | None = None) -> tuple[Layout, dict[str, np.ndarray]]:
+        """The output's layout, and for each operand the place from which each output comes, in each sample."""
+        sources = self.traced_together(use) or {name: self.traced(use, name) for name in use.layouts}
+        if use.batch == 1:
+            return WHOLE, {name: array.reshape(1, -1) for name, array in sources.items()}
+        samples = {
+            name: _samples_of(layout, use.arguments[name].shape, use.batch) for name, layout in use.layouts.items()
+        }
+        if out is None:
+            candidates = [
+                layouts_of_samples(_looked_up(sample, sources[name]), use.batch)
+                for name, (sample, _) in samples.items()
+            ]
+            out = next((layout for layout in candidates[0] if all(layout in others for others in candidates)), None)
+        if out is None:
+            raise MixedSamplesError
+        places = {
+            name: _by_sample(_looked_up(samples[name][1], array), out, use.batch) for name, array in sources.items()
+        }
+        return out, places
+
+    def traced(self, use: Use, name: str) -> np.ndarray:
+        """The number of the operand's element that each element of the whole output is, from 0 on; else -1."""
+        moved, zero = (use.evaluate(_with_operand(use, name, make)) for make in (_numbered, torch.zeros_like))
+        constant = (moved == zero) | (moved.isnan() & zero.isnan())
+        return moved.masked_fill(constant, 0).to(torch.int64).numpy(force=True) - 1
+
+    def collides(self, use: Use) -> bool:
+        """Whether two elements are put at one place: then autograd has a gradient of both."""
+        name = _PUTS.get(use.operator, "")
+        if name not in use.layouts or use.arguments.get("accumulate"):
+            return False
+        arguments = _with_operand(use, name, torch.ones_like)
+        x = arguments[name]
+        assert isinstance(x, torch.Tensor)
+        with torch.enable_grad():
+            y = use.evaluate({**arguments, name: x.requires_grad_()})
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        places = self.traced(use, name)
+        return int(gradient.count_nonzero()) > len(np.unique(places[places >= 0]))
+
+    def traced_together(self, use: Use) -> dict[str, np.ndarray] | None:
+        """`traced` for all operands at once, where their elements are side by side; else None."""
+        tensors = [value for value in use.arguments.values() if isinstance(value, torch.Tensor)]
+        if use.operator not in _BESIDE or len(use.layouts) == 1 or not all(t.is_floating_point() for t in tensors):
+            return None
+        sizes = {name: use.arguments[name].numel() for name in use.layouts}
+        starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+
+        def numbered(name: str, like: torch.Tensor) -> torch.Tensor:
+            return _numbered(like) + starts[name] if name in starts else like
+
+        numbers = use.evaluate(_with_numbers(use, numbered)).to(torch.int64).numpy(force=True) - 1
+        return {
+            name: np.where((start <= numbers) & (numbers < start + sizes[name]), numbers - start, -1)
+            for name, start in starts.items()
+        }
+
+    def shared(self, call: Call) -> bool:
+        assert call.sources is not None
+        return call.sources.rows == 1
+
+    def pattern(self, call: Call) -> Pattern:
+        assert call.sources is not None
+        return _pattern(call.sources, call.in_size)
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        assert call.sources is not None
+        if self.shared(call):
+            return call.input.new_ones((pattern.nnz, 1))
+        chosen = call.sources.array()[:, pattern.rows] == pattern.indices
+        return torch.from_numpy(chosen.T).to(call.input).contiguous()
+
+
+def _with_operand(use: Use, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, object]:
+    """An operator's arguments with another operand, and with zeros for all other floating-point tensors."""
+    return _with_numbers(use, lambda other, zeros: make(zeros) if other == name else zeros)
+
+
+def _with_numbers(use: Use, make: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, object]:
+    """An operator's arguments with ``make(name, zeros)`` for all floating-point tensors."""
+    arguments: dict[str, object] = {}
+    for name, value in use.arguments.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            device = "cpu" if value.is_meta else value.device
+            arguments[name] = make(name, torch.zeros(value.shape, dtype=torch.float64, device=device))
+        else:
+            arguments[name] = value
+    return arguments
+
+
+def _keeps_order(use: Use) -> bool:
+    """Whether the samples are the slowest index of operand and output, whose elements are in the same order."""
+    if len(use.layouts) != 1:
+        return False
+    ((name, layout),) = use.layouts.items()
+    complete = use.output.numel() == use.arguments[name].numel()
+    if layout == WHOLE:
+        return complete
+    first = layout.axis == 0 and not layout.minor
+    return complete and first and use.output.ndim > 0 and use.output.shape[0] % use.batch == 0
+
+
+def _sources(places: np.ndarray, shape: tuple[int, ...], recompute: Callable[[], np.ndarray]) -> Sources:
+    """The places, ``(rows, size)``, in the smallest form; `recompute` returns them too, and a sample has that shape."""
+    rows, size = places.shape
+    if rows == 1 and bool((places[0] == np.arange(size)).all()):
+        return Sources(rows, size)
+    # The number of columns is not known before a pattern is made.
+    strided = Strided.from_sources(places.reshape(shape), int(places.max()) + 1) if rows == 1 and size else None
+    if strided is not None:
+        return Sources(rows, size, make=lambda: strided.sources().reshape(1, -1), strided=strided)
+    narrow = places.astype(np.int32) if places.size and places.max() < 2**31 else places
+    return Sources(rows, size, make=(lambda: narrow) if narrow.nbytes <= _STORED else recompute)
+
+
+def _without_numbers(use: Use) -> Use:
+    """The same use with floating-point tensors and output on the meta device, and copies of indices and masks."""
+    arguments = dict(use.arguments)
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point():
+                arguments[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            else:
+                arguments[name] = value.detach().cpu().clone()
+    return replace(use, arguments=arguments, output=torch.empty(use.output.shape, device="meta"))
+
+
+def _samples_of(layout: Layout, shape: torch.Size, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """The sample of each element of a whole tensor, and its place in that sample; both flat."""
+    elements = torch.arange(shape.numel()).reshape(shape)
+    split = layout.split(elements).reshape(batch, -1).numpy()
+    sample, place = np.empty((2, shape.numel()), dtype=np.int64)
+    sample[split] = np.arange(batch)[:, None]
+    place[split] = np.arange(split.shape[1])
+    return sample, place
+
+
+def _looked_up(numbers: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """The numbers at the places; -1 where a place is negative."""
+    result = np.full(places.shape, -1, dtype=np.int64)
+    result[places >= 0] = numbers[places[places >= 0]]
+    return result
+
+
+def _by_sample(places: np.ndarray, layout: Layout, batch: int) -> np.ndarray:
+    """Places of a whole tensor by sample, ``(batch, elements)``; one row where all are the same."""
+    split = layout.split(torch.from_numpy(places)).reshape(batch, -1).numpy()
+    return split[:1] if bool((split == split[0]).all()) else split
+
+
+def _pattern(sources: Sources, columns: int) -> Pattern:
+    """The pattern with an entry for each output and each of its sources, in any sample."""
+    if sources.make is None and sources.size == columns:
+        return Pattern.of(Identity(columns))
+    if sources.strided is not None:
+        return Pattern.of(replace(sources.strided, columns=columns))
+    places = sources.array()
+    if len(places) == 1:
+        return pattern_from_sources(places[0], columns)
+    rows = np.broadcast_to(np.arange(sources.size), places.shape)[places >= 0]
+    entries = np.unique(rows * columns + places[places >= 0])
+    counts = np.bincount(entries // max(1, columns), minlength=sources.size)
+    dtype = index_dtype(len(entries), sources.size, columns)
+    indices = frozen((entries % max(1, columns)).astype(dtype))
+    return Pattern.of(Csr(sources.size, columns, frozen(row_starts(counts, dtype)), indices))
+
+
+@add_rule("aten.col2im", "aten.index_add", "aten.scatter_add")
+class _AddedRule(_MovementRule):
+    """Each element is added to one output, or to none: its gradient is that output's."""
+
+    def located(self, use: Use, out: Layout | None = None) -> tuple[Layout, dict[str, np.ndarray]]:
+        """The output's layout, and for each operand the place to which each element is added, in each sample."""
+        targets = {name: self.added(use, name) for name in use.layouts}
+        if use.batch == 1:
+            return WHOLE, {name: target.reshape(1, -1) for name, target in targets.items()}
+        samples = {
+            name: _samples_of(layout, use.arguments[name].shape, use.batch)[0] for name, layout in use.layouts.items()
+        }
+        if out is None:
+            out_samples = np.full(use.output.numel(), -1)
+            for name, target in targets.items():
+                flat = target.reshape(-1)
+                out_samples[flat[flat >= 0]] = samples[name][flat >= 0]
+            out = next(iter(layouts_of_samples(out_samples.reshape(use.output.shape), use.batch)), None)
+        if out is None:
+            raise MixedSamplesError
+        out_sample, out_place = _samples_of(out, use.output.shape, use.batch)
+        places = {}
+        for name, target in targets.items():
+            flat = target.reshape(-1)
+            if not bool((_looked_up(out_sample, flat) == samples[name])[flat >= 0].all()):
+                raise MixedSamplesError
+            places[name] = _by_sample(_looked_up(out_place, target), use.layouts[name], use.batch)
+        return out, places
+
+    def shape_of_places(self, use: Use, name: str, out: Layout) -> tuple[int, ...]:
+        return use.layouts[name].shape_of_sample(use.arguments[name].shape)
+
+    def added(self, use: Use, name: str) -> np.ndarray:
+        """The number of the output's element that each element of an operand is added to, from 0 on; else -1."""
+        arguments = _with_operand(use, name, torch.zeros_like)
+        if "alpha" in arguments:
+            arguments["alpha"] = 1
+        x = arguments[name]
+        assert isinstance(x, torch.Tensor)
+        with torch.enable_grad():
+            y = use.evaluate({**arguments, name: x.requires_grad_()})
+        (gradient,) = torch.autograd.grad(y, x, _numbered(y), materialize_grads=True)
+        return gradient.to(torch.int64).numpy(force=True) - 1
+
+    def pattern(self, call: Call) -> Pattern:
+        assert call.sources is not None
+        if call.sources.rows > 1:
+            raise call.unsupported("indices that differ between the samples", "use the same for all")
+        return _pattern(call.sources, call.out_size).T
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        scale = 1 if call.argument == "self" else call.arguments.get("alpha", 1)
+        return call.input.new_full((pattern.nnz, 1), scale)

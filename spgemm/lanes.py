@@ -1,0 +1,128 @@
+"""Arithmetic on several samples at once: the batch is the fastest axis, and these are its SIMD instructions.
+
+A kernel takes the batch in blocks of samples, the widest first (`block_width`), and runs each block through all of a
+row's multiply-adds: it reads one index for a whole vector, and needs no inner loop over samples. LLVM would not
+vectorise such a loop, since it cannot prove that the operands of a sparse product do not overlap, so these functions
+load, multiply, add and store one vector. There is no fused multiply-add: every batch, and every method, rounds alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from ..runtime import inlined
+
+
+def _place(context: Any, builder: Any, array_type: Any, array: Any, place: Any, lanes: int) -> tuple[Any, int]:
+    """Pointer to the vector of `lanes` that starts at element `place`, and its alignment."""
+    data = context.make_array(array_type)(context, builder, array).data
+    element = context.get_data_type(array_type.dtype)
+    vector = ir.VectorType(element, lanes).as_pointer()
+    return builder.bitcast(builder.gep(data, [place]), vector), context.get_abi_alignment(element)
+
+
+def _load(context: Any, builder: Any, array_type: Any, array: Any, place: Any, lanes: int) -> Any:
+    pointer, alignment = _place(context, builder, array_type, array, place, lanes)
+    loaded = builder.load(pointer)
+    loaded.align = alignment
+    return loaded
+
+
+def _add_to(context: Any, builder: Any, array_type: Any, array: Any, place: Any, lanes: int, term: Any) -> None:
+    pointer, alignment = _place(context, builder, array_type, array, place, lanes)
+    loaded = builder.load(pointer)
+    loaded.align = alignment
+    builder.store(builder.fadd(loaded, term), pointer).align = alignment
+
+
+@intrinsic(prefer_literal=True)
+def _add_product(typing_context, c, c_place, a, a_place, b, b_place, lanes):
+    """``c[c_place + l] += a[a_place + l] * b[b_place + l]`` for each of a literal number of lanes."""
+    width = lanes.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        c_type, _, a_type, _, b_type, _, _ = signature.args
+        left = _load(context, builder, a_type, args[2], args[3], width)
+        right = _load(context, builder, b_type, args[4], args[5], width)
+        _add_to(context, builder, c_type, args[0], args[1], width, builder.fmul(left, right))
+        return context.get_dummy_value()
+
+    return types.void(c, types.intp, a, types.intp, b, types.intp, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def _add_scaled(typing_context, c, c_place, scale, b, b_place, lanes):
+    """``c[c_place + l] += scale * b[b_place + l]`` for each of a literal number of lanes."""
+    width = lanes.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        c_type, _, _, b_type, _, _ = signature.args
+        right = _load(context, builder, b_type, args[3], args[4], width)
+        undefined = ir.Constant(ir.VectorType(args[2].type, width), ir.Undefined)
+        first = builder.insert_element(undefined, args[2], context.get_constant(types.int32, 0))
+        order = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
+        spread = builder.shuffle_vector(first, undefined, order)
+        _add_to(context, builder, c_type, args[0], args[1], width, builder.fmul(spread, right))
+        return context.get_dummy_value()
+
+    return types.void(c, types.intp, scale, b, types.intp, lanes), generate
+
+
+def unsigned(indices: np.ndarray) -> np.ndarray:
+    """The same indices as unsigned integers, as `accumulate_row` takes them; none may be negative."""
+    return indices.view(f"u{indices.itemsize}")
+
+
+@inlined
+def block_width(left):
+    """The number of samples in the next block, where `left` remain."""
+    if left >= 16:
+        return 16
+    return 4 if left >= 4 else 1
+
+
+@inlined
+def accumulate_row(c, at_c, c_step, slots, first, last, a, at_a, a_batch, b, at_b, b_batch, width):
+    """Add one entry of A times a row of B, for one block of samples; `slots` are unsigned.
+
+    ``c[at_c + slots[q] * c_step] += a[at_a] * b[at_b + (q - first) * b_batch]`` for each ``q`` from `first` to `last`,
+    at each of `width` samples from there; a factor with a batch of 1 is shared by all samples.
+    """
+    # Indices that count from 0 and are unsigned cannot be negative, which would cost a check for each multiply-add.
+    row = slots[first:last]
+    if width == 16:
+        if a_batch == 1:
+            for q in range(len(row)):
+                _add_scaled(c, at_c + np.int64(row[q]) * c_step, a[at_a], b, at_b, 16)
+                at_b += b_batch
+        elif b_batch == 1:
+            for q in range(len(row)):
+                _add_scaled(c, at_c + np.int64(row[q]) * c_step, b[at_b], a, at_a, 16)
+                at_b += b_batch
+        else:
+            for q in range(len(row)):
+                _add_product(c, at_c + np.int64(row[q]) * c_step, a, at_a, b, at_b, 16)
+                at_b += b_batch
+    elif width == 4:
+        if a_batch == 1:
+            for q in range(len(row)):
+                _add_scaled(c, at_c + np.int64(row[q]) * c_step, a[at_a], b, at_b, 4)
+                at_b += b_batch
+        elif b_batch == 1:
+            for q in range(len(row)):
+                _add_scaled(c, at_c + np.int64(row[q]) * c_step, b[at_b], a, at_a, 4)
+                at_b += b_batch
+        else:
+            for q in range(len(row)):
+                _add_product(c, at_c + np.int64(row[q]) * c_step, a, at_a, b, at_b, 4)
+                at_b += b_batch
+    else:
+        value = a[at_a]
+        for q in range(len(row)):
+            _add_scaled(c, at_c + np.int64(row[q]) * c_step, value, b, at_b, 1)
+            at_b += b_batch

@@ -1,0 +1,74 @@
+"""The family of methods: ways to compute ``C = A B`` when all three patterns are known.
+
+A method is built once from the patterns (the symbolic phase) and then only moves numbers. All methods have one shape,
+so that a test or a benchmark runs over `METHODS`. Values are C-contiguous arrays ``(nnz, batch)``, or ``(nnz, 1)``
+where all samples share them. Kernels work on rows of `C`, add in the order of A's and B's entries and hold no lock, so
+that results have the same bits on any number of threads and by any method. For two full factors the order is BLAS's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from ..patterns import Pattern
+from .symbolic import row_work
+
+
+class Product:
+    """The patterns of a product, its multiply-adds, and their running total over C's rows."""
+
+    def __init__(self, a: Pattern, b: Pattern, c: Pattern, multiply_adds: int, work: np.ndarray | None) -> None:
+        self.a, self.b, self.c = a, b, c
+        self.multiply_adds = multiply_adds
+        self._work = work
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of an int64 array ``(rows + 1,)``."""
+        return 8 * (self.a.shape[0] + 1)
+
+    @property
+    def work(self) -> np.ndarray:
+        """Running total of the multiply-adds over C's rows: int64, ``(rows + 1,)``."""
+        if self._work is None:
+            self._work = row_work(self.a, self.b)
+        return self._work
+
+
+class Method(ABC):
+    """One way to multiply."""
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        METHODS[cls.name] = cls
+
+    @classmethod
+    def obstacle(cls, product: Product) -> str | None:
+        """Why this method cannot compute this product; None where it can."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def index_nbytes(cls, product: Product) -> int:
+        """Bytes of the method's index arrays, without those of the patterns."""
+
+    @abstractmethod
+    def __init__(self, product: Product) -> None:
+        """The symbolic phase."""
+
+    @abstractmethod
+    def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+        """The numeric phase: write all of `c`, which is not empty."""
+
+    @abstractmethod
+    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        """The numeric phase on a CUDA device, by kernels of its own."""
+
+
+#: The methods by name.
+METHODS: dict[str, type[Method]] = {}

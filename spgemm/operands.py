@@ -1,0 +1,128 @@
+"""Checks of operands, and their views for kernels: NumPy arrays on the CPU, tensors on a device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..runtime import allocated, on_device
+
+_CPU = torch.device("cpu")
+_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+def view(name: str, values: Any, rows: int, what: str = "entries", dtypes: tuple[np.dtype, ...] = _FLOATS) -> Any:
+    """`values` as a C-contiguous array or tensor ``(rows, batch)``, without a copy where it is one already."""
+    array = _memory(name, values)
+    if (array.dtype if isinstance(array, np.ndarray) else _numpy_dtype(array.dtype)) not in dtypes:
+        raise TypeError(f"{name} has dtype {values.dtype}; expected {' or '.join(map(str, dtypes))}")
+    if array.ndim == 1:
+        array = array[:, None]
+    if array.ndim != 2 or array.shape[0] != rows:
+        raise ValueError(
+            f"{name} has shape {tuple(values.shape)}; expected ({rows}, batch) or ({rows},) for {rows} {what}"
+        )
+    return np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.contiguous()
+
+
+@functools.cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype | None:
+    """The NumPy dtype of the same name, or None."""
+    scalar_type = getattr(np, str(dtype).removeprefix("torch."), None)
+    return None if scalar_type is None else np.dtype(scalar_type)
+
+
+def _memory(name: str, values: Any) -> Any:
+    """A NumPy array, or one over a dense CPU tensor's memory; a device's tensor without its graph."""
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array; fill it first: {name}.filled(0)")
+    if isinstance(values, np.ndarray):
+        return values
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"{name} is a {type(values).__name__}; expected a NumPy array or a PyTorch tensor")
+    if values.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {values.device}; this runs on CPUs and CUDA: move it with {name}.cpu()")
+    if values.layout != torch.strided:
+        raise TypeError(f"{name} has layout {values.layout}; expected a dense tensor of values")
+    if _numpy_dtype(values.dtype) is None:
+        raise TypeError(f"{name} has dtype {values.dtype}; convert it to float32 or float64")
+    plain = values.detach().resolve_neg().resolve_conj()
+    return plain if on_device(plain) else plain.numpy()
+
+
+def same_device(left_name: str, left: Any, right_name: str, right: Any) -> None:
+    """Raise ValueError where two operands lie on different devices."""
+    one, other = (_CPU if isinstance(operand, np.ndarray) else operand.device for operand in (left, right))
+    if one != other:
+        raise ValueError(f"{left_name} is on {one} and {right_name} on {other}; move one: nothing is copied silently")
+
+
+def same_batch(left_name: str, left: Any, right_name: str, right: Any) -> int:
+    """The batch of two operands on one device; an operand with a batch of 1 is shared by all samples."""
+    same_device(left_name, left, right_name, right)
+    if left.dtype != right.dtype:
+        raise TypeError(f"{left_name} is {left.dtype} and {right_name} is {right.dtype}; convert one of them")
+    a, b = left.shape[1], right.shape[1]
+    if a != b and 1 not in (a, b):
+        raise ValueError(f"{left_name} has a batch of {a} and {right_name} one of {b}; they must agree, or one be 1")
+    return b if a == 1 else a
+
+
+def result(what: str, out: Any, operands: tuple[Any, ...], rows: int, batch: int, like: Any) -> tuple[Any, Any]:
+    """The result to return and its view ``(rows, batch)``: `out`, or new memory with the dtype and device of `like`.
+
+    Errors name the result as `what`. It is of the operands' kind, and has one dimension where all operands have.
+    """
+    tensors = [isinstance(operand, torch.Tensor) for operand in operands]
+    if any(tensors) and not all(tensors):
+        raise TypeError("the operands mix NumPy arrays and PyTorch tensors; convert one of them")
+    shape = (rows,) if all(operand.ndim == 1 for operand in operands) else (rows, batch)
+    if out is None:
+        if isinstance(like, torch.Tensor):
+            tensor = allocated(what, shape, like.dtype, like.device, batch)
+            return tensor, tensor.reshape(rows, batch)
+        array = np.empty(shape, dtype=like.dtype)
+        return torch.from_numpy(array) if all(tensors) else array, array.reshape(rows, batch)
+    if isinstance(out, torch.Tensor) and out.requires_grad:
+        raise ValueError("out requires grad, but it is only written to; pass out.detach()")
+    array = _memory("out", out)
+    same_device("out", array, "the operands", like)
+    if isinstance(out, torch.Tensor) != all(tensors):
+        raise TypeError(f"out is a {type(out).__name__}, but the operands are not; pass one of their kind")
+    if array.dtype != like.dtype or tuple(array.shape) != shape or not _is_plain(array):
+        raise ValueError(
+            f"out has shape {tuple(array.shape)}, dtype {array.dtype}; expected a writable, contiguous one of {shape}, "
+            f"{like.dtype}"
+        )
+    if any(_overlap(array, _memory("an operand", operand)) for operand in operands):
+        raise ValueError("out overlaps an operand; pass memory of its own")
+    return out, array.reshape(rows, batch)
+
+
+def _is_plain(array: Any) -> bool:
+    """Whether an array or tensor is contiguous and writable."""
+    if isinstance(array, np.ndarray):
+        return bool(array.flags.c_contiguous and array.flags.writeable)
+    return bool(array.is_contiguous())
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return np.shares_memory(one, other)
+    (begin, end), (other_begin, other_end) = (
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()) for tensor in (one, other)
+    )
+    return bool(max(begin, other_begin) < min(end, other_end))
+
+
+def flat(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[Any, ...]:
+    """The values of two factors and their product as kernels take them: each flat, followed by its batch."""
+    return (a.reshape(-1), a.shape[1], b.reshape(-1), b.shape[1], c.reshape(-1), c.shape[1])
+
+
+def matrices(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """A view of a full pattern's values as ``(batch, rows, columns)``."""
+    return values.reshape(rows, columns, values.shape[1]).movedim(2, 0)

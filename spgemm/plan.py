@@ -1,0 +1,264 @@
+"""`ProductPlan`: everything about a product that patterns decide."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..patterns import Diagonal, Full, Pattern
+from ..runtime import read_archive, uncompiled, write_archive
+from . import slots
+from .gradients import ProductForm, differentiable_product, wants_gradient
+from .methods import METHODS, Method, Product
+from .operands import result, same_batch, same_device, view
+from .plan_cache import PLANS
+from .symbolic import check_shapes, multiply_adds, product_digest, product_pattern, row_work
+
+#: Bytes of index arrays beyond which ``auto`` takes a method that needs fewer.
+DEFAULT_MEMORY_LIMIT = 2 * 2**30
+
+
+class ProductPlan:
+    """Everything about ``C = A B`` that the patterns of `A` and `B` decide; `multiply` only computes values.
+
+    `plan_product` makes it. It is immutable, and any number of threads may use it at once.
+
+    Attributes
+    ----------
+    a, b : Pattern
+        The patterns of the factors.
+    pattern : Pattern
+        The pattern of the product.
+    flop : int
+        Floating-point operations of the product: 2 for each pair of stored entries that meets.
+    method : str
+        The name of the method that multiplies.
+    nbytes : int
+        Bytes of the plan's index arrays, without those of the three patterns.
+    selects_left, selects_right : bool
+        Whether the values of the left or right factor are winners, for the method ``select``.
+    """
+
+    def __init__(self, product: Product, method: type[Method]) -> None:
+        self.a, self.b, self.pattern = product.a, product.b, product.c
+        self.flop = 2 * product.multiply_adds
+        self.method = method.name
+        self._method = method(product)
+        self.nbytes = method.index_nbytes(product)
+        self.selects_left = isinstance(self._method, slots.Select) and self._method.left
+        self.selects_right = isinstance(self._method, slots.Select) and not self._method.left
+
+    @uncompiled
+    def multiply(self, a_values: Any, b_values: Any, *, out: Any = None) -> Any:
+        """Values of the product.
+
+        Parameters
+        ----------
+        a_values, b_values : array or Tensor, (nnz, batch) or (nnz,)
+            The values of the factors: both float32 or both float64, and both NumPy arrays or both tensors, on the CPU
+            or on one CUDA device. A batch of 1 is shared by all samples. For the method ``select``, the selecting
+            factor's values are its winners: int32, ``(windows, batch)``, the row that each window selects in each
+            sample. A number that is no row of its window selects nothing.
+        out : array or Tensor, optional
+            Contiguous memory for the result; nothing else is then allocated.
+
+        Returns
+        -------
+        array or Tensor, (pattern.nnz, batch), or (pattern.nnz,) where both factors have one dimension
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where an operand's kind, dtype, shape or device does not fit; the message names it.
+
+        Notes
+        -----
+        Where a tensor requires grad, the product is part of autograd, with gradients of any order of both factors.
+
+        Values have the same bits on any number of threads and for any batch, since multiply-adds are added in the order
+        of A's and B's entries. For two full factors, the order is BLAS's. A guaranteed zero of the product stays zero
+        whatever the values are; at a stored entry, zero times infinity is NaN.
+
+        Examples
+        --------
+        >>> a = Pattern((1, 2), [0, 2], [0, 1])
+        >>> b = Pattern((2, 1), [0, 1, 2], [0, 0])
+        >>> plan_product(a, b).multiply(np.array([1.0, 2.0]), np.array([10.0, 100.0]))
+        array([210.])
+        """
+        if wants_gradient(a_values, b_values):
+            if self.selects_left or self.selects_right:
+                raise ValueError(
+                    "the method select moves values without a graph; plan with another method for gradients"
+                )
+            return differentiable_product(self._form, out, a_values=a_values, b_values=b_values)
+        left = self._view("a_values", a_values, self.a, self.selects_left)
+        right = self._view("b_values", b_values, self.b, self.selects_right)
+        if self.selects_left or self.selects_right:
+            batch, like = self._selected_batch(left, right)
+        else:
+            batch, like = same_batch("a_values", left, "b_values", right), left
+        (m, n), nnz = self.pattern.shape, self.pattern.nnz
+        returned, c = result(f"values of a {m:,} × {n:,} product", out, (a_values, b_values), nnz, batch, like)
+        if 0 in c.shape:
+            return returned
+        if isinstance(c, torch.Tensor):
+            self._method.multiply_on_device(left, right, c)
+        else:
+            self._method.multiply(left, right, c)
+        return returned
+
+    @functools.cached_property
+    def _form(self) -> ProductForm:
+        return ProductForm(self)
+
+    def _view(self, name: str, values: Any, pattern: Pattern, selects: bool) -> Any:
+        if not selects:
+            return view(name, values, pattern.nnz)
+        try:
+            return view(name, values, pattern.shape[1], "windows", (np.dtype(np.int32),))
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"{error}: the method select takes winners; for ordinary values, plan with another method"
+            ) from None
+
+    def _selected_batch(self, left: Any, right: Any) -> tuple[int, Any]:
+        same_device("a_values", left, "b_values", right)
+        winners, values = (left, right) if self.selects_left else (right, left)
+        if values.shape[1] not in (1, winners.shape[1]):
+            raise ValueError(f"the winners have a batch of {winners.shape[1]} and the values one of {values.shape[1]}")
+        return winners.shape[1], values
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to an ``.npz`` file (no pickle): its factors' patterns and its method.
+
+        `load` makes the index arrays again, for checking them would take as long.
+        """
+        content: dict[str, Any] = {"method": self.method}
+        for name, pattern in (("a", self.a), ("b", self.b)):
+            content[f"{name}.structure"] = type(pattern.structure).__name__
+            content.update({f"{name}.{key}": value for key, value in pattern.structure.describe().items()})
+        write_archive(path, "product plan", content)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ProductPlan:
+        """Read a plan that `save` wrote, checking all of it.
+
+        Raises
+        ------
+        FileNotFoundError, ValueError
+            Where there is no such file, or it is damaged or no plan.
+        """
+        content = read_archive(path, "product plan")
+        factors = []
+        for prefix in ("a.", "b."):
+            part = {key.removeprefix(prefix): value for key, value in content.items() if key.startswith(prefix)}
+            factors.append(Pattern._from_content(part, str(path)))
+        method = content.get("method")
+        try:
+            if method not in METHODS:
+                raise ValueError(f"method is {method!r}")
+            return plan_product(*factors, method=method)
+        except (TypeError, ValueError, OverflowError, MemoryError) as error:
+            raise ValueError(f"{path}: no valid product plan: {error}") from error
+
+    def __repr__(self) -> str:
+        (m, k), n = self.a.shape, self.b.shape[1]
+        size = f"flop {self.flop:,}, nnz {self.pattern.nnz:,}, {self.nbytes:,} bytes"
+        return f"<ProductPlan {m} × {k} × {n}, {self.method}, {size}>"
+
+
+def plan_product(
+    a: Pattern,
+    b: Pattern,
+    *,
+    method: str = "auto",
+    memory_limit: int | None = None,
+    winners: bool = False,
+    cache: bool = True,
+) -> ProductPlan:
+    """Plan the product ``C = A B`` of two patterns: the symbolic phase, done once.
+
+    Parameters
+    ----------
+    a, b : Pattern
+        The patterns of the factors, shapes ``(m, k)`` and ``(k, n)``.
+    method : str
+        ``select`` (a factor is max-pooling's transposed Jacobian), ``scale`` (a factor is diagonal), ``dense`` (a
+        factor is full), ``slots`` (stores a place in C's row for each multiply-add: the fastest), ``merge`` (stores a
+        list of pairs for each entry of C), ``rowwise`` (stores nothing for each multiply-add), or ``auto``: the first
+        of scale, dense, slots and rowwise that applies and fits into `memory_limit`.
+    memory_limit : int, optional
+        Bytes of index arrays that ``auto`` may use beside those of the patterns; 2 GiB by default.
+    winners : bool
+        Whether the values of a selecting factor will be its winners: ``auto`` then tries select first.
+    cache : bool
+        Whether to take the plan of an earlier call from the cache, and to store this one. The cache has the most
+        recently used plans, up to 512 MiB. Plans that take long are on disk too, in the user's cache directory.
+
+    Raises
+    ------
+    TypeError
+        Where a factor is no Pattern.
+    ValueError
+        Where the shapes do not fit, or the method is unknown or does not apply.
+
+    Examples
+    --------
+    >>> import jacsparse
+    >>> a = jacsparse.Pattern((2, 2), [0, 1, 2], [0, 1])
+    >>> plan_product(a, a, method="rowwise").flop
+    4
+    """
+    return planned(a, b, None, method, memory_limit, winners, cache)
+
+
+def planned(
+    a: Pattern,
+    b: Pattern,
+    c: Pattern | None = None,
+    method: str = "auto",
+    memory_limit: int | None = None,
+    winners: bool = False,
+    cache: bool = True,
+) -> ProductPlan:
+    """`plan_product`, for a product whose pattern `c` may be known already."""
+    for name, factor in (("a", a), ("b", b)):
+        if not isinstance(factor, Pattern):
+            raise TypeError(f"{name} is a {type(factor).__name__}; expected a Pattern (Pattern.from_scipy makes one)")
+    if method != "auto" and method not in METHODS:
+        raise ValueError(f"method is {method!r}; expected auto or one of {', '.join(sorted(METHODS))}")
+    limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else memory_limit
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+        raise ValueError(f"memory_limit is {memory_limit!r}; expected a number of bytes of at least 0, or None")
+    check_shapes(a, b)
+    closed = any(isinstance(factor.structure, (Diagonal, Full)) for factor in (a, b))
+
+    def make() -> ProductPlan:
+        work = None if closed else row_work(a, b)
+        count = multiply_adds(a, b) if work is None else int(work[-1])
+        product = Product(a, b, product_pattern(a, b, work, cache=cache) if c is None else c, count, work)
+        chosen = _best(product, limit, winners) if method == "auto" else METHODS[method]
+        obstacle = chosen.obstacle(product)
+        if obstacle:
+            raise ValueError(f"method {method!r} does not apply: {obstacle}")
+        return ProductPlan(product, chosen)
+
+    if closed or not cache:
+        # A diagonal or full factor gives the product's pattern at once, so that even a key would cost more.
+        return make()
+    key = product_digest(a, b)
+    return PLANS.get((key, key if c is None else c.digest, method, limit, winners), make)
+
+
+def _best(product: Product, limit: int, winners: bool) -> type[Method]:
+    """The fastest method that applies and fits into the limit."""
+    for name in (*(["select"] if winners else []), "scale", "dense", "slots"):
+        method = METHODS[name]
+        if method.obstacle(product) is None and method.index_nbytes(product) <= limit:
+            return method
+    return METHODS["rowwise"]

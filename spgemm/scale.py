@@ -1,0 +1,76 @@
+"""Scale: one factor is diagonal, so `C` has the other factor's pattern and each value is one product.
+
+Floor: the other factor's values are read once and written once; a diagonal on the right takes one index for each value.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..patterns import Diagonal, Full, Pattern
+from ..runtime import kernel, run_rows
+from . import products_cuda
+from .methods import Method, Product
+
+
+@kernel
+def _scale_rows(first, last, indptr, diagonal, values, c):
+    batch = c.shape[1]
+    for row in range(first, last):
+        for entry in range(indptr[row], indptr[row + 1]):
+            for sample in range(batch):
+                d = diagonal[row, sample if diagonal.shape[1] > 1 else 0]
+                c[entry, sample] = d * values[entry, sample if values.shape[1] > 1 else 0]
+
+
+@kernel
+def _scale_columns(first, last, indices, diagonal, values, c):
+    batch = c.shape[1]
+    for entry in range(first, last):
+        column = indices[entry]
+        for sample in range(batch):
+            d = diagonal[column, sample if diagonal.shape[1] > 1 else 0]
+            c[entry, sample] = values[entry, sample if values.shape[1] > 1 else 0] * d
+
+
+class Scale(Method):
+    """A diagonal factor scales the other one's rows or columns."""
+
+    name = "scale"
+
+    @classmethod
+    def obstacle(cls, product: Product) -> str | None:
+        if isinstance(product.a.structure, Diagonal) or isinstance(product.b.structure, Diagonal):
+            return None
+        return "neither factor is diagonal"
+
+    @classmethod
+    def index_nbytes(cls, product: Product) -> int:
+        return 0
+
+    def __init__(self, product: Product) -> None:
+        self.left = isinstance(product.a.structure, Diagonal)
+        self.other: Pattern = product.b if self.left else product.a
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+        diagonal, values = (a, b) if self.left else (b, a)
+        if isinstance(self.other.structure, Full):
+            self._scale_full(*map(torch.from_numpy, (diagonal, values, c)))
+        elif self.left:
+            run_rows(_scale_rows, self.other.indptr, self.other.indptr, diagonal, values, c, lanes=c.shape[1])
+        else:
+            run_rows(_scale_columns, self.other.nnz, self.other.indices, diagonal, values, c, lanes=c.shape[1])
+
+    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        diagonal, values = (a, b) if self.left else (b, a)
+        if isinstance(self.other.structure, Full):
+            self._scale_full(diagonal, values, c)
+        else:
+            products_cuda.scale(self.other, self.left, diagonal, values, c)
+
+    def _scale_full(self, diagonal: torch.Tensor, values: torch.Tensor, c: torch.Tensor) -> None:
+        """Scale a full matrix without its indices."""
+        shape = self.other.shape
+        factor = diagonal.unsqueeze(1 if self.left else 0)
+        torch.mul(factor, values.reshape(*shape, values.shape[1]), out=c.reshape(*shape, c.shape[1]))

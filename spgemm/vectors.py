@@ -1,0 +1,165 @@
+"""A sparse matrix times dense vectors: one vector for each sample (SpMV), or several (SpMM)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..patterns import Diagonal, Full, Pattern, gathered
+from ..runtime import kernel, run_rows, uncompiled
+from . import products_cuda
+from .gradients import Form, differentiable_product, wants_gradient
+from .lanes import unsigned
+from .operands import flat, result, same_batch, view
+
+
+@kernel
+def _matvec_one(first, last, indptr, indices, values, x, y):
+    for row in range(first, last):
+        places = indices[indptr[row] : indptr[row + 1]]
+        entries = values[indptr[row] : indptr[row + 1]]
+        # With four sums an addition need not wait for the one before it.
+        one, two, three, four = y.dtype.type(0), y.dtype.type(0), y.dtype.type(0), y.dtype.type(0)
+        for group in range(len(places) // 4):
+            at = 4 * group
+            one += entries[at] * x[places[at]]
+            two += entries[at + 1] * x[places[at + 1]]
+            three += entries[at + 2] * x[places[at + 2]]
+            four += entries[at + 3] * x[places[at + 3]]
+        for at in range(len(places) // 4 * 4, len(places)):
+            one += entries[at] * x[places[at]]
+        y[row] = (one + two) + (three + four)
+
+
+@kernel
+def _matvec(first, last, indptr, indices, values, values_batch, x, x_batch, y, batch):
+    for row in range(first, last):
+        at = np.int64(row) * batch
+        y[at : at + batch] = 0
+        for entry in range(indptr[row], indptr[row + 1]):
+            at_values = np.int64(entry) * values_batch
+            at_x = np.int64(indices[entry]) * x_batch
+            for sample in range(batch):
+                value = values[at_values + (sample if values_batch > 1 else 0)]
+                y[at + sample] += value * x[at_x + (sample if x_batch > 1 else 0)]
+
+
+@kernel
+def _matvec_shared(first, last, indptr, indices, values, x, y, batch):
+    for row in range(first, last):
+        places = indices[indptr[row] : indptr[row + 1]]
+        entries = values[indptr[row] : indptr[row + 1]]
+        at = np.int64(row) * batch
+        zero = y.dtype.type(0)
+        lane = 0
+        # Eight sums in registers share one read of indices and values.
+        while lane + 8 <= batch:
+            a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
+            for entry in range(len(places)):
+                value, start = entries[entry], np.int64(places[entry]) * batch + lane
+                block = x[start : start + 8]
+                a += value * block[0]
+                b += value * block[1]
+                c += value * block[2]
+                d += value * block[3]
+                e += value * block[4]
+                f += value * block[5]
+                g += value * block[6]
+                h += value * block[7]
+            out = y[at + lane : at + lane + 8]
+            out[0], out[1], out[2], out[3], out[4], out[5], out[6], out[7] = a, b, c, d, e, f, g, h
+            lane += 8
+        for sample in range(lane, batch):
+            total = zero
+            for entry in range(len(places)):
+                total += entries[entry] * x[np.int64(places[entry]) * batch + sample]
+            y[at + sample] = total
+
+
+@uncompiled
+def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
+    """``y = A x`` for each sample, with a sparse matrix `A` and dense vectors `x`.
+
+    Parameters
+    ----------
+    pattern : Pattern
+        The pattern of `A`, shape ``(m, n)``.
+    values : array or Tensor, (nnz,) or (nnz, batch)
+        The values of `A`, float32 or float64; a batch of 1 is shared by all samples.
+    x : array or Tensor, (n,) or (n, batch)
+        One vector for each sample; a batch of 1 is shared. Where the batch of the values is 1, the "samples" may be the
+        columns of a dense matrix: this is then SpMM.
+    out : array or Tensor, optional
+        Memory for the result.
+
+    Returns
+    -------
+    array or Tensor, (m, batch), or (m,) where both operands have one dimension
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where an operand's kind, dtype, shape or device does not fit.
+
+    Notes
+    -----
+    Where a tensor requires grad, the product is part of autograd, with gradients of any order of values and vectors.
+
+    Examples
+    --------
+    >>> pattern = Pattern((2, 3), [0, 2, 3], [0, 2, 1])
+    >>> matvec(pattern, np.array([1.0, 2.0, 3.0]), np.array([1.0, 10.0, 100.0]))
+    array([201.,  30.])
+    """
+    if wants_gradient(values, x):
+        return differentiable_product(VectorForm(pattern), out, values=values, x=x)
+    m, n = pattern.shape
+    left, right = view("values", values, pattern.nnz), view("x", x, n, "columns")
+    batch = same_batch("values", left, "x", right)
+    returned, y = result("vectors of a product", out, (values, x), m, batch, left)
+    on_device = isinstance(y, torch.Tensor)
+    if isinstance(pattern.structure, Diagonal):
+        multiply: Any = torch.mul if on_device else np.multiply
+        multiply(left, right, out=y)
+    elif isinstance(pattern.structure, Full):
+        operands = (left.reshape(m, n, left.shape[1]), right, y)
+        _multiply_full(*(operands if on_device else map(torch.from_numpy, operands)))
+    elif on_device:
+        products_cuda.matvec(pattern, left, right, y)
+    elif batch == 1:
+        one = (unsigned(pattern.indices), left.reshape(-1), right.reshape(-1), y.reshape(-1))
+        run_rows(_matvec_one, pattern.indptr, pattern.indptr, *one)
+    elif left.shape[1] == 1:
+        shared = (unsigned(pattern.indices), left.reshape(-1), right.reshape(-1), y.reshape(-1), batch)
+        run_rows(_matvec_shared, pattern.indptr, pattern.indptr, *shared, lanes=batch)
+    else:
+        run_rows(_matvec, pattern.indptr, pattern.indptr, pattern.indices, *flat(left, right, y), lanes=batch)
+    return returned
+
+
+def _multiply_full(matrices: torch.Tensor, vectors: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the products of dense matrices ``(m, n, batch)`` and vectors ``(n, batch)`` to `out`."""
+    if matrices.shape[2] == 1:
+        torch.matmul(matrices[:, :, 0], vectors, out=out)
+    else:
+        out.copy_(torch.einsum("mnb,nb->mb", matrices, vectors.expand(-1, matrices.shape[2])))
+
+
+class VectorForm(Form):
+    """The form of the product `y` of a matrix with `values` and a vector `x` for each sample."""
+
+    names = ("values", "x", "y")
+
+    def __init__(self, pattern: Pattern) -> None:
+        self.pattern = pattern
+
+    def evaluate(self, wanted: str, values: dict[str, torch.Tensor]) -> torch.Tensor:
+        pattern = self.pattern
+        if wanted == "y":
+            return matvec(pattern, values["values"], values["x"])  # type: ignore[no-any-return]
+        if wanted == "x":
+            transposed = gathered(values["values"], pattern.transposition)
+            return matvec(pattern.T, transposed, values["y"])  # type: ignore[no-any-return]
+        return gathered(values["y"], pattern.rows) * gathered(values["x"], pattern.indices)

@@ -1,0 +1,478 @@
+"""The command line, as a person types it."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import sys
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import scipy.sparse
+import torch
+from jacsparse.models import build, save_checkpoint
+from torch import nn
+from torch.nn.utils import prune
+
+import jacsparse
+from jacsparse.__main__ import main
+from jacsparse.cli import flop
+from jacsparse.runtime import cupy_for
+
+
+@pytest.fixture
+def jac(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run a command; its exit status, output and errors."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["jacsparse", *map(str, words)])
+        monkeypatch.setenv("COLUMNS", "200")
+        status = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = int(end.code or 0)
+        captured = capsys.readouterr()
+        # A title is wrapped to its table's width: words are compared, not lines.
+        return status, " ".join(captured.out.split()), captured.err
+
+    return run
+
+
+def custom_model() -> nn.Module:
+    """What the tests name as package.module:factory."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
+
+
+def unknown_at_the_end() -> nn.Module:
+    """A model of which only the first operator has a pattern."""
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Softsign())
+
+
+def double_model() -> nn.Module:
+    """A model in float64."""
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU()).double()
+
+
+def test_version_and_help(jac) -> None:
+    assert jac("--version")[1].strip() == jacsparse.__version__
+    status, out, _ = jac("flop", "--help")
+    assert status == 0 and "--schedule" in out and "--plot" in out
+
+
+def test_flop_of_pruned_vgg_11(jac, tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "csv", "png")}
+    status, out, err = jac(
+        "flop", "vgg11", "--prune", 0.97, "--data", "digits", "--samples", 1,
+        "--json", files["json"], "--csv", files["csv"], "--plot", files["png"],
+    )  # fmt: skip
+    assert status == 0, err
+    assert "vgg11.features on digits: blelloch:2, structure observed on 1 sample" in out
+    assert "all 33 live steps of 34" in out and "critical path" in out and "back-propagation" in out
+    report = json.loads(files["json"].read_text())
+    assert len(report["steps"]) == 34 and report["structure"] == "observed"
+    assert all(step["executed"] is not None for step in report["steps"])
+    assert len(list(csv.DictReader(files["csv"].open()))) == 35
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_flop_of_a_factory(jac) -> None:
+    status, out, err = jac("flop", "tests.cli.test_cli:custom_model", "--input", "3,8,8", "--schedule", "blelloch")
+    assert status == 0, err
+    assert "guaranteed structure" in out and "J1ᵀ·" in out
+    # The dead step of Algorithm 1 is shown, and marked.
+    assert "dead" in out
+
+
+def test_flop_of_a_part(jac) -> None:
+    _, out, _ = jac("flop", "lenet5", "--part", "features", "--schedule", "linear")
+    assert "lenet5.features: linear" in out
+    status, _, err = jac("flop", "lenet5", "--part", "head")
+    assert status == 2 and "--part is 'head'" in err
+
+
+def test_flop_with_weights_of_another_origin(jac, tmp_path: Path) -> None:
+    module = custom_model()
+    prune.l1_unstructured(module[0], "weight", 0.5)
+    torch.save({"state_dict": module.state_dict()}, tmp_path / "pruned.pt")
+    factory = "tests.cli.test_cli:custom_model"
+    status, out, err = jac("flop", factory, "--input", "3,8,8", "--checkpoint", tmp_path / "pruned.pt")
+    assert status == 0, err
+    # Parameters, and the share of zeros: half of 108 weights, no bias.
+    assert "0 112 0.500" in out
+    vgg = build("vgg11")
+    safetensors.torch.save_file(vgg.state_dict(), tmp_path / "vgg.safetensors")
+    status, out, err = jac("flop", "vgg11", "--schedule", "linear", "--checkpoint", tmp_path / "vgg.safetensors")
+    assert status == 0, err
+    status, _, err = jac("flop", "lenet5", "--checkpoint", tmp_path / "vgg.safetensors")
+    assert status == 2 and "does not fit lenet5" in err
+
+
+def test_flop_for_workers(jac) -> None:
+    status, out, err = jac("flop", "lenet5", "--schedule", "blelloch:1", "--workers", "1,16")
+    assert status == 0, err
+    assert "which schedule is done first" in out and "workers linear blelloch:1 balanced first holds why" in out
+    assert "times as long" in out
+    _, out, _ = jac("flop", "lenet5", "--part", "classifier", "--schedule", "balanced:2", "--workers", "1,16,1")
+    assert "workers linear balanced:2 balanced first holds why" in out
+    for wrong in ("0", "1,", "two", "1;2"):
+        status, _, err = jac("flop", "lenet5", "--workers", wrong)
+        assert status == 2 and f"--workers is '{wrong}'; expected numbers of workers, as in 1,2,4,8" in err
+
+
+def test_flop_of_an_exported_file(jac, tmp_path: Path) -> None:
+    file = tmp_path / "net.pt2"
+    shapes = ({0: torch.export.Dim("batch", max=1024)},)
+    x = torch.randn(2, 3, 8, 8)
+    torch.export.save(torch.export.export(custom_model().eval(), (x,), dynamic_shapes=shapes, strict=False), file)
+    status, _, err = jac("flop", file)
+    assert status == 2 and "may run code of whoever made it; add --trust where" in err
+    status, _, err = jac("flop", file, "--trust", "--checkpoint", file)
+    assert status == 2 and "has its own weights" in err
+    status, _, err = jac("flop", file, "--trust", "--prune", 0.5)
+    assert status == 2 and "--prune 0.5 is of no use" in err and "prune before exporting" in err
+    status, out, err = jac("flop", file, "--trust")
+    assert status == 0, err
+    # Parts have the names that they had, and no other before them.
+    assert " 3 725 0.000 " in out and "model." not in out
+    status, out, err = jac("flop", file, "--trust", "--part", "3", "--schedule", "linear")
+    assert status == 0 and "net.pt2.3: linear" in out, err
+    status, out, err = jac("spy", file, "--trust", "--layer", "0")
+    assert status == 0 and out.startswith("0: 144 × 192"), err
+
+
+def test_jacobian_is_written_for_scipy(jac, tmp_path: Path) -> None:
+    status, out, err = jac("jacobian", "lenet5", "--layer", "features.0", "--out", tmp_path / "J.npz", "--seed", 3)
+    assert status == 0, err
+    matrix = scipy.sparse.load_npz(tmp_path / "J.npz")
+    torch.manual_seed(3)
+    layer = build("lenet5").get_submodule("features.0")
+    expected = jacsparse.jacobian(layer, torch.zeros(1, 3, 32, 32)).to_scipy()
+    assert np.array_equal(matrix.toarray(), expected.toarray()) and "nnz" in out
+
+
+@pytest.mark.parametrize("kind", ["npy", "pt"])
+def test_the_jacobian_at_a_sample_from_a_file(jac, kind: str, tmp_path: Path) -> None:
+    sample, file = torch.randn(2, 9, 9), tmp_path / f"x.{kind}"
+    if kind == "npy":
+        np.save(file, sample.numpy())
+    else:
+        torch.save(sample, file)
+    model = "tests.cli.test_cli:double_model"
+    words = ("jacobian", model, "--layer", "1", "--out", tmp_path / "J.npz", "--input-file", file, "--seed", 4)
+    status, _, err = jac(*words)
+    assert status == 0, err
+    torch.manual_seed(4)
+    y = double_model()[0](sample.double()[None])
+    found = scipy.sparse.load_npz(tmp_path / "J.npz").diagonal()
+    assert np.array_equal(found, (y > 0).flatten().numpy())
+
+
+def test_damaged_samples(jac, tmp_path: Path) -> None:
+    objects, text, dictionary = tmp_path / "objects.npy", tmp_path / "text.pt", tmp_path / "dictionary.pt"
+    np.save(objects, np.array([{}], dtype=object), allow_pickle=True)
+    text.write_text("no tensor")
+    torch.save({"x": torch.zeros(3)}, dictionary)
+    for file, message in (
+        (objects, "cannot be read: it is damaged, or holds more than numbers"),
+        (text, "cannot be read: it is damaged, or holds more than numbers"),
+        (dictionary, "holds a dict; expected a tensor of one sample, without a batch"),
+    ):
+        status, _, err = jac("jacobian", *LAYER, "--input-file", file)
+        assert status == 2 and f"{file} {message}" in err
+
+
+def test_a_picture_of_a_pattern(jac, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    for module in ("figures", "flop.figure"):
+        monkeypatch.setattr(f"jacsparse.{module}.save_figure", lambda figure, path: drawn.append((figure, path)))
+    for layer, transposed in (("features.0", False), ("classifier.4", True)):
+        words = ["spy", "lenet5", "--layer", layer, "--out", tmp_path / "p.png", *["--transposed"] * transposed]
+        status, out, err = jac(*words)
+        assert status == 0 and "p.png" in out and "⢷" not in out, err
+    (first, path), (second, _) = drawn
+    assert path == tmp_path / "p.png"
+    (axes,) = first.axes
+    cells = axes.images[0].get_array()
+    assert max(cells.shape) == 800 and cells[0, 0] == 0 and cells[0, -1] == 1
+    assert axes.images[0].get_extent() == [0, 3072, 4704, 0] and axes.get_xlabel() == "input"
+    # Full, and so small that a cell is a position.
+    (axes,) = second.axes
+    assert axes.images[0].get_array().shape == (84, 10) and not axes.images[0].get_array().any()
+    assert (axes.get_xlabel(), axes.get_title()) == ("output", "lenet5, classifier.4, transposed: 84 × 10, 840 entries")
+
+
+def test_what_a_schedule_becomes(jac) -> None:
+    for asked, becomes in (("blelloch:99", "blelloch:3"), ("auto", "linear")):
+        status, out, _ = jac("flop", "lenet5", "--schedule", asked)
+        assert status == 0 and out.startswith(f"lenet5: {becomes}, guaranteed")
+        assert out.endswith(f"--schedule {asked} is {becomes} for 11 stages")
+    assert "is blelloch:1" not in jac("flop", "lenet5", "--schedule", "blelloch:1")[1]
+
+
+def test_help_is_in_plain_words(jac) -> None:
+    for command in ("flop", "jacobian", "spy", "train"):
+        status, out, _ = jac(command, "--help")
+        assert status == 0 and not any(words in out for words in ("of which", "where left out", " Of ", "<str> Of"))
+
+
+def test_spy(jac) -> None:
+    status, out, _ = jac("spy", "lenet5", "--layer", "features.0")
+    assert status == 0 and out.startswith("features.0: 4704 × 3072, nnz 352,800") and "⢷" in out
+    _, out, _ = jac("spy", "lenet5", "--layer", "features.0", "--transposed")
+    assert out.startswith("features.0: 3072 × 4704")
+
+
+def test_doctor(jac) -> None:
+    status, out, _ = jac("doctor")
+    assert status == 0
+    for word in ("Python", "torch", "threads", "cache", "GPU", "matplotlib"):
+        assert word in out
+    assert "jacsparse[gpu]" in out or "installed" in out
+
+
+def test_clear_cache(jac, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JACSPARSE_CACHE_DIR", str(tmp_path))
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans" / "one.npz").write_bytes(bytes(3 * 2**20))
+    (tmp_path / "mine").write_text("kept")
+    status, out, _ = jac("doctor")
+    assert status == 0 and "3.0 MiB in 1 files" in out and "no more are kept" in out
+    status, out, _ = jac("clear-cache")
+    assert status == 0 and out.endswith("3.0 MiB removed")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    monkeypatch.setenv("JACSPARSE_CACHE_MIB", "5")
+    assert "of at most 5 MiB" in jac("doctor")[1]
+
+
+def test_too_little_memory(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jacsparse, "count_flop", lambda *_, **__: np.empty(2**50), raising=False)
+    status, _, err = jac("flop", "lenet5")
+    assert status == 2 and "there is not enough memory (Unable to allocate" in err and "--input" in err
+
+
+def test_doctor_tries_cupy_where_there_is_a_device(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a made-up one")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    cupy_for.cache_clear()
+    status, out, _ = jac("doctor")
+    assert status == 0 and "a made-up one" in out and "pip install cupy-cuda13x" in out
+
+
+def test_checkpoints_are_taken(jac, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    status, _, err = jac(
+        "train", "lenet5", "--epochs", 1, "--out", path, "--seed", 1, "--backward", "scan", "--schedule", "linear"
+    )
+    assert status == 0, err
+    status, _out, err = jac("flop", "lenet5", "--checkpoint", path, "--schedule", "linear")
+    assert status == 0, err
+    status, _, err = jac("flop", "vgg11", "--checkpoint", path)
+    assert status == 2 and "lenet5" in err and "vgg11" in err
+
+
+LAYER = ("lenet5", "--layer", "features.0", "--out", "J.npz")
+BAD = {
+    "model": (["flop", "vgg99"], "vgg99"),
+    "factory": (["flop", "nowhere.at_all:f"], "model 'nowhere.at_all:f' cannot be made (ModuleNotFoundError"),
+    "factory's arguments": (["flop", "math:sqrt"], "model 'math:sqrt' cannot be made (TypeError: math.sqrt() takes"),
+    "factory's value": (["flop", "time:time"], "model 'time:time' gave a float; expected a torch.nn.Module"),
+    "factory without a module": (["flop", ":f"], "model ':f' cannot be made"),
+    "seed": (["flop", "lenet5", "--seed", "99999999999999999999"], "--seed"),
+    "no data": (["flop", "lenet5", "--data", ""], "data is ''"),
+    "samples of nothing": (["flop", "lenet5", "--samples", "3"], "add --data"),
+    "more samples than there are": (["flop", "lenet5", "--data", "digits", "--samples", "99999"], "--samples is 99999"),
+    "figure's ending": (["flop", "lenet5", "--plot", "fig.xyz"], "fig.xyz names no format of a figure"),
+    "two outputs, one file": (["flop", "lenet5", "--json", "r.txt", "--csv", "./r.txt"], "would be written twice"),
+    "part": (["flop", "lenet5", "--part", "head"], "--part is 'head'; the model's parts are features"),
+    "a file": (["flop", "nets.py:make"], "model 'nets.py:make' names a file; name its module, as in nets:make"),
+    "a file in a folder": (["flop", "a/nets.py:make"], "name its module, as in nets:make, in the folder a"),
+    "sample twice": (
+        ["jacobian", *LAYER, "--input-file", "x.npy", "--input", "3,32,32"],
+        "leave out --input and --data",
+    ),
+    "sample's kind": (["jacobian", *LAYER, "--input-file", "x.png"], "--input-file is x.png; expected an array (.npy)"),
+    "sample missing": (["jacobian", *LAYER, "--input-file", "nowhere.npy"], "there is no file nowhere.npy; make one"),
+    "picture's ending": (["spy", "lenet5", "--layer", "features.0", "--out", "p.xyz"], "p.xyz names no format"),
+    "input": (["flop", "lenet5", "--input", "3,x"], "--input is '3,x'"),
+    "input zero": (["flop", "lenet5", "--input", "0,32,32"], "--input is '0,32,32'; expected sizes of one sample"),
+    "input shape": (["flop", "lenet5", "--input", "1,32,32"], "0: an input of shape (1, 32, 32) does not fit"),
+    "prune": (["flop", "lenet5", "--prune", "1.0"], "1.0"),
+    "prune negative": (["flop", "lenet5", "--prune", "-0.1"], "-0.1"),
+    "trust of nothing": (["flop", "lenet5", "--trust"], "--trust is of no use: lenet5 is no .pt2 file"),
+    "schedule": (["flop", "lenet5", "--schedule", "fast"], "schedule is 'fast'"),
+    "data": (["flop", "lenet5", "--data", "cake"], "cake"),
+    "data missing": (["flop", "lenet5", "--data", "cifar10:/nowhere"], "/nowhere"),
+    "checkpoint missing": (["flop", "lenet5", "--checkpoint", "/nowhere/w.safetensors"], "/nowhere/w.safetensors"),
+    "output": (["flop", "lenet5", "--json", "/nowhere/r.json"], "/nowhere"),
+    "layer": (["spy", "lenet5", "--layer", "conv9"], "--layer is 'conv9'; the model's parts are features, features.0"),
+    "ending": (["jacobian", "lenet5", "--layer", "features.0", "--out", "J.txt"], "name a file that ends in .npz"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_words(jac, case: str) -> None:
+    words, message = BAD[case]
+    status, out, err = jac(*words)
+    assert status == 2 and message in err
+    assert "Traceback" not in err and not out
+
+
+def test_an_unwritable_output_is_noticed_first(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr(jacsparse, "count_flop", never, raising=False)
+    status, _, err = jac("flop", "lenet5", "--plot", "/nowhere/figure.png")
+    assert status == 2 and "cannot write /nowhere/figure.png: there is no folder /nowhere" in err
+
+
+def test_a_part_is_given_what_the_model_gives_it(jac) -> None:
+    status, out, err = jac("flop", "lenet5", "--part", "classifier", "--schedule", "linear", "--data", "digits")
+    assert status == 0 and "lenet5.classifier on digits: linear, structure observed on 4 samples" in out, err
+
+
+class Callers(nn.Module):
+    """Parts that are called in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named, self.pair = nn.ReLU(), nn.Bilinear(4, 4, 4)
+        self.with_options = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        self.listed, self.empty, self.failing, self.last = (nn.Identity() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.with_options(self.named(input=x), src_mask=None, is_causal=False)
+        y = self.pair(y, y)
+        self.listed((y, y))
+        with contextlib.suppress(TypeError):
+            self.empty()
+        y = self.failing(y)
+        raise KeyError("a mistake of the user's")
+        return self.last(y)
+
+
+def test_parts_that_are_called_in_other_ways(jac) -> None:
+    model = ("tests.cli.test_cli:Callers", "--input", "3,4")
+    status, out, err = jac("flop", *model, "--part", "named")
+    assert status == 0 and "Callers.named: blelloch:0" in out, err
+    status, _, err = jac("flop", *model, "--part", "with_options", "--schedule", "linear")
+    assert status == 0, err
+    for part, given in (("pair", "Tensor, Tensor"), ("listed", "tuple"), ("empty", "nothing")):
+        status, _, err = jac("spy", *model, "--layer", part)
+        assert status == 2 and f"--layer is '{part}', which is given {given}; name a part" in err
+    status, _, err = jac("spy", *model, "--layer", "last")
+    assert status == 2 and 'does not get to last (KeyError: "a mistake of the user\'s")' in err
+
+
+def test_no_sample_is_made_that_is_not_needed(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = "tests.cli.test_cli:unknown_at_the_end"
+    status, _, err = jac("spy", model, "--layer", "0", "--input", "2,99999999,99999999")
+    assert status == 2 and "1 samples of shape (2, 99999999, 99999999) are more than there is memory for" in err
+    monkeypatch.setattr(flop, "make_samples", lambda *_: pytest.fail("a sample was made"))
+    assert jac("flop", "lenet5", "--schedule", "linear")[0] == 0
+
+
+def named_by_its_user() -> nn.Module:
+    """A model whose parts' names look like Rich's markup."""
+    return nn.Sequential(OrderedDict([("a[/x]", nn.Linear(4, 3)), (":fire:", nn.Linear(3, 2))]))
+
+
+def test_names_are_printed_as_they_are(jac) -> None:
+    status, out, err = jac("flop", "tests.cli.test_cli:named_by_its_user", "--input", 4)
+    assert status == 0 and "a[/x]" in out and ":fire:" in out, err
+
+
+def test_narrow_tables_keep_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = jacsparse.count_flop(build("vgg11").features, (3, 32, 32), schedule="linear")
+    monkeypatch.setenv("COLUMNS", "100")
+    assert "…" not in str(report)
+    # A pipe has no width.
+    monkeypatch.delenv("COLUMNS")
+    assert "J20ᵀ·∇x20" in str(report)
+
+
+def test_what_a_report_prints_is_the_table(jac) -> None:
+    status, out, _ = jac("flop", "lenet5", "--schedule", "linear", "--workers", 2)
+    report = jacsparse.count_flop(build("lenet5").eval(), (3, 32, 32), schedule="linear", workers=[2])
+    assert status == 0 and out == " ".join(str(replace(report, name="lenet5")).split())
+
+
+def test_a_layer_needs_no_other_one_to_be_known(jac) -> None:
+    status, out, err = jac("spy", "tests.cli.test_cli:unknown_at_the_end", "--layer", "0", "--input", "2,6,6")
+    assert status == 0 and out.startswith("0: 48 × 72, nnz"), err
+
+
+def test_a_double_model(jac) -> None:
+    words = ("tests.cli.test_cli:double_model", "--input", "2,6,6", "--schedule", "linear", "--data", "random")
+    status, _, err = jac("flop", *words)
+    assert status == 0, err
+
+
+def test_a_checkpoint_of_another_size(jac, tmp_path: Path) -> None:
+    path = tmp_path / "hundred.safetensors"
+    save_checkpoint(path, build("lenet5", num_classes=100))
+    status, out, err = jac("flop", "lenet5", "--checkpoint", path, "--schedule", "linear", "--part", "classifier")
+    assert status == 0 and "100" in out, err
+
+
+def test_a_figure_of_a_single_stage(tmp_path: Path) -> None:
+    jacsparse.count_flop(torch.nn.Linear(4, 3), (4,)).plot(tmp_path / "f.png")
+    assert (tmp_path / "f.png").exists()
+
+
+@pytest.mark.parametrize(("model", "size"), [("bitstream", "1,40"), ("irmas", "38,40")])
+def test_flop_of_the_recurrent_models(jac, model: str, size: str) -> None:
+    status, out, err = jac("flop", model, "--input", size, "--prune", 0.9)
+    assert status == 0, err
+    # A step of the sequence is a stage: Algorithm 1 over 40 of them.
+    assert f"{model}.rnn: blelloch:2" in out and "J40" in out and "20×20×1" in out
+
+
+@pytest.mark.parametrize("task", ["bitstream", "irmas"])
+def test_training_the_recurrent_models(jac, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jacsparse.models import bitstreams
+
+    monkeypatch.setattr("jacsparse.models.training.load_data", lambda *_, **__: bitstreams(30, train=40, test=20))
+    losses = {}
+    for backward in ("bp", "scan"):
+        out = tmp_path / f"{backward}.safetensors"
+        status, _, err = jac("train", task, "--backward", backward, "--epochs", 2, "--lr", 0.01, "--out", out)
+        assert status == 0, err
+        assert out.with_suffix(".png").stat().st_size > 1000
+        losses[backward] = [float(row["train_loss"]) for row in csv.DictReader(out.with_suffix(".csv").open())]
+    assert len(losses["bp"]) == 6
+    assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-4
+
+
+def test_errors_of_training_the_recurrent_models(jac, tmp_path: Path) -> None:
+    for words, message in (
+        (("bitstream", "--data", "digits"), "bitstream is trained on sequences, and digits are images"),
+        (("irmas", "--data", f"irmas:{tmp_path / 'none'}"), "there is no folder"),
+        (("irmas", "--features", "X"), "features is 'X'"),
+        (("bitstream", "--schedule", "balanced:2"), "schedule is 'balanced:2'; expected one of auto"),
+    ):
+        status, _, err = jac("train", *words, "--out", tmp_path / "x.safetensors")
+        assert status == 2 and message in " ".join(err.split()), err
+        assert not list(tmp_path.glob("x.*"))
+
+
+def test_what_takes_long_is_said_before(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("flop", "resnet8", "--input", "3,8,8", "--schedule")
+    assert "pairs of entries" not in jac(*words, "blelloch:1")[2]
+    monkeypatch.setattr(flop, "_PAIRS", 1e3)
+    status, _, err = jac(*words, "blelloch:1")
+    told = " ".join(err.split())
+    assert status == 0 and "blelloch:1: products of matrices with " in told and " hours at least. " in told, err
+    assert "--schedule linear takes seconds: it multiplies no matrices" in told
+    assert "pairs of entries" not in jac(*words, "linear")[2]
+    _, _, err = jac(*words, "blelloch:1", "--data", "random", "--samples", 2)
+    assert "to look at, for each of 2 samples and once more, about" in " ".join(err.split())

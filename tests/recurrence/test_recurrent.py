@@ -1,0 +1,1076 @@
+"""jacsparse.nn's RNN, GRU and LSTM against torch.nn's: outputs and gradients, every schedule and kind of input."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+
+import jacsparse
+from jacsparse.recurrence import CELLS, Diagonal, Saved, Sequences, Weights
+from jacsparse.recurrence.cells import Cell
+from jacsparse.recurrence.layer_recurrences import Options, solve_backward
+from jacsparse.recurrence.solvers.choice import Choice
+from jacsparse.recurrence.vector import sigmoid, tanh
+from jacsparse.runtime import flushing, run_rows
+from tests.helpers import close, reflections, uniform
+
+KINDS = {
+    "RNN": (jacsparse.nn.RNN, nn.RNN, {}),
+    "RNN relu": (jacsparse.nn.RNN, nn.RNN, {"nonlinearity": "relu"}),
+    "GRU": (jacsparse.nn.GRU, nn.GRU, {}),
+    "LSTM": (jacsparse.nn.LSTM, nn.LSTM, {}),
+}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+SOLUTIONS = [
+    {"schedule": "linear"},
+    {"schedule": "chunked"},
+    {"schedule": "blelloch"},
+    {"schedule": "planned"},
+    {"schedule": "relaxed"},
+    {"schedule": "auto", "forward": "parallel"},
+    {"schedule": "auto", "forward": "relaxed"},
+    {"schedule": "auto", "forward": "newton"},
+]
+FULL, PORTABLE = (os.environ.get("JACSPARSE_TESTS") == name for name in ("full", "portable"))
+ALL = pytest.mark.parametrize("kind", KINDS)
+
+
+def pair(kind: str, *args: Any, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Ours and PyTorch's layer with the same weights."""
+    ours, theirs, more = KINDS[kind]
+    added = {name: options.pop(name) for name in ("schedule", "forward", "chunk") if name in options}
+    # By `auto` PyTorch's kernels would run the small ones.
+    added.setdefault("schedule", "linear")
+    reference = theirs(*args, **more, **options).to(dtype)
+    layer = ours(*args, **more, **options, **added).to(dtype)
+    layer.load_state_dict(reference.state_dict())
+    return layer, reference
+
+
+def padded(output: torch.Tensor | PackedSequence) -> torch.Tensor:
+    return pad_packed_sequence(output)[0] if isinstance(output, PackedSequence) else output
+
+
+def outcome(
+    layer: nn.Module, given: Callable[[], Any], leaves: list[torch.Tensor], hx: Any, loss: str = "all"
+) -> list[torch.Tensor]:
+    """Outputs, last states and the gradients of all leaves and parameters."""
+    output, last = layer(given(), hx)
+    output, last = padded(output), torch.cat(last) if isinstance(last, tuple) else last
+    generator = torch.Generator().manual_seed(7)
+    weigh = lambda tensor: (tensor * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)).sum()  # noqa: E731
+    total = weigh(last) if loss == "last" else weigh(output) + (weigh(last) if loss == "all" else 0)
+    gradients = torch.autograd.grad(total, [*leaves, *layer.parameters()], allow_unused=True)
+    kept = [
+        torch.zeros_like(x) if g is None else g for g, x in zip(gradients, [*leaves, *layer.parameters()], strict=True)
+    ]
+    return [output.detach(), last.detach(), *kept]
+
+
+def compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for ours, reference in zip(found, expected, strict=True):
+        assert ours.shape == reference.shape and ours.dtype == reference.dtype
+        largest = reference.abs().max().item() if reference.numel() else 0.0
+        difference = (ours - reference).abs().max().item() if reference.numel() else 0.0
+        assert difference <= TOLERANCE[ours.dtype] * largest, (ours.shape, difference, largest)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    batch, time = draw(st.integers(1, 9)), draw(st.integers(1, 64))
+    return {
+        "sizes": (draw(st.integers(1, 9)), draw(st.integers(1, 64)), draw(st.integers(1, 3))),
+        "options": {
+            "bias": draw(st.booleans()),
+            "batch_first": draw(st.booleans()),
+            "bidirectional": draw(st.booleans()),
+            "chunk": draw(st.sampled_from([4, 16, 64])),
+            **draw(st.sampled_from(SOLUTIONS)),
+        },
+        "shape": (time, batch),
+        "lengths": draw(st.none() | st.lists(st.integers(1, time), min_size=batch, max_size=batch)),
+        "states": draw(st.booleans()),
+        "loss": draw(st.sampled_from(["all", "outputs", "last"])),
+        "dtype": draw(st.sampled_from([torch.float64, torch.float64, torch.float32])),
+        "seed": draw(st.integers(0, 2**31)),
+    }
+
+
+@ALL
+@given(case=cases())
+@settings(max_examples=200 if FULL else 15 if PORTABLE else 60)
+def test_drawn_layers(kind: str, case: dict[str, Any]) -> None:
+    torch.manual_seed(case["seed"])
+    (features, hidden, layers), dtype, options = case["sizes"], case["dtype"], case["options"]
+    layer, reference = pair(kind, features, hidden, layers, dtype=dtype, **options)
+    time, batch = case["shape"]
+    x = torch.randn(time, batch, features, dtype=dtype, requires_grad=True)
+    leaves, hx = [x], None
+    if case["states"]:
+        directions = layers * (2 if options["bidirectional"] else 1)
+        parts = [torch.randn(directions, batch, hidden, dtype=dtype, requires_grad=True) for _ in range(2)]
+        parts = parts if kind == "LSTM" else parts[:1]
+        leaves, hx = [x, *parts], tuple(parts) if kind == "LSTM" else parts[0]
+
+    def given() -> Any:
+        laid = x.transpose(0, 1) if options["batch_first"] else x
+        if case["lengths"] is None:
+            return laid
+        return pack_padded_sequence(laid, case["lengths"], options["batch_first"], enforce_sorted=False)
+
+    compare(outcome(layer, given, leaves, hx, case["loss"]), outcome(reference, given, leaves, hx, case["loss"]))
+
+
+@ALL
+def test_a_single_sequence(kind: str) -> None:
+    layer, reference = pair(kind, 3, 7, 2, bidirectional=True)
+    x = torch.randn(11, 3, dtype=torch.float64, requires_grad=True)
+    parts = [torch.randn(4, 7, dtype=torch.float64) for _ in range(2)]
+    for hx in (None, tuple(parts) if kind == "LSTM" else parts[0]):
+        compare(outcome(layer, lambda: x, [x], hx), outcome(reference, lambda: x, [x], hx))
+
+
+@ALL
+def test_an_empty_batch(kind: str) -> None:
+    layer, _ = pair(kind, 3, 5, 2)
+    output, last = layer(torch.zeros(4, 0, 3, dtype=torch.float64))
+    assert output.shape == (4, 0, 5) and (last[0] if kind == "LSTM" else last).shape == (2, 0, 5)
+    output.sum().backward()
+    assert all(not parameter.grad.any() for parameter in layer.parameters())
+
+
+@ALL
+def test_packed_without_an_order_given(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4)
+    steps = [torch.randn(n, 3, dtype=torch.float64) for n in (5, 4, 4, 1)]
+    compare(
+        outcome(layer, lambda: pack_sequence(steps), [], None),
+        outcome(reference, lambda: pack_sequence(steps), [], None),
+    )
+
+
+@ALL
+def test_dropout_between_layers(kind: str) -> None:
+    layer, reference = pair(kind, 3, 6, 3, dropout=0.4)
+    x = torch.randn(5, 4, 3, dtype=torch.float64, requires_grad=True)
+    found = []
+    for run in (layer, reference):
+        torch.manual_seed(3)
+        found.append(outcome(run, lambda: x, [x], None))
+    # One seed draws one mask.
+    compare(*found)
+    layer.eval(), reference.eval()
+    compare(outcome(layer, lambda: x, [x], None), outcome(reference, lambda: x, [x], None))
+
+
+@ALL
+def test_state_dicts_go_both_ways(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4, 2, bidirectional=True)
+    assert list(layer.state_dict()) == list(reference.state_dict())
+    reference.load_state_dict(layer.state_dict())
+    assert isinstance(layer, type(reference))
+    torch.manual_seed(1)
+    ours = KINDS[kind][0](3, 4, **KINDS[kind][2])
+    torch.manual_seed(1)
+    theirs = KINDS[kind][1](3, 4, **KINDS[kind][2])
+    # Initialised alike, too.
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@ALL
+def test_frozen_weights_and_inputs(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4, 2)
+    for run in (layer, reference):
+        run.weight_hh_l0.requires_grad_(False)
+        run.bias_ih_l1.requires_grad_(False)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    for run in (layer, reference):
+        run(x)[0].square().sum().backward()
+    for ours, theirs in zip(layer.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            close(ours.grad, theirs.grad, 1e-10)
+
+
+@ALL
+def test_no_grad_keeps_nothing(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    with torch.no_grad():
+        output, _ = layer(x)
+        close(output, reference(x)[0], 1e-12)
+    assert not output.requires_grad and output.grad_fn is None
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+def test_gates_are_kept_only_for_a_backward_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jacsparse.recurrence import layer_autograd as _function
+
+    rows: list[int] = []
+    solve = _function.solve_forward
+
+    def spy(*args: Any) -> Any:
+        rows.append(len(args[5].gates))
+        return solve(*args)
+
+    monkeypatch.setattr(_function, "solve_forward", spy)
+    layer, _ = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    layer(x)
+    with torch.no_grad():
+        layer(x)
+    assert rows == [12, 0]
+
+
+@ALL
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_hooks_and_anomaly_mode(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
+    for run in (layer, reference):
+        run.weight_hh_l0.register_hook(lambda gradient: gradient * 3)
+        run.register_forward_hook(lambda _m, _i, output: (output[0] * 2, output[1]))
+    with torch.autograd.detect_anomaly(check_nan=True):
+        compare(outcome(layer, lambda: x, [x], None), outcome(reference, lambda: x, [x], None))
+
+
+@ALL
+def test_gradient_checkpointing(kind: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layer, _ = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), [x, *layer.parameters()])
+    for reentrant in (False, True):
+        output = checkpoint(lambda given: layer(given)[0], x, use_reentrant=reentrant)
+        output.square().sum().backward()
+        for ours, reference in zip([x, *layer.parameters()], expected, strict=True):
+            close(ours.grad, reference, 1e-12)
+            ours.grad = None
+
+
+@ALL
+def test_gradients_of_gradients_are_refused(kind: str) -> None:
+    layer, _ = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
+    first = torch.autograd.grad(layer(x)[0].sum(), [x, *layer.parameters()], create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"cannot be differentiated twice; use torch\.nn's layers"):
+        torch.autograd.grad(first[0].square().sum(), layer.weight_hh_l0)
+    with pytest.raises(NotImplementedError, match="cannot be differentiated twice"):
+        first[2].square().sum().backward()
+
+
+def test_compiled_around() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = jacsparse.nn.GRU(3, 5), nn.Linear(5, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.relu(self.rnn(x * 2)[0])).sum()
+
+    model = Model()
+    x = torch.randn(4, 2, 3)
+    compiled = torch.compile(model, backend="eager")
+    expected, found = torch.autograd.grad(model(x), list(model.parameters())), None
+    found = torch.autograd.grad(compiled(x), list(model.parameters()))
+    for ours, reference in zip(found, expected, strict=True):
+        close(ours, reference, 1e-6)
+
+
+@ALL
+def test_compiled_anew_too_often(kind: str) -> None:
+    """Frames that the compiler gives up are run as they are; those that they call are not."""
+    layer, _ = pair(kind, 3, 5, dtype=torch.float32, schedule="auto")
+    torch._dynamo.reset()
+    compiled = torch.compile(nn.Sequential(layer), backend="eager")
+    with torch._dynamo.config.patch(cache_size_limit=1):
+        for steps in (1, 5, 40, 600, 50, 2):
+            for batch in (2, 3):
+                x = torch.randn(steps, batch, 3)
+                assert torch.equal(compiled(x)[0], layer(x)[0])
+
+
+class Tagger(nn.Module):
+    """A recurrent layer within a model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(layer.hidden_size, 2, dtype=layer.weight_hh_l0.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x)[0])
+
+
+@ALL
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_and_traced(kind: str, strict: bool) -> None:
+    layer, _ = pair(kind, 3, 4)
+    model, x = Tagger(layer), torch.randn(5, 2, 3, dtype=torch.float64)
+    if strict and not hasattr(torch.compiler, "is_exporting"):
+        pytest.skip("PyTorch 2.6 exports subclasses of its recurrent layers with strict=False alone")
+    program = torch.export.export(model, (x,), strict=strict)
+    close(program.module()(x), model(x), 1e-12)
+    if not strict:
+        close(torch.jit.trace(model, (x,))(x + 1), model(x + 1), 1e-12)
+
+
+@ALL
+def test_jacobians_of_models_with_layers(kind: str) -> None:
+    layer, _ = pair(kind, 3, 4, batch_first=True)
+    model, x = Tagger(layer), torch.randn(2, 5, 3, dtype=torch.float64)
+    assert not jacsparse.verify(model, x).failed
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    found, expected = (
+        torch.autograd.grad(run(own).square().sum(), [own, *model.parameters()])
+        for run, own in zip((jacsparse.nn.Scan(model), model), given, strict=True)
+    )
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, 1e-10)
+
+
+@ALL
+def test_what_other_transforms_say(kind: str) -> None:
+    layer, _ = pair(kind, 3, 4)
+    model, x = Tagger(layer), torch.randn(5, 2, 3, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.jacrev .*, use torch\.nn's layers .*convert"):
+        torch.func.jacrev(model)(x)
+    with pytest.raises(NotImplementedError, match=r"no derivative in forward mode; use torch\.nn's layers .*convert"):
+        torch.func.hessian(lambda given: model(given).sum())(x)
+    with pytest.raises(TypeError, match=r"torch\.jit\.script cannot compile a jacsparse\.nn\.\w+; script .*convert"):
+        torch.jit.script(model)
+    assert type(model.layer) is type(layer)
+
+
+@ALL
+def test_converted_models(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4, 2, bidirectional=True)
+    model = nn.ModuleDict({"one": nn.Sequential(reference), "same": reference, "other": nn.Linear(2, 2)})
+    names, parameters = list(model.state_dict()), list(model.parameters())
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    expected = reference(x)[0]
+    assert jacsparse.nn.convert(model, schedule="chunked") is model
+    ours = model["same"]
+    assert type(ours) is type(layer) and model["one"][0] is ours and ours.schedule == "chunked"
+    close(ours(x)[0], expected, 1e-12)
+    assert jacsparse.nn.convert(model, to="torch")["same"].__class__ is type(reference)
+    assert model["one"][0] is model["same"]
+    assert model["same"].__dict__.keys() == reference.__dict__.keys()
+    close(model["same"](x)[0], expected, 0)
+    assert list(model.state_dict()) == names
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert type(jacsparse.nn.convert(reference)) is type(layer)
+
+
+@ALL
+def test_hooks_of_converted_layers_can_be_removed(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4)
+    calls: list[str] = []
+    handle = reference.register_forward_hook(lambda *_: calls.append("hook"))
+    ours = jacsparse.nn.convert(reference)
+    handle.remove()
+    ours(torch.zeros(2, 1, 3, dtype=torch.float64))
+    handle = layer.register_forward_pre_hook(lambda *_: calls.append("hook"))
+    theirs = jacsparse.nn.convert(layer, to="torch")
+    theirs(torch.zeros(2, 1, 3, dtype=torch.float64))
+    handle.remove()
+    theirs(torch.zeros(2, 1, 3, dtype=torch.float64))
+    assert calls == ["hook"]
+
+
+@ALL
+def test_subclasses_and_parametrised_layers_stay(kind: str) -> None:
+    layer, _ = pair(kind, 3, 4)
+
+    class Doubled(type(layer)):  # type: ignore[misc]
+        def forward(self, *args: Any) -> Any:
+            return 2 * super().forward(*args)[0]
+
+    parametrised = nn.utils.parametrizations.spectral_norm(layer, "weight_hh_l0")
+    model = nn.ModuleList([Doubled(3, 4), parametrised])
+    before = list(model)
+    assert all(one is other for one, other in zip(jacsparse.nn.convert(model, to="torch"), before, strict=True))
+    with pytest.raises(TypeError, match=r"weights of the Parametrized.* are parametrised; .*remove_parametrizations"):
+        parametrised.to_torch()
+
+
+@ALL
+def test_weights_of_another_dtype_for_one_call(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4, dtype=torch.float32)
+    weights = {name: weight.double() for name, weight in reference.named_parameters()}
+    x = torch.randn(40, 2, 3, dtype=torch.float64)
+    found, expected = (torch.func.functional_call(run, weights, (x,))[0] for run in (layer, reference))
+    close(found, expected, 1e-10)
+
+
+@ALL
+@pytest.mark.parametrize("steps", [5, 70])
+def test_weights_that_do_not_fit(kind: str, steps: int) -> None:
+    """Kernels read as many as there should be."""
+    layer, _ = pair(kind, 3, 4, dtype=torch.float32)
+    gates, x = len(layer.bias_hh_l0), torch.randn(steps, 2, 3)
+    for name, shape in (("weight_hh_l0", (gates, 3)), ("weight_ih_l0", (4, 2)), ("bias_hh_l0", (1,))):
+        with pytest.raises(ValueError, match=rf"{name} has shape .*; expected \("):
+            torch.func.functional_call(layer, {name: torch.full(shape, 0.1)}, (x,))
+    with pytest.raises(TypeError, match=r"weight_hh_l0 is torch\.float64 on cpu, and the input torch\.float32 on cpu"):
+        torch.func.functional_call(layer, {"weight_hh_l0": torch.zeros(gates, 4, dtype=torch.float64)}, (x,))
+
+
+@ALL
+def test_batches_of_gradients_are_refused_in_a_sentence(kind: str) -> None:
+    layer, _ = pair(kind, 3, 4)
+    output = layer(torch.randn(70, 2, 3, dtype=torch.float64))[0]
+    with pytest.raises(NotImplementedError, match=r"is_grads_batched, which use it, use torch.nn's layers"):
+        torch.autograd.grad(output, [layer.weight_hh_l0], torch.randn(2, *output.shape).double(), is_grads_batched=True)
+
+
+def test_gates_may_be_closed() -> None:
+    """A sigmoid far below is zero: else what the gate holds back comes through where that is large."""
+    layer, reference = pair("LSTM", 3, 4, dtype=torch.float32)
+    for run in (layer, reference):
+        with torch.no_grad():
+            run.bias_ih_l0[4:8] = -1e4
+    x, first = torch.randn(2, 1, 3), (torch.zeros(1, 1, 4), torch.full((1, 1, 4), 1e38))
+    close(layer(x, first)[0], reference(x, first)[0], 1e-6)
+
+
+def test_packed_input_of_another_index_type() -> None:
+    packed = pack_padded_sequence(torch.randn(70, 2, 3), torch.tensor([70, 40]))
+    packed = packed._replace(batch_sizes=packed.batch_sizes.int())
+    with pytest.raises(TypeError, match=r"batch_sizes of the packed input are torch\.int32; expected torch\.int64"):
+        jacsparse.nn.GRU(3, 4)(packed)
+
+
+def test_options_set_later_are_looked_at() -> None:
+    layer = jacsparse.nn.GRU(3, 4)
+    other = copy.copy(layer)
+    layer(torch.randn(100, 1, 3))
+    other(torch.randn(5, 1, 3))
+    assert layer.reports[0].methods == ["sequential"] and other.reports[0].methods == ["torch.nn"]
+    layer.chunk = 0
+    with pytest.raises(ValueError, match="chunk is 0; expected a number of steps"):
+        layer(torch.randn(5, 1, 3))
+    for arguments in ({"schedule": "bogus"}, {"forward": "bogus"}, {"chunk": -1}):
+        with pytest.raises(ValueError, match="; expected"):
+            jacsparse.nn.convert(nn.Linear(3, 4), **arguments)
+    with pytest.raises(TypeError, match=r"module is a str; expected a torch.nn.Module"):
+        jacsparse.nn.convert("model")
+
+
+def test_what_is_not_converted() -> None:
+    class Own(nn.GRU):
+        def forward(self, *given: Any) -> Any:
+            return super().forward(*given)
+
+    model = nn.ModuleList([nn.LSTM(3, 4, proj_size=2), Own(3, 4), nn.GRUCell(3, 4), nn.GRU(3, 4)])
+    nn.utils.parametrizations.weight_norm(model[3], "weight_hh_l0")
+    before = list(model)
+    assert all(one is other for one, other in zip(jacsparse.nn.convert(model), before, strict=True))
+    model = nn.Sequential(nn.GRU(3, 4))
+    with pytest.raises(ValueError, match=r"chunk is 0; expected a number of steps"):
+        jacsparse.nn.convert(model, chunk=0)
+    assert type(model[0]) is nn.GRU
+    with pytest.raises(ValueError, match=r"to is 'nn'; expected 'jacsparse' or 'torch'"):
+        jacsparse.nn.convert(model, to="nn")
+
+
+def test_copies_train_by_themselves() -> None:
+    layer = jacsparse.nn.GRU(3, 4, forward="parallel")
+    layer(torch.randn(5, 2, 3))[0].sum().backward()
+    other = copy.deepcopy(layer)
+    other(torch.randn(5, 2, 3))[0].sum().backward()
+    assert torch.equal(other.weight_hh_l0, layer.weight_hh_l0) and other.weight_hh_l0 is not layer.weight_hh_l0
+
+
+def test_the_same_bits_on_any_number_of_threads_and_for_any_batch() -> None:
+    layer = jacsparse.nn.LSTM(3, 20)
+    x, states = torch.randn(50, 33, 3), torch.zeros(1, 33, 20, requires_grad=True)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            output = layer(x, (states, states))[0]
+            found.append((output.detach(), torch.autograd.grad(output.sum(), states)[0]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for result in found for one, other in zip(result, found[0], strict=True))
+    # The kernel's arithmetic for a sample is the same whichever samples it is with.
+    alone = torch.cat([layer(x[:, s : s + 1])[0] for s in range(33)], dim=1)
+    assert (alone - found[0][0]).abs().max() < 1e-6
+
+
+# Elementary functions.
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_activations_are_accurate(dtype: type) -> None:
+    import numba
+
+    @numba.njit(error_model="numpy")
+    def apply(x, first, second):  # type: ignore[no-untyped-def]
+        for i in range(len(x)):
+            first[i], second[i] = tanh(x[i]), sigmoid(x[i])
+
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e30, -1e30]
+    x = np.concatenate([np.linspace(-30, 30, 20001), np.logspace(-20, 1, 2001), -np.logspace(-20, 1, 2001), special])
+    x = x.astype(dtype)
+    first, second = np.empty_like(x), np.empty_like(x)
+    apply(x, first, second)
+    wide = x.astype(np.longdouble)
+    with np.errstate(over="ignore"):
+        for found, expected in ((first, np.tanh(wide)), (second, 1 / (1 + np.exp(-wide)))):
+            ordinary = np.isfinite(x)
+            error = np.abs(found - expected)[ordinary]
+            assert (error <= 2 * np.finfo(dtype).eps * np.abs(expected[ordinary]) + 2 * np.finfo(dtype).tiny).all()
+    assert np.isnan(first[-3]) and np.isnan(second[-3])
+    assert first[-5:-3].tolist() == [1, -1] and second[-5] == 1 and second[-4] < 1e-30
+    assert np.signbit(first[-6])
+
+
+# Parallel solutions.
+
+
+@pytest.mark.parametrize("time", [1000, 10_000])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_few_sweeps_at_the_weights_of_the_beginning(kind: str, time: int) -> None:
+    layer, _ = pair(kind, 20, 20, dtype=torch.float32, forward="parallel", schedule="relaxed")
+    layer(torch.randn(time, 4, 20))[0].sum().backward()
+    assert [report.methods for report in layer.reports] == [["relaxed"], ["relaxed"]]
+    assert all(report.sweeps <= 3 and report.fallback_steps == 0 for report in layer.reports)
+
+
+@torch.no_grad()
+def rescaled(layer: nn.Module, reference: nn.Module, change: str) -> None:
+    weight = reference.weight_hh_l0
+    size = weight.shape[1]
+    if change.startswith("radius"):
+        for block in weight.split(size):
+            block.mul_(float(change.split()[1]) / torch.linalg.eigvals(block).abs().max())
+    elif change == "times 4":
+        weight.mul_(4)
+    else:
+        for block in weight.split(size):
+            block.copy_(0.999 * torch.linalg.qr(torch.randn_like(block))[0])
+    layer.load_state_dict(reference.state_dict())
+
+
+@pytest.mark.parametrize("change", ["radius 1.5", "radius 2.5", "times 4", "orthogonal"])
+@pytest.mark.parametrize("solution", [{"forward": "parallel", "schedule": "relaxed"}, {"forward": "newton"}])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_networks_that_do_not_contract(kind: str, solution: dict[str, str], change: str) -> None:
+    layer, reference = pair(kind, 5, 20, chunk=32, **solution)
+    rescaled(layer, reference, change)
+    # Ours step after step: where a network is chaotic, PyTorch's own rounding leads elsewhere.
+    sequential, _ = pair(kind, 5, 20)
+    sequential.load_state_dict(reference.state_dict())
+    x = (0.5 * torch.randn(300, 3, 5, dtype=torch.float64)).requires_grad_()
+    output, expected = layer(x)[0], sequential(x)[0]
+    gradient, wanted = (torch.autograd.grad(result.sum(), x)[0] for result in (output, expected))
+    report = layer.reports[0]
+    assert report.defects[-1] <= 1e-14 or (report.methods[-1] == "sequential" and report.fallback_steps > 0)
+    close(output, expected, 1e-10)
+    assert (gradient - wanted).abs().max() <= 1e-8 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("change", ["radius 1.5", "radius 2.5", "times 4", "orthogonal"])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_networks_that_do_not_contract_at_full_length(kind: str, change: str) -> None:
+    layer, reference = pair(kind, 5, 20, dtype=torch.float32, forward="parallel", schedule="relaxed")
+    rescaled(layer, reference, change)
+    sequential, _ = pair(kind, 5, 20, dtype=torch.float32, schedule="linear")
+    sequential.load_state_dict(reference.state_dict())
+    x = torch.randn(1000, 3, 5)
+    with torch.no_grad():
+        assert (layer(x)[0] - sequential(x)[0]).abs().max() <= 1e-4
+    report = layer.reports[0]
+    if "sequential" in report.methods:
+        # From the first chunk that had not settled: whole chunks, and what follows them.
+        assert 0 < report.fallback_samples <= 3 and report.fallback_steps % 128 in (
+            0,
+            1000 % 128,
+            2000 % 128,
+            3000 % 128,
+        )
+    else:
+        assert report.fallback_steps == 0 and report.defects[-1] <= 1e-6
+    # The same states, and so the same Jacobians, for both: only the gradients are guessed.
+    layer.forward_method, given = "sequential", x.clone().requires_grad_()
+    found, expected = (torch.autograd.grad(run(given)[0].sum(), given)[0] for run in (layer, sequential))
+    # Some explode, beyond what float32 holds.
+    steps = expected.isfinite().all(dim=2).all(dim=1)
+    assert steps[-100:].all()
+    scale = expected[steps].abs().amax(dim=(1, 2), keepdim=True)
+    assert ((found - expected)[steps].abs() / scale).max() <= 1e-4
+
+
+@pytest.mark.parametrize("change", ["radius 1.5", "radius 2.5", "times 4", "orthogonal"])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_relaxed_gradients_of_networks_that_do_not_contract(kind: str, change: str) -> None:
+    layer, reference = pair(kind, 5, 20, chunk=32, schedule="relaxed")
+    rescaled(layer, reference, change)
+    sequential, _ = pair(kind, 5, 20, schedule="linear")
+    sequential.load_state_dict(reference.state_dict())
+    x = torch.randn(300, 3, 5, dtype=torch.float64, requires_grad=True)
+    gradient, wanted = (torch.autograd.grad(run(x)[0].sum(), x)[0] for run in (layer, sequential))
+    report = layer.reports[1]
+    assert report.methods == ["relaxed", "chunked"] or report.defects[-1] <= 1e-14
+    assert (gradient - wanted).abs().max() <= 1e-10 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_a_nan_in_one_sample_harms_no_other(kind: str) -> None:
+    layer, reference = pair(kind, 3, 8, chunk=16, forward="parallel", schedule="relaxed")
+    x = torch.randn(100, 3, 3, dtype=torch.float64)
+    x[40, 1] = float("nan")
+    outputs = []
+    for run in (layer, reference):
+        given = x.clone().requires_grad_()
+        output, _ = run(given)
+        output[:, [0, 2]].sum().backward()
+        outputs.append((output.detach(), given.grad))
+    (output, gradient), (expected, wanted) = outputs
+    assert torch.equal(output.isnan(), expected.isnan()) and bool(output[40:, 1].isnan().all())
+    for sample in (0, 2):
+        close(output[:, sample], expected[:, sample], 1e-12)
+        close(gradient[:, sample], wanted[:, sample], 1e-10)
+    assert layer.reports[0].fallback_samples == 1
+
+
+@ALL
+def test_pruned_layers_scan_sparse_jacobians(kind: str) -> None:
+    layer, reference = pair(kind, 3, 12, schedule="planned")
+    with torch.no_grad():
+        reference.weight_hh_l0.mul_(torch.rand_like(reference.weight_hh_l0) < 0.05)
+    layer.load_state_dict(reference.state_dict())
+    x = torch.randn(37, 4, 3, dtype=torch.float64, requires_grad=True)
+    compare(outcome(layer, lambda: x, [x], None), outcome(reference, lambda: x, [x], None))
+    assert layer.reports[1].methods == ["planned"]
+
+
+def test_a_warm_start_saves_a_sweep() -> None:
+    layer, reference = pair("GRU", 3, 8, chunk=16, forward="relaxed")
+    x = torch.randn(200, 2, 3, dtype=torch.float64)
+    expected, _ = reference(x)
+    close(layer(x)[0], expected, 1e-12)
+    cold, boundaries = layer.reports[0].sweeps, layer.boundaries
+    close(layer(x, warm=boundaries)[0], expected, 1e-12)
+    assert layer.reports[0].sweeps < cold
+    with pytest.raises(ValueError, match="the warm start holds states"):
+        layer(x[:50], warm=boundaries)
+    with pytest.raises(ValueError, match="warm has 2 entries; expected 1"):
+        layer(x, warm=boundaries * 2)
+
+
+def test_auto_says_what_it_chose() -> None:
+    layer = jacsparse.nn.GRU(3, 4, 2, bidirectional=True)
+    layer(torch.randn(50, 4, 3))[0].sum().backward()
+    backward = [report for report in layer.reports if report.recurrence == "backward"]
+    assert [report.methods for report in backward] == [["linear"]] * 4
+    assert all("4 samples of 50 steps" in report.reason for report in backward)
+    layer(torch.randn(10, 4, 3))[0].sum().backward()
+    assert [report.methods for report in layer.reports] == [["torch.nn"]] * 8
+    assert {report.layer for report in layer.reports} == {"l0", "l0_reverse", "l1", "l1_reverse"}
+    assert all("4 samples of 10 steps" in report.reason for report in layer.reports)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_where_pytorch_is_faster_its_kernels_run(kind: str, dtype: torch.dtype) -> None:
+    x, size = torch.randn(600, 3, 2, dtype=dtype), 8
+    for steps, batch in ((3, 3), (600, 3)):
+        layer, reference = pair(kind, 2, size, dtype=dtype, schedule="auto", bidirectional=True)
+        theirs = steps == 3
+        for inputs in (x[:steps, :batch], pack_sequence(list(x[:steps, :batch].unbind(1)))):
+            states = torch.randn(2, 2, batch, size, dtype=dtype)
+            hx = tuple(states) if kind == "LSTM" else states[0]
+            (found, last), (expected, end) = layer(inputs, hx), reference(inputs, hx)
+            compare([padded(found).detach()], [padded(expected).detach()])
+            close(torch.stack(tuple(last)), torch.stack(tuple(end)), TOLERANCE[dtype])
+            assert (layer.reports[0].methods == ["torch.nn"]) == theirs
+    for module in (layer, reference):
+        module.weight_hh_l0 = nn.Parameter(torch.full_like(module.weight_hh_l0, 0.1))
+    close(layer(x[:3])[0], reference(x[:3])[0], TOLERANCE[dtype])
+    assert layer.reports[0].methods == ["torch.nn"]
+    weights = {name: torch.zeros_like(weight) for name, weight in layer.named_parameters()}
+    swapped = [torch.func.functional_call(module, weights, (x[:3],))[0] for module in (layer, reference)]
+    close(*swapped, TOLERANCE[dtype])
+    # What parametrisations make is made once for each pass.
+    nn.utils.parametrizations.spectral_norm(layer, "weight_hh_l0_reverse")
+    other = copy.deepcopy(layer)
+    other.schedule = "linear"
+    close(layer(x[:100])[0], other(x[:100])[0], TOLERANCE[dtype])
+    assert layer.reports[0].methods == ["sequential"]
+
+
+@ALL
+@pytest.mark.parametrize("options", [{"batch_first": True}, {"num_layers": 2, "dropout": 0.5}, {"bias": False}])
+def test_what_pytorch_runs_is_what_it_gives(kind: str, options: dict[str, Any]) -> None:
+    layer, reference = pair(kind, 2, 5, schedule="auto", **options)
+    for inputs in (torch.randn(4, 3, 2), torch.randn(4, 2), torch.randn(4, 0, 2)):
+        if options.get("batch_first") and not inputs.numel():
+            inputs = inputs.transpose(0, 1)
+        found = []
+        for module in (layer, reference):
+            torch.manual_seed(0)
+            x = inputs.double().requires_grad_()
+            found.append([module(x)[0], *torch.autograd.grad(module(x)[0].sum(), [x, *module.parameters()])])
+        compare(*([tensor.detach() for tensor in each] for each in found))
+        assert layer.reports[0].methods == ["torch.nn"]
+
+
+def test_a_kernel_that_fails_leaves_the_mode_as_it_was() -> None:
+    def fail() -> None:
+        raise ValueError("stopped")
+
+    with pytest.raises(ValueError, match="stopped"):
+        flushing(fail)()
+    assert np.float32(1e-38) * np.float32(0.1) != 0
+
+
+def test_workers_keep_their_mode() -> None:
+    layer, before = jacsparse.nn.RNN(3, 20, schedule="linear"), torch.get_num_threads()
+    together, subnormal = threading.Barrier(4), list[np.float32]()
+
+    def multiply(*_: int) -> None:
+        together.wait(60)
+        subnormal.append(np.float32(1e-38) * np.float32(0.1))
+
+    try:
+        torch.set_num_threads(4)
+        layer(torch.randn(500, 256, 3))[0].sum().backward()
+        # Four ranges for each thread: the barrier lets no thread take more.
+        run_rows(multiply, 10_000 * np.arange(17))
+    finally:
+        torch.set_num_threads(before)
+    assert len(subnormal) == 16 and all(subnormal)
+
+
+def test_adjoints_alone_are_flushed() -> None:
+    blocks = Diagonal(torch.full((2, 1, 1), 1e-30))
+    start = torch.full((1, 1), 1e-9, requires_grad=True)
+    found = jacsparse.linear_recurrence(blocks, torch.zeros(2, 1, 1), start)
+    assert found[0].item() == pytest.approx(1e-39, rel=1e-3)
+
+
+def test_reports_count_as_the_chain_does() -> None:
+    found = {}
+    for schedule in ("linear", "chunked", "blelloch", "relaxed"):
+        layer = jacsparse.nn.GRU(3, 4, schedule=schedule, chunk=10)
+        layer(torch.randn(100, 2, 3))[0].sum().backward()
+        found[schedule] = layer.reports[1].schedule
+    assert found["relaxed"] is None
+    steps = {name: plan.complexity(64).steps for name, plan in found.items() if plan}
+    assert steps == {"linear": 100, "chunked": 28, "blelloch": 11}
+    assert found["chunked"].name == "chunked:10"
+
+
+@ALL
+def test_outputs_and_states_may_be_changed_in_place(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4)
+    found = []
+    for run in (layer, reference):
+        output, last = run(torch.arange(36.0, dtype=torch.float64).reshape(6, 2, 3) / 36)
+        output[3:] = 0
+        torch.relu_(output)
+        for state in last if kind == "LSTM" else (last,):
+            state.mul_(2)
+        found.append(torch.autograd.grad(output.sum() + state.sum(), list(run.parameters())))
+    for ours, theirs in zip(*found, strict=True):
+        close(ours, theirs, 1e-10)
+
+
+@ALL
+def test_functional_gradients(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+
+    def loss(run: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
+        return lambda parameters: torch.func.functional_call(run, parameters, (x,))[0].square().sum()
+
+    found, expected = (torch.func.grad(loss(run))(dict(run.named_parameters())) for run in (layer, reference))
+    for name, gradient in found.items():
+        close(gradient, expected[name], 1e-10)
+    with pytest.raises(NotImplementedError, match=r"no batching rule for torch\.vmap"):
+        torch.func.vmap(lambda sample: layer(sample)[0])(x[None])
+    with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+        torch.func.jvp(lambda given: layer(given)[0], (x,), (x,))
+
+
+@ALL
+def test_autocast_changes_no_digit(kind: str) -> None:
+    layer = KINDS[kind][0](3, 4, schedule="linear", **KINDS[kind][2])
+    x = torch.randn(6, 2, 3, requires_grad=True)
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), [x, *layer.parameters()])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x.bfloat16())[0].dtype == torch.float32
+        found = torch.autograd.grad(layer(x)[0].square().sum(), [x, *layer.parameters()])
+    for ours, reference in zip(found, expected, strict=True):
+        assert torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize("schedule", ["chunked", "chunked:64", "blelloch", "planned"])
+def test_matrices_that_overflow(schedule: str) -> None:
+    layer, reference = pair("RNN", 5, 20, dtype=torch.float32, schedule=schedule)
+    sequential, _ = pair("RNN", 5, 20, dtype=torch.float32, schedule="linear")
+    rescaled(layer, reference, "times 4")
+    sequential.load_state_dict(reference.state_dict())
+    x = torch.randn(1500, 3, 5)
+    # A loss on the first steps: from there on all gradients are zero.
+    found, expected = (torch.autograd.grad(run(x)[0][:50].sum(), list(run.parameters())) for run in (layer, sequential))
+    for ours, theirs in zip(found, expected, strict=True):
+        close(ours, theirs, 1e-4)
+    report = layer.reports[1]
+    assert schedule.startswith(report.methods[0])
+    if len(report.methods) > 1:
+        assert report.methods[1:] == ["sequential"] and report.fallback_steps == 1500 * report.fallback_samples > 0
+
+
+@ALL
+def test_where_auto_chose_to_guess_in_vain(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a machine with many more workers than samples.
+    choice = Choice("relaxed", 2, reason="many workers")
+    monkeypatch.setattr("jacsparse.recurrence.layer_recurrences.choose", lambda *_, **__: choice)
+    layer, reference = pair(kind, 5, 6, bidirectional=True, chunk=2, schedule="auto")
+    rescaled(layer, reference, "times 4")
+    packed = pack_sequence([torch.randn(length, 5).double() for length in (70, 41, 9, 3)])
+    found, expected = (
+        torch.autograd.grad(run(packed)[0].data.sum(), list(run.parameters())) for run in (layer, reference)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        close(ours, theirs, 1e-10)
+    assert any("sequential" in report.methods for report in layer.reports if report.recurrence == "backward")
+
+
+def test_options_are_checked_whenever_they_are_set() -> None:
+    layer, x = jacsparse.nn.GRU(3, 4), torch.randn(5, 2, 3)
+    layer.schedule = "fast"
+    with pytest.raises(ValueError, match="schedule is 'fast'; expected one of auto"):
+        layer(x)
+    layer.schedule, layer.forward_method = "chunked:2", "fast"
+    with pytest.raises(ValueError, match="forward is 'fast'"):
+        layer(x)
+    layer.forward_method = "sequential"
+    with pytest.raises(TypeError, match="warm is no list of tensors"):
+        layer(x, warm=3)
+    layer(x)[0].sum().backward()
+    assert layer.reports[1].chunk == 2
+    assert "chunk=9" in repr(jacsparse.nn.GRU(3, 4, chunk=9)) and "schedule" not in repr(jacsparse.nn.GRU(3, 4))
+
+
+def test_reports_say_whose_they_are_and_are_of_the_last_pass() -> None:
+    layer = jacsparse.nn.GRU(3, 4, 2, bidirectional=True)
+    output = layer(torch.randn(5, 2, 3))[0].sum()
+    for _ in range(3):
+        output.backward(retain_graph=True)
+    names = {(report.recurrence, report.layer) for report in layer.reports}
+    layers = ("l0", "l0_reverse", "l1", "l1_reverse")
+    assert len(layer.reports) == 8 and names == {(way, name) for way in ("forward", "backward") for name in layers}
+
+
+def test_layers_made_of_others() -> None:
+    reference = nn.GRU(3, 4)
+    layer = jacsparse.nn.GRU.of(reference, schedule="chunked")
+    assert all(a is b for a, b in zip(layer.parameters(), reference.parameters(), strict=True))
+    heard: list[str] = []
+    layer.register_forward_hook(lambda *_: heard.append("ours"))
+    reference(torch.randn(5, 2, 3))
+    assert not heard
+    nn.utils.parametrizations.weight_norm(reference, "weight_hh_l0")
+    with pytest.raises(TypeError, match="the weights of the ParametrizedGRU are parametrised"):
+        jacsparse.nn.GRU.of(reference)
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.RNN"):
+        jacsparse.nn.RNN.of(nn.GRU(3, 4))
+
+
+# Bad input.
+
+
+def bad_inputs() -> dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]]:
+    x = torch.randn(5, 2, 3)
+    packed = pack_padded_sequence(x, [5, 2])
+    return {
+        "rank": (lambda run: run(torch.randn(1, 5, 2, 3)), ValueError, r"input has shape \(1, 5, 2, 3\)"),
+        "features": (lambda run: run(torch.randn(5, 2, 4)), ValueError, r"expected \(time, batch, 3\)"),
+        "no steps": (lambda run: run(torch.randn(0, 2, 3)), ValueError, "no steps; expected at least one"),
+        "dtype": (lambda run: run(x.double()), TypeError, "input is torch.float64 and the weights are torch.float32"),
+        "integers": (lambda run: run(x.long()), TypeError, "input is torch.int64"),
+        "device": (lambda run: run(x.to("meta")), ValueError, "input is on meta"),
+        "list": (lambda run: run([1.0]), TypeError, "input is a list"),
+        "sparse": (lambda run: run(x.to_sparse()), TypeError, "input has layout"),
+        "states' shape": (
+            lambda run: run(x, torch.zeros(1, 3, 4)),
+            ValueError,
+            r"hx has shape .*; expected \(1, 2, 4\)",
+        ),
+        "states' dtype": (lambda run: run(x, torch.zeros(1, 2, 4).double()), TypeError, "hx is torch.float64"),
+        "packed features": (
+            lambda run: run(pack_padded_sequence(torch.randn(5, 2, 4), [5, 2])),
+            ValueError,
+            r"input.data has shape \(7, 4\); expected \(steps, 3\)",
+        ),
+        "unsorted packed": (
+            lambda run: run(PackedSequence(packed.data, torch.tensor([1, 2, 2, 1, 1]))),
+            ValueError,
+            r"batch_sizes of the packed input are \[1, 2, 2, 1, 1\]",
+        ),
+        "empty packed": (
+            lambda run: run(PackedSequence(torch.zeros(0, 3), torch.tensor([], dtype=torch.int64))),
+            ValueError,
+            "batch_sizes of the packed input are",
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", bad_inputs())
+def test_bad_inputs(case: str) -> None:
+    call, error, message = bad_inputs()[case]
+    with pytest.raises(error, match=message):
+        call(jacsparse.nn.GRU(3, 4))
+
+
+def test_bad_states_of_lstm() -> None:
+    with pytest.raises(TypeError, match="hx is a Tensor; expected a pair of tensors"):
+        jacsparse.nn.LSTM(3, 4)(torch.randn(5, 2, 3), torch.zeros(1, 2, 4))
+    with pytest.raises(ValueError, match=r"hx\[1\] has shape"):
+        jacsparse.nn.LSTM(3, 4)(torch.randn(5, 2, 3), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 5)))
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="schedule is 'fast'; expected one of auto, linear"):
+        jacsparse.nn.RNN(3, 4, schedule="fast")
+    with pytest.raises(ValueError, match="forward is 'fast'; expected one of sequential, parallel"):
+        jacsparse.nn.GRU(3, 4, forward="fast")
+    with pytest.raises(ValueError, match="chunk is 0; expected a number of steps"):
+        jacsparse.nn.GRU(3, 4, chunk=0)
+    with pytest.raises(ValueError, match=r"proj_size is 2, which is not supported; use torch\.nn\.LSTM"):
+        jacsparse.nn.LSTM(3, 4, proj_size=2)
+    with pytest.raises(ValueError, match="Unknown nonlinearity"):
+        jacsparse.nn.RNN(3, 4, nonlinearity="sine")
+
+
+def equal_steps(cell: Cell, time: int, batch: int, seed: int, dtype: torch.dtype) -> tuple[Weights, Saved]:
+    """Weights, and what a forward pass might have kept, with the same Jacobian at each step.
+
+    With a reflection ``Q`` that is ``Q`` for an RNN, ``(I + Q) / 2`` for a GRU and, for the sum of both of its states'
+    gradients, for an LSTM.
+    """
+    n, rows = 12, time * batch
+    Q = torch.from_numpy(reflections(n, 1, np.random.default_rng(seed))).float()
+    # r, z, n and what is inside n's product; i, f, g, o and c.
+    gates = {"GRU": (1, 0.5, 0, 0), "LSTM": (0.5, 0.5, 0, 1, 0)}.get(cell.mode, ())
+    hidden = torch.cat([Q if gate == len(gates) // 2 else torch.zeros(n, n) for gate in range(cell.gates)]).to(dtype)
+    saved = torch.tensor(gates, dtype=dtype).repeat_interleave(n).expand(rows, -1).contiguous()
+    output = torch.full((rows, n), float(cell.mode == "RNN_RELU"), dtype=dtype)
+    return Weights(hidden, hidden), Saved(output, saved, torch.zeros(batch, n * cell.states, dtype=dtype))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("schedule", ["chunked", "chunked:3", "chunked:32", "blelloch", "planned"])
+@pytest.mark.parametrize("mode", CELLS)
+def test_what_equal_steps_round_does_not_add_up(mode: str, schedule: str, seed: int) -> None:
+    """Up to a bound that is derived where linear recurrences are tested."""
+    time, batch, cell = 5_000, 2, CELLS[mode]
+
+    def solved(schedule: str, dtype: torch.dtype) -> torch.Tensor:
+        weights, saved = equal_steps(cell, time, batch, seed, dtype)
+        rng, shapes = np.random.default_rng(seed), (saved.output.shape, saved.initial.shape)
+        gradients = (uniform(rng, *shape).to(dtype) for shape in shapes)
+        options, sequences = Options(schedule=schedule), Sequences.equal(time, batch)
+        gates, rows, _ = solve_backward(cell, sequences, 1, weights, saved, *gradients, options)
+        assert rows == slice(0, batch * time)
+        return gates.view(time, -1)
+
+    expected = solved("linear", torch.float64)
+    sequential, error = (
+        float((solved(way, torch.float32) - expected).abs().max() / expected.abs().max())
+        for way in ("linear", schedule)
+    )
+    size = 12 * cell.states
+    condition = size**0.5
+    assert error <= 2 * (1 + condition) * sequential + (size + 2) * condition * torch.finfo(torch.float32).eps
+
+
+def forgetful(module: nn.RNNBase) -> nn.RNNBase:
+    """With weights by which a gradient vanishes within twenty steps."""
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if "weight_hh" in name:
+                weight *= 1e-20
+            if "bias" in name:
+                # The gate that keeps a GRU's and an LSTM's state is the second one.
+                weight[module.hidden_size : 2 * module.hidden_size] = -60
+    return module
+
+
+@pytest.mark.parametrize("batch", [1, 11])
+@pytest.mark.parametrize("lengths", ["equal", "packed"])
+@pytest.mark.parametrize("schedule", ["linear", "auto", "relaxed", "chunked"])
+@ALL
+def test_gradients_that_vanish(kind: str, schedule: str, lengths: str, batch: int) -> None:
+    time, size = 150, 5
+    layer, reference = pair(kind, 3, size, bidirectional=True, schedule=schedule, chunk=16)
+    torch.manual_seed(0)
+    forgetful(layer)
+    reference.load_state_dict(layer.state_dict())
+    weights = torch.zeros(time, batch, 2 * size, dtype=torch.float64)
+    # Between the steps that have a gradient it vanishes; and not all samples have one at the same steps.
+    for step, sample in ((140, 0), (70, batch // 2), (69, 0), (3, batch - 1)):
+        weights[step, sample] = torch.randn(2 * size, dtype=torch.float64)
+    steps = torch.randint(1, time + 1, (batch,)) if lengths == "packed" else torch.full((batch,), time)
+    steps[0] = time
+    found = []
+    for module in (layer, reference):
+        x = torch.randn(time, batch, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        x.requires_grad_()
+        given = x if lengths == "equal" else pack_padded_sequence(x, steps, enforce_sorted=False)
+        output = padded(module(given)[0])
+        found.append(torch.autograd.grad((output * weights).sum(), [x, *module.parameters()]))
+    for ours, theirs in zip(*found, strict=True):
+        # Elements as small as they are.
+        assert ((ours - theirs).abs() <= 1e-9 * theirs.abs() + 1e-300).all()
+    assert not found[0][0][100:120].any()
+
+
+@ALL
+def test_gradients_that_vanish_are_zeros_at_once(kind: str) -> None:
+    torch.manual_seed(0)
+    layer, _ = pair(kind, 3, 20, dtype=torch.float32, schedule="linear")
+    x = torch.randn(3000, 3, 3, requires_grad=True)
+    output, _ = layer(x)
+    output[-1].sum().backward()
+    number = torch.finfo(torch.float32)
+    subnormal = (x.grad != 0) & (x.grad.abs() < number.tiny)
+    wide = x.detach().double().requires_grad_()
+    layer.double()(wide)[0][-1].sum().backward()
+    # On their way, and not for long: a step of half a unit in the last place is rounded to none.
+    assert subnormal.any(dim=(1, 2)).sum() < 100
+    # Where the exact gradient is as small: it is a sum over the gates, each of which may have been taken for zero.
+    gates = len(layer.weight_ih_l0)
+    assert (wide.grad[subnormal].abs() < (1 + gates) * number.tiny).all() and not x.grad[:1000].any()
+    # The mode is the caller's again.
+    assert np.float32(1e-40) * np.float32(1) != 0 and bool(torch.tensor(1e-40) * 1 != 0)
+
+
+@ALL
+@pytest.mark.parametrize("schedule", ["linear", "chunked", "relaxed", "blelloch"])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_what_is_no_number_is_seen_where_gradients_vanish(kind: str, schedule: str, value: float) -> None:
+    layer, _ = pair(kind, 3, 5, schedule=schedule, chunk=16)
+    forgetful(layer)
+    x = torch.randn(150, 2, 3, dtype=torch.float64)
+    x[2, 1, 0] = value
+    output, _ = layer(x)
+    output[-1].sum().backward()
+    assert not layer.weight_ih_l0.grad.isfinite().all()

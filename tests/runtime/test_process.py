@@ -1,0 +1,222 @@
+"""What a process sees: light imports, compiled kernels kept, read-only homes, forks and data loaders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jacsparse.runtime import kernels
+from jacsparse.runtime import threads as runtime_threads
+
+ROOT = Path(__file__).parent.parent.parent
+
+PRODUCT = """
+    import numpy as np, torch, jacsparse
+    from jacsparse.spgemm import slots
+    rng = np.random.default_rng(0)
+    a = jacsparse.jacobian_pattern(torch.nn.Conv2d(2, 3, 3), (2, 8, 8))
+    plan = jacsparse.plan_product(a.T, a)
+    values = plan.multiply(rng.standard_normal(a.nnz), rng.standard_normal(a.nnz))
+"""
+
+
+def run(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints, with the checkout on its path."""
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        encoding="utf-8",
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_is_light() -> None:
+    loaded = run("""
+        import sys, jacsparse
+        print(*sorted({"torch", "numba", "cupy", "matplotlib", "scipy"} & set(sys.modules)))
+        jacsparse.schedule.blelloch(21, 2)
+        print("numba" in sys.modules)
+        jacsparse.nn.GRU(2, 3)
+        print("torch._dynamo" in sys.modules)
+    """)
+    assert loaded.split() == ["False", "False"]
+
+
+def test_help_loads_no_library() -> None:
+    code = """
+        import sys
+        sys.argv = ["jacsparse", "--help"]
+        from jacsparse.__main__ import main
+        try:
+            main()
+        except SystemExit:
+            pass
+        print("LOADED", *({"torch", "numba", "numpy", "matplotlib", "cupy"} & set(sys.modules)))
+    """
+    assert run(code).splitlines()[-1] == "LOADED"
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    code = (
+        PRODUCT
+        + """
+    misses = 0
+    for module in (slots, jacsparse.spgemm.symbolic, jacsparse.patterns.convolution):
+        for thing in vars(module).values():
+            misses += sum(getattr(getattr(thing, "stats", None), "cache_misses", {}).values())
+    print(misses)
+    """
+    )
+    environment = {"JACSPARSE_CACHE_DIR": str(tmp_path / "cache")}
+    assert int(run(code, **environment)) > 3
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.nb?")}
+    assert int(run(code, **environment)) == 0
+    assert files and {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.nb?")} == files
+
+
+def _double(first: int, last: int, x: np.ndarray) -> None:
+    x[first:last] *= 2
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_damaged_kernels_are_compiled_again(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "kernel_cache", lambda _: tmp_path)
+
+    def hits() -> int:
+        """How often a new process would find the kernel in the cache."""
+        kernel, x = kernels.kernel(_double), np.ones(3)
+        kernel(0, 2, x)
+        assert x.tolist() == [2, 2, 1]
+        return sum(kernel.stats.cache_hits.values())
+
+    assert [hits(), hits()] == [0, 1]
+    (path,) = tmp_path.rglob(f"*.{suffix}")
+    path.write_bytes(path.read_bytes()[:20])
+    assert [hits(), hits()] == [0, 1]
+
+
+def test_a_disk_that_is_full() -> None:
+    class Full:
+        def load_overload(self, *_: object) -> None:
+            return None
+
+        def save_overload(self, *_: object) -> None:
+            raise OSError("no space left on device")
+
+        def flush(self) -> None:
+            raise AssertionError
+
+    cache = Full()
+    kernels._forgive(cache)
+    assert cache.load_overload() is cache.save_overload() is None
+
+
+def test_an_edited_kernel_gets_a_fresh_cache(tmp_path: Path) -> None:
+    for folder in ("jacsparse", "patterns", "spgemm"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "setup.cfg", tmp_path)
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        sys.path.remove("") if "" in sys.path else None
+        from jacsparse.runtime import __file__ as home, kernel_cache
+        assert home.startswith({str(tmp_path)!r}), home
+        print(*(kernel_cache(f"jacsparse.{{name}}") for name in ("patterns", "spgemm", "recurrence")))
+    """
+    environment = {"JACSPARSE_CACHE_DIR": str(tmp_path / "cache")}
+    before = run(code, **environment).split()
+    with (tmp_path / "spgemm" / "lanes.py").open("a") as file:
+        file.write("\n# edited\n")
+    after = run(code, **environment).split()
+    assert [one != other for one, other in zip(before, after, strict=True)] == [False, True, False]
+
+
+@pytest.mark.parametrize("variable", ["JACSPARSE_CACHE_DIR", "HOME"])
+def test_nowhere_to_keep_kernels(variable: str, tmp_path: Path) -> None:
+    """A path under a file cannot be made, even by root."""
+    (tmp_path / "file").write_text("")
+    environment = {variable: str(tmp_path / "file" / "home"), "XDG_CACHE_HOME": ""}
+    code = (
+        PRODUCT
+        + """
+    from jacsparse.runtime import kernel_cache
+    print(kernel_cache("jacsparse.spgemm"), values.shape == (plan.pattern.nnz,))
+    """
+    )
+    if variable == "HOME":
+        environment["JACSPARSE_CACHE_DIR"] = ""
+    assert run(code, **environment).split() == ["None", "True"]
+
+
+@pytest.mark.parametrize("kind", ["openmp", "plain"])
+def test_an_error_in_a_helping_thread_is_raised(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "plain":
+        monkeypatch.setattr(runtime_threads, "_openmp", lambda: None)
+    elif runtime_threads._openmp() is None:
+        pytest.skip("PyTorch's OpenMP runtime has no GOMP_parallel")
+    together, names = threading.Barrier(2, timeout=10), []
+
+    def task() -> None:
+        together.wait()
+        names.append(threading.get_ident())
+        if threading.get_ident() != main:
+            raise ValueError("of a helper")
+
+    main = threading.get_ident()
+    with pytest.raises(ValueError, match="of a helper"):
+        runtime_threads._on_each(2, task)
+    assert len(set(names)) == 2
+
+
+def test_a_forked_child_computes() -> None:
+    code = (
+        PRODUCT
+        + """
+    import os
+    torch.set_num_threads(2)
+    from jacsparse.runtime import threads
+    threads.SERIAL_WORK = 0
+    big = jacsparse.jacobian_pattern(torch.nn.Conv2d(4, 8, 3), (4, 16, 16))
+    plan = jacsparse.plan_product(big.T, big)
+    x = rng.standard_normal(big.nnz)
+    expected = plan.multiply(x, x)
+    child = os.fork()
+    if child == 0:
+        same = np.array_equal(plan.multiply(x, x), expected)
+        os._exit(0 if same else 1)
+    print(os.waitpid(child, 0)[1])
+    """
+    )
+    assert run(code).split() == ["0"]
+
+
+def test_a_data_loader_with_workers() -> None:
+    code = (
+        PRODUCT
+        + """
+    from torch.utils.data import DataLoader, Dataset
+
+    class Products(Dataset):
+        def __len__(self): return 8
+        def __getitem__(self, number):
+            x = np.random.default_rng(number).standard_normal(a.nnz)
+            return plan.multiply(x, x)
+
+    alone = torch.stack([torch.from_numpy(Products()[n]) for n in range(8)])
+    loaded = torch.cat(list(DataLoader(Products(), batch_size=4, num_workers=2)))
+    print(torch.equal(alone, loaded))
+    """
+    )
+    assert run(code).split() == ["True"]

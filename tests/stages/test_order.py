@@ -1,0 +1,122 @@
+"""The order in which the matrices of a chain are multiplied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from jacsparse.models import build, prune_weights
+from torch import nn
+
+import jacsparse
+from jacsparse.stages import Chains
+from jacsparse.stages.order import Order, best_order
+from tests.helpers import autograd_jacobian
+
+
+class Unit(nn.Module):
+    """A residual unit, and one whose shortcut only moves data."""
+
+    def __init__(self, channels: int, moves: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, channels, 1)
+        )
+        self.moves = moves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) + (x.flip(1) if self.moves else x)
+
+
+def network(wide_end: bool) -> nn.Module:
+    """Few outputs, or more of them than inputs."""
+    torch.manual_seed(3)
+    parts = [nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), Unit(3, False), nn.MaxPool2d(2), Unit(3, True), nn.Tanh()]
+    end = [nn.Upsample(scale_factor=4), nn.Conv2d(3, 2, 3)] if wide_end else [nn.Flatten(), nn.Linear(12, 2)]
+    model = nn.Sequential(*parts, *end).double()
+    prune_weights(model, 0.5)
+    return model
+
+
+#: The price of a dense backward that makes it free, fair or out of the question; and how full a full matrix is.
+@pytest.mark.parametrize("dense", [0.0, 1 / 8, 1e9])
+@pytest.mark.parametrize("full", [0.0, 0.3, 2.0])
+@pytest.mark.parametrize("wide_end", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_order_is_right(
+    monkeypatch: pytest.MonkeyPatch, dense: float, full: float, wide_end: bool, batch: int
+) -> None:
+    monkeypatch.setattr("jacsparse.stages.order.DENSE", dense)
+    monkeypatch.setattr("jacsparse.stages.accumulation.FULL", full)
+    module, x = network(wide_end), torch.randn(batch, 2, 4, 4, dtype=torch.float64)
+    found = jacsparse.jacobian(module, x)
+    assert found.batch == batch and found.pattern == jacsparse.jacobian_pattern(module, (2, 4, 4))
+    for number, sample in enumerate(x):
+        expected = autograd_jacobian(module, sample)
+        assert torch.allclose(found.todense(number), expected, rtol=1e-10, atol=1e-13)
+        inside = torch.from_numpy(found.pattern.to_scipy().toarray())
+        assert not expected[~inside].any()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_way_through_a_chain_is_right(seed: int) -> None:
+    """Orders that no cost would choose: each way to take each interval, drawn."""
+    module, x = network(seed % 2 == 0), torch.randn(2, 2, 4, 4, dtype=torch.float64)
+    chain, (_, records) = Chains(module).of(x)
+    draw = np.random.default_rng(seed)
+
+    def order(first: int, last: int) -> Order:
+        if first == last:
+            return Order("stage", first)
+        how = draw.choice(["product", "through", "from", "backward"])
+        if how == "product":
+            middle = int(draw.integers(first, last))
+            return Order("product", left=order(first, middle), right=order(middle + 1, last))
+        if how == "from":
+            return Order("from", last, left=order(first, last - 1))
+        return Order(how, first, right=order(first + 1, last))
+
+    chosen = order(0, len(chain) - 1)
+    assert str(chosen).count("J") == len(chain)
+    chain.__dict__["order"] = chosen
+    found = chain.jacobian(records, x)
+    assert found.pattern == jacsparse.jacobian_pattern(module, (2, 4, 4))
+    for number, sample in enumerate(x):
+        assert torch.allclose(found.todense(number), autograd_jacobian(module, sample), rtol=1e-10, atol=1e-13)
+
+
+def test_the_order_fits_the_shape() -> None:
+    torch.manual_seed(0)
+    narrowing = nn.Sequential(*(nn.Linear(2 ** (9 - k), 2 ** (8 - k)) for k in range(5)))
+    widening = nn.Sequential(*(nn.Linear(2 ** (4 + k), 2 ** (5 + k)) for k in range(5)))
+    order = best_order(jacsparse.chain(narrowing, (512,)).stages)
+    assert order.stage == 0 or (order.left is not None and order.left.stage == 0)
+    order = best_order(jacsparse.chain(widening, (16,)).stages)
+    assert order.how == "product" and order.right is not None and order.right.stage == 4
+
+
+def test_one_backward_pass_takes_all_that_it_can() -> None:
+    # Ending the pass early costs less for the last stages alone, more for all.
+    order = best_order(jacsparse.chain(build("resnet8").eval(), (3, 32, 32)).stages)
+    assert str(order) == "·".join([*(f"J{number}*" for number in range(1, 11)), "J11"])
+
+
+def test_an_order_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JACSPARSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JACSPARSE_CACHE_MIB", "1")
+    monkeypatch.setattr("jacsparse.runtime.disk_cache.SLOW", 0.0)
+    monkeypatch.setattr("jacsparse.runtime.disk_cache.READ", 1e12)
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), Unit(3, moves=False), nn.Conv2d(3, 2, 3, padding=1))
+
+    def stages(module: nn.Module = module, size: int = 6) -> tuple[jacsparse.Stage, ...]:
+        return jacsparse.chain(module, (2, size, size)).stages
+
+    first = best_order(stages())
+    with monkeypatch.context() as patched:
+        patched.setattr("jacsparse.stages.order._cheapest", lambda _: pytest.fail("worked out again"))
+        assert best_order(stages()) == first
+        for other in (stages(size=7), stages(nn.Sequential(*module, nn.ReLU()))):
+            with pytest.raises(pytest.fail.Exception):
+                best_order(other)
