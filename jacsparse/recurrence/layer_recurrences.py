@@ -13,7 +13,7 @@ from ..schedule import Schedule
 from .cells import Cell, Saved, Weights
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
-from .solvers import CHUNK, Choice, Recurrence, choose, parse, solve
+from .solvers import CHUNK, SOLVERS, Choice, Problem, Recurrence, choose, parse, solve
 from .tree_scan import AffineMaps, SparseMaps
 
 
@@ -173,19 +173,10 @@ def solve_forward(
     options: Options,
 ) -> torch.Tensor:
     """Fill what the forward pass saves; the last states."""
-    name = "linear" if options.forward == "sequential" else options.forward
-    guess = None
-    if name != "linear" and sequences.time > options.chunk:
-        guess = _warm(options.warm, sequences.cut(direction, options.chunk), saved.initial)
-    last, options.boundaries = solve(
-        _States(cell, weights, entered, saved),
-        sequences,
-        direction,
-        saved.initial,
-        Choice(name, options.chunk),
-        options.report("forward", sequences.time),
-        guess=guess,
-    )
+    recurrence, report = _States(cell, weights, entered, saved), options.report("forward", sequences.time)
+    problem = Problem(recurrence, sequences, direction, saved.initial, report, warm=options.warm)
+    last = solve(problem, Choice("linear" if options.forward == "sequential" else options.forward, options.chunk))
+    options.boundaries = problem.boundaries
     return last
 
 
@@ -206,27 +197,8 @@ def solve_backward(
     automatic = choice.name == "auto"
     if automatic:
         choice = choose(sequences, weights.size, weights.hidden, choice.chunk, guesses=True)
-    grad_start, _ = solve(
-        recurrence,
-        sequences,
-        direction,
-        grad_end,
-        choice,
-        options.report("backward", sequences.time),
-        backward=True,
-        fallback=not automatic,
-    )
+    report = options.report("backward", sequences.time)
+    fallback = None if automatic else SOLVERS["chunked"]
+    problem = Problem(recurrence, sequences, direction, grad_end, report, backward=True, fallback=fallback)
+    grad_start = solve(problem, choice)
     return grad_gates, recurrence.rows, grad_start
-
-
-def _warm(warm: torch.Tensor | None, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
-    """First states to begin with: those of an earlier pass where they fit, else zeros."""
-    guess, shape = chunks.guess(edge), (len(chunks.runs), edge.shape[1])
-    if warm is None:
-        return guess
-    if (warm.shape, warm.dtype, warm.device) != (shape, edge.dtype, edge.device):
-        raise ValueError(
-            f"the warm start holds states {tuple(warm.shape)} of {warm.dtype} on {warm.device}; these sequences have "
-            f"{shape} of {edge.dtype} on {edge.device}: pass what a pass over as many steps gave there"
-        )
-    return torch.where((index(chunks.place, edge) > 0)[:, None] & warm.isfinite(), warm, guess)

@@ -15,7 +15,7 @@ from .matrices import Dense, Diagonal, Scaled, Sparse, StepMatrices, checked
 from .once_differentiable import differentiable_once, once
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
-from .solvers import Recurrence, choose, parse, solve
+from .solvers import SOLVERS, Problem, Recurrence, choose, parse, solve
 from .tree_scan import AffineMaps, SparseMaps
 
 _SCHEDULES = ("auto", "linear", "chunked", "blelloch", "relaxed")
@@ -241,5 +241,5 @@ def _solve(
     if choice.name == "auto":
         size, diagonal = recurrence.A.size, recurrence.diagonal
         choice = choose(sequences, size, recurrence.out, choice.chunk, guesses=False, diagonal=diagonal)
-    backward = recurrence.adjoint
-    return solve(recurrence, sequences, direction, start, choice, report, backward=backward, fallback=True)[0]
+    backward, fallback = recurrence.adjoint, SOLVERS["chunked"]
+    return solve(Problem(recurrence, sequences, direction, start, report, backward, fallback=fallback), choice)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from ...schedule import Schedule, blelloch
-from ..reports import Report
-from ..sequences import Sequences
 from .choice import CHUNK, Choice, choose
 from .chunked import Chunked
 from .newton import Newton, Parallel
@@ -58,76 +56,25 @@ def parse(schedule: object, names: Sequence[str] = SCHEDULES, chunk: int = CHUNK
     return Choice(name, number if colon else chunk)
 
 
-def solve(
-    recurrence: Recurrence,
-    sequences: Sequences,
-    direction: int,
-    edge: torch.Tensor,
-    choice: Choice,
-    report: Report,
-    *,
-    backward: bool = False,
-    guess: torch.Tensor | None = None,
-    fallback: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Solve a recurrence from the samples' first states.
-
-    Parameters
-    ----------
-    recurrence : Recurrence
-        The recurrence.
-    sequences : Sequences
-        Its steps.
-    direction : int
-        1, or -1 for a layer that runs from each sample's end.
-    edge : Tensor, (batch, state)
-        The samples' first states.
-    choice : Choice
-        How.
-    report : Report
-        Is told what was done.
-    backward : bool
-        Whether the recurrence goes against `direction`, as that of gradients does.
-    guess : Tensor, optional
-        First states of the chunks to begin guessing with.
-    fallback : bool
-        Whether what does not settle on the host is solved in chunks, not step after step.
-
-    Returns
-    -------
-    tuple of Tensor and (Tensor or None)
-        The last states, ``(batch, state)``, and the chunks' first states that guessing came to.
+def solve(problem: Problem, choice: Choice) -> torch.Tensor:
+    """Solve a problem as chosen: the last states, ``(batch, state)``.
 
     Raises
     ------
     ValueError
         Where the schedule is for another number of stages than there are steps and a first state.
     """
-    stages = sequences.time + 1
+    time, report, solver = problem.sequences.time, problem.report, SOLVERS[choice.name]
+    stages = time + 1
     if choice.schedule is not None and choice.schedule.n != stages:
         raise ValueError(
-            f"the schedule is for {choice.schedule.n} stages, but {sequences.time} steps and a first state are "
-            f"{stages}; make one with n={stages}"
+            f"the schedule is for {choice.schedule.n} stages, but {time} steps and a first state are {stages}; make "
+            f"one with n={stages}"
         )
-    solver, schedule = SOLVERS[choice.name], choice.schedule
     report.chunk, report.reason = choice.chunk, choice.reason
     if isinstance(solver, Tree):
-        report.chunk, schedule = 1, schedule or _blelloch(stages, choice.levels)
-    if sequences.time <= report.chunk:
-        solver = SOLVERS["linear"]
-    problem = Problem(
-        recurrence,
-        sequences,
-        direction,
-        edge,
-        report,
-        report.chunk,
-        schedule,
-        backward,
-        guess,
-        SOLVERS["chunked"] if fallback else None,
-    )
-    return solver.solve(problem), problem.guess
+        report.chunk, problem.schedule = 1, choice.schedule or _blelloch(stages, choice.levels)
+    return (SOLVERS["linear"] if time <= report.chunk else solver).solve(problem)
 
 
 _blelloch = functools.lru_cache(maxsize=16)(blelloch)

@@ -26,7 +26,6 @@ class Chunked(Solver):
     """Chunks of steps, composed one after the other (thesis, section 3.6; Naumov, section 3.3)."""
 
     name = "chunked"
-    affine = True
 
     def solve(self, problem: Problem) -> torch.Tensor:
         chunks, edge = problem.chunks, problem.edge

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..recurrences_cuda import Judged, judge, walk
+from ..recurrences_cuda import walk
 from ..sequences import Chunks, index
 from .chunked import inner_matrices, moves
 from .recurrence import Problem, Solver
@@ -16,7 +16,7 @@ class Newton(Relaxed):
 
     name = "newton"
     progress = 0.5
-    device_sweeps = 8
+    device_sweeps = 9
 
     def following(
         self, problem: Problem, chunks: Chunks, start: torch.Tensor, ends: torch.Tensor, reached: torch.Tensor
@@ -28,24 +28,22 @@ class Newton(Relaxed):
         first = (index(chunks.place, edge) == 0)[:, None]
         return torch.where(solved.isfinite() & ~first, solved, reached)
 
-    def settle_on_device(self, problem: Problem, chunks: Chunks, guess: torch.Tensor) -> tuple[Judged, torch.Tensor]:
+    def following_on_device(
+        self,
+        problem: Problem,
+        chunks: Chunks,
+        start: torch.Tensor,
+        ends: torch.Tensor,
+        again: torch.Tensor,
+        previous: torch.Tensor | None,
+        matrices: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         recurrence, edge = problem.recurrence, problem.edge
-        runs, sample = chunks.runs.on(edge.device), index(chunks.runs.sample, edge)
-        defects = edge.new_empty(self.device_sweeps + 1, len(edge))
-        judged, state, again, previous = Judged.of(guess, edge), guess.clone(), runs.steps, None
-        matrices: torch.Tensor | None = None
-        for number, defect in enumerate(defects):
-            ends, solved = recurrence.run(runs._replace(steps=again), state), None
-            # In the last sweep, what is right is what follows from the run before, whatever Newton's method says.
-            if number < self.device_sweeps:
-                matrices = recurrence.matrices(chunks.runs, edge.dtype, again, matrices)
-                offsets = ends - (guess.unsqueeze(1) @ matrices).squeeze(1)
-                joint = torch.cat([matrices, offsets.unsqueeze(1)], dim=1)
-                solved = walk(chunks, joint, edge, previous=previous)[0]
-                solved = recurrence.limit(solved, edge[sample]).contiguous()
-            judge(chunks, ends, solved, edge, recurrence.least, guess, previous, defect, judged)
-            state, again, previous = judged.start, judged.again, defect
-        return judged, defects
+        matrices = recurrence.matrices(chunks.runs, edge.dtype, again, matrices)
+        offsets = ends - (start.unsqueeze(1) @ matrices).squeeze(1)
+        joint = torch.cat([matrices, offsets.unsqueeze(1)], dim=1)
+        solved = walk(chunks, joint, edge, previous=previous)[0]
+        return recurrence.limit(solved, edge[index(chunks.runs.sample, edge)]).contiguous(), matrices
 
 
 class Parallel(Solver):

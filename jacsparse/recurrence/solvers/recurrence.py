@@ -90,17 +90,17 @@ class Problem:
     edge : Tensor, (batch, state)
         The samples' first states.
     report : Report
-        Is told how it was solved.
-    chunk : int
-        Steps of a chunk.
-    schedule : Schedule or None
-        The products of single steps to execute.
+        Is told how it was solved, and has the steps of a chunk.
     backward : bool
         Whether the recurrence goes against `direction`, as that of gradients does.
-    guess : Tensor or None, (chunks, state)
-        First states of the chunks to begin guessing with, zeros where None; then those that guessing came to.
+    warm : Tensor or None, (chunks, state)
+        First states of the chunks to begin guessing with; zeros where None.
     fallback : Solver or None
         Solves on the host what does not settle; None for step after step, from where it fits.
+    schedule : Schedule or None
+        The products of single steps to execute.
+    boundaries : Tensor or None, (chunks, state)
+        The first states of the chunks that guessing came to.
     """
 
     recurrence: Recurrence
@@ -108,16 +108,16 @@ class Problem:
     direction: int
     edge: torch.Tensor
     report: Report
-    chunk: int
-    schedule: Schedule | None = None
     backward: bool = False
-    guess: torch.Tensor | None = None
+    warm: torch.Tensor | None = None
     fallback: Solver | None = None
+    schedule: Schedule | None = None
+    boundaries: torch.Tensor | None = None
 
     @property
     def chunks(self) -> Chunks:
         """The sequences in chunks."""
-        return self.sequences.cut(self.direction, self.chunk, backward=self.backward)
+        return self.sequences.cut(self.direction, self.report.chunk, backward=self.backward)
 
 
 class Solver(ABC):
@@ -127,12 +127,9 @@ class Solver(ABC):
     ----------
     name : str
         Its name in ``schedule=`` or ``forward=``, and in reports.
-    affine : bool
-        Whether it solves affine recurrences only, as those of gradients are.
     """
 
     name: ClassVar[str]
-    affine: ClassVar[bool] = False
 
     @abstractmethod
     def solve(self, problem: Problem) -> torch.Tensor:

@@ -31,7 +31,8 @@ class Relaxed(Solver):
     progress : float
         Sweeps go on while each leaves at most this share of the largest move.
     device_sweeps : int
-        Sweeps on a device, where all are queued and none is waited for.
+        Sweeps on a device, where all are queued and none is waited for. In the last one, what is right is what follows
+        from the run before, whatever the method makes of it.
     """
 
     name = "relaxed"
@@ -59,16 +60,18 @@ class Relaxed(Solver):
         """
         return reached
 
-    def settle_on_device(self, problem: Problem, chunks: Chunks, guess: torch.Tensor) -> tuple[Judged, torch.Tensor]:
-        """Sweep a fixed number of times, and let the device decide after each which chunks are taken again."""
-        recurrence, edge = problem.recurrence, problem.edge
-        runs, defects = chunks.runs.on(edge.device), edge.new_empty(self.device_sweeps, len(edge))
-        judged, state, again, previous = Judged.of(guess, edge), guess.clone(), runs.steps, None
-        for defect in defects:
-            ends = recurrence.run(runs._replace(steps=again), state)
-            judge(chunks, ends, None, edge, recurrence.least, guess, previous, defect, judged)
-            state, again, previous = judged.start, judged.again, defect
-        return judged, defects
+    def following_on_device(
+        self,
+        problem: Problem,
+        chunks: Chunks,
+        start: torch.Tensor,
+        ends: torch.Tensor,
+        again: torch.Tensor,
+        previous: torch.Tensor | None,
+        matrices: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """As `following`, on a device, None for the states reached; and the chunks' matrices, for the next sweep."""
+        return None, None
 
 
 def settle(problem: Problem, method: Relaxed, instead: Relaxed | None = None) -> torch.Tensor:
@@ -77,23 +80,23 @@ def settle(problem: Problem, method: Relaxed, instead: Relaxed | None = None) ->
     Parameters
     ----------
     problem : Problem
-        Its `guess` becomes the first states that the chunks came to.
+        Gets its `boundaries`.
     method : Relaxed
         Makes each next guess.
     instead : Relaxed, optional
         Makes them on the host once the first method stops helping.
     """
     chunks, edge, report = problem.chunks, problem.edge, problem.report
-    guess = chunks.guess(edge) if problem.guess is None else problem.guess
+    guess = _first_guess(problem, chunks)
     report.methods.append(method.name)
     if on_device(edge):
-        judged, defects = method.settle_on_device(problem, chunks, guess)
-        report.pending, problem.guess = Pending.of(report.methods, judged.steps, defects), guess
+        judged, defects = _sweeps_on_device(problem, chunks, guess, method)
+        report.pending, problem.boundaries = Pending.of(report.methods, judged.steps, defects), guess
         return problem.recurrence.run(left(chunks, edge.device, judged.begin, judged.steps), judged.rest)
     ends, reached, late = _sweeps(problem, chunks, guess, method, instead)
     if late.any() and problem.fallback is not None:
         return problem.fallback.solve(problem)
-    problem.guess = reached
+    problem.boundaries = reached
     last = ends[index(chunks.last, ends)]
     if late.any():
         rest, first = chunks.rest(np.flatnonzero(late.cpu().numpy()))
@@ -101,6 +104,37 @@ def settle(problem: Problem, method: Relaxed, instead: Relaxed | None = None) ->
         report.methods.append("sequential")
         report.fallback_samples, report.fallback_steps = len(rest), int(rest.count.sum())
     return last
+
+
+def _first_guess(problem: Problem, chunks: Chunks) -> torch.Tensor:
+    """First states to begin with: those of an earlier pass where there are any and they are numbers, else zeros."""
+    warm, edge = problem.warm, problem.edge
+    guess = chunks.guess(edge)
+    if warm is None:
+        return guess
+    if (warm.shape, warm.dtype, warm.device) != (guess.shape, edge.dtype, edge.device):
+        raise ValueError(
+            f"the warm start holds states {tuple(warm.shape)} of {warm.dtype} on {warm.device}; these sequences have "
+            f"{tuple(guess.shape)} of {edge.dtype} on {edge.device}: pass what a pass over as many steps gave there"
+        )
+    return torch.where((index(chunks.place, edge) > 0)[:, None] & warm.isfinite(), warm, guess)
+
+
+def _sweeps_on_device(
+    problem: Problem, chunks: Chunks, guess: torch.Tensor, method: Relaxed
+) -> tuple[Judged, torch.Tensor]:
+    """Sweep a fixed number of times; after each sweep the device decides which chunks are taken again."""
+    recurrence, edge = problem.recurrence, problem.edge
+    runs, defects = chunks.runs.on(edge.device), edge.new_empty(method.device_sweeps, len(edge))
+    judged, state, again, previous = Judged.of(guess, edge), guess.clone(), runs.steps, None
+    matrices: torch.Tensor | None = None
+    for sweep, defect in enumerate(defects, 1):
+        ends, following = recurrence.run(runs._replace(steps=again), state), None
+        if sweep < method.device_sweeps:
+            following, matrices = method.following_on_device(problem, chunks, guess, ends, again, previous, matrices)
+        judge(chunks, ends, following, edge, recurrence.least, guess, previous, defect, judged)
+        state, again, previous = judged.start, judged.again, defect
+    return judged, defects
 
 
 def _sweeps(

@@ -45,15 +45,16 @@ def run_chunks(
     recurrence, edge, report = problem.recurrence, problem.edge, problem.report
     last = recurrence.run(chunks.runs, starts)[index(chunks.last, edge)]
     report.sweeps += 2
-    whole, finite = problem.sequences.whole(problem.direction), starts.isfinite().all(dim=1)
+    whole = problem.sequences.whole(problem.direction)
     if on_device(edge):
         if overflowing is None:
             sample, there = index(chunks.runs.sample, edge), whole.on(edge.device)
-            right = finite.new_ones(len(edge)).long().scatter_reduce(0, sample, finite.long(), "amin") > 0
+            finite = starts.isfinite().all(dim=1).long()
+            right = finite.new_ones(len(edge)).scatter_reduce(0, sample, finite, "amin") > 0
             overflowing = left(chunks, edge.device, there.begin, torch.where(right, 0, there.steps))
-        report.pending, report.sweeps = Pending.of(report.methods, overflowing.steps, None), 2
+        report.pending = Pending.of(report.methods, overflowing.steps, None)
         return recurrence.run(overflowing, torch.where((overflowing.steps > 0)[:, None], edge, last))
-    lost = np.unique(chunks.runs.sample[~finite.cpu().numpy()])
+    lost = np.unique(chunks.runs.sample[~starts.isfinite().all(dim=1).numpy()])
     if len(lost):
         place = index(lost, edge)
         last[place] = recurrence.run(whole.take(lost), edge[place])

@@ -19,7 +19,6 @@ class Tree(Solver):
     """A schedule's products of full matrices, of single steps; those of a Blelloch scan by default."""
 
     name = "blelloch"
-    affine = True
     sparse: ClassVar[bool] = False
 
     def solve(self, problem: Problem) -> torch.Tensor:
