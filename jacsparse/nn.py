@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .recurrence import GRU, LSTM, RNN, convert
+from .recurrence import GRU, LSTM, RNN, Recurrent, convert
 from .scan import Scanner, scanned
 from .schedule import Schedule, parse
 from .stages import Chain, Chains, chain, check_input, check_limit
 from .tracing import check_module, is_recording
 
-__all__ = ["GRU", "LSTM", "RNN", "Scan", "convert"]
+__all__ = ["GRU", "LSTM", "RNN", "Recurrent", "Scan", "convert"]
 
 
 class Scan(nn.Module):

@@ -1,18 +1,23 @@
 """Products of matrices with known patterns: planned once, after which only numbers move."""
 
-from . import dense, merge, rowwise, scale, slots  # noqa: F401  (importing a method registers it)
+from .dense import Dense
 from .estimate import KEYS, counts, fresh_keys, spread
-from .methods import METHODS
-from .plan import DEFAULT_MEMORY_LIMIT, ProductPlan, plan_product, planned
+from .merge import Merge
+from .methods import METHODS, Method, Product
+from .plan import ProductPlan, plan_product, planned
+from .rowwise import Rowwise
+from .scale import Scale
+from .slots import Select, Slots
 from .sparse_jacobian import SparseJacobian
 from .sums import SumPlan, plan_sum, sum_pattern
 from .symbolic import meeting, multiply_adds, product_meeting, product_pattern
 from .vectors import matvec
 
 __all__ = [
-    "DEFAULT_MEMORY_LIMIT",
     "KEYS",
     "METHODS",
+    "Method",
+    "Product",
     "ProductPlan",
     "SparseJacobian",
     "SumPlan",
@@ -29,3 +34,6 @@ __all__ = [
     "spread",
     "sum_pattern",
 ]
+
+# ``auto`` tries them in this order.
+METHODS.update({method.name: method for method in (Select, Scale, Dense, Slots, Rowwise, Merge)})

@@ -109,6 +109,7 @@ class Dense(Method):
     """At least one factor is full."""
 
     name = "dense"
+    automatic = True
 
     @classmethod
     def obstacle(cls, product: Product) -> str | None:

@@ -1,9 +1,10 @@
 """The family of methods: ways to compute ``C = A B`` when all three patterns are known.
 
 A method is built once from the patterns (the symbolic phase) and then only moves numbers. All methods have one shape,
-so that a test or a benchmark runs over `METHODS`. Values are C-contiguous arrays ``(nnz, batch)``, or ``(nnz, 1)``
-where all samples share them. Kernels work on rows of `C`, add in the order of A's and B's entries and hold no lock, so
-that results have the same bits on any number of threads and by any method. For two full factors the order is BLAS's.
+so that a test or a benchmark runs over `METHODS`, which ``spgemm/__init__.py`` lists. Values are C-contiguous arrays
+``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them. Kernels work on rows of `C`, add in the order of A's and
+B's entries and hold no lock, so that results have the same bits on any number of threads and by any method. For two
+full factors the order is BLAS's.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ class Method(ABC):
     """One way to multiply."""
 
     name: ClassVar[str]
-
-    def __init_subclass__(cls) -> None:
-        METHODS[cls.name] = cls
+    #: Whether ``auto`` tries it, in the order of `METHODS`.
+    automatic: ClassVar[bool] = False
+    #: Whether one factor's values are winners, as `winners` says.
+    selects: ClassVar[bool] = False
 
     @classmethod
     def obstacle(cls, product: Product) -> str | None:
@@ -65,10 +67,15 @@ class Method(ABC):
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
         """The numeric phase: write all of `c`, which is not empty."""
 
-    @abstractmethod
     def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-        """The numeric phase on a CUDA device, by kernels of its own."""
+        """The numeric phase on a CUDA device."""
+        raise ValueError(f"the method {self.name} has no kernels for CUDA devices; plan with another method")
+
+    @property
+    def winners(self) -> str | None:
+        """The factor whose values are winners, ``a`` or ``b``; None where both are ordinary."""
+        return None
 
 
-#: The methods by name.
+#: The methods by name; the package lists them.
 METHODS: dict[str, type[Method]] = {}

@@ -11,7 +11,6 @@ import torch
 
 from ..patterns import Diagonal, Full, Pattern
 from ..runtime import read_archive, uncompiled, write_archive
-from . import slots
 from .gradients import ProductForm, differentiable_product, wants_gradient
 from .methods import METHODS, Method, Product
 from .operands import result, same_batch, same_device, view
@@ -49,8 +48,8 @@ class ProductPlan:
         self.method = method.name
         self._method = method(product)
         self.nbytes = method.index_nbytes(product)
-        self.selects_left = isinstance(self._method, slots.Select) and self._method.left
-        self.selects_right = isinstance(self._method, slots.Select) and not self._method.left
+        self.selects_left = self._method.winners == "a"
+        self.selects_right = self._method.winners == "b"
 
     @uncompiled
     def multiply(self, a_values: Any, b_values: Any, *, out: Any = None) -> Any:
@@ -256,9 +255,10 @@ def planned(
 
 
 def _best(product: Product, limit: int, winners: bool) -> type[Method]:
-    """The fastest method that applies and fits into the limit."""
-    for name in (*(["select"] if winners else []), "scale", "dense", "slots"):
-        method = METHODS[name]
-        if method.obstacle(product) is None and method.index_nbytes(product) <= limit:
+    """The first method that applies and fits into the limit."""
+    for method in METHODS.values():
+        wanted = method.automatic and (winners or not method.selects)
+        if wanted and method.obstacle(product) is None and method.index_nbytes(product) <= limit:
             return method
+    # It needs the least memory, and always applies.
     return METHODS["rowwise"]

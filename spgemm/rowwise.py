@@ -65,6 +65,7 @@ class Rowwise(Method):
     """Gustavson over a known pattern."""
 
     name = "rowwise"
+    automatic = True
 
     @classmethod
     def index_nbytes(cls, product: Product) -> int:

@@ -38,6 +38,7 @@ class Scale(Method):
     """A diagonal factor scales the other one's rows or columns."""
 
     name = "scale"
+    automatic = True
 
     @classmethod
     def obstacle(cls, product: Product) -> str | None:

@@ -76,6 +76,7 @@ class Slots(Method):
     """A place in C's row for each multiply-add."""
 
     name = "slots"
+    automatic = True
 
     @classmethod
     def _slot_dtype(cls, product: Product) -> np.dtype:
@@ -160,6 +161,7 @@ class Select(Slots):
     """
 
     name = "select"
+    selects = True
 
     @classmethod
     def obstacle(cls, product: Product) -> str | None:
@@ -170,6 +172,10 @@ class Select(Slots):
     def __init__(self, product: Product) -> None:
         super().__init__(product)
         self.left = _selects(product.a.structure)
+
+    @property
+    def winners(self) -> str | None:
+        return "a" if self.left else "b"
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
         batch = c.shape[1]

@@ -1,24 +1,31 @@
-"""Recurrences: cells as fused kernels over runs of steps, linear recurrences, and the schedules that solve both."""
+"""Recurrences: cells as fused kernels over runs of steps, linear recurrences, and the solvers of both."""
 
-from .cells import CELLS, Saved, Weights
-from .layers import GRU, LSTM, RNN, convert
+from .cells import CELLS, Cell, Saved, Weights
+from .layers import GRU, LSTM, RNN, Recurrent, convert
 from .linear import linear_recurrence
 from .matrices import Dense, Diagonal, Scaled, Sparse
 from .reports import Report
 from .sequences import Sequences
-from .solvers import parse
+from .solvers import SOLVERS, Choice, Problem, Recurrence, Solver, parse
 
 __all__ = [
     "CELLS",
     "GRU",
     "LSTM",
     "RNN",
+    "SOLVERS",
+    "Cell",
+    "Choice",
     "Dense",
     "Diagonal",
+    "Problem",
+    "Recurrence",
+    "Recurrent",
     "Report",
     "Saved",
     "Scaled",
     "Sequences",
+    "Solver",
     "Sparse",
     "Weights",
     "convert",

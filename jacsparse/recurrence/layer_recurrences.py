@@ -13,7 +13,7 @@ from ..schedule import Schedule
 from .cells import Cell, Saved, Weights
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
-from .solvers import CHUNK, SOLVERS, Choice, Problem, Recurrence, choose, parse, solve
+from .solvers import CHUNK, SOLVERS, Problem, Recurrence, choose, forward_choice, parse, solve
 from .tree_scan import AffineMaps, SparseMaps
 
 
@@ -24,7 +24,7 @@ class Options:
     Attributes
     ----------
     forward : str
-        One of `FORWARD`.
+        ``sequential``, or a solver's name.
     schedule : Schedule or str
         Of the gradients' recurrence, as `parse` takes it.
     chunk : int
@@ -125,9 +125,9 @@ class _Gradients(Recurrence):
         if not sparse:
             return super().maps(chunks, edge, sparse=False)
         cell, weights, sequences = self.cell, self.weights, chunks.sequences
-        pattern = state_jacobian_pattern(cell.mode, weights.hidden.cpu().numpy() != 0)
         state = cell.state(self.saved, sequences.before(chunks.runs.direction), index(sequences.sample, edge))
         state = {name: tensor.double() for name, tensor in state.items()}
+        pattern = state_jacobian_pattern(cell.mode, weights.hidden.cpu().numpy() != 0)
         values = state_jacobian_values(cell.mode, weights.hidden.double(), pattern, state)
         values = gathered(values, pattern.transposition)
         # In the order in which gradients get to them.
@@ -174,8 +174,9 @@ def solve_forward(
 ) -> torch.Tensor:
     """Fill what the forward pass saves; the last states."""
     recurrence, report = _States(cell, weights, entered, saved), options.report("forward", sequences.time)
-    problem = Problem(recurrence, sequences, direction, saved.initial, report, warm=options.warm)
-    last = solve(problem, Choice("linear" if options.forward == "sequential" else options.forward, options.chunk))
+    choice = forward_choice(options.forward, options.chunk)
+    problem = Problem(recurrence, sequences, direction, saved.initial, choice, report, warm=options.warm)
+    last = solve(problem)
     options.boundaries = problem.boundaries
     return last
 
@@ -199,6 +200,5 @@ def solve_backward(
         choice = choose(sequences, weights.size, weights.hidden, choice.chunk, guesses=True)
     report = options.report("backward", sequences.time)
     fallback = None if automatic else SOLVERS["chunked"]
-    problem = Problem(recurrence, sequences, direction, grad_end, report, backward=True, fallback=fallback)
-    grad_start = solve(problem, choice)
+    grad_start = solve(Problem(recurrence, sequences, direction, grad_end, choice, report, True, fallback=fallback))
     return grad_gates, recurrence.rows, grad_start

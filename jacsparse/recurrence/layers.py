@@ -15,16 +15,18 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
+from ..patterns import UnsupportedOperatorError
 from ..runtime import on_device, uncompiled
 from ..schedule import Schedule
 from ..tracing import is_recording
-from .cells import CELLS
+from .cells import CELLS, Cell
 from .layer_autograd import run_layer
 from .layer_recurrences import Options
 from .recurrences_cuda import LARGEST
+from .reference import recurrent_layer
 from .reports import Report
 from .sequences import Sequences
-from .solvers import CHUNK, FORWARD, parse
+from .solvers import CHUNK, forward_choice, parse
 
 
 class _Range(NamedTuple):
@@ -72,6 +74,9 @@ _OURS = {
 _OURS_FLOAT32 = {**_OURS, "LSTM": _Ranges((), (_Range(512, 32, 1024),))}
 
 
+_OutputAndLast = tuple[torch.Tensor, torch.Tensor]
+
+
 class _Left(NamedTuple):
     """What was left to PyTorch's kernels: so many steps of so many samples, with gradients or without, and where."""
 
@@ -101,8 +106,66 @@ _DTYPES = (torch.float32, torch.float64)
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
-class _Recurrent(nn.RNNBase):
-    """What the layers share: everything but their kind of cell."""
+class Recurrent(nn.RNNBase):
+    """A recurrent layer of any cell: layers of `torch.nn`'s kind, computed by a cell's kernels, or by its steps.
+
+    A subclass says which `cell`, as in the example; `RNN`, `GRU` and `LSTM` have those of `torch.nn`.
+
+    Parameters
+    ----------
+    input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype
+        As `torch.nn.RNN` takes them.
+    schedule, forward, chunk
+        As `RNN` takes them.
+
+    Notes
+    -----
+    A cell without kernels goes through its steps one by one, in PyTorch's operations, on any device.
+
+    Examples
+    --------
+    A minimal gated unit (Zhou and others, 2016), whose candidate is gated after its product:
+
+    >>> import torch
+    >>> class MinimalGatedCell(Cell):
+    ...     mode, gates = "MGU", 2
+    ...
+    ...     def step(self, entered, product, state):
+    ...         (f, n), (of_f, of_n) = entered.chunk(2, dim=1), product.chunk(2, dim=1)
+    ...         f = torch.sigmoid(f + of_f)
+    ...         return state + f * (torch.tanh(n + f * of_n) - state)
+    >>> class MGU(Recurrent):
+    ...     cell = MinimalGatedCell()
+    >>> layer = MGU(3, 20, bidirectional=True, schedule="chunked")
+    >>> output, last = layer(torch.randn(50, 4, 3))
+    >>> output.shape, last.shape
+    (torch.Size([50, 4, 40]), torch.Size([2, 4, 20]))
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        schedule: Schedule | str = "auto",
+        forward: str = "sequential",
+        chunk: int = CHUNK,
+        **options: Any,
+    ) -> None:
+        if self._kind() is not nn.RNNBase:
+            super().__init__(*args, **options)
+        else:
+            # PyTorch knows no other cells: it makes the weights of this one, and we as many gates.
+            super().__init__("RNN_TANH", *args, **options)
+            self.mode, rows = self.cell.mode, self.cell.gates * self.hidden_size
+            for name in self._flat_weights_names:
+                parameter = getattr(self, name)
+                setattr(self, name, nn.Parameter(parameter.new_empty(rows, *parameter.shape[1:])))
+            self.reset_parameters()
+        self._set_up(schedule, forward, chunk)
+
+    @property
+    def cell(self) -> Cell:
+        """What a step computes."""
+        return CELLS[self.mode]
 
     def _set_up(self, schedule: Schedule | str, forward: str, chunk: int) -> None:
         if self.proj_size:
@@ -155,7 +218,9 @@ class _Recurrent(nn.RNNBase):
             Where it is a layer of another kind, or its weights are made of others by a parametrisation.
         """
         kind = cls._kind()
-        if not isinstance(layer, kind) or type(layer).forward not in (kind.forward, _Recurrent.forward):
+        if kind is nn.RNNBase:
+            raise TypeError(f"torch.nn has no layer with the cell of {cls.__name__}; make one by its constructor")
+        if not isinstance(layer, kind) or type(layer).forward not in (kind.forward, Recurrent.forward):
             raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.{kind.__name__}")
         other = _alike(layer, cls)
         other._set_up(schedule, forward, chunk)
@@ -163,7 +228,7 @@ class _Recurrent(nn.RNNBase):
 
     @classmethod
     def _kind(cls) -> type[Any]:
-        """The layer of `torch.nn` whose place it takes."""
+        """The layer of `torch.nn` whose place it takes; RNNBase where there is none."""
         return next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn"))
 
     def to_torch(self) -> nn.RNNBase:
@@ -172,8 +237,10 @@ class _Recurrent(nn.RNNBase):
         Raises
         ------
         TypeError
-            Where its weights are made of others by a parametrisation.
+            Where `torch.nn` has no such layer, or its weights are made of others by a parametrisation.
         """
+        if self._kind() is nn.RNNBase:
+            raise TypeError(f"torch.nn has no layer with the cell of {type(self).__name__}")
         other = _alike(self, self._kind())
         for name in ("schedule", "forward_method", "chunk", "_pass"):
             del other.__dict__[name]
@@ -209,8 +276,13 @@ class _Recurrent(nn.RNNBase):
         them with ``strict=False`` alone, and compiles them as `torch.nn`'s.
         """
         if is_recording() or _is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            return super().forward(input, hx)
+            return super().forward(input, hx) if self.mode in _OPERATORS else self._unrolled(input, hx)
         return self._solved(input, hx, warm)
+
+    def flatten_parameters(self) -> None:
+        """As `torch.nn`'s; cuDNN has nothing to do for other cells."""
+        if self.mode in _OPERATORS:
+            super().flatten_parameters()
 
     @uncompiled
     def _solved(self, input: Any, hx: Any, warm: Sequence[torch.Tensor | None] | None) -> Any:
@@ -226,47 +298,64 @@ class _Recurrent(nn.RNNBase):
             self.__dict__["_pass"] = left
             return self._results(output, last, packed, single)
         sequences = Sequences.equal(steps, batch) if packed is None else Sequences.packed(packed.batch_sizes)
-        x, initial = x.reshape(-1, self.input_size), list(torch.cat(states, dim=2))
         reports: list[Report] = []
         boundaries: list[torch.Tensor | None] = []
-        ends, recurrences = [], self._recurrences()
+
+        def run(
+            x: torch.Tensor, initial: torch.Tensor, direction: int, place: int
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            name = self._recurrences()[place]
+            warm_start = self._warm(warm, place)
+            chosen = Options(self.forward_method, self.schedule, int(self.chunk), warm_start, name, reports)
+            result = run_layer(self.cell, sequences, direction, x, initial, self._parameters_of(name), chosen)
+            boundaries.append(chosen.boundaries)
+            return result
+
+        output, last = self._stacked(x.reshape(-1, self.input_size), states, run)
+        self._pass = _Pass(reports, boundaries)
+        return self._results(output if packed else output.unflatten(0, (steps, batch)), last, packed, single)
+
+    def _unrolled(self, input: Any, hx: Any) -> Any:
+        """As `_solved`, step after step in PyTorch's operations, which can be recorded, exported and traced."""
+        x, _, batch, packed = self._input(input)
+        if packed is not None:
+            raise UnsupportedOperatorError(
+                f"a packed input of {type(self).__name__} cannot be recorded, exported or traced; pass a padded one"
+            )
+        states = self._states(hx, x, batch, None, input.ndim == 2)
+
+        def run(
+            x: torch.Tensor, initial: torch.Tensor, direction: int, place: int
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            parameters = self._parameters_of(self._recurrences()[place])
+            return recurrent_layer(self.cell, x, initial, parameters, reverse=direction < 0)
+
+        return self._results(*self._stacked(x, states, run), None, input.ndim == 2)
+
+    def _stacked(
+        self,
+        x: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        run: Callable[[torch.Tensor, torch.Tensor, int, int], _OutputAndLast],
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The output and the last states of all layers and directions, each of which `run` computes."""
+        initial, ends = torch.cat(tuple(states), dim=2), []
         directions = (1, -1) if self.bidirectional else (1,)
         for layer in range(self.num_layers):
             outputs = []
-            for number, direction in enumerate(directions):
-                place = layer * len(directions) + number
-                chosen = Options(
-                    self.forward_method,
-                    self.schedule,
-                    int(self.chunk),
-                    self._warm(warm, place),
-                    recurrences[place],
-                    reports,
-                )
-                output, end = run_layer(
-                    CELLS[self.mode],
-                    sequences,
-                    direction,
-                    x,
-                    initial[place],
-                    self._parameters_of(recurrences[place]),
-                    chosen,
-                )
+            for place, direction in enumerate(directions, layer * len(directions)):
+                output, end = run(x, initial[place], direction, place)
                 outputs.append(output)
                 ends.append(end)
-                boundaries.append(chosen.boundaries)
-            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
             if self.dropout and self.training and layer < self.num_layers - 1:
                 x = functional.dropout(x, self.dropout)
-        self._pass = _Pass(reports, boundaries)
         size, joint = self.hidden_size, torch.stack(ends)
-        states = [joint.narrow(2, begin, size).contiguous() for begin in range(0, joint.shape[2], size)]
-        output = x if packed is not None else x.reshape(steps, batch, x.shape[1])
-        return self._results(output, states, packed, single)
+        return x, [joint.narrow(2, begin, size).contiguous() for begin in range(0, joint.shape[2], size)]
 
     def _left_to_torch(self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int) -> _Left | None:
         """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
-        if self.schedule != "auto" or self.forward_method != "sequential":
+        if self.schedule != "auto" or self.forward_method != "sequential" or self.mode not in _OURS:
             return None
         if on_device(x):
             return None if self.hidden_size <= LARGEST else _Left(steps, batch, torch.is_grad_enabled(), True)
@@ -330,12 +419,15 @@ class _Recurrent(nn.RNNBase):
         self, hx: Any, x: torch.Tensor, batch: int, packed: PackedSequence | None, single: bool
     ) -> list[torch.Tensor]:
         """First states of each kind, ``(layers · directions, batch, hidden)``."""
-        places, kinds = self.num_layers * (2 if self.bidirectional else 1), 2 if self.mode == "LSTM" else 1
+        places, kinds = self.num_layers * (2 if self.bidirectional else 1), self.cell.states
         if hx is None:
             return [x.new_zeros(places, batch, self.hidden_size)] * kinds
         parts = hx if kinds > 1 else (hx,)
         if not isinstance(parts, (tuple, list)) or len(parts) != kinds:
-            raise TypeError(f"hx is a {type(hx).__name__}; expected a pair of tensors, the hidden and the cell states")
+            expected = "a pair of" if kinds == 2 else f"a tuple of {kinds}"
+            raise TypeError(
+                f"hx is a {type(hx).__name__}; expected {expected} tensors, one for each vector of the state"
+            )
         shape = (places, self.hidden_size) if single else (places, batch, self.hidden_size)
         states = []
         for number, part in enumerate(parts):
@@ -392,8 +484,7 @@ class _Recurrent(nn.RNNBase):
 def _check_options(schedule: object, forward: object, chunk: object) -> None:
     """ValueError where an option is none that `RNN` takes."""
     parse(schedule)
-    if forward not in FORWARD:
-        raise ValueError(f"forward is {forward!r}; expected one of {', '.join(FORWARD)}")
+    forward_choice(forward, CHUNK)
     if not isinstance(chunk, int | np.integer) or isinstance(chunk, bool) or chunk < 1:
         raise ValueError(f"chunk is {chunk!r}; expected a number of steps of at least 1")
 
@@ -509,9 +600,9 @@ def convert(
     return layers.get(module, module)
 
 
-def _counterpart(part: nn.Module) -> type[_Recurrent] | None:
+def _counterpart(part: nn.Module) -> type[Recurrent] | None:
     """Our layer that computes what a layer of `torch.nn` does; None of any other module."""
-    kind: type[_Recurrent] | None = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}.get(type(part))  # type: ignore[call-overload]
+    kind: type[Recurrent] | None = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}.get(type(part))  # type: ignore[call-overload]
     return None if kind is None or part.proj_size else kind
 
 
@@ -529,7 +620,7 @@ def _packed(batch_sizes: torch.Tensor, rows: int) -> tuple[int, int]:
     return len(sizes), sizes[0]
 
 
-class RNN(_Recurrent, nn.RNN):
+class RNN(Recurrent, nn.RNN):
     """`torch.nn.RNN`, ``h_t = tanh(W_ih x_t + b_ih + W_hh h_{t-1} + b_hh)`` or ReLU, by fused kernels and scans.
 
     Takes `torch.nn.RNN`'s arguments, and its state_dict, either way. In float32 and float64, on the CPU and on CUDA
@@ -588,19 +679,8 @@ class RNN(_Recurrent, nn.RNN):
     [['sequential'], ['linear']]
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        schedule: Schedule | str = "auto",
-        forward: str = "sequential",
-        chunk: int = CHUNK,
-        **options: Any,
-    ) -> None:
-        nn.RNN.__init__(self, *args, **options)
-        self._set_up(schedule, forward, chunk)
 
-
-class GRU(_Recurrent, nn.GRU):
+class GRU(Recurrent, nn.GRU):
     """`torch.nn.GRU` (thesis, equations 4.3 and 4.4), with the arguments and attributes that `RNN` adds.
 
     Examples
@@ -612,19 +692,8 @@ class GRU(_Recurrent, nn.GRU):
     (['relaxed'], 2)
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        schedule: Schedule | str = "auto",
-        forward: str = "sequential",
-        chunk: int = CHUNK,
-        **options: Any,
-    ) -> None:
-        nn.GRU.__init__(self, *args, **options)
-        self._set_up(schedule, forward, chunk)
 
-
-class LSTM(_Recurrent, nn.LSTM):
+class LSTM(Recurrent, nn.LSTM):
     """`torch.nn.LSTM` without projections, with the arguments and attributes that `RNN` adds.
 
     Examples
@@ -635,14 +704,3 @@ class LSTM(_Recurrent, nn.LSTM):
     >>> output.shape, c.shape
     (torch.Size([7, 2, 40]), torch.Size([4, 2, 20]))
     """
-
-    def __init__(
-        self,
-        *args: Any,
-        schedule: Schedule | str = "auto",
-        forward: str = "sequential",
-        chunk: int = CHUNK,
-        **options: Any,
-    ) -> None:
-        nn.LSTM.__init__(self, *args, **options)
-        self._set_up(schedule, forward, chunk)

@@ -18,8 +18,6 @@ from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
 from .solvers import SOLVERS, Problem, Recurrence, choose, parse, solve
 from .tree_scan import AffineMaps, SparseMaps
 
-_SCHEDULES = ("auto", "linear", "chunked", "blelloch", "relaxed")
-
 
 @dataclass
 class _Linear(Recurrence):
@@ -154,7 +152,7 @@ def linear_recurrence(
             raise ValueError(f"{name} is on {tensor.device} and b is on {b.device}; move them to one device")
         if tensor.dtype != b.dtype:
             raise TypeError(f"{name} is {tensor.dtype} and b is {b.dtype}; convert one of them")
-    parse(schedule, _SCHEDULES)
+    parse(schedule, "linear")
     states: torch.Tensor = _Recurrence.apply(A.form, -1 if reverse else 1, schedule, reports, b, start, *A.tensors)
     return states
 
@@ -230,7 +228,7 @@ def _solve(
 ) -> torch.Tensor:
     """Fill ``recurrence.out``; the last state, or the gradient of the first one."""
     time, batch = recurrence.out.shape[:2]
-    choice = parse(schedule, _SCHEDULES)
+    choice = parse(schedule, "linear")
     report = Report("backward" if recurrence.adjoint else "forward", time)
     if reports is not None:
         reports.append(report)
@@ -242,4 +240,4 @@ def _solve(
         size, diagonal = recurrence.A.size, recurrence.diagonal
         choice = choose(sequences, size, recurrence.out, choice.chunk, guesses=False, diagonal=diagonal)
     backward, fallback = recurrence.adjoint, SOLVERS["chunked"]
-    return solve(Problem(recurrence, sequences, direction, start, report, backward, fallback=fallback), choice)
+    return solve(Problem(recurrence, sequences, direction, start, choice, report, backward, fallback=fallback))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
+
+from .cells import Cell
 
 
 def linear_recurrence(A: torch.Tensor, b: torch.Tensor, h0: torch.Tensor, *, reverse: bool = False) -> torch.Tensor:
@@ -18,3 +21,41 @@ def linear_recurrence(A: torch.Tensor, b: torch.Tensor, h0: torch.Tensor, *, rev
         state = (A[step] @ state.unsqueeze(-1)).squeeze(-1) + b[step]
         states.append(state)
     return torch.stack(states[::-1] if reverse else states)
+
+
+def recurrent_layer(
+    cell: Cell,
+    x: torch.Tensor,
+    initial: torch.Tensor,
+    parameters: tuple[torch.Tensor | None, ...],
+    *,
+    reverse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer in one direction of time, step after step in PyTorch's operations.
+
+    Parameters
+    ----------
+    cell : Cell
+        What a step computes.
+    x : Tensor, (time, batch, features)
+        The input.
+    initial : Tensor, (batch, states · size)
+        The states before the first steps.
+    parameters : tuple of Tensor or None
+        The input's weight and the hidden one, and their biases.
+    reverse : bool
+        Whether the last step is the first.
+
+    Returns
+    -------
+    output : Tensor, (time, batch, size)
+    last : Tensor, (batch, states · size)
+    """
+    weight, hidden, bias, hidden_bias = parameters
+    assert weight is not None and hidden is not None
+    outputs, state, size = [], initial, hidden.shape[1]
+    for step in range(len(x) - 1, -1, -1) if reverse else range(len(x)):
+        entered = functional.linear(x[step], weight, bias)
+        state = cell.step(entered, functional.linear(state[:, :size], hidden, hidden_bias), state)
+        outputs.append(state[:, :size])
+    return torch.stack(outputs[::-1] if reverse else outputs), state

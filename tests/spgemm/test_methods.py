@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jacsparse.patterns import Diagonal, Full, Identity, Pooling, Sliding
-from jacsparse.spgemm import METHODS, matvec, meeting, multiply_adds, product_meeting, product_pattern
+from jacsparse.spgemm import METHODS, Method, Product, matvec, meeting, multiply_adds, product_meeting, product_pattern
 from jacsparse.spgemm import plan as _plan
 from jacsparse.spgemm import plan_cache as _cache
 
@@ -64,13 +64,8 @@ def looped(a: Pattern, b: Pattern, a_values: np.ndarray, b_values: np.ndarray, c
     )
 
 
-@pytest.mark.parametrize("method", [*sorted(METHODS), "auto"])
-@given(pair=factors(), batches=BATCHES, dtype=dtypes, seed=st.integers(0, 2**31))
-@settings(max_examples=100)
-def test_method_equals_loop(
-    method: str, pair: tuple[Pattern, Pattern], batches: tuple[int, int], dtype: type, seed: int
-) -> None:
-    a, b = pair
+def check_method(method: str, a: Pattern, b: Pattern, batches: tuple[int, int], dtype: type, seed: int) -> None:
+    """Compare a method with the loop, where it applies."""
     rng = np.random.default_rng(seed)
     try:
         plan = plan_product(a, b, method=method)
@@ -80,12 +75,60 @@ def test_method_equals_loop(
     assert plan.method == method or method == "auto"
     a_values, b_values = values_of(rng, a, batches[0], dtype), values_of(rng, b, batches[1], dtype)
     expected = looped(a, b, a_values, b_values, plan.pattern)
-    found = plan.multiply(a_values, b_values)
-    assert found.dtype == dtype and found.shape == expected.shape
+    product = plan.multiply(a_values, b_values)
+    assert product.dtype == dtype and product.shape == expected.shape
     scale = np.abs(expected).max(initial=1.0)
-    assert np.abs(found - expected).max(initial=0.0) <= (1e-5 if dtype == np.float32 else 1e-13) * scale
-    out = np.full_like(found, np.nan)
-    assert plan.multiply(a_values, b_values, out=out) is out and np.array_equal(out, found)
+    assert np.abs(product - expected).max(initial=0.0) <= (1e-5 if dtype == np.float32 else 1e-13) * scale
+    out = np.full_like(product, np.nan)
+    assert plan.multiply(a_values, b_values, out=out) is out and np.array_equal(out, product)
+
+
+@pytest.mark.parametrize("method", [*sorted(METHODS), "auto"])
+@given(pair=factors(), batches=BATCHES, dtype=dtypes, seed=st.integers(0, 2**31))
+@settings(max_examples=100)
+def test_method_equals_loop(
+    method: str, pair: tuple[Pattern, Pattern], batches: tuple[int, int], dtype: type, seed: int
+) -> None:
+    check_method(method, *pair, batches, dtype, seed)
+
+
+class ByScipy(Method):
+    """A new method: SciPy's products of CSR matrices, a sample at a time."""
+
+    name = "scipy"
+
+    @classmethod
+    def index_nbytes(cls, product: Product) -> int:
+        return 0
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+        left, right, pattern = self.product.a, self.product.b, self.product.c
+        for sample in range(c.shape[1]):
+            one, other = (values[:, sample if values.shape[1] > 1 else 0] for values in (a, b))
+            dense = (left.to_scipy(one) @ right.to_scipy(other)).toarray()
+            c[:, sample] = dense[pattern.rows, pattern.indices]
+
+
+@given(pair=factors(), batches=BATCHES, dtype=dtypes, seed=st.integers(0, 2**31))
+@settings(max_examples=50)
+def test_new_method(pair: tuple[Pattern, Pattern], batches: tuple[int, int], dtype: type, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(METHODS, ByScipy.name, ByScipy)
+        check_method("scipy", *pair, batches, dtype, seed)
+
+
+def test_new_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, ByScipy.name, ByScipy)
+    eye = Pattern((2, 2), [0, 1, 2], [0, 1])
+    plan = plan_product(eye, eye, method="scipy", cache=False)
+    with pytest.raises(ValueError, match="the method scipy has no kernels for CUDA devices; plan with another method"):
+        plan._method.multiply_on_device(*[torch.ones(2, 1)] * 3)
+    assert plan_product(eye, eye, cache=False).method != "scipy"
+    with pytest.raises(ValueError, match="scipy"):
+        plan_product(eye, eye, method="none")
 
 
 @given(factors())

@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-
 import torch
 
-from ...schedule import Schedule, blelloch
-from .choice import CHUNK, Choice, choose
+from ...schedule import Schedule
+from .choice import choose
 from .chunked import Chunked
 from .newton import Newton, Parallel
-from .recurrence import Problem, Recurrence, Solver
+from .recurrence import CHUNK, Choice, Problem, Recurrence, Solver
 from .relaxed import Relaxed
 from .sequential import Sequential
 from .tree import Planned, Tree
 
-__all__ = ["CHUNK", "FORWARD", "SCHEDULES", "SOLVERS", "Choice", "Problem", "Recurrence", "choose", "parse", "solve"]
+__all__ = [
+    "CHUNK",
+    "SOLVERS",
+    "Choice",
+    "Problem",
+    "Recurrence",
+    "Solver",
+    "choose",
+    "forward_choice",
+    "parse",
+    "solve",
+]
 
-#: By their names.
+#: The solvers by their names.
 SOLVERS: dict[str, Solver] = {
-    solver.name: solver for solver in (Sequential(), Chunked(), Tree(), Planned(), Relaxed(), Newton(), Parallel())
+    solver.name: solver for solver in (Sequential(), Chunked(), Tree(), Planned(), Parallel(), Relaxed(), Newton())
 }
-#: Names in ``schedule=``, of affine recurrences; ``auto`` chooses one.
-SCHEDULES = ("auto", "linear", "chunked", "blelloch", "planned", "relaxed")
-#: Names in ``forward=``.
-FORWARD = ("sequential", "parallel", "relaxed", "newton")
 
 
-def parse(schedule: object, names: Sequence[str] = SCHEDULES, chunk: int = CHUNK) -> Choice:
+def _names(recurrence: str) -> list[str]:
+    return [name for name, solver in SOLVERS.items() if recurrence in solver.solves]
+
+
+def parse(schedule: object, recurrence: str = "gradients", chunk: int = CHUNK) -> Choice:
     """What a ``schedule=`` argument asks for, with `chunk` steps in a chunk unless it says so, as ``chunked:64``.
+
+    Parameters
+    ----------
+    schedule : object
+        The argument.
+    recurrence : {"gradients", "linear"}
+        What is to be solved.
+    chunk : int
+        Steps of a chunk.
 
     Raises
     ------
     ValueError
-        Where it is neither a Schedule none of `names`.
+        Where it is neither a Schedule nor a name.
 
     Examples
     --------
@@ -42,21 +59,37 @@ def parse(schedule: object, names: Sequence[str] = SCHEDULES, chunk: int = CHUNK
     (64, 2)
     """
     if isinstance(schedule, Schedule):
-        return Choice("linear" if schedule.name == "linear" else "blelloch", chunk, schedule=schedule)
+        return Choice("linear") if schedule.name == "linear" else Choice("blelloch", 1, schedule=schedule)
+    if schedule == "auto":
+        return Choice("auto", chunk)
     name, colon, argument = schedule.partition(":") if isinstance(schedule, str) else ("", "", "")
-    number = int(argument) if argument.isascii() and argument.isdecimal() else -1
-    least = {"chunked": 1, "relaxed": 1, "blelloch": 0}.get(name)
-    if name not in names or (colon and (least is None or number < least)):
+    solver, number = SOLVERS.get(name), int(argument) if argument.isascii() and argument.isdecimal() else None
+    unfit = colon and (solver is None or solver.least is None or number is None or number < solver.least)
+    if solver is None or recurrence not in solver.solves or unfit:
         raise ValueError(
-            f"schedule is {schedule!r}; expected one of {', '.join(names)}; chunked and relaxed also with the steps of "
-            "a chunk, as in chunked:64, and blelloch with its levels, as in blelloch:2; or a Schedule"
+            f"schedule is {schedule!r}; expected one of auto, {', '.join(_names(recurrence))}; chunked and relaxed "
+            "also with the steps of a chunk, as in chunked:64, blelloch with its levels, as in blelloch:2; or a "
+            "Schedule"
         )
-    if name == "blelloch":
-        return Choice(name, chunk, number if colon else None)
-    return Choice(name, number if colon else chunk)
+    return solver.choice(number, chunk)
 
 
-def solve(problem: Problem, choice: Choice) -> torch.Tensor:
+def forward_choice(forward: object, chunk: int) -> Choice:
+    """What a ``forward=`` argument asks for, with `chunk` steps in a chunk.
+
+    Raises
+    ------
+    ValueError
+        Where it is no name.
+    """
+    if forward == "sequential":
+        return SOLVERS["linear"].choice(None, chunk)
+    if forward not in (names := _names("states")):
+        raise ValueError(f"forward is {forward!r}; expected one of sequential, {', '.join(names)}")
+    return SOLVERS[str(forward)].choice(None, chunk)
+
+
+def solve(problem: Problem) -> torch.Tensor:
     """Solve a problem as chosen: the last states, ``(batch, state)``.
 
     Raises
@@ -64,17 +97,11 @@ def solve(problem: Problem, choice: Choice) -> torch.Tensor:
     ValueError
         Where the schedule is for another number of stages than there are steps and a first state.
     """
-    time, report, solver = problem.sequences.time, problem.report, SOLVERS[choice.name]
-    stages = time + 1
-    if choice.schedule is not None and choice.schedule.n != stages:
+    time, choice, report = problem.sequences.time, problem.choice, problem.report
+    if choice.schedule is not None and choice.schedule.n != time + 1:
         raise ValueError(
-            f"the schedule is for {choice.schedule.n} stages, but {time} steps and a first state are {stages}; make "
-            f"one with n={stages}"
+            f"the schedule is for {choice.schedule.n} stages, but {time} steps and a first state are {time + 1}; make "
+            f"one with n={time + 1}"
         )
     report.chunk, report.reason = choice.chunk, choice.reason
-    if isinstance(solver, Tree):
-        report.chunk, problem.schedule = 1, choice.schedule or _blelloch(stages, choice.levels)
-    return (SOLVERS["linear"] if time <= report.chunk else solver).solve(problem)
-
-
-_blelloch = functools.lru_cache(maxsize=16)(blelloch)
+    return SOLVERS["linear" if time <= choice.chunk else choice.name].solve(problem)

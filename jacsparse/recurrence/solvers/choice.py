@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
 from ...runtime import multiprocessors, on_device, thread_count
-from ...schedule import Schedule
 from ..sequences import Sequences
+from .recurrence import Choice
 from .relaxed import Relaxed
-
-#: Steps of a chunk, by default.
-CHUNK = 128
 
 #: Runs of up to 32 elements that one multiprocessor has under way at once: fewer leave it idle, more wait.
 RUNS = 16
@@ -21,30 +17,6 @@ RUNS = 16
 LAUNCH = 30
 #: The steps of a chunk on a device: in fewer a state is not forgotten, more leave less to do side by side.
 SHORTEST, LONGEST = 64, 512
-
-
-class Choice(NamedTuple):
-    """How a recurrence is to be solved.
-
-    Attributes
-    ----------
-    name : str
-        A solver's name, or ``auto``.
-    chunk : int
-        Steps of a chunk.
-    levels : int or None
-        Levels of a Blelloch scan; None for all of them.
-    schedule : Schedule or None
-        The products to execute.
-    reason : str
-        Why ``auto`` chose so.
-    """
-
-    name: str
-    chunk: int = CHUNK
-    levels: int | None = None
-    schedule: Schedule | None = None
-    reason: str = ""
 
 
 def choose(

@@ -18,14 +18,16 @@ import torch
 from ...runtime import on_device
 from ..recurrences_cuda import walk
 from ..sequences import Chunks, DeviceRuns, index
-from .recurrence import Problem, Recurrence, Solver
+from .recurrence import ChunkSolver, Problem, Recurrence
 from .sequential import run_chunks
 
 
-class Chunked(Solver):
+class Chunked(ChunkSolver):
     """Chunks of steps, composed one after the other (thesis, section 3.6; Naumov, section 3.3)."""
 
     name = "chunked"
+    solves = frozenset({"linear", "gradients"})
+    least = 1
 
     def solve(self, problem: Problem) -> torch.Tensor:
         chunks, edge = problem.chunks, problem.edge

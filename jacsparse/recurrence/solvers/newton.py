@@ -7,7 +7,7 @@ import torch
 from ..recurrences_cuda import walk
 from ..sequences import Chunks, index
 from .chunked import inner_matrices, moves
-from .recurrence import Problem, Solver
+from .recurrence import ChunkSolver, Problem
 from .relaxed import Relaxed, settle
 
 
@@ -15,6 +15,7 @@ class Newton(Relaxed):
     """Newton's method on the states at the boundaries: exact at once where the recurrence is affine."""
 
     name = "newton"
+    solves = frozenset({"states"})
     progress = 0.5
     device_sweeps = 9
 
@@ -46,10 +47,11 @@ class Newton(Relaxed):
         return recurrence.limit(solved, edge[index(chunks.runs.sample, edge)]).contiguous(), matrices
 
 
-class Parallel(Solver):
+class Parallel(ChunkSolver):
     """Relaxed sweeps and, on the host, Newton's method once they stop helping."""
 
     name = "parallel"
+    solves = frozenset({"states"})
 
     def solve(self, problem: Problem) -> torch.Tensor:
         return settle(problem, Relaxed(), instead=Newton())

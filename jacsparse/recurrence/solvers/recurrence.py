@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -12,6 +12,33 @@ from ...schedule import Schedule
 from ..reports import Report
 from ..sequences import Chunks, DeviceRuns, Runs, Sequences, index
 from ..tree_scan import AffineMaps, DenseMaps, DiagonalMaps
+
+#: Steps of a chunk, by default.
+CHUNK = 128
+
+
+class Choice(NamedTuple):
+    """How a recurrence is to be solved.
+
+    Attributes
+    ----------
+    name : str
+        A solver's name, or ``auto``.
+    chunk : int
+        Steps of a chunk.
+    levels : int or None
+        Levels of a Blelloch scan; None for all of them.
+    schedule : Schedule or None
+        The products to execute.
+    reason : str
+        Why ``auto`` chose so.
+    """
+
+    name: str
+    chunk: int = CHUNK
+    levels: int | None = None
+    schedule: Schedule | None = None
+    reason: str = ""
 
 
 class Recurrence(ABC):
@@ -89,16 +116,16 @@ class Problem:
         1, or -1 for a layer that runs from each sample's end.
     edge : Tensor, (batch, state)
         The samples' first states.
+    choice : Choice
+        How.
     report : Report
-        Is told how it was solved, and has the steps of a chunk.
+        Is told how it was solved.
     backward : bool
         Whether the recurrence goes against `direction`, as that of gradients does.
     warm : Tensor or None, (chunks, state)
         First states of the chunks to begin guessing with; zeros where None.
     fallback : Solver or None
         Solves on the host what does not settle; None for step after step, from where it fits.
-    schedule : Schedule or None
-        The products of single steps to execute.
     boundaries : Tensor or None, (chunks, state)
         The first states of the chunks that guessing came to.
     """
@@ -107,17 +134,17 @@ class Problem:
     sequences: Sequences
     direction: int
     edge: torch.Tensor
+    choice: Choice
     report: Report
     backward: bool = False
     warm: torch.Tensor | None = None
     fallback: Solver | None = None
-    schedule: Schedule | None = None
     boundaries: torch.Tensor | None = None
 
     @property
     def chunks(self) -> Chunks:
         """The sequences in chunks."""
-        return self.sequences.cut(self.direction, self.report.chunk, backward=self.backward)
+        return self.sequences.cut(self.direction, self.choice.chunk, backward=self.backward)
 
 
 class Solver(ABC):
@@ -127,10 +154,28 @@ class Solver(ABC):
     ----------
     name : str
         Its name in ``schedule=`` or ``forward=``, and in reports.
+    solves : frozenset of {"linear", "gradients", "states"}
+        What it can be asked for: linear recurrences and the gradients of cells, by ``schedule=``, and the states of
+        cells, by ``forward=``.
+    least : int or None
+        The least number that may follow its name, as in ``chunked:64``; None where none may.
     """
 
     name: ClassVar[str]
+    solves: ClassVar[frozenset[str]]
+    least: ClassVar[int | None] = None
+
+    def choice(self, number: int | None, chunk: int) -> Choice:
+        """What its name asks for, followed by a number or None, where chunks have `chunk` steps."""
+        return Choice(self.name, 1, number)
 
     @abstractmethod
     def solve(self, problem: Problem) -> torch.Tensor:
         """Solve a problem, on the device of its first states: the last states, ``(batch, state)``."""
+
+
+class ChunkSolver(Solver):
+    """A solver that cuts sequences into chunks; those of one chunk are solved step after step."""
+
+    def choice(self, number: int | None, chunk: int) -> Choice:
+        return Choice(self.name, chunk if number is None else number)

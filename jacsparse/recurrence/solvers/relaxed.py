@@ -17,13 +17,13 @@ from ...runtime import on_device
 from ..recurrences_cuda import Judged, judge, left, tolerance
 from ..reports import Pending
 from ..sequences import Chunks, index
-from .recurrence import Problem, Solver
+from .recurrence import ChunkSolver, Problem
 
 #: Sweeps after which guessing is given up on the host.
 MOST_SWEEPS = 20
 
 
-class Relaxed(Solver):
+class Relaxed(ChunkSolver):
     """Chunks from guessed states, again from their neighbours' results until they agree.
 
     Attributes
@@ -36,6 +36,8 @@ class Relaxed(Solver):
     """
 
     name = "relaxed"
+    solves = frozenset({"linear", "gradients", "states"})
+    least = 1
     progress: ClassVar[float] = 0.1
     device_sweeps: ClassVar[int] = 4
 

@@ -16,6 +16,7 @@ class Sequential(Solver):
     """Every sample from its first state on, step after step."""
 
     name = "linear"
+    solves = frozenset({"linear", "gradients"})
 
     def solve(self, problem: Problem) -> torch.Tensor:
         report, sequences = problem.report, problem.sequences

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 import torch
 
+from ...schedule import blelloch
 from ..sequences import index
 from ..tree_scan import scan_states
 from .recurrence import Problem, Solver
@@ -19,19 +21,21 @@ class Tree(Solver):
     """A schedule's products of full matrices, of single steps; those of a Blelloch scan by default."""
 
     name = "blelloch"
+    solves = frozenset({"linear", "gradients"})
+    least: ClassVar[int | None] = 0
     sparse: ClassVar[bool] = False
 
     def solve(self, problem: Problem) -> torch.Tensor:
-        chunks, edge = problem.chunks, problem.edge
+        chunks, edge, choice = problem.chunks, problem.edge, problem.choice
+        schedule = choice.schedule or _blelloch(problem.sequences.time + 1, choice.levels)
         problem.report.methods.append(self.name)
-        problem.report.tree = problem.schedule
-        assert problem.schedule is not None
+        problem.report.tree = schedule
         maps = problem.recurrence.maps(chunks, edge, sparse=self.sparse)
         state, batch_axis = edge.double() if maps.axis == 0 else edge.T.double().contiguous(), maps.axis + 1
         samples = max(1, _ELEMENTS * len(edge) // max(1, maps.matrices.numel()))
         states = torch.cat(
             [
-                scan_states(problem.schedule, part, first)
+                scan_states(schedule, part, first)
                 for part, first in zip(maps.split(samples), state.split(samples, batch_axis - 1), strict=True)
             ],
             batch_axis,
@@ -46,4 +50,9 @@ class Planned(Tree):
     """A Blelloch scan of products of sparse matrices, planned once for all steps."""
 
     name = "planned"
+    solves = frozenset({"gradients"})
+    least = None
     sparse = True
+
+
+_blelloch = functools.lru_cache(maxsize=16)(blelloch)

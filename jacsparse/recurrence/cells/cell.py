@@ -1,0 +1,250 @@
+"""What a recurrent cell is: one step, and runs of steps by a loop over it."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from .. import recurrences_cuda
+from ..sequences import DeviceRuns, Runs, index
+from ..vector import padded
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A layer's parameters in one direction, detached."""
+
+    #: ``(gates · size, features)`` and ``(gates · size, size)``.
+    input: torch.Tensor
+    hidden: torch.Tensor
+    #: ``(gates · size,)`` each.
+    bias: torch.Tensor | None = None
+    hidden_bias: torch.Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Elements of the state."""
+        return self.hidden.shape[1]
+
+    @functools.cached_property
+    def columns(self) -> torch.Tensor:
+        """The hidden weight transposed, ``(size, gates · size)``."""
+        return self.hidden.t().contiguous()
+
+    @functools.cached_property
+    def padded(self) -> torch.Tensor:
+        """The hidden weight as kernels of transfers on a device take it."""
+        return recurrences_cuda.padded(self.hidden)
+
+    @functools.cached_property
+    def forward_rows(self) -> np.ndarray:
+        """The hidden weight as forward kernels take it, ``(size, gates · width)``: a row for each state element."""
+        gates, width = self.hidden.shape[0] // max(1, self.size), padded(self.size)
+        if width == self.size:
+            return self.columns.numpy()
+        rows = self.hidden.new_zeros(self.size, gates, width)
+        rows[:, :, : self.size] = self.columns.view(self.size, gates, self.size)
+        return rows.view(self.size, gates * width).numpy()
+
+    @functools.cached_property
+    def backward_rows(self) -> np.ndarray:
+        """The hidden weight as backward kernels take it, ``(gates · width, width)``: a row for each gate element."""
+        gates, width = self.hidden.shape[0] // max(1, self.size), padded(self.size)
+        if width == self.size:
+            return self.hidden.numpy()
+        rows = self.hidden.new_zeros(gates, width, width)
+        rows[:, : self.size, : self.size] = self.hidden.view(gates, self.size, self.size)
+        return rows.view(gates * width, width).numpy()
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What the forward pass saves for the backward pass."""
+
+    #: The hidden state after each step, ``(rows, size)``.
+    output: torch.Tensor
+    #: What the cell saves of each step, ``(rows, saved_vectors · size)``; no rows where no backward pass follows.
+    gates: torch.Tensor
+    #: The state before each sample's first step, ``(batch, states · size)``.
+    initial: torch.Tensor
+
+
+class Cell(ABC):
+    """A kind of recurrent cell, by a loop over its steps, which autograd differentiates one by one.
+
+    A cell knows nothing of schedules: it takes *runs* of steps forward and backward, from the states it is called with.
+
+    Attributes
+    ----------
+    gates : int
+        Matrices of the hidden weight.
+    states : int
+        Vectors of the state, of which the first one is the output.
+    transfers : bool
+        Whether devices have a kernel for `transfer`.
+    """
+
+    gates: ClassVar[int]
+    states: ClassVar[int] = 1
+    transfers: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def mode(self) -> str:
+        """The name of the cell."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether states are finite if the first state and the input's part of the gates are."""
+        return False
+
+    @abstractmethod
+    def step(self, entered: torch.Tensor, product: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The state after a step, by differentiable operations.
+
+        Parameters
+        ----------
+        entered : Tensor, (rows, gates · size)
+            The input's part of the gates, ``W_ih x + b_ih``.
+        product : Tensor, (rows, gates · size)
+            The state's part, ``W_hh h + b_hh``.
+        state : Tensor, (rows, states · size)
+            The state before the step, of which ``h`` is the first vector.
+
+        Returns
+        -------
+        Tensor, (rows, states · size)
+        """
+
+    @property
+    def saved_vectors(self) -> int:
+        """Vectors of each step that the backward pass needs beside the output: what enters it, and the state after."""
+        return self.gates + self.states
+
+    @property
+    def grad_width(self) -> int:
+        """Vectors of each step's gradient of the gates: of the input's part, and of the state's."""
+        return 2 * self.gates
+
+    def enter(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """The input's part of the gates, ``(rows, gates · size)``: one matrix product for all steps."""
+        return functional.linear(x, weights.input, weights.bias)
+
+    def forward(
+        self, runs: Runs | DeviceRuns, entered: torch.Tensor, weights: Weights, start: torch.Tensor, saved: Saved
+    ) -> torch.Tensor:
+        """Take the runs from the states `start` to those that are returned, both ``(runs, states · size)``.
+
+        Writes ``saved.output`` and ``saved.gates`` on the way.
+        """
+        state = start.clone()
+        for active, rows in _steps(runs, start):
+            product = functional.linear(state[active, : weights.size], weights.hidden, weights.hidden_bias)
+            after = self.step(entered[rows], product, state[active])
+            state[active], saved.output[rows] = after, after[:, : weights.size]
+            if len(saved.gates):
+                saved.gates[rows] = torch.cat([entered[rows], after], dim=1)
+        return state
+
+    def backward(
+        self,
+        runs: Runs | DeviceRuns,
+        weights: Weights,
+        saved: Saved,
+        grad_output: torch.Tensor | None,
+        grad_end: torch.Tensor,
+        grad_gates: torch.Tensor | None,
+        reach: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """Take the gradients of the runs' last states back to their first ones, in the dtype of `grad_end`.
+
+        Adds `grad_output`, ``(rows, size)``, on the way, and writes `grad_gates`, ``(rows, grad_width · size)``; either
+        may be left out. How many steps of each run, from its end, have gradients is written to `reach`, int64, on the
+        CPU; those of the gates are then written for no other.
+        """
+        size, dtype, sequences = weights.size, grad_end.dtype, runs.sequences
+        hidden, bias = weights.hidden.to(dtype), weights.hidden_bias
+        bias = None if bias is None else bias.to(dtype)
+        entered, after = saved.gates.split([self.gates * size, self.states * size], dim=1)
+        before = preceding(
+            after, saved.initial, sequences.before(runs.direction), index(sequences.sample, saved.initial)
+        )
+        grad = grad_end.clone()
+        for active, rows in reversed(list(_steps(runs, grad))):
+            grad_after, state = grad[active], before[rows].to(dtype)
+            if grad_output is not None:
+                grad_after[:, :size] += grad_output[rows]
+            product = functional.linear(state[:, :size], hidden, bias)
+            inputs = [part.requires_grad_() for part in (entered[rows].to(dtype), product, state)]
+            with torch.enable_grad():
+                outcome = self.step(*inputs)
+            grads = torch.autograd.grad(outcome, inputs, grad_after, allow_unused=True, materialize_grads=True)
+            grad[active] = grads[2]
+            grad[active, :size] += grads[1] @ hidden
+            if grad_gates is not None:
+                grad_gates[rows] = torch.cat(grads[:2], dim=1)
+        if reach is not None:
+            assert isinstance(runs, Runs)
+            reach[:] = runs.count
+        return grad
+
+    def transfer(
+        self,
+        runs: Runs | DeviceRuns,
+        weights: Weights,
+        saved: Saved,
+        grad_output: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """On a device, by a kernel that not every cell has: what runs do to the gradient of their last state.
+
+        Returns
+        -------
+        Tensor, (runs, size + 1, size)
+            Rows are what comes of unit vectors and, last, of zeros with `grad_output`. It is `out` if there is one, of
+            which runs without steps keep what they have.
+        """
+        raise NotImplementedError(f"the cell {self.mode} has no kernel of transfers")
+
+    def state(self, saved: Saved, before: np.ndarray, sample: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each row's gates and states, as `state_jacobian_values` takes them.
+
+        `before` is the row of each row's previous step, -1 for none, and `sample` each row's sample.
+        """
+        raise ValueError(
+            f"the pattern of a step's Jacobian of the cell {self.mode} is not known; use the schedule blelloch"
+        )
+
+    def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
+        """The nearest states that can be reached from `edge`, both ``(runs, states · size)``."""
+        return states
+
+    def grad_columns(self, size: int) -> tuple[slice, list[slice]]:
+        """The columns of the gates' gradients that belong to the input's part, and those of the state's part."""
+        width = self.gates * size
+        return slice(0, width), [slice(width, 2 * width)]
+
+
+def preceding(states: torch.Tensor, initial: torch.Tensor, before: np.ndarray, sample: torch.Tensor) -> torch.Tensor:
+    """The state before each row: the one of another row, or the sample's first state."""
+    rows = index(before, states)
+    return torch.where((rows < 0)[:, None], initial[sample], states[rows.clamp(min=0)])
+
+
+def _steps(runs: Runs | DeviceRuns, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield for each number of a step the runs that have so many, and the rows in which these have it."""
+    if isinstance(runs, Runs):
+        sample, begin, steps = (index(array, like) for array in (runs.sample, runs.begin, runs.count))
+    else:
+        sample, begin, steps = runs.sample, runs.begin, runs.steps
+    offset = index(runs.sequences.offset, like)
+    for number in range(int(steps.max()) if len(steps) else 0):
+        active = torch.nonzero(steps > number).flatten()
+        yield active, offset[begin[active] + number * runs.direction] + sample[active]

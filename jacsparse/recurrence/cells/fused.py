@@ -1,0 +1,165 @@
+"""Cells whose steps are fused into kernels, which go through runs of consecutive steps, forward and backward.
+
+A *run* is some consecutive steps of one sample in one direction of time: a whole sequence, or a chunk of it. Step ``i``
+of run ``r`` is at time ``t = begin[r] + i * direction``, in row ``offset[t] + sample[r]`` of the arrays that have a row
+for each time and sample, as a `PackedSequence` orders them. Runs come longest first and are taken `together`, at most
+`ROWS`, at a time: those share their passes over the weights, and each one's arithmetic is the same whichever others it
+is with.
+
+Weights are padded: ``w[k, g * width + j]`` is what element ``k`` of the state weighs in element ``j`` of gate ``g``
+(forward), or what element ``k`` of gate ``g``, row ``g * width + k``, weighs in element ``j`` of the state (backward).
+
+Backward kernels compute in the dtype of `grad_end`, whatever the dtypes of the saved states and weights.
+On x86 processors gradients below the smallest normal number become zeros. Steps that no gradient comes to are passed
+over, but for a run's last one: a NaN in an earlier state has reached that one too, and is to be seen. Where `reach` has
+elements, it takes how many steps of each run, from its end, were computed; the gates' gradients of the others are not
+written then, and count as zeros.
+
+All loops over elements are over whole arrays by a plain index, for LLVM to vectorise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ...runtime import inlined, on_device, run_rows
+from .. import recurrences_cuda
+from ..sequences import DeviceRuns, Runs, rows_of
+from ..vector import ROWS, any_nonzero
+from .cell import Cell, Saved, Weights
+
+#: Every so many steps it is looked whether any gradient is left.
+CHECKED = 16
+
+
+@inlined
+def row_of(sample, begin, direction, offset, run, step):
+    """In which row a run's step is."""
+    return offset[begin[run] + step * direction] + sample[run]
+
+
+@inlined
+def scratch(width, like):
+    return np.zeros(ROWS * width, like.dtype)
+
+
+@inlined
+def any_added(added, size, active, sample, begin, count, direction, offset, run, back):
+    """Whether anything is added to the gradients so many steps from the runs' ends."""
+    # No branch and one way out: else Numba counts references to each array at each call.
+    nonzero = False
+    for r in range(active):
+        row = row_of(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
+        nonzero |= any_nonzero(added, row * size, size)
+    return nonzero
+
+
+@inlined
+def write_zeros(written, columns, rows, sample, begin, count, direction, offset, run, since, until):
+    """The gates' gradients between two numbers of steps from the runs' ends, where they are wanted and all are zero."""
+    if len(written):
+        for r in range(rows):
+            for back in range(since, min(until, count[run + r])):
+                row = row_of(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
+                written[row * columns : (row + 1) * columns] = 0
+
+
+@inlined
+def record_reach(reach, written, columns, rows, sample, begin, count, direction, offset, run, reached):
+    """Tell, where that is asked for, how many steps from the runs' ends were reached; else the others are zeros."""
+    if len(reach):
+        for r in range(rows):
+            reach[run + r] = min(reached, count[run + r])
+    else:
+        write_zeros(written, columns, rows, sample, begin, count, direction, offset, run, reached, count[run])
+
+
+class FusedCell(Cell):
+    """A cell with a forward and a backward kernel; on devices they have the cell's name."""
+
+    saved_vectors = 0
+    #: The forward and the backward kernel.
+    kernels: ClassVar[tuple[Any, Any]]
+
+    def enter(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """The input's part of the gates, and the hidden biases where these are added to it."""
+        if weights.bias is None or weights.hidden_bias is None:
+            return x @ weights.input.T
+        return torch.addmm(self.entering_bias(weights.bias, weights.hidden_bias), x, weights.input.T)
+
+    def forward(
+        self, runs: Runs | DeviceRuns, entered: torch.Tensor, weights: Weights, start: torch.Tensor, saved: Saved
+    ) -> torch.Tensor:
+        end = torch.empty_like(start)
+        written = (saved.output, saved.gates) if self.saved_vectors else (saved.output,)
+        self._run("forward", runs, weights, (entered,), (*self.forward_constants(weights), start, *written, end))
+        return end
+
+    def backward(
+        self,
+        runs: Runs | DeviceRuns,
+        weights: Weights,
+        saved: Saved,
+        grad_output: torch.Tensor | None,
+        grad_end: torch.Tensor,
+        grad_gates: torch.Tensor | None,
+        reach: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        grad_start = torch.empty_like(grad_end)
+        after = [*self.backward_constants(), grad_output, grad_end, grad_gates, grad_start]
+        if not on_device(weights.hidden):
+            after.append(np.empty(0, np.int64) if reach is None else reach)
+        self._run("backward", runs, weights, self.history(runs, saved), tuple(after))
+        return grad_start
+
+    def transfer(
+        self,
+        runs: Runs | DeviceRuns,
+        weights: Weights,
+        saved: Saved,
+        grad_output: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        arguments = (*self.history(runs, saved), weights.padded, *self.backward_constants(), grad_output)
+        return recurrences_cuda.transfer(self._name, runs, weights.hidden, weights.size, *arguments, out=out)
+
+    @property
+    def _name(self) -> str:
+        """What the names of its kernels on devices begin with."""
+        return self.mode.partition("_")[0].lower()
+
+    def _run(
+        self, way: str, runs: Runs | DeviceRuns, weights: Weights, before: tuple[Any, ...], after: tuple[Any, ...]
+    ) -> None:
+        """Call a kernel with what it takes before the weights and after them."""
+        if on_device(weights.hidden):
+            matrix = weights.columns if way == "forward" else weights.hidden
+            recurrences_cuda.launch(f"{self._name}_{way}", runs, weights.hidden, weights.size, *before, matrix, *after)
+            return
+        assert isinstance(runs, Runs)
+        kernel, rows = self.kernels[way == "backward"], getattr(weights, f"{way}_rows")
+        first, then = ([rows_of(argument, weights.hidden) for argument in part] for part in (before, after))
+        run_rows(kernel, runs.work(self._step_work(weights.size)), *runs.table, *first, rows, *then)
+
+    def entering_bias(self, bias: torch.Tensor, hidden_bias: torch.Tensor) -> torch.Tensor:
+        """The biases that are added to the input's part of the gates."""
+        return bias + hidden_bias
+
+    def forward_constants(self, weights: Weights) -> tuple[Any, ...]:
+        """The forward kernel's arguments after the weights."""
+        return ()
+
+    def backward_constants(self) -> tuple[Any, ...]:
+        """The backward kernel's arguments after the weights."""
+        return ()
+
+    def history(self, runs: Runs | DeviceRuns, saved: Saved) -> tuple[Any, ...]:
+        """The backward kernel's arguments from the forward pass."""
+        return saved.gates, saved.initial, runs.sequences.edges(runs.direction)
+
+    def _step_work(self, size: int) -> int:
+        """Elementary operations of one step of one sample."""
+        return self.gates * (size * -(-size // 8) + 4 * size)
