@@ -48,8 +48,9 @@ class _AxisMatrixRule(Rule):
     def jacobian(self, call: Call) -> scipy.sparse.csr_array:
         """The matrix at each place of the other axes."""
         before, _, columns, after = split_at_axis(call)
-        matrix = scipy.sparse.kron(scipy.sparse.eye_array(before), self.matrix(columns))
-        jacobian = scipy.sparse.csr_array(scipy.sparse.kron(matrix, scipy.sparse.eye_array(after)))
+        # Without a format, SciPy would store small blocks whole, zeros and all.
+        matrix = scipy.sparse.kron(scipy.sparse.eye_array(before), self.matrix(columns), format="csr")
+        jacobian = scipy.sparse.csr_array(scipy.sparse.kron(matrix, scipy.sparse.eye_array(after), format="csr"))
         jacobian.sort_indices()
         return jacobian
 

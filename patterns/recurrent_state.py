@@ -73,7 +73,7 @@ def state_jacobian_pattern(mode: str, mask: np.ndarray) -> Pattern:
     """
     if mode not in _BLOCKS:
         raise ValueError(f"mode is {mode!r}; expected one of {', '.join(_BLOCKS)}")
-    gates = {"GRU": 3, "LSTM": 4}.get(mode, 1)
+    gates = _gates(mode)
     if mask.ndim != 2 or mask.shape[0] != gates * mask.shape[1]:
         raise ValueError(f"mask has shape {mask.shape}; expected ({gates} · H, H), as weight_hh_l0 of {mode}")
     size, parts = mask.shape[1], 2 if mode == "LSTM" else 1
@@ -113,13 +113,13 @@ def state_jacobian_values(
     GRU: thesis, equation 4.4.
     """
     size = weight.shape[1]
-    weights = weight.reshape(-1, size, size)
+    weights = weight.reshape(_gates(mode), size, size)
     rows, columns = (torch.from_numpy(indices.astype(np.int64)) for indices in (pattern.rows, pattern.indices))
     vector = next(iter(state.values()))
     values = vector.new_zeros((pattern.nnz, *vector.shape[:-1]))
     for block in _BLOCKS[mode]:
-        place = torch.nonzero((rows // size == block.row) & (columns // size == block.column)).flatten()
-        row, column = rows[place] % size, columns[place] % size
+        place = torch.nonzero((rows // max(1, size) == block.row) & (columns // max(1, size) == block.column)).flatten()
+        row, column = rows[place] - block.row * size, columns[place] - block.column * size
         factors, diagonal = _factors(mode, block, state)
         for gate in block.gates:
             values[place] += (factors[gate][..., row] * weights[gate, row, column]).movedim(-1, 0)
@@ -127,6 +127,11 @@ def state_jacobian_values(
             on_diagonal = row == column
             values[place[on_diagonal]] += diagonal[..., row[on_diagonal]].movedim(-1, 0)
     return values
+
+
+def _gates(mode: str) -> int:
+    """Matrices of the recurrent weight."""
+    return {"GRU": 3, "LSTM": 4}.get(mode, 1)
 
 
 def _factors(

@@ -199,10 +199,10 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(self.blocks(tokens))[:, 0])
 
 
-def _of(name: str, own: Callable[..., nn.Module], **options: Any) -> nn.Module:
+def _of(name: str, build: Callable[..., nn.Module], **options: Any) -> nn.Module:
     if torchvision is not None and name:
         return getattr(torchvision, name)(num_classes=5)  # type: ignore[no-any-return]
-    return own(5, **options)
+    return build(5, **options)
 
 
 #: How each is made, and the shape of its samples.

@@ -51,10 +51,10 @@ def autograd_jacobian(module: nn.Module, sample: torch.Tensor) -> torch.Tensor:
     return rows.reshape(outputs, -1)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     """Assert that a tensor equals its reference to a share of the reference's largest element, zeros exactly."""
-    assert found.shape == expected.shape and found.dtype == expected.dtype
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
     largest = expected.abs().max().item() if expected.numel() else 0.0
-    difference = (found - expected).abs().max().item() if expected.numel() else 0.0
+    difference = (actual - expected).abs().max().item() if expected.numel() else 0.0
     assert difference <= tolerance * largest, f"difference {difference}, largest {largest}"
-    assert bool(((expected != 0) | (found == 0)).all()), "an exact zero of the reference is not zero"
+    assert bool(((expected != 0) | (actual == 0)).all()), "an exact zero of the reference is not zero"

@@ -48,8 +48,8 @@ def test_every_schedule_is_exact(n: int) -> None:
         blocked(n, [0, *cuts], "blocked") for cuts in ([], [1], [n // 2], [n // 3, 2 * n // 3]) if n > 6 or not cuts
     ]
     for schedule in schedules:
-        found = gradients(schedule, matrices, vector)
-        assert len(found) == n and all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+        results = gradients(schedule, matrices, vector)
+        assert len(results) == n and all(np.array_equal(a, b) for a, b in zip(results, expected, strict=True))
         live = {step.out for step in schedule.live_steps()}
         assert all(step.live == (step.out in live) for step in schedule.products)
 
@@ -170,12 +170,12 @@ def test_makespan(n: int, workers: int, levels: int, seed: int) -> None:
     schedule = blelloch(n, levels)
     steps = schedule.live_steps()
     durations = np.random.default_rng(seed).integers(0, 9, len(steps)).astype(float).tolist()
-    found = schedule.makespan(durations, workers)
+    actual = schedule.makespan(durations, workers)
     done: dict[int, float] = {}
     for step, duration in zip(steps, durations, strict=True):
         done[step.out] = duration + max(done.get(step.left, 0.0), done.get(step.right, 0.0))
     longest, even = max(done.values(), default=0.0), sum(durations) / workers
-    assert max(longest, even) - 1e-9 <= found <= longest + even + 1e-9
+    assert max(longest, even) - 1e-9 <= actual <= longest + even + 1e-9
     assert schedule.makespan([1.0] * len(steps), workers) == schedule.complexity(workers).steps
     if steps:
         with pytest.raises(ValueError, match=rf"durations has 0 elements; the schedule has {len(steps)} live steps"):

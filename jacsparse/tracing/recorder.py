@@ -13,6 +13,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -530,7 +531,19 @@ _next_node = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 _CALL = nn.Module._call_impl.__code__
 
-_FOREIGN = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+
+def _folders(package: str) -> list[str]:
+    spec = find_spec(package)
+    return [] if spec is None else list(spec.submodule_search_locations or [])
+
+
+_LIBRARY = __name__.partition(".")[0]
+#: The folders of PyTorch and of this library, some of whose packages lie beside the others in a checkout.
+_FOREIGN = (
+    Path(torch.__file__).parent,
+    Path(__file__).parent.parent,
+    *(Path(folder) for name in ("patterns", "spgemm", "models") for folder in _folders(f"{_LIBRARY}.{name}")),
+)
 
 
 @functools.cache

@@ -45,14 +45,14 @@ class Device:
 
 def device(monkeypatch: pytest.MonkeyPatch, smi: str = "1.2.3, 1980 MHz, 3201 MHz") -> Device:
     """Make PyTorch believe in one for the rest of a test; its memory is the CPU's."""
-    made = Device()
+    gpu = Device()
 
     class Event:
         def __init__(self, enable_timing: bool = False) -> None:
             assert enable_timing
 
         def record(self) -> None:
-            self.time = time.perf_counter() + made.now
+            self.time = time.perf_counter() + gpu.now
 
         def synchronize(self) -> None:
             return
@@ -68,29 +68,29 @@ def device(monkeypatch: pytest.MonkeyPatch, smi: str = "1.2.3, 1980 MHz, 3201 MH
 
     class Graph:
         def replay(self) -> None:
-            made.log.append("replay")
+            gpu.log.append("replay")
 
     @contextlib.contextmanager
     def stream(chosen: Stream) -> Iterator[None]:
-        made.log.append("stream")
+        gpu.log.append("stream")
         yield
-        made.log.append("end of stream")
+        gpu.log.append("end of stream")
 
     @contextlib.contextmanager
     def graph(made_of: Graph, stream: Stream) -> Iterator[None]:
         assert isinstance(made_of, Graph) and isinstance(stream, Stream)
-        made.log.append("capture")
-        made.capturing = True
+        gpu.log.append("capture")
+        gpu.capturing = True
         try:
             yield
         except RuntimeError:
             # As capture_end does: its own error, in the context of the first.
             raise RuntimeError("capture was invalidated")  # noqa: B904
         finally:
-            made.capturing = False
+            gpu.capturing = False
 
     def set_mode(mode: str) -> None:
-        made.mode = mode
+        gpu.mode = mode
 
     properties = types.SimpleNamespace(
         name="Made Up H300", major=9, minor=9, multi_processor_count=7, total_memory=3 * 2**30
@@ -118,4 +118,4 @@ def device(monkeypatch: pytest.MonkeyPatch, smi: str = "1.2.3, 1980 MHz, 3201 MH
     monkeypatch.setattr(subprocess, "run", run)
     # Without what was said before.
     monkeypatch.setattr(_environment, "_nvidia_smi", inspect.unwrap(_environment._nvidia_smi))
-    return made
+    return gpu

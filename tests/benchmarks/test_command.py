@@ -37,9 +37,9 @@ class Dummy(Experiment):
 
     def run(self, context: Context) -> list[Row]:
         ones = torch.ones(10)
-        found = context.times({"add": lambda: ones + ones, "multiply": lambda: ones * ones}, seconds=0.01)
-        slow = Row.timed("multiply", found["multiply"], group="ones", role="peer")
-        fast = Row.timed("add", found["add"], group="ones", floor=context.limits.floor(80))
+        actual = context.times({"add": lambda: ones + ones, "multiply": lambda: ones * ones}, seconds=0.01)
+        slow = Row.timed("multiply", actual["multiply"], group="ones", role="peer")
+        fast = Row.timed("add", actual["add"], group="ones", floor=context.limits.floor(80))
         fast = replace(fast, comparisons=compare("multiply / add", slow, fast, at_least=1e-9))
         return [fast, slow, Row.missing("a peer | of ours", "pip install peer", group="ones")]
 

@@ -37,12 +37,12 @@ from tests.cuda.harness import emulated
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Device:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device(monkeypatch)
 
 
 @pytest.fixture
-def context(made: Device, monkeypatch: pytest.MonkeyPatch) -> Context:
+def context(gpu: Device, monkeypatch: pytest.MonkeyPatch) -> Context:
     """To measure on the made-up device, whose memory is the CPU's."""
     monkeypatch.setattr(Context, "limits", Limits(1e10, 1e11))
     monkeypatch.setattr(Context, "place", "cpu")
@@ -70,13 +70,13 @@ class CupyMatrix:
         return self.matrix
 
 
-def test_blocks_fill_the_time_between_two_events(made: Device) -> None:
+def test_blocks_fill_the_time_between_two_events(gpu: Device) -> None:
     calls: list[int] = []
 
     def call() -> None:
         calls.append(1)
         # Of the device's time.
-        made.now += 2e-3
+        gpu.now += 2e-3
 
     times, runs = block_times(call, 0.02)
     # One to see how long it takes, and then blocks of three.
@@ -84,50 +84,50 @@ def test_blocks_fill_the_time_between_two_events(made: Device) -> None:
     assert len(times) == 4 and all(time == pytest.approx(2e-3, rel=0.2) for time in times)
 
 
-def test_a_call_that_takes_no_time_ends(made: Device) -> None:
+def test_a_call_that_takes_no_time_ends(gpu: Device) -> None:
     times, runs = block_times(lambda: None, 1e-6)
     assert times and runs >= len(times) and min(times) > 0
 
 
-def test_a_capture_warms_up_on_its_stream_and_replays_run_nothing(made: Device) -> None:
+def test_a_capture_warms_up_on_its_stream_and_replays_run_nothing(gpu: Device) -> None:
     def make() -> Callable[[], None]:
-        made.log.append("make")
-        return lambda: made.log.append(f"run {made.mode}")
+        gpu.log.append("make")
+        return lambda: gpu.log.append(f"run {gpu.mode}")
 
     replay = captured(make)
     warm = ["stream", "make", *3 * ["run default"], "run error", "end of stream"]
-    assert made.log == [*warm, "capture", "run default"] and made.mode == "default"
-    made.log.clear()
+    assert gpu.log == [*warm, "capture", "run default"] and gpu.mode == "default"
+    gpu.log.clear()
     replay()
-    assert made.log == ["replay"]
+    assert gpu.log == ["replay"]
 
 
-def test_what_waits_for_the_device_is_not_captured(made: Device) -> None:
+def test_what_waits_for_the_device_is_not_captured(gpu: Device) -> None:
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
-        captured(lambda: made.synchronise)
-    assert "capture" not in made.log and made.mode == "default"
+        captured(lambda: gpu.synchronise)
+    assert "capture" not in gpu.log and gpu.mode == "default"
 
 
-def test_a_capture_that_fails_says_what_failed_first(made: Device) -> None:
+def test_a_capture_that_fails_says_what_failed_first(gpu: Device) -> None:
     def call() -> None:
-        if made.capturing:
-            made.synchronise()
+        if gpu.capturing:
+            gpu.synchronise()
 
     with pytest.raises(RuntimeError, match="its capture failed: operation not permitted when stream is capturing"):
         captured(lambda: call)
 
 
-def test_a_call_is_made_when_it_first_runs(made: Device) -> None:
-    call = in_mode(lambda: lambda: made.log.append("run"), "eager")
-    assert not made.log
+def test_a_call_is_made_when_it_first_runs(gpu: Device) -> None:
+    call = in_mode(lambda: lambda: gpu.log.append("run"), "eager")
+    assert not gpu.log
     call()
     call()
-    assert made.log == ["run", "run"]
+    assert gpu.log == ["run", "run"]
     replayed = in_mode(lambda: lambda: None, GRAPH)
-    made.log.clear()
+    gpu.log.clear()
     replayed()
     replayed()
-    assert made.log.count("capture") == 1 and made.log[-2:] == ["replay", "replay"]
+    assert gpu.log.count("capture") == 1 and gpu.log[-2:] == ["replay", "replay"]
 
 
 def test_everybodys_arithmetic_is_float32() -> None:
@@ -148,24 +148,24 @@ def test_a_function_that_fails_leaves_the_others() -> None:
         if len(tries) > 1:
             raise ValueError("not twice\nat all")
 
-    found = Context(seconds=1e-6, rounds=2, say=said.append).times(
+    actual = Context(seconds=1e-6, rounds=2, say=said.append).times(
         {"never": lambda: 1 / 0, "once": later, "well": lambda: None}
     )
-    assert found["never"].problem == "ZeroDivisionError: division by zero"
-    assert found["once"].problem == "ValueError: not twice" and not found["once"].seconds
-    assert found["well"].runs and not found["well"].problem
+    assert actual["never"].problem == "ZeroDivisionError: division by zero"
+    assert actual["once"].problem == "ValueError: not twice" and not actual["once"].seconds
+    assert actual["well"].runs and not actual["well"].problem
     assert any(line.startswith("well: first run, with compiling, took") for line in said)
-    row = Row.timed("never", found["never"], group="some", role="peer")
-    assert (row.not_measured, row.group, row.role, row.median) == (found["never"].problem, "some", "peer", None)
-    assert found["well"].less(found["never"]).problem == found["never"].less(found["well"]).problem != ""
+    row = Row.timed("never", actual["never"], group="some", role="peer")
+    assert (row.not_measured, row.group, row.role, row.median) == (actual["never"].problem, "some", "peer", None)
+    assert actual["well"].less(actual["never"]).problem == actual["never"].less(actual["well"]).problem != ""
 
 
 def test_when_time_is_over_the_rest_is_not_measured() -> None:
-    found = Context(seconds=1e-6, until=0.0).times({"late": lambda: pytest.fail("it ran")})
-    assert found["late"].problem == "TimeoutError: the experiment's time was over"
+    actual = Context(seconds=1e-6, until=0.0).times({"late": lambda: pytest.fail("it ran")})
+    assert actual["late"].problem == "TimeoutError: the experiment's time was over"
 
 
-def test_limits_are_the_devices(made: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_the_devices(gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Context, "place", "meta")
     monkeypatch.setattr(_context, "block_times", lambda function, seconds: (function(), ([0.5, 0.25], 2))[1])
     limits = Context("cuda").limits
@@ -193,12 +193,12 @@ def test_rows_can_be_kept_and_drawn(experiment: Experiment, context: Context, tm
     machine = {"gpu": {"name": "Made Up"}}
     path = write(Result(experiment.name, "cuda", "today", 1.0, machine, context.limits, tuple(rows)), tmp_path)
     assert path.name == f"{experiment.name}.made-up.json"
-    kept = read(path).rows
-    missing = [row for row in kept if row.not_measured]
+    rows_read = read(path).rows
+    missing = [row for row in rows_read if row.not_measured]
     # All but one peer, which is not installed.
     assert all("nvmath-python is not installed" in row.not_measured for row in missing)
     assert len(missing) == (experiment.name == "spgemm")
-    experiment.figure(kept, tmp_path / "picture.png")
+    experiment.figure(rows_read, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
@@ -311,9 +311,9 @@ def test_a_layer_whose_gradients_are_wrong_is_not_timed(context: Context, monkey
         return model, x, labels
 
     monkeypatch.setattr(RecurrentWorkload, "_classifier", wrong)
-    found = RecurrentWorkload("RNN", 5, 2, 1).times(context, ["backward"])
-    assert "gradients of rnn.weight_ih_l0 differ" in found.timings[OURS, "backward", "eager"].problem
-    assert not found.timings[PEER, "backward", GRAPH].problem
+    results = RecurrentWorkload("RNN", 5, 2, 1).times(context, ["backward"])
+    assert "gradients of rnn.weight_ih_l0 differ" in results.timings[OURS, "backward", "eager"].problem
+    assert not results.timings[PEER, "backward", GRAPH].problem
 
 
 def test_without_pytorchs_layer_ours_is_not_compared(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,18 +325,18 @@ def test_without_pytorchs_layer_ours_is_not_compared(context: Context, monkeypat
         return classifier(self, layer, place)
 
     monkeypatch.setattr(RecurrentWorkload, "_classifier", missing)
-    found = RecurrentWorkload("RNN", 5, 2, 1).times(context, ["step"])
-    assert found.timings[PEER, "step", "eager"].problem == "RuntimeError: cuDNN error"
-    assert "nothing to compare with" in found.timings[OURS, "step", "eager"].problem
+    results = RecurrentWorkload("RNN", 5, 2, 1).times(context, ["step"])
+    assert results.timings[PEER, "step", "eager"].problem == "RuntimeError: cuDNN error"
+    assert "nothing to compare with" in results.timings[OURS, "step", "eager"].problem
 
 
 def test_what_a_layer_did_is_said_beside_its_times(context: Context) -> None:
     layer = Layer("jacsparse relaxed", "relaxed", "relaxed")
-    found = RecurrentWorkload("RNN", 300, 2, 1).times(context, ["step", "backward"], [layer, PEER])
+    results = RecurrentWorkload("RNN", 300, 2, 1).times(context, ["step", "backward"], [layer, PEER])
     notes = {
         (part, row.role): row.note
         for part in ("step", "backward")
-        for row in found.rows(part, ("", ""), context.limits)
+        for row in results.rows(part, ("", ""), context.limits)
     }
     assert notes["step", "ours"].startswith("forward relaxed, ") and "; backward relaxed" in notes["step", "ours"]
     assert notes["backward", "ours"].startswith("backward relaxed")
@@ -349,13 +349,13 @@ def test_kernels_of_a_device_are_run_again_and_left_out() -> None:
     with emulated():
         (record,) = jacsparse.chain(nn.ReLU(), (2, 3, 3)).run(torch.randn(1, 2, 3, 3))
         (edge,) = record.stage.edges
-        made: list[torch.Tensor] = []
-        runs = jacobian_generation._kernel_runs(lambda: made.append(record.values(edge)))
+        computed: list[torch.Tensor] = []
+        runs = jacobian_generation._kernel_runs(lambda: computed.append(record.values(edge)))
         assert len(runs) == 1
-        expected = made[0].clone()
-        made[0].fill_(7)
+        expected = computed[0].clone()
+        computed[0].fill_(7)
         runs[0]()
-        assert torch.equal(made[0], expected)
+        assert torch.equal(computed[0], expected)
         runs.clear()
         before = intercept(runs.append)
         jacobian_generation._without_kernels(record.transposed_jacobian)()
@@ -435,9 +435,9 @@ class Cusparse:
             starts, indices, values = self.arrays(number)
             return scipy.sparse.csr_array((values, indices, starts), shape=self.matrices[number][0])
 
-        found = matrix(a) @ matrix(b)
-        found.sort_indices()
-        return found
+        actual = matrix(a) @ matrix(b)
+        actual.sort_indices()
+        return actual
 
     def sp_gemm_reuse_work_estimation(self, handle: int, *rest: int) -> int:
         *_, descriptor, buffer = rest
@@ -456,8 +456,8 @@ class Cusparse:
     def sp_gemm_reuse_copy(self, *rest: int) -> int:
         _, _, _, a, b, c, _, _, buffer = rest
         if buffer:
-            found, (starts, indices, _) = self.product(a, b), self.arrays(c)
-            starts[:], indices[:] = found.indptr, found.indices
+            actual, (starts, indices, _) = self.product(a, b), self.arrays(c)
+            starts[:], indices[:] = actual.indptr, actual.indices
         return 4
 
     def sp_gemm_reuse_compute(self, *rest: int) -> None:
@@ -469,11 +469,11 @@ class Cusparse:
 
 
 def cusparse(monkeypatch: pytest.MonkeyPatch) -> Cusparse:
-    made = Cusparse()
-    monkeypatch.setitem(sys.modules, "nvmath.bindings.cusparse", made)  # type: ignore[arg-type]
+    library = Cusparse()
+    monkeypatch.setitem(sys.modules, "nvmath.bindings.cusparse", library)  # type: ignore[arg-type]
     for name in ("nvmath", "nvmath.bindings"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    return made
+    return library
 
 
 def random_factors() -> tuple[Any, Any]:
@@ -485,16 +485,16 @@ def random_factors() -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("label", PEERS["cuda"])
 def test_peers_multiply_what_they_are_given(label: str, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = cusparse(monkeypatch)
+    library = cusparse(monkeypatch)
     a, b = random_factors()
     expected = (a @ b).toarray()
     peer = PEERS["cuda"][label](a, b, context)
     for _ in range(2):
         assert np.allclose(peer.to_scipy(peer.multiply()).toarray(), expected, rtol=1e-5)
     if peer.capturable:
-        assert made.symbolic == 1 and set(made.streams) == {7}
+        assert library.symbolic == 1 and set(library.streams) == {7}
         del peer
-        assert sorted(made.destroyed) == [1, 2, 10, 11, 12]
+        assert sorted(library.destroyed) == [1, 2, 10, 11, 12]
 
 
 def test_structure_reuse_refuses_other_types(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,13 +77,13 @@ def test_each_experiment_has_a_small_form_here() -> None:
 def test_rows_can_be_kept_and_drawn(experiment: Experiment, context: Context, tmp_path: Path) -> None:
     rows = experiment.run(context)
     path = write(Result(experiment.name, "cpu", "today", 1.0, {}, context.limits, tuple(rows)), tmp_path)
-    kept = read(path).rows
+    rows_read = read(path).rows
     # What a picture is drawn from may hold tuples, which come back as lists.
-    assert [replace(row, data={}) for row in kept] == [replace(row, data={}) for row in rows]
+    assert [replace(row, data={}) for row in rows_read] == [replace(row, data={}) for row in rows]
     # A time by subtraction may come out below zero.
-    assert all(row.median is not None for row in kept if not row.not_measured)
-    assert all(row.median >= 0 for row in kept if "subtraction" not in row.label and not row.not_measured)
-    experiment.figure(kept, tmp_path / "picture.png")
+    assert all(row.median is not None for row in rows_read if not row.not_measured)
+    assert all(row.median >= 0 for row in rows_read if "subtraction" not in row.label and not row.not_measured)
+    experiment.figure(rows_read, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
@@ -151,8 +151,8 @@ def test_peers_multiply_what_they_are_given(label: str) -> None:
     except ImportError as error:
         pytest.skip(str(error))
     for _ in range(2):
-        found = peer.to_scipy(peer.multiply())
-        assert np.allclose(found.toarray(), (a @ b).toarray(), rtol=1e-5)
+        actual = peer.to_scipy(peer.multiply())
+        assert np.allclose(actual.toarray(), (a @ b).toarray(), rtol=1e-5)
 
 
 def test_structure_reuse_of_mkl_sees_new_values() -> None:
@@ -197,8 +197,8 @@ def test_the_thesis_algorithms_give_the_jacobian() -> None:
     for shape in ((2, 4, 5), (1, 1, 1), (3, 2, 1)):
         module = nn.Conv2d(shape[0], 3, 3, padding=1)
         printed = printed_algorithms(module.weight.detach().numpy(), shape[1:])
-        found = jacsparse.jacobian(module, torch.randn(1, *shape)).todense()
-        assert np.array_equal(printed.toarray().T, found.numpy())
+        actual = jacsparse.jacobian(module, torch.randn(1, *shape)).todense()
+        assert np.array_equal(printed.toarray().T, actual.numpy())
 
 
 def test_say_hears_of_the_progress() -> None:
@@ -213,7 +213,7 @@ def test_functions_take_turns() -> None:
     def record(name: str) -> Callable[[], None]:
         return lambda: order.append(name)
 
-    found = Context(seconds=1e-6, rounds=3).times({"a": record("a"), "b": record("b")})
+    results = Context(seconds=1e-6, rounds=3).times({"a": record("a"), "b": record("b")})
     turns = [name for name, before in zip(order, ["", *order[:-1]], strict=True) if name != before]
     assert turns == ["a", "b"] * 4
-    assert all(timing.runs >= len(timing.seconds) >= 3 for timing in found.values())
+    assert all(timing.runs >= len(timing.seconds) >= 3 for timing in results.values())

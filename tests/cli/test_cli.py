@@ -169,8 +169,8 @@ def test_the_jacobian_at_a_sample_from_a_file(jac, kind: str, tmp_path: Path) ->
     assert status == 0, err
     torch.manual_seed(4)
     y = double_model()[0](sample.double()[None])
-    found = scipy.sparse.load_npz(tmp_path / "J.npz").diagonal()
-    assert np.array_equal(found, (y > 0).flatten().numpy())
+    actual = scipy.sparse.load_npz(tmp_path / "J.npz").diagonal()
+    assert np.array_equal(actual, (y > 0).flatten().numpy())
 
 
 def test_damaged_samples(jac, tmp_path: Path) -> None:
@@ -366,9 +366,9 @@ def test_parts_that_are_called_in_other_ways(jac) -> None:
     assert status == 0 and "Callers.named: blelloch:0" in out, err
     status, _, err = jac("flop", *model, "--part", "with_options", "--schedule", "linear")
     assert status == 0, err
-    for part, given in (("pair", "Tensor, Tensor"), ("listed", "tuple"), ("empty", "nothing")):
+    for part, what in (("pair", "Tensor, Tensor"), ("listed", "tuple"), ("empty", "nothing")):
         status, _, err = jac("spy", *model, "--layer", part)
-        assert status == 2 and f"--layer is '{part}', which is given {given}; name a part" in err
+        assert status == 2 and f"--layer is '{part}', which is given {what}; name a part" in err
     status, _, err = jac("spy", *model, "--layer", "last")
     assert status == 2 and 'does not get to last (KeyError: "a mistake of the user\'s")' in err
 

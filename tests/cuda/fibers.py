@@ -81,8 +81,8 @@ def generated(source: str, instances: Sequence[str]) -> str:
     source = _BOUNDED.sub(r"\1 constexpr std::size_t \3_bound = \2; \1 __global__ void \3", source)
     launchers = []
     for number, instance in enumerate(instances):
-        name, _, given = instance.partition("<")
-        bound = f"{name}_bound<{given}" if name in bounded else "1024"
+        name, _, types = instance.partition("<")
+        bound = f"{name}_bound<{types}" if name in bounded else "1024"
         launchers.append(f"constexpr std::size_t bound_{number} = {bound};\nFIBER_LAUNCHER({number}, {instance})")
     # In an anonymous namespace: AddressSanitizer then guards what templates hold.
     return "\n".join(('#include "fibers.h"', "namespace {", source, "}", *launchers, ""))
@@ -92,14 +92,14 @@ def generated(source: str, instances: Sequence[str]) -> str:
 def compiled(name: str, source: str, instances: tuple[str, ...]) -> dict[str, Any]:
     """Functions ``(arguments, grid, block, shared)``, by instance."""
     path = _library(name, generated(source, instances), os.environ.get("FIBER_SANITIZER", ""))
-    library, found = ctypes.CDLL(str(path)), {}
+    library, actual = ctypes.CDLL(str(path)), {}
     for number, instance in enumerate(instances):
         function = getattr(library, f"launch_{number}")
         sizes = ctypes.POINTER(ctypes.c_uint)
         function.argtypes = (ctypes.POINTER(ctypes.c_void_p), sizes, sizes, ctypes.c_size_t)
         function.restype = ctypes.c_char_p
-        found[instance] = function
-    return found
+        actual[instance] = function
+    return actual
 
 
 def call(function: Any, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Any], shared: int = 0) -> None:

@@ -24,9 +24,9 @@ def replay(path: Path) -> list[np.ndarray]:
             for number in range(int(content["count"]))
         ]
         # Scalars are arrays without an axis.
-        given = [argument if argument is None or argument.ndim else argument[()] for argument in arguments]
+        loaded = [argument if argument is None or argument.ndim else argument[()] for argument in arguments]
         function = compiled(name, kernels["source"], tuple(kernels["instances"]))[instance]
-        call(function, content["grid"].tolist(), content["block"].tolist(), given, int(content["shared"]))
+        call(function, content["grid"].tolist(), content["block"].tolist(), loaded, int(content["shared"]))
     return [argument for argument in arguments if argument is not None and argument.ndim]
 
 

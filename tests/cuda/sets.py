@@ -63,8 +63,8 @@ def selections() -> None:
     for left in (True, False):
         other = random_pattern(*((windows, 4) if left else (4, rows)), 0.4, 6)
         plan = plan_product(*((selecting, other) if left else (other, selecting)), method="select")
-        given = values_of(other, 3, torch.float32, 7).to(DEVICE)
-        plan.multiply(*((winners, given) if left else (given, winners)))
+        values = values_of(other, 3, torch.float32, 7).to(DEVICE)
+        plan.multiply(*((winners, values) if left else (values, winners)))
 
 
 def train(kind: str, size: int, time: int = 3, lengths: tuple[int, ...] = (), **options: Any) -> None:

@@ -20,9 +20,9 @@ ARCHITECTURES = ("sm_90", *(pytest.param(name, marks=pytest.mark.full) for name 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", sorted(KERNEL_FILES))
 def test_compiles_without_spills(name: str, architecture: str) -> None:
-    found = _nvrtc.compile_file(KERNEL_FILES[name], architecture)
-    assert set(found) == set(KERNEL_FILES[name].instances)
-    for instance, resources in found.items():
+    results = _nvrtc.compile_file(KERNEL_FILES[name], architecture)
+    assert set(results) == set(KERNEL_FILES[name].instances)
+    for instance, resources in results.items():
         assert resources.spilled == 0, instance
         assert 0 < resources.registers <= 255 and resources.shared <= 48 * 1024, instance
 

@@ -142,14 +142,14 @@ def test_out_of_memory(dtype: torch.dtype, remedy: str) -> None:
     column, row = Pattern.of(Full(size, 1)), Pattern.of(Full(1, size))
     plan, operands = plan_product(column, row), [torch.ones(size, 1, dtype=dtype, device=DEVICE) for _ in range(2)]
     before = torch.cuda.memory_allocated()
-    with pytest.raises(torch.OutOfMemoryError) as found:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
         plan.multiply(*operands)
     count, width = size**2, dtype.itemsize
-    assert str(found.value) == (
+    assert str(raised.value) == (
         f"values of a {size:,} × {size:,} product: {count * width:,} bytes ({count:,} × 1 of {dtype}) do not fit on "
         f"cuda:0; try {remedy}"
     )
-    del found
+    del raised
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(plan_product(row, column).multiply(*operands).cpu(), torch.full((1, 1), size, dtype=dtype))
 
@@ -181,7 +181,7 @@ def test_the_current_stream(name: str) -> None:
     """Where inputs are still to be written, the kernels have to wait."""
     work = WORK[name]()
     expected = work.run()
-    held = [tensor.detach().clone() for tensor in work.inputs]
+    copies = [tensor.detach().clone() for tensor in work.inputs]
     with torch.no_grad():
         for tensor in work.inputs:
             tensor.fill_(float("nan"))
@@ -190,11 +190,11 @@ def test_the_current_stream(name: str) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10**8)
         with torch.no_grad():
-            for tensor, numbers in zip(work.inputs, held, strict=True):
+            for tensor, numbers in zip(work.inputs, copies, strict=True):
                 tensor.copy_(numbers)
-        found = work.run()
+        results = work.run()
     torch.cuda.current_stream().wait_stream(stream)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(results, expected, strict=True):
         assert torch.equal(one, other)
 
 
@@ -214,8 +214,8 @@ def test_captured_graphs(name: str) -> None:
     for _ in range(2):
         change(work)
         graph.replay()
-        found = [tensor.clone() for tensor in captured]
-        for one, other in zip(found, work.run(), strict=True):
+        results = [tensor.clone() for tensor in captured]
+        for one, other in zip(results, work.run(), strict=True):
             assert torch.equal(one, other)
 
 
@@ -246,10 +246,10 @@ def test_cupy_matrices_have_memory_of_their_own() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10**8)
         values.copy_(numbers)
-        found = jacsparse.SparseJacobian(pattern, values).to_cupy()
+        actual = jacsparse.SparseJacobian(pattern, values).to_cupy()
         values.zero_()
     torch.cuda.synchronize()
-    assert (cupy.asnumpy(found.data) == numbers[:, 0].numpy()).all()
+    assert (cupy.asnumpy(actual.data) == numbers[:, 0].numpy()).all()
 
 
 @pytest.mark.gpu
@@ -313,6 +313,6 @@ def test_the_host_never_waits_as_far_as_the_cpu_shows(name: str) -> None:
     with emulated():
         expected = work.run()
         with unattended(work.sizes):
-            found = work.run()
-    for one, other in zip(found, expected, strict=True):
+            results = work.run()
+    for one, other in zip(results, expected, strict=True):
         assert torch.equal(one, other)

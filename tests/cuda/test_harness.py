@@ -116,11 +116,11 @@ def test_faults_that_numbers_show(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (*_, tool) in FAULTS.items() if tool == "orders"])
 def test_faults_that_orders_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = set()
+    results = set()
     for order in ORDERS:
         monkeypatch.setenv("FIBER_ORDER", order)
-        found.add(run(faulty(name))[0].tobytes())
-    assert len(found) > 1
+        results.add(run(faulty(name))[0].tobytes())
+    assert len(results) > 1
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, tool) in FAULTS.items() if tool.startswith("check")])
@@ -161,5 +161,5 @@ def test_wrong_launches() -> None:
 
 if __name__ == "__main__":
     chosen = sys.argv[1]
-    found, _ = run(KERNEL if chosen == "right" else faulty(chosen))
-    print(f"{chosen}: {np.array_equal(found, EXPECTED)}")
+    actual, _ = run(KERNEL if chosen == "right" else faulty(chosen))
+    print(f"{chosen}: {np.array_equal(actual, EXPECTED)}")

@@ -47,19 +47,19 @@ def check(
 ) -> list[Any]:
     time, batch, size = shape
     make, tensors = matrices(form, time, 1 if shared else batch, size, dtype, scale)
-    given = [*tensors, torch.randn(time, batch, size, dtype=dtype), torch.randn(batch, size, dtype=dtype)]
+    inputs = [*tensors, torch.randn(time, batch, size, dtype=dtype), torch.randn(batch, size, dtype=dtype)]
     weigh, reports = torch.randn(time, batch, size, dtype=dtype), []
 
     def solved(device: torch.device, schedule: str, reports: list[Any] | None) -> list[torch.Tensor]:
-        leaves = [tensor.detach().to(device).clone().requires_grad_() for tensor in given]
-        *own, added, start = leaves
+        leaves = [tensor.detach().to(device).clone().requires_grad_() for tensor in inputs]
+        *tensors_of_A, added, start = leaves
         told = {"reverse": reverse, "schedule": schedule, "reports": reports}
-        h = jacsparse.linear_recurrence(make(*own), added, start, **told)
+        h = jacsparse.linear_recurrence(make(*tensors_of_A), added, start, **told)
         return [h, *torch.autograd.grad((h * weigh.to(device)).sum(), leaves)]
 
     with emulated():
-        found = solved(DEVICE, schedule, reports)
-    for one, other in zip(found, solved(torch.device("cpu"), "linear", None), strict=True):
+        results = solved(DEVICE, schedule, reports)
+    for one, other in zip(results, solved(torch.device("cpu"), "linear", None), strict=True):
         largest = max(1e-30, other.abs().max().item()) if other.numel() else 1.0
         assert not other.numel() or (one.cpu() - other).abs().max() <= TOLERANCE[dtype] * largest
     return [report.read() for report in reports]
@@ -137,11 +137,11 @@ def test_what_equal_steps_round_does_not_add_up(form: str) -> None:
     }[form]
     b = uniform(rng, time, 1, n)
     with emulated():
-        expected, found = (
+        expected, actual = (
             jacsparse.linear_recurrence(make(dtype), b.to(DEVICE, dtype), schedule=schedule).cpu().double()
             for dtype, schedule in ((torch.float64, "linear"), (torch.float32, "chunked:3"))
         )
-    error = ((found - expected).abs().amax(dim=2) / expected.abs().amax(dim=2)).max()
+    error = ((actual - expected).abs().amax(dim=2) / expected.abs().amax(dim=2)).max()
     assert error <= (3 + 1) * (n + 2) * n**0.5 * torch.finfo(torch.float32).eps / 2
 
 

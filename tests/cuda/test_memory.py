@@ -22,11 +22,11 @@ from tests.helpers import random_pattern
 def refusing(make: Callable[..., Any], most: int) -> Callable[..., Any]:
     """`make`, of tensors of at most so many bytes, and of any where there is only a shape."""
 
-    def refuse(*given: Any, **options: Any) -> Any:
-        made = make(*given, **options)
-        if made.device.type != "meta" and made.numel() * made.element_size() > most:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        tensor = make(*arguments, **options)
+        if tensor.device.type != "meta" and tensor.numel() * tensor.element_size() > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return made
+        return tensor
 
     return refuse
 
@@ -51,10 +51,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_message(shape: tuple[int, ...], batch: int, dtype: torch.dtype, message: str, small: None) -> None:
-    with pytest.raises(torch.OutOfMemoryError) as found:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
         allocated("it", shape, dtype, torch.device("cpu"), batch)
-    assert str(found.value).startswith(message)
-    assert "Tried to allocate 2.00 GiB" in str(found.value.__cause__)
+    assert str(raised.value).startswith(message)
+    assert "Tried to allocate 2.00 GiB" in str(raised.value.__cause__)
 
 
 def test_products_and_vectors(small: None) -> None:
@@ -101,10 +101,10 @@ def test_nothing_is_written_where_a_plan_does_not_fit(method: str, monkeypatch: 
     while True:
         out, left = torch.full((plan.pattern.nnz, 1), float("nan")), iter(range(fitting))
 
-        def full(tensor: torch.Tensor, *given: Any, left: Any = left) -> torch.Tensor:
+        def full(tensor: torch.Tensor, *arguments: Any, left: Any = left) -> torch.Tensor:
             if next(left, None) is None:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-            return to(tensor, *given)
+            return to(tensor, *arguments)
 
         with emulated(), monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "to", full)

@@ -41,9 +41,9 @@ def check(a: Pattern, b: Pattern, method: str, batches: tuple[int, int], dtype: 
     with emulated():
         plan.multiply(left, right, out=out)
     expected = dense(a, left, samples) @ dense(b, right, samples)
-    found = dense(plan.pattern, out, samples)
+    actual = dense(plan.pattern, out, samples)
     scale = max(1.0, float(np.abs(expected).max(initial=0)))
-    assert np.abs(found - expected).max(initial=0) <= 50 * torch.finfo(dtype).eps * scale
+    assert np.abs(actual - expected).max(initial=0) <= 50 * torch.finfo(dtype).eps * scale
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,9 +71,9 @@ def test_gradients(shape: tuple[int, int, int], batches: tuple[int, int], dtype:
     expected = torch.autograd.grad((plan.multiply(*operands) * weight).sum(), operands)
     moved = [operand.detach().to(DEVICE).requires_grad_() for operand in operands]
     with emulated():
-        found = torch.autograd.grad((plan.multiply(*moved) * weight.to(DEVICE)).sum(), moved)
-    for own, other in zip(found, expected, strict=True):
-        assert torch.allclose(own.cpu(), other, rtol=1e-4 if dtype == torch.float32 else 1e-12, atol=1e-5)
+        results = torch.autograd.grad((plan.multiply(*moved) * weight.to(DEVICE)).sum(), moved)
+    for one, other in zip(results, expected, strict=True):
+        assert torch.allclose(one.cpu(), other, rtol=1e-4 if dtype == torch.float32 else 1e-12, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,8 +88,8 @@ def test_full_results_of_factors_with_empty_rows(full: str, batches: tuple[int, 
     on_cpu = plan.multiply(*operands)
     with emulated():
         on_device = plan.multiply(*(operand.to(DEVICE) for operand in operands))
-    for found in (on_cpu, on_device.cpu()):
-        assert np.allclose(dense(plan.pattern, found, max(batches)), expected, rtol=1e-5, atol=1e-5)
+    for actual in (on_cpu, on_device.cpu()):
+        assert np.allclose(dense(plan.pattern, actual, max(batches)), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,8 +152,8 @@ def test_rows_of_all_lengths() -> None:
     b = Pattern.of(Full(1, 13_000))
     b = Pattern(b.shape, np.array([0, 13_000]), np.arange(13_000))
     counts = np.array(lengths)
-    kept = np.concatenate([np.arange(length) for length in lengths])
-    b = Pattern((5, 13_000), np.append(0, np.cumsum(counts)), kept)
+    columns = np.concatenate([np.arange(length) for length in lengths])
+    b = Pattern((5, 13_000), np.append(0, np.cumsum(counts)), columns)
     a = Pattern((5, 5), np.arange(6), np.arange(5)[::-1].copy())
     for method in ("slots", "rowwise"):
         check(a, b, method, (1, 1), torch.float32)

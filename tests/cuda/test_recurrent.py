@@ -110,12 +110,12 @@ def test_gradients_that_vanish(kind: str, schedule: str, size: int, lengths: lis
                 parameter[size : 2 * size] -= 3
     layer = ours(3, size, schedule=schedule, chunk=50, **more)
     layer.load_state_dict(reference.state_dict())
-    found, expected = (
+    results, expected = (
         gradients(run, x, lengths, lambda _, states: states.sum())[2:] for run in (layer.to(DEVICE), reference)
     )
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(results, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-6 * other.abs().max().item())
-    of_input = found[0].cpu()
+    of_input = results[0].cpu()
     assert not of_input[:60, 0].any() and of_input[-1 if lengths is None else lengths[0] - 1, 0].any()
 
 
@@ -179,9 +179,9 @@ def test_a_sample_that_is_no_number_harms_no_other(forward: str) -> None:
     x = torch.randn(30, 3, 3, dtype=torch.float64).to(DEVICE)
     x[7, 1] = float("nan")
     with emulated():
-        found, expected = (run(x.clone().requires_grad_())[0] for run in (layer, sequential))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
-    assert found[8:, 1].isnan().all() and not found[:, [0, 2]].isnan().any()
+        actual, expected = (run(x.clone().requires_grad_())[0] for run in (layer, sequential))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert actual[8:, 1].isnan().all() and not actual[:, [0, 2]].isnan().any()
 
 
 def test_auto_guesses_where_samples_are_few_and_long() -> None:
@@ -194,8 +194,8 @@ def test_auto_guesses_where_samples_are_few_and_long() -> None:
 def test_products_of_many_rows(rows: int) -> None:
     left, right = (torch.randn(rows, 2 * size, dtype=torch.float64).to(DEVICE)[:, :size] for size in (5, 7))
     with emulated():
-        found = _outer(left, right)
-    torch.testing.assert_close(found, left.T @ right, rtol=1e-12, atol=1e-10)
+        actual = _outer(left, right)
+    torch.testing.assert_close(actual, left.T @ right, rtol=1e-12, atol=1e-10)
 
 
 def test_reports_can_be_copied_and_kept() -> None:

@@ -38,11 +38,11 @@ def test_jacobians(name: str, batch: int, dtype: torch.dtype) -> None:
     module, x = module.to(dtype), torch.randn(batch, *shape, dtype=dtype)
     expected = jacsparse.jacobian(module, x)
     with emulated():
-        found = jacsparse.jacobian(copy.deepcopy(module).to(DEVICE), x.to(DEVICE))
-        applied = found.vjp(torch.ones(batch, found.shape[0], dtype=dtype, device=DEVICE)).cpu()
+        actual = jacsparse.jacobian(copy.deepcopy(module).to(DEVICE), x.to(DEVICE))
+        applied = actual.vjp(torch.ones(batch, actual.shape[0], dtype=dtype, device=DEVICE)).cpu()
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
-    assert found.pattern == expected.pattern
-    torch.testing.assert_close(found.values.cpu(), expected.values, **tolerance)
+    assert actual.pattern == expected.pattern
+    torch.testing.assert_close(actual.values.cpu(), expected.values, **tolerance)
     reference = expected.vjp(torch.ones(batch, expected.shape[0], dtype=dtype))
     torch.testing.assert_close(applied, reference, **tolerance)
 
@@ -57,8 +57,8 @@ def test_scans(batch: int, schedule: str) -> None:
         x = x.to(DEVICE).requires_grad_()
         with emulated():
             gradients.append(torch.autograd.grad(runner(x).square().sum(), [x, *module.parameters()]))
-    for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_nan_and_a_zero() -> None:

@@ -133,8 +133,8 @@ def test_critical_path_and_totals(schedule: str) -> None:
 def test_baseline_counts_gradient_operators() -> None:
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3))
     report = count_flop(module, (1, 6, 6))
-    found = {step.stage: (step.flop, step.m, step.n, step.live) for step in report.baseline}
-    assert found == {
+    results = {step.stage: (step.flop, step.m, step.n, step.live) for step in report.baseline}
+    assert results == {
         "4": (2 * 8 * 3, 8, 3, True),
         "2": (32 + 8, 32, 8, True),
         "1": (32 + 32, 32, 32, True),
@@ -181,11 +181,11 @@ def test_linear_is_back_propagation(name: str) -> None:
     module, x = make(), torch.randn(2, *shape)
     for structure, inputs, row in (("guaranteed", None, "pruned"), ("observed", x, "observed")):
         report = count_flop(module, shape, schedule="linear", structure=structure, inputs=inputs)
-        found = rows_of(report)
-        assert list(found) == ["dense", "pruned", "observed"][: 2 if inputs is None else 3]
-        assert found[row].activations == report.total == report.critical_path
-        assert found[row].input_gradient == (report.input_gradient.flop if report.input_gradient else 0)
-    assert found["observed"].activations <= found["pruned"].activations
+        actual = rows_of(report)
+        assert list(actual) == ["dense", "pruned", "observed"][: 2 if inputs is None else 3]
+        assert actual[row].activations == report.total == report.critical_path
+        assert actual[row].input_gradient == (report.input_gradient.flop if report.input_gradient else 0)
+    assert actual["observed"].activations <= actual["pruned"].activations
 
 
 def test_dense_back_propagation_is_what_pytorch_executes() -> None:
@@ -208,22 +208,22 @@ def test_gradients_of_weights_are_counted_where_gradient_and_input_meet() -> Non
     for layer in (module[0], module[2]):
         prune.l1_unstructured(layer, "weight", 0.5)
     x = torch.randn(1, 2, 6, 6) * (torch.rand(1, 2, 6, 6) < 0.5)
-    found = rows_of(count_flop(module, (2, 6, 6), structure="observed", inputs=x))
+    actual = rows_of(count_flop(module, (2, 6, 6), structure="observed", inputs=x))
 
-    def pairs(layer: nn.Conv2d, gradient: torch.Tensor, given: torch.Tensor) -> int:
+    def pairs(layer: nn.Conv2d, gradient: torch.Tensor, image: torch.Tensor) -> int:
         """Entries of the Jacobian, one by one, at elements of the gradient and of the input."""
-        jacobian = torch.autograd.functional.jacobian(layer, given)[0, :, :, :, 0].flatten(3).flatten(0, 2)
-        return int(((jacobian != 0) & gradient.flatten()[:, None] & (given != 0).flatten()).sum())
+        jacobian = torch.autograd.functional.jacobian(layer, image)[0, :, :, :, 0].flatten(3).flatten(0, 2)
+        return int(((jacobian != 0) & gradient.flatten()[:, None] & (image != 0).flatten()).sum())
 
     y = module[1](module[0](x))
     last = pairs(module[2], torch.ones(72, dtype=torch.bool), y)
     ones = torch.ones(1, 2, 6, 6)
     reached = nn.functional.conv_transpose2d(ones, (module[2].weight != 0).float(), padding=1) > 0
     first = pairs(module[0], reached & (y > 0), x)
-    assert found["observed"].weights == 2 * (first + last)
+    assert actual["observed"].weights == 2 * (first + last)
     nnz = sum(jacsparse.jacobian_pattern(layer, (layer.in_channels, 6, 6)).nnz for layer in (module[0], module[2]))
-    assert 2 * nnz >= found["pruned"].weights > found["observed"].weights
-    assert found["dense"].weights == 2 * (108 * 18 + 72 * 27)
+    assert 2 * nnz >= actual["pruned"].weights > actual["observed"].weights
+    assert actual["dense"].weights == 2 * (108 * 18 + 72 * 27)
     module[0].requires_grad_(False)
     frozen = rows_of(count_flop(module, (2, 6, 6), structure="observed", inputs=x))
     assert frozen["observed"].weights == 2 * last and frozen["dense"].weights == 2 * 72 * 27
@@ -231,11 +231,11 @@ def test_gradients_of_weights_are_counted_where_gradient_and_input_meet() -> Non
 
 def test_weights_of_recurrent_layers_are_not_observed() -> None:
     layer = pruned_layer(nn.GRU)
-    found = rows_of(count_flop(layer, (7, 3), structure="observed", inputs=torch.randn(2, 7, 3)))
+    actual = rows_of(count_flop(layer, (7, 3), structure="observed", inputs=torch.randn(2, 7, 3)))
     nonzero = int(layer.weight_hh_l0.count_nonzero()) + layer.weight_ih_l0.numel()
-    assert found["pruned"].weights == 2 * 7 * nonzero and found["observed"].weights is None
-    assert found["dense"].weights == 2 * 7 * (layer.weight_hh_l0.numel() + layer.weight_ih_l0.numel())
-    assert found["dense"].activations == 2 * 6 * layer.weight_hh_l0.numel()
+    assert actual["pruned"].weights == 2 * 7 * nonzero and actual["observed"].weights is None
+    assert actual["dense"].weights == 2 * 7 * (layer.weight_hh_l0.numel() + layer.weight_ih_l0.numel())
+    assert actual["dense"].activations == 2 * 6 * layer.weight_hh_l0.numel()
 
 
 def test_a_report_prints_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,8 +409,8 @@ def test_dense_totals_of_other_weights_equal_pytorchs_counter(name: str, frozen:
     model = kind()
     next(model.parameters()).requires_grad_(not frozen)
     layers = count_flop(model, shape, schedule="linear").layers
-    found = (sum(layer.forward for layer in layers), sum(layer.backward for layer in layers))
-    assert found == counted(model, shape)
+    actual = (sum(layer.forward for layer in layers), sum(layer.backward for layer in layers))
+    assert actual == counted(model, shape)
     assert sum(layer.parameters for layer in layers) == sum(p.numel() for p in model.parameters())
 
 
@@ -470,21 +470,21 @@ def test_dense_totals_of_recurrent_layers_equal_pytorchs_counter(kind: type[nn.R
     with FlopCounterMode(display=False) as backward:
         if out.requires_grad:
             out.sum().backward()
-    (found,) = count_flop(layer, (7, 3), schedule="linear").layers
-    assert (found.forward, found.backward) == (forward.get_total_flops(), backward.get_total_flops())
+    (actual,) = count_flop(layer, (7, 3), schedule="linear").layers
+    assert (actual.forward, actual.backward) == (forward.get_total_flops(), backward.get_total_flops())
 
 
 def test_layers_of_pruned_recurrent_layers() -> None:
     layer = pruned_layer(nn.GRU)
-    (found,) = count_flop(layer, (7, 3), schedule="linear").layers
-    own, nonzero = layer.weight_ih_l0.numel(), int(layer.weight_hh_l0.count_nonzero())
-    assert found.forward_sparse == 2 * 7 * (own + nonzero)
-    assert found.backward_sparse == 2 * (7 * own + 13 * nonzero)
+    (actual,) = count_flop(layer, (7, 3), schedule="linear").layers
+    entering, nonzero = layer.weight_ih_l0.numel(), int(layer.weight_hh_l0.count_nonzero())
+    assert actual.forward_sparse == 2 * 7 * (entering + nonzero)
+    assert actual.backward_sparse == 2 * (7 * entering + 13 * nonzero)
     assert (
-        found.jacobian_nnz
+        actual.jacobian_nnz
         == 7 * jacsparse.patterns.state_jacobian_pattern("GRU", (layer.weight_hh_l0 != 0).numpy()).nnz
     )
-    assert found.path == "GRU" and found.operator == "gru" and 0.5 < found.sparsity < 0.9
+    assert actual.path == "GRU" and actual.operator == "gru" and 0.5 < actual.sparsity < 0.9
 
 
 def test_products_that_lose_sparsity() -> None:

@@ -264,10 +264,10 @@ class Graph(nn.Module):
         self.steps = [(name, *(generator.randrange(place + 1) for _ in range(2))) for place, name in enumerate(names)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = [x]
+        tensors = [x]
         for name, first, second in self.steps:
-            made.append(STEPS[name](self, made[first], made[second]))
-        return made[-1] + 0.1 * made[len(made) // 2]
+            tensors.append(STEPS[name](self, tensors[first], tensors[second]))
+        return tensors[-1] + 0.1 * tensors[len(tensors) // 2]
 
     def __repr__(self) -> str:
         return f"Graph({self.steps}, training={self.training})"
@@ -346,15 +346,15 @@ def drawing(seed: int, graph: Graph) -> Iterator[None]:
             value.copy_(state[name])
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     limit = 1e-9 * max(1.0, expected.nan_to_num().abs().max().item() if expected.numel() else 0.0)
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-7, atol=limit, equal_nan=True)
+    return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=1e-7, atol=limit, equal_nan=True)
 
 
 def gradients(run: nn.Module, graph: Graph, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    given = x.clone().requires_grad_()
-    y = run(given)
-    wanted = [given, *(p for p in graph.parameters() if p.requires_grad)]
+    leaf = x.clone().requires_grad_()
+    y = run(leaf)
+    wanted = [leaf, *(p for p in graph.parameters() if p.requires_grad)]
     weights = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).reshape(y.shape)
     if not y.requires_grad:
         return y, [torch.zeros_like(tensor) for tensor in wanted]
@@ -363,12 +363,12 @@ def gradients(run: nn.Module, graph: Graph, x: torch.Tensor) -> tuple[torch.Tens
 
 def jacobian(graph: Graph, x: torch.Tensor) -> torch.Tensor:
     """``(outputs, batch, inputs, batch)``: of all samples with respect to all."""
-    given = x.clone().requires_grad_()
-    y = graph(given * 1).flatten(1)
+    leaf = x.clone().requires_grad_()
+    y = graph(leaf * 1).flatten(1)
     if not y.requires_grad:
         return y.new_zeros(y.shape[1], len(x), SIZE, len(x))
     rows = [
-        [torch.autograd.grad(y[b, n], given, retain_graph=True, materialize_grads=True)[0].t() for b in range(len(x))]
+        [torch.autograd.grad(y[b, n], leaf, retain_graph=True, materialize_grads=True)[0].t() for b in range(len(x))]
         for n in range(y.shape[1])
     ]
     return torch.stack([torch.stack(row) for row in rows])
@@ -405,16 +405,16 @@ def run_case(seed: int) -> Counter[str]:
 
         try:
             with drawing(seed, graph):
-                found = jacsparse.jacobian(graph, x)
+                actual = jacsparse.jacobian(graph, x)
             assert not mixed, (seed, history, graph, "mixed samples were not noticed")
             for number in batch:
-                assert close(found.todense(number), expected[:, number, :, number]), (seed, history, graph)
+                assert close(actual.todense(number), expected[:, number, :, number]), (seed, history, graph)
             counts["right"] += 1
         except (UnsupportedOperatorError, ValueError, RuntimeError) as error:
             told("jacobian", error)
         for scan in generator.sample(scans, 2):
             with drawing(seed, graph):
-                y, own = gradients(graph, graph, x)
+                y, by_autograd = gradients(graph, graph, x)
             try:
                 with drawing(seed, graph):
                     z, theirs = gradients(scan, graph, x)
@@ -422,7 +422,12 @@ def run_case(seed: int) -> Counter[str]:
                 told(scan.schedule, error)
                 continue
             assert torch.equal(y, z) or close(z, y), (seed, history, graph, scan.schedule)
-            assert all(close(b, a) for a, b in zip(own, theirs, strict=True)), (seed, history, graph, scan.schedule)
+            assert all(close(b, a) for a, b in zip(by_autograd, theirs, strict=True)), (
+                seed,
+                history,
+                graph,
+                scan.schedule,
+            )
             counts["right"] += 1
         if generator.random() < 0.3:
             try:

@@ -13,14 +13,14 @@ def test_pruned_vgg_11_equals_autograd() -> None:
     model = build("vgg11").eval()
     prune_weights(model, 0.97)
     x = torch.randn(1, 3, 32, 32)
-    found = jacsparse.jacobian(model.features, x)
-    assert found.shape == (512, 3072)
+    actual = jacsparse.jacobian(model.features, x)
+    assert actual.shape == (512, 3072)
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         gradient = torch.randn(1, 512, generator=generator)
-        given = x.clone().requires_grad_()
-        (expected,) = torch.autograd.grad(model.features(given), given, gradient.reshape(1, 512, 1, 1))
-        assert (found.vjp(gradient) - expected.flatten(1)).abs().max() < 1e-5 * expected.abs().max()
+        leaf = x.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(model.features(leaf), leaf, gradient.reshape(1, 512, 1, 1))
+        assert (actual.vjp(gradient) - expected.flatten(1)).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_a_hook_on_the_input_is_not_the_models() -> None:

@@ -16,7 +16,7 @@ CASES = {**NETWORKS, "resnet56": (lambda: build("resnet56"), (3, 32, 32))}
 LARGE = {"densenet121": pytest.mark.full}
 
 
-def made(name: str) -> tuple[nn.Module, torch.Tensor]:
+def model_and_input(name: str) -> tuple[nn.Module, torch.Tensor]:
     """In eval mode, float64, with running statistics that are no constants; and two samples."""
     build_it, shape = CASES[name]
     model = build_it().eval().double()
@@ -30,7 +30,7 @@ def made(name: str) -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=LARGE.get(name, ())) for name in CASES])
 def test_network(name: str) -> None:
-    model, x = made(name)
+    model, x = model_and_input(name)
     verified = jacsparse.verify(model, x[:1])
     assert not verified.failed and max(check.difference for check in verified.checks) < 1e-12
     check_scan(model, x)
@@ -38,7 +38,7 @@ def test_network(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_flop(name: str) -> None:
-    model, x = made(name)
+    model, x = model_and_input(name)
     report = jacsparse.count_flop(model, tuple(x.shape[1:]), schedule="auto")
     assert [step.kind for step in report.steps] == ["mv"] * len(report.steps)
     # A step meets what of the gradient before it may be other than zero.
@@ -54,7 +54,7 @@ def test_flop(name: str) -> None:
 @pytest.mark.parametrize("name", ["resnet56", "encoder_layer"])
 def test_going_linearly_makes_no_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At batch 16 those of ResNet-56's blocks would take 9.5 GB."""
-    model, x = made(name)
+    model, x = model_and_input(name)
 
     def refuse(self: Stage) -> None:
         raise AssertionError(f"{self} is asked for its matrix")
@@ -78,24 +78,24 @@ def test_scan_by_products(name: str, schedule: str) -> None:
 
 def check_scan(model: nn.Module, x: torch.Tensor, schedule: str = "auto") -> None:
     """Output and all gradients of nn.Scan are the module's own."""
-    given = [x.clone().requires_grad_() for _ in range(2)]
-    y = model(given[0])
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    y = model(leaves[0])
     gradient = torch.randn_like(y)
     y.backward(gradient)
     expected = {key: p.grad for key, p in model.named_parameters()}
     model.zero_grad()
     scan = jacsparse.nn.Scan(model, schedule=schedule)
-    ours = scan(given[1])
+    ours = scan(leaves[1])
     ours.backward(gradient)
     assert torch.equal(ours, y)
-    close(given[1].grad, given[0].grad)
+    close(leaves[1].grad, leaves[0].grad)
     for key, p in model.named_parameters():
         assert (p.grad is None) == (expected[key] is None), key
         if p.grad is not None:
             close(p.grad, expected[key])
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     exact = expected.dtype == torch.float64
     largest = expected.abs().max().item() if expected.numel() else 0.0
-    assert torch.allclose(found, expected, rtol=1e-9 if exact else 1e-3, atol=(1e-12 if exact else 1e-4) * largest)
+    assert torch.allclose(actual, expected, rtol=1e-9 if exact else 1e-3, atol=(1e-12 if exact else 1e-4) * largest)

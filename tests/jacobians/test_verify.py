@@ -48,8 +48,8 @@ def test_large_matrices_are_compared_in_parts(net: nn.Module, batch: int) -> Non
 
 
 def test_samples_are_parts_too() -> None:
-    found = jacsparse.verify(nn.Tanh(), torch.randn(5, 100), memory_limit=500)
-    assert found.checks[0].parts == 5 and not found.checks[0].exact and not found.failed
+    actual = jacsparse.verify(nn.Tanh(), torch.randn(5, 100), memory_limit=500)
+    assert actual.checks[0].parts == 5 and not actual.checks[0].exact and not actual.failed
 
 
 def test_a_wrong_part_is_named(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,8 +62,8 @@ def test_a_wrong_part_is_named(net: nn.Module, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Convolution, "values_of_parts", wrong)
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
     assert not jacsparse.verify(net, x).failed
-    found = jacsparse.verify(net, x, memory_limit=30_000, raise_exception=False)
-    assert [check.operator for check in found.failed] == ["aten.convolution", "Net"]
+    results = jacsparse.verify(net, x, memory_limit=30_000, raise_exception=False)
+    assert [check.operator for check in results.failed] == ["aten.convolution", "Net"]
 
 
 def test_a_wrong_sample_is_named() -> None:
@@ -101,8 +101,8 @@ def test_small_modules_are_compared_by_jacobian_too(monkeypatch: pytest.MonkeyPa
     right = jacsparse.Chain.jacobian
 
     def wrong(self: jacsparse.Chain, *arguments: object) -> jacsparse.SparseJacobian:
-        found = right(self, *arguments)
-        return jacsparse.SparseJacobian(found.pattern, found.values * 2)
+        actual = right(self, *arguments)
+        return jacsparse.SparseJacobian(actual.pattern, actual.values * 2)
 
     monkeypatch.setattr(jacsparse.Chain, "jacobian", wrong)
     with pytest.raises(jacsparse.VerificationError, match="by jacobian, the gradient of x"):

@@ -420,8 +420,8 @@ def test_an_exported_program_of_a_pruned_network(pruned: LeNet5, tmp_path: Path)
         torch.export.save(torch.export.export(pruned, (x,), dynamic_shapes=shapes, strict=False), file)
     loaded = load_exported(file)
     assert jacsparse.jacobian(loaded, x).pattern == jacsparse.jacobian(pruned, x).pattern
-    found, expected = (jacsparse.count_flop(module, (3, 32, 32)) for module in (loaded, pruned))
-    assert found.layers == expected.layers
+    actual, expected = (jacsparse.count_flop(module, (3, 32, 32)) for module in (loaded, pruned))
+    assert actual.layers == expected.layers
 
 
 def test_an_exported_program_of_no_known_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,16 +52,16 @@ def test_shapes_of_table_4_2(folder: Path, features: str, shape: tuple[int, int]
 def test_features_are_librosas(folder: Path) -> None:
     rate, samples = wavfile.read(wav(folder / "IRMAS-TrainingData"))
     waves = samples.T.astype(np.float32) / 32768
-    found = mfcc(waves, rate, FEATURES["S"])
+    actual = mfcc(waves, rate, FEATURES["S"])
     for channel in range(2):
         expected = librosa.feature.mfcc(y=waves[channel], sr=rate, n_mfcc=20, n_fft=4096, hop_length=512)[1:]
         expected = (expected - expected.mean(axis=1, keepdims=True)) / expected.std(axis=1, keepdims=True)
-        assert np.allclose(found[19 * channel : 19 * (channel + 1)], expected, atol=1e-3)
+        assert np.allclose(actual[19 * channel : 19 * (channel + 1)], expected, atol=1e-3)
 
 
 def test_silence_has_features_too() -> None:
-    found = mfcc(np.zeros((2, 132_300), dtype=np.float32), 44_100, FEATURES["L"])
-    assert np.isfinite(found).all()
+    actual = mfcc(np.zeros((2, 132_300), dtype=np.float32), 44_100, FEATURES["L"])
+    assert np.isfinite(actual).all()
 
 
 def test_features_are_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +69,8 @@ def test_features_are_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("jacsparse.models.irmas.mfcc", lambda *_: pytest.fail("computed again"))
     second = load_irmas(folder)
     assert torch.equal(first.train_inputs, second.train_inputs)
-    (kept,) = (tmp_path / "cache" / "features").iterdir()
-    kept.write_bytes(b"damaged")
+    (stored,) = (tmp_path / "cache" / "features").iterdir()
+    stored.write_bytes(b"damaged")
     with pytest.raises(pytest.fail.Exception):
         load_irmas(folder)
 

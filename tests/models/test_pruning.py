@@ -28,9 +28,9 @@ def test_each_layer_as_pytorch_prunes_it(fraction: float) -> None:
     prune_weights(module, fraction)
     for _, part in prunable(reference):
         prune.l1_unstructured(part, "weight", fraction)
-    for found, expected in zip(weights(module), weights(reference), strict=True):
-        assert zeros(found) == round(fraction * found.numel())
-        assert torch.equal(found, expected)
+    for actual, expected in zip(weights(module), weights(reference), strict=True):
+        assert zeros(actual) == round(fraction * actual.numel())
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.97])
@@ -42,8 +42,8 @@ def test_globally_as_pytorch_prunes_it(fraction: float) -> None:
         [(part, "weight") for _, part in prunable(reference)], prune.L1Unstructured, amount=fraction
     )
     assert sum(map(zeros, weights(module))) == round(fraction * sum(weight.numel() for weight in weights(module)))
-    for found, expected in zip(weights(module), weights(reference), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(weights(module), weights(reference), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("scope", ["layer", "global"])
@@ -71,8 +71,8 @@ def test_pruning_again_gives_the_fraction_of_all_weights(scope: str) -> None:
     assert pruned_fraction(module) == pytest.approx(0.8, abs=1e-4)
     for weight, mask in zip(weights(module), before, strict=True):
         assert not weight[mask].any()
-    for kept, parameter in zip(module.parameters(), parameters, strict=True):
-        assert kept is parameter
+    for after, parameter in zip(module.parameters(), parameters, strict=True):
+        assert after is parameter
 
 
 def test_pruning_twice_alike_changes_nothing() -> None:

@@ -193,8 +193,8 @@ def test_scan_gives_the_same_curves(settings: TrainSettings, data: Dataset, sche
     scan = train(dataclasses.replace(settings, backward="scan", schedule=schedule), data=data)
     assert [p.train_loss for p in scan.points] == pytest.approx([p.train_loss for p in bp.points], rel=1e-4)
     assert [p.train_loss for p in scan.points] != pytest.approx([p.train_loss for p in scan.points][:1] * 6, rel=1e-4)
-    for found, expected in zip(scan.model.parameters(), bp.model.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    for actual, expected in zip(scan.model.parameters(), bp.model.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_progress(settings: TrainSettings, data: Dataset) -> None:

@@ -185,8 +185,8 @@ def scatter_reductions(draw: st.DrawFn) -> Case:
     index = torch.tensor([draw(st.integers(0, rows - 1)) for _ in range(sources)])[:, None].expand(-1, columns)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        own, source = x[:, :rows], x[:, rows:]
-        return torch.scatter_reduce(own, 1, index.expand(x.shape[0], -1, -1), source, how, include_self=includes)
+        leading, source = x[:, :rows], x[:, rows:]
+        return torch.scatter_reduce(leading, 1, index.expand(x.shape[0], -1, -1), source, how, include_self=includes)
 
     return Apply(run), (rows + sources, columns)
 
@@ -314,10 +314,10 @@ def batch_norms(draw: st.DrawFn) -> Case:
 @st.composite
 def functional_batch_norms(draw: st.DrawFn) -> Case:
     module, shape = draw(batch_norms())
-    own = (module.weight, module.bias) if module.affine else (None, None)
+    leading = (module.weight, module.bias) if module.affine else (None, None)
     call = aten._native_batch_norm_legit_no_training
     numbers = (module.momentum, module.eps)
-    apply = Apply(lambda x: call(x, *own, module.running_mean, module.running_var, *numbers)[0])
+    apply = Apply(lambda x: call(x, *leading, module.running_mean, module.running_var, *numbers)[0])
     apply.inner = module
     return apply, shape
 
@@ -380,12 +380,12 @@ def products(draw: st.DrawFn, kind: str) -> Case:
         return Apply(expanded, other), ((rows, inner) if side == "left" else (inner, columns))
     lead = draw(st.sampled_from([(), (heads,), (heads, 1)]))
     # Without heads, the first axis would meet that of the batch.
-    own = draw(st.sampled_from([(), (1,), *([(heads,)] if lead else [])]))
+    leading = draw(st.sampled_from([(), (1,), *([(heads,)] if lead else [])]))
     vector = draw(flags)
     if side == "left":
-        other = constant(inner) if vector else constant(*own, inner, columns)
+        other = constant(inner) if vector else constant(*leading, inner, columns)
         return Apply(lambda x, c: aten.matmul(x, c), other), (*lead, rows, inner)
-    other = constant(inner) if vector else constant(*own, rows, inner)
+    other = constant(inner) if vector else constant(*leading, rows, inner)
     return Apply(lambda x, c: aten.matmul(c, x), other), (*lead, inner, columns)
 
 
@@ -402,14 +402,14 @@ def attentions(draw: st.DrawFn) -> Case:
     added = constant(heads, queries, keys)
     mask = None if causal else draw(st.sampled_from([None, allowed, added, added.masked_fill(~allowed, -torch.inf)]))
     parts = [queries * width, keys * width, keys * values]
-    own = draw(st.sampled_from(["q", "k", "v", "qkv"]))
-    held = [constant(heads, *size) for size in ((queries, width), (keys, width), (keys, values))]
+    leading = draw(st.sampled_from(["q", "k", "v", "qkv"]))
+    constants = [constant(heads, *size) for size in ((queries, width), (keys, width), (keys, values))]
 
     def run(x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        given = x.split(parts, dim=-1)
+        pieces = x.split(parts, dim=-1)
         q, k, v = (
-            one.unflatten(-1, size.shape[1:]) if name in own else size.expand(x.shape[0], -1, -1, -1)
-            for one, name, size in zip(given, "qkv", (q, k, v), strict=True)
+            one.unflatten(-1, size.shape[1:]) if name in leading else size.expand(x.shape[0], -1, -1, -1)
+            for one, name, size in zip(pieces, "qkv", (q, k, v), strict=True)
         )
         return aten.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=draw_scale)
 
@@ -421,7 +421,7 @@ def attentions(draw: st.DrawFn) -> Case:
                 x[:, :heads], x[:, heads : heads + 1], x[:, heads + 1 :], None, 0.0, causal, enable_gqa=True
             )
         ), (heads + 2, keys, width)
-    return Apply(run, *held), (heads, sum(parts))
+    return Apply(run, *constants), (heads, sum(parts))
 
 
 # Movement.

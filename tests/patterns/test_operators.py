@@ -83,8 +83,8 @@ def drawn_input(shape: tuple[int, ...], batch: int, seed: int) -> torch.Tensor:
 def pulled_back(records: list[Record], batch: int, outputs: int) -> torch.Tensor:
     """All rows of the Jacobian at each sample by the operators' own backward: ``(outputs, batch, inputs)``."""
     columns = torch.eye(outputs, dtype=torch.float64)[:, :, None]
-    found = pull_back_all(records, columns) if records else columns.expand(-1, -1, batch)
-    return found.permute(1, 2, 0)
+    actual = pull_back_all(records, columns) if records else columns.expand(-1, -1, batch)
+    return actual.permute(1, 2, 0)
 
 
 def check_values(module: nn.Module, x: torch.Tensor) -> jacsparse.Chain:
@@ -98,13 +98,13 @@ def check_values(module: nn.Module, x: torch.Tensor) -> jacsparse.Chain:
     inside = torch.from_numpy(pattern.to_scipy().toarray())
     for number, sample in enumerate(x):
         expected = autograd_jacobian(module, sample)
-        found = jacobian.todense(number)
+        actual = jacobian.todense(number)
         assert not (expected[~inside] != 0).any(), "an entry is missing from the pattern"
         # Some derivatives are small differences of numbers around one.
         limit = 1e-12 * max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
-        assert ((found - expected).abs() <= limit).all()
+        assert ((actual - expected).abs() <= limit).all()
         assert ((rows[:, number] - expected).abs() <= limit).all()
-        difference = (transposed.todense(number) - found.T).abs()
+        difference = (transposed.todense(number) - actual.T).abs()
         # Blocks are made by one formula, but not in the same order of operations.
         in_blocks = isinstance(pattern.structure, (Blocks, Full))
         assert (difference <= 0.01 * limit).all() if in_blocks else not difference.any()
@@ -123,11 +123,11 @@ def check_parts(record: Record) -> None:
         assert np.array_equal(np.concatenate([[], *(part.indices for part in parts)]), edge.pattern.indices)
         counts = np.concatenate([[], *(np.diff(part.indptr) for part in parts)])
         assert np.array_equal(counts, np.diff(edge.pattern.indptr))
-        own = edge.rule.transposed_parts(record.call(edge), edge.pattern, bounds)
-        if own is not None and rows:
-            whole, found = record.values(edge), torch.cat(list(own))
+        by_bounds = edge.rule.transposed_parts(record.call(edge), edge.pattern, bounds)
+        if by_bounds is not None and rows:
+            whole, actual = record.values(edge), torch.cat(list(by_bounds))
             limit = 1e-13 * max(1.0, whole.abs().max().item() if whole.numel() else 0.0)
-            assert torch.allclose(found.expand(whole.shape), whole, rtol=0, atol=limit)
+            assert torch.allclose(actual.expand(whole.shape), whole, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -173,12 +173,12 @@ def test_pruned_weights_leave_no_entry(
     module, shape = case
     assume(fits(module, shape))
     generator = torch.Generator().manual_seed(seed)
-    kept = torch.rand(module.weight.shape, generator=generator) >= share
+    chosen = torch.rand(module.weight.shape, generator=generator) >= share
     if mask:
-        prune.custom_from_mask(module, "weight", kept)
+        prune.custom_from_mask(module, "weight", chosen)
     else:
         with torch.no_grad():
-            module.weight.mul_(kept)
+            module.weight.mul_(chosen)
     pattern = jacsparse.jacobian_pattern(module, shape)
     # All kept weights differ from zero: the pattern is exactly what autograd finds.
     expected = autograd_jacobian(module, drawn_input(shape, 1, 1)[0])
@@ -221,8 +221,8 @@ def test_max_pooling_pattern_is_tight(case: tuple[nn.Module, tuple[int, ...]]) -
 def test_active_dropout_of_other_kinds(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
     (record,) = jacsparse.chain(kind(0.5), shape).run(torch.randn(3, *shape, dtype=torch.float64))
     (expected,) = torch.autograd.grad(record.output.sum(), record.input, retain_graph=True)
-    found = record.transposed_jacobian().values
-    assert torch.equal(found, expected.reshape(3, -1).T) and len(found.unique()) == 2
+    results = record.transposed_jacobian().values
+    assert torch.equal(results, expected.reshape(3, -1).T) and len(results.unique()) == 2
 
 
 def test_active_dropout_has_the_jacobian_of_its_own_draw() -> None:
@@ -255,6 +255,14 @@ def test_convolution_of_samples_without_channels(kind: type[nn.Module]) -> None:
     # A batch of one is a picture of one channel to it.
     with pytest.raises(jacsparse.UnsupportedOperatorError, match="does not have them along its first axis"):
         jacsparse.jacobian(module, torch.zeros(1, *shape))
+
+
+@pytest.mark.parametrize("axis", [1, 2, 3])
+@pytest.mark.parametrize("function", [torch.cumsum, torch.cumprod, torch.logcumsumexp])
+def test_pattern_of_running_operators_is_a_triangle(function: Callable[..., torch.Tensor], axis: int) -> None:
+    size = (2, 3, 2)[axis - 1]
+    module = Apply(lambda x: function(x, axis))
+    assert jacsparse.jacobian_pattern(module, (2, 3, 2)).nnz == 12 // size * size * (size + 1) // 2
 
 
 def test_sum_over_nothing() -> None:

@@ -264,8 +264,8 @@ def test_moves_in_steps(shape: list[int], seed: int) -> None:
     assert (
         np.array_equal(structure.sources(), sources.reshape(-1)) and Strided.restore(structure.describe()) == structure
     )
-    for own, expected in ((pattern, plain), (pattern.T, plain.T)):
-        assert own == expected and np.array_equal(own.structure.row_counts(), expected.structure.row_counts())
+    for each, expected in ((pattern, plain), (pattern.T, plain.T)):
+        assert each == expected and np.array_equal(each.structure.row_counts(), expected.structure.row_counts())
 
 
 def test_common_moves_are_in_steps() -> None:
@@ -281,9 +281,9 @@ def test_common_moves_are_in_steps() -> None:
 def test_a_convolution_is_described_without_arrays_of_its_weight() -> None:
     """Those of Wide ResNet-50 would take 2.5 GB."""
     structure = Convolution(512, 512, 1, (Sliding(7, 3, 1, 1, 1), Sliding(7, 3, 1, 1, 1)))
-    for own in (structure, structure.T):
-        assert own.nnz == 512 * 512 * 19**2 and own.row_counts().sum() == own.nnz
-        arrays = [value for value in vars(own).values() if isinstance(value, np.ndarray)]
+    for each in (structure, structure.T):
+        assert each.nnz == 512 * 512 * 19**2 and each.row_counts().sum() == each.nnz
+        arrays = [value for value in vars(each).values() if isinstance(value, np.ndarray)]
         assert sum(array.nbytes for array in arrays) < 2**20
 
 

@@ -67,15 +67,15 @@ def test_equals_autograd(mode: str, size: int, batch: int, density: float) -> No
     assert values.shape == (pattern.nnz, batch) and after.shape == state.shape
     for sample in range(batch):
         expected = torch.autograd.functional.jacobian(partial(after_step, mode, cell, x[sample]), state[sample])
-        found = torch.from_numpy(pattern.to_scipy(values[:, sample].numpy()).toarray())
-        assert (found - expected).abs().max() <= 1e-12 * max(1, expected.abs().max())
+        actual = torch.from_numpy(pattern.to_scipy(values[:, sample].numpy()).toarray())
+        assert (actual - expected).abs().max() <= 1e-12 * max(1, expected.abs().max())
 
 
 def test_gru_is_the_union_of_its_weights_and_the_diagonal() -> None:
     rng = np.random.default_rng(0)
-    kept = rng.random((21, 7)) < 0.15
-    union = kept.reshape(3, 7, 7).any(axis=0) | np.eye(7, dtype=bool)
-    assert np.array_equal(state_jacobian_pattern("GRU", kept).to_scipy().toarray(), union)
+    mask = rng.random((21, 7)) < 0.15
+    union = mask.reshape(3, 7, 7).any(axis=0) | np.eye(7, dtype=bool)
+    assert np.array_equal(state_jacobian_pattern("GRU", mask).to_scipy().toarray(), union)
     full = Pattern.from_scipy(scipy.sparse.csr_array(np.ones((7, 7))))
     assert state_jacobian_pattern("GRU", np.ones((21, 7), dtype=bool)) == full
 
@@ -113,6 +113,14 @@ def test_equation_4_4_term_by_term() -> None:
     state = {"r": r, "z": z, "n": n, "m": M, "before": h}
     values = state_jacobian_values("GRU", cell.weight_hh_l0.detach(), pattern, state).reshape(5, 5)
     assert torch.allclose(values.T, total, rtol=1e-13)
+
+
+@pytest.mark.parametrize("mode", ["RNN_TANH", "GRU", "LSTM"])
+def test_a_cell_of_no_elements(mode: str) -> None:
+    pattern = state_jacobian_pattern(mode, np.ones((0, 0), dtype=bool))
+    state = {name: torch.zeros(5, 0) for name in ("h", "r", "z", "n", "m", "before", "i", "f", "g", "o", "c")}
+    assert pattern.shape == (0, 0)
+    assert state_jacobian_values(mode, torch.zeros(0, 0), pattern, state).shape == (0, 5)
 
 
 def test_bad_arguments() -> None:

@@ -64,10 +64,12 @@ def test_equals_a_loop(
     expected = loop(A, b, h0, reverse)
     g = torch.randn_like(expected)
     reports: list[Report] = []
-    found = linear_recurrence(A, b, h0, reverse=reverse, schedule=schedule, reports=reports)
+    actual = linear_recurrence(A, b, h0, reverse=reverse, schedule=schedule, reports=reports)
     sources = [b, h0, *A.tensors]
     references = torch.autograd.grad(expected, sources, g, allow_unused=True)
-    for ours, reference in zip([found, *torch.autograd.grad(found, sources, g)], [expected, *references], strict=True):
+    for ours, reference in zip(
+        [actual, *torch.autograd.grad(actual, sources, g)], [expected, *references], strict=True
+    ):
         wanted = torch.zeros_like(ours) if reference is None else reference
         largest = wanted.abs().max().item() if wanted.numel() else 0.0
         assert not ours.numel() or (ours - wanted).abs().max() <= 1e-10 * largest
@@ -126,8 +128,8 @@ def test_long_sequences_stay_as_accurate_as_a_loop(kind: str, schedule: str, whe
     for name, expected in wide.items():
         # Guessing stops where what is left is nothing beside the largest state.
         error = _error if schedule == "relaxed" else _step_error
-        sequential, found = (error(of[name], expected) for of in (loop, ours))
-        assert found <= 10 * sequential, name
+        sequential, actual = (error(of[name], expected) for of in (loop, ours))
+        assert actual <= 10 * sequential, name
 
 
 #: Matrices, or diagonals, of which no power is much larger than another.
@@ -195,10 +197,10 @@ def test_what_equal_steps_round_does_not_add_up(form: str, kind: str, where: str
     """
     A, b, wide, loop = solved_by_a_loop(form, kind, where)
     condition, eps = A.size**0.5, torch.finfo(b.dtype).eps
-    found = solved(A, b, schedule)
+    actual = solved(A, b, schedule)
     for name, expected in wide.items():
         for sample in range(b.shape[1]):
-            sequential, error = (_chunk_error(of[name][:, sample], expected[:, sample]) for of in (loop, found))
+            sequential, error = (_chunk_error(of[name][:, sample], expected[:, sample]) for of in (loop, actual))
             # What is rounded in another order has another error, of the same size.
             assert error <= 2 * (1 + condition) * sequential + (A.size + 2) * condition * eps, (name, sample)
 
@@ -211,21 +213,21 @@ def solved(A: Any, b: torch.Tensor, schedule: str) -> dict[str, torch.Tensor]:
     return {"states": h.detach(), "of last": of_last, "of all": of_all}
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected).abs().max() / expected.abs().max())
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).abs().max() / expected.abs().max())
 
 
-def _step_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _step_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest of any step, as a share of the step's own size, down to where float32 has no digits left."""
     size = expected.abs().amax(dim=(1, 2))
     there = size > 1e-30
-    return float(((found.double() - expected).abs().amax(dim=(1, 2))[there] / size[there]).max())
+    return float(((actual.double() - expected).abs().amax(dim=(1, 2))[there] / size[there]).max())
 
 
-def _chunk_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _chunk_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest of any step, as a share of the largest state within a chunk of it."""
     largest = torch.nn.functional.max_pool1d(expected.abs().amax(dim=1)[None], 2 * 256 + 1, stride=1, padding=256)[0]
-    return float(((found.double() - expected).abs().amax(dim=1) / largest).max())
+    return float(((actual.double() - expected).abs().amax(dim=1) / largest).max())
 
 
 def test_edges() -> None:
@@ -247,16 +249,16 @@ def test_a_nan_stays_in_its_sample() -> None:
     clean = linear_recurrence(A, b)
     b[20, 1] = float("nan")
     for schedule in SCHEDULES:
-        found = linear_recurrence(A, b, schedule=schedule)
-        close(found[:, [0, 2]], clean[:, [0, 2]], 1e-12)
-        assert bool(found[20:, 1].isnan().all())
+        actual = linear_recurrence(A, b, schedule=schedule)
+        close(actual[:, [0, 2]], clean[:, [0, 2]], 1e-12)
+        assert bool(actual[20:, 1].isnan().all())
 
 
 def test_relaxed_falls_back_where_nothing_contracts() -> None:
     A = Dense(1.05 * torch.linalg.qr(torch.randn(40, 1, 4, 4, dtype=torch.float64))[0])
     b, reports = torch.randn(40, 1, 4, dtype=torch.float64), []
-    found = linear_recurrence(A, b, schedule="relaxed:4", reports=reports)
-    close(found, loop(A, b, torch.zeros(1, 4, dtype=torch.float64), False), 1e-12)
+    actual = linear_recurrence(A, b, schedule="relaxed:4", reports=reports)
+    close(actual, loop(A, b, torch.zeros(1, 4, dtype=torch.float64), False), 1e-12)
     assert reports[0].methods == ["relaxed", "chunked"]
 
 
@@ -318,8 +320,8 @@ def test_products_that_overflow_are_gone_through_step_by_step(schedule: str) -> 
     b = torch.zeros(600, 2, 5)
     b[-50:] = torch.randn(50, 2, 5)
     reports: list[Report] = []
-    found = linear_recurrence(A, b, schedule=schedule, reports=reports)
-    close(found, linear_recurrence(A, b, schedule="linear"), 1e-5)
+    actual = linear_recurrence(A, b, schedule=schedule, reports=reports)
+    close(actual, linear_recurrence(A, b, schedule="linear"), 1e-5)
     # A power of 30 fits float32, and those are composed in float64.
     lost = 2 if schedule == "chunked" else 0
     assert reports[0].methods == [schedule.partition(":")[0], *(["sequential"] if lost else [])]
@@ -332,9 +334,9 @@ def test_operands_of_any_layout(form: str) -> None:
     b, h0 = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 2, 4), (3, 2)))
     b, h0 = b.permute(2, 1, 0), h0.T.requires_grad_()
     assert not b.is_contiguous() and not h0.is_contiguous()
-    (found,) = torch.autograd.grad(linear_recurrence(A, b, h0).sum(), h0)
+    (actual,) = torch.autograd.grad(linear_recurrence(A, b, h0).sum(), h0)
     (expected,) = torch.autograd.grad(loop(A, b, h0, False).sum(), h0)
-    close(found, expected, 1e-12)
+    close(actual, expected, 1e-12)
 
 
 def test_what_is_added_may_change_afterwards() -> None:
@@ -350,6 +352,6 @@ def test_what_is_added_may_change_afterwards() -> None:
 def test_long_diagonals_stay_diagonal() -> None:
     d = torch.rand(3000, 1, 200)
     reports: list[Report] = []
-    found = linear_recurrence(Diagonal(d), torch.ones(3000, 1, 200), schedule="blelloch", reports=reports)
-    close(found, linear_recurrence(Diagonal(d), torch.ones(3000, 1, 200), schedule="linear"), 1e-5)
+    actual = linear_recurrence(Diagonal(d), torch.ones(3000, 1, 200), schedule="blelloch", reports=reports)
+    close(actual, linear_recurrence(Diagonal(d), torch.ones(3000, 1, 200), schedule="linear"), 1e-5)
     assert reports[0].methods == ["blelloch"]

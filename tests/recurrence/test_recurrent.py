@@ -72,15 +72,15 @@ def outcome(
     weigh = lambda tensor: (tensor * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)).sum()  # noqa: E731
     total = weigh(last) if loss == "last" else weigh(output) + (weigh(last) if loss == "all" else 0)
     gradients = torch.autograd.grad(total, [*leaves, *layer.parameters()], allow_unused=True)
-    kept = [
+    of_parameters = [
         torch.zeros_like(x) if g is None else g for g, x in zip(gradients, [*leaves, *layer.parameters()], strict=True)
     ]
-    return [output.detach(), last.detach(), *kept]
+    return [output.detach(), last.detach(), *of_parameters]
 
 
-def compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(found) == len(expected)
-    for ours, reference in zip(found, expected, strict=True):
+def compare(results: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(results) == len(expected)
+    for ours, reference in zip(results, expected, strict=True):
         assert ours.shape == reference.shape and ours.dtype == reference.dtype
         largest = reference.abs().max().item() if reference.numel() else 0.0
         difference = (ours - reference).abs().max().item() if reference.numel() else 0.0
@@ -165,12 +165,12 @@ def test_packed_without_an_order_given(kind: str) -> None:
 def test_dropout_between_layers(kind: str) -> None:
     layer, reference = pair(kind, 3, 6, 3, dropout=0.4)
     x = torch.randn(5, 4, 3, dtype=torch.float64, requires_grad=True)
-    found = []
+    results = []
     for run in (layer, reference):
         torch.manual_seed(3)
-        found.append(outcome(run, lambda: x, [x], None))
+        results.append(outcome(run, lambda: x, [x], None))
     # One seed draws one mask.
-    compare(*found)
+    compare(*results)
     layer.eval(), reference.eval()
     compare(outcome(layer, lambda: x, [x], None), outcome(reference, lambda: x, [x], None))
 
@@ -284,9 +284,9 @@ def test_compiled_around() -> None:
     model = Model()
     x = torch.randn(4, 2, 3)
     compiled = torch.compile(model, backend="eager")
-    expected, found = torch.autograd.grad(model(x), list(model.parameters())), None
-    found = torch.autograd.grad(compiled(x), list(model.parameters()))
-    for ours, reference in zip(found, expected, strict=True):
+    expected, results = torch.autograd.grad(model(x), list(model.parameters())), None
+    results = torch.autograd.grad(compiled(x), list(model.parameters()))
+    for ours, reference in zip(results, expected, strict=True):
         close(ours, reference, 1e-6)
 
 
@@ -333,11 +333,11 @@ def test_jacobians_of_models_with_layers(kind: str) -> None:
     model, x = Tagger(layer), torch.randn(2, 5, 3, dtype=torch.float64)
     assert not jacsparse.verify(model, x).failed
     given = [x.clone().requires_grad_() for _ in range(2)]
-    found, expected = (
-        torch.autograd.grad(run(own).square().sum(), [own, *model.parameters()])
-        for run, own in zip((jacsparse.nn.Scan(model), model), given, strict=True)
+    results, expected = (
+        torch.autograd.grad(run(each_input).square().sum(), [each_input, *model.parameters()])
+        for run, each_input in zip((jacsparse.nn.Scan(model), model), given, strict=True)
     )
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(results, expected, strict=True):
         close(one, other, 1e-10)
 
 
@@ -411,8 +411,8 @@ def test_weights_of_another_dtype_for_one_call(kind: str) -> None:
     layer, reference = pair(kind, 3, 4, dtype=torch.float32)
     weights = {name: weight.double() for name, weight in reference.named_parameters()}
     x = torch.randn(40, 2, 3, dtype=torch.float64)
-    found, expected = (torch.func.functional_call(run, weights, (x,))[0] for run in (layer, reference))
-    close(found, expected, 1e-10)
+    actual, expected = (torch.func.functional_call(run, weights, (x,))[0] for run in (layer, reference))
+    close(actual, expected, 1e-10)
 
 
 @ALL
@@ -497,18 +497,18 @@ def test_copies_train_by_themselves() -> None:
 def test_the_same_bits_on_any_number_of_threads_and_for_any_batch() -> None:
     layer = jacsparse.nn.LSTM(3, 20)
     x, states = torch.randn(50, 33, 3), torch.zeros(1, 33, 20, requires_grad=True)
-    before, found = torch.get_num_threads(), []
+    before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             output = layer(x, (states, states))[0]
-            found.append((output.detach(), torch.autograd.grad(output.sum(), states)[0]))
+            results.append((output.detach(), torch.autograd.grad(output.sum(), states)[0]))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, other) for result in found for one, other in zip(result, found[0], strict=True))
+    assert all(torch.equal(one, other) for result in results for one, other in zip(result, results[0], strict=True))
     # The kernel's arithmetic for a sample is the same whichever samples it is with.
     alone = torch.cat([layer(x[:, s : s + 1])[0] for s in range(33)], dim=1)
-    assert (alone - found[0][0]).abs().max() < 1e-6
+    assert (alone - results[0][0]).abs().max() < 1e-6
 
 
 # Elementary functions.
@@ -530,9 +530,9 @@ def test_activations_are_accurate(dtype: type) -> None:
     apply(x, first, second)
     wide = x.astype(np.longdouble)
     with np.errstate(over="ignore"):
-        for found, expected in ((first, np.tanh(wide)), (second, 1 / (1 + np.exp(-wide)))):
+        for actual, expected in ((first, np.tanh(wide)), (second, 1 / (1 + np.exp(-wide)))):
             ordinary = np.isfinite(x)
-            error = np.abs(found - expected)[ordinary]
+            error = np.abs(actual - expected)[ordinary]
             assert (error <= 2 * np.finfo(dtype).eps * np.abs(expected[ordinary]) + 2 * np.finfo(dtype).tiny).all()
     assert np.isnan(first[-3]) and np.isnan(second[-3])
     assert first[-5:-3].tolist() == [1, -1] and second[-5] == 1 and second[-4] < 1e-30
@@ -607,12 +607,12 @@ def test_networks_that_do_not_contract_at_full_length(kind: str, change: str) ->
         assert report.fallback_steps == 0 and report.defects[-1] <= 1e-6
     # The same states, and so the same Jacobians, for both: only the gradients are guessed.
     layer.forward_method, given = "sequential", x.clone().requires_grad_()
-    found, expected = (torch.autograd.grad(run(given)[0].sum(), given)[0] for run in (layer, sequential))
+    actual, expected = (torch.autograd.grad(run(given)[0].sum(), given)[0] for run in (layer, sequential))
     # Some explode, beyond what float32 holds.
     steps = expected.isfinite().all(dim=2).all(dim=1)
     assert steps[-100:].all()
     scale = expected[steps].abs().amax(dim=(1, 2), keepdim=True)
-    assert ((found - expected)[steps].abs() / scale).max() <= 1e-4
+    assert ((actual - expected)[steps].abs() / scale).max() <= 1e-4
 
 
 @pytest.mark.parametrize("change", ["radius 1.5", "radius 2.5", "times 4", "orthogonal"])
@@ -695,8 +695,8 @@ def test_where_pytorch_is_faster_its_kernels_run(kind: str, dtype: torch.dtype) 
         for inputs in (x[:steps, :batch], pack_sequence(list(x[:steps, :batch].unbind(1)))):
             states = torch.randn(2, 2, batch, size, dtype=dtype)
             hx = tuple(states) if kind == "LSTM" else states[0]
-            (found, last), (expected, end) = layer(inputs, hx), reference(inputs, hx)
-            compare([padded(found).detach()], [padded(expected).detach()])
+            (actual, last), (expected, end) = layer(inputs, hx), reference(inputs, hx)
+            compare([padded(actual).detach()], [padded(expected).detach()])
             close(torch.stack(tuple(last)), torch.stack(tuple(end)), TOLERANCE[dtype])
             assert (layer.reports[0].methods == ["torch.nn"]) == theirs
     for module in (layer, reference):
@@ -721,12 +721,12 @@ def test_what_pytorch_runs_is_what_it_gives(kind: str, options: dict[str, Any]) 
     for inputs in (torch.randn(4, 3, 2), torch.randn(4, 2), torch.randn(4, 0, 2)):
         if options.get("batch_first") and not inputs.numel():
             inputs = inputs.transpose(0, 1)
-        found = []
+        results = []
         for module in (layer, reference):
             torch.manual_seed(0)
             x = inputs.double().requires_grad_()
-            found.append([module(x)[0], *torch.autograd.grad(module(x)[0].sum(), [x, *module.parameters()])])
-        compare(*([tensor.detach() for tensor in each] for each in found))
+            results.append([module(x)[0], *torch.autograd.grad(module(x)[0].sum(), [x, *module.parameters()])])
+        compare(*([tensor.detach() for tensor in each] for each in results))
         assert layer.reports[0].methods == ["torch.nn"]
 
 
@@ -760,34 +760,34 @@ def test_workers_keep_their_mode() -> None:
 def test_adjoints_alone_are_flushed() -> None:
     blocks = Diagonal(torch.full((2, 1, 1), 1e-30))
     start = torch.full((1, 1), 1e-9, requires_grad=True)
-    found = jacsparse.linear_recurrence(blocks, torch.zeros(2, 1, 1), start)
-    assert found[0].item() == pytest.approx(1e-39, rel=1e-3)
+    actual = jacsparse.linear_recurrence(blocks, torch.zeros(2, 1, 1), start)
+    assert actual[0].item() == pytest.approx(1e-39, rel=1e-3)
 
 
 def test_reports_count_as_the_chain_does() -> None:
-    found = {}
+    results = {}
     for schedule in ("linear", "chunked", "blelloch", "relaxed"):
         layer = jacsparse.nn.GRU(3, 4, schedule=schedule, chunk=10)
         layer(torch.randn(100, 2, 3))[0].sum().backward()
-        found[schedule] = layer.reports[1].schedule
-    assert found["relaxed"] is None
-    steps = {name: plan.complexity(64).steps for name, plan in found.items() if plan}
+        results[schedule] = layer.reports[1].schedule
+    assert results["relaxed"] is None
+    steps = {name: plan.complexity(64).steps for name, plan in results.items() if plan}
     assert steps == {"linear": 100, "chunked": 28, "blelloch": 11}
-    assert found["chunked"].name == "chunked:10"
+    assert results["chunked"].name == "chunked:10"
 
 
 @ALL
 def test_outputs_and_states_may_be_changed_in_place(kind: str) -> None:
     layer, reference = pair(kind, 3, 4)
-    found = []
+    results = []
     for run in (layer, reference):
         output, last = run(torch.arange(36.0, dtype=torch.float64).reshape(6, 2, 3) / 36)
         output[3:] = 0
         torch.relu_(output)
         for state in last if kind == "LSTM" else (last,):
             state.mul_(2)
-        found.append(torch.autograd.grad(output.sum() + state.sum(), list(run.parameters())))
-    for ours, theirs in zip(*found, strict=True):
+        results.append(torch.autograd.grad(output.sum() + state.sum(), list(run.parameters())))
+    for ours, theirs in zip(*results, strict=True):
         close(ours, theirs, 1e-10)
 
 
@@ -799,8 +799,8 @@ def test_functional_gradients(kind: str) -> None:
     def loss(run: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
         return lambda parameters: torch.func.functional_call(run, parameters, (x,))[0].square().sum()
 
-    found, expected = (torch.func.grad(loss(run))(dict(run.named_parameters())) for run in (layer, reference))
-    for name, gradient in found.items():
+    results, expected = (torch.func.grad(loss(run))(dict(run.named_parameters())) for run in (layer, reference))
+    for name, gradient in results.items():
         close(gradient, expected[name], 1e-10)
     with pytest.raises(NotImplementedError, match=r"no batching rule for torch\.vmap"):
         torch.func.vmap(lambda sample: layer(sample)[0])(x[None])
@@ -815,8 +815,8 @@ def test_autocast_changes_no_digit(kind: str) -> None:
     expected = torch.autograd.grad(layer(x)[0].square().sum(), [x, *layer.parameters()])
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x.bfloat16())[0].dtype == torch.float32
-        found = torch.autograd.grad(layer(x)[0].square().sum(), [x, *layer.parameters()])
-    for ours, reference in zip(found, expected, strict=True):
+        results = torch.autograd.grad(layer(x)[0].square().sum(), [x, *layer.parameters()])
+    for ours, reference in zip(results, expected, strict=True):
         assert torch.equal(ours, reference)
 
 
@@ -828,8 +828,10 @@ def test_matrices_that_overflow(schedule: str) -> None:
     sequential.load_state_dict(reference.state_dict())
     x = torch.randn(1500, 3, 5)
     # A loss on the first steps: from there on all gradients are zero.
-    found, expected = (torch.autograd.grad(run(x)[0][:50].sum(), list(run.parameters())) for run in (layer, sequential))
-    for ours, theirs in zip(found, expected, strict=True):
+    results, expected = (
+        torch.autograd.grad(run(x)[0][:50].sum(), list(run.parameters())) for run in (layer, sequential)
+    )
+    for ours, theirs in zip(results, expected, strict=True):
         close(ours, theirs, 1e-4)
     report = layer.reports[1]
     assert schedule.startswith(report.methods[0])
@@ -845,10 +847,10 @@ def test_where_auto_chose_to_guess_in_vain(kind: str, monkeypatch: pytest.Monkey
     layer, reference = pair(kind, 5, 6, bidirectional=True, chunk=2, schedule="auto")
     rescaled(layer, reference, "times 4")
     packed = pack_sequence([torch.randn(length, 5).double() for length in (70, 41, 9, 3)])
-    found, expected = (
+    results, expected = (
         torch.autograd.grad(run(packed)[0].data.sum(), list(run.parameters())) for run in (layer, reference)
     )
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(results, expected, strict=True):
         close(ours, theirs, 1e-10)
     assert any("sequential" in report.methods for report in layer.reports if report.recurrence == "backward")
 
@@ -1030,17 +1032,17 @@ def test_gradients_that_vanish(kind: str, schedule: str, lengths: str, batch: in
         weights[step, sample] = torch.randn(2 * size, dtype=torch.float64)
     steps = torch.randint(1, time + 1, (batch,)) if lengths == "packed" else torch.full((batch,), time)
     steps[0] = time
-    found = []
+    results = []
     for module in (layer, reference):
         x = torch.randn(time, batch, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         x.requires_grad_()
         given = x if lengths == "equal" else pack_padded_sequence(x, steps, enforce_sorted=False)
         output = padded(module(given)[0])
-        found.append(torch.autograd.grad((output * weights).sum(), [x, *module.parameters()]))
-    for ours, theirs in zip(*found, strict=True):
+        results.append(torch.autograd.grad((output * weights).sum(), [x, *module.parameters()]))
+    for ours, theirs in zip(*results, strict=True):
         # Elements as small as they are.
         assert ((ours - theirs).abs() <= 1e-9 * theirs.abs() + 1e-300).all()
-    assert not found[0][0][100:120].any()
+    assert not results[0][0][100:120].any()
 
 
 @ALL

@@ -117,8 +117,8 @@ def test_uploads_are_of_no_mode(mode: Any) -> None:
     with emulated():
         with mode():
             device_memory.uploaded(array, torch.device("cpu"))
-        found = device_memory.uploaded(array, torch.device("cpu"))
-        assert type(found) is torch.Tensor and not found.is_inference() and found.tolist() == [0, 1, 2, 3, 4]
+        actual = device_memory.uploaded(array, torch.device("cpu"))
+        assert type(actual) is torch.Tensor and not actual.is_inference() and actual.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_uploads_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +128,8 @@ def test_uploads_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     with emulated():
         for handle in (7, 7, 8):
             monkeypatch.setattr(device_memory, "_stream_on", lambda _, handle=handle: handle)
-            found = device_memory.uploaded(array, torch.device("cpu"))
-    assert recorded == [(found, "another")]
+            actual = device_memory.uploaded(array, torch.device("cpu"))
+    assert recorded == [(actual, "another")]
 
 
 def test_tensors_on_several_devices() -> None:
@@ -149,8 +149,8 @@ def made_up(version: str = "14.2.0") -> types.ModuleType:
     cupy.__version__, cupy.launches, cupy.compiled, cupy.allowed, cupy.entered = version, [], [], [], []
 
     class Context:
-        def __init__(self, *given: Any) -> None:
-            self.given = given
+        def __init__(self, *values: Any) -> None:
+            self.values = values
 
         def __enter__(self) -> Context:
             cupy.entered.append(self)
@@ -188,7 +188,7 @@ def made_up(version: str = "14.2.0") -> types.ModuleType:
             self.most = most
 
         def __call__(self, grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
-            places = [(type(context).__name__, *context.given) for context in cupy.entered]
+            places = [(type(context).__name__, *context.values) for context in cupy.entered]
             assert shared_mem <= self.most
             cupy.launches.append((self.name, grid, block, arguments, shared_mem, places))
 
@@ -199,7 +199,7 @@ def made_up(version: str = "14.2.0") -> types.ModuleType:
 
         def get_function(self, name: str) -> Kernel:
             assert name in self.names and cupy.entered
-            cupy.compiled.append((*self.names, cupy.entered[-1].given))
+            cupy.compiled.append((*self.names, cupy.entered[-1].values))
             return Kernel(name)
 
     if version < "14":
@@ -217,12 +217,12 @@ def made_up(version: str = "14.2.0") -> types.ModuleType:
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    found = made_up()
-    monkeypatch.setitem(sys.modules, "cupy", found)
+    actual = made_up()
+    monkeypatch.setitem(sys.modules, "cupy", actual)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return found
+    return actual
 
 
 def test_a_cupy_that_does_not_fit(cupy: Any) -> None:

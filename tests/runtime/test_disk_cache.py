@@ -138,8 +138,8 @@ def test_nowhere_to_keep_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def _writes(number: int) -> bool:
-    found = [cached_plan(f"{key}", Maker(key, 20_000), packages=PACKAGES) for key in range(number % 3, 12)]
-    return all((arrays["number"] == key).all() for arrays, key in zip(found, range(number % 3, 12), strict=True))
+    results = [cached_plan(f"{key}", Maker(key, 20_000), packages=PACKAGES) for key in range(number % 3, 12)]
+    return all((arrays["number"] == key).all() for arrays, key in zip(results, range(number % 3, 12), strict=True))
 
 
 def test_many_processes_at_once() -> None:

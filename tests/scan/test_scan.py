@@ -47,10 +47,10 @@ def compare(module: nn.Module, x: torch.Tensor, schedule: object, vanishing: boo
     g = torch.randn_like(y)
     expected = gradients(module, module, x, g)
     scan = jacsparse.nn.Scan(module, schedule=schedule, **options)  # type: ignore[arg-type]
-    found = gradients(scan, module, x, g)
+    results = gradients(scan, module, x, g)
     assert torch.equal(scan(x), y)
-    assert len(found) == len(expected)
-    for ours, reference in zip(found, expected, strict=True):
+    assert len(results) == len(expected)
+    for ours, reference in zip(results, expected, strict=True):
         assert vanishing or reference.abs().max() > 1e-6
         close(ours, reference, TOLERANCE[x.dtype])
 
@@ -242,8 +242,8 @@ def test_active_dropout_keeps_its_draw(schedule: str) -> None:
     torch.manual_seed(3)
     expected = gradients(module, module, x, g)
     torch.manual_seed(3)
-    found = gradients(jacsparse.nn.Scan(module, schedule=schedule, memory_limit=1), module, x, g)
-    for ours, reference in zip(found, expected, strict=True):
+    results = gradients(jacsparse.nn.Scan(module, schedule=schedule, memory_limit=1), module, x, g)
+    for ours, reference in zip(results, expected, strict=True):
         close(ours, reference, 1e-10)
 
 
@@ -533,12 +533,12 @@ def test_weights_that_change_at_each_forward(schedule: str) -> None:
     for run in (module, twin):
         module.load_state_dict(state)
         torch.manual_seed(9)
-        found = gradients(run, module, x, g), {name: value.clone() for name, value in module.state_dict().items()}
-        expected = found if run is module else expected  # noqa: F821
-    for ours, reference in zip(found[0], expected[0], strict=True):
+        results = gradients(run, module, x, g), {name: value.clone() for name, value in module.state_dict().items()}
+        expected = results if run is module else expected  # noqa: F821
+    for ours, reference in zip(results[0], expected[0], strict=True):
         close(ours, reference, 1e-10)
     # What the forward pass changes, it changes once.
-    assert all(torch.equal(found[1][name], expected[1][name]) for name in state)
+    assert all(torch.equal(results[1][name], expected[1][name]) for name in state)
 
 
 def test_threads_share_a_module() -> None:
@@ -551,8 +551,8 @@ def test_threads_share_a_module() -> None:
         return list(torch.autograd.grad(scan(x), list(before.values()), g))
 
     with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(work, range(24)):
-            for ours, reference in zip(found, expected[-len(before) :], strict=True):
+        for results in pool.map(work, range(24)):
+            for ours, reference in zip(results, expected[-len(before) :], strict=True):
                 close(ours, reference, 1e-10)
     assert all(parameter is before[name] for name, parameter in module.named_parameters())
 
@@ -717,15 +717,15 @@ def test_what_follows_may_change_the_output_in_place() -> None:
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh())
     x = torch.randn(2, 1, 5, 5, requires_grad=True)
     (expected,) = torch.autograd.grad(torch.relu(module(x)).sum(), x)
-    (found,) = torch.autograd.grad(nn.Sequential(jacsparse.nn.Scan(module), nn.ReLU(inplace=True))(x).sum(), x)
-    assert torch.allclose(found, expected, atol=1e-6)
+    (actual,) = torch.autograd.grad(nn.Sequential(jacsparse.nn.Scan(module), nn.ReLU(inplace=True))(x).sum(), x)
+    assert torch.allclose(actual, expected, atol=1e-6)
 
 
 def test_a_scan_is_a_module_like_any_other() -> None:
     module = nn.Sequential(nn.Linear(4, 5), nn.Tanh()).double()
     x = torch.randn(2, 4, dtype=torch.float64)
-    found, expected = jacsparse.jacobian(jacsparse.nn.Scan(module), x), jacsparse.jacobian(module, x)
-    assert torch.equal(found.todense(1), expected.todense(1))
+    actual, expected = jacsparse.jacobian(jacsparse.nn.Scan(module), x), jacsparse.jacobian(module, x)
+    assert torch.equal(actual.todense(1), expected.todense(1))
 
 
 def test_records_go_without_the_garbage_collector() -> None:
@@ -786,13 +786,13 @@ def test_other_dtypes_within(name: str) -> None:
         return torch.autocast("cpu", enabled=not isinstance(module, Doubled))
 
     with within():
-        y, found = module(x), jacsparse.jacobian(module, x.detach())
+        y, actual = module(x), jacsparse.jacobian(module, x.detach())
         assert not jacsparse.verify(module, x.detach()).failed
-    assert found.values.dtype == x.dtype
+    assert actual.values.dtype == x.dtype
     rows = [torch.autograd.grad(each.sum(), x, retain_graph=True)[0] for each in y.flatten(1).unbind(1)]
     expected = torch.stack(rows, 1).flatten(2)
-    for number, own in enumerate(expected):
-        assert (found.todense(number) - own).abs().max() <= tolerance * expected.abs().max()
+    for number, expected_of_sample in enumerate(expected):
+        assert (actual.todense(number) - expected_of_sample).abs().max() <= tolerance * expected.abs().max()
     gradient = torch.randn_like(y)
     expected_gradients = torch.autograd.grad(y, [x, *module.parameters()], gradient)
     for schedule in ("linear", "blelloch", "blelloch:1"):

@@ -31,10 +31,10 @@ def test_estimated_counts_are_near_the_true_ones(sizes: list[tuple[int, float]],
         for pattern in reversed(patterns):
             keys = least(pattern, keys)
         estimates.append(counts(keys, np.array([product.shape[1]]))[:, 0])
-    found, true = np.mean(estimates, axis=0), product.structure.row_counts()
-    assert ((found == 0) == (true == 0)).all()
+    actual, true = np.mean(estimates, axis=0), product.structure.row_counts()
+    assert ((actual == 0) == (true == 0)).all()
     # The share of a row's error that is left after as many draws, five times over.
-    assert (np.abs(found - true) <= 1 + 5 * true / math.sqrt(24 * (KEYS - 2))).all()
+    assert (np.abs(actual - true) <= 1 + 5 * true / math.sqrt(24 * (KEYS - 2))).all()
 
 
 STRUCTURES = {

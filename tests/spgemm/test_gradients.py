@@ -73,11 +73,11 @@ def test_gradients_are_those_of_dense_matrices(
     plan = jacsparse.plan_product(a, b)
     operands = (values_of(a, left), values_of(b, right))
     weight = torch.randn(plan.pattern.nnz, max(left, right), dtype=torch.float64)
-    found = torch.autograd.grad((plan.multiply(*operands) * weight).sum(), operands)
+    results = torch.autograd.grad((plan.multiply(*operands) * weight).sum(), operands)
     c = dense(plan.pattern, weight)
     expected = torch.autograd.grad((dense(a, operands[0]) @ dense(b, operands[1]) * c).sum(), operands)
-    for own, other in zip(found, expected, strict=True):
-        assert own.shape == other.shape and torch.allclose(own, other, rtol=1e-12, atol=1e-13)
+    for each, other in zip(results, expected, strict=True):
+        assert each.shape == other.shape and torch.allclose(each, other, rtol=1e-12, atol=1e-13)
 
 
 def dense(pattern: Pattern, values: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def test_sums() -> None:
     assert gradcheck(lambda *values: plan.add(values), operands)
     assert gradgradcheck(lambda *values: plan.add(values), operands)
     with torch.no_grad():
-        assert torch.allclose(plan.add(operands), plan.add([own.detach() for own in operands]))
+        assert torch.allclose(plan.add(operands), plan.add([each.detach() for each in operands]))
 
 
 @pytest.mark.parametrize("kind", PATTERNS)
@@ -112,16 +112,16 @@ def test_empty_batches(kind: str, batches: tuple[int, int]) -> None:
     pattern = PATTERNS[kind](4, 4)
     product, total = jacsparse.plan_product(pattern, pattern), jacsparse.plan_sum([pattern, Pattern.of(Full(4, 4))])
     for run, other in ((product.multiply, pattern), (lambda *values: total.add(values), total.terms[1])):
-        operands = [values_of(own, batch) for own, batch in zip((pattern, other), batches, strict=True)]
+        operands = [values_of(each, batch) for each, batch in zip((pattern, other), batches, strict=True)]
         result = run(*operands)
-        found = torch.autograd.grad(result.sum(), operands)
-        assert result.shape[1] == 0 and [own.shape for own in found] == [own.shape for own in operands]
-        assert not any(own.any() for own in found)
+        results = torch.autograd.grad(result.sum(), operands)
+        assert result.shape[1] == 0 and [each.shape for each in results] == [each.shape for each in operands]
+        assert not any(each.any() for each in results)
 
 
 def test_products_over_nothing() -> None:
     plan = jacsparse.plan_product(Pattern.of(Full(3, 0)), Pattern.of(Full(0, 2)))
-    plan.multiply(*(values_of(own, 2) for own in (plan.a, plan.b))).sum().backward()
+    plan.multiply(*(values_of(each, 2) for each in (plan.a, plan.b))).sum().backward()
     sparse = jacsparse.plan_product(Pattern((3, 0), [0] * 4, []), Pattern.of(Full(0, 2)), method="dense")
     assert not sparse.multiply(np.zeros((0, 1)), np.zeros((0, 1))).any()
 

@@ -140,10 +140,10 @@ def test_symbolic_phase_equals_scipy(pair: tuple[Pattern, Pattern]) -> None:
     assert product == Pattern.from_scipy(expected)
     assert multiply_adds(a, b) == int(expected.sum())
     assert plan_product(a, b).flop == 2 * int(expected.sum())
-    held = np.random.default_rng(0).random(b.shape[1]) < 0.5
-    pairs = product.to_scipy().astype(np.int64) @ held.astype(np.int64)
-    assert meeting(product, held).tolist() == pairs.tolist()
-    nnz, met = product_meeting(a, b, held)
+    occupied = np.random.default_rng(0).random(b.shape[1]) < 0.5
+    pairs = product.to_scipy().astype(np.int64) @ occupied.astype(np.int64)
+    assert meeting(product, occupied).tolist() == pairs.tolist()
+    nnz, met = product_meeting(a, b, occupied)
     assert nnz == product.nnz and met.tolist() == pairs.tolist()
 
 
@@ -157,10 +157,10 @@ def test_matvec_equals_dense(pair: tuple[Pattern, Pattern], batches: tuple[int, 
     batch = max(batches)
     dense = np.stack([pattern.to_scipy(values[:, s if batches[0] > 1 else 0]).toarray() for s in range(batch)], axis=2)
     expected = np.einsum("mnb,nb->mb", dense.astype(np.float64), np.broadcast_to(x, (len(x), batch)))
-    found = matvec(pattern, values, x)
-    assert found.dtype == dtype and found.shape == expected.shape
+    actual = matvec(pattern, values, x)
+    assert actual.dtype == dtype and actual.shape == expected.shape
     assert np.allclose(
-        found, expected, rtol=0, atol=(1e-5 if dtype == np.float32 else 1e-13) * np.abs(expected).max(initial=1)
+        actual, expected, rtol=0, atol=(1e-5 if dtype == np.float32 else 1e-13) * np.abs(expected).max(initial=1)
     )
 
 
@@ -201,8 +201,8 @@ def test_selection_equals_one_hot_values(left: bool, overlap: bool, batch: int, 
     assert plan_product(a, b).method == "slots"
     plan = plan_product(a, b, winners=True)
     assert plan.method == "select"
-    found = plan.multiply(*((winners, values) if left else (values, winners)))
-    assert np.array_equal(found, expected)
+    actual = plan.multiply(*((winners, values) if left else (values, winners)))
+    assert np.array_equal(actual, expected)
     with pytest.raises(TypeError, match="expected int32: the method select takes winners; for ordinary values, plan"):
         plan.multiply(*((selecting_values, values) if left else (values, selecting_values)))
 
@@ -302,12 +302,12 @@ def test_a_guaranteed_zero_stays_zero_and_a_possible_one_does_not() -> None:
 
 def test_tensors_in_tensors_out() -> None:
     plan, a_values, b_values = big_product()
-    found = plan.multiply(torch.from_numpy(a_values), torch.from_numpy(b_values))
-    assert isinstance(found, torch.Tensor) and np.array_equal(found.numpy(), plan.multiply(a_values, b_values))
+    actual = plan.multiply(torch.from_numpy(a_values), torch.from_numpy(b_values))
+    assert isinstance(actual, torch.Tensor) and np.array_equal(actual.numpy(), plan.multiply(a_values, b_values))
     strided = torch.from_numpy(a_values.T.copy()).T
-    assert torch.equal(plan.multiply(strided, torch.from_numpy(b_values)), found)
+    assert torch.equal(plan.multiply(strided, torch.from_numpy(b_values)), actual)
     flipped = a_values[::-1].copy()[::-1]
-    assert np.array_equal(plan.multiply(flipped, b_values), found.numpy())
+    assert np.array_equal(plan.multiply(flipped, b_values), actual.numpy())
 
 
 def test_empty_batch() -> None:
@@ -411,10 +411,10 @@ def test_a_diagonal_scales_a_full_matrix_without_its_indices(left: bool, batch: 
     diagonal = Pattern.of(Diagonal(7 if left else 5))
     plan = plan_product(diagonal, full) if left else plan_product(full, diagonal)
     d, values = rng.standard_normal((diagonal.nnz, batch)), rng.standard_normal((35, 1))
-    found = plan.multiply(d, values) if left else plan.multiply(values, d)
+    actual = plan.multiply(d, values) if left else plan.multiply(values, d)
     expected = (d[:, None] if left else d[None]) * values.reshape(7, 5, 1)
     assert plan.method == "scale" and "_csr" not in full.__dict__
-    assert np.array_equal(found, expected.reshape(35, batch))
+    assert np.array_equal(actual, expected.reshape(35, batch))
 
 
 def test_wide_products_take_time_for_their_entries_alone() -> None:
@@ -454,18 +454,18 @@ def test_the_plans_used_last_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [(random_pattern(6, 8, 0.5, seed), random_pattern(8, 7, 0.5, 9)) for seed in range(4)]
     plans = [plan_product(a, b, cache=False) for a, b in pairs]
     size = max(plan.nbytes + sum(p.index_nbytes for p in (plan.a, plan.b, plan.pattern)) for plan in plans)
-    held = _cache.PlanCache(3 * size)
-    monkeypatch.setattr(_plan, "PLANS", held)
+    occupied = _cache.PlanCache(3 * size)
+    monkeypatch.setattr(_plan, "PLANS", occupied)
     first, second, third = (plan_product(*pair) for pair in pairs[:3])
     assert plan_product(*pairs[0]) is first
     plan_product(*pairs[3])
-    assert held.nbytes <= held.limit
+    assert occupied.nbytes <= occupied.limit
     assert plan_product(*pairs[0]) is first and plan_product(*pairs[2]) is third
     assert plan_product(*pairs[1]) is not second
     monkeypatch.setattr(_plan, "PLANS", _cache.PlanCache(10))
     assert plan_product(*pairs[0]) is not plan_product(*pairs[0])
-    held.clear()
-    assert (len(held), held.nbytes) == (0, 0)
+    occupied.clear()
+    assert (len(occupied), occupied.nbytes) == (0, 0)
 
 
 def test_threads_may_plan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,8 +473,8 @@ def test_threads_may_plan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [(random_pattern(6, 8, 0.5, seed), random_pattern(8, 7, 0.5, 9)) for seed in range(6)]
     expected = [plan_product(a, b, cache=False).pattern for a, b in pairs]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda number: plan_product(*pairs[number % 6]), range(600)))
-    assert all(plan.pattern == expected[number % 6] for number, plan in enumerate(found))
+        results = list(pool.map(lambda number: plan_product(*pairs[number % 6]), range(600)))
+    assert all(plan.pattern == expected[number % 6] for number, plan in enumerate(results))
     assert 0 < _plan.PLANS.nbytes <= 3000
 
 
@@ -494,5 +494,5 @@ def test_left_out_zeros_change_no_bit(dtype: torch.dtype) -> None:
             sums[row] += a[entry] * b.view(40, 50)[left.indices[entry]]
     assert torch.equal(plan.multiply(a, b), sums[left.structure.row_counts() > 0].flatten())
     b[0] = math.inf
-    found, lanes = plan.multiply(a, b), plan.multiply(a[:, None].expand(-1, 4), b[:, None].expand(-1, 4))
-    assert torch.equal(found.isnan(), lanes[:, 0].isnan()) and bool(found.isnan().any())
+    actual, lanes = plan.multiply(a, b), plan.multiply(a[:, None].expand(-1, 4), b[:, None].expand(-1, 4))
+    assert torch.equal(actual.isnan(), lanes[:, 0].isnan()) and bool(actual.isnan().any())

@@ -18,11 +18,11 @@ def test_sums_of_patterns() -> None:
     plan = jacsparse.plan_sum(matrices)
     values = [torch.randn(matrix.nnz, 3, dtype=torch.float64) for matrix in matrices]
     expected = sum(
-        torch.from_numpy(matrix.to_scipy(own[:, 1].numpy()).toarray())
-        for matrix, own in zip(matrices, values, strict=True)
+        torch.from_numpy(matrix.to_scipy(each[:, 1].numpy()).toarray())
+        for matrix, each in zip(matrices, values, strict=True)
     )
-    found = torch.from_numpy(plan.pattern.to_scipy(plan.add(values)[:, 1].numpy()).toarray())
-    assert torch.equal(found, expected) and "3 terms" in repr(plan)
+    actual = torch.from_numpy(plan.pattern.to_scipy(plan.add(values)[:, 1].numpy()).toarray())
+    assert torch.equal(actual, expected) and "3 terms" in repr(plan)
     shared = plan.add([values[0], values[1][:, :1].contiguous(), values[2]])
     assert shared.shape == (plan.pattern.nnz, 3)
     assert isinstance(jacsparse.plan_sum([matrices[0], Pattern.of(Full(6, 7))]).pattern.structure, Full)

@@ -36,23 +36,23 @@ def check(module: nn.Module, *shape: int, batch: int = 2, schedule: str = "blell
     """Jacobian, gradients and the module's own verification, all of them right."""
     torch.manual_seed(1)
     x = torch.randn(batch, *shape, dtype=torch.float64)
-    found = jacsparse.jacobian(module, x)
+    actual = jacsparse.jacobian(module, x)
     for number, sample in enumerate(x):
         expected = autograd_jacobian(module, sample)
-        assert torch.allclose(found.todense(number), expected, rtol=1e-10, atol=1e-12)
-        inside = torch.from_numpy(found.pattern.to_scipy().toarray())
+        assert torch.allclose(actual.todense(number), expected, rtol=1e-10, atol=1e-12)
+        inside = torch.from_numpy(actual.pattern.to_scipy().toarray())
         assert not (expected[~inside] != 0).any()
-    assert found.pattern == jacsparse.jacobian_pattern(module, shape)
+    assert actual.pattern == jacsparse.jacobian_pattern(module, shape)
     assert not jacsparse.verify(module, x).failed
     gradients = []
     for run in (module, jacsparse.nn.Scan(module, schedule=schedule)):
         module.zero_grad()
-        given = x.clone().requires_grad_()
-        run(given).square().sum().backward()
-        gradients.append([given.grad, *(p.grad for p in module.parameters())])
-    for own, expected in zip(*reversed(gradients), strict=True):
-        assert torch.allclose(own, expected, rtol=1e-9, atol=1e-11)
-    return found
+        leaf = x.clone().requires_grad_()
+        run(leaf).square().sum().backward()
+        gradients.append([leaf.grad, *(p.grad for p in module.parameters())])
+    for ours, expected in zip(*reversed(gradients), strict=True):
+        assert torch.allclose(ours, expected, rtol=1e-9, atol=1e-11)
+    return actual
 
 
 def linear(into: int = 4, out: int = 4) -> nn.Linear:
@@ -128,8 +128,8 @@ def test_samples_that_are_batches_to_their_operators() -> None:
 def test_pruned_weights_inside_a_traced_module() -> None:
     module = Net(lambda self, x: self.a(x) + x, a=linear())
     prune.custom_from_mask(module.a, "weight", torch.eye(4).flip(0))
-    found = check(module, 4)
-    assert found.pattern.nnz == 8
+    actual = check(module, 4)
+    assert actual.pattern.nnz == 8
     with torch.no_grad():
         module.a.weight_orig.mul_(2)
     check(module, 4)
@@ -174,8 +174,8 @@ def test_frozen_parameters_get_no_gradient() -> None:
 
 
 def test_what_has_no_derivative() -> None:
-    found = check(Net(lambda self, x: x * (x > 0) + x.round()), 4)
-    assert isinstance(found.pattern.structure, Diagonal)
+    actual = check(Net(lambda self, x: x * (x > 0) + x.round()), 4)
+    assert isinstance(actual.pattern.structure, Diagonal)
     nothing = Net(lambda self, x: torch.sign(x) * 2.0)
     assert jacsparse.jacobian_pattern(nothing, (4,)).nnz == 0
     assert jacsparse.jacobian(nothing, torch.randn(2, 4)).todense(0).abs().sum() == 0
@@ -373,8 +373,8 @@ def test_verify_compares_active_dropout_under_one_draw() -> None:
         Net(lambda self, x: functional.dropout(self.a(x), 0.5, self.training) * 3 + x, a=linear(40, 40)),
     ):
         drawn = torch.random.get_rng_state()
-        found = jacsparse.verify(module.double(), x)
-        assert found.checks[-1].exact
+        actual = jacsparse.verify(module.double(), x)
+        assert actual.checks[-1].exact
         assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
@@ -442,9 +442,9 @@ def test_values_by_colouring_take_columns_where_they_are_fewer(rules: object) ->
 
 
 def _arrow_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    own = g * x.cos() * x[:, :1]
+    ours = g * x.cos() * x[:, :1]
     first = (g * x.sin()).sum(1, keepdim=True)
-    return own + torch.nn.functional.pad(first, (0, x.shape[1] - 1))
+    return ours + torch.nn.functional.pad(first, (0, x.shape[1] - 1))
 
 
 @pytest.mark.parametrize(
@@ -514,8 +514,8 @@ def test_verification_names_what_differs(rules: object) -> None:
         jacsparse.verify(module, x)
     assert "Net (aten.cumsum), 4 × 4: all entries, difference 3.0e+00" in str(caught.value)
     assert "∂y[1]/∂x[0] is 0, autograd 1, which the pattern leaves out" in str(caught.value)
-    found = jacsparse.verify(module, x, raise_exception=False)
-    assert [check.operator for check in found.failed] == ["aten.cumsum", "Net"]
+    results = jacsparse.verify(module, x, raise_exception=False)
+    assert [check.operator for check in results.failed] == ["aten.cumsum", "Net"]
 
 
 def test_verification_finds_an_entry_of_a_large_jacobian(rules: object) -> None:
@@ -671,8 +671,8 @@ def test_parameters_that_are_reached_by_another_way_train(kind: type[nn.Module])
     expected = [parameter.grad for parameter in module.parameters()]
     module.zero_grad()
     jacsparse.nn.Scan(module, schedule="blelloch")(x).square().sum().backward()
-    for own, parameter in zip(expected, module.parameters(), strict=True):
-        assert torch.allclose(own, parameter.grad, rtol=1e-10)
+    for ours, parameter in zip(expected, module.parameters(), strict=True):
+        assert torch.allclose(ours, parameter.grad, rtol=1e-10)
 
 
 def test_what_is_made_of_parameters_before_the_forward_pass_trains_them() -> None:
@@ -691,8 +691,8 @@ def test_a_buffer_may_require_a_gradient() -> None:
     module.register_buffer("scale", torch.randn(4, dtype=torch.float64, requires_grad=True))
     x = torch.randn(2, 4, dtype=torch.float64)
     (expected,) = torch.autograd.grad(module(x).square().sum(), module.scale)
-    (found,) = torch.autograd.grad(jacsparse.nn.Scan(module)(x).square().sum(), module.scale)
-    assert torch.allclose(found, expected, rtol=1e-10)
+    (actual,) = torch.autograd.grad(jacsparse.nn.Scan(module)(x).square().sum(), module.scale)
+    assert torch.allclose(actual, expected, rtol=1e-10)
 
 
 class Owned(nn.Module):
@@ -753,17 +753,17 @@ def test_random_tensors(function) -> None:
     torch.manual_seed(0)
     (expected,) = torch.autograd.grad(module(x).square().sum(), x)
     torch.manual_seed(0)
-    (found,) = torch.autograd.grad(jacsparse.nn.Scan(module)(x).square().sum(), x)
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    (actual,) = torch.autograd.grad(jacsparse.nn.Scan(module)(x).square().sum(), x)
+    assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_sums_of_other_dtypes() -> None:
     module = Net(lambda self, x: self.a((x + self.shift).float()), a=nn.Linear(4, 4)).float()
     module.shift = torch.randn(4, dtype=torch.float64)
     x = torch.randn(2, 4, requires_grad=True)
-    found = jacsparse.jacobian(module, x.detach())
-    assert found.values.dtype == x.dtype
-    assert torch.equal(found.todense(0), module.a.weight)
+    actual = jacsparse.jacobian(module, x.detach())
+    assert actual.values.dtype == x.dtype
+    assert torch.equal(actual.todense(0), module.a.weight)
     (expected,) = torch.autograd.grad(module(x).sum(), x)
     (gradient,) = torch.autograd.grad(jacsparse.nn.Scan(module, schedule="blelloch")(x).sum(), x)
     assert torch.equal(gradient, expected)
@@ -806,10 +806,10 @@ def test_nothing_stale_is_kept(name: str) -> None:
     module.double()
     x = torch.randn(2, 4, dtype=torch.float64)
     for _ in range(2):
-        found = jacsparse.jacobian(module, x)
+        actual = jacsparse.jacobian(module, x)
         for number, sample in enumerate(x):
             expected = torch.autograd.functional.jacobian(lambda s: module(s[None])[0], sample)
-            assert torch.allclose(found.todense(number), expected, rtol=1e-10, atol=1e-12)
+            assert torch.allclose(actual.todense(number), expected, rtol=1e-10, atol=1e-12)
         change(module)
 
 
@@ -842,9 +842,9 @@ def test_indices_that_move_make_other_patterns() -> None:
     x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
     for index in ([2, 0, 1, 3], [0, 3, 2, 1]):
         module[2].index.copy_(torch.tensor(index))
-        (found,) = torch.autograd.grad(scan(x).square().sum(), x)
+        (actual,) = torch.autograd.grad(scan(x).square().sum(), x)
         (expected,) = torch.autograd.grad(module(x).square().sum(), x)
-        assert torch.allclose(found, expected, rtol=1e-10)
+        assert torch.allclose(actual, expected, rtol=1e-10)
 
 
 def test_threads_may_trace_at_once() -> None:

@@ -51,12 +51,12 @@ def test_every_order_is_right(
     monkeypatch.setattr("jacsparse.stages.order.DENSE", dense)
     monkeypatch.setattr("jacsparse.stages.accumulation.FULL", full)
     module, x = network(wide_end), torch.randn(batch, 2, 4, 4, dtype=torch.float64)
-    found = jacsparse.jacobian(module, x)
-    assert found.batch == batch and found.pattern == jacsparse.jacobian_pattern(module, (2, 4, 4))
+    actual = jacsparse.jacobian(module, x)
+    assert actual.batch == batch and actual.pattern == jacsparse.jacobian_pattern(module, (2, 4, 4))
     for number, sample in enumerate(x):
         expected = autograd_jacobian(module, sample)
-        assert torch.allclose(found.todense(number), expected, rtol=1e-10, atol=1e-13)
-        inside = torch.from_numpy(found.pattern.to_scipy().toarray())
+        assert torch.allclose(actual.todense(number), expected, rtol=1e-10, atol=1e-13)
+        inside = torch.from_numpy(actual.pattern.to_scipy().toarray())
         assert not expected[~inside].any()
 
 
@@ -81,10 +81,10 @@ def test_every_way_through_a_chain_is_right(seed: int) -> None:
     chosen = order(0, len(chain) - 1)
     assert str(chosen).count("J") == len(chain)
     chain.__dict__["order"] = chosen
-    found = chain.jacobian(records, x)
-    assert found.pattern == jacsparse.jacobian_pattern(module, (2, 4, 4))
+    actual = chain.jacobian(records, x)
+    assert actual.pattern == jacsparse.jacobian_pattern(module, (2, 4, 4))
     for number, sample in enumerate(x):
-        assert torch.allclose(found.todense(number), autograd_jacobian(module, sample), rtol=1e-10, atol=1e-13)
+        assert torch.allclose(actual.todense(number), autograd_jacobian(module, sample), rtol=1e-10, atol=1e-13)
 
 
 def test_the_order_fits_the_shape() -> None:

@@ -57,11 +57,11 @@ def undone(module: nn.Module) -> Iterator[None]:
 
 def expected_jacobian(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """``(batch, outputs, inputs)``, by autograd on the whole batch at once, as the module would compute it next."""
-    given = x.clone().requires_grad_()
+    leaf = x.clone().requires_grad_()
     with undone(module):
-        y = module(given * 1).flatten(1)
+        y = module(leaf * 1).flatten(1)
     rows = [
-        torch.autograd.grad(y[:, n].sum(), given, retain_graph=True, materialize_grads=True)[0]
+        torch.autograd.grad(y[:, n].sum(), leaf, retain_graph=True, materialize_grads=True)[0]
         for n in range(y.shape[1])
     ]
     return torch.stack(rows, 1).flatten(2)
@@ -70,10 +70,10 @@ def expected_jacobian(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def gradients(run: nn.Module, module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Output, and the gradients of input and parameters."""
     module.zero_grad()
-    given = x.clone().requires_grad_()
-    y = run(given)
+    leaf = x.clone().requires_grad_()
+    y = run(leaf)
     (y * torch.linspace(1, 2, y.numel(), dtype=y.dtype).reshape(y.shape)).sum().backward()
-    return y.detach(), [given.grad, *(p.grad for p in module.parameters())]
+    return y.detach(), [leaf.grad, *(p.grad for p in module.parameters())]
 
 
 class Watched:
@@ -84,16 +84,16 @@ class Watched:
         self.scans = [jacsparse.nn.Scan(module, schedule=schedule) for schedule in SCHEDULES]
 
     def check(self, x: torch.Tensor) -> None:
-        found, expected = jacsparse.jacobian(self.module, x), expected_jacobian(self.module, x)
+        actual, expected = jacsparse.jacobian(self.module, x), expected_jacobian(self.module, x)
         for number in range(len(x)):
-            assert torch.allclose(found.todense(number), expected[number], rtol=1e-9, atol=1e-11)
+            assert torch.allclose(actual.todense(number), expected[number], rtol=1e-9, atol=1e-11)
         assert not jacsparse.verify(self.module, x).failed
         for scan in self.scans:
             with undone(self.module):
-                y, own = gradients(self.module, self.module, x)
+                y, by_autograd = gradients(self.module, self.module, x)
             z, theirs = gradients(scan, self.module, x)
             assert torch.equal(y, z)
-            for one, other in zip(own, theirs, strict=True):
+            for one, other in zip(by_autograd, theirs, strict=True):
                 assert (one is None and (other is None or not other.any())) or torch.allclose(
                     one, other, rtol=1e-9, atol=1e-11
                 )
@@ -411,12 +411,12 @@ def test_derivatives_that_are_not_the_operators(name: str, dropping: bool) -> No
     with undone(module):
         _, expected = gradients(module, module, x)
     try:
-        _, found = gradients(scan, module, x)
+        _, results = gradients(scan, module, x)
     except (UnsupportedOperatorError, RuntimeError) as error:
         assert "torch.autograd.Function" in str(error) or "a backward hook" in str(error)
     else:
         # No product of Jacobians went through it.
-        assert all(torch.allclose(one, other, rtol=1e-10) for one, other in zip(found, expected, strict=True))
+        assert all(torch.allclose(one, other, rtol=1e-10) for one, other in zip(results, expected, strict=True))
 
 
 STRAIGHT: dict[str, Callable[..., torch.Tensor]] = {
@@ -520,9 +520,9 @@ def test_a_mask_of_a_convolution_that_broadcasts() -> None:
     module.weight = None
     del module.weight
     x = torch.randn(2, 1, 4, 4, dtype=torch.float64)
-    found = jacsparse.jacobian(module, x)
-    assert torch.allclose(found.todense(0), expected_jacobian(module, x)[0])
-    assert found.pattern.nnz == 4 * 4 * 6
+    actual = jacsparse.jacobian(module, x)
+    assert torch.allclose(actual.todense(0), expected_jacobian(module, x)[0])
+    assert actual.pattern.nnz == 4 * 4 * 6
 
 
 # Containers of one's own.
@@ -712,11 +712,11 @@ def obeyed_or_refused(module: nn.Module, schedule: str) -> None:
     _, expected = gradients(module, module, samples())
     expected = [gradient.clone() for gradient in expected]
     try:
-        _, found = gradients(jacsparse.nn.Scan(module, schedule=schedule), module, samples())
+        _, results = gradients(jacsparse.nn.Scan(module, schedule=schedule), module, samples())
     except RuntimeError as error:
         assert "a backward hook" in str(error)
     else:
-        assert all(torch.allclose(one, other, rtol=1e-10) for one, other in zip(found, expected, strict=True))
+        assert all(torch.allclose(one, other, rtol=1e-10) for one, other in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -725,7 +725,7 @@ def test_hooks_of_parameters_beside_others(kind: str, schedule: str) -> None:
     middle = Net(lambda self, x: halved(x)) if kind == "tensor" else nn.Tanh()
     module = nn.Sequential(linear(), middle, linear(), nn.Tanh(), linear())
     if kind == "module":
-        middle.register_full_backward_hook(lambda _m, given, _o: (given[0] * 10,))
+        middle.register_full_backward_hook(lambda _m, leaf, _o: (leaf[0] * 10,))
     module[0].weight.register_hook(lambda gradient: gradient * 3)
     obeyed_or_refused(module, schedule)
 
@@ -794,9 +794,9 @@ def test_slices_of_what_differs_by_sample(name: str) -> None:
     expected = [gradient.clone() for gradient in expected]
     for limit in (1, 4000):
         scan = jacsparse.nn.Scan(module, schedule="blelloch", memory_limit=limit)
-        _, found = gradients(scan, module, samples(24))
+        _, results = gradients(scan, module, samples(24))
         assert all(
-            torch.allclose(one, other, rtol=1e-9, atol=1e-11) for one, other in zip(found, expected, strict=True)
+            torch.allclose(one, other, rtol=1e-9, atol=1e-11) for one, other in zip(results, expected, strict=True)
         )
 
 
@@ -926,15 +926,15 @@ def test_what_is_returned_is_the_callers(pruned: bool) -> None:
     ]
     for module in modules:
         x = samples()
-        found = jacsparse.jacobian(module, x, pruned=pruned)
-        before = found.values.clone()
+        actual = jacsparse.jacobian(module, x, pruned=pruned)
+        before = actual.values.clone()
         tensors = [x, matrix, *module.parameters()]
-        kept = [tensor.detach().clone() for tensor in tensors]
-        found.values.mul_(2)
-        assert all(torch.equal(one, other) for one, other in zip(tensors, kept, strict=True))
+        copies = [tensor.detach().clone() for tensor in tensors]
+        actual.values.mul_(2)
+        assert all(torch.equal(one, other) for one, other in zip(tensors, copies, strict=True))
         for tensor in tensors:
             tensor.data.mul_(3)
-        assert torch.equal(found.values, 2 * before)
+        assert torch.equal(actual.values, 2 * before)
 
 
 class Drifting(nn.Linear):
@@ -967,10 +967,10 @@ def test_masks_that_a_forward_pass_writes_to() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_patterns_of_weights_that_are_written_after_use(masked: bool) -> None:
     def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
-        self.kept.copy_(self.start)
-        weight = self.matrix * self.kept if masked else self.kept
+        self.copies.copy_(self.start)
+        weight = self.matrix * self.copies if masked else self.copies
         y = functional.linear(x, weight)
-        self.kept.zero_()
+        self.copies.zero_()
         return y
 
     module = Net(forward, matrix=nn.Parameter(linear().weight.data), start=torch.ones(4, 4).double())
@@ -1003,8 +1003,8 @@ def test_numbers_without_axes(name: str) -> None:
 
 
 def test_no_output_at_all() -> None:
-    found = jacsparse.jacobian(nn.Linear(4, 0).double(), samples())
-    assert found.shape == (0, 4) and found.pattern.nnz == 0
+    actual = jacsparse.jacobian(nn.Linear(4, 0).double(), samples())
+    assert actual.shape == (0, 4) and actual.pattern.nnz == 0
 
 
 def test_other_results_of_an_operator() -> None:
