@@ -974,7 +974,7 @@ def test_patterns_of_weights_that_are_written_after_use(masked: bool) -> None:
         return y
 
     module = Net(forward, matrix=nn.Parameter(linear().weight.data), start=torch.ones(4, 4).double())
-    module.register_buffer("kept", torch.ones(4, 4).double())
+    module.register_buffer("copies", torch.ones(4, 4).double())
     assert jacsparse.jacobian_pattern(module, (4,)).nnz == 16
 
 
