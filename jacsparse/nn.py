@@ -1,4 +1,4 @@
-"""Modules whose backward pass is a scan: of any chain of operators, and recurrent layers."""
+"""Modules whose backward pass is a scan or a solver: of any chain of operators, and recurrent layers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,58 @@ import torch
 from torch import nn
 
 from .recurrence import GRU, LSTM, RNN, Recurrent, convert
-from .scan import Scanner, scanned
+from .scan import Puller, Scanner, scanned
 from .schedule import Schedule, parse
+from .solvers import Propagator, TriangularSolver, solver_of
 from .stages import Chain, Chains, chain, check_input, check_limit
 from .tracing import check_module, is_recording
 
-__all__ = ["GRU", "LSTM", "RNN", "Recurrent", "Scan", "convert"]
+__all__ = ["GRU", "LSTM", "RNN", "Recurrent", "Scan", "Solve", "convert"]
 
 
-class Scan(nn.Module):
+class _OfChain(nn.Module):
+    """A module around another one, whose chain of stages back-propagates."""
+
+    _chains: Chains
+
+    def __init__(self, module: nn.Module, pruned: bool) -> None:
+        super().__init__()
+        self.module = check_module(module)
+        self.pruned = pruned
+        self.reset()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``module(x)``; `x` has shape ``(batch, *input_shape)``, float32 or float64."""
+        if not torch.is_grad_enabled() or is_recording() or torch.compiler.is_compiling():
+            return self.module(x)
+        if not getattr(x, "requires_grad", False) and not any(p.requires_grad for p in self.module.parameters()):
+            return self.module(x)
+        check_input("x", x)
+        if not len(x):
+            return self.module(x)
+        if self._chains.module is not self.module:
+            self.reset()
+        chain, run = self._chains.of(x)
+        return scanned(self._puller(chain), run, x)
+
+    def _puller(self, chain: Chain) -> Puller:
+        """What pulls gradients back through a chain."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Forget patterns and plans; the next forward makes new ones for its weights."""
+        self._chains = Chains(self.module, pruned=self.pruned)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Patterns and plans are not copied or written to files.
+        return {**self.__dict__, "_chains": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.reset()
+
+
+class Scan(_OfChain):
     """A module that computes the same output as `module`, and back-propagates by a scan.
 
     It is part of autograd as any module is: gradients reach the input and all parameters that are not frozen, through
@@ -65,34 +108,17 @@ class Scan(nn.Module):
         pruned: bool = True,
         memory_limit: int | None = None,
     ) -> None:
-        super().__init__()
         parse(schedule)
         check_limit(memory_limit)
-        self.module = check_module(module)
+        super().__init__(module, pruned)
         self.schedule = schedule
-        self.pruned = pruned
         self.memory_limit = memory_limit
-        self.reset()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``module(x)``; `x` has shape ``(batch, *input_shape)``, float32 or float64."""
-        if not torch.is_grad_enabled() or is_recording() or torch.compiler.is_compiling():
-            return self.module(x)
-        if not getattr(x, "requires_grad", False) and not any(p.requires_grad for p in self.module.parameters()):
-            return self.module(x)
-        check_input("x", x)
-        if not len(x):
-            return self.module(x)
-        if self._chains.module is not self.module:
-            self.reset()
-        chain, run = self._chains.of(x)
-        return scanned(self._scanner(chain), run, x)
 
     def scanner(self, input_shape: tuple[int, ...]) -> Scanner:
         """The chain, schedule and plans for inputs of a shape, without the batch axis."""
-        return self._scanner(chain(self.module, input_shape, pruned=self.pruned))
+        return self._puller(chain(self.module, input_shape, pruned=self.pruned))
 
-    def _scanner(self, chain: Chain) -> Scanner:
+    def _puller(self, chain: Chain) -> Scanner:
         scanner = self._scanners.pop(id(chain), None)
         if scanner is None:
             scanner = Scanner(chain, self.schedule, self.memory_limit)
@@ -103,19 +129,60 @@ class Scan(nn.Module):
         return scanner
 
     def __getstate__(self) -> dict[str, Any]:
-        # Patterns and plans are not copied or written to files.
-        return {**self.__dict__, "_chains": None, "_scanners": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.reset()
+        return {**super().__getstate__(), "_scanners": None}
 
     def reset(self) -> None:
         """Forget patterns and plans; the next forward makes new ones for its weights."""
-        self._chains = Chains(self.module, pruned=self.pruned)
+        super().reset()
         # By the chain's id: a scanner holds its chain, so that no other chain gets the id.
         self._scanners: OrderedDict[int, Scanner] = OrderedDict()
 
     def extra_repr(self) -> str:
         """The schedule."""
         return f"schedule={getattr(self.schedule, 'name', self.schedule)!r}"
+
+
+class Solve(_OfChain):
+    """A module that computes the same output as `module`, and back-propagates by a solver of triangular systems.
+
+    Parameters
+    ----------
+    module : Module
+        As of `Scan`.
+    method : str or TriangularSolver
+        As `jacsparse.solvers.solve` takes it. An iterative solver gives gradients within its tolerance.
+    pruned : bool
+        Whether the Jacobians omit pruned weights.
+    **options
+        Arguments of the solver.
+
+    Warns
+    -----
+    RuntimeWarning
+        In the backward pass, where an iterative solver stops at its limit.
+
+    Notes
+    -----
+    Naumov, equation 14: the stages are the off-diagonal blocks, the elementwise ones the diagonal.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+    >>> Solve(model, method="cyclic_reduction")(torch.randn(5, 4)).sum().backward()
+    >>> model[0].weight.grad.shape
+    torch.Size([3, 4])
+    """
+
+    def __init__(
+        self, module: nn.Module, *, method: str | TriangularSolver = "substitution", pruned: bool = True, **options: Any
+    ) -> None:
+        super().__init__(module, pruned)
+        self.method = solver_of(method, **options)
+
+    def _puller(self, chain: Chain) -> Propagator:
+        return Propagator(self.method)
+
+    def extra_repr(self) -> str:
+        """The method."""
+        return f"method={self.method.name!r}"

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .clear_cache import clear_cache
+from .compare import compare
 from .doctor import doctor
 from .flop import flop
 from .jacobian import jacobian
@@ -20,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (flop, jacobian, spy, train, doctor, clear_cache):
+for _command in (flop, compare, jacobian, spy, train, doctor, clear_cache):
     app.command()(_command)
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from ..stages import Run
-from .scanner import Scanner
+from ..stages import Record, Run
 
 
-def scanned(scanner: Scanner, run: Run, x: torch.Tensor) -> torch.Tensor:
+class Puller(Protocol):
+    """What pulls gradients back through the records of a chain, as `Scanner` does."""
+
+    def pull_back(
+        self, records: Sequence[Record], gradient: torch.Tensor, externals: Iterable[int], *, for_input: bool
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """Gradients of the chain's input and of externals, for a gradient of its output."""
+
+
+def scanned(puller: Puller, run: Run, x: torch.Tensor) -> torch.Tensor:
     """The output of a forward pass as one node of autograd's graph, whose backward pass is the scan.
 
     The run lives as long as the tensors that autograd saves: until the backward pass, unless the graph is retained.
@@ -26,7 +34,7 @@ def scanned(scanner: Scanner, run: Run, x: torch.Tensor) -> torch.Tensor:
     places = sorted(set().union(*(record.externals for record in run.records)))
     externals = [run.recording.externals[place] for place in places]
     with torch.autograd.graph.saved_tensors_hooks(lambda _: run, unpack):
-        output: torch.Tensor = _Scanned.apply(scanner, places, run.recording.output.detach(), x, *externals)
+        output: torch.Tensor = _Scanned.apply(puller, places, run.recording.output.detach(), x, *externals)
     return output
 
 
@@ -34,13 +42,13 @@ class _Scanned(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        scanner: Scanner,
+        puller: Puller,
         places: Sequence[int],
         output: torch.Tensor,
         x: torch.Tensor,
         *externals: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.scanner, ctx.places = scanner, places
+        ctx.puller, ctx.places = puller, places
         # The hooks of `scanned` save the run instead of this tensor.
         ctx.save_for_backward(x.new_empty(0))
         # A copy, because later operators may overwrite it, and the last stage may need the output.
@@ -56,7 +64,5 @@ class _Scanned(torch.autograd.Function):
         (handle,) = ctx.saved_tensors
         for_input = ctx.needs_input_grad[3]
         needed = [place for place, wants in zip(ctx.places, ctx.needs_input_grad[4:], strict=True) if wants]
-        x_gradient, external_gradients = ctx.scanner.pull_back(
-            handle.run.records, gradient, needed, for_input=for_input
-        )
+        x_gradient, external_gradients = ctx.puller.pull_back(handle.run.records, gradient, needed, for_input=for_input)
         return (None, None, None, x_gradient, *(external_gradients.get(place) for place in ctx.places))

@@ -1,0 +1,105 @@
+"""BiCGStab on the system scaled by its diagonal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import scipy.sparse.linalg
+import torch
+
+from .blocks import BlockMatrix, Vector, Work
+from .solver import Iterated, Iteration, scaled_right
+from .systems import BlockTriangular
+
+
+@dataclass(frozen=True)
+class BiCGStab(Iteration):
+    """SciPy's BiCGStab on ``(I - N) u = D⁻¹ c`` with ``N = D⁻¹ A`` (Naumov, equations 38 to 41).
+
+    It begins at random numbers. From zero it breaks down at once where the right-hand side is in one block alone, as in
+    back-propagation: the second residual has none of the first one's blocks, and is orthogonal to it.
+
+    Parameters
+    ----------
+    tolerance, limit, guess
+        As `Iteration` takes them.
+    together : bool
+        Whether all samples are one system, with one operator for all; else each is solved by itself.
+    seed : int
+        Of the random numbers.
+
+    Notes
+    -----
+    Section 3.3 names block Krylov methods for the samples of a mini-batch; samples side by side in one operator share
+    each pass over its patterns and shared values, and iterate until the last of them is solved.
+    """
+
+    name = "bicgstab"
+    together: bool = True
+    seed: int = 0
+
+    def run(self, system: BlockTriangular, work: Work) -> Iterated:
+        if not self.together and system.batch > 1:
+            return self._sample_by_sample(system, work)
+        tolerance, limit = self.tolerance_of(system), self.limit_of(system)
+        with work.level():
+            matrix = system.inverse.times(system.off_diagonal, work)
+        right = scaled_right(system, work)
+        return _solved(matrix, right, self._guess(system, right, work), tolerance, limit, work)
+
+    def _sample_by_sample(self, system: BlockTriangular, work: Work) -> Iterated:
+        parts = []
+        for number in range(system.batch):
+            guess = None if self.guess is None else [part[number : number + 1] for part in self.guess]
+            parts.append(replace(self, together=True, guess=guess).run(system.sample(number), work))
+        values = {node: torch.cat([part.values[node] for part in parts], dim=1) for node in system.right}
+        longest = max(len(part.history) for part in parts)
+        histories = [[*part.history, *[part.history[-1]] * (longest - len(part.history))] for part in parts]
+        return Iterated(values, [max(each) for each in zip(*histories, strict=True)], parts[0].tolerance)
+
+    def _guess(self, system: BlockTriangular, right: Vector, work: Work) -> Vector:
+        if self.guess is not None:
+            return self.first(system, work)
+        generator, size = torch.Generator().manual_seed(self.seed), sum(system.sizes)
+        norm = torch.stack([part.square().sum() for part in right.values()]).sum().sqrt()
+        scale = norm / max(1, size * system.batch) ** 0.5
+        return {
+            node: torch.randn(part.shape, generator=generator, dtype=part.dtype).to(part.device) * scale
+            for node, part in right.items()
+        }
+
+
+def _solved(matrix: BlockMatrix, right: Vector, guess: Vector, tolerance: float, limit: int, work: Work) -> Iterated:
+    """``(I - N) u = b``, where `matrix` is N."""
+    nodes, like = sorted(right), next(iter(right.values()))
+    lengths = [right[node].numel() for node in nodes]
+
+    def flat(vector: Vector) -> np.ndarray:
+        joint: np.ndarray = torch.cat([vector[node].flatten() for node in nodes]).cpu().numpy()
+        return joint
+
+    def parts(array: np.ndarray) -> Vector:
+        pieces = torch.from_numpy(np.ascontiguousarray(array)).to(like).split(lengths)
+        return {node: piece.view(right[node].shape) for node, piece in zip(nodes, pieces, strict=True)}
+
+    def apply(array: np.ndarray) -> np.ndarray:
+        vector = parts(array)
+        with work.level():
+            product = matrix.apply(vector, work)
+        return flat({node: vector[node] - product[node] if node in product else vector[node] for node in nodes})
+
+    b = flat(right)
+    scale = float(np.linalg.norm(b)) or 1.0
+    operator = scipy.sparse.linalg.LinearOperator((len(b), len(b)), apply, dtype=b.dtype)
+    start = flat(guess)
+    history = [float(np.linalg.norm(b - apply(start))) / scale]
+
+    def note(x: np.ndarray) -> None:
+        history.append(float(np.linalg.norm(b - apply(x))) / scale)
+
+    x, _ = scipy.sparse.linalg.bicgstab(operator, b, x0=start, rtol=tolerance, atol=0.0, maxiter=limit, callback=note)
+    last = float(np.linalg.norm(b - apply(x))) / scale
+    if last != history[-1]:
+        history.append(last)
+    return Iterated(parts(x), history, tolerance)

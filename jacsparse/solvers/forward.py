@@ -1,0 +1,185 @@
+"""The approximate forward pass, linearised around an earlier one (Naumov, equations 13 and 18)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..spgemm import SparseJacobian
+from ..stages import Record, check_input, recent_chains
+from ..tracing import check_module
+from .propagation import Group, groups_of
+from .solver import TriangularSolver
+from .substitution import Substitution
+from .systems import BlockBidiagonal
+
+
+@dataclass(frozen=True)
+class ForwardApproximation:
+    """What an approximate forward pass came to.
+
+    Attributes
+    ----------
+    output : Tensor, (batch, *out_shape)
+        The approximate output.
+    errors : list of float
+        The largest difference to the module's own output, as a share of its largest element, after each iteration.
+    """
+
+    output: torch.Tensor
+    errors: list[float]
+
+
+def forward_scales(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """``D⁻¹ = f(y) / y`` of each layer at the points of a forward pass, each ``(batch, elements)``.
+
+    Parameters
+    ----------
+    module : Module
+        Layers of a matrix, or another affine operator, followed by elementwise ones or by none.
+    x : Tensor, (batch, *input_shape)
+        The input.
+
+    Raises
+    ------
+    ValueError
+        Where an activation is not zero at zero, and a point is there: no factor makes f(y) of it.
+    """
+    check_input("x", x)
+    return [_scale(group, place) for place, group in enumerate(_layers(module, x), 1)]
+
+
+def approximate_forward(
+    module: nn.Module,
+    x: torch.Tensor,
+    scales: list[torch.Tensor],
+    *,
+    method: TriangularSolver | None = None,
+    iterations: int = 1,
+) -> ForwardApproximation:
+    """The output by a lower triangular system, with the scales of an earlier pass in place of the activations.
+
+    Parameters
+    ----------
+    module : Module
+        As of `forward_scales`.
+    x : Tensor, (batch, *input_shape)
+        The input.
+    scales : list of Tensor
+        What `forward_scales` returned, for the same samples with other weights, or for similar samples.
+    method : TriangularSolver, optional
+        Solves the system; substitution by default.
+    iterations : int
+        After each iteration but the last, scales are taken at the points that it came to.
+
+    Raises
+    ------
+    ValueError
+        Where the scales do not fit, or a layer is not affine.
+
+    Notes
+    -----
+    Each iteration after the first makes one more layer exact, so that after one more than there are layers the output
+    is the module's own. It is worth it where far fewer are enough.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Tanh())
+    >>> x = torch.randn(5, 3)
+    >>> scales = forward_scales(net, x)
+    >>> approximate_forward(net, x, scales).errors[0] < 1e-5
+    True
+    >>> far = approximate_forward(net, 2 * x, scales, iterations=3).errors
+    >>> far[0] > far[2] and far[2] < 1e-5
+    True
+    """
+    check_input("x", x)
+    if not isinstance(iterations, int) or isinstance(iterations, bool) or iterations < 1:
+        raise ValueError(f"iterations is {iterations!r}; expected a number of at least 1")
+    solver = Substitution() if method is None else method
+    layers = _layers(module, x)
+    if len(scales) != len(layers):
+        raise ValueError(f"there are {len(scales)} scales for {len(layers)} layers; take them of the same module")
+    matrices: list[SparseJacobian] = []
+    right = [x.detach().reshape(len(x), -1)]
+    for group in layers:
+        assert group.linear is not None
+        matrix = group.linear.transposed_jacobian().T
+        before = group.linear.input.detach().reshape(len(x), -1)
+        matrices.append(matrix)
+        # An affine operator's constant, from any of its points.
+        right.append(_flat(group.linear.output) - matrix.jvp(before))
+    expected = _flat(layers[-1].records[-1].output)
+    errors: list[float] = []
+    for number in range(iterations):
+        system = BlockBidiagonal(matrices, right, inverse_diagonal=[None, *scales], upper=False)
+        states = solver.solve(system).values
+        largest = expected.abs().max().clamp(min=torch.finfo(x.dtype).tiny)
+        errors.append(float((states[-1] - expected).abs().max() / largest))
+        if number + 1 < iterations:
+            points = [matrix.jvp(before) + c for matrix, before, c in zip(matrices, states, right[1:], strict=False)]
+            scales = [
+                _ratio(y, _activated(group, y), place)
+                for place, (group, y) in enumerate(zip(layers, points, strict=True), 1)
+            ]
+    return ForwardApproximation(states[-1].reshape(layers[-1].records[-1].output.shape), errors)
+
+
+def _layers(module: nn.Module, x: torch.Tensor) -> list[Group]:
+    """The layers of a module in a forward pass."""
+    _, run = recent_chains(check_module(module), pruned=True).of(x)
+    first, *layers = groups_of(run.records)
+    if first.records or not layers:
+        raise ValueError("the module does not begin with a matrix; equation 13 is for affine layers and activations")
+    for group in layers:
+        assert group.linear is not None
+        if not group.linear.stage.shared:
+            raise ValueError(
+                f"{group.linear.stage.path}: {group.linear.stage.name} is not affine; equation 13 is for layers of a "
+                "matrix and an elementwise function"
+            )
+    return layers
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(len(tensor), -1)
+
+
+def _scale(group: Group, place: int) -> torch.Tensor:
+    assert group.linear is not None
+    y = _flat(group.linear.output)
+    return _ratio(y, _flat(group.records[-1].output), place)
+
+
+def _ratio(y: torch.Tensor, f: torch.Tensor, place: int) -> torch.Tensor:
+    """``f / y``; 1 where both are zero."""
+    broken = (y == 0) & (f != 0)
+    if bool(broken.any()):
+        sample, element = torch.nonzero(broken)[0].tolist()
+        raise ValueError(
+            f"layer {place}, sample {sample}, element {element}: y is 0 and f(y) is {f[sample, element]:.3g}; no "
+            "factor takes one to the other, so the forward form breaks down here: take another point or activation"
+        )
+    return torch.where(y == 0, torch.ones_like(f), f / torch.where(y == 0, torch.ones_like(y), y))
+
+
+def _activated(group: Group, y: torch.Tensor) -> torch.Tensor:
+    """A layer's output for other points than those of its run."""
+    assert group.linear is not None
+    x = y.reshape(group.linear.output.shape)
+    for record in group.elementwise:
+        x = _evaluated(record, x)
+    return _flat(x)
+
+
+def _evaluated(record: Record, x: torch.Tensor) -> torch.Tensor:
+    """An elementwise stage's output for another input."""
+    vertices = {record.stage.start: x}
+    for operation in record.stage.operations:
+        arguments = dict(record.recording.invocations[operation.place].arguments)
+        arguments.update({name: vertices[vertex] for name, vertex in operation.operands.items()})
+        with torch.no_grad():
+            vertices[operation.vertex] = operation.evaluate(arguments)
+    return vertices[record.stage.stop]

@@ -1,0 +1,43 @@
+"""Hybrid: diagonal blocks directly, the whole iteratively."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .blocks import Vector, Work, add
+from .cyclic_reduction import GroupInverse
+from .solver import Iterated, Iteration, relative_residual
+from .systems import BlockTriangular
+
+
+@dataclass(frozen=True)
+class Hybrid(Iteration):
+    """Block Jacobi over the groups of a two-level system, whose diagonal blocks are solved by reduction.
+
+    After as many iterations as there are groups it is exact (Naumov, section 3.4).
+
+    Parameters
+    ----------
+    tolerance, limit, guess
+        As `Iteration` takes them; the first guess is the solution without what passes between groups.
+    """
+
+    name = "hybrid"
+
+    def obstacle(self, system: BlockTriangular) -> str | None:
+        return None if system.groups is not None else "the system has no groups; recurrent networks' have"
+
+    def run(self, system: BlockTriangular, work: Work) -> Iterated:
+        tolerance, limit, residual = self.tolerance_of(system), self.limit_of(system), relative_residual(system)
+        inverse = GroupInverse(system, work)
+        values: Vector = inverse.apply(system.right, work) if self.guess is None else self.first(system, work)
+        history: list[float] = []
+        for _ in range(limit + 1):
+            with work.level():
+                right = add(inverse.outer.apply(values, work), system.right)
+            after = inverse.apply(right, work)
+            history.append(residual(after, values))
+            if history[-1] <= tolerance or len(history) > limit:
+                break
+            values = after
+        return Iterated(values, history, tolerance)

@@ -1,0 +1,65 @@
+"""Jacobi's iteration: all block rows at once, each from the others' last values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .blocks import Work
+from .solver import Iterated, Iteration, relative_residual, swept
+from .systems import BlockTriangular
+
+
+@dataclass(frozen=True)
+class Jacobi(Iteration):
+    """``u ← D⁻¹ (A u + c)`` (Naumov, equations 36 and 37).
+
+    After as many iterations as the system is deep it is exact from ``D⁻¹ c``, and after one more from any guess. It
+    converges at once towards that where the system is diagonally dominant, `BlockTriangular.dominance` below 1.
+
+    Parameters
+    ----------
+    tolerance, limit, guess
+        As `Iteration` takes them.
+    """
+
+    name = "jacobi"
+
+    def run(self, system: BlockTriangular, work: Work) -> Iterated:
+        return iterate(self, system, work, 1.0)
+
+
+@dataclass(frozen=True)
+class Richardson(Iteration):
+    """``u ← u + ω (D⁻¹ (A u + c) - u)``, Richardson's iteration on the scaled system (equations 38 and 39).
+
+    Parameters
+    ----------
+    omega : float
+        The step ω, in (0, 2); with 1 it is Jacobi's iteration.
+    tolerance, limit, guess
+        As `Iteration` takes them.
+    """
+
+    name = "richardson"
+    omega: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.omega, float | int) or not 0 < self.omega < 2:
+            raise ValueError(f"omega is {self.omega!r}; expected a number between 0 and 2")
+
+    def run(self, system: BlockTriangular, work: Work) -> Iterated:
+        return iterate(self, system, work, self.omega)
+
+
+def iterate(method: Iteration, system: BlockTriangular, work: Work, omega: float) -> Iterated:
+    """Sweep until the residual is small, or the limit is reached."""
+    tolerance, limit, residual = method.tolerance_of(system), method.limit_of(system), relative_residual(system)
+    values, history = method.first(system, work), list[float]()
+    for _ in range(limit + 1):
+        after = swept(system, values, work)
+        history.append(residual(after, values))
+        if history[-1] <= tolerance or len(history) > limit:
+            break
+        values = after if omega == 1 else {node: values[node] + omega * (after[node] - values[node]) for node in after}
+    return Iterated(values, history, tolerance)

@@ -1,0 +1,84 @@
+"""A scan: the steps of a schedule over affine maps, as back-propagation is scanned (BPPSA)."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..schedule import Schedule, resolve
+from .blocks import Block, Vector, Work
+from .solver import TriangularSolver
+from .systems import BlockTriangular
+
+
+class _Map(NamedTuple):
+    """``u -> matrix u + offset``."""
+
+    matrix: Block
+    offset: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PrefixScan(TriangularSolver):
+    """The exclusive scan of a chain's maps ``u_k = D⁻¹_k (A_k u_{k+1} + c_k)``, by any schedule of its products.
+
+    Parameters
+    ----------
+    schedule : Schedule or str
+        As `jacsparse.schedule.resolve` takes it, for one stage more than there are blocks.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from jacsparse.solvers import BlockBidiagonal
+    >>> system = BlockBidiagonal([torch.eye(2)] * 7, [torch.ones(1, 2)] * 8)
+    >>> PrefixScan("blelloch").solve(system).values[0].tolist()
+    [[8.0, 8.0]]
+    """
+
+    name = "scan"
+    schedule: Schedule | str = "blelloch"
+
+    def obstacle(self, system: BlockTriangular) -> str | None:
+        return None if system.is_bidiagonal else "a scan goes along one chain, and nodes of this system have several"
+
+    def run(self, system: BlockTriangular, work: Work) -> Vector:
+        values: Vector = {}
+        following = {column: row for row, column in system.off_diagonal.blocks}
+        for start in system.levels[0]:
+            chain = [start]
+            while chain[-1] in following:
+                chain.append(following[chain[-1]])
+            values |= self._scanned(system, chain, work)
+        return values
+
+    def _scanned(self, system: BlockTriangular, chain: list[int], work: Work) -> Vector:
+        """The solution along one chain of nodes."""
+        nodes = set(chain)
+        with work.level():
+            offsets = system.inverse.between(nodes, nodes).apply({node: system.right[node] for node in chain}, work)
+            matrices = system.inverse.times(system.off_diagonal.between(nodes, nodes), work)
+        states = {0: offsets[chain[0]]}
+        maps = {
+            place: _Map(matrices.blocks[node, before], offsets[node])
+            for place, (before, node) in enumerate(itertools.pairwise(chain), 1)
+        }
+        schedule = resolve(self.schedule, len(chain))
+        steps, levels = schedule.live_steps(), list[tuple[object, ...]]()
+        for step in steps:
+            key = (step.phase, step.level, step.out if step.phase == "middle" else None)
+            if not levels or levels[-1] != key:
+                levels.append(key)
+                work.start_level()
+            left = maps[step.left]
+            if step.kind == "mv":
+                states[step.out] = work.apply(left.matrix, states[step.right]) + left.offset
+            else:
+                right = maps[step.right]
+                offset = work.apply(left.matrix, right.offset) + left.offset
+                maps[step.out] = _Map(work.product(left.matrix, right.matrix), offset)
+                work.levels[-1].entries = sum(each.matrix.entries for each in maps.values()) - matrices.entries
+        return dict(zip(chain, (states[value] for value in schedule.gradients), strict=True))

@@ -1,0 +1,337 @@
+"""Back-propagation as a triangular system: of a chain of stages, and of a stacked recurrent network."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..patterns import Diagonal, Full, Pattern
+from ..spgemm import SparseJacobian
+from ..stages import Record, check_input, pull_back, recent_chains, refuse_hooks
+from ..tracing import check_module, without_autocast
+from .blocks import Work
+from .solver import Solution, TriangularSolver
+from .systems import BlockTriangular
+
+#: A weight with a smaller share of nonzeros is a sparse block.
+DENSE = 0.5
+
+
+@dataclass(frozen=True)
+class Group:
+    """The stages of one block row: what multiplies, if anything, and the elementwise ones that follow it."""
+
+    linear: Record | None
+    elementwise: tuple[Record, ...]
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """All of them, in the order of the forward pass."""
+        return (*([] if self.linear is None else [self.linear]), *self.elementwise)
+
+    def scale(self) -> torch.Tensor | None:
+        """The product of the elementwise derivatives, ``(batch, elements)``; None where there are none."""
+        product: torch.Tensor | None = None
+        for record in self.elementwise:
+            values = record.transposed_jacobian().values.T
+            product = values if product is None else product * values
+        return product
+
+
+def groups_of(records: Sequence[Record]) -> list[Group]:
+    """The block rows of a chain's records, the one next to the input first; its group has no matrix."""
+    groups: list[tuple[Record | None, list[Record]]] = [(None, [])]
+    for record in records:
+        operator = record.stage.operator
+        if operator is not None and isinstance(operator.pattern.structure, Diagonal):
+            groups[-1][1].append(record)
+        else:
+            groups.append((record, []))
+    return [Group(linear, tuple(elementwise)) for linear, elementwise in groups]
+
+
+class ChainPropagation:
+    """Back-propagation through a chain's records as one system (Naumov, equation 14).
+
+    Attributes
+    ----------
+    groups : list of Group
+        The stages of each block row.
+    system : BlockTriangular
+        ``E_k v_k - A_k v_{k+1} = c_k``: `v_k` is the gradient of what the group's matrix gives, and `v_0` the input's.
+    """
+
+    def __init__(self, records: Sequence[Record], gradient: torch.Tensor) -> None:
+        refuse_hooks(records)
+        self.groups, batch = groups_of(records), len(gradient)
+        like = records[0].recording.input.detach() if records else gradient
+        gradient = gradient.reshape(batch, -1).to(like.dtype)
+        blocks = {
+            (place, place + 1): group.linear.transposed_jacobian()
+            for place, group in enumerate(self.groups[1:])
+            if group.linear is not None
+        }
+        sizes = [*(block.shape[0] for block in blocks.values()), gradient.shape[1]]
+        right = [like.new_zeros(batch, size) for size in sizes]
+        right[-1] = gradient
+        self.system = BlockTriangular(blocks, right, inverse_diagonal=[group.scale() for group in self.groups])
+
+    def output_gradient(self, place: int, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The gradient of a group's output, from the solution of the system."""
+        system = self.system
+        gradient = system.right[place]
+        block = system.off_diagonal.blocks.get((place, place + 1))
+        if block is not None:
+            work = Work()
+            work.start_level()
+            gradient = gradient + work.apply(block, values[place + 1].T.contiguous())
+        return gradient.T
+
+
+class Propagator:
+    """Pulls gradients back through a chain by a triangular solver, as `jacsparse.scan.Scanner` does by a schedule."""
+
+    def __init__(self, method: TriangularSolver) -> None:
+        self.method = method
+        self.solution: Solution | None = None
+
+    def pull_back(
+        self, records: Sequence[Record], gradient: torch.Tensor, externals: Iterable[int], *, for_input: bool
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """Gradients of the chain's input and of externals, for a gradient of its output."""
+        places = set(externals)
+        if not records:
+            return (gradient if for_input else None), {}
+        with without_autocast(gradient.device):
+            propagation = ChainPropagation(records, gradient)
+            self.solution = solution = self.method.solve(propagation.system)
+            if not solution.converged:
+                warnings.warn(
+                    f"{solution.method} stopped at its limit of {solution.iterations} iterations, with a residual of "
+                    f"{solution.residual:.1e}; the gradients are as inexact",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            values = solution.values
+            passes = [
+                (place, group, sorted(set().union(*(record.externals for record in group.records)) & places))
+                for place, group in enumerate(propagation.groups)
+                if group.records
+            ]
+            readers = Counter(external for *_, read in passes for external in read)
+            apart = {external for external, count in readers.items() if count > 1}
+            gradients: dict[int, torch.Tensor] = {}
+            for place, group, read in passes:
+                if not read:
+                    continue
+                of_output = propagation.output_gradient(place, values)
+                _, pulled = pull_back(group.records[::-1], of_output, [], read, apart)
+                for external, term in pulled.items():
+                    gradients[external] = gradients[external] + term if external in gradients else term
+        x_gradient = values[0].reshape(records[0].input.shape) if for_input else None
+        return x_gradient, gradients
+
+
+class Propagation(ABC):
+    """A module's back-propagation as a system, and what its solution is the gradients of."""
+
+    system: BlockTriangular
+
+    @abstractmethod
+    def gradients(self, solution: Solution) -> dict[str, torch.Tensor]:
+        """The gradients of the input, by the name ``input``, and of the parameters, by theirs."""
+
+
+class ModulePropagation(Propagation):
+    """Back-propagation of a module that is a chain of stages."""
+
+    def __init__(self, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        check_input("x", x)
+        self.module = module
+        _, self.run = recent_chains(check_module(module), pruned=True).of(x)
+        output = self.run.recording.output
+        if gradient.shape != output.shape or gradient.dtype != output.dtype:
+            raise ValueError(
+                f"the gradient is {gradient.dtype} {tuple(gradient.shape)}; expected that of the output: "
+                f"{output.dtype} {tuple(output.shape)}"
+            )
+        self.gradient = gradient.detach()
+        self._chain = ChainPropagation(self.run.records, self.gradient)
+        self.system = self._chain.system
+
+    def gradients(self, solution: Solution) -> dict[str, torch.Tensor]:
+        places = {id(tensor): place for place, tensor in enumerate(self.run.recording.externals)}
+        names = {name: places[id(p)] for name, p in self.module.named_parameters() if id(p) in places}
+        solved = _Solved(solution)
+        of_input, gradients = Propagator(solved).pull_back(
+            self.run.records, self.gradient, names.values(), for_input=True
+        )
+        assert of_input is not None
+        return {"input": of_input, **{name: gradients[place] for name, place in names.items() if place in gradients}}
+
+
+class _Solved(TriangularSolver):
+    """A solution that is there already."""
+
+    name = "solved"
+
+    def __init__(self, solution: Solution) -> None:
+        self.solution = solution
+
+    def run(self, system: BlockTriangular, work: Work) -> Any:
+        raise NotImplementedError
+
+    def solve(self, system: BlockTriangular) -> Solution:
+        return self.solution
+
+
+class RecurrentPropagation(Propagation):
+    """Back-propagation of a stacked RNN of k layers over τ steps: a two-level system (Naumov, equations 22 to 29).
+
+    Node ``(layer, step)`` has the number ``step · (k + 1) + layer``; layer 0 is the input. The groups are the steps,
+    the last one first.
+
+    Parameters
+    ----------
+    layer : RNN
+        In one direction, and without dropout.
+    x : Tensor, (time, batch, features), or (batch, time, features) where `batch_first`
+        The input.
+    gradient : Tensor
+        Of the output.
+    last : Tensor, (layers, batch, hidden), optional
+        The gradient of the last states.
+    hx : Tensor, (layers, batch, hidden), optional
+        The first states.
+    """
+
+    def __init__(
+        self,
+        layer: nn.RNN,
+        x: torch.Tensor,
+        gradient: torch.Tensor,
+        last: torch.Tensor | None = None,
+        hx: torch.Tensor | None = None,
+    ) -> None:
+        if not isinstance(layer, nn.RNN):
+            raise TypeError(
+                f"layer is a {type(layer).__name__}; expected a torch.nn.RNN, whose step is one matrix and f"
+            )
+        if layer.bidirectional or (layer.dropout and layer.training):
+            raise ValueError("layer is bidirectional or drops out; expected one direction, and no active dropout")
+        self.layer = layer
+        if layer.batch_first:
+            x, gradient = x.transpose(0, 1), gradient.transpose(0, 1)
+        time, batch, _ = x.shape
+        if gradient.shape != (time, batch, layer.hidden_size):
+            raise ValueError(f"the gradient has shape {tuple(gradient.shape)}; expected that of the output")
+        depth, size = layer.num_layers, layer.hidden_size
+        with torch.no_grad():
+            self.first = x.new_zeros(depth, batch, size) if hx is None else hx.detach()
+            self.states = [x.detach()]
+            operator = torch.rnn_tanh if layer.nonlinearity == "tanh" else torch.rnn_relu
+            for place in range(depth):
+                weights = [weight.detach() for weight in layer.all_weights[place]]
+                arguments = (weights, layer.bias, 1, 0.0, False, False, False)
+                output, _ = operator(self.states[-1], self.first[place : place + 1], *arguments)
+                self.states.append(output)
+        entering = [_weight_block(weights[0]) for weights in layer.all_weights]
+        recurrent = [_weight_block(weights[1]) for weights in layer.all_weights]
+        blocks, right, inverse = dict[tuple[int, int], SparseJacobian](), list[torch.Tensor](), list[Any]()
+        for step in range(time):
+            for place in range(depth + 1):
+                node = self._node(place, step)
+                if place < depth:
+                    blocks[node, self._node(place + 1, step)] = entering[place]
+                if place and step + 1 < time:
+                    blocks[node, self._node(place, step + 1)] = recurrent[place - 1]
+                c = x.new_zeros(batch, size if place else x.shape[2])
+                if place == depth:
+                    c = c + gradient[step].detach()
+                if place and last is not None and step == time - 1:
+                    c = c + last[place - 1].detach()
+                right.append(c)
+                h = self.states[place][step]
+                derivative = 1 - h.square() if layer.nonlinearity == "tanh" else (h > 0).to(h.dtype)
+                inverse.append(derivative if place else None)
+        groups = [[self._node(place, step) for place in range(depth, -1, -1)] for step in range(time - 1, -1, -1)]
+        self.system = BlockTriangular(blocks, right, inverse_diagonal=inverse, groups=groups)
+
+    def _node(self, place: int, step: int) -> int:
+        return step * (self.layer.num_layers + 1) + place
+
+    def gradients(self, solution: Solution) -> dict[str, torch.Tensor]:
+        layer, (time, batch, _) = self.layer, self.states[0].shape
+        v = [
+            torch.stack([solution.values[self._node(place, step)] for step in range(time)])
+            for place in range(layer.num_layers + 1)
+        ]
+        gradients = {"input": v[0].transpose(0, 1) if layer.batch_first else v[0]}
+        of_first = []
+        for place in range(layer.num_layers):
+            of_gates = v[place + 1].reshape(time * batch, -1)
+            before = torch.cat([self.first[place : place + 1], self.states[place + 1][:-1]]).reshape(time * batch, -1)
+            gradients[f"weight_ih_l{place}"] = of_gates.T @ self.states[place].reshape(time * batch, -1)
+            gradients[f"weight_hh_l{place}"] = of_gates.T @ before
+            if layer.bias:
+                gradients[f"bias_ih_l{place}"] = gradients[f"bias_hh_l{place}"] = of_gates.sum(dim=0)
+            of_first.append(v[place + 1][0] @ layer.all_weights[place][1].detach())
+        return {**gradients, "hx": torch.stack(of_first)}
+
+
+def _weight_block(weight: torch.Tensor) -> SparseJacobian:
+    """``Wᵀ``, sparse where most of it is pruned."""
+    transposed = weight.detach().T
+    mask = transposed != 0
+    if float(mask.sum()) < DENSE * mask.numel():
+        rows, columns = torch.nonzero(mask, as_tuple=True)
+        indptr = torch.cat([torch.zeros(1, dtype=torch.int64, device=mask.device), mask.sum(dim=1).cumsum(0)])
+        pattern = Pattern((mask.shape[0], mask.shape[1]), indptr.cpu().numpy(), columns.cpu().numpy())
+        return SparseJacobian(pattern, transposed[rows, columns].unsqueeze(1))
+    return SparseJacobian(Pattern.of(Full(*transposed.shape)), transposed.reshape(-1, 1).contiguous())
+
+
+def propagation(
+    module: nn.Module,
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    last: torch.Tensor | None = None,
+    hx: torch.Tensor | None = None,
+) -> Propagation:
+    """A module's back-propagation as a triangular system.
+
+    Parameters
+    ----------
+    module : Module
+        A chain of stages, or an ``nn.RNN``.
+    x : Tensor, (batch, *input_shape)
+        The input.
+    gradient : Tensor
+        Of the output.
+    last, hx : Tensor, (layers, batch, hidden), optional
+        Of an RNN, the gradient of the last states, and the first states.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from jacsparse.solvers import solve
+    >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    >>> backward = propagation(net, torch.randn(5, 3), torch.ones(5, 2))
+    >>> backward.system
+    <BlockTriangular of 3 block rows, 2 blocks, batch 5>
+    >>> sorted(backward.gradients(solve(backward.system, method="scan")))
+    ['0.bias', '0.weight', '2.bias', '2.weight', 'input']
+    """
+    if isinstance(module, nn.RNN):
+        return RecurrentPropagation(module, x, gradient, last, hx)
+    if last is not None or hx is not None:
+        raise TypeError(f"last and hx are of an RNN, and the module is a {type(module).__name__}")
+    return ModulePropagation(module, x, gradient)

@@ -1,0 +1,182 @@
+"""What all solvers share: a system goes in, a solution with its history comes out."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from .blocks import Vector, Work, add
+from .systems import BlockTriangular
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver came to.
+
+    Attributes
+    ----------
+    method : str
+        The solver.
+    values : list of Tensor, each (batch, n)
+        The solution of each block row.
+    work : Work
+        The tasks that were run, level by level.
+    iterations : int
+        Of an iterative solver; 0 of a direct one.
+    residual : float
+        ``‖D⁻¹ (c + A u) - u‖ / ‖D⁻¹ c‖``, the largest of all samples.
+    converged : bool
+        Whether the residual is at most the tolerance; True of a direct solver.
+    history : list of float
+        The residual of the guess, and after each iteration.
+    """
+
+    method: str
+    values: list[torch.Tensor]
+    work: Work
+    iterations: int = 0
+    residual: float = 0.0
+    converged: bool = True
+    history: list[float] = field(default_factory=list)
+
+
+class TriangularSolver(ABC):
+    """A way of solving block triangular systems.
+
+    Attributes
+    ----------
+    name : str
+        Its name in ``method=``.
+    direct : bool
+        Whether it is exact, up to rounding, after a known number of steps.
+    """
+
+    name: ClassVar[str]
+    direct: ClassVar[bool] = True
+
+    @abstractmethod
+    def run(self, system: BlockTriangular, work: Work) -> Vector | Iterated:
+        """The solution, and the tasks that led to it added to `work`."""
+
+    def obstacle(self, system: BlockTriangular) -> str | None:
+        """Why this solver cannot solve a system; None where it can."""
+        return None
+
+    def solve(self, system: BlockTriangular) -> Solution:
+        """Solve a system.
+
+        Raises
+        ------
+        ValueError
+            Where the solver does not apply to it.
+        """
+        obstacle = self.obstacle(system)
+        if obstacle:
+            raise ValueError(f"{self.name} does not apply: {obstacle}")
+        work = Work()
+        with torch.no_grad():
+            result = self.run(system, work)
+        if isinstance(result, Iterated):
+            last, values = result.history[-1], _listed(result.values)
+            converged = last <= result.tolerance
+            return Solution(self.name, values, work, len(result.history) - 1, last, converged, result.history)
+        return Solution(self.name, _listed(result), work)
+
+
+@dataclass(frozen=True)
+class Iterated:
+    """What an iterative solver came to."""
+
+    values: Vector
+    #: The residual of the guess, and after each iteration.
+    history: list[float]
+    tolerance: float
+
+
+def _listed(values: Vector) -> list[torch.Tensor]:
+    return [values[node].T.contiguous() for node in sorted(values)]
+
+
+@dataclass(frozen=True)
+class Iteration(TriangularSolver):
+    """A solver that improves a guess until its residual is small.
+
+    Parameters
+    ----------
+    tolerance : float, optional
+        The residual to reach; by default 1e-8 in float64 and 1e-5 in float32.
+    limit : int, optional
+        The most iterations; by default one more than the system's depth, after which Jacobi's method is exact, and 50
+        at least.
+    guess : list of Tensor, each (batch, n), optional
+        Where to begin; ``D⁻¹ c`` where left out.
+    """
+
+    direct: ClassVar[bool] = False
+    tolerance: float | None = None
+    limit: int | None = None
+    guess: list[torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and (
+            not isinstance(self.limit, int) or isinstance(self.limit, bool) or self.limit < 1
+        ):
+            raise ValueError(f"limit is {self.limit!r}; expected a number of iterations of at least 1")
+
+    def tolerance_of(self, system: BlockTriangular) -> float:
+        """The tolerance for a system's dtype; ValueError where it is below the machine's precision."""
+        eps = torch.finfo(system.right[0].dtype).eps
+        tolerance = max(1e-8, 64 * eps) if self.tolerance is None else self.tolerance
+        if not isinstance(tolerance, float | int) or not math.isfinite(tolerance) or tolerance < eps:
+            raise ValueError(
+                f"tolerance is {tolerance!r}; expected a number of at least {eps:.1e}, the precision of "
+                f"{system.right[0].dtype}"
+            )
+        return float(tolerance)
+
+    def limit_of(self, system: BlockTriangular) -> int:
+        """The most iterations for a system."""
+        return max(50, system.depth + 1) if self.limit is None else self.limit
+
+    def first(self, system: BlockTriangular, work: Work) -> Vector:
+        """The first guess."""
+        if self.guess is None:
+            return scaled_right(system, work)
+        if len(self.guess) != len(system.sizes):
+            raise ValueError(f"guess has {len(self.guess)} parts; expected {len(system.sizes)}")
+        for node, (part, size) in enumerate(zip(self.guess, system.sizes, strict=True)):
+            if tuple(part.shape) != (system.batch, size):
+                raise ValueError(f"guess[{node}] has shape {tuple(part.shape)}; expected ({system.batch}, {size})")
+        return {node: part.detach().T.contiguous() for node, part in enumerate(self.guess)}
+
+
+def scaled_right(system: BlockTriangular, work: Work) -> Vector:
+    """``D⁻¹ c``."""
+    with work.level():
+        return system.inverse.apply(system.right, work)
+
+
+def swept(system: BlockTriangular, values: Vector, work: Work) -> Vector:
+    """``D⁻¹ (c + A u)``: all block rows at once, each from the others' values."""
+    with work.level():
+        return system.inverse.apply(add(system.off_diagonal.apply(values, work), system.right), work)
+
+
+def relative_residual(system: BlockTriangular) -> Callable[[Vector, Vector], float]:
+    """A function of a sweep and what it began with: the largest residual of all samples."""
+    scale = _norms(scaled_right(system, Work())).clamp(min=torch.finfo(system.right[0].dtype).tiny)
+
+    def residual(after: Vector, before: Vector) -> float:
+        return float((_norms({node: after[node] - before[node] for node in after}) / scale).max())
+
+    return residual
+
+
+def _norms(values: Vector) -> torch.Tensor:
+    """The norm of each sample."""
+    return torch.stack([part.square().sum(dim=0) for part in values.values()]).sum(dim=0).sqrt()

@@ -1,0 +1,496 @@
+"""Triangular solvers against substitution by hand, autograd and the paper's own statements."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import prune
+
+import jacsparse
+from jacsparse import solvers
+from jacsparse.solvers import (
+    SOLVERS,
+    BiCGStab,
+    BlockBidiagonal,
+    BlockTriangular,
+    CyclicReduction,
+    Hybrid,
+    Jacobi,
+    PrefixScan,
+    Richardson,
+    Substitution,
+    TriangularSolver,
+    propagation,
+    solve,
+)
+
+ACTIVATIONS = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
+DIRECT: list[TriangularSolver] = [
+    Substitution(),
+    PrefixScan("blelloch"),
+    PrefixScan("blelloch:2"),
+    PrefixScan("linear"),
+    CyclicReduction(),
+    CyclicReduction(depth=1),
+    CyclicReduction(depth=0),
+]
+seeds = st.integers(0, 2**31 - 1)
+
+
+def close(left: torch.Tensor, right: torch.Tensor, tolerance: float = 1e-10) -> None:
+    assert left.shape == right.shape
+    scale = float(right.abs().max()) if right.numel() else 0.0
+    assert float((left - right).abs().max() if right.numel() else 0.0) <= tolerance * max(1.0, scale)
+
+
+def feed_forward(widths: list[int], activation: str, seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for features, units in itertools.pairwise(widths):
+        layers += [nn.Linear(features, units), ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers).double()
+
+
+def by_autograd(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    output = module(leaf)
+    output = output[0] if isinstance(output, tuple) else output
+    parameters = dict(module.named_parameters())
+    gradients = torch.autograd.grad((output * gradient).sum(), [leaf, *parameters.values()])
+    return dict(zip(["input", *parameters], gradients, strict=True))
+
+
+def check(method: TriangularSolver, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> solvers.Solution:
+    """The gradients by a solver are autograd's."""
+    backward = propagation(module, x, gradient)
+    solution = method.solve(backward.system)
+    computed = backward.gradients(solution)
+    for name, expected in by_autograd(module, x, gradient).items():
+        close(computed[name], expected)
+    for ours, theirs in zip(solution.values, solve(backward.system).values, strict=True):
+        close(ours, theirs)
+    return solution
+
+
+@given(
+    widths=st.lists(st.integers(1, 7), min_size=2, max_size=34),
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    batch=st.sampled_from([1, 8]),
+    method=st.sampled_from(DIRECT),
+    seed=seeds,
+)
+@settings(max_examples=60)
+def test_direct_solvers_equal_autograd(
+    widths: list[int], activation: str, batch: int, method: TriangularSolver, seed: int
+) -> None:
+    module = feed_forward(widths, activation, seed)
+    rng = torch.Generator().manual_seed(seed)
+    x, gradient = (torch.randn(batch, size, generator=rng, dtype=torch.float64) for size in (widths[0], widths[-1]))
+    check(method, module, x, gradient)
+
+
+@given(
+    layers=st.integers(1, 4),
+    steps=st.sampled_from([1, 2, 3, 5, 8, 17, 65]),
+    batch=st.sampled_from([1, 3]),
+    relu=st.booleans(),
+    method=st.sampled_from([Substitution(), CyclicReduction(), CyclicReduction(nested=False)]),
+    seed=seeds,
+)
+@settings(max_examples=25)
+def test_direct_solvers_equal_autograd_on_recurrent_networks(
+    layers: int, steps: int, batch: int, relu: bool, method: TriangularSolver, seed: int
+) -> None:
+    if method == CyclicReduction(nested=False):
+        steps = min(steps, 9)
+    torch.manual_seed(seed)
+    module = nn.RNN(2, 3, layers, nonlinearity="relu" if relu else "tanh").double()
+    x, gradient = (torch.randn(steps, batch, size, dtype=torch.float64) for size in (2, 3))
+    check(method, module, x, gradient)
+
+
+def test_last_states_and_first_ones_of_a_recurrent_network() -> None:
+    torch.manual_seed(0)
+    module = nn.RNN(2, 3, 2, batch_first=True).double()
+    x, hx = torch.randn(4, 6, 2, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64).requires_grad_()
+    output, last = module(x, hx)
+    of_output, of_last = torch.randn_like(output), torch.randn_like(last)
+    backward = propagation(module, x, of_output, last=of_last, hx=hx)
+    computed = backward.gradients(solve(backward.system, method="cyclic_reduction"))
+    parameters = dict(module.named_parameters())
+    expected = torch.autograd.grad([output, last], [hx, *parameters.values()], [of_output, of_last])
+    for name, gradient in zip(["hx", *parameters], expected, strict=True):
+        close(computed[name], gradient)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("method", DIRECT, ids=str)
+def test_convolutions_and_pruned_weights(method: TriangularSolver, batch: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(16, 6),
+        nn.PReLU(),
+        nn.Linear(6, 3),
+    )
+    module = module.double().eval()
+    prune.l1_unstructured(module[7], "weight", 0.8)
+    prune.l1_unstructured(module[3], "weight", 0.5)
+    x = torch.randn(batch, 2, 8, 8, dtype=torch.float64)
+    check(method, module, x, torch.randn(batch, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 7, 8, 31, 33])
+def test_levels_of_cyclic_reduction(layers: int) -> None:
+    system = BlockBidiagonal([torch.eye(2)] * layers, [torch.ones(1, 2)] * (layers + 1))
+    solution = CyclicReduction().solve(system)
+    assert solution.work.steps == math.ceil(math.log2(layers + 1))
+    assert solution.values[0].tolist() == [[layers + 1.0] * 2]
+    assert Substitution().solve(system).work.steps == layers
+    counted = CyclicReduction().solve(system.on_meta())
+    assert counted.work.levels == solution.work.levels
+
+
+@pytest.mark.parametrize(("layers", "steps"), [(1, 4), (3, 8), (4, 5), (2, 33)])
+def test_levels_of_nested_reduction(layers: int, steps: int) -> None:
+    torch.manual_seed(0)
+    module = nn.RNN(2, 3, layers).double()
+    x, gradient = (torch.randn(steps, 1, size, dtype=torch.float64) for size in (2, 3))
+    system = propagation(module, x, gradient).system
+    inner, outer = math.ceil(math.log2(layers + 1)), math.ceil(math.log2(steps))
+    work = CyclicReduction().solve(system).work
+    # The powers of the groups' blocks, and at each outer level a solution and a product.
+    assert work.steps <= inner + outer * (2 * inner + 1) + inner
+    flat = CyclicReduction(nested=False).solve(system).work
+    assert flat.steps == math.ceil(math.log2(layers + steps))
+    assert Substitution().solve(system).work.steps == layers + steps - 1
+
+
+def test_memory_of_reduced_blocks_is_that_of_each_sample() -> None:
+    """Section 4.1 claims twice the memory of the sequential pass; with different diagonals it grows by the batch."""
+    widths = [6] * 10
+    for batch in (1, 8):
+        module = feed_forward(widths, "tanh", 0)
+        x, gradient = (torch.randn(batch, 6, dtype=torch.float64) for _ in range(2))
+        system = propagation(module, x, gradient).system
+        stored = CyclicReduction().solve(system).work.entries
+        assert stored == batch * 8 * 36
+        assert (stored <= system.off_diagonal.entries) == (batch == 1)
+
+
+@pytest.mark.parametrize("layers", [1, 4, 9])
+def test_jacobi_is_exact_after_as_many_iterations_as_layers(layers: int) -> None:
+    module = feed_forward([5] * (layers + 1), "tanh", 3)
+    x, gradient = (torch.randn(2, 5, dtype=torch.float64) for _ in range(2))
+    system = propagation(module, x, gradient).system
+    expected = solve(system).values
+    solution = Jacobi(tolerance=1e-15).solve(system)
+    assert solution.iterations <= layers and solution.converged
+    for ours, theirs in zip(solution.values, expected, strict=True):
+        close(ours, theirs, 1e-13)
+    guess = [torch.randn(2, size, dtype=torch.float64) for size in system.sizes]
+    solution = Jacobi(tolerance=1e-15, guess=guess).solve(system)
+    assert solution.iterations <= layers + 1 and solution.converged
+    same = Richardson(tolerance=1e-15, guess=guess).solve(system)
+    assert same.history == solution.history
+    assert all(map(torch.equal, same.values, solution.values))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [Jacobi(), Richardson(omega=0.9, limit=400), BiCGStab(limit=400), BiCGStab(together=False, limit=400)],
+    ids=str,
+)
+def test_iterative_solvers_reach_their_tolerance(method: TriangularSolver) -> None:
+    module = feed_forward([6, 5, 4, 6, 5, 3], "tanh", 1)
+    x, gradient = (torch.randn(4, size, dtype=torch.float64) for size in (6, 3))
+    backward = propagation(module, x, gradient)
+    solution = method.solve(backward.system)
+    assert solution.converged and solution.residual <= 1e-8
+    assert len(solution.history) == solution.iterations + 1
+    computed = backward.gradients(solution)
+    for name, expected in by_autograd(module, x, gradient).items():
+        close(computed[name], expected, 1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, solver in SOLVERS.items() if not solver.direct and name != "hybrid"])
+def test_a_limit_is_reported(name: str) -> None:
+    module = feed_forward([5] * 12, "tanh", 1)
+    x, gradient = (torch.randn(2, 5, dtype=torch.float64) for _ in range(2))
+    solution = solve(propagation(module, x, gradient).system, method=name, limit=2, tolerance=1e-12)
+    assert not solution.converged and solution.residual > 1e-12 and solution.iterations <= 3
+
+
+def test_bicgstab_breaks_down_from_zero() -> None:
+    module = feed_forward([5] * 6, "tanh", 1)
+    x, gradient = (torch.randn(2, 5, dtype=torch.float64) for _ in range(2))
+    system = propagation(module, x, gradient).system
+    zeros = [torch.zeros(2, size, dtype=torch.float64) for size in system.sizes]
+    assert not BiCGStab(guess=zeros, limit=200).solve(system).converged
+    assert BiCGStab(limit=200).solve(system).converged
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_hybrid_is_exact_after_as_many_iterations_as_steps(steps: int) -> None:
+    torch.manual_seed(0)
+    module = nn.RNN(3, 4, 3).double()
+    x, gradient = (torch.randn(steps, 2, size, dtype=torch.float64) for size in (3, 4))
+    backward = propagation(module, x, gradient)
+    solution = Hybrid(tolerance=1e-14).solve(backward.system)
+    assert solution.converged and solution.iterations <= steps
+    computed = backward.gradients(solution)
+    for name, expected in by_autograd(module, x, gradient).items():
+        close(computed[name], expected)
+    with pytest.raises(ValueError, match="hybrid does not apply: the system has no groups"):
+        solve(BlockBidiagonal([torch.eye(2)], [torch.ones(1, 2)] * 2), method="hybrid")
+
+
+def test_residual_connections_are_solved_level_by_level() -> None:
+    """A node may depend on several others: substitution and reduction go along the graph."""
+    rng = torch.Generator().manual_seed(0)
+    edges = [(0, 1), (1, 2), (0, 2), (2, 3), (3, 4), (2, 4), (4, 5), (1, 5)]
+    blocks = {edge: torch.randn(3, 3, generator=rng, dtype=torch.float64) for edge in edges}
+    right = [torch.randn(2, 3, generator=rng, dtype=torch.float64) for _ in range(6)]
+    scales = [torch.rand(2, 3, generator=rng, dtype=torch.float64) for _ in range(6)]
+    system = BlockTriangular(blocks, right, inverse_diagonal=scales)
+    assert system.depth == 5
+    for sample in range(2):
+        dense = torch.zeros(18, 18, dtype=torch.float64)
+        for (row, column), block in blocks.items():
+            dense[3 * row : 3 * row + 3, 3 * column : 3 * column + 3] = block
+        scale = torch.cat([part[sample] for part in scales])
+        c = torch.cat([part[sample] for part in right])
+        expected = torch.linalg.solve(torch.eye(18, dtype=torch.float64) - scale[:, None] * dense, scale * c)
+        for name in ("substitution", "cyclic_reduction", "jacobi"):
+            values = torch.cat([part[sample] for part in solve(system, method=name).values])
+            close(values, expected, 1e-9)
+    with pytest.raises(ValueError, match="scan does not apply: a scan goes along one chain"):
+        solve(system, method="scan")
+
+
+@pytest.mark.parametrize("upper", [True, False])
+@pytest.mark.parametrize("layers", [2, 3, 4, 5])
+def test_matrices_of_the_appendix(layers: int, upper: bool) -> None:
+    """Equations 30 and 31: two systems apart, with the blocks and right-hand sides of the paper."""
+    rng = torch.Generator().manual_seed(layers)
+    weights = [torch.randn(3, 3, generator=rng, dtype=torch.float64) for _ in range(layers)]
+    scales = [torch.rand(1, 3, generator=rng, dtype=torch.float64) + 0.5 for _ in range(layers + 1)]
+    right = [torch.randn(1, 3, generator=rng, dtype=torch.float64) for _ in range(layers + 1)]
+    system = BlockBidiagonal(weights, right, inverse_diagonal=scales, upper=upper)
+    reduction = solvers.explicit_reduction(system)
+    places = {node: place for place, node in enumerate(reduction.order)}
+
+    def block(row: int, column: int) -> torch.Tensor:
+        rows, columns = (slice(3 * places[node], 3 * places[node] + 3) for node in (row, column))
+        return reduction.reduced[rows, columns]
+
+    for row in range(layers + 1):
+        for column in range(layers + 1):
+            expected = torch.zeros(3, 3, dtype=torch.float64)
+            if row == column:
+                expected = torch.diag(1 / scales[row][0])
+            elif upper and column == row + 2:
+                expected = -weights[row] @ torch.diag(scales[row + 1][0]) @ weights[row + 1]
+            elif not upper and row == column + 2:
+                expected = -weights[row - 1] @ torch.diag(scales[row - 1][0]) @ weights[row - 2]
+            close(block(row, column), expected)
+    # Each half is a system of its own.
+    parities = [node % 2 for node in reduction.order]
+    assert sum(a != b for a, b in itertools.pairwise(parities)) == 1
+    c = torch.cat([part[0] for part in right])
+    permuted = torch.linalg.solve(reduction.reduced, reduction.scaling @ c)
+    values = torch.cat([part[0] for part in solve(system).values])
+    close(reduction.permutation @ permuted, values)
+
+
+def test_approximate_forward_pass() -> None:
+    torch.manual_seed(0)
+    module = feed_forward([4, 6, 5, 3], "tanh", 0)
+    x = torch.randn(7, 4, dtype=torch.float64)
+    scales = solvers.forward_scales(module, x)
+    assert solvers.approximate_forward(module, x, scales).errors[0] < 1e-12
+    trained = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    near = solvers.approximate_forward(trained, x, scales, iterations=4, method=CyclicReduction())
+    assert near.errors == sorted(near.errors, reverse=True)
+    assert 1e-6 < near.errors[0] < 0.1 and near.errors[3] < 1e-12 < near.errors[2]
+    close(near.output, trained(x).detach())
+    relu = feed_forward([4, 6, 5, 3], "relu", 0)
+    assert solvers.approximate_forward(relu, x, solvers.forward_scales(relu, x)).errors[0] < 1e-12
+
+
+def test_approximate_forward_pass_where_it_breaks_down() -> None:
+    module = feed_forward([2, 2], "sigmoid", 0)
+    with torch.no_grad():
+        module[0].weight.zero_()
+        module[0].bias.zero_()
+    with pytest.raises(ValueError, match=r"layer 1, sample 0, element 0: y is 0 and f\(y\) is 0.5; no factor takes"):
+        solvers.forward_scales(module, torch.ones(1, 2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="does not begin with a matrix"):
+        solvers.forward_scales(nn.Tanh(), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="is not affine"):
+        solvers.forward_scales(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), torch.ones(2, 4))
+
+
+def test_complexity_of_the_paper() -> None:
+    """For equal widths the sums are the paper's own orders: l n² r, l n³ + l n² r, n³ + l/2 n² r."""
+    layers, units, samples = 101, 50, 20
+    widths = [units] * (layers + 1)
+    sequential = solvers.sequential(widths, samples, gamma=0)
+    assert sequential == layers * units**2 * samples
+    assert solvers.reduction_work(widths, samples, gamma=0) == pytest.approx(
+        layers * units**3 + layers * units**2 * samples, rel=0.04
+    )
+    assert solvers.reduction_time(widths, samples, gamma=0) == pytest.approx(
+        units**3 + units**2 + (layers - 1) / 2 * units**2 * samples
+    )
+    assert solvers.iterative_work(widths, samples, 7, gamma=0) == 7 * sequential
+    assert solvers.iterative_time(widths, samples, 7, gamma=0) == 7 * units**2 * samples
+    with pytest.raises(ValueError, match="there are 4 layers; equations 43 and 44 are for odd numbers"):
+        solvers.reduction_work([3] * 5, 2)
+
+
+def test_counted_work_is_what_the_paper_leaves_out() -> None:
+    """Sequential work is equation 42's; reduction's is r times the paper's products from the second level on."""
+    layers, units = 15, 4
+    for samples in (1, 6):
+        module = feed_forward([units] * (layers + 1), "tanh", 0)
+        x, gradient = (torch.randn(samples, units, dtype=torch.float64) for _ in range(2))
+        system = propagation(module, x, gradient).system
+        counted = Substitution().solve(system).work
+        assert sum(map(sum, (level.tasks for level in counted.levels))) == layers * units**2 * samples
+        tasks = [sum(level.tasks) for level in CyclicReduction().solve(system).work.levels]
+        products = [(layers - 2**level + 1) - 2**level for level in range(4)]
+        expected = [
+            max(0, count) * units**3 * samples + (layers - 2**level + 1) * units**2 * samples
+            for level, count in enumerate(products)
+        ]
+        assert tasks[:4] == expected
+
+
+def test_solve_is_a_module() -> None:
+    torch.manual_seed(0)
+    module = feed_forward([4, 6, 5, 3], "tanh", 0)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    gradient = torch.randn(5, 3, dtype=torch.float64)
+    expected = by_autograd(module, x, gradient)
+    for method in ("substitution", "scan", "cyclic_reduction", "jacobi", "bicgstab"):
+        solving = jacsparse.nn.Solve(module, method=method)
+        leaf = x.clone().requires_grad_()
+        module.zero_grad()
+        y = solving(leaf)
+        assert torch.equal(y, module(x))
+        (y * gradient).sum().backward()
+        assert leaf.grad is not None
+        close(leaf.grad, expected["input"], 1e-6)
+        for name, parameter in module.named_parameters():
+            close(parameter.grad, expected[name], 1e-6)
+        assert method in repr(solving)
+    limited = jacsparse.nn.Solve(module, method="jacobi", limit=1)
+    with pytest.warns(RuntimeWarning, match="jacobi stopped at its limit of 1 iterations"):
+        limited(x).sum().backward()
+    with pytest.raises(ValueError, match="method is 'gauss'; expected one of substitution, scan"):
+        jacsparse.nn.Solve(module, method="gauss")
+    with pytest.raises(TypeError, match=r"the method scan does not take \['limit'\]"):
+        jacsparse.nn.Solve(module, method="scan", limit=3)
+
+
+def test_bad_systems() -> None:
+    eye, ones = torch.eye(2), torch.ones(1, 2)
+    with pytest.raises(ValueError, match="off_diagonal is empty; a system of no layers"):
+        BlockBidiagonal([], [ones])
+    with pytest.raises(ValueError, match="right has 3 parts; expected 2"):
+        BlockBidiagonal([eye], [ones] * 3)
+    with pytest.raises(ValueError, match=r"off_diagonal\[0, 1\] is 3 × 2; expected 2 × 2"):
+        BlockBidiagonal([torch.ones(3, 2)], [ones] * 2)
+    with pytest.raises(ValueError, match=r"off_diagonal\[0, 1\] has elements that are not finite"):
+        BlockBidiagonal([eye / 0], [ones] * 2)
+    with pytest.raises(ValueError, match=r"right\[1\] has elements that are not finite"):
+        BlockBidiagonal([eye], [ones, ones * math.nan])
+    with pytest.raises(ValueError, match=r"diagonal\[1\] is singular: a zero on its diagonal"):
+        BlockBidiagonal([eye], [ones] * 2, diagonal=[None, torch.tensor([1.0, 0.0])])
+    with pytest.raises(ValueError, match=r"diagonal\[0\] is singular"):
+        BlockBidiagonal([eye], [ones] * 2, diagonal=[torch.ones(1, 2, 2), None])
+    with pytest.raises(ValueError, match="both given"):
+        BlockBidiagonal([eye], [ones] * 2, diagonal=[None] * 2, inverse_diagonal=[None] * 2)
+    with pytest.raises(TypeError, match=r"off_diagonal\[0, 1\] is a list; expected a SparseJacobian or a torch.Tensor"):
+        BlockBidiagonal([[1.0]], [ones] * 2)
+    with pytest.raises(TypeError, match=r"right\[0\] is torch.int64; expected float32 or float64"):
+        BlockBidiagonal([eye], [torch.ones(1, 2, dtype=torch.int64)] * 2)
+    with pytest.raises(TypeError, match=r"off_diagonal\[0, 1\] is torch.float64; expected torch.float32"):
+        BlockBidiagonal([eye.double()], [ones] * 2)
+    with pytest.raises(ValueError, match=r"off_diagonal\[0, 1\] has 3 samples; the right-hand sides have 1"):
+        BlockBidiagonal([eye.expand(3, 2, 2)], [ones] * 2)
+    with pytest.raises(ValueError, match="depend on each other in a circle"):
+        BlockTriangular({(0, 1): eye, (1, 0): eye}, [ones] * 2)
+    with pytest.raises(TypeError, match="system is a Tensor"):
+        solve(eye)
+    with pytest.raises(ValueError, match="method is 'gmres'; expected one of substitution"):
+        solve(BlockBidiagonal([eye], [ones] * 2), method="gmres")
+
+
+def test_bad_options() -> None:
+    system = BlockBidiagonal([torch.eye(2)], [torch.ones(1, 2)] * 2)
+    with pytest.raises(ValueError, match=r"tolerance is 1e-20; expected a number of at least 1.2e-07"):
+        solve(system, method="jacobi", tolerance=1e-20)
+    with pytest.raises(ValueError, match="limit is 0; expected a number of iterations"):
+        solve(system, method="jacobi", limit=0)
+    with pytest.raises(ValueError, match=r"omega is 2\.5; expected a number between 0 and 2"):
+        solve(system, method="richardson", omega=2.5)
+    with pytest.raises(ValueError, match="depth is -1"):
+        solve(system, method="cyclic_reduction", depth=-1)
+    with pytest.raises(ValueError, match="nested reduction needs a system with groups"):
+        solve(system, method="cyclic_reduction", nested=True)
+    with pytest.raises(ValueError, match=r"guess\[0\] has shape \(2, 2\); expected \(1, 2\)"):
+        solve(system, method="jacobi", guess=[torch.ones(2, 2), torch.ones(1, 2)])
+    with pytest.raises(ValueError, match="guess has 1 parts; expected 2"):
+        solve(system, method="jacobi", guess=[torch.ones(1, 2)])
+    with pytest.raises(TypeError, match=r"layer is a GRU; expected a torch\.nn\.RNN"):
+        solvers.propagation.__globals__["RecurrentPropagation"](nn.GRU(2, 3), torch.ones(4, 1, 2), torch.ones(4, 1, 3))
+    with pytest.raises(ValueError, match="bidirectional or drops out"):
+        propagation(nn.RNN(2, 3, bidirectional=True), torch.ones(4, 1, 2), torch.ones(4, 1, 6))
+
+
+def test_dominance_is_checked_ahead_of_time() -> None:
+    half = BlockBidiagonal([torch.full((2, 2), 0.2)] * 3, [torch.ones(1, 2)] * 4)
+    assert half.dominance == pytest.approx(0.4)
+    solution = Jacobi(tolerance=1e-6).solve(half)
+    assert all(after <= 0.41 * before for before, after in zip(solution.history, solution.history[1:], strict=False))
+
+
+def test_comparison() -> None:
+    torch.manual_seed(0)
+    module = feed_forward([8] * 17, "tanh", 0)
+    comparison = solvers.compare(module, torch.randn(4, 8, dtype=torch.float64), workers=(1, 16), seconds=0.0)
+    rows = {row.method: row for row in comparison.rows}
+    assert list(rows) == list(SOLVERS)
+    assert rows["substitution"].steps == 16 and rows["cyclic_reduction"].steps == 5
+    assert rows["hybrid"].seconds is None and "no groups" in rows["hybrid"].remark
+    assert rows["jacobi"].iterations is not None and rows["jacobi"].iterations <= 16
+    assert rows["substitution"].times[1] == rows["substitution"].times[16] or rows["substitution"].times[16] > 0
+    assert "r = 4 >= n = 8 or l / log2 l = 4.0 >= n: they would not" in comparison.criterion
+    recurrent = solvers.compare(nn.RNN(2, 3, 2), torch.randn(9, 2, 2), workers=(1,), seconds=0.0)
+    assert {row.method for row in recurrent.rows if row.steps} == set(SOLVERS) - {"scan"}
+    with pytest.raises(ValueError, match=r"workers is \(0,\)"):
+        solvers.compare(module, torch.randn(4, 8, dtype=torch.float64), workers=(0,))
+
+
+def test_numbers_on_numpy_are_not_taken() -> None:
+    with pytest.raises(TypeError, match=r"right\[0\] is a ndarray"):
+        BlockBidiagonal([torch.eye(2)], [np.ones((1, 2))] * 2)
