@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from ..runtime import cached_plan, frozen, kernel
+from ..runtime import cached_arrays, frozen, kernel
 from .pattern import Pattern
 from .structure import Blocks, Diagonal, Full
 
@@ -60,7 +60,7 @@ def row_colors(pattern: Pattern) -> np.ndarray:
         colors = np.zeros(rows, dtype=np.int64)
         if structure.column_counts().max(initial=0) > 1:
             key, packages = f"colors {pattern.digest}", (__package__,)
-            colors = cached_plan(key, lambda: {"colors": _greedy_colors(pattern)}, packages=packages)["colors"]
+            colors = cached_arrays(key, lambda: {"colors": _greedy_colors(pattern)}, packages=packages)["colors"]
         structure.__dict__["row_colors"] = frozen(colors)
     return cast(np.ndarray, structure.__dict__["row_colors"])
 

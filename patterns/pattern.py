@@ -1,4 +1,4 @@
-"""`Pattern`: the positions of a matrix that are not guaranteed zeros."""
+"""`Pattern`: the structural nonzeros of a matrix, the positions that are not guaranteed zeros."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Structure(ABC):
 
     @functools.cached_property
     def digest(self) -> str:
-        """A digest of the description. Equal digests mean equal patterns, not the other way round."""
+        """A digest of the description. Equal digests mean equal patterns; equal patterns may have different digests."""
         digest = hashlib.blake2b(type(self).__name__.encode(), digest_size=16)
         for name, value in self.describe().items():
             digest.update(name.encode())

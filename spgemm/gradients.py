@@ -1,6 +1,6 @@
 """Gradients of sparse products with respect to values, of any order.
 
-The product ``C = A B``, weighted by ``G`` on C's pattern, is a form that is linear in each of three arguments::
+The product ``C = A B``, weighted by ``G`` on C's pattern, is a trilinear form::
 
     T(a, b, g) = Σ a_p · b_q · g_e        over all pairs (p, q) of entries that meet, in the entry e of C
 
@@ -157,7 +157,7 @@ def differentiable_product(form: Form, out: Any, **operands: Any) -> torch.Tenso
 def graph_operands(out: Any, **operands: Any) -> list[torch.Tensor]:
     """Operands for autograd as tensors ``(entries, batch)``; ValueError with `out`, for autograd keeps its results."""
     if out is not None:
-        raise ValueError("out is given, but an operand requires grad; leave out away, or detach the operands")
+        raise ValueError("out is given, but an operand requires grad; omit the argument out, or detach the operands")
     for name, operand in operands.items():
         if not isinstance(operand, torch.Tensor):
             raise TypeError(f"{name} is a {type(operand).__name__}, but another operand requires grad; pass a tensor")

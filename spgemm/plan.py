@@ -14,7 +14,7 @@ from ..runtime import read_archive, uncompiled, write_archive
 from .gradients import ProductForm, differentiable_product, wants_gradient
 from .methods import METHODS, Method, Product
 from .operands import result, same_batch, same_device, view
-from .plan_cache import PLANS
+from .plan_cache import PLAN_CACHE
 from .symbolic import check_shapes, multiply_adds, product_digest, product_pattern, row_work
 
 #: Bytes of index arrays beyond which ``auto`` takes a method that needs fewer.
@@ -197,7 +197,7 @@ def plan_product(
         Whether the values of a selecting factor will be its winners: ``auto`` then tries select first.
     cache : bool
         Whether to take the plan of an earlier call from the cache, and to store this one. The cache has the most
-        recently used plans, up to 512 MiB. Plans that take long are on disk too, in the user's cache directory.
+        recently used plans, up to 512 MiB. Patterns of large products are on disk too, in the user's cache directory.
 
     Raises
     ------
@@ -251,7 +251,7 @@ def planned(
         # A diagonal or full factor gives the product's pattern at once, so that even a key would cost more.
         return make()
     key = product_digest(a, b)
-    return PLANS.get((key, key if c is None else c.digest, method, limit, winners), make)
+    return PLAN_CACHE.get((key, key if c is None else c.digest, method, limit, winners), make)
 
 
 def _best(product: Product, limit: int, winners: bool) -> type[Method]:

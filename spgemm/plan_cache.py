@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PlanCache:
-    """The most recently used plans, for any number of threads; `limit` is in bytes of index arrays, with patterns."""
+    """The most recently used plans, for any number of threads; `limit` is in bytes of their indices."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -51,4 +51,4 @@ def _nbytes(plan: ProductPlan) -> int:
 
 
 #: The plans that `plan_product` returns.
-PLANS = PlanCache(512 * 2**20)
+PLAN_CACHE = PlanCache(512 * 2**20)

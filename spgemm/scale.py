@@ -1,6 +1,6 @@
 """Scale: one factor is diagonal, so `C` has the other factor's pattern and each value is one product.
 
-Floor: the other factor's values are read once and written once; a diagonal on the right takes one index for each value.
+Lower bound: the other factor's values are read once and written once; a diagonal on the right takes an index for each.
 """
 
 from __future__ import annotations

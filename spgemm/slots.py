@@ -4,7 +4,7 @@ The multiply-adds of row ``i`` run in the order of A's entries ``(i, k)`` and, w
 The plan stores for each only the place of ``j`` in row ``i`` of `C`, in the narrowest integer that the longest row
 allows. The row is its own accumulator and stays in the first-level cache, and reading two bytes replaces a search.
 
-Floor: 2 bytes of slot, one load, multiply, add and store for each multiply-add; C is written once.
+Lower bound: 2 bytes of slot, one load, multiply, add and store for each multiply-add; C is written once.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Select(Slots):
     """
 
     name = "select"
-    selects = True
+    automatic = selects = True
 
     @classmethod
     def obstacle(cls, product: Product) -> str | None:

@@ -16,7 +16,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ..patterns import Csr, Diagonal, Full, Identity, Pattern
-from ..runtime import cached_plan, frozen, index_dtype, inlined, kernel, row_starts, run_rows
+from ..runtime import cached_arrays, frozen, index_dtype, inlined, kernel, row_starts, run_rows
 
 #: Multiply-adds that take about as long as a read from disk.
 SLOW_WORK = 1_000_000
@@ -208,7 +208,7 @@ def product_pattern(a: Pattern, b: Pattern, work: np.ndarray | None = None, *, c
     make = functools.partial(_product_arrays, a, b, work)
     if cache and work[-1] > SLOW_WORK:
         packages = ("jacsparse.patterns", "jacsparse.spgemm")
-        arrays = cached_plan(f"product {product_digest(a, b)}", make, packages=packages)
+        arrays = cached_arrays(f"product {product_digest(a, b)}", make, packages=packages)
     else:
         arrays = make()
     return _derived(a, b, arrays["indptr"], arrays["indices"]) if arrays else Pattern.of(Full(a.shape[0], b.shape[1]))

@@ -6,7 +6,7 @@ import typer
 
 
 def clear_cache() -> None:
-    """Empty the cache: compiled kernels, plans and features of sounds, which are made again when needed."""
+    """Empty the cache: compiled kernels, symbolic results and features of sounds, which are made again when needed."""
     from ..models import SOUNDS
     from ..runtime import cache_directory, shelves
 

@@ -62,7 +62,7 @@ def _machine() -> list[tuple[str, str]]:
 
 def _caches() -> list[tuple[str, str]]:
     from ..models import SOUNDS
-    from ..runtime import PLANS, cache_directory, check_writable, plan_limit, shelves
+    from ..runtime import SYMBOLIC, cache_directory, check_writable, shelves, symbolic_limit
 
     directory = cache_directory()
     try:
@@ -73,14 +73,14 @@ def _caches() -> list[tuple[str, str]]:
                  "set JACSPARSE_CACHE_DIR to a folder that can")]  # fmt: skip
     free = shutil.disk_usage(directory).free
     lines = [("cache", f"{directory}, {free / 2**30:.0f} GiB free (jacsparse clear-cache empties it)")]
-    most = plan_limit() // 2**20
+    most = symbolic_limit() // 2**20
     limit = f", of at most {most:,} MiB (JACSPARSE_CACHE_MIB)" if most else ", no more are kept (JACSPARSE_CACHE_MIB)"
     # The import above registers the shelf of sounds.
     assert SOUNDS in shelves()
     for shelf in shelves():
         files, nbytes = shelf.usage()
         size = f"{nbytes / 2**20:.1f} MiB in {files:,} files"
-        lines.append((shelf.contents, size + limit if shelf is PLANS else size))
+        lines.append((shelf.contents, size + limit if shelf is SYMBOLIC else size))
     return lines
 
 

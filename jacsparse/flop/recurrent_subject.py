@@ -26,6 +26,8 @@ def recurrent_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject
         raise UnsupportedOperatorError(
             f"{module} is no chain of steps; count its layers and directions one by one, without projections"
         )
+    if module.mode not in CELLS:
+        raise UnsupportedOperatorError(f"{module}: the Jacobian's pattern of the cell {module.mode} is not known")
     refresh_weights(module)
     weights = Weights(*(getattr(module, name).detach() for name in _NAMES[: 4 if module.bias else 2]))
     cell, time = CELLS[module.mode], shape[0]

@@ -21,7 +21,7 @@ _WIDTH = 160
 #: The meaning of words and columns: in every report, in the table of layers and in the choice of a schedule.
 _WORDS = {
     "FLOP": "a multiplication or an addition: a multiply-add is 2. Of one sample, backward but for the column forward",
-    "L": "level: its steps do not wait for each other, but for those of the middle",
+    "L": "level: its steps do not wait for each other, except in the middle",
     "m×k×n": "sizes of the factors",
     "sparse": "share of zeros in the product",
     "FLOP of a step": "2 for each pair of stored entries that meets; a vector stores what a product reaches",

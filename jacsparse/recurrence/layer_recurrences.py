@@ -87,7 +87,7 @@ class _States(Recurrence):
 
 @dataclass
 class _Gradients(Recurrence):
-    """The backward pass; `rows` of `grad_gates` are written, and others count as zeros, whatever is in them."""
+    """The backward pass; only `rows` of `grad_gates` are valid, and the others count as zeros."""
 
     cell: Cell
     weights: Weights
@@ -151,7 +151,7 @@ def _jacobians(
     again: torch.Tensor | None = None,
     before: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What each unit vector at a run's end is at its start, as rows, ``(runs, state, state)``."""
+    """Each run's transposed Jacobian, ``(runs, state, state)``: unit gradients at its end, pulled back to its start."""
     size = cell.states * weights.size
     if cell.transfers and on_device(weights.hidden) and dtype == weights.hidden.dtype:
         there = runs.on(weights.hidden.device)

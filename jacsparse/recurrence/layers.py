@@ -77,8 +77,8 @@ _OURS_FLOAT32 = {**_OURS, "LSTM": _Ranges((), (_Range(512, 32, 1024),))}
 _OutputAndLast = tuple[torch.Tensor, torch.Tensor]
 
 
-class _Left(NamedTuple):
-    """What was left to PyTorch's kernels: so many steps of so many samples, with gradients or without, and where."""
+class _LeftToTorch(NamedTuple):
+    """A pass that PyTorch's kernels computed: its steps and samples, whether it trains, and whether on a device."""
 
     steps: int
     batch: int
@@ -127,6 +127,7 @@ class Recurrent(nn.RNNBase):
     A minimal gated unit (Zhou and others, 2016), whose candidate is gated after its product:
 
     >>> import torch
+    >>> from jacsparse.recurrence import Cell
     >>> class MinimalGatedCell(Cell):
     ...     mode, gates = "MGU", 2
     ...
@@ -153,7 +154,7 @@ class Recurrent(nn.RNNBase):
         if self._kind() is not nn.RNNBase:
             super().__init__(*args, **options)
         else:
-            # PyTorch knows no other cells: it makes the weights of this one, and we as many gates.
+            # PyTorch makes a tanh RNN's weights; those of a cell have as many rows for each of its gates.
             super().__init__("RNN_TANH", *args, **options)
             self.mode, rows = self.cell.mode, self.cell.gates * self.hidden_size
             for name in self._flat_weights_names:
@@ -174,7 +175,7 @@ class Recurrent(nn.RNNBase):
             )
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
         _check_options(schedule, forward, chunk)
-        self._pass: _Pass | _Left = _Pass([], [])
+        self._pass: _Pass | _LeftToTorch = _Pass([], [])
 
     @property
     def reports(self) -> list[Report]:
@@ -353,12 +354,14 @@ class Recurrent(nn.RNNBase):
         size, joint = self.hidden_size, torch.stack(ends)
         return x, [joint.narrow(2, begin, size).contiguous() for begin in range(0, joint.shape[2], size)]
 
-    def _left_to_torch(self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int) -> _Left | None:
+    def _left_to_torch(
+        self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int
+    ) -> _LeftToTorch | None:
         """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
         if self.schedule != "auto" or self.forward_method != "sequential" or self.mode not in _OURS:
             return None
         if on_device(x):
-            return None if self.hidden_size <= LARGEST else _Left(steps, batch, torch.is_grad_enabled(), True)
+            return None if self.hidden_size <= LARGEST else _LeftToTorch(steps, batch, torch.is_grad_enabled(), True)
         # PyTorch's kernels would compute in low precision under autocast; they do not see what was put in the place of
         # a parameter, as parametrisations do.
         weights: Any = self._flat_weights
@@ -373,7 +376,7 @@ class Recurrent(nn.RNNBase):
         for least, most, all_states in ours.training if trains else ours.inference:
             if steps >= least and size <= most and size * batch <= all_states:
                 return None
-        return _Left(steps, batch, trains, False)
+        return _LeftToTorch(steps, batch, trains, False)
 
     def _by_torch(
         self, x: torch.Tensor, states: Sequence[torch.Tensor], packed: PackedSequence | None
@@ -661,8 +664,8 @@ class RNN(Recurrent, nn.RNN):
 
     Notes
     -----
-    Thesis, equation 4.2; Naumov, sections 3.3 and 3.4, for the chunks. Gradients of gradients are not supported, and
-    say so; but for those of a RNN or GRU where ``auto`` leaves the work to PyTorch.
+    Thesis, equation 4.2; Naumov, sections 3.3 and 3.4, for the chunks. Gradients of gradients raise an error, except
+    where ``auto`` leaves an RNN or a GRU to PyTorch.
 
     A CUDA device is never waited for, so what settles is decided there: after four sweeps, or eight of Newton's
     iterations, samples whose chunks do not fit are finished step after step.

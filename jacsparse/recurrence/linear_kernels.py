@@ -1,7 +1,7 @@
 """Kernels of linear recurrences over runs of steps: ``h_t = A_t h_{t-1} + b_t``, and its adjoint.
 
-The adjoint goes through a run's steps the other way: ``v_t = g_t + (what came)``, and ``A_tᵀ v_t`` goes on. `b`, `out`
-or their like without rows are left out. Runs are as in `_kernels`; `shared` says that all samples have the same blocks.
+The adjoint goes through a run's steps the other way, ``v_t = g_t + A_{t+1}ᵀ v_{t+1}``. An empty array means that the
+argument is absent. Runs are as in `cells.fused`; `shared` says that all samples have the same blocks.
 States have the dtype of `start`, in which all is computed, whichever that of the blocks and of `b` is. On x86
 processors adjoints below the smallest normal number become zeros.
 """

@@ -77,8 +77,9 @@ _BOUNDARIES = KernelFile(
 def launch(name: str, runs: Runs | DeviceRuns, weight: torch.Tensor, size: int, *arguments: Any) -> None:
     """Run one of the cells' kernels, as in ``gru_forward``, on the device of the weight.
 
-    Arguments are those that the CPU's kernel of the same name takes after the runs; arrays are uploaded, and tensors
-    without rows are left out. The last one are the states that come out, in whose dtype all is computed.
+    Arguments are those that the CPU's kernel of that cell and direction takes after the runs, without `reach`; arrays
+    are uploaded, and tensors without rows are left out. The last one is the output states, in whose dtype all is
+    computed.
 
     Raises
     ------
@@ -181,7 +182,7 @@ def transfer(
     back: bool | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What runs do to a row vector, and what comes to a row of zeros, ``(runs, size + 1, size)``.
+    """The affine propagator of each run, ``(runs, size + 1, size)``: its matrix, and its offset in the last row.
 
     Parameters
     ----------
@@ -278,9 +279,9 @@ def judge(
     defect: torch.Tensor,
     judged: Judged,
 ) -> None:
-    """Compare first states with those that follow from the runs' last ones, or with given ones.
+    """Compare first states with those that follow from the runs' last ones, or with `following`.
 
-    Writes `guess`, `defect` and `judged`, of samples that were within the tolerance already the defect alone.
+    Writes `guess`, `defect` and `judged`; for samples that were already within the tolerance it writes only `defect`.
     """
     device, size = edge.device, edge.shape[1]
     _BOUNDARIES.launch(
@@ -364,8 +365,8 @@ def check_size(name: str, size: int, largest: int) -> None:
     """Refuse states that kernels have no room for."""
     if size > largest:
         raise ValueError(
-            f"{name} is {size}; on CUDA devices states have at most {largest} elements: go to the CPU by .cpu(), or "
-            "use torch.nn's layer"
+            f"{name} is {size}; on CUDA devices states have at most {largest} elements: move the work to the CPU by "
+            ".cpu()" + (", or use torch.nn's layer" if name == "hidden_size" else "")
         )
 
 

@@ -127,14 +127,15 @@ class Report:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The products that a sample's states take, with their step and work complexity; None where states are guessed.
+        """The products that a sample's states take, with their step and work complexity; None where there is none.
 
+        Solvers that guess have none.
         It has one stage more than there are steps: value 0 is the first state, and each step is a matrix. What was
         finished sequentially comes on top and, where chunks are composed in the dtype of the states, a second pass
         over chunks and boundaries that corrects the first one's rounding.
         """
-        if self.methods[0] in ("relaxed", "newton"):
-            return None
         if self.tree is not None:
             return self.tree
-        return chunked(self.steps + 1, self.chunk) if self.methods[0] == "chunked" else linear(self.steps + 1)
+        if self.methods[0] == "chunked":
+            return chunked(self.steps + 1, self.chunk)
+        return linear(self.steps + 1) if self.methods[0] in ("linear", "sequential", "torch.nn") else None

@@ -154,7 +154,7 @@ class Runs:
     #: 1 where a step's state comes from the time before it, -1 where it comes from the time after it.
     direction: int
     sample: np.ndarray
-    #: Steps of the sample before the run, in its direction.
+    #: How many steps of its sample come before the run, in its direction.
     first: np.ndarray
     #: Steps of the run.
     count: np.ndarray

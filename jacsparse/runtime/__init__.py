@@ -18,7 +18,7 @@ from .cuda import (
 )
 from .cupy_backend import cupy_for, cupy_stream, gpu_extra
 from .device_memory import allocated, memory_for, multiprocessors, uploaded
-from .disk_cache import PLANS, Shelf, cache_directory, cached_plan, plan_limit, shelves
+from .disk_cache import SYMBOLIC, Shelf, cache_directory, cached_arrays, shelves, symbolic_limit
 from .dynamo import uncompiled
 from .files import check_writable, replacing
 from .interception import intercept
@@ -28,9 +28,9 @@ from .threads import SIMD, run_rows, split, thread_count
 __all__ = [
     "INDEX",
     "KERNEL_FILES",
-    "PLANS",
     "REAL",
     "SIMD",
+    "SYMBOLIC",
     "THREADS",
     "KernelFile",
     "Launch",
@@ -40,7 +40,7 @@ __all__ = [
     "blocks",
     "c_type",
     "cache_directory",
-    "cached_plan",
+    "cached_arrays",
     "check_writable",
     "cupy_for",
     "cupy_stream",
@@ -57,13 +57,13 @@ __all__ = [
     "memory_for",
     "multiprocessors",
     "on_device",
-    "plan_limit",
     "read_archive",
     "replacing",
     "row_starts",
     "run_rows",
     "shelves",
     "split",
+    "symbolic_limit",
     "thread_count",
     "uncompiled",
     "uploaded",

@@ -2,7 +2,8 @@
 
 A shelf is a folder of the cache directory, and each file on it holds the arrays of one key. Files appear whole or not
 at all and are never written to again, so any number of processes may use a shelf at once. A damaged file, which an
-archive's checksums tell, counts as missing. Plans have a limit: beyond it the least recently used ones are removed.
+archive's checksums tell, counts as missing. Results of symbolic phases (patterns of products, orders, colourings) have
+a limit: beyond it the least recently used ones are removed.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import numpy as np
 
 from .archive import read_archive, write_archive
 
-#: Plans that are made in fewer seconds are not written.
+#: Symbolic results that are made in fewer seconds are not written.
 SLOW = 0.02
 #: Bytes that a disk reads in a second, about: what is made faster than it is read is not written.
 READ = 1e9
-#: MiB of plans where the environment does not say.
+#: MiB of symbolic results where the environment does not say.
 LIMIT = 1024
 
 Arrays = dict[str, np.ndarray]
@@ -125,7 +126,7 @@ class Shelf:
 
 _SHELVES: list[Shelf] = []
 KERNELS = Shelf("kernels", "compiled kernels")
-PLANS = Shelf("plans", "plans")
+SYMBOLIC = Shelf("symbolic", "results of symbolic phases")
 
 
 def shelves() -> tuple[Shelf, ...]:
@@ -133,38 +134,38 @@ def shelves() -> tuple[Shelf, ...]:
     return tuple(_SHELVES)
 
 
-def cached_plan(key: str, make: Callable[[], Arrays], *, packages: tuple[str, ...]) -> Arrays:
-    """The arrays of a plan: from disk, or else what `make` returns, which is written where that is worth it.
+def cached_arrays(key: str, make: Callable[[], Arrays], *, packages: tuple[str, ...]) -> Arrays:
+    """The result of a symbolic phase: from disk, or what `make` returns, which is written where that is worth it.
 
     Parameters
     ----------
     key : str
-        What the plan is of.
+        What the result depends on, beside the packages.
     make : callable
         Makes the arrays.
     packages : tuple of str
         The packages whose sources decide what `make` returns: an edit to any of them starts afresh.
     """
-    limit = plan_limit()
+    limit = symbolic_limit()
     if not limit:
         return make()
     key = f"{sources_digest(*packages)} {key}"
-    arrays = PLANS.load(key)
+    arrays = SYMBOLIC.load(key)
     if arrays is not None:
         return arrays
     start = time.perf_counter()
     arrays = make()
     seconds = time.perf_counter() - start
     if seconds > SLOW and sum(array.nbytes for array in arrays.values()) < min(seconds * READ, limit / 4):
-        # Where the disk is full or read-only, each run makes its plans.
+        # Where the disk is full or read-only, each run makes its results.
         with contextlib.suppress(OSError):
-            PLANS.save(key, arrays)
-            PLANS.trim(limit)
+            SYMBOLIC.save(key, arrays)
+            SYMBOLIC.trim(limit)
     return arrays
 
 
-def plan_limit() -> int:
-    """Bytes of plans on disk, at most; 0 for none at all: ``$JACSPARSE_CACHE_MIB``, or `LIMIT`.
+def symbolic_limit() -> int:
+    """Bytes of symbolic results on disk, at most; 0 for none at all: ``$JACSPARSE_CACHE_MIB``, or `LIMIT`.
 
     Raises
     ------
@@ -173,7 +174,7 @@ def plan_limit() -> int:
     """
     chosen = os.environ.get("JACSPARSE_CACHE_MIB") or str(LIMIT)
     if not chosen.isdecimal():
-        raise ValueError(f"JACSPARSE_CACHE_MIB is {chosen!r}; expected MiB of plans on disk, or 0 for none")
+        raise ValueError(f"JACSPARSE_CACHE_MIB is {chosen!r}; expected MiB of symbolic results on disk, or 0 for none")
     return int(chosen) * 2**20
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..runtime import cached_plan
+from ..runtime import cached_arrays
 from ..spgemm import KEYS, counts, fresh_keys, spread
 from .accumulation import Accumulation
 from .stage import Edge, Stage
@@ -42,11 +42,11 @@ _HOWS = ("stage", "product", "through", "from", "backward")
 
 @dataclass(frozen=True)
 class Order:
-    """How the product of an interval of stages is computed.
+    """A parenthesisation: how the product of an interval of stages is computed.
 
-    `how` is one of ``stage``, the matrix of one stage; ``product``, the product of two intervals; ``through``, the
-    product of a stage's operators and the interval behind it; ``from``, the product of the interval before a stage and
-    its operators; ``backward``, the product of a stage and the interval behind it by the operators' own dense backward.
+    `how` is one of ``stage``, the matrix of one stage; ``product``, the product of two intervals; ``through``, a stage,
+    operator by operator, times the interval on its right; ``from``, the interval on its left times a stage, operator by
+    operator; ``backward``, a stage times the interval on its right, by the operators' own dense backward.
     """
 
     how: str
@@ -146,7 +146,7 @@ def best_order(stages: Sequence[Stage]) -> Order:
     """The cheapest order of the products of a chain of at least one stage, cached on disk."""
     if len(stages) == 1:
         return Order("stage", 0)
-    order = cached_plan(f"order {_digest(stages)}", lambda: _packed(_cheapest(stages)), packages=_PACKAGES)
+    order = cached_arrays(f"order {_digest(stages)}", lambda: _packed(_cheapest(stages)), packages=_PACKAGES)
     return _unpacked(zip(order["how"].tolist(), order["stage"].tolist(), order["cost"].tolist(), strict=True))
 
 

@@ -238,8 +238,8 @@ def test_doctor(jac) -> None:
 
 def test_clear_cache(jac, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JACSPARSE_CACHE_DIR", str(tmp_path))
-    (tmp_path / "plans").mkdir()
-    (tmp_path / "plans" / "one.npz").write_bytes(bytes(3 * 2**20))
+    (tmp_path / "symbolic").mkdir()
+    (tmp_path / "symbolic" / "one.npz").write_bytes(bytes(3 * 2**20))
     (tmp_path / "mine").write_text("kept")
     status, out, _ = jac("doctor")
     assert status == 0 and "3.0 MiB in 1 files" in out and "no more are kept" in out

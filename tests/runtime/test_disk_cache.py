@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jacsparse.runtime import PLANS, cached_plan, disk_cache, shelves
+from jacsparse.runtime import SYMBOLIC, cached_arrays, disk_cache, shelves
 
-#: Whose sources the plans depend on.
+#: Whose sources the results depend on.
 PACKAGES = ("jacsparse.runtime",)
 
 
@@ -23,7 +23,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("JACSPARSE_CACHE_MIB", "1")
     monkeypatch.setattr(disk_cache, "SLOW", 0.0)
     monkeypatch.setattr(disk_cache, "READ", 1e12)
-    return tmp_path / "plans"
+    return tmp_path / "symbolic"
 
 
 class Maker:
@@ -40,32 +40,32 @@ class Maker:
 def test_what_was_made_is_found_again(place: Path) -> None:
     one, other = Maker(1), Maker(2)
     for _ in range(3):
-        assert np.array_equal(cached_plan("one", one, packages=PACKAGES)["number"], one.array)
-        assert np.array_equal(cached_plan("other", other, packages=PACKAGES)["number"], other.array)
+        assert np.array_equal(cached_arrays("one", one, packages=PACKAGES)["number"], one.array)
+        assert np.array_equal(cached_arrays("other", other, packages=PACKAGES)["number"], other.array)
     assert one.calls == other.calls == 1
-    assert PLANS.usage()[0] == len(list(place.iterdir())) == 2
+    assert SYMBOLIC.usage()[0] == len(list(place.iterdir())) == 2
     for shelf in shelves():
         shelf.clear()
-    assert PLANS.usage() == (0, 0)
-    cached_plan("one", one, packages=PACKAGES)
+    assert SYMBOLIC.usage() == (0, 0)
+    cached_arrays("one", one, packages=PACKAGES)
     assert one.calls == 2
 
 
 def test_nothing_at_all_is_a_result_too() -> None:
     calls: list[int] = []
     for _ in range(2):
-        assert cached_plan("nothing", lambda: calls.append(1) or {}, packages=PACKAGES) == {}
+        assert cached_arrays("nothing", lambda: calls.append(1) or {}, packages=PACKAGES) == {}
     assert len(calls) == 1
 
 
 def test_what_is_made_faster_than_read_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = Maker(1)
     monkeypatch.setattr(disk_cache, "SLOW", 10.0)
-    cached_plan("quick", quick, packages=PACKAGES)
+    cached_arrays("quick", quick, packages=PACKAGES)
     monkeypatch.setattr(disk_cache, "SLOW", 0.0)
     monkeypatch.setattr(disk_cache, "READ", 1e-3)
-    cached_plan("quick", quick, packages=PACKAGES)
-    assert quick.calls == 2 and PLANS.usage() == (0, 0)
+    cached_arrays("quick", quick, packages=PACKAGES)
+    assert quick.calls == 2 and SYMBOLIC.usage() == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def test_what_is_made_faster_than_read_is_not_kept(monkeypatch: pytest.MonkeyPat
 )
 def test_a_damaged_file_is_made_again(place: Path, damage) -> None:
     maker = Maker(7)
-    cached_plan("seven", maker, packages=PACKAGES)
+    cached_arrays("seven", maker, packages=PACKAGES)
     (file,) = place.iterdir()
     file.write_bytes(damage(file.read_bytes()))
     for _ in range(2):
-        assert np.array_equal(cached_plan("seven", maker, packages=PACKAGES)["number"], maker.array)
+        assert np.array_equal(cached_arrays("seven", maker, packages=PACKAGES)["number"], maker.array)
     assert maker.calls == 2
 
 
@@ -92,18 +92,18 @@ def test_the_ones_used_longest_ago_go(place: Path) -> None:
     # Three of them exceed the limit; one more than a quarter of it is not kept at all.
     makers = {name: Maker(number, 30_000) for number, name in enumerate("abcd")}
     for name in "abcd":
-        cached_plan(name, makers[name], packages=PACKAGES)
+        cached_arrays(name, makers[name], packages=PACKAGES)
         for file in place.iterdir():
             os.utime(file, (time.time() - 1000, file.stat().st_mtime - 10))
-        cached_plan("a", makers["a"], packages=PACKAGES)
-    cached_plan("e", Maker(5, 30_000), packages=PACKAGES)
-    assert PLANS.usage()[1] <= 2**20
-    cached_plan("a", makers["a"], packages=PACKAGES)
+        cached_arrays("a", makers["a"], packages=PACKAGES)
+    cached_arrays("e", Maker(5, 30_000), packages=PACKAGES)
+    assert SYMBOLIC.usage()[1] <= 2**20
+    cached_arrays("a", makers["a"], packages=PACKAGES)
     assert makers["a"].calls == 1
-    cached_plan("b", makers["b"], packages=PACKAGES)
+    cached_arrays("b", makers["b"], packages=PACKAGES)
     assert makers["b"].calls == 2
-    cached_plan("large", large := Maker(6, 40_000), packages=PACKAGES)
-    cached_plan("large", large, packages=PACKAGES)
+    cached_arrays("large", large := Maker(6, 40_000), packages=PACKAGES)
+    cached_arrays("large", large, packages=PACKAGES)
     assert large.calls == 2
 
 
@@ -111,7 +111,7 @@ def test_what_another_process_left_unfinished_goes_too(place: Path) -> None:
     place.mkdir()
     (place / ".left.npz").write_bytes(bytes(2**20))
     os.utime(place / ".left.npz", (0, 0))
-    cached_plan("one", Maker(1), packages=PACKAGES)
+    cached_arrays("one", Maker(1), packages=PACKAGES)
     assert [file.name[0] != "." for file in place.iterdir()] == [True]
 
 
@@ -120,25 +120,27 @@ def test_no_limit_but_a_natural_number(mib: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("JACSPARSE_CACHE_MIB", mib)
     maker = Maker(1)
     if mib == "0":
-        cached_plan("one", maker, packages=PACKAGES)
-        cached_plan("one", maker, packages=PACKAGES)
+        cached_arrays("one", maker, packages=PACKAGES)
+        cached_arrays("one", maker, packages=PACKAGES)
         assert maker.calls == 2
         return
-    with pytest.raises(ValueError, match=f"JACSPARSE_CACHE_MIB is '{mib}'; expected MiB of plans on disk, or 0"):
-        cached_plan("one", maker, packages=PACKAGES)
+    with pytest.raises(
+        ValueError, match=f"JACSPARSE_CACHE_MIB is '{mib}'; expected MiB of symbolic results on disk, or 0"
+    ):
+        cached_arrays("one", maker, packages=PACKAGES)
 
 
 def test_nowhere_to_keep_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JACSPARSE_CACHE_DIR", str(tmp_path / "file" / "home"))
-    assert np.array_equal(cached_plan("one", Maker(1), packages=PACKAGES)["number"], np.ones(10))
-    assert PLANS.usage() == (0, 0)
+    assert np.array_equal(cached_arrays("one", Maker(1), packages=PACKAGES)["number"], np.ones(10))
+    assert SYMBOLIC.usage() == (0, 0)
     for shelf in shelves():
         shelf.clear()
 
 
 def _writes(number: int) -> bool:
-    results = [cached_plan(f"{key}", Maker(key, 20_000), packages=PACKAGES) for key in range(number % 3, 12)]
+    results = [cached_arrays(f"{key}", Maker(key, 20_000), packages=PACKAGES) for key in range(number % 3, 12)]
     return all((arrays["number"] == key).all() for arrays, key in zip(results, range(number % 3, 12), strict=True))
 
 
@@ -146,7 +148,7 @@ def test_many_processes_at_once() -> None:
     """They write the same keys, and more than the limit holds: each finds what it asked for."""
     with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
         assert all(pool.map(_writes, range(24)))
-    assert 0 < PLANS.usage()[1] <= 2**20
+    assert 0 < SYMBOLIC.usage()[1] <= 2**20
 
 
 def test_other_sources_find_nothing_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +162,7 @@ def test_other_sources_find_nothing_of_the_first(tmp_path: Path, monkeypatch: py
 
     def calls() -> int:
         disk_cache.sources_digest.cache_clear()
-        cached_plan("three", maker, packages=("rules_of_a_test",))
+        cached_arrays("three", maker, packages=("rules_of_a_test",))
         return maker.calls
 
     assert [calls(), calls()] == [1, 1]

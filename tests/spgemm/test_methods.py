@@ -455,27 +455,27 @@ def test_the_plans_used_last_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = [plan_product(a, b, cache=False) for a, b in pairs]
     size = max(plan.nbytes + sum(p.index_nbytes for p in (plan.a, plan.b, plan.pattern)) for plan in plans)
     occupied = _cache.PlanCache(3 * size)
-    monkeypatch.setattr(_plan, "PLANS", occupied)
+    monkeypatch.setattr(_plan, "PLAN_CACHE", occupied)
     first, second, third = (plan_product(*pair) for pair in pairs[:3])
     assert plan_product(*pairs[0]) is first
     plan_product(*pairs[3])
     assert occupied.nbytes <= occupied.limit
     assert plan_product(*pairs[0]) is first and plan_product(*pairs[2]) is third
     assert plan_product(*pairs[1]) is not second
-    monkeypatch.setattr(_plan, "PLANS", _cache.PlanCache(10))
+    monkeypatch.setattr(_plan, "PLAN_CACHE", _cache.PlanCache(10))
     assert plan_product(*pairs[0]) is not plan_product(*pairs[0])
     occupied.clear()
     assert (len(occupied), occupied.nbytes) == (0, 0)
 
 
 def test_threads_may_plan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_plan, "PLANS", _cache.PlanCache(3000))
+    monkeypatch.setattr(_plan, "PLAN_CACHE", _cache.PlanCache(3000))
     pairs = [(random_pattern(6, 8, 0.5, seed), random_pattern(8, 7, 0.5, 9)) for seed in range(6)]
     expected = [plan_product(a, b, cache=False).pattern for a, b in pairs]
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda number: plan_product(*pairs[number % 6]), range(600)))
     assert all(plan.pattern == expected[number % 6] for number, plan in enumerate(results))
-    assert 0 < _plan.PLANS.nbytes <= 3000
+    assert 0 < _plan.PLAN_CACHE.nbytes <= 3000
 
 
 # Full results, and zeros of a factor that need not be looked at.

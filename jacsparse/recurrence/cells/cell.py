@@ -125,7 +125,7 @@ class Cell(ABC):
 
     @property
     def saved_vectors(self) -> int:
-        """Vectors of each step that the backward pass needs beside the output: what enters it, and the state after."""
+        """Vectors of each step that the backward pass needs beside the output: `entered`, and the state after it."""
         return self.gates + self.states
 
     @property

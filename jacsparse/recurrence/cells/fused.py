@@ -78,7 +78,7 @@ def record_reach(reach, written, columns, rows, sample, begin, count, direction,
 
 
 class FusedCell(Cell):
-    """A cell with a forward and a backward kernel; on devices they have the cell's name."""
+    """A cell with a forward and a backward kernel; on devices these are ``gru_forward``, ``gru_backward`` and so on."""
 
     saved_vectors = 0
     #: The forward and the backward kernel.

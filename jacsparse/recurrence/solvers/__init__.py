@@ -68,7 +68,7 @@ def parse(schedule: object, recurrence: str = "gradients", chunk: int = CHUNK) -
     if solver is None or recurrence not in solver.solves or unfit:
         raise ValueError(
             f"schedule is {schedule!r}; expected one of auto, {', '.join(_names(recurrence))}; chunked and relaxed "
-            "also with the steps of a chunk, as in chunked:64, blelloch with its levels, as in blelloch:2; or a "
+            "also with the steps of a chunk, as in chunked:64, and blelloch with its levels, as in blelloch:2; or a "
             "Schedule"
         )
     return solver.choice(number, chunk)

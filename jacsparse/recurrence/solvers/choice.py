@@ -35,7 +35,8 @@ def choose(
     chunk : int
         Steps of a chunk on the host.
     guesses : bool
-        Whether states are forgotten, so that guessing them pays; else chunks are composed.
+        Whether to choose between linear and relaxed, because states are forgotten and can be guessed; if not, between
+        linear and chunked.
     diagonal : bool
         Whether matrices are diagonal.
     """
@@ -50,8 +51,8 @@ def choose(
         if 2.5 * blocks < workers * math.ceil(blocks / workers) and time >= 4 * chunk:
             return Choice("relaxed", chunk, reason=f"{batch} samples alone leave some of {workers} workers idle")
         return Choice("linear", chunk, reason=f"{batch} samples of {time} steps on {workers} workers")
-    # A chunk takes as many rows to its matrix, one to its offset, and one at last; that all workers do this together
-    # has to be well worth it.
+    # Of each chunk, n unit vectors, a zero vector and finally one state are propagated. Handing this to several workers
+    # has a cost, which a clear gain has to cover.
     rows = 1 if diagonal else size
     linearly, in_chunks = math.ceil(batch / workers), batch * (rows + 2) / workers
     reason = f"{batch} samples of {time} steps and {size} elements on {workers} workers"

@@ -1,12 +1,12 @@
-"""In chunks: what each does to a state, then the states at the boundaries, then every chunk by itself.
+"""In chunks: the propagator of each chunk, then the states at the boundaries, then every chunk by itself.
 
-The boundaries are found by Newton's method. One step of it would be enough, were the chunks' matrices not rounded.
-Where all steps are alike, all chunks round alike: over T steps this adds up to a share ρ of a state, of at most T n ε
-κ, where κ is the largest norm of a product of steps. A loop has the same bound, but rounds other numbers at each step,
-and much of it cancels.
+The recurrence is affine, so that the boundaries would follow at once, were the chunks' matrices not rounded. Where all
+steps are alike, all chunks round alike: over T steps this adds up to a fraction ρ of a state, of at most T n ε κ, for κ
+the largest norm of a product of steps. A loop has the same bound, but rounds other numbers at each step, and much of it
+cancels.
 
-Diagonals cost little: in float64, for which ρ is nothing. Full matrices would take twice the time there. They stay as
-they are, and a second step, from gaps measured in float64, leaves ρ².
+Diagonals cost little in float64, for which ρ is nothing. Full matrices would take twice the time there. They stay as
+they are, and a step of iterative refinement, from gaps measured in float64, leaves ρ².
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Recurrence(ABC):
     Attributes
     ----------
     least : float
-        A size of states below which gaps at boundaries are not compared with the states but with this.
+        Gaps at boundaries are measured relative to the size of the states, or to this where states are smaller.
     affine : bool
         Whether a run's last state is an affine function of its first one.
     """
@@ -154,9 +154,9 @@ class Solver(ABC):
     ----------
     name : str
         Its name in ``schedule=`` or ``forward=``, and in reports.
-    solves : frozenset of {"linear", "gradients", "states"}
-        What it can be asked for: linear recurrences and the gradients of cells, by ``schedule=``, and the states of
-        cells, by ``forward=``.
+    solves : frozenset of str
+        Where its name is taken. ``linear``: in ``schedule=`` of `linear_recurrence`; ``gradients``: in ``schedule=`` of
+        layers; ``states``: in ``forward=`` of layers.
     least : int or None
         The least number that may follow its name, as in ``chunked:64``; None where none may.
     """
@@ -166,16 +166,21 @@ class Solver(ABC):
     least: ClassVar[int | None] = None
 
     def choice(self, number: int | None, chunk: int) -> Choice:
-        """What its name asks for, followed by a number or None, where chunks have `chunk` steps."""
-        return Choice(self.name, 1, number)
+        """The Choice for its name alone, or for ``name:number``; the number is one of levels, and chunks are steps."""
+        # Every sequence is longer than chunks of 1: so it is always run.
+        return Choice(self.name, chunk=1, levels=number)
 
     @abstractmethod
     def solve(self, problem: Problem) -> torch.Tensor:
-        """Solve a problem, on the device of its first states: the last states, ``(batch, state)``."""
+        """Solve a problem, on the device of its first states: the last states, ``(batch, state)``.
+
+        A solver appends its name to ``problem.report.methods``, which report what ran.
+        """
 
 
 class ChunkSolver(Solver):
     """A solver that cuts sequences into chunks; those of one chunk are solved step after step."""
 
     def choice(self, number: int | None, chunk: int) -> Choice:
-        return Choice(self.name, chunk if number is None else number)
+        """The Choice for its name alone, with `chunk` steps in a chunk, or for ``name:steps``."""
+        return Choice(self.name, chunk=chunk if number is None else number)

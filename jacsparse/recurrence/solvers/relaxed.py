@@ -24,15 +24,15 @@ MOST_SWEEPS = 20
 
 
 class Relaxed(ChunkSolver):
-    """Chunks from guessed states, again from their neighbours' results until they agree.
+    """Fixed-point iteration on the states at the chunks' boundaries: block Jacobi, from guessed states.
 
     Attributes
     ----------
     progress : float
         Sweeps go on while each leaves at most this share of the largest move.
     device_sweeps : int
-        Sweeps on a device, where all are queued and none is waited for. In the last one, what is right is what follows
-        from the run before, whatever the method makes of it.
+        Sweeps on a device, where all are queued and none is waited for. The last one compares each first state with the
+        previous chunk's last one, not with the method's guess.
     """
 
     name = "relaxed"
