@@ -13,6 +13,7 @@ from .recurrent_convergence import RecurrentConvergence
 from .recurrent_shapes import RecurrentShapes
 from .rnn_sensitivity import RnnSensitivity
 from .spgemm import Spgemm
+from .triangular_solvers import TriangularSolvers
 from .whole_jacobian import WholeJacobian
 
 __all__ = ["EXPERIMENTS"]
@@ -24,6 +25,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Spgemm(),
         FlopAnalysis(),
         WholeJacobian(),
+        TriangularSolvers(),
         LenetConvergence(),
         RnnSensitivity(),
         RecurrentShapes(),

@@ -14,7 +14,7 @@ if (_ROOT / "setup.cfg").exists():
     __path__.append(str(_ROOT))
 
 if TYPE_CHECKING:
-    from . import nn, recurrence, schedule
+    from . import nn, recurrence, schedule, solvers
     from .flop import FlopReport, LayerFlop, count_flop
     from .jacobians import Verification, VerificationError, jacobian, jacobian_pattern, verify
     from .patterns import Call, Pattern, UnsupportedOperatorError, register_rule
@@ -49,6 +49,7 @@ __all__ = [
     "recurrence",
     "register_rule",
     "schedule",
+    "solvers",
     "verify",
     "vjp",
 ]
@@ -82,7 +83,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("nn", "recurrence", "schedule", "patterns", "spgemm", "models"):
+    if name in ("nn", "recurrence", "schedule", "solvers", "patterns", "spgemm", "models"):
         return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
         return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

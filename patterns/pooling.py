@@ -75,7 +75,7 @@ class Pooling(Structure):
     axes : tuple of Sliding, of Adaptive or of Weighted
         The spatial axes.
     selects : bool
-        Whether the only nonzero value of each window in a sample is a one: max-pooling.
+        Whether each window has exactly one nonzero value per sample, which is 1: max-pooling.
     transposed : bool
         Whether this is the structure of the transposed Jacobian.
     """
@@ -220,7 +220,7 @@ def _windows(call: Call) -> tuple[int, ...]:
 
 
 def _channels(call: Call) -> int:
-    """Channels of all the images that a sample is; one where PyTorch takes the samples for channels."""
+    """The product of a sample's axes before the windowed ones; 1 where the samples stand in the channels' place."""
     return math.prod(call.in_shape[: -_count(call.operator)])
 
 

@@ -1,7 +1,7 @@
 """The family of methods: ways to compute ``C = A B`` when all three patterns are known.
 
 A method is built once from the patterns (the symbolic phase) and then only moves numbers. All methods have one shape,
-so that a test or a benchmark runs over `METHODS`, which ``spgemm/__init__.py`` lists. Values are C-contiguous arrays
+so that a test runs over `METHODS`, which ``spgemm/__init__.py`` lists. Values are C-contiguous arrays
 ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them. Kernels work on rows of `C`, add in the order of A's and
 B's entries and hold no lock, so that results have the same bits on any number of threads and by any method. For two
 full factors the order is BLAS's.
@@ -46,7 +46,7 @@ class Method(ABC):
     name: ClassVar[str]
     #: Whether ``auto`` tries it, in the order of `METHODS`.
     automatic: ClassVar[bool] = False
-    #: Whether one factor's values are winners, as `winners` says.
+    #: Whether one factor is passed as winners, which are row numbers; `winners` names that factor.
     selects: ClassVar[bool] = False
 
     @classmethod

@@ -23,7 +23,9 @@ def compare(
     ] = None,
     data: Annotated[str, typer.Option(help="Samples: digits, cifar10:DIR or random.")] = "random",
     batch: Annotated[int, typer.Option(min=1, help="Samples of the mini-batch.")] = 1,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of a recurrent layer, the first so many steps.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of a recurrent layer's input to take. Default: all.")
+    ] = None,
     workers: Annotated[str, typer.Option(help="Predict times for these numbers of workers.")] = "1,4,16,64",
     method: Annotated[list[str] | None, typer.Option(help="A solver, repeatable. Default: all.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,

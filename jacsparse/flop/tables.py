@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Columns of a line in a file or a pipe, which have no width.
 _WIDTH = 160
 
-#: The meaning of words and columns: in every report, in the table of layers and in the choice of a schedule.
+#: The meaning of words and columns of every report.
 _WORDS = {
     "FLOP": "a multiplication or an addition: a multiply-add is 2. Of one sample, backward but for the column forward",
     "L": "level: its steps do not wait for each other, except in the middle",
@@ -39,6 +39,7 @@ _WORDS = {
     "executed": "sum of the column run",
     "/ dense": "activations, as a multiple of back-propagation's dense ones; the other columns likewise",
 }
+#: Of the table of layers.
 _LAYER_WORDS = {
     "layers": "a training step's products of matrices and convolutions: forward, for inputs (∇x), for weights (∇W)",
     "forward, ∇x, ∇W": "dense, with padding, as PyTorch's FlopCounterMode counts, but each group's gradient once",
@@ -46,6 +47,7 @@ _LAYER_WORDS = {
     "zero": "share of zeros among the weights that are multiplied by",
     "J": "the Jacobian: its entries, and its size as CSR with float32 values",
 }
+#: Of the choice of a schedule.
 _CHOICE_WORDS = {
     "done first": "FLOP until the last step is done, each worker doing one at a time; counted as in the column run",
     "holds": "entries of matrices that the fullest worker holds at once, by the schedule that is done first",

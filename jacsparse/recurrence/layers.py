@@ -32,7 +32,7 @@ from .solvers import CHUNK, forward_choice, parse
 class _Range(NamedTuple):
     """Where our kernels are faster than PyTorch's: from so many steps on, in states of at most so many elements.
 
-    PyTorch's start sooner, and have faster products of large matrices.
+    PyTorch's kernels have less overhead per call, and faster products of large matrices.
 
     Attributes
     ----------
@@ -54,8 +54,9 @@ class _Ranges(NamedTuple):
     training: tuple[_Range, ...]
 
 
-#: Measured on one thread and on two of an Intel Xeon, in float32 and in float64: round numbers within which none was
-#: slower. Beyond them many threads, long sequences or a gradient that vanishes may still make ours the faster ones.
+#: Measured on one thread and on two of an Intel Xeon, in float32 and float64: round numbers, within which no measured
+#: pass was slower than PyTorch's. Beyond them ours may still be faster, by many threads, for long sequences or where a
+#: gradient vanishes.
 _OURS = {
     "GRU": _Ranges(
         (_Range(32, 32, 8192), _Range(32, 128, 2048)),

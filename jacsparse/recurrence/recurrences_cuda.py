@@ -78,8 +78,8 @@ def launch(name: str, runs: Runs | DeviceRuns, weight: torch.Tensor, size: int, 
     """Run one of the cells' kernels, as in ``gru_forward``, on the device of the weight.
 
     Arguments are those that the CPU's kernel of that cell and direction takes after the runs, without `reach`; arrays
-    are uploaded, and tensors without rows are left out. The last one is the output states, in whose dtype all is
-    computed.
+    are uploaded, and tensors without rows are left out. The last one is the result, whose dtype is that of all
+    arithmetic.
 
     Raises
     ------

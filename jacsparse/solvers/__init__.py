@@ -1,9 +1,13 @@
-"""Back-propagation as block triangular systems, and ways of solving those, a file each (Naumov)."""
+"""Back-propagation as block triangular systems, and ways of solving those, a file each (Naumov).
+
+Of the methods that the paper only names, Gauss-Seidel, GMRES, SPIKE and nested dissection are not here.
+"""
 
 from typing import Any
 
 from .appendix import Reduction, explicit_reduction
 from .bicgstab import BiCGStab
+from .blocks import Work
 from .comparison import SolverComparison, compare
 from .complexity import (
     iteration_pays,
@@ -43,6 +47,7 @@ __all__ = [
     "SolverComparison",
     "Substitution",
     "TriangularSolver",
+    "Work",
     "approximate_forward",
     "compare",
     "explicit_reduction",

@@ -33,6 +33,15 @@ class BiCGStab(Iteration):
     -----
     Section 3.3 names block Krylov methods for the samples of a mini-batch; samples side by side in one operator share
     each pass over its patterns and shared values, and iterate until the last of them is solved.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from jacsparse.solvers import BlockBidiagonal
+    >>> system = BlockBidiagonal([0.5 * torch.eye(2)] * 3, [torch.ones(1, 2)] * 4)
+    >>> solution = BiCGStab().solve(system)
+    >>> solution.values[0].round(decimals=3).tolist(), solution.converged
+    ([[1.875, 1.875]], True)
     """
 
     name = "bicgstab"

@@ -20,6 +20,15 @@ class Hybrid(Iteration):
     ----------
     tolerance, limit, guess
         As `Iteration` takes them; the first guess is the solution without what passes between groups.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from jacsparse.solvers import propagation
+    >>> rnn, x = torch.nn.RNN(3, 4, num_layers=2), torch.randn(5, 1, 3)
+    >>> solution = Hybrid().solve(propagation(rnn, x, torch.ones(5, 1, 4)).system)
+    >>> solution.converged, solution.iterations <= 5
+    (True, True)
     """
 
     name = "hybrid"

@@ -20,6 +20,15 @@ class Jacobi(Iteration):
     ----------
     tolerance, limit, guess
         As `Iteration` takes them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from jacsparse.solvers import BlockBidiagonal
+    >>> system = BlockBidiagonal([0.5 * torch.eye(2)] * 3, [torch.ones(1, 2)] * 4)
+    >>> solution = Jacobi().solve(system)
+    >>> solution.values[0].tolist(), solution.iterations
+    ([[1.875, 1.875]], 3)
     """
 
     name = "jacobi"
@@ -38,6 +47,15 @@ class Richardson(Iteration):
         The step ω, in (0, 2); with 1 it is Jacobi's iteration.
     tolerance, limit, guess
         As `Iteration` takes them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from jacsparse.solvers import BlockBidiagonal
+    >>> system = BlockBidiagonal([0.5 * torch.eye(2)] * 3, [torch.ones(1, 2)] * 4)
+    >>> solution = Richardson(omega=0.9, limit=100).solve(system)
+    >>> solution.values[0].round(decimals=3).tolist(), solution.converged
+    ([[1.875, 1.875]], True)
     """
 
     name = "richardson"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..patterns import Diagonal, Full, Pattern
 from ..spgemm import SparseJacobian
 from ..stages import Record, check_input, pull_back, recent_chains, refuse_hooks
 from ..tracing import check_module, without_autocast
-from .blocks import Work
+from .blocks import Block, Work
 from .solver import Solution, TriangularSolver
 from .systems import BlockTriangular
 
@@ -57,21 +58,43 @@ def groups_of(records: Sequence[Record]) -> list[Group]:
     return [Group(linear, tuple(elementwise)) for linear, elementwise in groups]
 
 
-class ChainPropagation:
-    """Back-propagation through a chain's records as one system (Naumov, equation 14).
+class RecordedSystem(ABC):
+    """The system of a forward pass, and where its solution has the gradients of the stages' outputs."""
 
-    Attributes
-    ----------
-    groups : list of Group
-        The stages of each block row.
-    system : BlockTriangular
-        ``E_k v_k - A_k v_{k+1} = c_k``: `v_k` is the gradient of what the group's matrix gives, and `v_0` the input's.
+    system: BlockTriangular
+
+    @abstractmethod
+    def outputs(self, values: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[Record], torch.Tensor]]:
+        """Successive records, and the gradient of the last one's output, ``(batch, elements)``; all records in turn."""
+
+    def external_gradients(self, values: Sequence[torch.Tensor], places: Collection[int]) -> dict[int, torch.Tensor]:
+        """Gradients of externals by their places in the recording, from the solution of the system."""
+        passes = [
+            (records, gradient, sorted(set().union(*(record.externals for record in records)) & set(places)))
+            for records, gradient in self.outputs(values)
+        ]
+        readers = Counter(place for *_, read in passes for place in read)
+        apart = {place for place, count in readers.items() if count > 1}
+        gradients: dict[int, torch.Tensor] = {}
+        for records, gradient, read in passes:
+            if read:
+                _, pulled = pull_back(records[::-1], gradient, [], read, apart)
+                for place, term in pulled.items():
+                    gradients[place] = gradients[place] + term if place in gradients else term
+        return gradients
+
+
+class ChainSystem(RecordedSystem):
+    """Back-propagation through a chain's records as one block bi-diagonal system (Naumov, equation 14).
+
+    Its rows are ``E_k v_k - A_k v_{k+1} = c_k``: `v_k` is the gradient of what the matrix of group k gives, and `v_0`
+    that of the input.
     """
 
     def __init__(self, records: Sequence[Record], gradient: torch.Tensor) -> None:
         refuse_hooks(records)
         self.groups, batch = groups_of(records), len(gradient)
-        like = records[0].recording.input.detach() if records else gradient
+        like = records[0].recording.input.detach()
         gradient = gradient.reshape(batch, -1).to(like.dtype)
         blocks = {
             (place, place + 1): group.linear.transposed_jacobian()
@@ -83,16 +106,46 @@ class ChainPropagation:
         right[-1] = gradient
         self.system = BlockTriangular(blocks, right, inverse_diagonal=[group.scale() for group in self.groups])
 
-    def output_gradient(self, place: int, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The gradient of a group's output, from the solution of the system."""
-        system = self.system
-        gradient = system.right[place]
-        block = system.off_diagonal.blocks.get((place, place + 1))
-        if block is not None:
-            work = Work()
-            work.start_level()
-            gradient = gradient + work.apply(block, values[place + 1].T.contiguous())
-        return gradient.T
+    def outputs(self, values: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[Record], torch.Tensor]]:
+        work = Work()
+        work.start_level()
+        for place, group in enumerate(self.groups):
+            gradient = self.system.right[place]
+            block = self.system.off_diagonal.blocks.get((place, place + 1))
+            if block is not None:
+                gradient = gradient + work.apply(block, values[place + 1].T.contiguous())
+            if group.records:
+                yield group.records, gradient.T
+
+
+class GraphSystem(RecordedSystem):
+    """Back-propagation through all operators' edges as one block triangular system (the end of Naumov's section 2).
+
+    Its nodes are the results of operators, of which several may be read more than once, as in a residual connection.
+    """
+
+    def __init__(self, records: Sequence[Record], gradient: torch.Tensor) -> None:
+        refuse_hooks(records)
+        self.records, batch = records, len(gradient)
+        like, shapes = records[0].recording.input.detach(), records[0].stage.program.shapes
+        terms: dict[tuple[int, int], list[Block]] = {}
+        vertices = {vertex for record in records for vertex in (record.stage.start, record.stage.stop)}
+        for record in records:
+            for edge in record.stage.edges:
+                terms.setdefault((edge.source, edge.target), []).append(Block(edge.pattern, record.values(edge)))
+                vertices.update((edge.source, edge.target))
+        self.nodes = {vertex: node for node, vertex in enumerate(sorted(vertices))}
+        blocks = {}
+        for (source, target), parts in terms.items():
+            total = Work.sum(parts)
+            blocks[self.nodes[source], self.nodes[target]] = SparseJacobian(total.pattern, total.values)
+        right = [like.new_zeros(batch, math.prod(shapes[vertex][1:])) for vertex in self.nodes]
+        right[self.nodes[records[-1].stage.stop]] = gradient.reshape(batch, -1).to(like.dtype)
+        self.system = BlockTriangular(blocks, right)
+
+    def outputs(self, values: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[Record], torch.Tensor]]:
+        for record in self.records:
+            yield [record], values[self.nodes[record.stage.stop]]
 
 
 class Propagator:
@@ -100,7 +153,6 @@ class Propagator:
 
     def __init__(self, method: TriangularSolver) -> None:
         self.method = method
-        self.solution: Solution | None = None
 
     def pull_back(
         self, records: Sequence[Record], gradient: torch.Tensor, externals: Iterable[int], *, for_input: bool
@@ -110,8 +162,8 @@ class Propagator:
         if not records:
             return (gradient if for_input else None), {}
         with without_autocast(gradient.device):
-            propagation = ChainPropagation(records, gradient)
-            self.solution = solution = self.method.solve(propagation.system)
+            recorded = ChainSystem(records, gradient)
+            solution = self.method.solve(recorded.system)
             if not solution.converged:
                 warnings.warn(
                     f"{solution.method} stopped at its limit of {solution.iterations} iterations, with a residual of "
@@ -119,24 +171,8 @@ class Propagator:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            values = solution.values
-            passes = [
-                (place, group, sorted(set().union(*(record.externals for record in group.records)) & places))
-                for place, group in enumerate(propagation.groups)
-                if group.records
-            ]
-            readers = Counter(external for *_, read in passes for external in read)
-            apart = {external for external, count in readers.items() if count > 1}
-            gradients: dict[int, torch.Tensor] = {}
-            for place, group, read in passes:
-                if not read:
-                    continue
-                of_output = propagation.output_gradient(place, values)
-                _, pulled = pull_back(group.records[::-1], of_output, [], read, apart)
-                for external, term in pulled.items():
-                    gradients[external] = gradients[external] + term if external in gradients else term
-        x_gradient = values[0].reshape(records[0].input.shape) if for_input else None
-        return x_gradient, gradients
+            gradients = recorded.external_gradients(solution.values, places)
+        return (solution.values[0].reshape(records[0].input.shape) if for_input else None), gradients
 
 
 class Propagation(ABC):
@@ -150,46 +186,33 @@ class Propagation(ABC):
 
 
 class ModulePropagation(Propagation):
-    """Back-propagation of a module that is a chain of stages."""
+    """Back-propagation of a module, as a chain of stages, or as a graph of its operators."""
 
-    def __init__(self, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:
+    def __init__(self, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor, graph: bool) -> None:
         check_input("x", x)
         self.module = module
-        _, self.run = recent_chains(check_module(module), pruned=True).of(x)
+        chain, self.run = recent_chains(check_module(module), pruned=True).of(x)
         output = self.run.recording.output
+        if not len(chain):
+            raise ValueError(f"{type(module).__name__} has no stages; a system needs an operator that does something")
         if gradient.shape != output.shape or gradient.dtype != output.dtype:
             raise ValueError(
                 f"the gradient is {gradient.dtype} {tuple(gradient.shape)}; expected that of the output: "
                 f"{output.dtype} {tuple(output.shape)}"
             )
-        self.gradient = gradient.detach()
-        self._chain = ChainPropagation(self.run.records, self.gradient)
-        self.system = self._chain.system
+        with without_autocast(x.device):
+            self.recorded = (GraphSystem if graph else ChainSystem)(self.run.records, gradient.detach())
+        self.system = self.recorded.system
 
     def gradients(self, solution: Solution) -> dict[str, torch.Tensor]:
         places = {id(tensor): place for place, tensor in enumerate(self.run.recording.externals)}
         names = {name: places[id(p)] for name, p in self.module.named_parameters() if id(p) in places}
-        solved = _Solved(solution)
-        of_input, gradients = Propagator(solved).pull_back(
-            self.run.records, self.gradient, names.values(), for_input=True
-        )
-        assert of_input is not None
-        return {"input": of_input, **{name: gradients[place] for name, place in names.items() if place in gradients}}
-
-
-class _Solved(TriangularSolver):
-    """A solution that is there already."""
-
-    name = "solved"
-
-    def __init__(self, solution: Solution) -> None:
-        self.solution = solution
-
-    def run(self, system: BlockTriangular, work: Work) -> Any:
-        raise NotImplementedError
-
-    def solve(self, system: BlockTriangular) -> Solution:
-        return self.solution
+        gradients = self.recorded.external_gradients(solution.values, names.values())
+        x = self.run.records[0].input
+        return {
+            "input": solution.values[0].reshape(x.shape),
+            **{name: gradients[place] for name, place in names.items() if place in gradients},
+        }
 
 
 class RecurrentPropagation(Propagation):
@@ -305,6 +328,7 @@ def propagation(
     *,
     last: torch.Tensor | None = None,
     hx: torch.Tensor | None = None,
+    graph: bool = False,
 ) -> Propagation:
     """A module's back-propagation as a triangular system.
 
@@ -318,6 +342,14 @@ def propagation(
         Of the output.
     last, hx : Tensor, (layers, batch, hidden), optional
         Of an RNN, the gradient of the last states, and the first states.
+    graph : bool
+        Whether each operator's result is a node of its own, so that residual connections are blocks beside the others.
+        By default the nodes are those of a chain, and a residual block is one matrix.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedOperatorError
+        Where an argument does not fit, or an operator has no rule.
 
     Examples
     --------
@@ -331,7 +363,9 @@ def propagation(
     ['0.bias', '0.weight', '2.bias', '2.weight', 'input']
     """
     if isinstance(module, nn.RNN):
+        if graph:
+            raise ValueError("graph=True is for modules of operators; the nodes of an RNN are its layers and steps")
         return RecurrentPropagation(module, x, gradient, last, hx)
     if last is not None or hx is not None:
         raise TypeError(f"last and hx are of an RNN, and the module is a {type(module).__name__}")
-    return ModulePropagation(module, x, gradient)
+    return ModulePropagation(module, x, gradient, graph)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from .blocks import Vector, Work, add
+from dataclasses import dataclass
+
+from .blocks import Vector, Work
 from .solver import TriangularSolver
 from .systems import BlockTriangular
 
 
+@dataclass(frozen=True)
 class Substitution(TriangularSolver):
     """Forward or backward substitution, the sequential reference; nodes of one level side by side.
 
@@ -25,9 +28,10 @@ class Substitution(TriangularSolver):
     def run(self, system: BlockTriangular, work: Work) -> Vector:
         values: Vector = {}
         for nodes in system.levels:
-            rows = set(nodes)
             with work.level():
-                terms = system.off_diagonal.between(rows, set(values)).apply(values, work)
-                right = add(terms, {node: system.right[node] for node in nodes})
-                values |= system.inverse.between(rows, rows).apply(right, work)
+                for node in nodes:
+                    total = system.right[node]
+                    for column in system.reads[node]:
+                        total = total + work.apply(system.off_diagonal.blocks[node, column], values[column])
+                    values[node] = work.apply(system.inverse.blocks[node, node], total)
         return values

@@ -104,14 +104,29 @@ class BlockTriangular:
         return result
 
     @functools.cached_property
+    def reads(self) -> dict[int, list[int]]:
+        """The nodes that each node depends on."""
+        reads: dict[int, list[int]] = {node: [] for node in self.right}
+        for row, column in self.off_diagonal.blocks:
+            reads[row].append(column)
+        return reads
+
+    @functools.cached_property
     def levels(self) -> list[list[int]]:
         """The nodes in levels: each depends on nodes of earlier levels alone."""
-        needs = {node: {column for row, column in self.off_diagonal.blocks if row == node} for node in self.right}
-        levels: list[list[int]] = []
-        placed: set[int] = set()
-        while ready := [node for node, others in needs.items() if node not in placed and others <= placed]:
+        missing = {node: len(columns) for node, columns in self.reads.items()}
+        readers: dict[int, list[int]] = {node: [] for node in self.right}
+        for row, column in self.off_diagonal.blocks:
+            readers[column].append(row)
+        levels, ready = list[list[int]](), [node for node, count in missing.items() if not count]
+        while ready:
             levels.append(ready)
-            placed.update(ready)
+            following = []
+            for row in (row for node in ready for row in readers[node]):
+                missing[row] -= 1
+                if not missing[row]:
+                    following.append(row)
+            ready = following
         return levels
 
     @property
@@ -136,7 +151,7 @@ class BlockTriangular:
         """The system with other blocks beside the diagonal and another right-hand side."""
         other = object.__new__(BlockTriangular)
         other.__dict__.update(self.__dict__)
-        for name in ("iteration", "levels"):
+        for name in ("iteration", "levels", "reads"):
             other.__dict__.pop(name, None)
         other.off_diagonal, other.right = off_diagonal, right
         return other

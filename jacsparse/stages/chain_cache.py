@@ -37,7 +37,7 @@ class Chains:
         As in `chain`.
     """
 
-    #: The most chains in the cache.
+    #: The most keys in the cache, and the most chains of each key, which differ in their indices and masks.
     most = 8
 
     def __init__(self, module: nn.Module, *, pruned: bool = True) -> None:

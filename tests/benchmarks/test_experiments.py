@@ -33,6 +33,7 @@ from benchmarks.recurrent_convergence import RecurrentConvergence, Task
 from benchmarks.recurrent_shapes import RecurrentShapes
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.spgemm import Spgemm
+from benchmarks.triangular_solvers import TriangularSolvers
 from benchmarks.whole_jacobian import Network, WholeJacobian
 
 
@@ -52,6 +53,7 @@ SMALL: list[Experiment] = [
     Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
     FlopAnalysis(build=lambda _: Trained(small_network(), torch.randn(2, 2, 6, 6), {"retrained": 0.9})),
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
+    TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2),
     LenetConvergence(iterations=2, batch=4),
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
     RecurrentShapes(sizes=(3, 40), times=(2, 70), batches=(1, 3)),

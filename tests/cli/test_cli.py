@@ -215,8 +215,31 @@ def test_what_a_schedule_becomes(jac) -> None:
     assert "is blelloch:1" not in jac("flop", "lenet5", "--schedule", "blelloch:1")[1]
 
 
+def test_solvers_are_compared(jac, tmp_path: Path) -> None:
+    picture, report = tmp_path / "times.png", tmp_path / "report.json"
+    model = ["tests.cli.test_cli:small_chain", "--input", "5"]
+    files = ["--plot", picture, "--json", report]
+    status, out, err = jac("compare", *model, "--batch", "2", "--workers", "1,8", *files)
+    assert status == 0, err
+    assert "cyclic_reduction" in out and "p = 8" in out and "r = 2 >= n = 6" in out
+    rows = {row["method"]: row for row in json.loads(report.read_text())["rows"]}
+    assert rows["substitution"]["steps"] == 3 and rows["cyclic_reduction"]["steps"] == 2
+    assert picture.stat().st_size
+    status, out, err = jac("compare", "bitstream", "--steps", "4", "--method", "hybrid", "--method", "jacobi")
+    assert status == 0 and "hybrid" in out and "bicgstab" not in out, err
+    status, _, err = jac("compare", *model, "--method", "gauss")
+    assert status == 2 and "method is 'gauss'; expected one of substitution" in err
+    status, _, err = jac("compare", *model, "--steps", "3")
+    assert status == 2 and "--steps 3 is of no use: tests.cli.test_cli:small_chain is no recurrent layer" in err
+
+
+def small_chain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
 def test_help_is_in_plain_words(jac) -> None:
-    for command in ("flop", "jacobian", "spy", "train"):
+    for command in ("flop", "compare", "jacobian", "spy", "train"):
         status, out, _ = jac(command, "--help")
         assert status == 0 and not any(words in out for words in ("of which", "where left out", " Of ", "<str> Of"))
 

@@ -99,8 +99,6 @@ def single_features(draw: st.DrawFn) -> Case:
     return Apply(lambda x, w: functional.linear(x, w), weight), (*lead, into)
 
 
-# Pooling and interpolation.
-
 # Orders and places.
 
 

@@ -31,6 +31,7 @@ from jacsparse.solvers import (
     propagation,
     solve,
 )
+from jacsparse.solvers.propagation import RecurrentPropagation
 
 ACTIVATIONS = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
 DIRECT: list[TriangularSolver] = [
@@ -282,6 +283,30 @@ def test_residual_connections_are_solved_level_by_level() -> None:
         solve(system, method="scan")
 
 
+class Residual(nn.Module):
+    """A residual block, whose input is read three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + x + self.second(torch.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("method", ["substitution", "cyclic_reduction", "jacobi"])
+def test_residual_networks(method: str, graph: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), Residual(), Residual(), nn.Flatten(), nn.Linear(32, 3)).double()
+    x, gradient = torch.randn(3, 1, 6, 6, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    backward = propagation(module, x, gradient, graph=graph)
+    assert backward.system.is_bidiagonal != graph
+    computed = backward.gradients(solve(backward.system, method=method))
+    for name, expected in by_autograd(module, x, gradient).items():
+        close(computed[name], expected, 1e-7)
+
+
 @pytest.mark.parametrize("upper", [True, False])
 @pytest.mark.parametrize("layers", [2, 3, 4, 5])
 def test_matrices_of_the_appendix(layers: int, upper: bool) -> None:
@@ -462,9 +487,17 @@ def test_bad_options() -> None:
     with pytest.raises(ValueError, match="guess has 1 parts; expected 2"):
         solve(system, method="jacobi", guess=[torch.ones(1, 2)])
     with pytest.raises(TypeError, match=r"layer is a GRU; expected a torch\.nn\.RNN"):
-        solvers.propagation.__globals__["RecurrentPropagation"](nn.GRU(2, 3), torch.ones(4, 1, 2), torch.ones(4, 1, 3))
+        RecurrentPropagation(nn.GRU(2, 3), torch.ones(4, 1, 2), torch.ones(4, 1, 3))
     with pytest.raises(ValueError, match="bidirectional or drops out"):
         propagation(nn.RNN(2, 3, bidirectional=True), torch.ones(4, 1, 2), torch.ones(4, 1, 6))
+    with pytest.raises(ValueError, match="graph=True is for modules of operators"):
+        propagation(nn.RNN(2, 3), torch.ones(4, 1, 2), torch.ones(4, 1, 3), graph=True)
+    with pytest.raises(TypeError, match="last and hx are of an RNN, and the module is a Linear"):
+        propagation(nn.Linear(2, 3), torch.ones(4, 2), torch.ones(4, 3), hx=torch.ones(1))
+    with pytest.raises(ValueError, match=r"the gradient is torch.float32 \(4, 2\); expected that of the output"):
+        propagation(nn.Linear(2, 3), torch.ones(4, 2), torch.ones(4, 2))
+    with pytest.raises(ValueError, match="Identity has no stages"):
+        propagation(nn.Identity(), torch.ones(4, 2), torch.ones(4, 2))
 
 
 def test_dominance_is_checked_ahead_of_time() -> None:

@@ -7,5 +7,5 @@ from .rnn import RnnCell
 
 __all__ = ["CELLS", "Cell", "Saved", "Weights", "preceding"]
 
-#: Cells by mode: those of RNN, GRU and LSTM, of `count_flop` and of tests. A layer that has a `cell` needs no entry.
+#: Cells by mode: RNN, GRU, LSTM, `count_flop` and tests look here. A layer that has a `cell` needs no entry.
 CELLS: dict[str, Cell] = {cell.mode: cell for cell in (RnnCell(), RnnCell(relu=True), GruCell(), LstmCell())}

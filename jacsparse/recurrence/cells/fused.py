@@ -6,14 +6,14 @@ for each time and sample, as a `PackedSequence` orders them. Runs come longest f
 `ROWS`, at a time: those share their passes over the weights, and each one's arithmetic is the same whichever others it
 is with.
 
-Weights are padded: ``w[k, g * width + j]`` is what element ``k`` of the state weighs in element ``j`` of gate ``g``
-(forward), or what element ``k`` of gate ``g``, row ``g * width + k``, weighs in element ``j`` of the state (backward).
+Weights are padded. Forward, ``w[k, g * width + j]`` is the weight from element ``k`` of the state to element ``j`` of
+gate ``g``; backward, ``w[g * width + k, j]`` is that from element ``k`` of gate ``g`` to element ``j`` of the state.
 
 Backward kernels compute in the dtype of `grad_end`, whatever the dtypes of the saved states and weights.
-On x86 processors gradients below the smallest normal number become zeros. Steps that no gradient comes to are passed
-over, but for a run's last one: a NaN in an earlier state has reached that one too, and is to be seen. Where `reach` has
-elements, it takes how many steps of each run, from its end, were computed; the gates' gradients of the others are not
-written then, and count as zeros.
+On x86 processors gradients below the smallest normal number become zeros. Steps that no gradient comes to are skipped.
+A run's last step is always computed, so that a NaN of any earlier state shows. Where `reach` has elements, it takes how
+many steps of each run, from its end, were computed; the gates' gradients of the others are not written then, and count
+as zeros.
 
 All loops over elements are over whole arrays by a plain index, for LLVM to vectorise.
 """

@@ -13,7 +13,7 @@ from .relaxed import Relaxed
 
 #: Runs of up to 32 elements that one multiprocessor has under way at once: fewer leave it idle, more wait.
 RUNS = 16
-#: What a launch takes, in steps.
+#: Duration of one kernel launch, in units of one step.
 LAUNCH = 30
 #: The steps of a chunk on a device: in fewer a state is not forgotten, more leave less to do side by side.
 SHORTEST, LONGEST = 64, 512
@@ -31,7 +31,7 @@ def choose(
     size : int
         Elements of a state.
     like : Tensor
-        Is on the device.
+        A tensor on the device on which the recurrence runs.
     chunk : int
         Steps of a chunk on the host.
     guesses : bool

@@ -166,15 +166,15 @@ class Solver(ABC):
     least: ClassVar[int | None] = None
 
     def choice(self, number: int | None, chunk: int) -> Choice:
-        """The Choice for its name alone, or for ``name:number``; the number is one of levels, and chunks are steps."""
-        # Every sequence is longer than chunks of 1: so it is always run.
+        """The Choice for its name alone, or for ``name:number``, where `number` is the number of levels."""
+        # Chunks of 1: a sequence of a single step is left to `linear`, and all others are run.
         return Choice(self.name, chunk=1, levels=number)
 
     @abstractmethod
     def solve(self, problem: Problem) -> torch.Tensor:
         """Solve a problem, on the device of its first states: the last states, ``(batch, state)``.
 
-        A solver appends its name to ``problem.report.methods``, which report what ran.
+        A solver appends what it ran to ``problem.report.methods``, its own name or that of the solver that it called.
         """
 
 

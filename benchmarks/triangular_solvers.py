@@ -1,0 +1,214 @@
+"""Solvers of the triangular system that back-propagation is, over depth and width."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from jacsparse import solvers
+
+from ._context import Context
+from ._experiment import Experiment, Row, compare
+
+__all__ = ["TriangularSolvers"]
+
+_PEER = "autograd"
+_METHODS: dict[str, solvers.TriangularSolver] = {
+    "substitution": solvers.Substitution(),
+    "scan": solvers.PrefixScan("blelloch"),
+    "cyclic_reduction": solvers.CyclicReduction(),
+    "jacobi": solvers.Jacobi(),
+    "bicgstab": solvers.BiCGStab(),
+}
+#: Multiply-adds from which on a solver is counted, and not timed.
+_MOST = 4 * 10**9
+#: Workers of the prediction: as many as rows of all layers and samples, so that steps decide.
+_WORKERS = 2**20
+
+
+@dataclass(frozen=True)
+class TriangularSolvers(Experiment):
+    """Networks of equal layers with tanh; the weights dense, or pruned."""
+
+    depths: tuple[int, ...] = (4, 16, 64, 256)
+    widths: tuple[int, ...] = (4, 16, 64, 256)
+    #: Share of pruned weights of the second set of networks.
+    pruned: float = 0.97
+    #: Samples of the mini-batch.
+    batch: int = 16
+
+    name = "triangular_solvers"
+    title = "Back-propagation as a triangular system, by several solvers"
+    source = "Naumov, sections 3 and 4: the paper has no measurements of its own"
+
+    def run(self, context: Context) -> list[Row]:
+        rows = []
+        for share in (0.0, self.pruned):
+            for depth in self.depths:
+                for width in self.widths:
+                    rows += self._rows(context, depth, width, share)
+        rows += _mini_batch(context, depth=16, width=64, batch=self.batch)
+        rows += _approximate_forward(depth=16, width=64, batch=self.batch)
+        return rows
+
+    def _rows(self, context: Context, depth: int, width: int, share: float) -> list[Row]:
+        module, x, gradient = _network(depth, width, self.batch, share)
+        system = solvers.propagation(module, x, gradient).system
+        work = {name: _work(method, system) for name, method in _METHODS.items()}
+        functions: dict[str, Callable[[], Any]] = {
+            name: partial(method.solve, system)
+            for name, method in _METHODS.items()
+            if work[name].multiply_adds <= _MOST
+        }
+        functions[_PEER] = _autograd(module, x, gradient)
+        timings = context.times(functions, seconds=context.seconds / 4)
+        group = (
+            f"{depth} layers of {width} units, {'dense' if not share else f'{share:.0%} pruned'}, batch {self.batch}"
+        )
+        peer = Row.timed(
+            f"{_PEER}, as one call", timings[_PEER], group=group, role="peer", data=_data(depth, width, share)
+        )
+        rows = []
+        for name in _METHODS:
+            data = {
+                **_data(depth, width, share, name),
+                "steps": work[name].steps,
+                "multiply_adds": work[name].multiply_adds,
+                "entries": work[name].entries,
+                "predicted": work[name].time(_WORKERS),
+            }
+            if name in timings:
+                rows.append(Row.timed(name, timings[name], group=group, data=data))
+            else:
+                reason = f"more than {_MOST:.0e} multiply-adds"
+                rows.append(Row.missing(name, reason, group=group, data=data))
+        first, *others = rows
+        with_ratios = [
+            Row(**{**vars(row), "comparisons": compare(f"substitution / {row.label}", first, row)}) for row in others
+        ]
+        first = Row(**{**vars(first), "comparisons": compare("autograd / substitution", peer, first)})
+        return [first, *with_ratios, peer]
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        from jacsparse.figures import new_figure, save_figure
+
+        figure, panels = new_figure(13.0, 7.6, columns=4)
+        titles = ("dense, measured", "dense, predicted", "pruned, measured", "pruned, predicted")
+        for number, (axes, title) in enumerate(zip(panels, titles, strict=True)):
+            share, predicted = (0.0, self.pruned)[number // 2], bool(number % 2)
+            self._panel(axes, [row for row in rows if row.data.get("share") == share], predicted)
+            what = f"{_WORKERS:,} workers" if predicted else "here"
+            axes.set_title(f"{title}: {what}", fontsize=9)
+        panels[0].set_ylabel("layers l")
+        figure.suptitle(
+            f"{self.title}: the fastest, and substitution's time over its; batch r = {self.batch}", fontsize=10
+        )
+        figure.text(
+            0.5,
+            -0.02,
+            "red: where the paper's criterion, r >= n or l / log2 l >= n, holds to the left",
+            ha="center",
+            fontsize=8,
+        )
+        save_figure(figure, path)
+
+    def _panel(self, axes: Any, rows: Sequence[Row], predicted: bool) -> None:
+        from jacsparse.figures import BLUE, GREEN, PURPLE, SKY
+
+        colours = dict(zip(_METHODS, ("#dddddd", SKY, BLUE, GREEN, PURPLE), strict=True))
+        for across, width in enumerate(self.widths):
+            for up, depth in enumerate(self.depths):
+                figures = {
+                    row.data["method"]: row.data["predicted"] if predicted else row.median
+                    for row in rows
+                    if (row.data.get("depth"), row.data.get("width")) == (depth, width) and "method" in row.data
+                }
+                known = {name: value for name, value in figures.items() if value is not None}
+                if not known:
+                    continue
+                best = min(known, key=lambda name: known[name])
+                axes.add_patch(_square(across, up, colours[best]))
+                text = f"{best.replace('_', chr(10))}\n{known['substitution'] / known[best]:.3g}"
+                axes.text(across, up, text, ha="center", va="center", fontsize=6.5)
+                if self.batch >= width or depth / math.log2(depth) >= width:
+                    axes.plot([across + 0.5] * 2, [up - 0.5, up + 0.5], color="red", linewidth=1.6)
+        axes.set_xlim(-0.5, len(self.widths) - 0.5)
+        axes.set_ylim(-0.5, len(self.depths) - 0.5)
+        axes.set_xticks(range(len(self.widths)), [str(width) for width in self.widths])
+        axes.set_yticks(range(len(self.depths)), [str(depth) for depth in self.depths])
+        axes.set_xlabel("units n")
+        axes.set_aspect("equal")
+        axes.spines[["top", "right"]].set_visible(True)
+
+
+def _square(across: int, up: int, colour: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((across - 0.5, up - 0.5), 1, 1, color=colour, alpha=0.75, linewidth=0)
+
+
+def _data(depth: int, width: int, share: float, method: str = "") -> dict[str, Any]:
+    data: dict[str, Any] = {"depth": depth, "width": width, "share": share}
+    return {**data, "method": method} if method else data
+
+
+def _network(depth: int, width: int, batch: int, share: float) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    module = nn.Sequential(*layers)
+    if share:
+        for layer in layers[::2]:
+            prune.random_unstructured(layer, "weight", share)
+    return module, torch.randn(batch, width), torch.randn(batch, width)
+
+
+def _work(method: solvers.TriangularSolver, system: solvers.BlockTriangular) -> solvers.Work:
+    """The tasks of a solver, counted; those of an iterative one take numbers."""
+    return method.solve(system.on_meta() if method.direct else system).work
+
+
+def _autograd(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Callable[[], Any]:
+    """The gradients of what each layer's matrix gives, by PyTorch."""
+    outputs, value = [], x.clone().requires_grad_()
+    leaf = value
+    for layer in module.children():
+        value = layer(value)
+        if isinstance(layer, nn.Linear):
+            outputs.append(value)
+    return lambda: torch.autograd.grad(value, [leaf, *outputs], gradient, retain_graph=True)
+
+
+def _mini_batch(context: Context, depth: int, width: int, batch: int) -> list[Row]:
+    """BiCGStab with all samples in one operator, against one solve for each."""
+    system = solvers.propagation(*_network(depth, width, batch, 0.0)).system
+    together, apart = solvers.BiCGStab(), solvers.BiCGStab(together=False)
+    timings = context.times({"together": lambda: together.solve(system), "apart": lambda: apart.solve(system)})
+    group = f"BiCGStab for a mini-batch of {batch}, {depth} layers of {width} units"
+    reference = Row.timed("a solve for each sample", timings["apart"], group=group, role="reference")
+    ours = Row.timed("samples side by side in one operator", timings["together"], group=group)
+    return [Row(**{**vars(ours), "comparisons": compare("apart / together", reference, ours)}), reference]
+
+
+def _approximate_forward(depth: int, width: int, batch: int) -> list[Row]:
+    """Errors of the approximate forward pass around the one before a step of training."""
+    module, x, _ = _network(depth, width, batch, 0.0)
+    scales = solvers.forward_scales(module, x)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module(x).square().mean().backward()
+    optimizer.step()
+    errors = solvers.approximate_forward(module, x, scales, iterations=6).errors
+    group = f"Approximate forward pass (equation 13) after a step of SGD, {depth} layers of {width} units"
+    return [
+        Row.of_value(
+            f"{number} iteration{'s' if number > 1 else ''}", error, "largest error of the output", group=group
+        )
+        for number, error in enumerate(errors, 1)
+    ]
