@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,23 +99,17 @@ class TriangularSolvers(Experiment):
     def figure(self, rows: Sequence[Row], path: Path) -> None:
         from jacsparse.figures import new_figure, save_figure
 
-        figure, panels = new_figure(13.0, 7.6, columns=4)
-        titles = ("dense, measured", "dense, predicted", "pruned, measured", "pruned, predicted")
+        figure, panels = new_figure(13.0, 4.2, columns=4)
+        titles = ("dense, here", "dense, predicted", "pruned, here", "pruned, predicted")
         for number, (axes, title) in enumerate(zip(panels, titles, strict=True)):
             share, predicted = (0.0, self.pruned)[number // 2], bool(number % 2)
             self._panel(axes, [row for row in rows if row.data.get("share") == share], predicted)
-            what = f"{_WORKERS:,} workers" if predicted else "here"
-            axes.set_title(f"{title}: {what}", fontsize=9)
+            axes.set_title(f"{title}, {_WORKERS:,} workers" if predicted else title, fontsize=9)
         panels[0].set_ylabel("layers l")
         figure.suptitle(
-            f"{self.title}: the fastest, and substitution's time over its; batch r = {self.batch}", fontsize=10
-        )
-        figure.text(
-            0.5,
-            -0.02,
-            "red: where the paper's criterion, r >= n or l / log2 l >= n, holds to the left",
-            ha="center",
-            fontsize=8,
+            f"{self.title}: the fastest one, and how many times as fast as substitution; batch r = {self.batch}.\n"
+            "To the left of the red line the paper's criterion for direct methods holds, r >= n or l / log2 l >= n",
+            fontsize=10,
         )
         save_figure(figure, path)
 
@@ -138,8 +131,9 @@ class TriangularSolvers(Experiment):
                 axes.add_patch(_square(across, up, colours[best]))
                 text = f"{best.replace('_', chr(10))}\n{known['substitution'] / known[best]:.3g}"
                 axes.text(across, up, text, ha="center", va="center", fontsize=6.5)
-                if self.batch >= width or depth / math.log2(depth) >= width:
-                    axes.plot([across + 0.5] * 2, [up - 0.5, up + 0.5], color="red", linewidth=1.6)
+        for up, depth in enumerate(self.depths):
+            holding = sum(solvers.reduction_pays(depth, width, self.batch) for width in self.widths)
+            axes.plot([holding - 0.5] * 2, [up - 0.5, up + 0.5], color="red", linewidth=1.6)
         axes.set_xlim(-0.5, len(self.widths) - 0.5)
         axes.set_ylim(-0.5, len(self.depths) - 0.5)
         axes.set_xticks(range(len(self.widths)), [str(width) for width in self.widths])

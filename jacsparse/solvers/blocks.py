@@ -46,7 +46,7 @@ class Level:
     tasks : list of int
         Multiply-adds of each product with a block, over all samples.
     longest : float
-        Multiply-adds of a row of one sample, the largest mean of all tasks: workers share no row.
+        Multiply-adds of an element of a result, the largest mean of all tasks: workers share no element.
     scaling : int
         Multiplications by diagonals, which go along.
     entries : int
@@ -91,10 +91,11 @@ class Work:
         return max((level.entries for level in self.levels), default=0)
 
     def time(self, workers: int) -> float:
-        """Multiply-adds until the last level is done, by workers that share a level's rows and samples evenly."""
+        """Multiply-adds until the last level is done, by workers that share the elements of its results evenly."""
         return math.fsum(max(level.longest, (sum(level.tasks) + level.scaling) / workers) for level in self.levels)
 
-    def _add(self, a: Pattern, multiply_adds: int, batch: int) -> None:
+    def _add(self, a: Pattern, multiply_adds: int, batch: int, elements: int) -> None:
+        """A task of so many multiply-adds for each sample, whose result has so many elements."""
         level = self.levels[-1]
         if isinstance(a.structure, Identity):
             return
@@ -102,24 +103,26 @@ class Work:
             level.scaling += multiply_adds * batch
         else:
             level.tasks.append(multiply_adds * batch)
-            level.longest = max(level.longest, multiply_adds / max(1, a.shape[0]))
+            level.longest = max(level.longest, multiply_adds / max(1, elements))
 
     def product(self, a: Block, b: Block) -> Block:
         """``A B``."""
-        batch = max(a.values.shape[1], b.values.shape[1])
-        self._add(a.pattern, multiply_adds(a.pattern, b.pattern), batch)
         if isinstance(a.pattern.structure, Identity):
             return b
+        batch = max(a.values.shape[1], b.values.shape[1])
         if a.values.is_meta:
             pattern = product_pattern(a.pattern, b.pattern)
-            return Block(pattern, a.values.new_empty(pattern.nnz, batch))
-        plan = plan_product(a.pattern, b.pattern)
-        return Block(plan.pattern, plan.multiply(a.values, b.values))
+            result = Block(pattern, a.values.new_empty(pattern.nnz, batch))
+        else:
+            plan = plan_product(a.pattern, b.pattern)
+            result = Block(plan.pattern, plan.multiply(a.values, b.values))
+        self._add(a.pattern, multiply_adds(a.pattern, b.pattern), batch, result.pattern.nnz)
+        return result
 
     def apply(self, a: Block, x: torch.Tensor) -> torch.Tensor:
         """``A x``."""
         batch = max(a.values.shape[1], x.shape[1])
-        self._add(a.pattern, a.pattern.nnz, batch)
+        self._add(a.pattern, a.pattern.nnz, batch, a.pattern.shape[0])
         if isinstance(a.pattern.structure, Identity):
             return x
         if a.values.is_meta:
