@@ -61,6 +61,8 @@ class TriangularSolvers(Experiment):
     def _rows(self, context: Context, depth: int, width: int, share: float) -> list[Row]:
         module, x, gradient = _network(depth, width, self.batch, share)
         system = solvers.propagation(module, x, gradient).system
+        if not system.off_diagonal.entries:
+            return []
         work = {name: _work(method, system) for name, method in _METHODS.items()}
         functions: dict[str, Callable[[], Any]] = {
             name: partial(method.solve, system)

@@ -181,7 +181,7 @@ class Solve(_OfChain):
         self.method = solver_of(method, **options)
 
     def _puller(self, chain: Chain) -> Propagator:
-        return Propagator(self.method)
+        return Propagator(self.method, chain.in_shape)
 
     def extra_repr(self) -> str:
         """The method."""

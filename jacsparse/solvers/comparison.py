@@ -84,7 +84,8 @@ class SolverComparison:
         """The paper's own criterion for this module, in words."""
         bound = self.layers / math.log2(self.layers) if self.layers > 1 else 0.0
         direct = reduction_pays(self.layers, self.units, self.samples)
-        fewest = min((row.iterations for row in self.rows if row.iterations is not None), default=None)
+        settled = (row.iterations for row in self.rows if row.iterations is not None and not row.remark)
+        fewest = min(settled, default=None)
         lines = [
             f"Direct methods pay, says the paper, where r = {self.samples} >= n = {self.units} or "
             f"l / log2 l = {bound:.1f} >= n: {'they would' if direct else 'they would not'}."
@@ -233,7 +234,7 @@ def _figures(
     if obstacle:
         return SolverFigures(method.name, remark=obstacle)
     solution = _counted(method, system) if method.direct else method.solve(system)
-    work, measured, remark = solution.work, None, "" if solution.converged else "stopped at its limit"
+    work, measured, remark = solution.work, None, "" if solution.converged else "did not settle"
     if work.multiply_adds <= MOST:
         measured = _measured(lambda: method.solve(system), seconds)
     else:

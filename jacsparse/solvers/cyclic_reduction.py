@@ -28,7 +28,8 @@ class CyclicReduction(TriangularSolver):
     Notes
     -----
     A chain of l blocks takes ⌈log2(l + 1)⌉ levels. Where diagonals differ between samples, as in a mini-batch, all
-    reduced blocks do: section 3.3's "remain the same" holds before the first level alone.
+    reduced blocks do: section 3.3's "remain the same" holds before the first level alone. Products of many blocks may
+    overflow where no solution does.
 
     Examples
     --------

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..patterns import Diagonal, Pattern
 from ..spgemm import SparseJacobian
 from ..stages import Record, check_input, recent_chains
 from ..tracing import check_module
@@ -114,7 +115,8 @@ def approximate_forward(
     expected = _flat(layers[-1].records[-1].output)
     errors: list[float] = []
     for number in range(iterations):
-        system = BlockBidiagonal(matrices, right, inverse_diagonal=[None, *scales], upper=False)
+        inverses = [None, *(SparseJacobian(Pattern.of(Diagonal(s.shape[1])), s.T.contiguous()) for s in scales)]
+        system = BlockBidiagonal(matrices, right, inverse_diagonal=inverses, upper=False)
         states = solver.solve(system).values
         largest = expected.abs().max().clamp(min=torch.finfo(x.dtype).tiny)
         errors.append(float((states[-1] - expected).abs().max() / largest))

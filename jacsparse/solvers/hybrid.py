@@ -37,7 +37,7 @@ class Hybrid(Iteration):
         return None if system.groups is not None else "the system has no groups; recurrent networks' have"
 
     def run(self, system: BlockTriangular, work: Work) -> Iterated:
-        tolerance, limit, residual = self.tolerance_of(system), self.limit_of(system), relative_residual(system)
+        tolerance, limit = self.tolerance_of(system), self.limit_of(system)
         inverse = GroupInverse(system, work)
         values: Vector = inverse.apply(system.right, work) if self.guess is None else self.first(system, work)
         history: list[float] = []
@@ -45,7 +45,7 @@ class Hybrid(Iteration):
             with work.level():
                 right = add(inverse.outer.apply(values, work), system.right)
             after = inverse.apply(right, work)
-            history.append(residual(after, values))
+            history.append(relative_residual(after, values))
             if history[-1] <= tolerance or len(history) > limit:
                 break
             values = after

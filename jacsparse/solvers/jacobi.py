@@ -13,8 +13,8 @@ from .systems import BlockTriangular
 class Jacobi(Iteration):
     """``u ← D⁻¹ (A u + c)`` (Naumov, equations 36 and 37).
 
-    After as many iterations as the system is deep it is exact from ``D⁻¹ c``, and after one more from any guess. It
-    converges at once towards that where the system is diagonally dominant, `BlockTriangular.dominance` below 1.
+    After as many iterations as the system is deep it is exact from ``D⁻¹ c``, and after one more from any guess. Where
+    `BlockTriangular.dominance` is below 1 the error decreases by that factor in each iteration.
 
     Parameters
     ----------
@@ -72,11 +72,11 @@ class Richardson(Iteration):
 
 def iterate(method: Iteration, system: BlockTriangular, work: Work, omega: float) -> Iterated:
     """Sweep until the residual is small, or the limit is reached."""
-    tolerance, limit, residual = method.tolerance_of(system), method.limit_of(system), relative_residual(system)
+    tolerance, limit = method.tolerance_of(system), method.limit_of(system)
     values, history = method.first(system, work), list[float]()
     for _ in range(limit + 1):
         after = swept(system, values, work)
-        history.append(residual(after, values))
+        history.append(relative_residual(after, values))
         if history[-1] <= tolerance or len(history) > limit:
             break
         values = after if omega == 1 else {node: values[node] + omega * (after[node] - values[node]) for node in after}

@@ -30,6 +30,10 @@ class PrefixScan(TriangularSolver):
     schedule : Schedule or str
         As `jacsparse.schedule.resolve` takes it, for one stage more than there are blocks.
 
+    Notes
+    -----
+    Products of many blocks may overflow where no solution does.
+
     Examples
     --------
     >>> import torch

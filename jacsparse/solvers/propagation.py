@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..patterns import Diagonal, Full, Pattern
+from ..recurrence import RNN
 from ..spgemm import SparseJacobian
 from ..stages import Record, check_input, pull_back, recent_chains, refuse_hooks
 from ..tracing import check_module, without_autocast
@@ -58,6 +59,11 @@ def groups_of(records: Sequence[Record]) -> list[Group]:
     return [Group(linear, tuple(elementwise)) for linear, elementwise in groups]
 
 
+def _diagonal(scale: torch.Tensor | None) -> SparseJacobian | None:
+    """The diagonal matrix of each sample, from its elements ``(batch, elements)``."""
+    return None if scale is None else SparseJacobian(Pattern.of(Diagonal(scale.shape[1])), scale.T.contiguous())
+
+
 class RecordedSystem(ABC):
     """The system of a forward pass, and where its solution has the gradients of the stages' outputs."""
 
@@ -95,7 +101,7 @@ class ChainSystem(RecordedSystem):
         refuse_hooks(records)
         self.groups, batch = groups_of(records), len(gradient)
         like = records[0].recording.input.detach()
-        gradient = gradient.reshape(batch, -1).to(like.dtype)
+        gradient = gradient.flatten(1).to(like.dtype)
         blocks = {
             (place, place + 1): group.linear.transposed_jacobian()
             for place, group in enumerate(self.groups[1:])
@@ -104,7 +110,9 @@ class ChainSystem(RecordedSystem):
         sizes = [*(block.shape[0] for block in blocks.values()), gradient.shape[1]]
         right = [like.new_zeros(batch, size) for size in sizes]
         right[-1] = gradient
-        self.system = BlockTriangular(blocks, right, inverse_diagonal=[group.scale() for group in self.groups])
+        # As autograd, it passes on infinities.
+        scales = [_diagonal(group.scale()) for group in self.groups]
+        self.system = BlockTriangular(blocks, right, inverse_diagonal=scales, check_finite=False)
 
     def outputs(self, values: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[Record], torch.Tensor]]:
         work = Work()
@@ -140,8 +148,8 @@ class GraphSystem(RecordedSystem):
             total = Work.sum(parts)
             blocks[self.nodes[source], self.nodes[target]] = SparseJacobian(total.pattern, total.values)
         right = [like.new_zeros(batch, math.prod(shapes[vertex][1:])) for vertex in self.nodes]
-        right[self.nodes[records[-1].stage.stop]] = gradient.reshape(batch, -1).to(like.dtype)
-        self.system = BlockTriangular(blocks, right)
+        right[self.nodes[records[-1].stage.stop]] = gradient.flatten(1).to(like.dtype)
+        self.system = BlockTriangular(blocks, right, check_finite=False)
 
     def outputs(self, values: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[Record], torch.Tensor]]:
         for record in self.records:
@@ -151,8 +159,8 @@ class GraphSystem(RecordedSystem):
 class Propagator:
     """Pulls gradients back through a chain by a triangular solver, as `jacsparse.scan.Scanner` does by a schedule."""
 
-    def __init__(self, method: TriangularSolver) -> None:
-        self.method = method
+    def __init__(self, method: TriangularSolver, in_shape: tuple[int, ...]) -> None:
+        self.method, self.in_shape = method, in_shape
 
     def pull_back(
         self, records: Sequence[Record], gradient: torch.Tensor, externals: Iterable[int], *, for_input: bool
@@ -160,13 +168,13 @@ class Propagator:
         """Gradients of the chain's input and of externals, for a gradient of its output."""
         places = set(externals)
         if not records:
-            return (gradient if for_input else None), {}
+            return (gradient.reshape(len(gradient), *self.in_shape) if for_input else None), {}
         with without_autocast(gradient.device):
             recorded = ChainSystem(records, gradient)
             solution = self.method.solve(recorded.system)
-            if not solution.converged:
+            if not solution.converged and solution.residual is not None:
                 warnings.warn(
-                    f"{solution.method} stopped at its limit of {solution.iterations} iterations, with a residual of "
+                    f"{solution.method} stopped after {solution.iterations} iterations, with a residual of "
                     f"{solution.residual:.1e}; the gradients are as inexact",
                     RuntimeWarning,
                     stacklevel=2,
@@ -249,6 +257,12 @@ class RecurrentPropagation(Propagation):
             )
         if layer.bidirectional or (layer.dropout and layer.training):
             raise ValueError("layer is bidirectional or drops out; expected one direction, and no active dropout")
+        hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+        if any(hooks) or type(layer).forward not in (nn.RNN.forward, RNN.forward):
+            raise TypeError("layer has hooks or a forward pass of its own, which its system would not know of")
+        if not isinstance(x, torch.Tensor) or x.ndim != 3:
+            shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ValueError(f"x is {shape}; expected a padded batch of three axes")
         self.layer = layer
         if layer.batch_first:
             x, gradient = x.transpose(0, 1), gradient.transpose(0, 1)
@@ -256,6 +270,9 @@ class RecurrentPropagation(Propagation):
         if gradient.shape != (time, batch, layer.hidden_size):
             raise ValueError(f"the gradient has shape {tuple(gradient.shape)}; expected that of the output")
         depth, size = layer.num_layers, layer.hidden_size
+        for name, states in (("last", last), ("hx", hx)):
+            if states is not None and tuple(states.shape) != (depth, batch, size):
+                raise ValueError(f"{name} has shape {tuple(states.shape)}; expected ({depth}, {batch}, {size})")
         with torch.no_grad():
             self.first = x.new_zeros(depth, batch, size) if hx is None else hx.detach()
             self.states = [x.detach()]
@@ -265,6 +282,7 @@ class RecurrentPropagation(Propagation):
                 arguments = (weights, layer.bias, 1, 0.0, False, False, False)
                 output, _ = operator(self.states[-1], self.first[place : place + 1], *arguments)
                 self.states.append(output)
+        self._recurrent = [weights[1].detach().clone() for weights in layer.all_weights]
         entering = [_weight_block(weights[0]) for weights in layer.all_weights]
         recurrent = [_weight_block(weights[1]) for weights in layer.all_weights]
         blocks, right, inverse = dict[tuple[int, int], SparseJacobian](), list[torch.Tensor](), list[Any]()
@@ -285,7 +303,8 @@ class RecurrentPropagation(Propagation):
                 derivative = 1 - h.square() if layer.nonlinearity == "tanh" else (h > 0).to(h.dtype)
                 inverse.append(derivative if place else None)
         groups = [[self._node(place, step) for place in range(depth, -1, -1)] for step in range(time - 1, -1, -1)]
-        self.system = BlockTriangular(blocks, right, inverse_diagonal=inverse, groups=groups)
+        scales = [_diagonal(scale) for scale in inverse]
+        self.system = BlockTriangular(blocks, right, inverse_diagonal=scales, groups=groups, check_finite=False)
 
     def _node(self, place: int, step: int) -> int:
         return step * (self.layer.num_layers + 1) + place
@@ -305,7 +324,7 @@ class RecurrentPropagation(Propagation):
             gradients[f"weight_hh_l{place}"] = of_gates.T @ before
             if layer.bias:
                 gradients[f"bias_ih_l{place}"] = gradients[f"bias_hh_l{place}"] = of_gates.sum(dim=0)
-            of_first.append(v[place + 1][0] @ layer.all_weights[place][1].detach())
+            of_first.append(v[place + 1][0] @ self._recurrent[place])
         return {**gradients, "hx": torch.stack(of_first)}
 
 

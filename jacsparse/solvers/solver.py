@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -28,10 +27,11 @@ class Solution:
         The tasks that were run, level by level.
     iterations : int
         Of an iterative solver; 0 of a direct one.
-    residual : float
-        ``‖D⁻¹ (c + A u) - u‖ / ‖D⁻¹ c‖``, the largest of all samples.
+    residual : float or None
+        Of an iterative solver, ``‖u' - u‖ / ‖u'‖`` in the maximum norm, where ``u' = D⁻¹ (c + A u)``: the largest of
+        all block rows and samples, so that small gradients count as much as large ones.
     converged : bool
-        Whether the residual is at most the tolerance; True of a direct solver.
+        Whether the residual is at most the tolerance; of a direct solver, whether all values are finite.
     history : list of float
         The residual of the guess, and after each iteration.
     """
@@ -40,7 +40,7 @@ class Solution:
     values: list[torch.Tensor]
     work: Work
     iterations: int = 0
-    residual: float = 0.0
+    residual: float | None = None
     converged: bool = True
     history: list[float] = field(default_factory=list)
 
@@ -85,7 +85,8 @@ class TriangularSolver(ABC):
             last, values = result.history[-1], _listed(result.values)
             converged = last <= result.tolerance
             return Solution(self.name, values, work, len(result.history) - 1, last, converged, result.history)
-        return Solution(self.name, _listed(result), work)
+        finite = all(part.is_meta or bool(part.isfinite().all()) for part in result.values())
+        return Solution(self.name, _listed(result), work, converged=finite)
 
 
 @dataclass(frozen=True)
@@ -167,16 +168,13 @@ def swept(system: BlockTriangular, values: Vector, work: Work) -> Vector:
         return system.inverse.apply(add(system.off_diagonal.apply(values, work), system.right), work)
 
 
-def relative_residual(system: BlockTriangular) -> Callable[[Vector, Vector], float]:
-    """A function of a sweep and what it began with: the largest residual of all samples."""
-    scale = _norms(scaled_right(system, Work())).clamp(min=torch.finfo(system.right[0].dtype).tiny)
-
-    def residual(after: Vector, before: Vector) -> float:
-        return float((_norms({node: after[node] - before[node] for node in after}) / scale).max())
-
-    return residual
-
-
-def _norms(values: Vector) -> torch.Tensor:
-    """The norm of each sample."""
-    return torch.stack([part.square().sum(dim=0) for part in values.values()]).sum(dim=0).sqrt()
+def relative_residual(after: Vector, before: Vector) -> float:
+    """The largest change of a block row of a sample, as a fraction of its largest element; NaN counts as infinite."""
+    largest = 0.0
+    for node, part in after.items():
+        if part.numel():
+            change, size = (part - before[node]).abs().amax(dim=0), part.abs().amax(dim=0)
+            # Where nothing changed, a row of zeros is right.
+            ratio = torch.where(change == 0, 0.0, change / size)
+            largest = max(largest, float(ratio.nan_to_num(nan=math.inf).max()))
+    return largest

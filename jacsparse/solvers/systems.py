@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..patterns import Diagonal, Full, Pattern
+from ..patterns import Diagonal, Full, Identity, Pattern
 from ..spgemm import SparseJacobian
 from .blocks import Block, BlockMatrix, Vector, Work, diagonal_block, identity_block
 
@@ -33,6 +33,8 @@ class BlockTriangular:
         SparseJacobian, or None for the identity. All identities where left out.
     groups : sequence of sequence of int, optional
         The nodes of each diagonal block of a two-level system, in the order of solving.
+    check_finite : bool
+        Whether elements that are not finite are an error.
 
     Raises
     ------
@@ -52,11 +54,16 @@ class BlockTriangular:
         *,
         inverse_diagonal: Sequence[Any] | None = None,
         groups: Sequence[Sequence[int]] | None = None,
+        check_finite: bool = True,
     ) -> None:
         if not right:
             raise ValueError("right is empty; a system has at least one block row")
-        parts = [_part(f"right[{node}]", part, right[0]) for node, part in enumerate(right)]
+        self._check_finite = check_finite
+        parts = [_part(f"right[{node}]", part, right[0], check_finite) for node, part in enumerate(right)]
         self.batch = max(part.shape[1] for part in parts)
+        for node, part in enumerate(parts):
+            if part.shape[1] not in (1, self.batch):
+                raise ValueError(f"right[{node}] has {part.shape[1]} samples, and another part {self.batch}")
         self.right: Vector = {node: part.expand(-1, self.batch).contiguous() for node, part in enumerate(parts)}
         self.sizes = tuple(len(part) for part in parts)
         inverses = [None] * len(parts) if inverse_diagonal is None else list(inverse_diagonal)
@@ -84,21 +91,28 @@ class BlockTriangular:
         if block is None:
             return identity_block(shape[0], like)
         if isinstance(block, SparseJacobian):
-            result = Block(block.pattern, block.values.detach())
+            pattern, values = block.pattern, block.values.detach()
+            if isinstance(pattern.structure, Identity) and not bool((values == 1).all()):
+                pattern = Pattern.of(Diagonal(pattern.shape[0]))
+            result = Block(pattern, values)
         elif not isinstance(block, torch.Tensor):
             raise TypeError(f"{name} is a {type(block).__name__}; expected a SparseJacobian or a torch.Tensor")
         elif diagonal and block.ndim in (1, 2):
-            result = diagonal_block(_part(name, block, like))
+            if block.ndim == 2 and block.shape == shape and shape[0] > 1:
+                raise ValueError(
+                    f"{name} has shape {tuple(shape)}, which is a matrix or a diagonal for each sample; pass a matrix "
+                    "as (1, n, n), or diagonals as a SparseJacobian"
+                )
+            result = diagonal_block(_part(name, block, like, self._check_finite))
         elif block.ndim == 3 or (block.ndim == 2 and not diagonal):
-            m, n = block.shape[-2:]
-            values = block.detach().reshape(-1, m * n).T.contiguous()
-            result = Block(Pattern.of(Full(m, n)), values)
+            matrices = block.detach() if block.ndim == 3 else block.detach()[None]
+            result = Block(Pattern.of(Full(*matrices.shape[1:])), matrices.flatten(1).T.contiguous())
         else:
             raise ValueError(f"{name} has shape {tuple(block.shape)}; expected a matrix, or one for each sample")
         if result.pattern.shape != shape:
             rows, columns = result.pattern.shape
             raise ValueError(f"{name} is {rows} × {columns}; expected {shape[0]} × {shape[1]}, as the right-hand sides")
-        _check_numbers(name, result.values, like)
+        _check_numbers(name, result.values, like, self._check_finite)
         if result.values.shape[1] not in (1, self.batch):
             raise ValueError(f"{name} has {result.values.shape[1]} samples; the right-hand sides have {self.batch}")
         return result
@@ -245,25 +259,25 @@ class BlockBidiagonal(BlockTriangular):
         super().__init__(places, right, inverse_diagonal=inverse_diagonal)
 
 
-def _part(name: str, part: Any, like: torch.Tensor) -> torch.Tensor:
+def _part(name: str, part: Any, like: torch.Tensor, check_finite: bool) -> torch.Tensor:
     """A part of a vector as ``(elements, batch)``."""
     if not isinstance(part, torch.Tensor):
         raise TypeError(f"{name} is a {type(part).__name__}; expected a torch.Tensor")
     if part.ndim not in (1, 2):
         raise ValueError(f"{name} has shape {tuple(part.shape)}; expected (batch, elements)")
-    part = part.detach().reshape(-1, part.shape[-1]).T
-    _check_numbers(name, part, like)
+    part = (part.detach() if part.ndim == 2 else part.detach()[None]).T
+    _check_numbers(name, part, like, check_finite)
     return part.contiguous()
 
 
-def _check_numbers(name: str, values: torch.Tensor, like: torch.Tensor) -> None:
+def _check_numbers(name: str, values: torch.Tensor, like: torch.Tensor, check_finite: bool) -> None:
     if values.dtype not in _DTYPES or values.dtype != like.dtype:
         raise TypeError(
             f"{name} is {values.dtype}; expected {like.dtype if like.dtype in _DTYPES else 'float32 or float64'}"
         )
     if values.device != like.device:
         raise ValueError(f"{name} is on {values.device} and right[0] on {like.device}; move them to one device")
-    if not values.is_meta and not bool(values.isfinite().all()):
+    if check_finite and not values.is_meta and not bool(values.isfinite().all()):
         raise ValueError(f"{name} has elements that are not finite; solvers would spread them to all parts")
 
 
@@ -277,6 +291,13 @@ def _inverted(name: str, block: Any) -> Any:
         block = torch.stack([block.todense(sample) for sample in range(block.batch)])
     if not isinstance(block, torch.Tensor):
         raise TypeError(f"{name} is a {type(block).__name__}; expected a SparseJacobian or a torch.Tensor")
+    if not block.is_floating_point():
+        raise TypeError(f"{name} is {block.dtype}; expected float32 or float64")
+    if block.ndim == 2 and block.shape[0] == block.shape[1] > 1:
+        raise ValueError(
+            f"{name} has shape {tuple(block.shape)}, which is a matrix or a diagonal for each sample; pass a matrix as "
+            "(1, n, n), or diagonals as a SparseJacobian"
+        )
     if block.ndim in (1, 2):
         return _reciprocal(name, block)
     if block.ndim != 3 or block.shape[1] != block.shape[2]:

@@ -221,7 +221,7 @@ def test_iterative_solvers_reach_their_tolerance(method: TriangularSolver) -> No
     x, gradient = (torch.randn(4, size, dtype=torch.float64) for size in (6, 3))
     backward = propagation(module, x, gradient)
     solution = method.solve(backward.system)
-    assert solution.converged and solution.residual <= 1e-8
+    assert solution.converged and solution.residual is not None and solution.residual <= 1e-8
     assert len(solution.history) == solution.iterations + 1
     computed = backward.gradients(solution)
     for name, expected in by_autograd(module, x, gradient).items():
@@ -233,7 +233,8 @@ def test_a_limit_is_reported(name: str) -> None:
     module = feed_forward([5] * 12, "tanh", 1)
     x, gradient = (torch.randn(2, 5, dtype=torch.float64) for _ in range(2))
     solution = solve(propagation(module, x, gradient).system, method=name, limit=2, tolerance=1e-12)
-    assert not solution.converged and solution.residual > 1e-12 and solution.iterations <= 3
+    assert not solution.converged and solution.residual is not None and solution.residual > 1e-12
+    assert solution.iterations <= 3
 
 
 def test_bicgstab_breaks_down_from_zero() -> None:
@@ -243,6 +244,79 @@ def test_bicgstab_breaks_down_from_zero() -> None:
     zeros = [torch.zeros(2, size, dtype=torch.float64) for size in system.sizes]
     assert not BiCGStab(guess=zeros, limit=200).solve(system).converged
     assert BiCGStab(limit=200).solve(system).converged
+
+
+def test_small_gradients_count_as_much_as_large_ones() -> None:
+    """Gradients that vanish towards the input are not settled before they have got there."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[part for _ in range(30) for part in (nn.Linear(8, 8), nn.Sigmoid())]).double()
+    x, gradient = torch.randn(2, 8, dtype=torch.float64), torch.randn(2, 8, dtype=torch.float64)
+    backward = propagation(module, x, gradient)
+    expected = solve(backward.system).values
+    assert float(expected[0].abs().max()) < 1e-12
+    solution = Jacobi().solve(backward.system)
+    assert solution.converged and solution.iterations == 30
+    for ours, theirs in zip(solution.values, expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-8, atol=0)
+    early = Jacobi(limit=20).solve(backward.system)
+    assert not early.converged and early.residual == 1
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-20, 1e8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_solvers_do_not_depend_on_the_scale(scale: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    x, gradient = torch.randn(2, 4, dtype=dtype), torch.randn(2, 3, dtype=dtype)
+    gradient[1] *= 1e-3
+    system = propagation(module, x, scale * gradient).system
+    expected = solve(system).values
+    for name in ("jacobi", "richardson", "bicgstab"):
+        solution = solve(system, method=name, limit=400, tolerance=1e-4)
+        assert solution.converged, name
+        for ours, theirs in zip(solution.values, expected, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3 * float(theirs.abs().max())), name
+
+
+def test_an_identity_with_other_values_is_a_diagonal() -> None:
+    block = jacsparse.SparseJacobian(jacsparse.jacobian_pattern(nn.Flatten(), (2,)), torch.full((2, 1), 3.0))
+    system = BlockBidiagonal([block, block], [torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)])
+    assert solve(system).values[0].tolist() == [[9.0, 9.0]]
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3])
+@pytest.mark.parametrize("width", [0, 1])
+def test_empty_batches_and_layers(batch: int, width: int) -> None:
+    blocks, right = [torch.ones(2, width), torch.ones(width, 2)], [torch.ones(batch, n) for n in (2, width, 2)]
+    for name in ("substitution", "scan", "cyclic_reduction", "jacobi"):
+        values = solve(BlockBidiagonal(blocks, right), method=name).values
+        assert values[0].shape == (batch, 2) and bool((values[0] == 1 + 3 * width).all())
+    x = torch.randn(batch, 2, 3, requires_grad=True)
+    jacsparse.nn.Solve(nn.Flatten())(x).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+
+
+def test_recurrent_networks_that_are_refused() -> None:
+    layer, x, g = nn.RNN(3, 4, 2), torch.randn(5, 2, 3), torch.randn(5, 2, 4)
+    with pytest.raises(ValueError, match=r"last has shape \(2, 4\); expected \(2, 2, 4\)"):
+        propagation(layer, x, g, last=torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"x is \(5, 3\); expected a padded batch of three axes"):
+        propagation(layer, x[:, 0], g)
+    layer.register_forward_hook(lambda module, inputs, output: (2 * output[0], output[1]))
+    with pytest.raises(TypeError, match="layer has hooks or a forward pass of its own"):
+        propagation(layer, x, g)
+
+
+def test_what_is_not_finite() -> None:
+    """A direct solver says so; and gradients that are infinite pass, as autograd's do."""
+    growing = torch.diag(torch.tensor([4.0, 0.9]))
+    right = [torch.zeros(1, 2)] * 128 + [torch.tensor([[0.0, 1.0]])]
+    system = BlockBidiagonal([growing] * 128, right)
+    assert solve(system).converged and not solve(system, method="cyclic_reduction").converged
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    y = jacsparse.nn.Solve(module)(torch.randn(2, 3))
+    y.backward(torch.full_like(y, math.inf))
+    assert not module[0].weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 9])
@@ -428,7 +502,7 @@ def test_solve_is_a_module() -> None:
             close(parameter.grad, expected[name], 1e-6)
         assert method in repr(solving)
     limited = jacsparse.nn.Solve(module, method="jacobi", limit=1)
-    with pytest.warns(RuntimeWarning, match="jacobi stopped at its limit of 1 iterations"):
+    with pytest.warns(RuntimeWarning, match="jacobi stopped after 1 iterations"):
         limited(x).sum().backward()
     with pytest.raises(ValueError, match="method is 'gauss'; expected one of substitution, scan"):
         jacsparse.nn.Solve(module, method="gauss")
@@ -462,6 +536,14 @@ def test_bad_systems() -> None:
         BlockBidiagonal([eye.double()], [ones] * 2)
     with pytest.raises(ValueError, match=r"off_diagonal\[0, 1\] has 3 samples; the right-hand sides have 1"):
         BlockBidiagonal([eye.expand(3, 2, 2)], [ones] * 2)
+    with pytest.raises(ValueError, match=r"diagonal\[0\] has shape \(2, 2\), which is a matrix or a diagonal for each"):
+        BlockBidiagonal([eye], [torch.ones(2, 2)] * 2, diagonal=[eye, None])
+    with pytest.raises(ValueError, match=r"inverse_diagonal\[0\] has shape \(2, 2\), which is a matrix or a diagonal"):
+        BlockBidiagonal([eye], [torch.ones(2, 2)] * 2, inverse_diagonal=[eye, None])
+    with pytest.raises(ValueError, match=r"right\[0\] has 2 samples, and another part 3"):
+        BlockBidiagonal([eye], [torch.ones(2, 2), torch.ones(3, 2)])
+    with pytest.raises(TypeError, match=r"diagonal\[0\] is torch.int64"):
+        BlockBidiagonal([eye], [ones] * 2, diagonal=[torch.ones(2, dtype=torch.int64), None])
     with pytest.raises(ValueError, match="depend on each other in a circle"):
         BlockTriangular({(0, 1): eye, (1, 0): eye}, [ones] * 2)
     with pytest.raises(TypeError, match="system is a Tensor"):
