@@ -63,11 +63,14 @@ class TriangularSolvers(Experiment):
         system = solvers.propagation(module, x, gradient).system
         if not system.off_diagonal.entries:
             return []
-        work = {name: _work(method, system) for name, method in _METHODS.items()}
+        counted = {
+            name: method.solve(system.on_meta() if method.direct else system) for name, method in _METHODS.items()
+        }
+        work = {name: solution.work for name, solution in counted.items()}
         functions: dict[str, Callable[[], Any]] = {
             name: partial(method.solve, system)
             for name, method in _METHODS.items()
-            if work[name].multiply_adds <= _MOST
+            if work[name].multiply_adds <= _MOST and counted[name].converged
         }
         functions[_PEER] = _autograd(module, x, gradient)
         timings = context.times(functions, seconds=context.seconds / 4)
@@ -84,12 +87,13 @@ class TriangularSolvers(Experiment):
                 "steps": work[name].steps,
                 "multiply_adds": work[name].multiply_adds,
                 "entries": work[name].entries,
-                "predicted": work[name].time(_WORKERS),
+                "predicted": work[name].time(_WORKERS) if counted[name].converged else None,
             }
             if name in timings:
                 rows.append(Row.timed(name, timings[name], group=group, data=data))
             else:
-                reason = f"more than {_MOST:.0e} multiply-adds"
+                settled = counted[name].converged
+                reason = f"more than {_MOST:.0e} multiply-adds" if settled else "its residual did not settle"
                 rows.append(Row.missing(name, reason, group=group, data=data))
         first, *others = rows
         with_ratios = [
@@ -164,11 +168,6 @@ def _network(depth: int, width: int, batch: int, share: float) -> tuple[nn.Modul
         for layer in layers[::2]:
             prune.random_unstructured(layer, "weight", share)
     return module, torch.randn(batch, width), torch.randn(batch, width)
-
-
-def _work(method: solvers.TriangularSolver, system: solvers.BlockTriangular) -> solvers.Work:
-    """The tasks of a solver, counted; those of an iterative one take numbers."""
-    return method.solve(system.on_meta() if method.direct else system).work
 
 
 def _autograd(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Callable[[], Any]:
