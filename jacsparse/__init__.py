@@ -14,7 +14,7 @@ if (_ROOT / "setup.cfg").exists():
     __path__.append(str(_ROOT))
 
 if TYPE_CHECKING:
-    from . import nn, recurrence, schedule, solvers
+    from . import nn, recurrence, schedule, solvers, training
     from .flop import FlopReport, LayerFlop, count_flop
     from .jacobians import Verification, VerificationError, jacobian, jacobian_pattern, verify
     from .patterns import Call, Pattern, UnsupportedOperatorError, register_rule
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .scan import backward, vjp
     from .spgemm import ProductPlan, SparseJacobian, SumPlan, plan_product, plan_sum
     from .stages import Chain, Stage, chain
+    from .training import leapfrog_backward
 
 __all__ = [
     "Call",
@@ -42,6 +43,7 @@ __all__ = [
     "count_flop",
     "jacobian",
     "jacobian_pattern",
+    "leapfrog_backward",
     "linear_recurrence",
     "nn",
     "plan_product",
@@ -50,6 +52,7 @@ __all__ = [
     "register_rule",
     "schedule",
     "solvers",
+    "training",
     "verify",
     "vjp",
 ]
@@ -79,11 +82,12 @@ _HOMES = {
     "Chain": "stages",
     "Stage": "stages",
     "chain": "stages",
+    "leapfrog_backward": "training",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("nn", "recurrence", "schedule", "solvers", "patterns", "spgemm", "models"):
+    if name in ("nn", "recurrence", "schedule", "solvers", "training", "patterns", "spgemm", "models"):
         return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
         return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

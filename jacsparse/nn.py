@@ -14,8 +14,9 @@ from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
 from .stages import Chain, Chains, chain, check_input, check_limit
 from .tracing import check_module, is_recording
+from .training import Leapfrogger, check_threads
 
-__all__ = ["GRU", "LSTM", "RNN", "Recurrent", "Scan", "Solve", "convert"]
+__all__ = ["GRU", "LSTM", "RNN", "Leapfrog", "Recurrent", "Scan", "Solve", "convert"]
 
 
 class _OfChain(nn.Module):
@@ -186,3 +187,45 @@ class Solve(_OfChain):
     def extra_repr(self) -> str:
         """The method."""
         return f"method={self.method.name!r}"
+
+
+class Leapfrog(_OfChain):
+    """A module that computes the same output as `module`, and back-propagates by leapfrogging.
+
+    Parameters
+    ----------
+    module : Module
+        As of `Scan`, without backward hooks: each thread would call them.
+    threads : int
+        As `jacsparse.leapfrog_backward` takes it.
+
+    Raises
+    ------
+    ValueError
+        Where `threads` is no integer of at least 1.
+    UnsupportedOperatorError
+        In the backward pass, where a backward hook may change gradients.
+
+    Notes
+    -----
+    Saraiya, Algorithm 1: each thread computes the gradients of the parameters of every k-th layer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+    >>> Leapfrog(model, threads=2)(torch.randn(5, 4)).sum().backward()
+    >>> model[0].weight.grad.shape
+    torch.Size([3, 4])
+    """
+
+    def __init__(self, module: nn.Module, *, threads: int) -> None:
+        self.threads = check_threads(threads)
+        super().__init__(module, pruned=False)
+
+    def _puller(self, chain: Chain) -> Leapfrogger:
+        return Leapfrogger(self.threads, chain.in_shape)
+
+    def extra_repr(self) -> str:
+        """The number of threads."""
+        return f"threads={self.threads}"

@@ -13,7 +13,7 @@ import torch
 import jacsparse
 
 README = Path(__file__).parent.parent / "README.md"
-ROOMS = "runtime patterns spgemm tracing stages jacobians scan flop recurrence recurrence.solvers models cli"
+ROOMS = "runtime patterns spgemm tracing stages jacobians scan training flop recurrence recurrence.solvers models cli"
 PACKAGES = ("jacsparse", *(f"jacsparse.{room}" for room in ROOMS.split()))
 
 

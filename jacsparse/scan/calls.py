@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..schedule import Schedule
-from ..stages import Chains, check_input
+from ..stages import Chain, Chains, check_input
 from ..tracing import check_module
-from .autograd_scan import scanned
+from .autograd_scan import Puller, scanned
 from .scanner import Scanner
 
 
@@ -95,15 +95,27 @@ def backward(
     ValueError
         Where the module draws random numbers, or a shape does not fit.
     """
-    check_input("x", x)
-    chain, run = Chains(check_module(module)).of(x)
+    return backward_by(lambda chain: Scanner(chain, schedule), module, x, grad_output)
+
+
+def backward_by(
+    puller_of: Callable[[Chain], Puller], module: nn.Module, x: torch.Tensor, grad_output: torch.Tensor
+) -> torch.Tensor:
+    """As `backward`, by what pulls gradients back through the module's chain."""
+    leaf = check_input("x", x).detach().requires_grad_()
+    with torch.enable_grad():
+        y = _output(puller_of, check_module(module), leaf) if len(x) else module(leaf)
+        y.backward(_check_gradient(grad_output, y))
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def _output(puller_of: Callable[[Chain], Puller], module: nn.Module, leaf: torch.Tensor) -> torch.Tensor:
+    """The module's output, which pulls gradients back; ValueError where the module draws random numbers."""
+    chain, run = Chains(module).of(leaf)
     if run.recording.draws:
         paths = {id(part): path for path, part in module.named_modules()}
         drawing = run.recording.draws[0]
         where = paths.get(id(drawing)) or type(drawing or module).__name__
         raise ValueError(f"{where}: backward runs the forward again, which would draw other numbers; call .eval()")
-    leaf = x.detach().requires_grad_()
-    y = scanned(Scanner(chain, schedule), run, leaf)
-    y.backward(_check_gradient(grad_output, y))
-    assert leaf.grad is not None
-    return leaf.grad
+    return scanned(puller_of(chain), run, leaf)

@@ -7,6 +7,7 @@ from .chains import Chain, chain, refuse_hooks
 from .checks import check_input, check_limit, check_shape
 from .forward_pass import recorded, samples_of
 from .graph_gradients import has_hooks, pull_back
+from .node_gradients import pull_back_by_nodes, pull_back_input
 from .record import Record, pull_back_all
 from .stage import Edge, Stage
 
@@ -28,6 +29,8 @@ __all__ = [
     "matrix_of",
     "pull_back",
     "pull_back_all",
+    "pull_back_by_nodes",
+    "pull_back_input",
     "recent_chains",
     "recorded",
     "refuse_hooks",

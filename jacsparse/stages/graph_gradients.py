@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..tracing import apply_node, has_node_hooks, with_all_gradients
+from ..tracing import has_node_hooks
+from .node_gradients import walk
 from .record import Record
 
 
@@ -79,66 +80,11 @@ def pull_back(
         for record in records:
             if has_hooks(record, of_nodes=True):
                 raise _hidden(record, tensors[alone[0]])
+        ends = [(get_gradient_edge(tensors[place]), tensors[place]) for place in alone]
         start = recording.edges[records[-1].stage.start]
-        targets = [tensors[place] for place in alone]
-        gradients |= zip(alone, with_all_gradients(lambda: _walk(output, gradient, start, targets)), strict=True)
+        behind = [] if start is None else [(start, records[-1].input)]
+        gradients |= zip(alone, walk(output, gradient, [*ends, *behind]), strict=False)
     return of_inputs, {place: result for place, result in gradients.items() if result is not None}
-
-
-def _walk(
-    output: GradientEdge, gradient: torch.Tensor, start: GradientEdge | None, tensors: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """Gradients of tensors from one edge of autograd's graph back to another, node by node and without hooks."""
-    targets = {_pair(get_gradient_edge(tensor)): number for number, tensor in enumerate(tensors)}
-    ends = {*targets, *([] if start is None else [_pair(start)])}
-
-    def followed(node: Any) -> list[Any]:
-        """The nodes of operators that a node passes gradients to, up to the ends of the walk."""
-        edges = (edge for edge in node.next_functions if edge[0] is not None and edge not in ends)
-        # A node with a variable gathers the gradient of a leaf.
-        return [behind for behind, _ in edges if not hasattr(behind, "variable")]
-
-    waiting, users = [output.node], Counter([output.node])
-    while waiting:
-        for behind in followed(waiting.pop()):
-            users[behind] += 1
-            if users[behind] == 1:
-                waiting.append(behind)
-    pending: dict[Any, list[torch.Tensor | None]] = {}
-    gradients: list[torch.Tensor | None] = [None] * len(tensors)
-
-    def add(edge: tuple[Any, int], term: torch.Tensor | None) -> None:
-        """Add a term to the gradient of a target, or of a node's output."""
-        node, number = edge
-        if term is None:
-            return
-        if edge in targets:
-            sums, number, shape = gradients, targets[edge], tensors[targets[edge]].shape
-        elif edge not in ends and node in users:
-            sums = pending.setdefault(node, [None] * len(node._input_metadata))
-            shape = node._input_metadata[number].shape
-        else:
-            return
-        term, total = term.sum_to_size(shape), sums[number]
-        sums[number] = term if total is None else total + term
-
-    add(_pair(output), gradient)
-    ready = [output.node]
-    while ready:
-        node = ready.pop()
-        if node in pending:
-            for edge, passed in zip(node.next_functions, apply_node(node, pending.pop(node)), strict=True):
-                if edge[0] is not None:
-                    add(edge, passed)
-        for behind in followed(node):
-            users[behind] -= 1
-            if not users[behind]:
-                ready.append(behind)
-    return gradients
-
-
-def _pair(edge: GradientEdge) -> tuple[Any, int]:
-    return edge.node, edge.output_nr
 
 
 def has_hooks(record: Record, *, of_nodes: bool) -> bool:

@@ -1,0 +1,142 @@
+"""Gradients through one stage by calls of autograd's nodes in the thread that asks: no engine, no hooks.
+
+So any number of threads, each on a stream of its own, may go back through the same recorded run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..tracing import Invocation, apply_node, with_all_gradients
+from .record import Record
+
+#: Where a walk ends: an edge of autograd's graph, and the tensor whose gradient it has.
+End = tuple[GradientEdge, torch.Tensor]
+
+
+def pull_back_by_nodes(
+    record: Record, gradient: torch.Tensor, externals: Sequence[int]
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Gradients of a stage's input and of externals, by their places, for a gradient of its output."""
+    recording = record.recording
+    output, start = recording.edges[record.stage.stop], recording.edges[record.stage.start]
+    if output is None or start is None:
+        return torch.zeros_like(record.input), {}
+    tensors = [recording.externals[place] for place in externals]
+    ends = [(start, record.input), *((get_gradient_edge(tensor), tensor) for tensor in tensors)]
+    gradient = gradient.reshape(record.output.shape).to(record.output.dtype)
+    of_input, *of_externals = walk(output, gradient, ends)
+    gradients = {place: term for place, term in zip(externals, of_externals, strict=True) if term is not None}
+    return torch.zeros_like(record.input) if of_input is None else of_input, gradients
+
+
+def pull_back_input(record: Record, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a stage's input, without the work of those of its externals.
+
+    A node of autograd computes all gradients that its call has, under a lock of its own. So a stage with externals gets
+    nodes of its own here, of the same results, in which the externals are constants.
+    """
+    operations = record.stage.operations
+    if not record.externals or any(operation.random for operation in operations):
+        return pull_back_by_nodes(record, gradient, ())[0]
+    with torch.enable_grad():
+        leaf = record.input.detach().requires_grad_()
+        vertices = {record.stage.start: leaf}
+        for operation in operations:
+            invocation = record.recording.invocations[operation.place]
+            arguments = {
+                name: value.detach() if isinstance(value, torch.Tensor) else value
+                for name, value in invocation.arguments.items()
+            }
+            arguments |= {name: vertices[vertex] for name, vertex in operation.operands.items()}
+            with _Results(invocation):
+                vertices[operation.vertex] = operation.evaluate(arguments)
+        output = vertices[record.stage.stop]
+    if not output.requires_grad:
+        return torch.zeros_like(leaf)
+    gradient = gradient.reshape(output.shape).to(output.dtype)
+    (of_input,) = walk(get_gradient_edge(output), gradient, [(get_gradient_edge(leaf), leaf)])
+    return torch.zeros_like(leaf) if of_input is None else of_input
+
+
+class _Results(TorchDispatchMode):
+    """Returns what an operator has computed in a recorded run; runs it again only where that makes views or a list."""
+
+    def __init__(self, invocation: Invocation) -> None:
+        super().__init__()
+        self.invocation = invocation
+
+    def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if overload is not self.invocation.overload:
+            return overload(*args, **(kwargs or {}))
+        results, returns = [result.detach() for result in self.invocation.results], overload._schema.returns
+        if self.invocation.writes and torch.Tag.inplace_view not in overload.tags:
+            # An operator that works in place returns the argument that it writes to, a copy here.
+            return args[0].copy_(results[0])
+        if any(each.alias_info for each in returns) or len(returns) != len(results):
+            return overload(*args, **(kwargs or {}))
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def walk(output: GradientEdge, gradient: torch.Tensor, ends: Sequence[End]) -> list[torch.Tensor | None]:
+    """Gradients at some edges of autograd's graph, for one at another edge, node by node and without hooks."""
+    return with_all_gradients(lambda: _walk(output, gradient, ends))
+
+
+def _walk(output: GradientEdge, gradient: torch.Tensor, ends: Sequence[End]) -> list[torch.Tensor | None]:
+    targets = {_pair(edge): number for number, (edge, _) in enumerate(ends)}
+
+    def followed(node: Any) -> list[Any]:
+        """The nodes of operators that a node passes gradients to, up to the ends of the walk."""
+        edges = (edge for edge in node.next_functions if edge[0] is not None and edge not in targets)
+        # A node with a variable gathers the gradient of a leaf.
+        return [behind for behind, _ in edges if not hasattr(behind, "variable")]
+
+    waiting, users = [output.node], Counter([output.node])
+    while waiting:
+        for behind in followed(waiting.pop()):
+            users[behind] += 1
+            if users[behind] == 1:
+                waiting.append(behind)
+    pending: dict[Any, list[torch.Tensor | None]] = {}
+    gradients: list[torch.Tensor | None] = [None] * len(ends)
+
+    def add(edge: tuple[Any, int], term: torch.Tensor | None) -> None:
+        """Add a term to the gradient of an end, or of a node's output."""
+        node, number = edge
+        if term is None:
+            return
+        if edge in targets:
+            sums, number = gradients, targets[edge]
+            shape = ends[number][1].shape
+        elif node in users:
+            sums = pending.setdefault(node, [None] * len(node._input_metadata))
+            shape = node._input_metadata[number].shape
+        else:
+            return
+        term, total = term.sum_to_size(shape), sums[number]
+        sums[number] = term if total is None else total + term
+
+    add(_pair(output), gradient)
+    ready = [output.node]
+    while ready:
+        node = ready.pop()
+        if node in pending:
+            for edge, passed in zip(node.next_functions, apply_node(node, pending.pop(node)), strict=True):
+                if edge[0] is not None:
+                    add(edge, passed)
+        for behind in followed(node):
+            users[behind] -= 1
+            if not users[behind]:
+                ready.append(behind)
+    return gradients
+
+
+def _pair(edge: GradientEdge) -> tuple[Any, int]:
+    return edge.node, edge.output_nr
