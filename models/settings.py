@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import recurrence
 from ..schedule import parse
+from ..training import check_threads
 from .arguments import check_count, check_number, check_one_of
 from .classifiers import SequenceClassifier
 from .data import split_spec
@@ -34,10 +35,13 @@ class TrainSettings:
     out : path-like or None
         Checkpoint to write after each epoch, a ``.safetensors`` file. The loss curves go beside it, as ``.csv`` and, at
         the end, as ``.png``. Existing files are replaced. With None, nothing is written.
-    backward : {"bp", "scan"}
-        PyTorch's back-propagation, or that of `jacsparse.nn`: `Scan`, or the recurrent layer of the same name.
+    backward : {"bp", "leapfrog", "scan"}
+        PyTorch's back-propagation, or that of `jacsparse.nn`: `Leapfrog`, `Scan`, or the recurrent layer of the same
+        name.
     schedule : str
         Schedule of the scan, as these take it.
+    threads : int or None
+        Threads of `Leapfrog`; None without it.
     epochs : int
         Epochs before pruning.
     batch : int
@@ -81,6 +85,7 @@ class TrainSettings:
     out: Path | str | None = None
     backward: str = "bp"
     schedule: str = "auto"
+    threads: int | None = None
     epochs: int
     batch: int
     optimizer: str = "sgd"
@@ -102,11 +107,12 @@ class TrainSettings:
         check_one_of("task", self.task, MODELS)
         split_spec(self.data)
         check_one_of("features", self.features, ("L", "M", "S"))
-        check_one_of("backward", self.backward, ("bp", "scan"))
+        check_one_of("backward", self.backward, ("bp", "leapfrog", "scan"))
         if issubclass(MODELS[self.task], SequenceClassifier):
             recurrence.parse(self.schedule)
         else:
             parse(self.schedule)
+        self._check_threads()
         check_one_of("optimizer", self.optimizer, ("adam", "sgd"))
         check_one_of("decay", self.decay, ("constant", "cosine"))
         check_one_of("scope", self.scope, SCOPES)
@@ -132,6 +138,19 @@ class TrainSettings:
         if self.out is not None and Path(self.out).suffix != ".safetensors":
             raise ValueError(f"out is {str(self.out)!r}; expected a file that ends in .safetensors")
 
+    def _check_threads(self) -> None:
+        if self.backward != "leapfrog":
+            if self.threads is not None:
+                raise ValueError(
+                    f"threads is {self.threads!r}, but backward is {self.backward!r}; set backward to 'leapfrog', or "
+                    "no threads"
+                )
+            return
+        recurrent = issubclass(MODELS[self.task], SequenceClassifier)
+        if recurrent:
+            raise ValueError(f"backward is 'leapfrog', but {self.task} has a single recurrent layer; choose bp or scan")
+        check_threads(self.threads)
+
     @property
     def outputs(self) -> tuple[Path, ...]:
         """The files to write: the checkpoint, the curves as text and, with `plot`, as a picture."""
@@ -141,11 +160,11 @@ class TrainSettings:
         return (out, out.with_suffix(".csv"), *([out.with_suffix(".png")] if self.plot else []))
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings that decide the numbers, as plain values: neither outputs nor the folder of the data."""
+        """The settings that decide the numbers, as plain values: no outputs, threads or folder of data."""
         name, _ = split_spec(self.data)
         data = self.data if name == "bitstream" else name
         values = {**asdict(self), "options": dict(self.options), "data": data}
-        return {name: value for name, value in values.items() if name not in ("out", "plot")}
+        return {name: value for name, value in values.items() if name not in ("out", "plot", "threads")}
 
 
 _DEFAULTS: dict[str, dict[str, Any]] = {

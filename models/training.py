@@ -1,4 +1,7 @@
-"""Training by back-propagation or by scan, with pruning and retraining; an interrupted training can be resumed."""
+"""Training by back-propagation, leapfrogging or scan, with pruning and retraining.
+
+An interrupted training can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +189,11 @@ def _checkpoint_of(settings: TrainSettings) -> Checkpoint:
 
 def _title(settings: TrainSettings, data: Dataset, accuracy: dict[str, float]) -> str:
     figures = ", ".join(f"{name} {value:.1%}" for name, value in accuracy.items())
-    backward = "back-propagation" if settings.backward == "bp" else f"jacsparse, schedule {settings.schedule}"
+    by_ours = {
+        "scan": f"jacsparse, schedule {settings.schedule}",
+        "leapfrog": f"leapfrogging, {settings.threads} threads",
+    }
+    backward = by_ours.get(settings.backward, "back-propagation")
     return f"{settings.task} on {data.source}, {backward}\ntest accuracy: {figures}"
 
 
@@ -201,7 +208,7 @@ class _Run:
     done: int = 0
     points: list[Point] = field(default_factory=list)
     accuracy: dict[str, float] = field(default_factory=dict)
-    # The model, or the scan around it.
+    # The model, or what back-propagates around it.
     runner: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
 
@@ -339,8 +346,10 @@ def _as_float(inputs: torch.Tensor) -> torch.Tensor:
 def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
     if settings.backward == "bp":
         return model
-    from ..nn import Scan
+    from ..nn import Leapfrog, Scan
 
+    if settings.threads is not None:
+        return Leapfrog(model, threads=settings.threads)
     if isinstance(model, SequenceClassifier):
         return model.scan(settings.schedule)
     return Scan(model, schedule=settings.schedule)

@@ -21,8 +21,9 @@ def train(
     ] = None,
     features: Annotated[str | None, typer.Option(help="Features of sounds: S, M or L (Table 4.2).")] = None,
     skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out damaged sound files.")] = False,
-    backward: Annotated[str, typer.Option(help="Back-propagation (bp) or scan.")] = "bp",
+    backward: Annotated[str, typer.Option(help="Back-propagation (bp), leapfrog or scan.")] = "bp",
     schedule: Annotated[str | None, typer.Option(help="Schedule of the scan, as for jacsparse flop.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of leapfrog.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of training.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples per iteration.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="Optimizer: sgd or adam.")] = None,
@@ -38,13 +39,13 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
 ) -> None:
-    """Train a model, by back-propagation or by scan; prune and retrain it."""
+    """Train a model, by back-propagation, leapfrogging or scan; prune and retrain it."""
     from .. import models
 
     options = {
         "data": data, "features": features, "skip_damaged": skip_damaged or None, "backward": backward,
-        "schedule": schedule, "epochs": epochs, "batch": batch, "optimizer": optimizer, "lr": lr,
-        "momentum": momentum, "prune": prune, "scope": scope, "retrain_epochs": retrain_epochs, "seed": seed,
+        "schedule": schedule, "threads": threads, "epochs": epochs, "batch": batch, "optimizer": optimizer,
+        "lr": lr, "momentum": momentum, "prune": prune, "scope": scope, "retrain_epochs": retrain_epochs, "seed": seed,
         "out": out,
     }  # fmt: skip
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}

@@ -1,5 +1,15 @@
 """Ways of training in which layers do not wait for each other."""
 
-from .leapfrog import Leapfrogger, check_threads, layers_of_worker, leapfrog_backward
+from .leapfrog import Leapfrogger, check_threads, leapfrog_backward
+from .leapfrog_times import Event, Timelines, leapfrog_critical_path, leapfrog_saving, simulate_leapfrog
 
-__all__ = ["Leapfrogger", "check_threads", "layers_of_worker", "leapfrog_backward"]
+__all__ = [
+    "Event",
+    "Leapfrogger",
+    "Timelines",
+    "check_threads",
+    "leapfrog_backward",
+    "leapfrog_critical_path",
+    "leapfrog_saving",
+    "simulate_leapfrog",
+]

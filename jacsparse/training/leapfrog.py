@@ -15,10 +15,10 @@ from ..scan import backward_by
 from ..stages import Record, pull_back_by_nodes, pull_back_input, refuse_hooks
 
 
-def check_threads(threads: int) -> int:
+def check_threads(threads: int | None) -> int:
     """Return a number of threads; raise ValueError where it is no integer of at least 1."""
     try:
-        number = index(threads)
+        number = index(threads)  # type: ignore[arg-type]
     except TypeError:
         number = 0
     if number < 1 or isinstance(threads, bool):
@@ -26,21 +26,31 @@ def check_threads(threads: int) -> int:
     return number
 
 
-def layers_of_worker(layers: int, threads: int, worker: int) -> range:
-    """The layers, numbered from the output, whose gradients a worker computes.
+def shares(weighted: Sequence[int], depth: int, threads: int) -> list[tuple[Sequence[int], int]]:
+    """The layers whose gradients each worker computes, and the number of layers that it goes back through.
 
-    The printed Algorithm 1 misses layer L, and leaves the network where k is L or more; here each layer is one worker's.
+    The printed Algorithm 1 misses layer L, and leaves the network where k is L or more; here each layer has one worker.
+
+    Parameters
+    ----------
+    weighted : sequence of int
+        The layers with parameters, numbered from the output.
+    depth : int
+        The number of layers that the worker of the last one goes back through.
+    threads : int
+        The largest number of workers.
 
     Examples
     --------
-    >>> [list(layers_of_worker(8, 3, worker)) for worker in range(3)]
-    [[0, 3, 6], [1, 4, 7], [2, 5]]
+    >>> shares(range(8), 8, threads=3)
+    [(range(0, 8, 3), 7), (range(1, 8, 3), 8), (range(2, 8, 3), 6)]
     """
-    return range(worker, layers, threads)
+    parts = [weighted[worker::threads] for worker in range(min(threads, len(weighted)))] or [weighted]
+    return [(part, depth if part[-1:] == weighted[-1:] else part[-1] + 1) for part in parts]
 
 
 def leapfrog_backward(module: nn.Module, x: torch.Tensor, grad_output: torch.Tensor, *, threads: int) -> torch.Tensor:
-    """Run a module forward and, by leapfrogging, back: return the gradient of `x`, and add the parameters' to ``.grad``.
+    """Run a module forward and leapfrog back: return the gradient of `x`, and add those of the parameters to ``.grad``.
 
     Each thread repeats the recursion of errors (equation 5) over all layers, and computes the gradients of weights and
     biases (equations 6 and 7) of every k-th layer. They are autograd's.
@@ -75,7 +85,7 @@ def leapfrog_backward(module: nn.Module, x: torch.Tensor, grad_output: torch.Ten
     Y. Saraiya, *Leapfrogging for parallelism in deep neural networks*, Algorithm 1, without its prologue: each thread
     starts from the output's gradient, so that none waits for a parent. PyTorch's own back-propagation already uses all
     cores within an operator. Leapfrogging saves time where these are too small for that, and only of the gradients of
-    weights: `jacsparse.training.simulate` tells how much.
+    weights: `jacsparse.training.simulate_leapfrog` tells how much.
 
     Examples
     --------
@@ -103,46 +113,39 @@ class Leapfrogger:
         refuse_hooks(records)
         if not records:
             return (gradient.reshape(len(gradient), *self.in_shape) if for_input else None), {}
-        tasks = self._tasks(records, gradient, set(externals), for_input)
-        _run(tasks, gradient.device)
-        gradients: dict[int, torch.Tensor] = {}
-        terms_of_stages = {number: terms for task in tasks for number, terms in task.terms.items()}
-        # Sums in the order of the stages, whichever worker was first.
-        for number in sorted(terms_of_stages, reverse=True):
-            for place, term in terms_of_stages[number].items():
-                gradients[place] = gradients[place] + term if place in gradients else term
-        return (next(task.gradient for task in tasks if not task.first) if for_input else None), gradients
-
-    def _tasks(
-        self, records: Sequence[Record], gradient: torch.Tensor, places: set[int], for_input: bool
-    ) -> list[_Task]:
-        # The stages with parameters, from the output, are the layers of the paper.
-        layers = [number for number in reversed(range(len(records))) if records[number].externals & places]
-        workers = range(min(self.threads, len(layers)) or int(for_input))
-        shares = [
-            [layers[layer] for layer in layers_of_worker(len(layers), self.threads, worker)] for worker in workers
+        backwards, places = records[::-1], set(externals)
+        weighted = [layer for layer, record in enumerate(backwards) if record.externals & places]
+        depth = len(records) if for_input else max(weighted, default=-1) + 1
+        tasks = [
+            _Task(backwards[:end], gradient, places, layers) for layers, end in shares(weighted, depth, self.threads)
         ]
-        # The worker of the last layer goes on to the input.
-        firsts = [0 if for_input and share[-1:] == layers[-1:] else share[-1] for share in shares]
-        return [_Task(records, gradient, places, *each) for each in zip(shares, firsts, strict=True)]
+        _run(tasks, gradient.device)
+        terms_of_layers = {layer: terms for task in tasks for layer, terms in task.terms.items()}
+        gradients: dict[int, torch.Tensor] = {}
+        # Sums in the order of the layers, whichever worker was first.
+        for layer in weighted:
+            for place, term in terms_of_layers[layer].items():
+                gradients[place] = gradients[place] + term if place in gradients else term
+        if not for_input:
+            return None, gradients
+        return next(task.gradient for task in tasks if len(task.records) == len(records)), gradients
 
 
 class _Task:
-    """What one worker does: the gradients of some stages' externals, and the recursion of errors down to the first."""
+    """What one worker does: the recursion of errors through some records, and the gradients of some layers."""
 
     def __init__(
-        self, records: Sequence[Record], gradient: torch.Tensor, places: set[int], stages: Sequence[int], first: int
+        self, records: Sequence[Record], gradient: torch.Tensor, places: set[int], layers: Sequence[int]
     ) -> None:
-        self.records, self.gradient, self.places, self.stages, self.first = records, gradient, places, stages, first
-        #: Gradients of externals, by stage and by place.
+        self.records, self.gradient, self.places, self.layers = records, gradient, places, layers
+        #: Gradients of externals, by layer and by place.
         self.terms: dict[int, dict[int, torch.Tensor]] = {}
 
     def run(self) -> None:
-        for number in reversed(range(self.first, len(self.records))):
-            record = self.records[number]
-            if number in self.stages:
+        for layer, record in enumerate(self.records):
+            if layer in self.layers:
                 asked = sorted(record.externals & self.places)
-                self.gradient, self.terms[number] = pull_back_by_nodes(record, self.gradient, asked)
+                self.gradient, self.terms[layer] = pull_back_by_nodes(record, self.gradient, asked)
             else:
                 self.gradient = pull_back_input(record, self.gradient)
 
@@ -155,8 +158,6 @@ class _Task:
 
 def _run(tasks: Sequence[_Task], device: torch.device) -> None:
     """Run each task on a thread of its own; an exception of one is raised when all have ended."""
-    if not tasks:
-        return
     threads, single = torch.get_num_threads(), threading.Semaphore(0)
 
     def run(task: _Task) -> None:
@@ -180,7 +181,7 @@ def _run(tasks: Sequence[_Task], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _own_stream(task: _Task, device: torch.device, caller: torch.cuda.Stream | None) -> Iterator[None]:
-    """Run the body on a new stream of a CUDA device, after the caller's work before and before the caller's work after."""
+    """Run the body on a new stream of a CUDA device, between the caller's work before and after."""
     if caller is None:
         yield
         return

@@ -186,14 +186,23 @@ def test_dropout_is_resumed_too(settings: TrainSettings, data: Dataset) -> None:
     assert curve(train(settings, data=few, resume=True).points) == curve(whole.points)
 
 
-@pytest.mark.parametrize("schedule", ["blelloch", "linear"])
-def test_scan_gives_the_same_curves(settings: TrainSettings, data: Dataset, schedule: str) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"backward": "scan", "schedule": "blelloch"},
+        {"backward": "scan", "schedule": "linear"},
+        {"backward": "leapfrog", "threads": 2},
+    ],
+)
+def test_other_backward_passes_give_the_same_curves(
+    settings: TrainSettings, data: Dataset, changes: dict[str, Any]
+) -> None:
     settings = dataclasses.replace(settings, out=None, epochs=1, retrain_epochs=1)
     bp = train(settings, data=data)
-    scan = train(dataclasses.replace(settings, backward="scan", schedule=schedule), data=data)
-    assert [p.train_loss for p in scan.points] == pytest.approx([p.train_loss for p in bp.points], rel=1e-4)
-    assert [p.train_loss for p in scan.points] != pytest.approx([p.train_loss for p in scan.points][:1] * 6, rel=1e-4)
-    for actual, expected in zip(scan.model.parameters(), bp.model.parameters(), strict=True):
+    ours = train(dataclasses.replace(settings, **changes), data=data)
+    assert [p.train_loss for p in ours.points] == pytest.approx([p.train_loss for p in bp.points], rel=1e-4)
+    assert [p.train_loss for p in ours.points] != pytest.approx([p.train_loss for p in ours.points][:1] * 6, rel=1e-4)
+    for actual, expected in zip(ours.model.parameters(), bp.model.parameters(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -267,7 +276,11 @@ def test_curves_as_tensors_and_pictures(tmp_path: Path) -> None:
             {"data": "mnist"},
             "data is 'mnist'; expected digits, cifar10:DIR, ",
         ),
-        ({"backward": "forward"}, "backward is 'forward'; expected one of bp, scan"),
+        ({"backward": "forward"}, "backward is 'forward'; expected one of bp, leapfrog, scan"),
+        ({"backward": "leapfrog"}, "threads is None; expected an integer of at least 1"),
+        ({"backward": "leapfrog", "threads": 0}, "threads is 0; expected an integer"),
+        ({"threads": 2}, "threads is 2, but backward is 'bp'; set backward to 'leapfrog'"),
+        ({"backward": "leapfrog", "threads": 2, "task": "irmas"}, "irmas has a single recurrent layer"),
         ({"schedule": "brent"}, "schedule"),
         ({"optimizer": "lion"}, "optimizer is 'lion'"),
         ({"decay": "step"}, "decay is 'step'"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import jacsparse
-from jacsparse.training import layers_of_worker, leapfrog
 from tests.example_models import lenet, small
 from tests.helpers import close
 
@@ -76,6 +73,10 @@ class Constant(nn.Module):
         return x.clamp(1e3, 2e3)
 
 
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(6, 2, 7, 0.0, batch_first=True)
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convolutions, ReLU, max-pooling": (lenet, (3, 32, 32)),
     "normalisation, in place, dilation": (small, (2, 9, 9)),
@@ -86,7 +87,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "a layer used twice": (twice, (5,)),
     "parametrised": (parametrised, (5,)),
     "gates": (lambda: nn.Sequential(Gate(), nn.Linear(5, 5), nn.LayerNorm(5), Gate(), nn.PReLU(5)), (5,)),
-    "attention": (lambda: nn.Sequential(*[nn.TransformerEncoderLayer(6, 2, 7, 0.0, batch_first=True) for _ in range(3)]), (4, 6)),
+    "attention": (lambda: nn.Sequential(*[encoder() for _ in range(3)]), (4, 6)),
     "a single layer": (lambda: nn.Linear(5, 2), (5,)),
     "no parameters": (lambda: nn.Sequential(nn.Tanh(), nn.Flatten()), (2, 3)),
     "no stages": (nn.Flatten, (2, 3)),
