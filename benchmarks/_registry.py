@@ -7,6 +7,7 @@ from .flop_analysis import FlopAnalysis
 from .gru_breakdown import GruBreakdown
 from .jacobian_generation import JacobianGeneration
 from .kernel_resources import KernelResources
+from .leapfrog import Leapfrog
 from .lenet_convergence import LenetConvergence
 from .parallel_forward import ParallelForward
 from .recurrent_convergence import RecurrentConvergence
@@ -26,6 +27,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         FlopAnalysis(),
         WholeJacobian(),
         TriangularSolvers(),
+        Leapfrog(),
         LenetConvergence(),
         RnnSensitivity(),
         RecurrentShapes(),

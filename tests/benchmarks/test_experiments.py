@@ -27,6 +27,7 @@ from benchmarks.flop_analysis import FlopAnalysis
 from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.jacobian_generation import JacobianGeneration, printed_algorithms
 from benchmarks.kernel_resources import KernelResources
+from benchmarks.leapfrog import Leapfrog
 from benchmarks.lenet_convergence import LenetConvergence, loss_curves
 from benchmarks.parallel_forward import ParallelForward
 from benchmarks.recurrent_convergence import RecurrentConvergence, Task
@@ -54,6 +55,7 @@ SMALL: list[Experiment] = [
     FlopAnalysis(build=lambda _: Trained(small_network(), torch.randn(2, 2, 6, 6), {"retrained": 0.9})),
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
     TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2),
+    Leapfrog(depths=(1, 5), widths=(2, 3), batch=2, most=2),
     LenetConvergence(iterations=2, batch=4),
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
     RecurrentShapes(sizes=(3, 40), times=(2, 70), batches=(1, 3)),

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils.flop_counter import FlopCounterMode
 
 import jacsparse
+from jacsparse.stages import Record, chain, pull_back_by_nodes, pull_back_input
+from jacsparse.training import leapfrog, leapfrog_critical_path, leapfrog_saving, simulate_leapfrog
 from tests.example_models import lenet, small
 from tests.helpers import close
 
@@ -134,3 +141,216 @@ def test_any_chain(name: str, threads: int) -> None:
     module = build().double()
     for batch in (0, 1, 4):
         check(module, torch.randn(batch, *shape, dtype=torch.float64), threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_float32_on_one_thread_has_autograd_s_bits(threads: int) -> None:
+    module, x = lenet(), torch.randn(4, 3, 32, 32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        runners = (module, jacsparse.nn.Leapfrog(module, threads=threads))
+        computed = [gradients(module, lambda run=run: step(run, x)) for run in runners]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(*pair) for pair in zip(*computed, strict=True))
+
+
+def step(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A pass forward and back; the gradient of the input."""
+    leaf = x.clone().requires_grad_()
+    module(leaf).square().sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("layers", range(1, 21))
+@pytest.mark.parametrize("threads", range(1, 25))
+def test_each_layer_has_one_worker(layers: int, threads: int) -> None:
+    parts = leapfrog.shares(range(layers), layers, threads)
+    assert len(parts) == min(layers, threads)
+    assert sorted(layer for part, _ in parts for layer in part) == list(range(layers))
+    assert all(depth == part[-1] + 1 for part, depth in parts) and max(depth for _, depth in parts) == layers
+
+
+def test_each_weight_s_gradient_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: Counter[tuple[str, bool]] = Counter()
+
+    def counted(record: Record, gradient: torch.Tensor, externals: Sequence[int]) -> Any:
+        passes[record.stage.path, True] += 1
+        return pull_back_by_nodes(record, gradient, externals)
+
+    monkeypatch.setattr(leapfrog, "pull_back_by_nodes", counted)
+    module = feed_forward(7)
+    jacsparse.leapfrog_backward(module, torch.ones(2, 5).double(), torch.ones(2, 5).double(), threads=3)
+    assert passes == {(str(2 * layer), True): 1 for layer in range(7)}
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(5, 5), lambda: nn.Conv2d(2, 3, 3), lambda: Residual(2, True)])
+def test_the_recursion_of_errors_alone_omits_the_gradients_of_weights(build: Callable[[], nn.Module]) -> None:
+    module = build()
+    x = torch.randn(3, 5) if isinstance(module, nn.Linear) else torch.randn(3, 2, 6, 6)
+    (record,) = chain(module, x.shape[1:]).run(x)
+    gradient, flop = torch.randn_like(record.output), []
+    for places in (sorted(record.externals), []):
+        with FlopCounterMode(display=False) as counter:
+            if places:
+                expected, _ = pull_back_by_nodes(record, gradient, places)
+            else:
+                assert torch.equal(pull_back_input(record, gradient), expected)
+        flop.append(counter.get_total_flops())
+    assert flop[0] == 2 * flop[1] > 0
+
+
+class Picky(nn.Module):
+    """Two layers; an operator of the second one fails in a backward pass where it is told to."""
+
+    def __init__(self, features: int = 5) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(features, features), nn.Linear(features, features)
+        self.scale = nn.Parameter(torch.ones(features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh() * self.scale)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_nothing_is_accumulated_where_a_worker_fails(threads: int) -> None:
+    module, x = Picky(), torch.randn(2, 5)
+    before = torch.get_num_threads()
+    y = jacsparse.nn.Leapfrog(module, threads=threads)(x)
+    with torch.no_grad():
+        module.scale.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.get_num_threads() == before
+    jacsparse.leapfrog_backward(module, x, torch.ones(2, 5), threads=threads)
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_gradients_accumulate_and_the_module_is_part_of_autograd() -> None:
+    module, x = feed_forward(5), torch.randn(3, 5, dtype=torch.float64)
+    runner = jacsparse.nn.Leapfrog(module, threads=2)
+    expected = [2 * gradient for gradient in gradients(module, lambda: step(module, x))]
+    computed = gradients(module, lambda: step(runner, x) + step(runner, x))
+    for ours, reference in zip(computed, expected, strict=True):
+        close(ours, reference, 1e-12)
+    assert "threads=2" in repr(runner) and runner.state_dict().keys() == {f"module.{n}" for n in module.state_dict()}
+
+
+def test_dropout_has_the_draw_of_the_forward_pass() -> None:
+    module, x = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 5), nn.Tanh()), torch.randn(3, 5)
+    expected, computed = (
+        (torch.manual_seed(0), gradients(module, lambda run=run: step(run, x)))[1]
+        for run in (module, jacsparse.nn.Leapfrog(module, threads=2))
+    )
+    for ours, reference in zip(computed, expected, strict=True):
+        close(ours, reference, 1e-5)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16)])
+def test_modes_of_the_caller(mode: Callable[[], Any]) -> None:
+    module, x = feed_forward(4).float(), torch.randn(3, 5)
+    with mode():
+        output = module(x)
+    expected = gradients(module, lambda: step_under(mode, module, x, torch.ones_like(output)))
+
+    def leapfrogging() -> torch.Tensor:
+        with mode():
+            return jacsparse.leapfrog_backward(module, x, torch.ones_like(output), threads=2)
+
+    for ours, reference in zip(gradients(module, leapfrogging), expected, strict=True):
+        close(ours, reference, 1e-5)
+
+
+def step_under(mode: Callable[[], Any], module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    leaf = x.clone().requires_grad_()
+    with mode(), torch.enable_grad():
+        y = module(leaf)
+    y.backward(gradient)
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def test_concurrent_callers_and_their_threads() -> None:
+    before = torch.get_num_threads()
+    cases = [(feed_forward(layers), torch.randn(3, 5, dtype=torch.float64), layers) for layers in range(2, 8)]
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(check, *case) for case in cases]:
+            future.result()
+    counts = []
+    newcomer = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+    newcomer.start()
+    newcomer.join()
+    assert counts == [before] == [torch.get_num_threads()]
+
+
+def test_workers_run_on_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[tuple[int, int]] = []
+
+    def noted(record: Record, gradient: torch.Tensor, externals: Sequence[int]) -> Any:
+        counts.append((threading.get_ident(), torch.get_num_threads()))
+        time.sleep(0.01)
+        return pull_back_by_nodes(record, gradient, externals)
+
+    monkeypatch.setattr(leapfrog, "pull_back_by_nodes", noted)
+    check(feed_forward(6), torch.randn(3, 5, dtype=torch.float64), 3)
+    assert {count for _, count in counts} == {1} and len({thread for thread, _ in counts}) == 3
+
+
+@pytest.mark.parametrize("threads", [0, -1, 2.0, True, "2", None])
+def test_bad_threads(threads: Any) -> None:
+    with pytest.raises(
+        ValueError, match="threads is .*; expected an integer of at least 1, such as the number of cores"
+    ):
+        jacsparse.leapfrog_backward(nn.Linear(2, 2), torch.ones(1, 2), torch.ones(1, 2), threads=threads)
+    with pytest.raises(ValueError, match="threads is"):
+        jacsparse.nn.Leapfrog(nn.Linear(2, 2), threads=threads)
+
+
+def test_what_backward_refuses_is_refused() -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"^1: backward runs the forward again"):
+        jacsparse.leapfrog_backward(nn.Sequential(nn.ReLU(), nn.Dropout()), x, x, threads=2)
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="batch normalisation in training mode"):
+        jacsparse.leapfrog_backward(nn.BatchNorm1d(3), x, x, threads=2)
+    with pytest.raises(ValueError, match="expected that of the output"):
+        jacsparse.leapfrog_backward(nn.Linear(3, 2), x, x, threads=2)
+    with pytest.raises(TypeError, match="x is a list"):
+        jacsparse.leapfrog_backward(nn.Linear(3, 2), [1.0], x, threads=2)  # type: ignore[arg-type]
+    hooked = nn.Sequential(nn.Linear(3, 3))
+    hooked[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="a backward hook"):
+        jacsparse.leapfrog_backward(hooked, x, x, threads=2)
+
+
+def test_published_savings() -> None:
+    assert leapfrog_saving(0, 0, 1, threads=8) == 0.875
+    assert [leapfrog_saving(1, 2, 3, threads=k) for k in (1, 2, 4)] == [0, 0.25, 0.375]
+    # Algorithm 1 as printed covers the layers 2 to 15 of 16.
+    assert round(1 - leapfrog_critical_path(14, threads=8) / 14, 2) == 0.43
+    assert leapfrog_critical_path(5, threads=1) == 5 == leapfrog_critical_path(5, threads=99)
+
+
+@pytest.mark.parametrize("threads", range(1, 10))
+def test_timelines_are_those_of_a_plain_loop(threads: int) -> None:
+    errors, weights = [3.0, 1.0, 2.0, 5.0, 1.0, 4.0, 1.0], [2.0, 0.0, 7.0, 1.0, 0.0, 3.0, 8.0]
+    timelines = simulate_leapfrog(errors, weights, threads)
+    weighted = [layer for layer in range(7) if weights[layer]]
+    for worker, events in enumerate(timelines.workers):
+        layers = weighted[worker::threads]
+        last = 6 if 6 in layers else layers[-1]
+        assert events[-1].end == sum(errors[: last + 1]) + sum(weights[layer] for layer in layers)
+        assert [event.layer for event in events if event.equation == 7] == layers
+        assert all(before.end == after.begin for before, after in zip(events, events[1:], strict=False))
+    assert timelines.seconds == max(events[-1].end for events in timelines.workers)
+    if threads == 1:
+        assert timelines.seconds == sum(errors) + sum(weights)
+
+
+def test_timelines_without_parameters_and_of_unequal_lengths() -> None:
+    assert simulate_leapfrog([1, 2], [0, 0], threads=2).seconds == 3
+    assert simulate_leapfrog([], [], threads=2).seconds == 0
+    with pytest.raises(ValueError, match="errors has 1 layers and gradients 2"):
+        simulate_leapfrog([1], [1, 2], threads=2)

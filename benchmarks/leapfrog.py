@@ -1,0 +1,225 @@
+"""Leapfrogging over depth and width, measured beside its predicted times."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import jacsparse
+from jacsparse.training import leapfrog_critical_path, leapfrog_saving, simulate_leapfrog
+
+from ._context import Context
+from ._experiment import Experiment, Row, compare
+
+__all__ = ["Leapfrog"]
+
+_PEER = "back-propagation, one thread"
+_ALL_CORES = "back-propagation, all cores"
+#: Predictions of the time, and their lines in the figure.
+_PREDICTIONS = {"equation 10": "--", "critical path of Algorithm 1": ":", "simulated timelines": "-"}
+
+
+class _Seconds(NamedTuple):
+    """Seconds of a layer's equations 2, 5 and 7."""
+
+    forward: float
+    errors: float
+    gradients: float
+
+
+@dataclass(frozen=True)
+class Leapfrog(Experiment):
+    """Networks of equal layers with sigmoids, as the paper has them."""
+
+    depths: tuple[int, ...] = (4, 16, 64)
+    widths: tuple[int, ...] = (128, 512, 1024)
+    batch: int = 256
+    #: The most threads; by default the number of cores.
+    most: int | None = None
+
+    name = "leapfrog"
+    title = "Leapfrogging: a pass forward and back"
+    source = "Saraiya, equations 8 to 10: the paper has no measurements of its own"
+
+    def run(self, context: Context) -> list[Row]:
+        speeds = _speeds(context.under("threads"), range(1, (self.most or _cores()) + 1))
+        return [
+            row for width in self.widths for depth in self.depths for row in self._rows(context, depth, width, speeds)
+        ]
+
+    def _rows(self, context: Context, depth: int, width: int, speeds: dict[int, float]) -> list[Row]:
+        group = f"{depth} layers of {width} units, batch {self.batch}"
+        module, x, gradient = _network(depth, width, self.batch)
+        everything = {_ALL_CORES: partial(_step, module, module, x, gradient)}
+        timings = context.under(group).times(everything)
+        steps = {
+            _label(k): partial(_step, jacsparse.nn.Leapfrog(module, threads=k), module, x, gradient) for k in speeds
+        }
+        parts = _parts(module, x, gradient)
+        with _one_thread():
+            timings |= context.under(group).times({_PEER: everything[_ALL_CORES], **steps, **parts})
+        problems = [timings[name].problem for name in parts if timings[name].problem]
+        if problems:
+            return [Row.missing(label, problems[0], group=group) for label in (_PEER, *steps)]
+        forward, errors, both = (statistics.median(timings[name].seconds) / depth for name in parts)
+        seconds = _Seconds(forward, errors, max(0.0, both - errors))
+        data = {"depth": depth, "width": width}
+        peer = Row.timed(_PEER, timings[_PEER], group=group, role="peer", data=data)
+        rows = []
+        for k, speed in speeds.items():
+            fields = {"group": group, "note": _note(k, speed), "data": {**data, "threads": k}}
+            row = Row.timed(_label(k), timings[_label(k)], **fields)
+            rows.append(Row(**{**vars(row), "comparisons": compare(f"{_PEER} / leapfrog", peer, row)}))
+        simulated = sorted({*speeds, *(2**power for power in range(depth.bit_length())), depth})
+        predictions = [row for k in simulated for row in _predicted(seconds, k, depth, group, data)]
+        return [*rows, peer, Row.timed(_ALL_CORES, timings[_ALL_CORES], group=group, role="peer"), *predictions]
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        from jacsparse.figures import new_figure, save_figure
+
+        figure, panels = new_figure(max(8.0, 3.6 * len(self.widths) + 1), 4.2, columns=len(self.widths))
+        for axes, width in zip(panels if len(self.widths) > 1 else [panels], self.widths, strict=True):
+            self._panel(axes, [row for row in rows if row.data.get("width") == width and row.median is not None])
+            axes.set_title(f"{width} units", fontsize=9)
+        figure.axes[0].set_ylabel("share of the pass that is saved")
+        figure.legend(handles=self._handles(), fontsize=8, frameon=False, loc="outside lower center", ncols=4)
+        figure.suptitle(f"{self.title}, batch {self.batch}, against back-propagation on one thread", fontsize=10)
+        save_figure(figure, path)
+
+    def _handles(self) -> list[Any]:
+        from matplotlib.lines import Line2D
+
+        depths = [
+            Line2D([], [], color=_colour(place), label=f"{depth} layers") for place, depth in enumerate(self.depths)
+        ]
+        styles = [Line2D([], [], color="black", linestyle=style, label=name) for name, style in _PREDICTIONS.items()]
+        return [*depths, *styles, Line2D([], [], color="black", marker="o", linestyle="none", label="measured")]
+
+    def _panel(self, axes: Any, rows: Sequence[Row]) -> None:
+        for place, depth in enumerate(self.depths):
+            of_depth = [row for row in rows if row.data.get("depth") == depth]
+            for prediction, style in _PREDICTIONS.items():
+                points = [row.data for row in of_depth if row.data.get("prediction") == prediction]
+                threads, savings = ([point[name] for point in points] for name in ("threads", "saving"))
+                axes.plot(threads, savings, linestyle=style, color=_colour(place), linewidth=1)
+            peer = next((row.median for row in of_depth if row.label == _PEER), None)
+            measured = {row.data["threads"]: row.median for row in of_depth if row.label.startswith("leapfrog")}
+            if peer is not None:
+                axes.plot([*measured], [1 - time / peer for time in measured.values()], "o", color=_colour(place))
+        axes.axhline(0, color="black", linewidth=0.6)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.set_xlabel("threads k")
+
+
+def _colour(place: int) -> str:
+    from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
+
+    return (BLUE, ORANGE, GREEN, PURPLE, SKY)[place % 5]
+
+
+def _label(threads: int) -> str:
+    return f"leapfrog, k = {threads}"
+
+
+def _predicted(seconds: _Seconds, threads: int, depth: int, group: str, data: dict[str, Any]) -> list[Row]:
+    """Rows of the times of a pass, forward and back, by each prediction."""
+    forward, errors, gradients = seconds
+    whole = depth * sum(seconds)
+    times = (
+        whole * (1 - leapfrog_saving(*seconds, threads)),
+        depth * (forward + errors) + leapfrog_critical_path(depth, threads) * gradients,
+        depth * forward + simulate_leapfrog([errors] * depth, [gradients] * depth, threads).seconds,
+    )
+    return [
+        Row.of_value(
+            f"{prediction}, k = {threads}",
+            time,
+            "predicted time",
+            "s",
+            group=group,
+            role="reference",
+            note=f"{1 - time / whole:.0%} saved",
+            data={**data, "threads": threads, "prediction": prediction, "saving": 1 - time / whole},
+        )
+        for prediction, time in zip(_PREDICTIONS, times, strict=True)
+    ]
+
+
+def _network(depth: int, width: int, batch: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    module = nn.Sequential(*[part for _ in range(depth) for part in (nn.Linear(width, width), nn.Sigmoid())])
+    return module, torch.randn(batch, width), torch.randn(batch, width)
+
+
+def _step(runner: nn.Module, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:
+    """One pass forward and back."""
+    module.zero_grad()
+    runner(x.detach().requires_grad_()).backward(gradient)
+
+
+def _parts(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """The forward pass, the recursion of errors alone, and both it and the gradients of weights, by PyTorch."""
+    leaf = x.detach().requires_grad_()
+    output = module(leaf)
+    back = partial(torch.autograd.grad, output, grad_outputs=gradient, retain_graph=True)
+    return {
+        "forward": lambda: module(leaf),
+        "errors": lambda: back(inputs=[leaf]),
+        "errors and gradients": lambda: back(inputs=[leaf, *module.parameters()]),
+    }
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run the body on one thread of PyTorch's, as each worker runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _speeds(context: Context, counts: Sequence[int]) -> dict[int, float]:
+    """For each number of threads, the speed of products on each of them at once, as a multiple of one thread's."""
+    matrix = torch.randn(512, 512)
+
+    def products(pool: ThreadPoolExecutor, threads: int) -> None:
+        list(pool.map(lambda _: torch.mm(matrix, matrix), range(8 * threads)))
+
+    with _one_thread(), contextlib.ExitStack() as pools:
+        functions = {
+            str(k): partial(products, pools.enter_context(ThreadPoolExecutor(k, initializer=_single)), k)
+            for k in counts
+        }
+        timings = context.times(functions, seconds=context.seconds / 4)
+    medians = {k: statistics.median(timings[str(k)].seconds) for k in counts}
+    return {k: k * medians[counts[0]] / median for k, median in medians.items()}
+
+
+def _single() -> None:
+    # PyTorch first sets a new thread's count to the process's, and that only where the count is asked for.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
+def _note(threads: int, speed: float) -> str:
+    if threads == 1:
+        return ""
+    shared = "; the threads share cores" if speed < 0.9 * threads else ""
+    return f"independent products on {threads} threads run {speed:.2g} times as fast as on one{shared}"
