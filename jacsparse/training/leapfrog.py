@@ -173,7 +173,7 @@ def _run(tasks: Sequence[_Task], device: torch.device) -> None:
         futures = [pool.submit(run, task) for task in tasks]
         for _ in tasks:
             single.acquire()
-        # `set_num_threads` also sets the count of the process's next threads.
+        # A worker's call has also set the count of the process's next threads.
         torch.set_num_threads(threads)
     for future in futures:
         future.result()

@@ -302,6 +302,14 @@ def test_checkpoints_are_taken(jac, tmp_path: Path) -> None:
     assert status == 2 and "lenet5" in err and "vgg11" in err
 
 
+def test_threads_are_of_leapfrog_alone(jac, tmp_path: Path) -> None:
+    arguments = ("train", "lenet5", "--epochs", 1, "--out", tmp_path / "model.safetensors")
+    status, _, err = jac(*arguments, "--threads", 2)
+    assert status == 2 and "threads is 2, but backward is 'bp'" in err
+    status, _, err = jac(*arguments, "--backward", "leapfrog", "--threads", 0)
+    assert status == 2 and "threads is 0; expected an integer of at least 1" in err
+
+
 LAYER = ("lenet5", "--layer", "features.0", "--out", "J.npz")
 BAD = {
     "model": (["flop", "vgg99"], "vgg99"),
