@@ -26,7 +26,7 @@ __all__ = ["Leapfrog"]
 _PEER = "back-propagation, one thread"
 _ALL_CORES = "back-propagation, all cores"
 #: Predictions of the time, and their lines in the figure.
-_PREDICTIONS = {"equation 10": "--", "critical path of Algorithm 1": ":", "simulated timelines": "-"}
+_PREDICTIONS: dict[str, Any] = {"equation 10": "--", "critical path of Algorithm 1": ":", "simulated timelines": "-"}
 
 
 class _Seconds(NamedTuple):
@@ -77,7 +77,7 @@ class Leapfrog(Experiment):
         peer = Row.timed(_PEER, timings[_PEER], group=group, role="peer", data=data)
         rows = []
         for k, speed in speeds.items():
-            fields = {"group": group, "note": _note(k, speed), "data": {**data, "threads": k}}
+            fields: dict[str, Any] = {"group": group, "note": _note(k, speed), "data": {**data, "threads": k}}
             row = Row.timed(_label(k), timings[_label(k)], **fields)
             rows.append(Row(**{**vars(row), "comparisons": compare(f"{_PEER} / leapfrog", peer, row)}))
         simulated = sorted({*speeds, *(2**power for power in range(depth.bit_length())), depth})
@@ -113,7 +113,11 @@ class Leapfrog(Experiment):
                 threads, savings = ([point[name] for point in points] for name in ("threads", "saving"))
                 axes.plot(threads, savings, linestyle=style, color=_colour(place), linewidth=1)
             peer = next((row.median for row in of_depth if row.label == _PEER), None)
-            measured = {row.data["threads"]: row.median for row in of_depth if row.label.startswith("leapfrog")}
+            measured = {
+                row.data["threads"]: row.median
+                for row in of_depth
+                if row.label.startswith("leapfrog") and row.median is not None
+            }
             if peer is not None:
                 axes.plot([*measured], [1 - time / peer for time in measured.values()], "o", color=_colour(place))
         axes.axhline(0, color="black", linewidth=0.6)

@@ -37,25 +37,30 @@ def pull_back_by_nodes(
 
 
 def pull_back_input(record: Record, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of a stage's input, without the work of those of its externals.
-
-    A node of autograd computes all gradients that its call has, under a lock of its own. So a stage with externals gets
-    nodes of its own here, of the same results, in which the externals are constants.
-    """
-    operations = record.stage.operations
-    if not record.externals or any(operation.random for operation in operations):
+    """The gradient of a stage's input, without the work of those of its externals."""
+    # An operator that draws must not run again, and whether its results take its place depends on PyTorch.
+    if not record.externals or any(operation.random for operation in record.stage.operations):
         return pull_back_by_nodes(record, gradient, ())[0]
+    return pull_back_by_copies(record, gradient)
+
+
+def pull_back_by_copies(record: Record, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a stage's input by new nodes of autograd, for the same results, in which externals are constants.
+
+    The run's own nodes compute all gradients that their calls have, each under a lock.
+    """
     with torch.enable_grad():
         leaf = record.input.detach().requires_grad_()
         vertices = {record.stage.start: leaf}
-        for operation in operations:
+        for operation in record.stage.operations:
             invocation = record.recording.invocations[operation.place]
             arguments = {
                 name: value.detach() if isinstance(value, torch.Tensor) else value
                 for name, value in invocation.arguments.items()
             }
             arguments |= {name: vertices[vertex] for name, vertex in operation.operands.items()}
-            with _Results(invocation):
+            edge = record.recording.edges[operation.vertex]
+            with _Results(invocation, None if edge is None else getattr(edge.node, "_saved_self", None)):
                 vertices[operation.vertex] = operation.evaluate(arguments)
         output = vertices[record.stage.stop]
     if not output.requires_grad:
@@ -68,11 +73,15 @@ def pull_back_input(record: Record, gradient: torch.Tensor) -> torch.Tensor:
 class _Results(TorchDispatchMode):
     """Returns what an operator has computed in a recorded run; runs it again only where that makes views or a list."""
 
-    def __init__(self, invocation: Invocation) -> None:
+    def __init__(self, invocation: Invocation, operand: torch.Tensor | None) -> None:
         super().__init__()
         self.invocation = invocation
+        #: The operand as autograd has saved it, where the operator has overwritten it.
+        self.overwritten = operand if invocation.writes else None
 
     def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if overload is torch.ops.aten.clone.default and self.overwritten is not None:
+            return self.overwritten.detach().clone()
         if overload is not self.invocation.overload:
             return overload(*args, **(kwargs or {}))
         results, returns = [result.detach() for result in self.invocation.results], overload._schema.returns

@@ -64,14 +64,16 @@ def parametrised() -> nn.Module:
 
 
 class Gate(nn.Module):
-    """An operator whose argument is a parameter's function, and one that overwrites its operand."""
+    """An operator whose argument is a parameter's function, and some that overwrite what autograd needs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.rand(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.scale.exp()).mul_(2).tanh_() + x
+        y = (x * self.scale.exp()).mul_(2).tanh_() + x
+        y = nn.functional.silu(y, inplace=True)
+        return y.mul_((x * self.scale).sigmoid()).add_(x)
 
 
 class Constant(nn.Module):

@@ -1,0 +1,34 @@
+"""Gradients by nodes of autograd's graph, and by copies of them, against autograd's engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from jacsparse.stages import Chains, pull_back, pull_back_by_nodes
+from jacsparse.stages.node_gradients import pull_back_by_copies
+from tests.patterns.operators import OPERATORS
+from tests.patterns.test_operators import fits
+
+
+@pytest.mark.parametrize("name", sorted(OPERATORS))
+@given(data=st.data(), seed=st.integers(0, 2**31 - 1))
+@settings(max_examples=4, deadline=None)
+def test_stages_of_each_operator(name: str, data: st.DataObject, seed: int) -> None:
+    module, shape = data.draw(OPERATORS[name])
+    assume(fits(module, shape, 3))
+    torch.manual_seed(seed)
+    _, run = Chains(module).of(torch.randn(3, *shape, dtype=torch.float64))
+    for record in run.records:
+        gradient, places = torch.randn_like(record.output), sorted(record.externals)
+        (expected,), of_externals = pull_back([record], gradient, [record], places, ())
+        by_nodes, by_nodes_of_externals = pull_back_by_nodes(record, gradient, places)
+        torch.testing.assert_close(by_nodes, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+        assert by_nodes_of_externals.keys() == of_externals.keys()
+        for place, reference in of_externals.items():
+            torch.testing.assert_close(by_nodes_of_externals[place], reference, rtol=1e-12, atol=1e-12, equal_nan=True)
+        if not any(operation.random for operation in record.stage.operations):
+            by_copies = pull_back_by_copies(record, gradient)
+            torch.testing.assert_close(by_copies, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
