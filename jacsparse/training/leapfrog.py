@@ -83,9 +83,9 @@ def leapfrog_backward(module: nn.Module, x: torch.Tensor, grad_output: torch.Ten
     Notes
     -----
     Y. Saraiya, *Leapfrogging for parallelism in deep neural networks*, Algorithm 1, without its prologue: each thread
-    starts from the output's gradient, so that none waits for a parent. PyTorch's own back-propagation already uses all
-    cores within an operator. Leapfrogging saves time where these are too small for that, and only of the gradients of
-    weights: `jacsparse.training.simulate_leapfrog` tells how much.
+    starts from the output's gradient, so that none waits for a parent. `jacsparse.training.simulate_leapfrog` predicts
+    the time. The baseline is back-propagation on one thread: on several, PyTorch's operators use all cores by
+    themselves. The threads' Python runs one at a time, so that narrow layers gain nothing.
 
     Examples
     --------

@@ -379,6 +379,9 @@ def test_empty_batch() -> None:
         jacsparse.nn.Scan(module, schedule=schedule)(x).sum().backward()
         assert x.grad is not None and x.grad.shape == x.shape
         assert all(parameter.grad is not None and not parameter.grad.any() for parameter in module.parameters())
+        with torch.no_grad():
+            x_gradient = jacsparse.backward(module, x, module(x), schedule=schedule)
+        assert x_gradient.shape == x.shape
 
 
 def test_chains_without_stages() -> None:
