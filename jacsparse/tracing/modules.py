@@ -114,7 +114,9 @@ def _is_mask(part: nn.Module, name: str) -> bool:
 
 def _restore(part: nn.Module, name: str, buffer: torch.Tensor, version: int, copy: torch.Tensor | None) -> None:
     """Undo writes to a buffer since a version of it."""
-    if buffer._version == version:
+    # Batch normalisation writes to its statistics without a new version of them.
+    silent = copy is not None and buffer.layout == torch.strided and not torch.equal(buffer, copy)
+    if buffer._version == version and not silent:
         if _is_mask(part, name):
             _LEAVE_MASKS.add(part)
     elif copy is not None:

@@ -166,3 +166,16 @@ def test_planning_enumerates_no_large_convolution(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Convolution, "csr", refuse)
     assert str(chain.order)
     assert chain.pattern == Pattern.of(Full(192, 2))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda net: jacsparse.verify(net, torch.randn(3, 5)), lambda net: jacsparse.jacobian_pattern(net, (5,))],
+    ids=["verify", "jacobian_pattern"],
+)
+def test_statistics_are_as_before(call) -> None:
+    # Batch normalisation writes to them without a new version of the tensors.
+    normalised = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2))
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="training mode"):
+        call(normalised)
+    assert not normalised[0].running_mean.any() and (normalised[0].running_var == 1).all()
