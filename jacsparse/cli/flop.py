@@ -58,7 +58,7 @@ def flop(
 
     from .. import count_flop
     from ..figures import check_figure
-    from ..flop import console
+    from ..terminal import console
 
     check_outputs(json, csv, plot)
     if plot is not None:

@@ -3,6 +3,6 @@
 from .counting import count_flop
 from .layer_flop import LayerFlop
 from .report import BaselineStep, FlopReport, FlopStep
-from .tables import console, totals
+from .tables import totals
 
-__all__ = ["BaselineStep", "FlopReport", "FlopStep", "LayerFlop", "console", "count_flop", "totals"]
+__all__ = ["BaselineStep", "FlopReport", "FlopStep", "LayerFlop", "count_flop", "totals"]

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..runtime import replacing
+from ..terminal import text
 from .figure import flop_figure
 from .layer_flop import LayerFlop
-from .tables import tables, text
+from .tables import tables
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from ..terminal import glossary, new_table, short
 from .layer_flop import LayerFlop
 
 if TYPE_CHECKING:
     from .report import FlopReport, FlopStep
-
-#: Columns of a line in a file or a pipe, which have no width.
-_WIDTH = 160
 
 #: The meaning of words and columns of every report.
 _WORDS = {
@@ -54,25 +50,6 @@ _CHOICE_WORDS = {
 }
 
 
-def console() -> Any:
-    """A Rich console that prints names as they are, and long lines if the output is no terminal."""
-    from rich.console import Console
-
-    result = Console(markup=False, emoji=False, highlight=False)
-    if not result.is_terminal and "COLUMNS" not in os.environ:
-        result.width = _WIDTH
-    return result
-
-
-def text(report: FlopReport) -> str:
-    """The tables of a report as text without colours, as wide as the terminal."""
-    from rich.console import Console
-
-    plain = Console(file=io.StringIO(), width=console().width, markup=False, emoji=False, highlight=False)
-    plain.print(report)
-    return "\n".join(line.rstrip() for line in plain.file.getvalue().splitlines())  # type: ignore[attr-defined]
-
-
 def tables(report: FlopReport) -> Iterator[Any]:
     """Everything that a report shows, in order."""
     words = _WORDS
@@ -85,7 +62,7 @@ def tables(report: FlopReport) -> Iterator[Any]:
     if report.layers:
         yield _layers(report)
         words = words | _LAYER_WORDS
-    yield _glossary(words)
+    yield glossary(words)
 
 
 def structure_name(report: FlopReport) -> str:
@@ -95,28 +72,9 @@ def structure_name(report: FlopReport) -> str:
     return f"structure observed on {report.samples} sample{'s' if report.samples > 1 else ''}"
 
 
-def _table(title: str) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def _glossary(words: Mapping[str, str]) -> Any:
-    """A grid with a line for each word."""
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for word, meaning in words.items():
-        table.add_row(word, meaning, style="dim")
-    return table
-
-
 def _steps(report: FlopReport) -> Any:
     """A table with a line for each step."""
-    table = _table(f"{report.name}: {report.schedule}, {structure_name(report)}")
+    table = new_table(f"{report.name}: {report.schedule}, {structure_name(report)}")
     for column in ("L", "phase", ""):
         table.add_column(column, no_wrap=True)
     # In a narrow terminal names and sizes are folded, so that no count loses its unit.
@@ -134,7 +92,7 @@ def _steps(report: FlopReport) -> Any:
 
 def totals(report: FlopReport) -> Any:
     """A table of the FLOP of back-propagation and of the scan, counted in the same ways."""
-    table = _table("FLOP of one sample's backward pass")
+    table = new_table("FLOP of one sample's backward pass")
     table.add_column("", overflow="fold")
     baselines = {each.structure: each for each in report.backpropagation}
     for column in ("activations", *(f"/ {name}" for name in baselines), "input", "weights"):
@@ -184,7 +142,7 @@ def _remarks(report: FlopReport) -> Iterator[str]:
 
 def _choices(report: FlopReport) -> Any:
     """A table with a line for each number of workers."""
-    table = _table("which schedule is done first")
+    table = new_table("which schedule is done first")
     names = list(dict.fromkeys(("linear", report.schedule)))
     for column in ("workers", *names, "balanced"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -192,15 +150,15 @@ def _choices(report: FlopReport) -> Any:
     table.add_column("holds", justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
     for choice in report.choices:
-        times = [_short(choice.times[name]) for name in (*names, f"balanced:{choice.workers}")]
-        space = _short(choice.space[choice.schedule])
+        times = [short(choice.times[name]) for name in (*names, f"balanced:{choice.workers}")]
+        space = short(choice.space[choice.schedule])
         table.add_row(str(choice.workers), *times, choice.schedule, space, choice.reason)
     return table
 
 
 def _layers(report: FlopReport) -> Any:
     """A table with a line for each module with weights, and one for their sum."""
-    table = _table("layers, one sample")
+    table = new_table("layers, one sample")
     table.add_column("layer", overflow="fold")
     for column in ("parameters", "zero", "forward", "sparse", "∇x", "sparse", "∇W", "sparse", "J nnz", "J MiB"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -223,7 +181,7 @@ def _layer_cells(layer: LayerFlop) -> tuple[str, ...]:
     sparse = (layer.forward_sparse, layer.backward_sparse - layer.weight_gradient_sparse, layer.weight_gradient_sparse)
     counts = (*chain(*zip(dense, sparse, strict=True)), layer.jacobian_nnz)
     size = f"{layer.jacobian_nbytes / 2**20:.1f}"
-    return _short(layer.parameters), f"{layer.sparsity:.3f}", *map(_short, counts), size
+    return short(layer.parameters), f"{layer.sparsity:.3f}", *map(short, counts), size
 
 
 def _cells(step: FlopStep) -> tuple[str, ...]:
@@ -235,25 +193,11 @@ def _cells(step: FlopStep) -> tuple[str, ...]:
         f"{step.left}·{step.right}",
         f"{step.m}×{step.k}×{step.n}",
         f"{step.sparsity:.4f}",
-        _short(step.flop),
-        _short(step.executed) if step.live and step.executed is not None else "",
+        short(step.flop),
+        short(step.executed) if step.live and step.executed is not None else "",
         mark,
     )
 
 
 def _ratio(value: float) -> str:
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
-
-
-def _short(count: float) -> str:
-    """A count in three digits, for a table.
-
-    Examples
-    --------
-    >>> _short(326_301_528), _short(999_600), _short(4096.0), _short(12.5)
-    ('326 M', '1.00 M', '4.10 k', '12.5')
-    """
-    for scale, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if count >= 0.9995 * scale:
-            return f"{count / scale:#.3g}".removesuffix(".") + unit
-    return f"{count:g}"
