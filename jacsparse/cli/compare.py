@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .inputs import check_outputs, load_model, make_samples, parse_numbers, submodule_at
 from .options import Checkpoint, Input, Model, Prune, Seed, Trust
+
+if TYPE_CHECKING:
+    from ..solvers import TriangularSolver
 
 
 def compare(
@@ -26,47 +32,93 @@ def compare(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of a recurrent layer's input to take. Default: all.")
     ] = None,
-    workers: Annotated[str, typer.Option(help="Predict times for these numbers of workers.")] = "1,4,16,64",
-    method: Annotated[list[str] | None, typer.Option(help="A solver, repeatable. Default: all.")] = None,
+    workers: Annotated[str, typer.Option(help="Count for these numbers of workers, as in 1,4,16.")] = "1,4,16,64",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A solver, with its options after a colon, as in jacobi, richardson:omega=0.9,limit=200 or "
+            "scan:schedule=blelloch:2; repeatable. Default: all but richardson, which is jacobi with omega 1."
+        ),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw predicted times over workers into this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw multiply-adds over workers into this file.")] = None,
     seed: Seed = 0,
 ) -> None:
     """Compare ways of back-propagation in parallel: steps, work, memory and time of each."""
-    import json as json_module
-
     from rich.console import Console
     from torch import nn
 
     from ..figures import check_figure
-    from ..flop import console
-    from ..runtime import replacing
     from ..solvers import compare as compare_solvers
-    from ..solvers import solver_of
+    from ..terminal import console
 
     check_outputs(json, plot)
     if plot is not None:
         check_figure(plot)
     counts = parse_numbers("--workers", workers, "numbers of workers, as in 1,4,16")
-    methods = None if not method else [solver_of(name) for name in method]
+    methods = [_solver(name) for name in method] if method else None
     module, shape, default_part = load_model(model, input, prune, checkpoint, seed, trust)
     path = part if part is not None else default_part
     x = make_samples(data, batch, shape, seed, module)
     analysed, x = submodule_at(module, path, "--part", x)
-    if isinstance(analysed, nn.RNN):
-        # `submodule_at` puts the batch first.
-        x = x if analysed.batch_first else x.transpose(0, 1)
+    name = f"{model}{f'.{path}' if path else ''}{'' if data == 'random' else f' on {data}'}"
     if steps is not None:
         if not isinstance(analysed, nn.RNN):
             raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
-        x = x[:, :steps] if analysed.batch_first else x[:steps]
-    with Console(stderr=True).status("preparing") as status:
-        comparison = compare_solvers(
-            analysed, x, workers=counts, methods=methods, progress=lambda name: status.update(f"solving by {name}")
-        )
+        if steps > x.shape[1]:
+            raise ValueError(f"--steps {steps} is more than the {x.shape[1]} steps that the input has")
+        x = x[:, :steps]
+    if isinstance(analysed, nn.RNN) and not analysed.batch_first:
+        # `submodule_at` puts the batch first.
+        x = x.transpose(0, 1)
+    errors = Console(stderr=True, highlight=False)
+    with errors.status("preparing") as status:
+
+        def announce(solver: str) -> None:
+            if errors.is_terminal:
+                status.update(f"solving by {solver}")
+            else:
+                errors.print(f"solving by {solver}", soft_wrap=True)
+
+        comparison = compare_solvers(analysed, x, workers=counts, methods=methods, progress=announce)
+    settings = {
+        "model": model, "part": path, "data": data, "prune": prune, "seed": seed,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+    }  # fmt: skip
+    comparison = replace(comparison, name=name, settings=settings)
     console().print(comparison)
     if json is not None:
-        with replacing(json) as temporary:
-            temporary.write_text(json_module.dumps(comparison.to_dict(), indent=1) + "\n", encoding="utf-8")
+        comparison.save_json(json)
     if plot is not None:
         comparison.plot(plot)
+
+
+def _solver(text: str) -> TriangularSolver:
+    """The solver that ``name:option=value,option=value`` names."""
+    from ..solvers import SOLVERS, solver_of
+
+    name, _, rest = text.partition(":")
+    if not rest or name not in SOLVERS:
+        return solver_of(name)
+    # A guess is a list of tensors, which a command line does not have.
+    kinds = {option.name: str(option.type) for option in fields(SOLVERS[name]) if option.name != "guess"}  # type: ignore[arg-type]
+    options = {}
+    for assignment in rest.split(","):
+        option, equals, value = assignment.partition("=")
+        if not equals or option not in kinds:
+            takes = f"takes {', '.join(kinds)}, as in {name}:{next(iter(kinds))}=..." if kinds else "has no options"
+            raise ValueError(f"--method {text}: there is no option {assignment!r}; {name} {takes}")
+        options[option] = _value(text, option, value, kinds[option])
+    return solver_of(name, **options)
+
+
+def _value(text: str, option: str, value: str, kind: str) -> object:
+    """A value of one of the types that an annotation names."""
+    try:
+        parsed = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        parsed = value
+    names = set(re.findall(r"\w+", kind))
+    if type(parsed).__name__ not in names | ({"int"} if "float" in names else set()) and parsed is not None:
+        raise ValueError(f"--method {text}: {option} is {value}; expected {kind}")
+    return parsed

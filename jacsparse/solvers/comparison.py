@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from operator import index
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._version import __version__
+from ..runtime import replacing
+from ..stages import check_input, recorded
+from ..terminal import text
+from ..tracing import check_module, undisturbed
+from .blocks import Work
+from .comparison_tables import WORDS, comparison_figure, tables
 from .complexity import iteration_pays, reduction_pays
+from .estimates import Estimate, estimates
+from .jacobi import Richardson
 from .propagation import propagation
-from .solver import Solution, TriangularSolver
-from .substitution import Substitution
+from .solver import TriangularSolver
 from .systems import BlockTriangular
 
 #: Multiply-adds from which on a solver is counted but not run.
@@ -32,112 +41,136 @@ class SolverFigures:
     ----------
     method : str
         The solver's name.
+    options : dict
+        Its options that are not the defaults.
     steps : int or None
-        Levels of products that wait for each other; None where it does not apply or was not run.
+        Levels of products that wait for each other: the paper's η of an iterative solver, whose steps are products with
+        the system's matrix. None where the solver does not apply.
     multiply_adds, entries : int or None
         The work, and the most entries of blocks that are stored at once beside those of the system.
     iterations : int or None
         Of an iterative solver.
     residual : float or None
-        What an iterative solver came to.
-    times : dict of int to float
-        Predicted seconds by the number of workers, at the rate of substitution on this machine.
+        The last residual of an iterative solver.
+    multiply_adds_until_done : dict of int to float
+        By the number of workers, the multiply-adds until the last level is done (`Work.time`). It is no prediction of
+        seconds, because products of matrices and of vectors run at different rates. None, as `seconds`, where the
+        solver did not settle.
     seconds : float or None
         Measured here.
     remark : str
-        Why there are no figures, or that it stopped at its limit.
+        Why figures are missing.
     """
 
     method: str
+    options: dict[str, Any] = field(default_factory=dict)
     steps: int | None = None
     multiply_adds: int | None = None
     entries: int | None = None
     iterations: int | None = None
     residual: float | None = None
-    times: dict[int, float] | None = None
+    multiply_adds_until_done: dict[int, float] | None = None
     seconds: float | None = None
     remark: str = ""
 
+    @property
+    def solved(self) -> bool:
+        """Whether it solved the system, or would if it ran."""
+        return self.multiply_adds_until_done is not None
 
-@dataclass(frozen=True)
+    @property
+    def label(self) -> str:
+        """The name and the options, as in ``richardson omega=0.9``."""
+        return " ".join((self.method, *(f"{name}={value}" for name, value in self.options.items())))
+
+
+@dataclass(frozen=True, repr=False)
 class SolverComparison:
-    """What `compare` returns; ``print`` shows it as a table.
+    """What `compare` returns; ``print`` shows it as tables.
 
     Attributes
     ----------
     rows : tuple of SolverFigures
         A row for each solver.
+    estimates : tuple of Estimate
+        The paper's equations beside counts, for equally wide, fully connected layers; else empty.
     layers, units, samples : int
         The system's depth l, its widest block n, and the batch r.
+    workers : tuple of int
+        The numbers of workers.
+    input_shape : tuple of int
+        Of the input, with the batch.
+    dtype, device : str
+        Of the input.
     threads : int
-        Threads that the measured times are of.
+        PyTorch's threads during the measurement.
+    name : str
+        What was compared: the module's class, or the model as named on the command line.
+    settings : dict
+        What else the figures depend on, such as the seed of the command line; part of `to_dict`.
     """
 
     rows: tuple[SolverFigures, ...]
+    estimates: tuple[Estimate, ...]
     layers: int
     units: int
     samples: int
+    workers: tuple[int, ...]
+    input_shape: tuple[int, ...]
+    dtype: str
+    device: str
     threads: int
+    name: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def __repr__(self) -> str:
+        return f"<SolverComparison of {self.name}: {', '.join(row.label for row in self.rows)}>"
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield from tables(self)
 
     @property
     def criterion(self) -> str:
-        """The paper's own criterion for this module, in words."""
+        """The paper's own criteria for this module (sections 4.1 and 4.2), in words."""
         bound = self.layers / math.log2(self.layers) if self.layers > 1 else 0.0
         direct = reduction_pays(self.layers, self.units, self.samples)
-        settled = (row.iterations for row in self.rows if row.iterations is not None and not row.remark)
-        fewest = min(settled, default=None)
         lines = [
-            f"Direct methods pay, says the paper, where r = {self.samples} >= n = {self.units} or "
-            f"l / log2 l = {bound:.1f} >= n: {'they would' if direct else 'they would not'}."
+            f"Direct methods pay, says the paper, where r = {self.samples} >= n = {self.units:,} or "
+            f"l / log2 l = {bound:.1f} >= n: {_verdict(direct)}."
         ]
-        if fewest is not None:
-            pays = "they would" if iteration_pays(self.layers, fewest) else "they would not"
-            lines.append(f"Iterative ones pay where η < l = {self.layers}: the fewest iterations are {fewest}; {pays}.")
+        settled = [row for row in self.rows if row.solved and row.iterations is not None and row.steps]
+        if settled:
+            best = min(settled, key=lambda row: row.steps or 0)
+            lines.append(
+                f"Iterative ones pay where η < l = {self.layers}, η being steps: the fewest are {best.steps}, by "
+                f"{best.label}; {_verdict(iteration_pays(self.layers, best.steps or 0))}."
+            )
         return " ".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures as plain values."""
-        return asdict(self)
+        """All figures as plain values, what they depend on, and what the words mean."""
+        versions = {"jacsparse": __version__, "torch": torch.__version__}
+        return {**asdict(self), "criterion": self.criterion, "versions": versions, "words": WORDS}
 
-    def __rich_console__(self, *_: Any) -> Iterator[Any]:
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("method", no_wrap=True)
-        workers = next((list(row.times) for row in self.rows if row.times), [])
-        for column in ("steps", "work", "stored", "iterations", "residual", *(f"p = {p}" for p in workers), "here"):
-            table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("", overflow="fold")
-        for row in self.rows:
-            figures = [
-                _count(row.steps), _count(row.multiply_adds), _count(row.entries), _count(row.iterations),
-                "" if row.residual is None else f"{row.residual:.1e}",
-                *(_time(row.times[p]) if row.times else "" for p in workers), _time(row.seconds),
-            ]  # fmt: skip
-            table.add_row(row.method, *figures, row.remark)
-        yield table
-        yield self.criterion
-        yield (
-            "steps: products that wait for each other; work: multiply-adds; stored: entries of blocks beside the "
-            f"system's; p: predicted time on p workers; here: measured on {self.threads} threads"
-        )
+    def save_json(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_dict` to a file."""
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the predicted time over the number of workers, a line for each solver."""
-        from ..figures import new_figure, save_figure
+        """Draw multiply-adds until the last level is done over the number of workers, a line for each solver.
 
-        figure, axes = new_figure(6.4, 4.4)
-        for row in self.rows:
-            if row.times:
-                axes.plot(list(row.times), list(row.times.values()), marker="o", markersize=3, label=row.method)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("workers")
-        axes.set_ylabel("predicted seconds")
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=8, frameon=False)
-        save_figure(figure, path)
+        Raises
+        ------
+        ImportError
+            Where matplotlib is not installed.
+        ValueError
+            Where no solver solved the system.
+        """
+        comparison_figure(self, path)
 
 
 def compare(
@@ -146,11 +179,13 @@ def compare(
     gradient: torch.Tensor | None = None,
     *,
     workers: Sequence[int] = (1, 4, 16, 64),
-    methods: Sequence[TriangularSolver] | None = None,
+    methods: Sequence[TriangularSolver | str] | None = None,
     seconds: float = SECONDS,
     progress: Callable[[str], None] | None = None,
 ) -> SolverComparison:
     """Solve a module's back-propagation by each solver, and count and time it.
+
+    The module's buffers are left as they are.
 
     Parameters
     ----------
@@ -161,9 +196,10 @@ def compare(
     gradient : Tensor, optional
         Of the output; random numbers where left out.
     workers : sequence of int
-        The numbers of workers to predict times for.
-    methods : sequence of TriangularSolver, optional
-        The solvers; by default, each with its default arguments.
+        The numbers of workers to count for.
+    methods : sequence of TriangularSolver or str, optional
+        The solvers, or their names. By default all but ``richardson``: with ω = 1 that is ``jacobi``, and with another
+        ω no number of iterations is exact, and its error decreases by ``|1 - ω|`` in each in the end.
     seconds : float
         For how long each solver is timed.
     progress : callable, optional
@@ -172,7 +208,7 @@ def compare(
     Raises
     ------
     TypeError, ValueError
-        Where workers are no positive integers, or the module or the input do not fit.
+        Where workers are no positive integers, there is no such solver, or the module or the input do not fit.
 
     Examples
     --------
@@ -181,26 +217,39 @@ def compare(
     >>> rows["substitution"].steps, rows["cyclic_reduction"].steps
     (4, 3)
     """
-    workers = _workers(workers)
-    if methods is None:
-        from . import SOLVERS
-
-        methods = [solver() for solver in SOLVERS.values()]
-    if gradient is None:
-        with torch.no_grad():
-            output = module(x)
-        output = output[0] if isinstance(output, tuple) else output
-        gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
-    system = propagation(module, x, gradient).system
-    rate = _measured(lambda: Substitution().solve(system), seconds) / max(
-        1, _counted(Substitution(), system).work.multiply_adds
-    )
-    rows = []
-    for method in methods:
+    numbers, solvers = _workers(workers), _solvers(methods)
+    check_input("x", x)
+    with undisturbed(check_module(module)):
+        if gradient is None:
+            shape = _output_shape(module, x)
+            gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x)
+        system = propagation(module, x, gradient).system
+    rows, iterative = [], dict[str, Work]()
+    for method in solvers:
+        name = SolverFigures(method.name, _options(method)).label
         if progress is not None:
-            progress(method.name)
-        rows.append(_figures(method, system, workers, rate, seconds))
-    return SolverComparison(tuple(rows), system.depth, max(system.sizes), system.batch, torch.get_num_threads())
+            progress(name)
+        row, work = _figures(method, system, numbers, seconds)
+        rows.append(row)
+        if work is not None and row.solved and row.iterations is not None:
+            iterative[name] = work
+    return SolverComparison(
+        tuple(rows),
+        estimates(system, iterative),
+        system.depth,
+        max(system.sizes),
+        system.batch,
+        numbers,
+        tuple(x.shape),
+        str(x.dtype).removeprefix("torch."),
+        str(x.device),
+        torch.get_num_threads(),
+        type(module).__name__,
+    )
+
+
+def _verdict(pays: bool) -> str:
+    return "they would" if pays else "they would not"
 
 
 def _workers(workers: Sequence[int]) -> tuple[int, ...]:
@@ -213,58 +262,69 @@ def _workers(workers: Sequence[int]) -> tuple[int, ...]:
     return numbers
 
 
-def _counted(method: TriangularSolver, system: BlockTriangular) -> Solution:
-    return method.solve(system.on_meta())
+def _solvers(methods: Sequence[TriangularSolver | str] | None) -> list[TriangularSolver]:
+    from . import SOLVERS, solver_of
+
+    if methods is None:
+        return [solver() for solver in SOLVERS.values() if solver is not Richardson]
+    if isinstance(methods, str) or not methods:
+        raise ValueError(f"methods is {methods!r}; expected a sequence of solvers or names, as in ['jacobi']")
+    return [solver_of(method) for method in methods]
 
 
-def _measured(solve: Callable[[], object], seconds: float) -> float:
+def _options(method: TriangularSolver) -> dict[str, Any]:
+    """The options of a solver that are not the defaults; those that are no plain value by their names or types."""
+    if not is_dataclass(method):
+        return {}
+    plain, options = int | float | str, {}
+    for option in fields(method):
+        value = getattr(method, option.name)
+        if value is not option.default and not (isinstance(value, plain) and value == option.default):
+            options[option.name] = value if isinstance(value, plain) else getattr(value, "name", type(value).__name__)
+    return options
+
+
+def _output_shape(module: nn.Module, x: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the output of which the gradient is taken; ValueError where the input does not fit."""
+    if not isinstance(module, nn.RNN):
+        return tuple(recorded(module, x).output.shape)
+    if x.ndim != 3 or x.shape[2] != module.input_size:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected three axes, the last of {module.input_size} features")
+    return (*x.shape[:2], module.hidden_size)
+
+
+def _median(solve: Callable[[], object], seconds: float) -> float:
     """The median time of a call; of one call where there is no time."""
     from torch.utils.benchmark import Timer
 
     timer = Timer("solve()", globals={"solve": solve}, num_threads=torch.get_num_threads())
-    solve()
     measurement = timer.blocked_autorange(min_run_time=seconds) if seconds else timer.timeit(1)
     return float(measurement.median)
 
 
 def _figures(
-    method: TriangularSolver, system: BlockTriangular, workers: Sequence[int], rate: float, seconds: float
-) -> SolverFigures:
-    obstacle = method.obstacle(system)
+    method: TriangularSolver, system: BlockTriangular, workers: Sequence[int], seconds: float
+) -> tuple[SolverFigures, Work | None]:
+    """A solver's figures, and the work that they count."""
+    figures, obstacle = SolverFigures(method.name, _options(method)), method.obstacle(system)
     if obstacle:
-        return SolverFigures(method.name, remark=obstacle)
-    solution = _counted(method, system) if method.direct else method.solve(system)
-    work, measured, remark = solution.work, None, "" if solution.converged else "did not settle"
-    if work.multiply_adds <= MOST:
-        measured = _measured(lambda: method.solve(system), seconds)
-    else:
-        remark = f"not timed: more than {MOST:.0e} multiply-adds"
-    return SolverFigures(
-        method.name,
-        work.steps,
-        work.multiply_adds,
-        work.entries,
-        None if method.direct else solution.iterations,
-        None if method.direct else solution.residual,
-        {p: work.time(p) * rate for p in workers},
-        measured,
-        remark,
+        return replace(figures, remark=obstacle), None
+    solution = method.solve(system.on_meta() if method.direct else system)
+    work, iterations = solution.work, None if method.direct else solution.iterations
+    figures = replace(
+        figures,
+        steps=work.steps,
+        multiply_adds=work.multiply_adds,
+        entries=work.entries,
+        iterations=iterations,
+        residual=solution.residual,
+        multiply_adds_until_done={p: work.time(p) for p in workers},
     )
-
-
-def _count(count: int | None) -> str:
-    if count is None:
-        return ""
-    for scale, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if count >= 0.9995 * scale:
-            return f"{count / scale:.3g}{unit}"
-    return str(count)
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    for scale, unit in ((1.0, " s"), (1e-3, " ms"), (1e-6, " µs")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g}{unit}"
-    return f"{seconds / 1e-9:.3g} ns"
+    if work.multiply_adds > MOST:
+        return replace(figures, remark=f"not timed: more than {MOST:.0e} multiply-adds"), work
+    if method.direct:
+        solution = method.solve(system)
+    if not solution.converged:
+        remark = "its solution is not finite" if method.direct else f"did not settle in {iterations} iterations"
+        return replace(figures, multiply_adds_until_done=None, remark=remark), work
+    return replace(figures, seconds=_median(lambda: method.solve(system), seconds)), work

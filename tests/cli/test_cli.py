@@ -222,15 +222,47 @@ def test_solvers_are_compared(jac, tmp_path: Path) -> None:
     status, out, err = jac("compare", *model, "--batch", "2", "--workers", "1,8", *files)
     assert status == 0, err
     assert "cyclic_reduction" in out and "p = 8" in out and "r = 2 >= n = 6" in out
-    rows = {row["method"]: row for row in json.loads(report.read_text())["rows"]}
+    assert "solving by jacobi" in err
+    figures = json.loads(report.read_text())
+    assert (figures["name"], figures["settings"]["seed"], figures["input_shape"]) == (model[0], 0, [2, 5])
+    rows = {row["method"]: row for row in figures["rows"]}
     assert rows["substitution"]["steps"] == 3 and rows["cyclic_reduction"]["steps"] == 2
     assert picture.stat().st_size
     status, out, err = jac("compare", "bitstream", "--steps", "4", "--method", "hybrid", "--method", "jacobi")
-    assert status == 0 and "hybrid" in out and "bicgstab" not in out, err
-    status, _, err = jac("compare", *model, "--method", "gauss")
-    assert status == 2 and "method is 'gauss'; expected one of substitution" in err
-    status, _, err = jac("compare", *model, "--steps", "3")
-    assert status == 2 and "--steps 3 is of no use: tests.cli.test_cli:small_chain is no recurrent layer" in err
+    assert status == 0 and "hybrid" in out and "solving by bicgstab" not in err, err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "gauss"], "method is 'gauss'; expected one of substitution"),
+        (["--method", "jacobi:omega=1"], "no option 'omega=1'; jacobi takes tolerance, limit"),
+        (["--method", "jacobi:limit=many"], "--method jacobi:limit=many: limit is many; expected int"),
+        (["--method", "jacobi:guess=1"], "no option 'guess=1'"),
+        (["--method", "substitution:depth=1"], "substitution has no options"),
+        (["--method", "jacobi:limit=1", "--plot", "none.png"], "nothing to draw into none.png: no solver solved"),
+        (["--steps", "3"], "--steps 3 is of no use: tests.cli.test_cli:small_chain is no recurrent layer"),
+        (["--input", "6"], "0: an input of shape (6,) does not fit Linear"),
+    ],
+    ids=lambda words: words[-1] if isinstance(words, list) else "",
+)
+def test_what_cannot_be_compared(
+    words: list[str], message: str, jac, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    monkeypatch.chdir(tmp_path)
+    status, _, err = jac("compare", "tests.cli.test_cli:small_chain", "--input", "5", *words)
+    assert status == 2 and message in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_of_solvers_and_steps(jac) -> None:
+    options = ["--method", "richardson:omega=0.9,limit=200", "--method", "cyclic_reduction:depth=1,nested=False"]
+    status, out, err = jac("compare", "bitstream", "--steps", "4", *options)
+    assert status == 0, err
+    assert "richardson limit=200 omega=0.9" in out and "cyclic_reduction depth=1 nested=False" in out
+    status, _, err = jac("compare", "bitstream", "--input", "1,9", "--steps", "10")
+    assert status == 2 and "--steps 10 is more than the 9 steps that the input has" in err
 
 
 def small_chain() -> nn.Module:

@@ -589,23 +589,6 @@ def test_dominance_is_checked_ahead_of_time() -> None:
     assert all(after <= 0.41 * before for before, after in zip(solution.history, solution.history[1:], strict=False))
 
 
-def test_comparison() -> None:
-    torch.manual_seed(0)
-    module = feed_forward([8] * 17, "tanh", 0)
-    comparison = solvers.compare(module, torch.randn(4, 8, dtype=torch.float64), workers=(1, 16), seconds=0.0)
-    rows = {row.method: row for row in comparison.rows}
-    assert list(rows) == list(SOLVERS)
-    assert rows["substitution"].steps == 16 and rows["cyclic_reduction"].steps == 5
-    assert rows["hybrid"].seconds is None and "no groups" in rows["hybrid"].remark
-    assert rows["jacobi"].iterations is not None and rows["jacobi"].iterations <= 16
-    assert rows["substitution"].times[1] == rows["substitution"].times[16] or rows["substitution"].times[16] > 0
-    assert "r = 4 >= n = 8 or l / log2 l = 4.0 >= n: they would not" in comparison.criterion
-    recurrent = solvers.compare(nn.RNN(2, 3, 2), torch.randn(9, 2, 2), workers=(1,), seconds=0.0)
-    assert {row.method for row in recurrent.rows if row.steps} == set(SOLVERS) - {"scan"}
-    with pytest.raises(ValueError, match=r"workers is \(0,\)"):
-        solvers.compare(module, torch.randn(4, 8, dtype=torch.float64), workers=(0,))
-
-
 def test_numbers_on_numpy_are_not_taken() -> None:
     with pytest.raises(TypeError, match=r"right\[0\] is a ndarray"):
         BlockBidiagonal([torch.eye(2)], [np.ones((1, 2))] * 2)

@@ -1,0 +1,127 @@
+"""The tables and the figure of a comparison of solvers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..terminal import glossary, new_table, short
+
+if TYPE_CHECKING:
+    from .comparison import SolverComparison, SolverFigures
+
+#: The meaning of words and columns.
+WORDS = {
+    "steps": "levels of products that wait for each other; in iterative solvers each is a product with the system's "
+    "matrix, the paper's η, except in hybrid, which also multiplies parts of it",
+    "work": "multiply-adds of all products and scalings",
+    "stored": "the most entries of blocks that are stored at once, beside those of the system",
+    "iter.": "iterations: one step each in jacobi, whose last step only checks, two in bicgstab, more in hybrid",
+    "residual": "largest change of a block row in one more sweep, as a fraction of its largest element",
+    "here": "measured time of a solution, without making the system and plans. Work per second differs by solver",
+    "p = 4": "multiply-adds until the last level is done by 4 workers, which share the elements of its results evenly. "
+    "These are not seconds: products of matrices run at another rate than products with vectors",
+}
+#: Of the table of estimates.
+_ESTIMATE_WORDS = {
+    "paper": "the equation, with γ = 1 and, in 46 and 47, η = steps; of time, on l workers",
+    "counted": "what runs: samples have reduced blocks of their own, and the paper counts one product for all",
+}
+
+
+def tables(comparison: SolverComparison) -> Iterator[Any]:
+    """Everything that a comparison shows, in order."""
+    yield _solvers(comparison)
+    yield from (f"{row.label}: {row.remark}" for row in comparison.rows if row.remark)
+    yield ""
+    words = WORDS
+    if any(row.solved for row in comparison.rows):
+        yield _workers(comparison)
+    if comparison.estimates:
+        yield _estimates(comparison)
+        words = words | _ESTIMATE_WORDS
+    yield comparison.criterion
+    yield ""
+    yield glossary(words)
+
+
+def _solvers(comparison: SolverComparison) -> Any:
+    """A table with a line for each solver."""
+    threads = f"{comparison.threads} thread{'s' if comparison.threads > 1 else ''}"
+    where = threads if comparison.device == "cpu" else comparison.device
+    table = new_table(
+        f"{comparison.name}: depth l = {comparison.layers}, up to n = {comparison.units:,} units, "
+        f"batch r = {comparison.samples}, {comparison.dtype}, {where}"
+    )
+    table.add_column("", overflow="fold")
+    for column in ("steps", "work", "stored", "iter.", "residual", "here"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in comparison.rows:
+        counts = (row.steps, row.multiply_adds, row.entries, row.iterations)
+        residual = "" if row.residual is None else f"{row.residual:.1e}"
+        table.add_row(row.label, *map(_count, counts), residual, _time(row.seconds))
+    return table
+
+
+def _workers(comparison: SolverComparison) -> Any:
+    """A table with a line for each number of workers, and a column for each solver that solved the system."""
+    columns: list[SolverFigures] = [row for row in comparison.rows if row.solved]
+    table = new_table("multiply-adds until the last level is done, by p workers")
+    table.add_column("", no_wrap=True)
+    for row in columns:
+        table.add_column(row.label, justify="right", overflow="fold")
+    for workers in comparison.workers:
+        counts = ((row.multiply_adds_until_done or {})[workers] for row in columns)
+        table.add_row(f"p = {workers:,}", *(short(round(count)) for count in counts))
+    return table
+
+
+def _estimates(comparison: SolverComparison) -> Any:
+    """A table with a line for each of the paper's equations."""
+    table = new_table("multiply-adds by the paper's equations, and as counted")
+    table.add_column("equation", justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    table.add_column("", no_wrap=True)
+    for column in ("paper", "counted", "counted / paper"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in comparison.estimates:
+        counts = (short(round(each.paper)), short(round(each.counted)), f"{each.counted / each.paper:.3g}")
+        table.add_row(str(each.equation), each.method, each.quantity, *counts)
+    return table
+
+
+def comparison_figure(comparison: SolverComparison, path: str | os.PathLike[str]) -> None:
+    """Draw multiply-adds until the last level is done over the number of workers, a line for each solver."""
+    from ..figures import new_figure, save_figure
+
+    rows = [row for row in comparison.rows if row.solved]
+    if not rows:
+        reasons = "; ".join(f"{row.label}: {row.remark}" for row in comparison.rows)
+        raise ValueError(f"there is nothing to draw into {path}: no solver solved the system ({reasons})")
+    figure, axes = new_figure(6.4, 4.4)
+    for row in rows:
+        counts = row.multiply_adds_until_done or {}
+        workers = sorted(counts)
+        axes.plot(workers, [counts[p] for p in workers], marker="o", markersize=3, label=row.label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("workers p")
+    axes.set_ylabel("multiply-adds until the last level is done")
+    axes.set_title(f"{comparison.name}, batch {comparison.samples}", fontsize=9)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, frameon=False)
+    save_figure(figure, path)
+
+
+def _count(count: int | None) -> str:
+    return "" if count is None else short(count)
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    for scale, unit in ((1.0, " s"), (1e-3, " ms"), (1e-6, " µs")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g}{unit}"
+    return f"{seconds / 1e-9:.3g} ns"

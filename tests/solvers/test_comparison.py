@@ -1,0 +1,150 @@
+"""Comparisons of solvers: the figures, the paper's estimates beside them, and how they are shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from jacsparse import solvers
+from jacsparse.solvers import SOLVERS, BlockBidiagonal, Jacobi, Richardson, compare
+from jacsparse.solvers import comparison as comparison_module
+
+
+def network(layers: int, units: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(units, units), nn.Tanh())]).double()
+
+
+def compared(layers: int = 16, units: int = 8, samples: int = 4, **options: object) -> solvers.SolverComparison:
+    x = torch.randn(samples, units, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return compare(network(layers, units), x, **{"seconds": 0.0, "workers": (1, 16), **options})  # type: ignore[arg-type]
+
+
+def test_figures() -> None:
+    comparison = compared()
+    rows = {row.method: row for row in comparison.rows}
+    assert list(rows) == [name for name in SOLVERS if name != "richardson"]
+    assert rows["substitution"].steps == 16 and rows["cyclic_reduction"].steps == 5
+    assert rows["hybrid"].seconds is None and "no groups" in rows["hybrid"].remark
+    assert rows["jacobi"].iterations is not None and rows["jacobi"].iterations <= 16
+    for row in comparison.rows:
+        if row.solved:
+            assert row.multiply_adds_until_done is not None
+            assert row.multiply_adds_until_done[1] == row.multiply_adds >= row.multiply_adds_until_done[16]
+    assert "r = 4 >= n = 8 or l / log2 l = 4.0 >= n: they would not" in comparison.criterion
+
+
+def test_recurrent_networks_and_methods_by_name() -> None:
+    rnn, x = nn.RNN(2, 3, 2), torch.randn(9, 2, 2)
+    recurrent = compare(rnn, x, workers=(1,), seconds=0.0)
+    assert {row.method for row in recurrent.rows if row.solved} == set(SOLVERS) - {"scan", "richardson"}
+    rows = compare(rnn, x, methods=["jacobi", Richardson(omega=0.9, limit=200)], seconds=0.0).rows
+    assert [row.label for row in rows] == ["jacobi", "richardson limit=200 omega=0.9"]
+    for arguments, message in (
+        ({"workers": (0,)}, r"workers is \(0,\)"),
+        ({"methods": "jacobi"}, "methods is 'jacobi'; expected a sequence"),
+        ({"methods": []}, r"methods is \[\]; expected a sequence"),
+        ({"methods": ["gauss"]}, "method is 'gauss'; expected one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compare(rnn, x, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"x has shape \(9, 2, 5\); expected three axes, the last of 2 features"):
+        compare(rnn, torch.randn(9, 2, 5))
+    with pytest.raises(ValueError, match=r"0: an input of shape \(5,\) does not fit Linear"):
+        compare(network(2, 4).float(), torch.randn(3, 5))
+
+
+def test_an_iteration_of_bicgstab_is_two_steps() -> None:
+    jacobi, bicgstab = compared(methods=["jacobi", "bicgstab"]).rows
+    # The last sweep finds that nothing changes, and the first product is that of the guess.
+    assert jacobi.steps == (jacobi.iterations or 0) + 1
+    assert (bicgstab.iterations or 0) * 2 <= (bicgstab.steps or 0) <= (bicgstab.iterations or 0) * 2 + 1
+
+
+def test_what_does_not_settle_has_no_times(tmp_path: Path) -> None:
+    comparison = compared(methods=[Jacobi(limit=3)])
+    (row,) = comparison.rows
+    assert row.seconds is None and not row.solved and row.remark == "did not settle in 3 iterations"
+    assert "Iterative" not in comparison.criterion and all(each.equation < 46 for each in comparison.estimates)
+    with pytest.raises(ValueError, match="no solver solved the system \\(jacobi limit=3: did not settle"):
+        comparison.plot(tmp_path / "empty.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_infinite_solution_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = BlockBidiagonal([torch.full((1, 1), 1e30)] * 2, [torch.ones(1, 1)] * 3)
+    recorded = type("Recorded", (), {"system": system})
+    monkeypatch.setattr(comparison_module, "propagation", lambda *_: recorded)
+    (row,) = compare(network(1, 1).float(), torch.ones(1, 1), methods=["substitution"], seconds=0.0).rows
+    assert row.seconds is None and not row.solved and row.remark == "its solution is not finite"
+
+
+def test_buffers_and_random_numbers_are_left_alone() -> None:
+    normalised = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh())
+    before = {name: tensor.clone() for name, tensor in normalised.state_dict().items()}
+    with pytest.raises(NotImplementedError, match=r"training mode couples the samples of a batch; call \.eval\(\)"):
+        compare(normalised, torch.randn(3, 5))
+    assert all(torch.equal(before[name], tensor) for name, tensor in normalised.state_dict().items())
+    dropping = nn.Sequential(nn.Linear(5, 6), nn.Dropout(), nn.Linear(6, 2))
+    state = torch.get_rng_state()
+    compare(dropping, torch.ones(3, 5), methods=["substitution"], seconds=0.0)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("l", "n", "r"), [(3, 4, 1), (5, 7, 3), (15, 6, 1), (15, 6, 4), (8, 5, 2)])
+def test_estimates_of_the_paper(l: int, n: int, r: int) -> None:  # noqa: E741
+    every = compared(l, n, r, methods=["jacobi", "bicgstab"])
+    steps = {row.method: row.steps or 0 for row in every.rows}
+    rows = {(each.equation, each.method): each for each in every.estimates}
+    excess = {key: each.counted - each.paper for key, each in rows.items()}
+    assert excess[42, "substitution"] == 0
+    # Of the first guess; and BiCGStab does not scale the last block row, whose product is zero.
+    assert excess[46, "jacobi"] == l * n * r and excess[47, "jacobi"] == pytest.approx(n * r)
+    assert excess[46, "bicgstab"] == l * n * r - steps["bicgstab"] * n * r
+    assert ((43, "cyclic_reduction depth=1") in rows) == (l % 2 == 1)
+    if l % 2:
+        # The products of weights count for each sample; scaled blocks, and right-hand sides of each, come to them.
+        products = (r - 1) * (l - 1) * n**3
+        assert (
+            excess[43, "cyclic_reduction depth=1"]
+            == products + (2 * l - 1) * n**2 * r - (l - 1) * n**2 + (l + 1) * n * r
+        )
+    strides = [2**level for level in range(math.ceil(math.log2(l + 1)))]
+    products = r * n**3 * sum(max(0, l + 1 - 2 * stride) for stride in strides) / l
+    others = r * sum(2 * (l + 1 - stride) * n**2 + (l + 1) * n for stride in strides) / l + r * n
+    assert products <= rows[45, "cyclic_reduction"].counted <= products + others
+
+
+def test_estimates_are_for_equally_wide_dense_layers() -> None:
+    uneven = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh())
+    assert compare(uneven, torch.randn(2, 3), methods=["jacobi"], seconds=0.0).estimates == ()
+    assert compare(nn.RNN(3, 3), torch.randn(4, 2, 3), methods=["jacobi"], seconds=0.0).estimates == ()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_tables_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    printed = str(compared(workers=tuple(2**power for power in range(0, 21, 2))))
+    assert "…" not in printed and max(map(len, printed.splitlines())) <= columns
+    for word in ("cyclic_reduction", "p = 1,048,576", "equation", "These are not seconds", "η being steps"):
+        assert word in " ".join(printed.split())
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    comparison = replace(compared(methods=["substitution"]), settings={"seed": 7})
+    comparison.save_json(tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert (figures["name"], figures["dtype"], figures["device"]) == ("Sequential", "float64", "cpu")
+    assert (figures["input_shape"], figures["samples"], figures["workers"]) == ([4, 8], 4, [1, 16])
+    assert figures["versions"]["torch"] == torch.__version__ and figures["threads"] == torch.get_num_threads()
+    assert figures["settings"] == {"seed": 7} and {each["equation"] for each in figures["estimates"]} == {42, 45}
+    assert "not seconds" in figures["words"]["p = 4"]
+    comparison.plot(tmp_path / "figures.png")
+    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+    assert repr(comparison) == "<SolverComparison of Sequential: substitution>"
