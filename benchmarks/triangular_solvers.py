@@ -29,7 +29,7 @@ _METHODS: dict[str, solvers.TriangularSolver] = {
 }
 #: Multiply-adds from which on a solver is counted, and not timed.
 _MOST = 4 * 10**9
-#: Workers of the prediction: as many as rows of all layers and samples, so that steps decide.
+#: Workers that multiply-adds are counted for: so many that each element of a result has one, and steps decide.
 _WORKERS = 2**20
 
 
@@ -63,9 +63,7 @@ class TriangularSolvers(Experiment):
         system = solvers.propagation(module, x, gradient).system
         if not system.off_diagonal.entries:
             return []
-        counted = {
-            name: method.solve(system.on_meta() if method.direct else system) for name, method in _METHODS.items()
-        }
+        counted = {name: _solution(method, system) for name, method in _METHODS.items()}
         work = {name: solution.work for name, solution in counted.items()}
         functions: dict[str, Callable[[], Any]] = {
             name: partial(method.solve, system)
@@ -87,13 +85,14 @@ class TriangularSolvers(Experiment):
                 "steps": work[name].steps,
                 "multiply_adds": work[name].multiply_adds,
                 "entries": work[name].entries,
-                "predicted": work[name].time(_WORKERS) if counted[name].converged else None,
+                "multiply_adds_until_done": work[name].time(_WORKERS) if counted[name].converged else None,
             }
             if name in timings:
                 rows.append(Row.timed(name, timings[name], group=group, data=data))
             else:
                 settled = counted[name].converged
-                reason = f"more than {_MOST:.0e} multiply-adds" if settled else "its residual did not settle"
+                unsolved = "its solution is not finite" if _METHODS[name].direct else "its residual did not settle"
+                reason = f"more than {_MOST:.0e} multiply-adds" if settled else unsolved
                 rows.append(Row.missing(name, reason, group=group, data=data))
         first, *others = rows
         with_ratios = [
@@ -106,32 +105,33 @@ class TriangularSolvers(Experiment):
         from jacsparse.figures import new_figure, save_figure
 
         figure, panels = new_figure(13.0, 4.2, columns=4)
-        titles = ("dense, here", "dense, predicted", "pruned, here", "pruned, predicted")
+        titles = ("dense, measured here", "dense, counted", "pruned, measured here", "pruned, counted")
         for number, (axes, title) in enumerate(zip(panels, titles, strict=True)):
-            share, predicted = (0.0, self.pruned)[number // 2], bool(number % 2)
-            self._panel(axes, [row for row in rows if row.data.get("share") == share], predicted)
-            axes.set_title(f"{title}, {_WORKERS:,} workers" if predicted else title, fontsize=9)
+            share, figure_of = (0.0, self.pruned)[number // 2], (_measured, _counted)[number % 2]
+            self._panel(axes, [row for row in rows if row.data.get("share") == share], figure_of)
+            axes.set_title(title, fontsize=9)
         panels[0].set_ylabel("layers l")
         figure.suptitle(
-            f"{self.title}: the fastest one, and how many times as fast as substitution; batch r = {self.batch}.\n"
+            f"{self.title}: the best one, and substitution's time as a multiple of its own; batch r = {self.batch}.\n"
+            f"Counted: multiply-adds until {_WORKERS:,} workers are done. Empty: all weights are pruned.\n"
             "To the left of the red line the paper's criterion for direct methods holds, r >= n or l / log2 l >= n",
             fontsize=10,
         )
         save_figure(figure, path)
 
-    def _panel(self, axes: Any, rows: Sequence[Row], predicted: bool) -> None:
+    def _panel(self, axes: Any, rows: Sequence[Row], figure_of: Callable[[Row], float | None]) -> None:
         from jacsparse.figures import BLUE, GREEN, PURPLE, SKY
 
         colours = dict(zip(_METHODS, ("#dddddd", SKY, BLUE, GREEN, PURPLE), strict=True))
         for across, width in enumerate(self.widths):
             for up, depth in enumerate(self.depths):
                 figures = {
-                    row.data["method"]: row.data["predicted"] if predicted else row.median
+                    row.data["method"]: figure_of(row)
                     for row in rows
                     if (row.data.get("depth"), row.data.get("width")) == (depth, width) and "method" in row.data
                 }
                 known = {name: value for name, value in figures.items() if value is not None}
-                if not known:
+                if "substitution" not in known:
                     continue
                 best = min(known, key=lambda name: known[name])
                 axes.add_patch(_square(across, up, colours[best]))
@@ -152,7 +152,24 @@ class TriangularSolvers(Experiment):
 def _square(across: int, up: int, colour: str) -> Any:
     from matplotlib.patches import Rectangle
 
-    return Rectangle((across - 0.5, up - 0.5), 1, 1, color=colour, alpha=0.75, linewidth=0)
+    return Rectangle((across - 0.5, up - 0.5), 1, 1, facecolor=colour, alpha=0.75, edgecolor="white")
+
+
+def _measured(row: Row) -> float | None:
+    return row.median
+
+
+def _counted(row: Row) -> float | None:
+    count: float | None = row.data["multiply_adds_until_done"]
+    return count
+
+
+def _solution(method: solvers.TriangularSolver, system: solvers.BlockTriangular) -> solvers.Solution:
+    """A solution; only its count where that is beyond the limit, which a direct solver tells before it runs."""
+    if not method.direct:
+        return method.solve(system)
+    count = method.solve(system.on_meta())
+    return count if count.work.multiply_adds > _MOST else method.solve(system)
 
 
 def _data(depth: int, width: int, share: float, method: str = "") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import jacsparse
-from benchmarks import _peers, spgemm
+from benchmarks import _peers, spgemm, triangular_solvers
 from benchmarks._context import Context, Limits
 from benchmarks._experiment import Experiment, Row
 from benchmarks._peers import PEERS, Peer
@@ -36,6 +36,7 @@ from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.spgemm import Spgemm
 from benchmarks.triangular_solvers import TriangularSolvers
 from benchmarks.whole_jacobian import Network, WholeJacobian
+from jacsparse import solvers
 
 
 def small_network() -> nn.Sequential:
@@ -221,3 +222,12 @@ def test_functions_take_turns() -> None:
     turns = [name for name, before in zip(order, ["", *order[:-1]], strict=True) if name != before]
     assert turns == ["a", "b"] * 4
     assert all(timing.runs >= len(timing.seconds) >= 3 for timing in results.values())
+
+
+def test_what_does_not_settle_has_no_figure(context: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(triangular_solvers._METHODS, "jacobi", solvers.Jacobi(limit=1))
+    experiment = TriangularSolvers(depths=(5,), widths=(3,), batch=2, pruned=0.0)
+    rows = experiment.run(context)
+    (row, *_) = [row for row in rows if row.label == "jacobi"]
+    assert row.median is None and row.data["multiply_adds_until_done"] is None and row.data["steps"] == 2
+    experiment.figure(rows, tmp_path / "figure.png")
