@@ -77,6 +77,13 @@ def test_what_does_not_settle_has_no_times(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_too_much_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison_module, "MOST", 10_000)
+    substitution, scan, jacobi = compared(methods=["substitution", "scan", Jacobi(limit=3)]).rows
+    assert substitution.seconds is not None and scan.seconds is None and scan.solved
+    assert scan.remark.startswith("not timed") and jacobi.remark.startswith("did not settle")
+
+
 def test_an_infinite_solution_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     system = BlockBidiagonal([torch.full((1, 1), 1e30)] * 2, [torch.ones(1, 1)] * 3)
     recorded = type("Recorded", (), {"system": system})
