@@ -1,0 +1,233 @@
+"""Messages between the ranks of a process group, whose failures name the rank and what it was doing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: What a tensor is like: its dtype and shape.
+Like = tuple[torch.dtype, tuple[int, ...]]
+#: Seconds in which a rank that failed can say why.
+GRACE = 2.0
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+#: Numbers in a message's header: a tag, the dtype, the number of axes, and their lengths.
+_HEADER = 3 + 8
+
+
+class RankError(RuntimeError):
+    """A rank has failed, does not answer, or differs from the others."""
+
+
+class Ranks:
+    """The ranks of a process group, as one of them sees the others.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        The group; its timeout is how long a rank waits for another.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank in the group, and their number.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "there is no process group; call torch.distributed.init_process_group, and run by torchrun"
+            )
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process is not part of the process group")
+        #: Where messages are: what the back end takes.
+        self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        #: Messages that may not have arrived: their ranks, what they are of, and the tensors, which have to stay.
+        self._sent: list[tuple[int, str, dist.Work, torch.Tensor]] = []
+        self._faults = self._store()
+
+    def _store(self) -> dist.Store | None:
+        """Where ranks write down why they fail: the launcher's store, which outlives them; None without one."""
+        token = self.first(secrets.randbits(62))
+        if "MASTER_PORT" not in os.environ:
+            return None
+        host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+        return dist.PrefixStore(f"jacsparse/{token}", store)
+
+    def first(self, number: int) -> int:
+        """The first rank's number, on all ranks."""
+        shared = torch.tensor(number, dtype=torch.int64, device=self._device)
+        dist.broadcast(shared, self._global(0), group=self.group)
+        return int(shared)
+
+    def broadcast(self, tensors: Iterable[torch.Tensor], source: int) -> None:
+        """Overwrite tensors by those of a rank."""
+        with self.waiting_for(source, "exchange of weights"), torch.no_grad():
+            for tensor in tensors:
+                shared = tensor.detach().to(self._device).contiguous()
+                dist.broadcast(shared, self._global(source), group=self.group)
+                tensor.copy_(shared)
+
+    def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+        """The dictionaries of all ranks, on all ranks."""
+        everybody: list[dict[str, Any]] = [{} for _ in range(self.size)]
+        with self.waiting_for(None, "exchange of states"):
+            dist.all_gather_object(everybody, value, group=self.group)
+        return everybody
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Raise RankError on all ranks where one has other facts than the first."""
+        everybody = self.gather(dict(facts))
+        for rank, others in enumerate(everybody):
+            for name in {**everybody[0], **others}:
+                here, there = (repr(each[name]) if name in each else "none" for each in (everybody[0], others))
+                if here != there:
+                    raise RankError(
+                        f"rank 0 has {name}: {here}, and rank {rank}: {there}; start all ranks with the same arguments"
+                    )
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int, phase: str) -> None:
+        """Send a tensor, and go on; `flush` waits for its arrival."""
+        if tensor.dtype not in _DTYPES or tensor.ndim > _HEADER - 3:
+            raise TypeError(f"a message is {tensor.dtype} of {tensor.ndim} axes; expected at most {_HEADER - 3} axes")
+        numbers = [tag, _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+        header = torch.tensor([*numbers, *[0] * (_HEADER - len(numbers))], device=self._device)
+        parts = header, tensor.detach().contiguous().to(self._device)
+        with self.waiting_for(to, phase):
+            for part in parts:
+                self._sent.append((to, phase, dist.isend(part, self._global(to), group=self.group), part))
+
+    def flush(self) -> None:
+        """Wait until all messages have arrived."""
+        for to, phase, work, _ in self._sent:
+            with self.waiting_for(to, phase):
+                work.wait()
+        self._sent = []
+
+    def expect(self, source: int, like: Like | None, phase: str) -> Incoming:
+        """A message to come; what it is expected to be like travels while this rank works."""
+        return Incoming(self, source, like, phase)
+
+    @contextlib.contextmanager
+    def waiting_for(self, peer: int | None, phase: str) -> Iterator[None]:
+        """A context in which a failure is that of another rank, or of any of them."""
+        try:
+            yield
+        except RuntimeError as error:
+            words = f"it did not answer rank {self.rank} in the {phase}"
+            self._write(peer, words)
+            root, words = self._root(peer, words)
+            raise RankError(
+                f"rank {root} has failed: {words}. Its own messages say why, where it could still write them; start "
+                "again from the last checkpoint"
+            ) from error
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """A context whose exceptions are told to the other ranks."""
+        try:
+            yield
+        except Exception as error:
+            self._write(self.rank, f"{type(error).__name__} in the {phase}: {error}")
+            raise
+
+    def _write(self, suspect: int | None, words: str) -> None:
+        if self._faults is not None:
+            with contextlib.suppress(RuntimeError):
+                self._faults.set(str(self.rank), json.dumps([suspect, words]))
+
+    def _root(self, suspect: int | None, words: str) -> tuple[int, str]:
+        """The rank that failed first, as far as ranks have written down whom they wait for, and what it did."""
+        entries = self._written()
+        confessed = [rank for rank, (blamed, _) in entries.items() if blamed == rank]
+        if confessed:
+            return confessed[0], entries[confessed[0]][1]
+        if suspect is None:
+            silent = [rank for rank in range(self.size) if rank != self.rank and rank not in entries]
+            return (silent or [0])[0], words
+        while suspect in entries and entries[suspect][0] is not None:
+            suspect, words = entries.pop(suspect)
+        return suspect, words
+
+    def _written(self) -> dict[int, tuple[int, str]]:
+        """What the other ranks have written, after some time for those that are about to."""
+        entries: dict[int, tuple[int, str]] = {}
+        until = time.monotonic() + GRACE
+        while self._faults is not None and time.monotonic() < until:
+            with contextlib.suppress(RuntimeError):
+                for rank in set(range(self.size)) - {self.rank, *entries}:
+                    if self._faults.check([str(rank)]):
+                        entries[rank] = json.loads(self._faults.get(str(rank)))
+            time.sleep(0.02)
+        return entries
+
+
+class Incoming:
+    """A message that may be on its way."""
+
+    def __init__(self, ranks: Ranks, source: int, like: Like | None, phase: str) -> None:
+        self._ranks, self._source, self._phase = ranks, source, phase
+        self._header = torch.empty(_HEADER, dtype=torch.int64, device=ranks._device)
+        self._like, self._payload = like, None
+        with ranks.waiting_for(source, phase):
+            self._waits = [self._receive(self._header)]
+            if like is not None:
+                self._payload = torch.empty(like[1], dtype=like[0], device=ranks._device)
+                self._waits.append(self._receive(self._payload))
+
+    def _receive(self, buffer: torch.Tensor) -> dist.Work:
+        ranks = self._ranks
+        work = dist.irecv(buffer, ranks._global(self._source), group=ranks.group)
+        assert work is not None
+        return work
+
+    def wait(self, tag: int) -> torch.Tensor:
+        """The tensor, where it has the tag."""
+        ranks = self._ranks
+        with ranks.waiting_for(self._source, self._phase):
+            self._waits[0].wait()
+        sent, number, axes, *lengths = self._header.tolist()
+        like = _DTYPES[number], tuple(lengths[:axes])
+        with ranks.during(self._phase):
+            if sent != tag:
+                raise RankError(
+                    f"rank {self._source} is at iteration {sent} and rank {ranks.rank} at {tag}, in the {self._phase}; "
+                    "each rank has to make the same steps"
+                )
+            if self._like is not None and like != self._like:
+                raise RankError(
+                    f"rank {self._source} sent {_words(like)} to rank {ranks.rank}, which expects "
+                    f"{_words(self._like)}, in the {self._phase}; pass batches of one size and dtype to all ranks"
+                )
+        with ranks.waiting_for(self._source, self._phase):
+            if self._payload is None:
+                self._payload = torch.empty(like[1], dtype=like[0], device=ranks._device)
+                self._waits.append(self._receive(self._payload))
+            self._waits[1].wait()
+        return self._payload
+
+
+def _words(like: Like) -> str:
+    return f"{like[0]} of shape {like[1]}"

@@ -1,0 +1,188 @@
+"""Cutting a sequential model into consecutive parts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Sequence
+from operator import index
+
+import torch
+from torch import nn
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers between which a model can be cut, by path: children of its nested ``nn.Sequential`` containers.
+
+    Raises
+    ------
+    TypeError
+        Where the model is no ``nn.Sequential``, or a container has hooks, which its parts would not call.
+    """
+    if not _is_container(model):
+        raise TypeError(
+            f"the model is a {type(model).__name__}; expected an nn.Sequential: other models have no places where one "
+            "tensor is sure to carry everything. Write it as an nn.Sequential of its parts"
+        )
+    return dict(_layers(model, ""))
+
+
+def partition(
+    model: nn.Module, modules: int | Sequence[int | str], *, example: torch.Tensor | None = None
+) -> list[nn.Sequential]:
+    """Cut a model into parts, each an ``nn.Sequential`` of the model's own layers.
+
+    Parameters
+    ----------
+    model : Module
+        An ``nn.Sequential``, whose children may be ``nn.Sequential`` in turn.
+    modules : int or sequence of int or str
+        The number of parts, which are then of equal cost as far as can be; or the first layer of each part but the
+        first, by its path or by its place among all layers.
+    example : Tensor, (batch, ...), optional
+        An input on which the layers' costs are measured, forward and backward. Without one a layer costs as many units
+        as it has weight matrices.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where the model cannot be cut there, has fewer layers than parts, or two parts share a parameter.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
+    >>> [len(part) for part in partition(model, 3)]
+    [2, 2, 1]
+    >>> [len(part) for part in partition(model, ["2"])]
+    [2, 3]
+    """
+    layers = layers_of(model)
+    if isinstance(modules, int) and not isinstance(modules, bool):
+        if not 1 <= modules <= len(layers):
+            raise ValueError(
+                f"modules is {modules}; expected 1 to {len(layers)}, as many as the model has layers: {_listed(layers)}"
+            )
+        units = _weighted(layers) if example is None else measured_costs(layers, example)
+        starts = _balanced(units, modules)
+    else:
+        starts = _starts(layers, modules)
+    parts = [
+        nn.Sequential(*list(layers.values())[begin:end]) for begin, end in itertools.pairwise([0, *starts, len(layers)])
+    ]
+    _check_shared(parts)
+    return parts
+
+
+def measured_costs(layers: dict[str, nn.Module], example: torch.Tensor) -> list[float]:
+    """Seconds of each layer's forward and backward pass on an input; the layers' state does not change."""
+    from torch.utils.benchmark import Timer
+
+    costs, x = [], example.detach()
+    for layer in layers.values():
+        twin = copy.deepcopy(layer)
+        timer = Timer("run(layer, x)", globals={"run": _there_and_back, "layer": twin, "x": x})
+        costs.append(timer.blocked_autorange(min_run_time=0.05).median)
+        x = _there_and_back(twin, x)
+    return costs
+
+
+def _there_and_back(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_(x.is_floating_point())
+    y: torch.Tensor = layer(x)
+    if y.requires_grad:
+        y.backward(torch.ones_like(y))
+    return y.detach()
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _layers(container: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    hooks = (container._forward_hooks, container._forward_pre_hooks, container._backward_hooks)
+    if any(hooks):
+        where = f"{prefix[:-1]!r}" if prefix else "the model"
+        raise TypeError(f"{where} has hooks, which its parts would not call; put them on layers")
+    layers = []
+    # A child that occurs twice is two layers, which named_children would not tell.
+    for name, child in container._modules.items():
+        assert child is not None
+        path = prefix + name
+        layers += _layers(child, f"{path}.") if _is_container(child) and len(child) else [(path, child)]
+    return layers
+
+
+def _weighted(layers: dict[str, nn.Module]) -> list[float]:
+    """How many matrices each layer has."""
+    return [float(sum(parameter.ndim > 1 for parameter in layer.parameters())) for layer in layers.values()]
+
+
+def _balanced(costs: Sequence[float], parts: int) -> list[int]:
+    """The first layer of each part but the first, so that the most expensive part is as cheap as can be."""
+    sums = list(itertools.accumulate(costs, initial=0.0))
+
+    @functools.cache
+    def best(begin: int, parts: int) -> tuple[float, tuple[int, ...]]:
+        if parts == 1:
+            return sums[-1] - sums[begin], ()
+        options = []
+        for end in range(begin + 1, len(costs) - parts + 2):
+            rest, starts = best(end, parts - 1)
+            options.append((max(sums[end] - sums[begin], rest), (end, *starts)))
+        # Of equal ones the last: activations stay with the matrix that they follow.
+        smallest = min(cost for cost, _ in options)
+        return max(option for option in options if option[0] <= smallest * (1 + 1e-9))
+
+    return list(best(0, parts)[1])
+
+
+def _starts(layers: dict[str, nn.Module], splits: Sequence[int | str]) -> list[int]:
+    """The places of layers by their paths or numbers, in order."""
+    if isinstance(splits, str) or not isinstance(splits, Sequence):
+        raise TypeError(f"modules is {splits!r}; expected a number of parts, or the first layer of each but the first")
+    starts = [_place(layers, split) for split in splits]
+    if starts != sorted(set(starts)) or 0 in starts:
+        raise ValueError(
+            f"modules is {list(splits)!r}; expected different layers in the order of the model, and not its first one"
+        )
+    return starts
+
+
+def _place(layers: dict[str, nn.Module], split: int | str) -> int:
+    paths = list(layers)
+    if isinstance(split, str):
+        for place, path in enumerate(paths):
+            if path == split or path.startswith(f"{split}."):
+                return place
+            if split.startswith(f"{path}."):
+                raise ValueError(
+                    f"{split!r} is inside {path!r}, a {type(layers[path]).__name__}, where several tensors may pass; "
+                    "split between layers"
+                )
+        raise ValueError(f"there is no layer {split!r}; the layers are {_listed(layers)}")
+    try:
+        place = index(split)
+    except TypeError:
+        raise TypeError(f"a split is {split!r}; expected the path of a layer, or its place") from None
+    if not 0 < place < len(paths):
+        raise ValueError(f"a split is {place}; expected 1 to {len(paths) - 1}, a layer's place: {_listed(layers)}")
+    return place
+
+
+def _check_shared(parts: Sequence[nn.Module]) -> None:
+    """Raise ValueError where two parts share a parameter: each would move it by gradients of another delay."""
+    homes: dict[int, tuple[int, str]] = {}
+    for number, part in enumerate(parts):
+        for name, parameter in part.named_parameters():
+            home, first = homes.setdefault(id(parameter), (number, name))
+            if home != number:
+                raise ValueError(
+                    f"parts {home} and {number} share a parameter ({first} and {name} there), and would update it at "
+                    "different times; split where they are in one part"
+                )
+
+
+def _listed(layers: dict[str, nn.Module]) -> str:
+    paths = list(layers)
+    return ", ".join(paths if len(paths) <= 12 else [*paths[:8], "...", *paths[-3:]])

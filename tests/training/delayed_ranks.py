@@ -1,0 +1,90 @@
+"""What each rank of the tests of delayed gradients runs: ``python -m tests.training.delayed_ranks CASE``."""
+
+import functools
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from jacsparse.training import DelayedGradients
+
+from .test_delayed_gradients import ADAM, SGD, assert_equal_states, batches, convolutional, images, model_of
+
+
+def trainer(modules, optimizer, build, group=None, recompute=False):
+    torch.manual_seed(3)
+    return DelayedGradients(build(), modules=modules, optimizer=optimizer, process_group=group, recompute=recompute)
+
+
+def equal():
+    """For each number of modules, a group of ranks against all modules in this process; and resumed half-way."""
+    for modules in range(1, dist.get_world_size() + 1):
+        group = dist.new_group(list(range(modules)))
+        if dist.get_rank() >= modules:
+            continue
+        for build, data in ((model_of, batches(20)), (convolutional, images(12))):
+            for optimizer in (SGD, ADAM):
+                compare(modules, optimizer, build, data, group)
+    dist.barrier()
+
+
+def compare(modules, optimizer, build, data, group):
+    here, ranks = trainer(modules, optimizer, build), trainer(modules, optimizer, build, group)
+    half = len(data) // 2
+    for number, (x, y) in enumerate(data):
+        if number == half:
+            state = here.state_dict()
+            assert_equal_states(ranks.state_dict(), state)
+            ranks = trainer(modules, optimizer, build, group, recompute=True)
+            ranks.load_state_dict(state)
+        torch.manual_seed(number)
+        expected = here.step(x, y)
+        torch.manual_seed(number)
+        loss = ranks.step(x, y)
+        last = dist.get_rank() == modules - 1
+        assert torch.equal(loss, expected) if last else loss is None
+    assert_equal_states(ranks.state_dict(), here.state_dict())
+    ranks.synchronize()
+    assert_equal_states(dict(ranks.model.state_dict()), dict(here.model.state_dict()))
+
+
+def fault(kind, rank):
+    """Training in which one rank fails at iteration 4."""
+    ddg = trainer(dist.get_world_size(), SGD, model_of, dist.group.WORLD)
+    for number, (x, y) in enumerate(batches(1000)):
+        if dist.get_rank() == rank and number == 4:
+            if kind == "exception":
+                ddg.partition[rank][0].register_forward_hook(functools.partial(_fail))
+            elif kind == "batch":
+                x, y = x[:2], y[:2]
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        ddg.step(x, y)
+
+
+def _fail(*_):
+    raise ArithmeticError("made to fail")
+
+
+def differ(what):
+    """Ranks that do not start alike."""
+    other = dist.get_rank() == 1
+    build = functools.partial(
+        model_of, layers=5 if what == "layers" and other else 6,
+        dtype=torch.float32 if what == "dtype" and other else torch.float64,
+    )  # fmt: skip
+    modules = [4, 9] if what == "modules" and other else 3
+    trainer(modules, SGD, build, dist.group.WORLD)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=4 if sys.argv[1] == "fault" else 60))
+    case, *arguments = sys.argv[1:]
+    if case == "fault":
+        fault(arguments[0], int(arguments[1]))
+    else:
+        {"equal": equal, "differ": differ}[case](*arguments)

@@ -1,0 +1,283 @@
+"""Delayed gradients against the algorithms written down plainly, and both engines against each other."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from jacsparse.training import DelayedGradients, partition
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4)
+ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
+
+
+def model_of(layers=6, dtype=torch.float64):
+    torch.manual_seed(0)
+    parts = [part for _ in range(layers) for part in (nn.Linear(5, 5), nn.Tanh())]
+    return nn.Sequential(nn.Linear(3, 5), *parts, nn.Linear(5, 4)).to(dtype)
+
+
+def batches(count, samples=7, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(samples, 3, generator=generator, dtype=dtype), torch.randint(4, (samples,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def reference(model, modules, data, optimizer):
+    """Algorithms 1 and 2 as printed: the gradient of the whole network at earlier weights, for each module."""
+    parts = [[f"{id(p)}" for p in part.parameters()] for part in partition(model, modules)]
+    names = {f"{id(p)}": name for name, p in model.named_parameters()}
+    groups, count = [[names[key] for key in part] for part in parts], len(parts)
+    w = {name: p.detach().clone() for name, p in model.named_parameters()}
+    m, v, history = ({name: torch.zeros_like(p) for name, p in w.items()} for _ in range(3))
+    history = []
+    for t in range(len(data)):
+        history.append({name: p.clone() for name, p in w.items()})
+        for k, group in enumerate(groups, 1):
+            s = t - count + k
+            g = {name: torch.zeros_like(w[name]) for name in group}
+            if s >= 0:
+                at = {name: p.clone().requires_grad_() for name, p in history[s].items()}
+                loss = functional.cross_entropy(functional_call(model, at, (data[s][0],)), data[s][1])
+                g = dict(zip(group, torch.autograd.grad(loss, [at[name] for name in group]), strict=True))
+            for name in group:
+                if optimizer is ADAM:
+                    m[name] = 0.9 * m[name] + 0.1 * g[name]
+                    v[name] = 0.999 * v[name] + 0.001 * g[name] ** 2
+                    first, second = m[name] / (1 - 0.9 ** (t + 1)), v[name] / (1 - 0.999 ** (t + 1))
+                    w[name] = w[name] - 1e-2 * first / (second.sqrt() + 1e-8)
+                elif s >= 0:
+                    m[name] = 0.9 * m[name] + g[name] + 5e-4 * w[name]
+                    w[name] = w[name] - 0.1 * m[name]
+    return w
+
+
+def assert_equal_states(actual, expected):
+    assert type(actual) is type(expected)
+    if isinstance(actual, dict):
+        assert actual.keys() == expected.keys()
+        for key in actual:
+            assert_equal_states(actual[key], expected[key])
+    elif isinstance(actual, (list, tuple)):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_equal_states(one, other)
+    elif isinstance(actual, torch.Tensor):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert actual == expected
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("modules", [1, 2, 3, 4, 5])
+def test_equals_the_algorithms(modules, recompute, optimizer):
+    model, data = model_of(), batches(20)
+    expected = reference(copy.deepcopy(model), modules, data, optimizer)
+    ddg = DelayedGradients(model, modules=modules, optimizer=optimizer, recompute=recompute)
+    for x, y in data:
+        ddg.step(x, y)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-12, atol=1e-12)
+
+
+def images(count, samples=6):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(samples, 2, 8, 8, generator=generator), torch.randint(3, (samples,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def convolutional():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3)),
+        nn.Flatten(),
+        nn.Linear(256, 3),
+    )
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
+def test_one_module_is_plain_training_bit_for_bit(optimizer):
+    plain, trained = convolutional(), convolutional()
+    first, ddg = optimizer(plain.parameters()), DelayedGradients(trained, modules=1, optimizer=optimizer)
+    for number, (x, y) in enumerate(images(6)):
+        torch.manual_seed(number)
+        first.zero_grad()
+        loss = functional.cross_entropy(plain(x), y)
+        loss.backward()
+        first.step()
+        torch.manual_seed(number)
+        assert ddg.step(x, y) == loss.detach()
+    assert_equal_states(dict(trained.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
+@pytest.mark.parametrize(("before", "recompute"), [(1, False), (5, False), (5, True)])
+def test_resumed_training_goes_on_bit_for_bit(before, recompute, optimizer, tmp_path):
+    data = images(9)
+
+    def trainer(seed=0):
+        torch.manual_seed(seed)
+        return DelayedGradients(convolutional(), modules=3, optimizer=optimizer, recompute=recompute)
+
+    whole, first, second = trainer(), trainer(), trainer(seed=5)
+    for x, y in data[:before]:
+        first.step(x, y)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    losses = [whole.step(x, y) for x, y in data]
+    assert [second.step(x, y) for x, y in data[before:]] == losses[before:]
+    assert_equal_states(second.state_dict(), whole.state_dict())
+
+
+def test_recomputation_updates_running_statistics_once():
+    stored, again = convolutional(), convolutional()
+    for model, recompute in ((stored, False), (again, True)):
+        torch.manual_seed(0)
+        ddg = DelayedGradients(model, modules=3, optimizer=SGD, recompute=recompute)
+        for x, y in images(6):
+            ddg.step(x, y)
+    assert_equal_states(dict(again.state_dict()), dict(stored.state_dict()))
+    assert again[0][1].num_batches_tracked == 6
+
+
+@pytest.mark.parametrize(("delay", "share"), [(1, 0.74), (2, 0.64), (3, 0.58)])
+def test_the_first_step_of_adam_counts_iterations_without_gradient(delay, share):
+    model = model_of()
+    ddg = DelayedGradients(model, modules=delay + 1, optimizer=ADAM)
+    before = ddg.partition[0][0].weight.detach().clone()
+    for x, y in batches(delay):
+        ddg.step(x, y)
+        assert torch.equal(ddg.partition[0][0].weight, before)
+    ddg.step(*batches(1)[0])
+    steps = (ddg.partition[0][0].weight.detach() - before).abs() / 1e-2
+    # Where gradients are large beside ε, each element moves by the same.
+    assert float(steps.median()) == pytest.approx(share, abs=0.005)
+
+
+def test_weight_decay_rests_until_there_is_a_gradient():
+    model = model_of()
+    ddg = DelayedGradients(model, modules=4, optimizer=functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5))
+    before = [p.detach().clone() for p in ddg.partition[0].parameters()]
+    for x, y in batches(3):
+        ddg.step(x, y)
+    assert all(torch.equal(p, q) for p, q in zip(ddg.partition[0].parameters(), before, strict=True))
+    assert [group["weight_decay"] for each in ddg.optimizers for group in each.param_groups] == [0.5] * 4
+
+
+def test_schedulers_of_learning_rates_take_the_optimizers():
+    ddg = DelayedGradients(model_of(), modules=3, optimizer=SGD)
+    schedulers = [torch.optim.lr_scheduler.MultiStepLR(each, [2], 0.1) for each in ddg.optimizers]
+    for x, y in batches(3):
+        ddg.step(x, y)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert [each.param_groups[0]["lr"] for each in ddg.optimizers] == pytest.approx([0.01] * 3)
+
+
+def test_frozen_parts_and_parts_without_parameters():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    ddg = DelayedGradients(model, modules=[1, 2, 3], optimizer=SGD)
+    for x, y in batches(6, dtype=torch.float32):
+        ddg.step(x, y)
+    after = model.state_dict()
+    assert [name for name in after if torch.equal(after[name], before[name])] == ["0.weight", "0.bias"]
+
+
+def test_batches_of_other_sizes():
+    model, data = model_of(), [(x[: 1 + n % 3], y[: 1 + n % 3]) for n, (x, y) in enumerate(batches(8))]
+    expected = reference(copy.deepcopy(model), 3, data, SGD)
+    ddg = DelayedGradients(model, modules=3, optimizer=SGD)
+    for x, y in data:
+        ddg.step(x, y)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-12, atol=1e-12)
+
+
+class TestPartition:
+    def test_by_path_place_and_number(self):
+        model = convolutional()
+        assert [len(part) for part in partition(model, ["1", "1.3"])] == [3, 3, 3]
+        assert [len(part) for part in partition(model, [3, 6])] == [3, 3, 3]
+        assert [len(part) for part in partition(model, 3)] == [3, 5, 1]
+        assert [layer for part in partition(model, 9) for layer in part] == [*model[0], *model[1], *model[2:]]
+
+    def test_by_measured_cost(self):
+        model = nn.Sequential(nn.Linear(4, 600), nn.Linear(600, 600), nn.Linear(600, 4), nn.Linear(4, 4))
+        before = copy.deepcopy(model.state_dict())
+        sizes = [len(part) for part in partition(model, 2, example=torch.randn(64, 4))]
+        assert sizes in ([1, 3], [2, 2])
+        assert_equal_states(dict(model.state_dict()), dict(before))
+
+    def test_the_output_is_the_models(self):
+        model, (x, _) = model_of(), batches(1)[0]
+        y = x
+        for part in partition(model, 4):
+            y = part(y)
+        assert torch.equal(y, model(x))
+
+    @pytest.mark.parametrize(
+        ("modules", "error", "message"),
+        [
+            (0, ValueError, "modules is 0; expected 1 to 9"),
+            (10, ValueError, "modules is 10; expected 1 to 9"),
+            (True, TypeError, "modules is True"),
+            (2.5, TypeError, "modules is 2.5"),
+            ("1", TypeError, "modules is '1'"),
+            (["0.1.weight"], ValueError, "inside '0.1', a BatchNorm2d"),
+            (["7"], ValueError, "no layer '7'; the layers are 0.0, 0.1"),
+            ([0], ValueError, "a split is 0; expected 1 to 8"),
+            ([3, 3], ValueError, "different layers in the order"),
+            ([4, 2], ValueError, "different layers in the order"),
+            ([None], TypeError, "a split is None"),
+        ],
+    )
+    def test_wrong_splits(self, modules, error, message):
+        with pytest.raises(error, match=message):
+            partition(convolutional(), modules)
+
+    def test_a_split_inside_a_residual_block(self):
+        from jacsparse.models import ResNet8
+
+        with pytest.raises(ValueError, match=r"'group2.0.body.1' is inside 'group2.0', a ResidualUnit"):
+            partition(ResNet8(), ["group2.0.body.1"])
+        assert [len(part) for part in partition(ResNet8(), 2)] == [4, 5]
+
+    def test_models_that_cannot_be_cut(self):
+        with pytest.raises(TypeError, match=r"the model is a Linear; expected an nn\.Sequential"):
+            partition(nn.Linear(2, 2), 1)
+        model = model_of()
+        model.register_forward_hook(lambda *_: None)
+        with pytest.raises(TypeError, match="the model has hooks"):
+            partition(model, 2)
+        shared = nn.Linear(3, 3)
+        with pytest.raises(ValueError, match=r"parts 0 and 1 share a parameter \(0.weight and 0.weight there\)"):
+            partition(nn.Sequential(shared, nn.Tanh(), shared), [2])
+
+
+class TestErrors:
+    def test_empty_batches(self):
+        ddg = DelayedGradients(model_of(), modules=2, optimizer=SGD)
+        with pytest.raises(ValueError, match="x has no samples"):
+            ddg.step(torch.zeros(0, 3, dtype=torch.float64), torch.zeros(0, dtype=torch.int64))
+
+    def test_modules_that_pass_on_several_tensors(self):
+        ddg = DelayedGradients(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 2)), modules=2, optimizer=SGD)
+        with pytest.raises(TypeError, match="part 0 returns a tuple; parts pass on one tensor"):
+            ddg.step(torch.randn(2, 5, 3), torch.zeros(2, dtype=torch.int64))
+
+    def test_states_of_other_splits(self):
+        state = DelayedGradients(model_of(), modules=2, optimizer=SGD).state_dict()
+        with pytest.raises(ValueError, match="the state is of 2 modules, and there are 3 here"):
+            DelayedGradients(model_of(), modules=3, optimizer=SGD).load_state_dict(state)
