@@ -1,0 +1,177 @@
+"""Training by synthetic gradients: each module's gradient is predicted (Jaderberg et al., 2017, DNI)."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .delayed_gradients import Loss, OptimizerFactory
+from .partition import partition
+
+
+class GradientPredictor(nn.Module):
+    """Predicts the gradient of an activation from the activation and the labels.
+
+    Three convolutions of 5 × 5 with as many filters as the activation has channels, or three linear layers where it is
+    flat; labels are further channels, one for each class. The last layer begins at zero, and so do the predictions.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        The activation's, without the batch: ``(channels, height, width)`` or ``(units,)``.
+    classes : int
+        The number of classes.
+
+    Notes
+    -----
+    Huo et al. (2018), section 5.1, after Jaderberg et al. (2017).
+
+    Examples
+    --------
+    >>> predictor = GradientPredictor((8, 4, 4), classes=10)
+    >>> predictor(torch.randn(2, 8, 4, 4), torch.tensor([3, 9])).shape
+    torch.Size([2, 8, 4, 4])
+    """
+
+    def __init__(self, shape: Sequence[int], classes: int) -> None:
+        super().__init__()
+        if len(shape) not in (1, 3):
+            raise ValueError(
+                f"an activation has shape {tuple(shape)}; gradients of images or of flat ones are predicted"
+            )
+        self.classes, width = classes, shape[0]
+        widths = [width + classes, width, width, width]
+        layers: list[nn.Module] = []
+        for into, out in itertools.pairwise(widths):
+            if len(shape) == 3:
+                layers += [nn.Conv2d(into, out, 5, padding=2), nn.BatchNorm2d(out), nn.ReLU()]
+            else:
+                layers += [nn.Linear(into, out), nn.BatchNorm1d(out), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-2])
+        last = self.layers[-1]
+        for parameter in last.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, activation: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The predicted gradient, of the activation's shape."""
+        channels = functional.one_hot(labels, self.classes).to(activation)
+        channels = channels.reshape(*channels.shape, *[1] * (activation.ndim - 2))
+        channels = channels.expand(-1, -1, *activation.shape[2:])
+        prediction: torch.Tensor = self.layers(torch.cat([activation, channels], dim=1))
+        return prediction
+
+
+class SyntheticGradients:
+    """Trains a network whose modules use predicted gradients, and learn to predict them.
+
+    A module updates its weights by the prediction of its output's gradient, and the gradient of its input, which
+    follows from that, is what the predictor before it learns.
+
+    Parameters
+    ----------
+    model, modules, optimizer, loss
+        As of `DelayedGradients`; predictors have optimisers of the same kind.
+    example : Tensor, (batch, ...)
+        An input, which tells the shapes of activations.
+    classes : int
+        The number of classes; targets are labels.
+
+    Attributes
+    ----------
+    partition, predictors : list of Module
+        The K modules, and the predictors at their K - 1 boundaries.
+    optimizers : list of Optimizer
+        Of modules and predictors.
+
+    Notes
+    -----
+    The baseline DNI of Huo et al. (2018), section 5.1. With one module it is plain training.
+
+    Examples
+    --------
+    >>> import functools
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    >>> x, y = torch.randn(16, 4), torch.randint(3, (16,))
+    >>> optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    >>> dni = SyntheticGradients(model, modules=2, classes=3, optimizer=optimizer, example=x)
+    >>> losses = [dni.step(x, y).item() for _ in range(30)]
+    >>> losses[-1] < losses[0]
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        modules: int | Sequence[int | str],
+        classes: int,
+        optimizer: OptimizerFactory,
+        loss: Loss = functional.cross_entropy,
+        example: torch.Tensor,
+    ) -> None:
+        self.model, self.loss = model, loss
+        self.partition = partition(model, modules)
+        self.predictors = [GradientPredictor(shape, classes).to(example) for shape in _shapes(self.partition, example)]
+        trained = [module for module in (*self.partition, *self.predictors) if any(True for _ in module.parameters())]
+        self.optimizers = [optimizer(module.parameters()) for module in trained]
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Train on a batch; return its loss, detached.
+
+        Raises
+        ------
+        ValueError
+            Where the batch is empty, or an activation is neither an image nor flat.
+        """
+        if not len(x):
+            raise ValueError("x has no samples; pass batches of at least one")
+        inputs, outputs = [x.detach()], []
+        for number, part in enumerate(self.partition):
+            if number:
+                inputs.append(outputs[-1].detach().requires_grad_())
+            outputs.append(part(inputs[-1]))
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss = self.loss(outputs[-1], y)
+        predictions = [
+            predictor(output.detach(), y) for predictor, output in zip(self.predictors, outputs[:-1], strict=True)
+        ]
+        loss.backward()
+        for output, prediction in zip(outputs[:-1], predictions, strict=True):
+            if output.requires_grad:
+                output.backward(prediction.detach())
+        for prediction, following in zip(predictions, inputs[1:], strict=True):
+            functional.mse_loss(prediction, following.grad).backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a training needs to go on: weights of modules and predictors, and their optimisers."""
+        return {
+            "modules": [module.state_dict() for module in (*self.partition, *self.predictors)],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        for module, values in zip((*self.partition, *self.predictors), state["modules"], strict=True):
+            module.load_state_dict(values)
+        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(copy.deepcopy(values))
+
+
+@torch.no_grad()
+def _shapes(parts: Sequence[nn.Module], example: torch.Tensor) -> list[tuple[int, ...]]:
+    """The shapes of the activations between parts, without the batch; nothing in the parts changes."""
+    twins, x, shapes = copy.deepcopy(list(parts)), example, []
+    for twin in twins[:-1]:
+        x = twin.eval()(x)
+        shapes.append(tuple(x.shape[1:]))
+    return shapes
