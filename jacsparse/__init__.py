@@ -14,7 +14,7 @@ if (_ROOT / "setup.cfg").exists():
     __path__.append(str(_ROOT))
 
 if TYPE_CHECKING:
-    from . import nn, recurrence, schedule, solvers, training
+    from . import distributed, nn, recurrence, schedule, solvers, training
     from .flop import FlopReport, LayerFlop, count_flop
     from .jacobians import Verification, VerificationError, jacobian, jacobian_pattern, verify
     from .patterns import Call, Pattern, UnsupportedOperatorError, register_rule
@@ -41,6 +41,7 @@ __all__ = [
     "backward",
     "chain",
     "count_flop",
+    "distributed",
     "jacobian",
     "jacobian_pattern",
     "leapfrog_backward",
@@ -85,9 +86,11 @@ _HOMES = {
     "leapfrog_backward": "training",
 }
 
+_ROOMS = ("distributed", "models", "nn", "patterns", "recurrence", "schedule", "solvers", "spgemm", "training")
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("nn", "recurrence", "schedule", "solvers", "training", "patterns", "spgemm", "models"):
+    if name in _ROOMS:
         return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
         return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

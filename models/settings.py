@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import recurrence
 from ..schedule import parse
-from ..training import check_threads
+from ..training import check_threads, partition
 from .arguments import check_count, check_number, check_one_of
 from .classifiers import SequenceClassifier
 from .data import split_spec
 from .pruning import SCOPES
-from .registry import MODELS
+from .registry import MODELS, build
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class TrainSettings:
 
     Attributes
     ----------
-    task : {"bitstream", "irmas", "lenet5", "vgg11"}
+    task : {"bitstream", "irmas", "lenet5", "resnet8", "resnet56", "resnet110", "vgg11"}
         Name of the model.
     data : str
         Data set, as `load_data` takes it: ``digits``, ``cifar10:DIR``, ``cifar100:DIR``, ``bitstream:STEPS``,
@@ -35,13 +37,15 @@ class TrainSettings:
     out : path-like or None
         Checkpoint to write after each epoch, a ``.safetensors`` file. The loss curves go beside it, as ``.csv`` and, at
         the end, as ``.png``. Existing files are replaced. With None, nothing is written.
-    backward : {"bp", "leapfrog", "scan"}
-        PyTorch's back-propagation, or that of `jacsparse.nn`: `Leapfrog`, `Scan`, or the recurrent layer of the same
-        name.
+    backward : {"bp", "ddg", "dni", "leapfrog", "scan"}
+        PyTorch's back-propagation; that of `jacsparse.nn`: `Leapfrog`, `Scan`, or the recurrent layer of the same name;
+        or modules that go on by themselves: `jacsparse.training.DelayedGradients` (DDG) or `SyntheticGradients` (DNI).
     schedule : str
         Schedule of the scan, as these take it.
     threads : int or None
         Threads of `Leapfrog`; None without it.
+    modules : int, sequence of str, or None
+        Modules of DDG or DNI, as `jacsparse.training.partition` takes them; None without these.
     epochs : int
         Epochs before pruning.
     batch : int
@@ -51,8 +55,9 @@ class TrainSettings:
     lr, momentum, weight_decay : float
         Parameters of the optimiser; Adam takes no momentum. For recurrent networks the thesis has a learning rate of
         3e-5, which is the default here; its authors' scripts have 1e-5 for the RNN and 3e-4 for the GRU.
-    decay : {"constant", "cosine"}
-        Whether the learning rate is constant, or goes to zero along a half cosine in each phase.
+    decay : {"constant", "cosine", "steps", "diminishing"}
+        Whether the learning rate is constant, goes to zero along a half cosine in each phase, is divided by 10 after
+        half and again after three quarters of it, or is ``lr / (1 + t)`` at iteration t (Huo et al., Theorem 2).
     augment : bool
         Whether to shift training images at random by up to 4 pixels, and to mirror them where their classes allow it.
     prune : float
@@ -86,6 +91,7 @@ class TrainSettings:
     backward: str = "bp"
     schedule: str = "auto"
     threads: int | None = None
+    modules: int | Sequence[str] | None = None
     epochs: int
     batch: int
     optimizer: str = "sgd"
@@ -107,14 +113,14 @@ class TrainSettings:
         check_one_of("task", self.task, MODELS)
         split_spec(self.data)
         check_one_of("features", self.features, ("L", "M", "S"))
-        check_one_of("backward", self.backward, ("bp", "leapfrog", "scan"))
+        check_one_of("backward", self.backward, ("bp", "ddg", "dni", "leapfrog", "scan"))
         if issubclass(MODELS[self.task], SequenceClassifier):
             recurrence.parse(self.schedule)
         else:
             parse(self.schedule)
-        self._check_threads()
+        self._check_workers()
         check_one_of("optimizer", self.optimizer, ("adam", "sgd"))
-        check_one_of("decay", self.decay, ("constant", "cosine"))
+        check_one_of("decay", self.decay, ("constant", "cosine", "diminishing", "steps"))
         check_one_of("scope", self.scope, SCOPES)
         checked: dict[str, Any] = {
             name: check_count(name, getattr(self, name), least)
@@ -138,18 +144,28 @@ class TrainSettings:
         if self.out is not None and Path(self.out).suffix != ".safetensors":
             raise ValueError(f"out is {str(self.out)!r}; expected a file that ends in .safetensors")
 
-    def _check_threads(self) -> None:
-        if self.backward != "leapfrog":
-            if self.threads is not None:
+    def _check_workers(self) -> None:
+        """Raise where threads or modules are missing, or are of another way of training."""
+        for name, ways in (("threads", ("leapfrog",)), ("modules", ("ddg", "dni"))):
+            value = getattr(self, name)
+            if self.backward not in ways and value is not None:
                 raise ValueError(
-                    f"threads is {self.threads!r}, but backward is {self.backward!r}; set backward to 'leapfrog', or "
-                    "no threads"
+                    f"{name} is {value!r}, but backward is {self.backward!r}; set backward to {' or '.join(map(repr, ways))}, or "
+                    f"no {name}"
                 )
-            return
-        recurrent = issubclass(MODELS[self.task], SequenceClassifier)
-        if recurrent:
-            raise ValueError(f"backward is 'leapfrog', but {self.task} has a single recurrent layer; choose bp or scan")
-        check_threads(self.threads)
+            if self.backward in ways and issubclass(MODELS[self.task], SequenceClassifier):
+                raise ValueError(
+                    f"backward is {self.backward!r}, but {self.task} has a single recurrent layer; choose bp or scan"
+                )
+        if self.backward == "leapfrog":
+            check_threads(self.threads)
+        if self.backward in ("ddg", "dni"):
+            if self.modules is None:
+                raise ValueError(f"backward is {self.backward!r}; set modules, as in 2, or where they begin")
+            if not isinstance(self.modules, int):
+                object.__setattr__(self, "modules", list(self.modules))
+            with torch.device("meta"):
+                partition(build(self.task), self.modules)
 
     @property
     def outputs(self) -> tuple[Path, ...]:
@@ -167,10 +183,22 @@ class TrainSettings:
         return {name: value for name, value in values.items() if name not in ("out", "plot", "threads")}
 
 
+_RESNET: dict[str, Any] = {
+    "epochs": 300,
+    "batch": 128,
+    "lr": 0.01,
+    "momentum": 0.9,
+    "weight_decay": 5e-4,
+    "decay": "steps",
+    "augment": True,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "irmas": {"data": "tones", "epochs": 400, "batch": 16, "optimizer": "adam", "lr": 3e-5},
     "bitstream": {"data": "bitstream:1000", "epochs": 50, "batch": 16, "optimizer": "adam", "lr": 3e-5},
     "lenet5": {"epochs": 50, "batch": 256, "lr": 0.001, "momentum": 0.9},
+    "resnet8": {"epochs": 300, "batch": 128, "optimizer": "adam", "lr": 0.001, "augment": True},
+    "resnet56": _RESNET,
+    "resnet110": _RESNET,
     "vgg11": {
         "epochs": 100,
         "batch": 128,
@@ -187,7 +215,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def default_settings(task: str) -> TrainSettings:
-    """The thesis' settings for a task.
+    """The papers' settings for a task.
 
     LeNet-5: batches of 256, SGD with learning rate 0.001 and momentum 0.9 (section 3.5); Figure 3.4 shows about 9000
     iterations, which are 50 epochs of CIFAR-10.
@@ -198,13 +226,17 @@ def default_settings(task: str) -> TrainSettings:
     it, in batches of 128. The rate goes to zero along a cosine, images are shifted and mirrored, and pruning rescales,
     since eleven pruned layers may otherwise pass on too little for retraining.
 
+    ResNets: 300 epochs in batches of 128 of shifted and mirrored images; ResNet-8 by Adam with learning rate 0.001,
+    ResNet-56 and ResNet-110 by SGD with 0.01, divided by 10 after epochs 150 and 225, momentum 0.9 and weight decay
+    0.0005 (Huo et al., 2018, sections 5.1 and 5.2).
+
     Bitstreams: 1000 bits, batches of 16, Adam with learning rate 0.00003, 50 epochs (section 4.1, Figure 5.1).
 
     IRMAS: the same for 400 epochs (section 4.2); the data are synthetic tones unless ``data`` names the real ones.
 
     Parameters
     ----------
-    task : {"bitstream", "irmas", "lenet5", "vgg11"}
+    task : {"bitstream", "irmas", "lenet5", "resnet8", "resnet56", "resnet110", "vgg11"}
         Name of the model.
 
     Raises

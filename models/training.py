@@ -1,22 +1,28 @@
-"""Training by back-propagation, leapfrogging or scan, with pruning and retraining.
+"""Training by back-propagation, leapfrogging, scan or decoupled modules, with pruning and retraining.
 
 An interrupted training can be resumed.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import os
+import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 from ..runtime import check_writable
+from ..training import Backpropagation, DelayedGradients, SyntheticGradients
 from .arguments import check_count, check_number
 from .checkpoint import Checkpoint, model_of, read_checkpoint, save_checkpoint
 from .classifiers import SequenceClassifier
@@ -29,6 +35,8 @@ from .settings import TrainSettings
 
 #: Pixels by which augmentation shifts at most.
 _SHIFT = 4
+#: How long one process waits for another.
+_TIMEOUT = timedelta(minutes=10)
 #: Samples per batch of a test.
 _TEST_BATCH = 256
 
@@ -102,7 +110,7 @@ def train(
     with torch.random.fork_rng(devices=[]):
         run = _Run.begin(settings, data) if checkpoint is None else _Run.resume(settings, data, checkpoint)
         run.execute(progress or (lambda _: None))
-    if settings.plot and settings.out is not None:
+    if settings.plot and settings.out is not None and _writes():
         plot_curves(run.points, settings.outputs[2], _title(settings, data, run.accuracy))
     return TrainResult(run.model.eval(), run.points, run.accuracy)
 
@@ -192,6 +200,8 @@ def _title(settings: TrainSettings, data: Dataset, accuracy: dict[str, float]) -
     by_ours = {
         "scan": f"jacsparse, schedule {settings.schedule}",
         "leapfrog": f"leapfrogging, {settings.threads} threads",
+        "ddg": f"delayed gradients, modules {settings.modules}",
+        "dni": f"synthetic gradients, modules {settings.modules}",
     }
     backward = by_ours.get(settings.backward, "back-propagation")
     return f"{settings.task} on {data.source}, {backward}\ntest accuracy: {figures}"
@@ -208,13 +218,10 @@ class _Run:
     done: int = 0
     points: list[Point] = field(default_factory=list)
     accuracy: dict[str, float] = field(default_factory=dict)
-    # The model, or what back-propagates around it.
-    runner: nn.Module = field(init=False)
-    optimizer: torch.optim.Optimizer = field(init=False)
+    trainer: Backpropagation | DelayedGradients | SyntheticGradients = field(init=False)
 
     def __post_init__(self) -> None:
-        self.runner = _runner(self.settings, self.model)
-        self.optimizer = _optimizer(self.settings, self.model)
+        self.trainer = _trainer(self.settings, self.model, self.data)
 
     @classmethod
     def begin(cls, settings: TrainSettings, data: Dataset) -> _Run:
@@ -227,7 +234,7 @@ class _Run:
         model = model_of(checkpoint)
         try:
             run = cls._restored(settings, data, checkpoint, model)
-        except (KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
             raise ValueError(
                 f"{checkpoint.path} cannot be resumed ({error!r}); it is damaged: train again without resume"
             ) from error
@@ -248,7 +255,9 @@ class _Run:
         if done > settings.epochs + settings.retrain_epochs or (done > settings.epochs and not metadata["pruned"]):
             raise ValueError(f"after {done} epochs, {metadata['pruned']:.3g} of its weights are pruned")
         run = cls(settings, data, model, done, points, accuracy)
-        _load_optimizer(run.optimizer, state)
+        run.trainer.load_state_dict(torch.load(io.BytesIO(state["trainer"].numpy().tobytes()), weights_only=True))
+        for optimizer in run.trainer.optimizers:
+            _check_shapes(optimizer)
         torch.set_rng_state(random)
         return run
 
@@ -268,7 +277,7 @@ class _Run:
     def _prune(self) -> None:
         prune_weights(self.model, self.settings.prune, self.settings.scope, rescale=self.settings.rescale)
         self.accuracy["pruned"] = self._test()[1]
-        self.optimizer = _optimizer(self.settings, self.model)
+        self.trainer = _trainer(self.settings, self.model, self.data)
 
     def _test(self) -> tuple[float, float]:
         return evaluate(self.model, self.data.test_inputs, self.data.test_labels)
@@ -278,47 +287,63 @@ class _Run:
         epochs = settings.epochs if training else settings.retrain_epochs
         epoch = self.done + 1 - (0 if training else settings.epochs)
         batches = torch.randperm(len(self.data.train_labels)).split(settings.batch)
+        self._check_iterations(epochs * len(batches))
         self.model.train()
         for number, batch in enumerate(batches, 1):
-            self._set_rate(phase, ((epoch - 1) * len(batches) + number - 1) / (epochs * len(batches)))
+            self._set_rate(phase, (epoch - 1) * len(batches) + number - 1, epochs * len(batches))
             begin = time.perf_counter()
             loss = self._step(batch)
             seconds = time.perf_counter() - begin + (self.points[-1].seconds if self.points else 0.0)
             if not math.isfinite(loss):
                 raise FloatingPointError(
                     f"the loss is {loss} in {phase} epoch {epoch}, iteration {number}; lower the learning rate, "
-                    f"{self.optimizer.param_groups[0]['lr']:.3g} there"
+                    f"{self.trainer.optimizers[0].param_groups[0]['lr']:.3g} there"
                 )
             self.points.append(Point(phase, epoch, len(self.points) + 1, seconds, loss))
             progress(Progress(phase, epoch, epochs, number, len(batches), loss))
         self.done += 1
+        self.trainer.synchronize()
         test_loss, accuracy = self._test()
         self.points[-1] = replace(self.points[-1], test_loss=test_loss, test_accuracy=accuracy)
         self.accuracy["trained" if training else "retrained"] = accuracy
         progress(Progress(phase, epoch, epochs, len(batches), len(batches), self.points[-1].train_loss, accuracy))
 
-    def _set_rate(self, phase: str, share: float) -> None:
-        """Set the learning rate for the moment at which that share of the phase is done."""
-        settings = self.settings
+    def _set_rate(self, phase: str, iteration: int, iterations: int) -> None:
+        """Set the learning rate of an iteration of a phase."""
+        settings, share = self.settings, iteration / iterations
         rate = settings.lr if phase == "train" or settings.retrain_lr is None else settings.retrain_lr
         if settings.decay == "cosine":
             rate *= 0.5 * (1 + math.cos(math.pi * share))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        elif settings.decay == "steps":
+            rate *= 0.1 ** ((share >= 0.5) + (share >= 0.75))
+        elif settings.decay == "diminishing":
+            rate /= 1 + iteration
+        for optimizer in self.trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    def _check_iterations(self, iterations: int) -> None:
+        modules = len(self.trainer.partition) if isinstance(self.trainer, DelayedGradients) else 1
+        if iterations < modules:
+            raise ValueError(
+                f"there are {iterations} iterations and {modules} modules, of which the first has its first gradient "
+                f"after {modules}; take smaller batches, more epochs or fewer modules"
+            )
 
     def _step(self, batch: torch.Tensor) -> float:
-        """Train on the samples of these numbers; return their loss."""
+        """Train on the samples of these numbers; return their loss, 0 where another process has it."""
         images, labels = _as_float(self.data.train_inputs[batch]), self.data.train_labels[batch]
         if self.settings.augment:
             images = _augmented(images, self.data.mirrors)
-        self.optimizer.zero_grad()
-        loss = functional.cross_entropy(self.runner(images), labels)
-        loss.backward()
-        self.optimizer.step()
-        return loss.item()
+        loss = self.trainer.step(images, labels)
+        return 0.0 if loss is None else loss.item()
 
     def _save(self) -> None:
         if self.settings.out is None:
+            return
+        trainer = io.BytesIO()
+        torch.save(self.trainer.state_dict(), trainer)
+        if not _writes():
             return
         metadata = {
             "source": self.data.source,
@@ -332,7 +357,7 @@ class _Run:
         state = {
             "points": to_tensor(self.points),
             "random": torch.get_rng_state(),
-            **dict(_optimizer_state(self.optimizer)),
+            "trainer": torch.frombuffer(trainer.getbuffer(), dtype=torch.uint8),
         }
         save_checkpoint(self.settings.out, self.model, metadata=metadata, state=state)
         save_csv(self.points, self.settings.outputs[1])
@@ -341,6 +366,22 @@ class _Run:
 def _as_float(inputs: torch.Tensor) -> torch.Tensor:
     """Bits as float32; floating-point inputs unchanged."""
     return inputs if inputs.is_floating_point() else inputs.float()
+
+
+def _trainer(
+    settings: TrainSettings, model: nn.Module, data: Dataset
+) -> Backpropagation | DelayedGradients | SyntheticGradients:
+    optimizer = _optimizer(settings)
+    if settings.backward == "ddg":
+        assert settings.modules is not None
+        return DelayedGradients(model, modules=settings.modules, optimizer=optimizer, process_group=_process_group())
+    if settings.backward == "dni":
+        assert settings.modules is not None
+        example = _as_float(data.train_inputs[:1])
+        return SyntheticGradients(
+            model, modules=settings.modules, optimizer=optimizer, classes=data.classes, example=example
+        )
+    return Backpropagation(_runner(settings, model), optimizer=optimizer)
 
 
 def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
@@ -355,31 +396,32 @@ def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
     return Scan(model, schedule=settings.schedule)
 
 
-def _optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(settings: TrainSettings) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     if settings.optimizer == "adam":
-        return torch.optim.Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-    return torch.optim.SGD(
-        model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-    )
+        return partial(torch.optim.Adam, lr=settings.lr, weight_decay=settings.weight_decay)
+    return partial(torch.optim.SGD, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The optimiser's state, by the number of the parameter and the optimiser's name of the value."""
-    for number, values in optimizer.state_dict()["state"].items():
-        for name, value in values.items():
-            if value is not None:
-                yield f"optimizer/{number}/{name}", value
+def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError where a state is not of its parameter's shape, which optimisers do not check."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape not in (parameter.shape, ()):
+                raise ValueError(f"{name} is {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, torch.Tensor]) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    values: dict[int, dict[str, Any]] = {}
-    for key, value in state.items():
-        _, number, name = key.split("/")
-        if value.shape not in (parameters[int(number)].shape, ()):
-            raise KeyError(f"{key} is {tuple(value.shape)}, its parameter {tuple(parameters[int(number)].shape)}")
-        values.setdefault(int(number), {})[name] = value
-    optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
+def _process_group() -> dist.ProcessGroup | None:
+    """The processes that torchrun has started; None where there is one."""
+    if not dist.is_available() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    return dist.group.WORLD
+
+
+def _writes() -> bool:
+    """Whether this process has the losses, and writes the files: of several, the last."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == dist.get_world_size() - 1
 
 
 def _augmented(images: torch.Tensor, mirrors: bool) -> torch.Tensor:

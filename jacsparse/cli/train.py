@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +13,10 @@ import typer
 
 def train(
     task: Annotated[
-        str, typer.Argument(help="bitstream, irmas, lenet5 or vgg11. Options left out are as in the thesis.")
+        str,
+        typer.Argument(
+            help="bitstream, irmas, lenet5, resnet8, resnet56, resnet110 or vgg11; defaults are the papers'."
+        ),
     ],
     out: Annotated[
         Path, typer.Option(help="Checkpoint (.safetensors); curves are written beside it as .csv and .png.")
@@ -21,13 +26,17 @@ def train(
     ] = None,
     features: Annotated[str | None, typer.Option(help="Features of sounds: S, M or L (Table 4.2).")] = None,
     skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out damaged sound files.")] = False,
-    backward: Annotated[str, typer.Option(help="Back-propagation (bp), leapfrog or scan.")] = "bp",
+    backward: Annotated[str, typer.Option(help="Back-propagation (bp), ddg, dni, leapfrog or scan.")] = "bp",
     schedule: Annotated[str | None, typer.Option(help="Schedule of the scan, as for jacsparse flop.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of leapfrog.")] = None,
+    modules: Annotated[
+        str | None, typer.Option(help="Modules of ddg and dni: how many, or first layers, as in group2,group3.")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of training.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples per iteration.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="Optimizer: sgd or adam.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    decay: Annotated[str | None, typer.Option(help="Learning rate: constant, cosine, steps or diminishing.")] = None,
     momentum: Annotated[float | None, typer.Option(help="Momentum of SGD.")] = None,
     prune: Annotated[
         float | None, typer.Option(help="Share of all weights to prune after training, as in 0.97.")
@@ -39,22 +48,36 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
 ) -> None:
-    """Train a model, by back-propagation, leapfrogging or scan; prune and retrain it."""
+    """Train a model, and prune and retrain it. Under torchrun, ddg has a process for each module."""
     from .. import models
 
     options = {
         "data": data, "features": features, "skip_damaged": skip_damaged or None, "backward": backward,
-        "schedule": schedule, "threads": threads, "epochs": epochs, "batch": batch, "optimizer": optimizer,
-        "lr": lr, "momentum": momentum, "prune": prune, "scope": scope, "retrain_epochs": retrain_epochs, "seed": seed,
-        "out": out,
+        "schedule": schedule, "threads": threads, "modules": _modules(modules), "epochs": epochs, "batch": batch,
+        "optimizer": optimizer, "lr": lr, "decay": decay, "momentum": momentum, "prune": prune, "scope": scope,
+        "retrain_epochs": retrain_epochs, "seed": seed, "out": out,
     }  # fmt: skip
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if prune == 0:
         changes.setdefault("retrain_epochs", 0)
     settings = replace(models.default_settings(task), **changes)
-    with models.progress_bar() as progress:
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(models.progress_bar()) if _is_last_rank() else None
         result = models.train(settings, resume=resume, progress=progress)
+    if not _is_last_rank():
+        return
     for phase, accuracy in result.accuracy.items():
         typer.echo(f"{phase}: {accuracy:.1%} of the test samples right")
     for path in settings.outputs:
         typer.echo(path)
+
+
+def _modules(text: str | None) -> int | list[str] | None:
+    if text is None:
+        return None
+    return int(text) if text.lstrip("-").isdecimal() else text.split(",")
+
+
+def _is_last_rank() -> bool:
+    """Whether this process speaks for all that torchrun has started."""
+    return int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1

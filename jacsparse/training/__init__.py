@@ -1,5 +1,6 @@
 """Ways of training in which layers do not wait for each other."""
 
+from .backpropagation import Backpropagation
 from .convergence import diminishing, gradient_bound
 from .delayed_gradients import DelayedGradients
 from .leapfrog import Leapfrogger, check_threads, leapfrog_backward
@@ -9,6 +10,7 @@ from .synthetic_gradients import GradientPredictor, SyntheticGradients
 from .timing import published_time, simulated_times
 
 __all__ = [
+    "Backpropagation",
     "DelayedGradients",
     "Event",
     "GradientPredictor",

@@ -152,6 +152,9 @@ class SyntheticGradients:
             optimizer.step()
         return loss.detach()
 
+    def synchronize(self) -> None:
+        """All weights are in this process."""
+
     def state_dict(self) -> dict[str, Any]:
         """All that a training needs to go on: weights of modules and predictors, and their optimisers."""
         return {

@@ -240,7 +240,7 @@ def test_learning_rates_along_a_cosine(settings: TrainSettings, data: Dataset, m
     step = _train._Run._step
 
     def seen(run: Any, chosen: torch.Tensor) -> float:
-        rates.append(run.optimizer.param_groups[0]["lr"])
+        rates.append(run.trainer.optimizers[0].param_groups[0]["lr"])
         return step(run, chosen)
 
     monkeypatch.setattr(_train._Run, "_step", seen)
@@ -276,7 +276,7 @@ def test_curves_as_tensors_and_pictures(tmp_path: Path) -> None:
             {"data": "mnist"},
             "data is 'mnist'; expected digits, cifar10:DIR, ",
         ),
-        ({"backward": "forward"}, "backward is 'forward'; expected one of bp, leapfrog, scan"),
+        ({"backward": "forward"}, "backward is 'forward'; expected one of bp, ddg, dni, leapfrog, scan"),
         ({"backward": "leapfrog"}, "threads is None; expected an integer of at least 1"),
         ({"backward": "leapfrog", "threads": 0}, "threads is 0; expected an integer"),
         ({"threads": 2}, "threads is 2, but backward is 'bp'; set backward to 'leapfrog'"),
@@ -369,6 +369,15 @@ def test_resumed_with_other_settings(
         train(dataclasses.replace(settings, **changes), data=data, resume=True)
 
 
+def _written(state: dict[str, Any]) -> torch.Tensor:
+    """A trainer's state as checkpoints have it."""
+    for optimizer in state["optimizers"]:
+        optimizer["param_groups"] = torch.optim.SGD(LeNet5().parameters(), lr=0.1).state_dict()["param_groups"]
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -376,9 +385,10 @@ def test_resumed_with_other_settings(
         {"training/points": torch.zeros(3)},
         {"training/random": torch.zeros(7, dtype=torch.uint8)},
         {"training/random": torch.zeros(7)},
-        {"training/optimizer/0/momentum_buffer": torch.zeros(7)},
-        {"training/optimizer/99/momentum_buffer": torch.zeros(7)},
-        {"training/optimizer": torch.zeros(7)},
+        {"training/trainer": torch.zeros(7, dtype=torch.uint8)},
+        {"training/trainer": None},
+        {"training/trainer": _written({"optimizers": []})},
+        {"training/trainer": _written({"optimizers": [{"state": {0: {"momentum_buffer": torch.zeros(7)}}}]})},
     ],
 )
 def test_damaged_training_state(
