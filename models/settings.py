@@ -150,8 +150,8 @@ class TrainSettings:
             value = getattr(self, name)
             if self.backward not in ways and value is not None:
                 raise ValueError(
-                    f"{name} is {value!r}, but backward is {self.backward!r}; set backward to {' or '.join(map(repr, ways))}, or "
-                    f"no {name}"
+                    f"{name} is {value!r}, but backward is {self.backward!r}; set backward to "
+                    f"{' or '.join(map(repr, ways))}, or no {name}"
                 )
             if self.backward in ways and issubclass(MODELS[self.task], SequenceClassifier):
                 raise ValueError(
