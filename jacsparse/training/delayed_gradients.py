@@ -393,11 +393,11 @@ class DelayedGradients:
                 f"there are {len(self.partition)} modules, and the process group has {ranks.size} ranks; start one "
                 "process for each module"
             )
-        facts = {"lengths of modules": [len(part) for part in self.partition]}
+        facts: dict[str, Any] = {}
         for path, layer in layers_of(self.model).items():
             parameters = (f"{name} {tuple(p.shape)} {p.dtype}" for name, p in layer.named_parameters())
             facts[f"layer {path}"] = f"{type(layer).__name__}: {', '.join(parameters)}"
-        ranks.agree(facts)
+        ranks.agree({**facts, "lengths of modules": [len(part) for part in self.partition]})
         return ranks
 
 

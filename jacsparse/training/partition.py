@@ -129,10 +129,11 @@ def _balanced(costs: Sequence[float], parts: int) -> list[int]:
         options = []
         for end in range(begin + 1, len(costs) - parts + 2):
             rest, starts = best(end, parts - 1)
-            options.append((max(sums[end] - sums[begin], rest), (end, *starts)))
-        # Of equal ones the last: activations stay with the matrix that they follow.
-        smallest = min(cost for cost, _ in options)
-        return max(option for option in options if option[0] <= smallest * (1 + 1e-9))
+            first = sums[end] - sums[begin]
+            # Of equal ones that with the cheapest first part, which ends with the layers that cost nothing.
+            options.append((max(first, rest), first, -end, starts))
+        cost, _, end, starts = min(options)
+        return cost, (-end, *starts)
 
     return list(best(0, parts)[1])
 

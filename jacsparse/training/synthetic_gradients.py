@@ -43,7 +43,8 @@ class GradientPredictor(nn.Module):
         super().__init__()
         if len(shape) not in (1, 3):
             raise ValueError(
-                f"an activation has shape {tuple(shape)}; gradients of images or of flat ones are predicted"
+                f"an activation has shape {tuple(shape)}, without the batch; gradients are predicted of (channels, "
+                "height, width) and of (units,): split elsewhere"
             )
         self.classes, width = classes, shape[0]
         widths = [width + classes, width, width, width]
