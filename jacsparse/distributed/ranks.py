@@ -62,6 +62,7 @@ class Ranks:
         self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         #: Messages that may not have arrived: their ranks, what they are of, and the tensors, which have to stay.
         self._sent: list[tuple[int, str, dist.Work, torch.Tensor]] = []
+        self._faults: dist.Store | None = None
         self._faults = self._store()
 
     def _store(self) -> dist.Store | None:
@@ -73,11 +74,12 @@ class Ranks:
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
         return dist.PrefixStore(f"jacsparse/{token}", store)
 
-    def first(self, number: int) -> int:
-        """The first rank's number, on all ranks."""
-        shared = torch.tensor(number, dtype=torch.int64, device=self._device)
-        dist.broadcast(shared, self._global(0), group=self.group)
-        return int(shared)
+    def first(self, value: Any) -> Any:
+        """The first rank's value, on all ranks."""
+        shared = [value]
+        with self.waiting_for(0, "start"):
+            dist.broadcast_object_list(shared, self._global(0), group=self.group)
+        return shared[0]
 
     def broadcast(self, tensors: Iterable[torch.Tensor], source: int) -> None:
         """Overwrite tensors by those of a rank."""

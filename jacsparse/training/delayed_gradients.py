@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class DelayedPart:
         if not self.delay:
             with self._random(iteration):
                 output = self.module(x)
-            self.passes.append(_Pass(x, dict(self.module.named_parameters()), {}, iteration, output))
+            parameters, buffers = dict(self.module.named_parameters()), {}
         else:
             parameters = {
                 name: value.detach().clone().requires_grad_(value.requires_grad)
@@ -86,9 +87,10 @@ class DelayedPart:
             buffers = {name: value.clone() for name, value in self.module.named_buffers()}
             with self._random(iteration), torch.set_grad_enabled(not self.recompute):
                 output = functional_call(self.module, parameters, (x,))
-            self.passes.append(_Pass(x, parameters, buffers, iteration, None if self.recompute else output))
         if not isinstance(output, torch.Tensor):
             raise TypeError(f"part {self.number} returns a {type(output).__name__}; parts pass on one tensor")
+        recomputed = self.recompute and self.delay
+        self.passes.append(_Pass(x, parameters, buffers, iteration, None if recomputed else output))
         return output.detach()
 
     def backward(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -115,6 +117,11 @@ class DelayedPart:
         if not self.number:
             return None
         return torch.zeros_like(past.x) if gradients[-1] is None else gradients[-1]
+
+    def forget(self, iteration: int) -> None:
+        """Forget the pass of an iteration that failed, if there is one."""
+        if self.passes and self.passes[-1].iteration == iteration:
+            self.passes.pop()
 
     def _update(self) -> None:
         if self.optimizer is not None:
@@ -246,13 +253,17 @@ class DelayedGradients:
         self.model, self.loss = model, loss
         self.partition = partition(model, modules, example=example)
         self.iteration, self._last = 0, len(self.partition) - 1
-        self._ranks = None if process_group is None else self._checked(process_group)
-        here = range(self._last + 1) if self._ranks is None else [self._ranks.rank]
-        seed = None
-        if self._last:
-            seed = int(torch.randint(2**31, ()).item())
-            seed = seed if self._ranks is None else self._ranks.first(seed)
+        seed = int(torch.randint(2**31, ()).item()) if self._last else None
+        self._ranks = None if process_group is None else Ranks(process_group)
+        if self._ranks is not None:
+            if example is not None:
+                # Measured costs differ between ranks.
+                starts = list(itertools.accumulate(len(part) for part in self.partition[:-1]))
+                self.partition = partition(model, self._ranks.first(starts))
+            self._check(self._ranks)
+            seed = self._ranks.first(seed)
         self._seed = seed
+        here = range(self._last + 1) if self._ranks is None else [self._ranks.rank]
         self._parts = [
             DelayedPart(self.partition[number], number, self._last - number, optimizer, seed, recompute)
             for number in here
@@ -293,13 +304,14 @@ class DelayedGradients:
         """
         if not len(x):
             raise ValueError("x has no samples; pass batches of at least one")
-        incoming, loss = self._exchange_gradients(), None
-        output = self._forward(x)
-        if output is not None:
-            output.requires_grad_()
-            with self._during("loss"):
-                loss = self.loss(output, y)
-                (self._gradients[self._last],) = torch.autograd.grad(loss, output)
+        incoming = self._exchange_gradients()
+        try:
+            loss = self._forward_and_loss(x, y)
+        except BaseException:
+            # A step that failed before any update may be repeated.
+            for part in self._parts:
+                part.forget(self.iteration)
+            raise
         if incoming is not None:
             part = self._parts[-1]
             self._gradients[part.number] = incoming.wait(self.iteration).to(part.passes[0].x.device)
@@ -309,7 +321,7 @@ class DelayedGradients:
         if self._ranks is not None:
             self._ranks.flush()
         self.iteration += 1
-        return None if loss is None else loss.detach()
+        return loss
 
     def synchronize(self) -> None:
         """Bring the weights and buffers of all modules to all ranks; every rank has to call it."""
@@ -349,6 +361,17 @@ class DelayedGradients:
         self._gradients = {number: value for number, value in state["gradients"].items() if number in before}
         self.iteration, self._seed = state["iteration"], state["seed"]
 
+    def _forward_and_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
+        """The loss, whose gradient waits for the last module; None where another rank has it."""
+        output = self._forward(x)
+        if output is None:
+            return None
+        output.requires_grad_()
+        with self._during("loss"):
+            loss = self.loss(output, y)
+            (self._gradients[self._last],) = torch.autograd.grad(loss, output)
+        return loss.detach()
+
     def _forward(self, x: torch.Tensor) -> torch.Tensor | None:
         """The output of the last module; None where another rank has it."""
         phase, samples = f"forward pass of iteration {self.iteration}", len(x)
@@ -385,9 +408,8 @@ class DelayedGradients:
             return contextlib.nullcontext()
         return self._ranks.during(f"{phase} of iteration {self.iteration}")
 
-    def _checked(self, group: dist.ProcessGroup) -> Ranks:
-        """The ranks, one for each module, all with the same layers."""
-        ranks = Ranks(group)
+    def _check(self, ranks: Ranks) -> None:
+        """Raise ValueError or RankError where there is not one rank for each module, all with the same layers."""
         if ranks.size != len(self.partition):
             raise ValueError(
                 f"there are {len(self.partition)} modules, and the process group has {ranks.size} ranks; start one "
@@ -398,7 +420,6 @@ class DelayedGradients:
             parameters = (f"{name} {tuple(p.shape)} {p.dtype}" for name, p in layer.named_parameters())
             facts[f"layer {path}"] = f"{type(layer).__name__}: {', '.join(parameters)}"
         ranks.agree({**facts, "lengths of modules": [len(part) for part in self.partition]})
-        return ranks
 
 
 @contextlib.contextmanager

@@ -71,6 +71,15 @@ def _fail(*_):
     raise ArithmeticError("made to fail")
 
 
+def measured():
+    """Costs that each rank measures differently; the first one's cut is that of all."""
+    ddg = DelayedGradients(
+        model_of(), modules=2, optimizer=SGD, process_group=dist.group.WORLD, example=batches(1)[0][0]
+    )
+    for x, y in batches(3):
+        ddg.step(x, y)
+
+
 def differ():
     """Three ways in which rank 1 does not start like the others; all ranks print the errors."""
     other = dist.get_rank() == 1
@@ -98,4 +107,4 @@ if __name__ == "__main__":
     if case == "fault":
         fault(arguments[0], int(arguments[1]))
     else:
-        {"equal": equal, "differ": differ, "alone": alone}[case](*arguments)
+        {"equal": equal, "measured": measured, "differ": differ, "alone": alone}[case](*arguments)

@@ -277,6 +277,19 @@ class TestErrors:
         with pytest.raises(TypeError, match="part 0 returns a tuple; parts pass on one tensor"):
             ddg.step(torch.randn(2, 5, 3), torch.zeros(2, dtype=torch.int64))
 
+    def test_a_step_that_failed_is_forgotten(self):
+        (model, data), failing = (model_of(), batches(8)), model_of()
+        expected = reference(model, 3, data, SGD)
+        ddg = DelayedGradients(failing, modules=3, optimizer=SGD)
+        for x, y in data:
+            with pytest.raises(ValueError, match="batch_size"):
+                ddg.step(x, y[:2])
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                ddg.step(x[:, :2], y)
+            ddg.step(x, y)
+        for name, parameter in failing.named_parameters():
+            torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-12, atol=1e-12)
+
     def test_states_of_other_splits(self):
         state = DelayedGradients(model_of(), modules=2, optimizer=SGD).state_dict()
         with pytest.raises(ValueError, match="the state is of 2 modules, and there are 3 here"):

@@ -61,6 +61,11 @@ def test_ranks_that_differ():
         assert words[2].startswith("RankError: rank 0 has lengths of modules: [")
 
 
+def test_the_first_rank_cuts_by_measured_cost():
+    for rank in run_ranks(RANKS, "measured", count=2):
+        assert rank.status == 0, rank.output
+
+
 def test_as_many_ranks_as_modules():
     (rank,) = run_ranks(RANKS, "alone", count=1)
     assert "ValueError: there are 3 modules, and the process group has 1 ranks" in rank.output
