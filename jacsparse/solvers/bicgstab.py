@@ -102,7 +102,9 @@ def _solved(
     def apply(array: np.ndarray) -> np.ndarray:
         vector = parts(array)
         with work.level():
-            product = system.inverse.apply(system.off_diagonal.apply(vector, work), work)
+            product = system.off_diagonal.apply(vector, work)
+        with work.level():
+            product = system.inverse.apply(product, work)
         return flat({node: vector[node] - product[node] if node in product else vector[node] for node in nodes})
 
     def residual(array: np.ndarray) -> float:

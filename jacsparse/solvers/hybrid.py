@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .blocks import Vector, Work, add
-from .cyclic_reduction import GroupInverse
+from .blocks import BlockMatrix, Vector, Work, add
 from .solver import Iterated, Iteration, relative_residual
 from .systems import BlockTriangular
 
@@ -38,15 +37,42 @@ class Hybrid(Iteration):
 
     def run(self, system: BlockTriangular, work: Work) -> Iterated:
         tolerance, limit = self.tolerance_of(system), self.limit_of(system)
-        inverse = GroupInverse(system, work)
-        values: Vector = inverse.apply(system.right, work) if self.guess is None else self.first(system, work)
+        inner, outer = system.within_groups()
+        reducing, solving = Work(), Work()
+        powers = _powers(system, inner, reducing)
+        values = _solved(system, powers, system.right, solving) if self.guess is None else self.first(system, solving)
+        # The power that a level of the solution needs is a result of the level before.
+        work.add_side_by_side((reducing, solving))
         history: list[float] = []
         for _ in range(limit + 1):
             with work.level():
-                right = add(inverse.outer.apply(values, work), system.right)
-            after = inverse.apply(right, work)
+                right = add(outer.apply(values, work), system.right)
+            after = _solved(system, powers, right, work)
             history.append(relative_residual(after, values))
             if history[-1] <= tolerance or len(history) > limit:
                 break
             values = after
         return Iterated(values, history, tolerance)
+
+
+def _powers(system: BlockTriangular, inner: BlockMatrix, work: Work) -> list[BlockMatrix]:
+    """The powers ``N^(2^i)`` of ``N = D⁻¹ A`` within groups, by reduction."""
+    powers = []
+    with work.level():
+        power = system.inverse.times(inner, work)
+    while power.blocks:
+        powers.append(power)
+        with work.level() as level:
+            power = power.times(power, work)
+            level.store((block for each in (*powers, power) for block in each.blocks.values()), system.blocks)
+    return powers
+
+
+def _solved(system: BlockTriangular, powers: list[BlockMatrix], right: Vector, work: Work) -> Vector:
+    """The solution within groups, ``Π (I + N^(2^i)) D⁻¹ c``."""
+    with work.level():
+        values = system.inverse.apply(right, work)
+    for power in powers:
+        with work.level():
+            values = add(values, power.apply(values, work))
+    return values

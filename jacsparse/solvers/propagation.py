@@ -18,7 +18,7 @@ from ..recurrence import RNN
 from ..spgemm import SparseJacobian
 from ..stages import Record, check_input, pull_back, recent_chains, refuse_hooks
 from ..tracing import check_module, without_autocast
-from .blocks import Block, Work
+from .blocks import Block, sum_of
 from .solver import Solution, TriangularSolver
 from .systems import BlockTriangular
 
@@ -115,15 +115,19 @@ class ChainSystem(RecordedSystem):
         self.system = BlockTriangular(blocks, right, inverse_diagonal=scales, check_finite=False)
 
     def outputs(self, values: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[Record], torch.Tensor]]:
-        work = Work()
-        work.start_level()
         for place, group in enumerate(self.groups):
-            gradient = self.system.right[place]
-            block = self.system.off_diagonal.blocks.get((place, place + 1))
-            if block is not None:
-                gradient = gradient + work.apply(block, values[place + 1].T.contiguous())
-            if group.records:
-                yield group.records, gradient.T
+            if group.linear is not None:
+                yield [group.linear], values[place]
+            # `values` are behind the elementwise stages; only gradients of their parameters need those before them.
+            if any(record.externals for record in group.elementwise):
+                yield group.elementwise, self._before_scaling(place, values)
+
+    def _before_scaling(self, place: int, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """``c_k + A_k v_{k+1}``, the gradient of what a group's elementwise stages give."""
+        block, right = self.system.off_diagonal.blocks.get((place, place + 1)), self.system.right[place].T
+        if block is None:
+            return right
+        return right + SparseJacobian(block.pattern, block.values).jvp(values[place + 1])
 
 
 class GraphSystem(RecordedSystem):
@@ -145,7 +149,7 @@ class GraphSystem(RecordedSystem):
         self.nodes = {vertex: node for node, vertex in enumerate(sorted(vertices))}
         blocks = {}
         for (source, target), parts in terms.items():
-            total = Work.sum(parts)
+            total = sum_of(parts)
             blocks[self.nodes[source], self.nodes[target]] = SparseJacobian(total.pattern, total.values)
         right = [like.new_zeros(batch, math.prod(shapes[vertex][1:])) for vertex in self.nodes]
         right[self.nodes[records[-1].stage.stop]] = gradient.flatten(1).to(like.dtype)

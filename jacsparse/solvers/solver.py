@@ -165,7 +165,9 @@ def scaled_right(system: BlockTriangular, work: Work) -> Vector:
 def swept(system: BlockTriangular, values: Vector, work: Work) -> Vector:
     """``D⁻¹ (c + A u)``: all block rows at once, each from the others' values."""
     with work.level():
-        return system.inverse.apply(add(system.off_diagonal.apply(values, work), system.right), work)
+        totals = add(system.off_diagonal.apply(values, work), system.right)
+    with work.level():
+        return system.inverse.apply(totals, work)
 
 
 def relative_residual(after: Vector, before: Vector) -> float:

@@ -144,6 +144,20 @@ class BlockTriangular:
         return levels
 
     @property
+    def blocks(self) -> list[Block]:
+        """The blocks beside the diagonal, and the inverses of those on it."""
+        return [*self.off_diagonal.blocks.values(), *self.inverse.blocks.values()]
+
+    def within_groups(self) -> tuple[BlockMatrix, BlockMatrix]:
+        """The blocks beside the diagonal within groups, and those between groups."""
+        assert self.groups is not None
+        number = {node: place for place, group in enumerate(self.groups) for node in group}
+        parts: tuple[dict[tuple[int, int], Block], ...] = ({}, {})
+        for (row, column), block in self.off_diagonal.blocks.items():
+            parts[number[row] != number[column]][row, column] = block
+        return BlockMatrix(parts[0]), BlockMatrix(parts[1])
+
+    @property
     def depth(self) -> int:
         """The most blocks of ``A`` that one node's solution goes through."""
         return len(self.levels) - 1
@@ -157,25 +171,23 @@ class BlockTriangular:
 
     def on_meta(self) -> BlockTriangular:
         """The system without numbers: solving it counts."""
-        other = self.reduced(self.off_diagonal.on_meta(), {node: part.to("meta") for node, part in self.right.items()})
-        other.inverse = self.inverse.on_meta()
-        return other
+        right = {node: part.to("meta") for node, part in self.right.items()}
+        return self.with_blocks(self.off_diagonal.on_meta(), self.inverse.on_meta(), right)
 
-    def reduced(self, off_diagonal: BlockMatrix, right: Vector) -> BlockTriangular:
-        """The system with other blocks beside the diagonal and another right-hand side."""
+    def with_blocks(self, off_diagonal: BlockMatrix, inverse: BlockMatrix, right: Vector) -> BlockTriangular:
+        """The system of the same nodes with other blocks and another right-hand side."""
         other = object.__new__(BlockTriangular)
         other.__dict__.update(self.__dict__)
         for name in ("iteration", "levels", "reads"):
             other.__dict__.pop(name, None)
-        other.off_diagonal, other.right = off_diagonal, right
+        other.off_diagonal, other.inverse, other.right, other.batch = off_diagonal, inverse, right, right[0].shape[1]
         return other
 
     def sample(self, number: int) -> BlockTriangular:
         """The system of one sample."""
         at = slice(number, number + 1)
-        other = self.reduced(self.off_diagonal.sample(at), {node: part[:, at] for node, part in self.right.items()})
-        other.inverse, other.batch = self.inverse.sample(at), 1
-        return other
+        right = {node: part[:, at] for node, part in self.right.items()}
+        return self.with_blocks(self.off_diagonal.sample(at), self.inverse.sample(at), right)
 
     @property
     def is_bidiagonal(self) -> bool:
