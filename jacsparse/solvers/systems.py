@@ -32,19 +32,21 @@ class BlockTriangular:
         ``D⁻¹`` of each node: a Tensor ``(n,)`` or ``(batch, n)`` for a diagonal, ``(batch, n, n)`` for matrices, a
         SparseJacobian, or None for the identity. All identities where left out.
     groups : sequence of sequence of int, optional
-        The nodes of each diagonal block of a two-level system, in the order of solving.
+        The diagonal blocks of a two-level system: lists that hold each node once, so that every node comes after those
+        that it depends on.
     check_finite : bool
         Whether elements that are not finite are an error.
 
     Raises
     ------
     TypeError, ValueError
-        Where a block is no matrix, is not finite or does not fit, or the nodes depend on each other in a circle; the
-        message names the block.
+        Where a block is no matrix, is not finite or does not fit, the nodes depend on each other in a circle, or the
+        groups do not hold them in order; the message names the block or the node.
 
     Notes
     -----
-    Naumov, equations 13 and 14; a directed acyclic graph has more blocks than a chain.
+    Naumov, equations 13 and 14; a directed acyclic graph has more blocks than a chain. A system may share memory with
+    the tensors that it was made of: writing to those changes it unchecked.
     """
 
     def __init__(
@@ -82,9 +84,23 @@ class BlockTriangular:
                 raise ValueError(f"{name}: expected two different nodes of 0 to {len(parts) - 1}")
             blocks[row, column] = self._block(name, block, (self.sizes[row], self.sizes[column]))
         self.off_diagonal = BlockMatrix(blocks)
-        self.groups = None if groups is None else [list(group) for group in groups]
         if sum(map(len, self.levels)) != len(parts):
             raise ValueError("the nodes depend on each other in a circle; the system is not triangular")
+        self.groups = None if groups is None else self._checked_groups(groups)
+
+    def _checked_groups(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The groups as lists, where they hold each node once, and in the order of solving."""
+        order = [node for group in groups for node in group]
+        if len(order) != len(self.right) or set(order) != set(self.right):
+            raise ValueError(f"groups hold the nodes {sorted(order)}; expected each of 0 to {len(self.right) - 1} once")
+        place = {node: number for number, node in enumerate(order)}
+        for row, column in self.off_diagonal.blocks:
+            if place[row] < place[column]:
+                raise ValueError(
+                    f"groups have node {row} before node {column}, which it depends on by off_diagonal[{row}, "
+                    f"{column}]; list groups, and nodes within them, in the order of solving"
+                )
+        return [list(group) for group in groups]
 
     def _block(self, name: str, block: Any, shape: tuple[int, int], *, diagonal: bool = False) -> Block:
         like = self.right[0]
@@ -266,7 +282,6 @@ class BlockBidiagonal(BlockTriangular):
             if inverse_diagonal is not None:
                 raise ValueError("diagonal and inverse_diagonal are both given; pass one of them")
             inverse_diagonal = [_inverted(f"diagonal[{node}]", block) for node, block in enumerate(diagonal)]
-        self.upper = upper
         places = {(k, k + 1) if upper else (k + 1, k): block for k, block in enumerate(off_diagonal)}
         super().__init__(places, right, inverse_diagonal=inverse_diagonal)
 

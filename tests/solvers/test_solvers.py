@@ -401,6 +401,33 @@ def test_matrices_of_the_appendix(layers: int, upper: bool) -> None:
     close(reduction.permutation @ permuted, values)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_matrices_of_a_module(dtype: torch.dtype) -> None:
+    """The appendix' matrices of a module's own system solve it, for each sample."""
+    module = feed_forward([3, 4, 2], "tanh", 0).to(dtype)
+    system = propagation(module, torch.randn(2, 3, dtype=dtype), torch.randn(2, 2, dtype=dtype)).system
+    expected = solve(system).values
+    for sample in range(2):
+        reduction = solvers.explicit_reduction(system, sample)
+        c = torch.cat([part[:, sample] for part in system.right.values()])
+        permuted = torch.linalg.solve(reduction.reduced, reduction.scaling @ c)
+        assert permuted.dtype == dtype
+        # A backward error of n eps, times a condition number of these matrices.
+        tolerance = 9 * torch.finfo(dtype).eps * float(torch.linalg.cond(reduction.reduced))
+        close(reduction.permutation @ permuted, torch.cat([part[sample] for part in expected]), tolerance)
+    with pytest.raises(ValueError, match="sample is 2; expected one of 0 to 1"):
+        solvers.explicit_reduction(system, 2)
+
+
+def test_matrices_that_do_not_exist() -> None:
+    module = feed_forward([3, 4, 2], "relu", 0)
+    system = propagation(module, torch.zeros(1, 3).double(), torch.ones(1, 2).double()).system
+    with pytest.raises(ValueError, match="diagonal block 1 is singular in sample 0, as where f' = 0"):
+        solvers.explicit_reduction(system)
+    with pytest.raises(ValueError, match="of 3 block rows, 1 blocks, batch 1> is no chain in the order of its nodes"):
+        solvers.explicit_reduction(BlockTriangular({(0, 2): torch.eye(2)}, [torch.ones(1, 2)] * 3))
+
+
 def test_approximate_forward_pass() -> None:
     torch.manual_seed(0)
     module = feed_forward([4, 6, 5, 3], "tanh", 0)
@@ -531,6 +558,14 @@ def test_bad_systems() -> None:
         BlockBidiagonal([eye], [ones] * 2, diagonal=[torch.ones(2, dtype=torch.int64), None])
     with pytest.raises(ValueError, match="depend on each other in a circle"):
         BlockTriangular({(0, 1): eye, (1, 0): eye}, [ones] * 2)
+    for groups, message in [
+        ([[1]], r"groups hold the nodes \[1\]; expected each of 0 to 1 once"),
+        ([[0, 1], [1]], r"groups hold the nodes \[0, 1, 1\]"),
+        ([[0], [1]], r"groups have node 0 before node 1, which it depends on by off_diagonal\[0, 1\]"),
+        ([[0, 1]], "groups have node 0 before node 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            BlockTriangular({(0, 1): eye}, [ones] * 2, groups=groups)
     with pytest.raises(TypeError, match="system is a Tensor"):
         solve(eye)
     with pytest.raises(ValueError, match="method is 'gmres'; expected one of substitution"):
