@@ -13,7 +13,7 @@ from .blocks import Vector, Work, add
 from .systems import BlockTriangular
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Solution:
     """What a solver came to.
 
@@ -43,6 +43,12 @@ class Solution:
     residual: float | None = None
     converged: bool = True
     history: list[float] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        state = "converged" if self.converged else "not converged"
+        if self.residual is not None:
+            state = f"{self.iterations} iterations, residual {self.residual:.1e}, {state}"
+        return f"<Solution by {self.method}: {state}>"
 
 
 class TriangularSolver(ABC):

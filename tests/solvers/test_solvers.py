@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -130,6 +131,59 @@ def test_last_states_and_first_ones_of_a_recurrent_network() -> None:
     expected = torch.autograd.grad([output, last], [hx, *parameters.values()], [of_output, of_last])
     for name, gradient in zip(["hx", *parameters], expected, strict=True):
         close(computed[name], gradient)
+
+
+def _tie(layer: nn.RNN) -> None:
+    layer.weight_hh_l1 = layer.weight_hh_l0
+
+
+def _prune(layer: nn.RNN) -> None:
+    prune.random_unstructured(layer, "weight_hh_l0", 0.7)
+    prune.random_unstructured(layer, "weight_ih_l1", 0.3)
+
+
+def _parametrise(layer: nn.RNN) -> None:
+    nn.utils.parametrizations.weight_norm(layer, "weight_hh_l1")
+
+
+def _freeze(layer: nn.RNN) -> None:
+    layer.weight_hh_l0.requires_grad_(False)
+    layer.bias_ih_l1.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [_tie, _prune, _parametrise, _freeze])
+def test_weights_of_a_recurrent_network_that_are_not_plain_parameters(change: Callable[[nn.RNN], None]) -> None:
+    """Gradients are those of the parameters, by the names of ``named_parameters``."""
+    torch.manual_seed(0)
+    module = nn.RNN(2, 3, 2).double()
+    change(module)
+    x, gradient = (torch.randn(5, 2, size, dtype=torch.float64) for size in (2, 3))
+    backward = propagation(module, x, gradient)
+    computed = backward.gradients(solve(backward.system, method="cyclic_reduction"))
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    expected = torch.autograd.grad((module(x)[0] * gradient).sum(), trained.values())
+    assert set(computed) == {"input", "hx", *trained}
+    for name, theirs in zip(trained, expected, strict=True):
+        close(computed[name], theirs)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_an_output_that_does_not_depend_on_the_input(graph: bool) -> None:
+    class Detached(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.detach())
+
+    module = Detached(3, 2)
+    backward = propagation(module, torch.randn(4, 3), torch.ones(4, 2), graph=graph)
+    computed = backward.gradients(solve(backward.system))
+    assert not computed["input"].any() and computed["bias"].tolist() == [4.0, 4.0]
+
+
+def test_a_solution_is_shown_in_one_line() -> None:
+    system = BlockBidiagonal([torch.eye(2)] * 3, [torch.ones(1, 2)] * 4)
+    assert repr(solve(system)) == "<Solution by substitution: converged>"
+    shown = repr(solve(system, method="jacobi", limit=1))
+    assert shown == "<Solution by jacobi: 1 iterations, residual 3.3e-01, not converged>"
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -283,10 +337,15 @@ def test_empty_batches_and_layers(batch: int, width: int) -> None:
 
 def test_recurrent_networks_that_are_refused() -> None:
     layer, x, g = nn.RNN(3, 4, 2), torch.randn(5, 2, 3), torch.randn(5, 2, 4)
-    with pytest.raises(ValueError, match=r"last has shape \(2, 4\); expected \(2, 2, 4\)"):
+    with pytest.raises(ValueError, match=r"last is torch.float32 \(2, 4\) on cpu; expected torch.float32 \(2, 2, 4\)"):
         propagation(layer, x, g, last=torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"x is \(5, 3\); expected a padded batch of three axes"):
+    with pytest.raises(ValueError, match=r"x has shape \(5, 3\); expected a padded batch, \(time, batch, 3\)"):
         propagation(layer, x[:, 0], g)
+    with pytest.raises(ValueError, match=r"gradient is torch.float64 \(5, 2, 4\) on cpu; expected torch.float32"):
+        propagation(layer, x, g.double())
+    for module in (layer, nn.Linear(3, 4)):
+        with pytest.raises(TypeError, match=r"gradient is a NoneType; expected a torch.Tensor of shape \(5, 2, 4\)"):
+            propagation(module, x, None)
     layer.register_forward_hook(lambda module, inputs, output: (2 * output[0], output[1]))
     with pytest.raises(TypeError, match="layer has hooks or a forward pass of its own"):
         propagation(layer, x, g)
@@ -596,7 +655,7 @@ def test_bad_options() -> None:
         propagation(nn.RNN(2, 3), torch.ones(4, 1, 2), torch.ones(4, 1, 3), graph=True)
     with pytest.raises(TypeError, match="last and hx are of an RNN, and the module is a Linear"):
         propagation(nn.Linear(2, 3), torch.ones(4, 2), torch.ones(4, 3), hx=torch.ones(1))
-    with pytest.raises(ValueError, match=r"the gradient is torch.float32 \(4, 2\); expected that of the output"):
+    with pytest.raises(ValueError, match=r"gradient is torch.float32 \(4, 2\) on cpu; expected torch.float32 \(4, 3\)"):
         propagation(nn.Linear(2, 3), torch.ones(4, 2), torch.ones(4, 2))
     with pytest.raises(ValueError, match="Identity has no stages"):
         propagation(nn.Identity(), torch.ones(4, 2), torch.ones(4, 2))
