@@ -36,6 +36,8 @@ class Scanner:
         Where the schedule is none or does not fit, or the limit is no number of bytes.
     """
 
+    module = "nn.Scan"
+
     def __init__(self, chain: Chain, schedule: Schedule | str = "auto", memory_limit: int | None = None) -> None:
         self.chain = chain
         self.schedule = resolve(schedule, len(chain), chain)

@@ -13,7 +13,9 @@ from .systems import BlockTriangular
 class Hybrid(Iteration):
     """Block Jacobi over the groups of a two-level system, whose diagonal blocks are solved by reduction.
 
-    After as many iterations as there are groups it is exact (Naumov, section 3.4).
+    Its residual is that of `Solution` with the diagonal blocks of groups in place of those of nodes: ``u'`` solves all
+    groups from ``c`` and what the other groups' ``u`` pass on. After as many iterations as there are groups it is exact
+    (Naumov, section 3.4).
 
     Parameters
     ----------

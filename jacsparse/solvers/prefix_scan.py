@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..schedule import Schedule, Step, resolve
+from ..schedule import Schedule, Step, parse, resolve
 from .blocks import Block, Vector, Work
 from .solver import TriangularSolver
 from .systems import BlockTriangular
@@ -46,16 +46,21 @@ class PrefixScan(TriangularSolver):
     name = "scan"
     schedule: Schedule | str = "blelloch"
 
+    def __post_init__(self) -> None:
+        if parse(self.schedule)[0] == "balanced" and not isinstance(self.schedule, Schedule):
+            raise ValueError(f"schedule is {self.schedule!r}, which weighs a module's stages; pass another name")
+
     def obstacle(self, system: BlockTriangular) -> str | None:
-        return None if system.is_bidiagonal else "a scan goes along one chain, and nodes of this system have several"
+        if not system.is_bidiagonal:
+            return "a scan goes along one chain, and nodes of this system have several"
+        lengths = sorted({len(chain) for chain in _chains(system)})
+        if isinstance(self.schedule, Schedule) and lengths != [self.schedule.n]:
+            return f"its schedule is for {self.schedule.n} stages, and the system has chains of {lengths} block rows"
+        return None
 
     def run(self, system: BlockTriangular, work: Work) -> Vector:
         values, works = Vector(), list[Work]()
-        following = {column: row for row, column in system.off_diagonal.blocks}
-        for start in system.levels[0]:
-            chain = [start]
-            while chain[-1] in following:
-                chain.append(following[chain[-1]])
+        for chain in _chains(system):
             works.append(Work())
             values |= self._scanned(system, chain, works[-1])
         work.add_side_by_side(works)
@@ -95,3 +100,13 @@ class PrefixScan(TriangularSolver):
 def _level_of(step: Step) -> tuple[object, ...]:
     """What steps of one level have in common; in the linear middle each step waits for the one before."""
     return step.phase, step.level, step.out if step.phase == "middle" else None
+
+
+def _chains(system: BlockTriangular) -> list[list[int]]:
+    """The chains of a bi-diagonal system, each in the order of solving."""
+    following = {column: row for row, column in system.off_diagonal.blocks}
+    chains = [[start] for start in system.levels[0]]
+    for chain in chains:
+        while chain[-1] in following:
+            chain.append(following[chain[-1]])
+    return chains

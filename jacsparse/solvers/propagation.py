@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ from torch import nn
 from ..patterns import Diagonal, Full, Pattern
 from ..recurrence import RNN
 from ..spgemm import SparseJacobian
-from ..stages import Record, check_input, pull_back, recent_chains, refuse_hooks
+from ..stages import Record, Run, check_input, empty_pattern, pull_back, recent_chains, refuse_hooks
 from ..tracing import check_module, set_weights, sets_weights, without_autocast
 from .blocks import Block, sum_of
 from .solver import Solution, TriangularSolver
@@ -163,11 +164,35 @@ class GraphSystem(RecordedSystem):
             yield [record], values[self.nodes[record.stage.stop]]
 
 
-class Propagator:
-    """Pulls gradients back through a chain by a triangular solver, as `jacsparse.scan.Scanner` does by a schedule."""
+def _outline(records: Sequence[Record]) -> BlockTriangular:
+    """A system with the shape, dtype and device of a chain's, and no elements in its blocks."""
+    x = records[0].recording.input.detach()
+    linear = [group.linear for group in groups_of(records) if group.linear is not None]
+    sizes = [x[0].numel(), *(record.output[0].numel() for record in linear)]
+    blocks = {
+        (place, place + 1): SparseJacobian(empty_pattern(*shape), x.new_empty(0, 1))
+        for place, shape in enumerate(itertools.pairwise(sizes))
+    }
+    return BlockTriangular(blocks, [x.new_zeros(len(x), size) for size in sizes])
 
-    def __init__(self, method: TriangularSolver, in_shape: tuple[int, ...]) -> None:
-        self.method, self.in_shape = method, in_shape
+
+class Propagator:
+    """Pulls gradients back through a chain by a triangular solver, as `jacsparse.scan.Scanner` does by a schedule.
+
+    Raises
+    ------
+    ValueError, UnsupportedOperatorError
+        Where the solver does not apply to the run's chain, or hooks may change its gradients.
+    """
+
+    module = "nn.Solve"
+
+    def __init__(self, method: TriangularSolver, run: Run) -> None:
+        self.method, self.in_shape = method, run.recording.input.shape[1:]
+        if run.records:
+            # Before the backward pass: what refuses the module names the caller's line.
+            refuse_hooks(run.records)
+            method.check(_outline(run.records))
 
     def pull_back(
         self, records: Sequence[Record], gradient: torch.Tensor, externals: Iterable[int], *, for_input: bool

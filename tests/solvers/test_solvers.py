@@ -581,6 +581,41 @@ def test_solve_is_a_module() -> None:
         jacsparse.nn.Solve(module, method="scan", limit=3)
 
 
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (Hybrid(), "hybrid does not apply: the system has no groups"),
+        (CyclicReduction(nested=True), "nested reduction needs a system with groups"),
+        (PrefixScan(jacsparse.schedule.linear(3)), r"for 3 stages, and the system has chains of \[4\] block rows"),
+        (Jacobi(tolerance=1e-20), "tolerance is 1e-20; expected a number of at least"),
+        (Jacobi(guess=[torch.ones(5, 4)] * 4), r"guess\[0\] is torch.float32 \(5, 4\) on cpu; expected torch.float64"),
+    ],
+    ids=str,
+)
+def test_what_does_not_apply_is_told_in_the_forward_pass(method: TriangularSolver, message: str) -> None:
+    solving = jacsparse.nn.Solve(feed_forward([4, 6, 5, 3], "tanh", 0), method=method)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=message):
+        solving(x)
+    with torch.no_grad():
+        assert solving(x).shape == (5, 3)
+
+
+def test_messages_of_solve_name_it() -> None:
+    module = feed_forward([4, 6], "tanh", 0)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(
+        RuntimeError, match=r"gradients of gradients, which nn\.Solve does not give; call the module in"
+    ):
+        torch.autograd.grad(jacsparse.nn.Solve(module)(x).sum(), x, create_graph=True)
+    module[0].register_full_backward_hook(lambda module, entering, leaving: None)
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="0: a backward hook, of a module"):
+        jacsparse.nn.Solve(module)(x)
+    for layer in (nn.RNN(2, 3), nn.GRU(2, 3), jacsparse.nn.LSTM(2, 3)):
+        with pytest.raises(TypeError, match=f"module is a {type(layer).__name__}, whose output is several tensors"):
+            jacsparse.nn.Solve(layer)
+
+
 def test_bad_systems() -> None:
     eye, ones = torch.eye(2), torch.ones(1, 2)
     with pytest.raises(ValueError, match="off_diagonal is empty; a system of no layers"):
@@ -635,6 +670,9 @@ def test_bad_options() -> None:
     system = BlockBidiagonal([torch.eye(2)], [torch.ones(1, 2)] * 2)
     with pytest.raises(ValueError, match=r"tolerance is 1e-20; expected a number of at least 1.2e-07"):
         solve(system, method="jacobi", tolerance=1e-20)
+    for tolerance in (0.0, 1.0, -1.0, math.nan, math.inf, "small", True):
+        with pytest.raises(ValueError, match=f"tolerance is {tolerance!r}; expected a number above 0 and below 1"):
+            Jacobi(tolerance=tolerance)
     with pytest.raises(ValueError, match="limit is 0; expected a number of iterations"):
         solve(system, method="jacobi", limit=0)
     with pytest.raises(ValueError, match=r"omega is 2\.5; expected a number between 0 and 2"):
@@ -643,8 +681,22 @@ def test_bad_options() -> None:
         solve(system, method="cyclic_reduction", depth=-1)
     with pytest.raises(ValueError, match="nested reduction needs a system with groups"):
         solve(system, method="cyclic_reduction", nested=True)
-    with pytest.raises(ValueError, match=r"guess\[0\] has shape \(2, 2\); expected \(1, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"guess\[0\] is torch.float32 \(2, 2\) on cpu; expected torch.float32 \(1, 2\)"
+    ):
         solve(system, method="jacobi", guess=[torch.ones(2, 2), torch.ones(1, 2)])
+    with pytest.raises(ValueError, match=r"guess\[1\] is torch.float64 \(1, 2\) on cpu; expected torch.float32"):
+        solve(system, method="jacobi", guess=(torch.ones(1, 2), torch.ones(1, 2).double()))
+    with pytest.raises(TypeError, match=r"^guess is a Tensor; expected a list with a tensor for each block row"):
+        solve(system, method="jacobi", guess=torch.ones(2, 1, 2))
+    with pytest.raises(TypeError, match=r"^guess\[0\] is a list; expected a torch\.Tensor"):
+        Hybrid(guess=[[1.0]])
+    with pytest.raises(
+        ValueError, match=r"its schedule is for 3 stages, and the system has chains of \[2\] block rows"
+    ):
+        PrefixScan(jacsparse.schedule.linear(3)).solve(system)
+    with pytest.raises(ValueError, match="schedule is 'balanced:2', which weighs a module's stages"):
+        PrefixScan("balanced:2")
     with pytest.raises(ValueError, match="guess has 1 parts; expected 2"):
         solve(system, method="jacobi", guess=[torch.ones(1, 2)])
     with pytest.raises(TypeError, match=r"layer is a GRU; expected a torch\.nn\.RNN"):
@@ -659,6 +711,12 @@ def test_bad_options() -> None:
         propagation(nn.Linear(2, 3), torch.ones(4, 2), torch.ones(4, 2))
     with pytest.raises(ValueError, match="Identity has no stages"):
         propagation(nn.Identity(), torch.ones(4, 2), torch.ones(4, 2))
+
+
+def test_solvers_with_a_guess_are_compared_and_hashed() -> None:
+    guess = [torch.ones(1, 2)] * 2
+    assert Jacobi(guess=guess) == Jacobi(guess=[2 * part for part in guess]) != Jacobi(guess=guess, limit=3)
+    assert hash(Hybrid(guess=guess)) == hash(Hybrid()) and repr(Jacobi(guess=guess)) == repr(Jacobi())
 
 
 def test_dominance_is_checked_ahead_of_time() -> None:
