@@ -192,7 +192,7 @@ class Solve(_OfChain):
         if isinstance(module, nn.RNNBase | Recurrent):
             raise TypeError(
                 f"module is a {type(module).__name__}, whose output is several tensors; an nn.RNN's system is made by "
-                "jacsparse.solvers.propagation, and another layer with batch_first=True can be wrapped in a module that "
+                "jacsparse.solvers.propagation, and any layer with batch_first=True can be wrapped in a module that "
                 "returns one tensor"
             )
         super().__init__(module, pruned)

@@ -97,11 +97,9 @@ def backward(
     """
     check_input("x", x)
     chain, run = Chains(check_module(module)).of(x)
-    if run.recording.draws:
-        paths = {id(part): path for path, part in module.named_modules()}
-        drawing = run.recording.draws[0]
-        where = paths.get(id(drawing)) or type(drawing or module).__name__
-        raise ValueError(f"{where}: backward runs the forward again, which would draw other numbers; call .eval()")
+    drawing = run.recording.drawing
+    if drawing is not None:
+        raise ValueError(f"{drawing}: backward runs the forward again, which would draw other numbers; call .eval()")
     leaf = x.detach().requires_grad_()
     y = scanned(Scanner(chain, schedule), run, leaf)
     y.backward(_check_gradient(grad_output, y))

@@ -1,9 +1,9 @@
 """Back-propagation as block triangular systems, and ways of solving those, a file each (Naumov).
 
-Of the methods that the paper only names, Gauss-Seidel, GMRES, SPIKE and nested dissection are not here. Cyclic reduction
-is the parallel one, because equations 30 and 31 reduce all block rows. Odd-even reduction, which reduces every other row
-and then substitutes back, is not here: it takes O(l) products instead of O(l log l), in twice as many levels, as does
-`PrefixScan`.
+Of the methods that the paper only names, Gauss-Seidel, GMRES, SPIKE and nested dissection are not here. Cyclic
+reduction is the parallel one, because equations 30 and 31 reduce all block rows. Odd-even reduction reduces every other
+row and then substitutes back, in O(l) products instead of O(l log l) and twice as many levels; it is not here, because
+`PrefixScan` does that.
 """
 
 from .appendix import Reduction, explicit_reduction

@@ -133,10 +133,9 @@ def approximate_forward(
 def _layers(module: nn.Module, x: torch.Tensor) -> list[Group]:
     """The layers of a module in a forward pass."""
     _, run = recent_chains(check_module(module), pruned=True).of(x)
-    if run.recording.draws:
-        raise ValueError(
-            f"{run.recording.draws[0]} draws random numbers, so that two passes differ; call module.eval() first"
-        )
+    drawing = run.recording.drawing
+    if drawing is not None:
+        raise ValueError(f"{drawing}: it draws random numbers, other ones in each pass; call .eval()")
     first, *layers = groups_of(run.records)
     if first.records or not layers:
         raise ValueError("the module does not begin with a matrix; equation 13 is for affine layers and activations")
@@ -160,7 +159,7 @@ def _check_scales(scales: Sequence[torch.Tensor], layers: Sequence[Group]) -> No
         if scale.shape != expected.shape or scale.dtype != expected.dtype:
             raise ValueError(
                 f"scales[{place}] is {scale.dtype} {tuple(scale.shape)}; expected {expected.dtype} "
-                f"{tuple(expected.shape)}: take them at as many samples, by forward_scales(module, other_x)"
+                f"{tuple(expected.shape)}: forward_scales makes them, of as many samples as x has"
             )
 
 

@@ -173,7 +173,7 @@ def _outline(records: Sequence[Record]) -> BlockTriangular:
         (place, place + 1): SparseJacobian(empty_pattern(*shape), x.new_empty(0, 1))
         for place, shape in enumerate(itertools.pairwise(sizes))
     }
-    return BlockTriangular(blocks, [x.new_zeros(len(x), size) for size in sizes])
+    return BlockTriangular(blocks, [x.new_zeros(len(x), size) for size in sizes], check_finite=False)
 
 
 class Propagator:

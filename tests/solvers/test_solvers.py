@@ -514,6 +514,18 @@ def test_approximate_forward_pass_where_it_breaks_down() -> None:
         solvers.forward_scales(module, torch.ones(1, 2, dtype=torch.float64))
     with pytest.raises(ValueError, match="does not begin with a matrix"):
         solvers.forward_scales(nn.Tanh(), torch.ones(1, 2))
+    module, x = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Tanh()), torch.randn(2, 3)
+    with pytest.raises(ValueError, match=r"^1: it draws random numbers, other ones in each pass; call \.eval\(\)"):
+        solvers.forward_scales(module, x)
+    scales = solvers.forward_scales(module.eval(), x)
+    for name in ("scan", "cyclic_reduction", "jacobi"):
+        assert solvers.approximate_forward(module, x, scales, method=name).errors[0] < 1e-5
+    with pytest.raises(ValueError, match=r"scales\[0\] is torch.float32 \(2, 4\); expected torch.float32 \(1, 4\)"):
+        solvers.approximate_forward(module, x[:1], scales)
+    with pytest.raises(ValueError, match="there are 0 scales for 1 layers"):
+        solvers.approximate_forward(module, x, [])
+    with pytest.raises(TypeError, match=r"scales\[0\] is a list"):
+        solvers.approximate_forward(module, x, [[1.0]])
     with pytest.raises(ValueError, match="is not affine"):
         solvers.forward_scales(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), torch.ones(2, 4))
 
