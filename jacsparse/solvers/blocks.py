@@ -208,10 +208,6 @@ class BlockMatrix:
         terms = {place: [m.blocks[place] for m in (self, other) if place in m.blocks] for place in places}
         return BlockMatrix({place: sum_of(blocks) for place, blocks in terms.items()})
 
-    def between(self, rows: set[int], columns: set[int]) -> BlockMatrix:
-        """The blocks in some rows and columns."""
-        return BlockMatrix({(i, j): block for (i, j), block in self.blocks.items() if i in rows and j in columns})
-
     def sample(self, at: slice) -> BlockMatrix:
         """The blocks of a sample, as a batch of one."""
         return BlockMatrix(

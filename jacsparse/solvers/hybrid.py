@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .blocks import BlockMatrix, Vector, Work, add
-from .solver import Iterated, Iteration, relative_residual
+from .solver import Iterated, Iteration
 from .systems import BlockTriangular
 
 
@@ -38,23 +38,19 @@ class Hybrid(Iteration):
         return None if system.groups is not None else "the system has no groups; recurrent networks' have"
 
     def run(self, system: BlockTriangular, work: Work) -> Iterated:
-        tolerance, limit = self.tolerance_of(system), self.limit_of(system)
         inner, outer = system.within_groups()
         reducing, solving = Work(), Work()
         powers = _powers(system, inner, reducing)
         values = _solved(system, powers, system.right, solving) if self.guess is None else self.first(system, solving)
         # The power that a level of the solution needs is a result of the level before.
         work.add_side_by_side((reducing, solving))
-        history: list[float] = []
-        for _ in range(limit + 1):
+
+        def sweep(values: Vector) -> Vector:
             with work.level():
                 right = add(outer.apply(values, work), system.right)
-            after = _solved(system, powers, right, work)
-            history.append(relative_residual(after, values))
-            if history[-1] <= tolerance or len(history) > limit:
-                break
-            values = after
-        return Iterated(values, history, tolerance)
+            return _solved(system, powers, right, work)
+
+        return self.iterate(system, values, sweep)
 
 
 def _powers(system: BlockTriangular, inner: BlockMatrix, work: Work) -> list[BlockMatrix]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from .blocks import Work
-from .solver import Iterated, Iteration, relative_residual, swept
+from .solver import Iterated, Iteration, swept
 from .systems import BlockTriangular
 
 
@@ -37,7 +37,7 @@ class Jacobi(Iteration):
     name = "jacobi"
 
     def run(self, system: BlockTriangular, work: Work) -> Iterated:
-        return iterate(self, system, work, 1.0)
+        return self.iterate(system, self.first(system, work), lambda values: swept(system, values, work))
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,4 @@ class Richardson(Iteration):
             raise ValueError(f"omega is {self.omega!r}; expected a number between 0 and 2")
 
     def run(self, system: BlockTriangular, work: Work) -> Iterated:
-        return iterate(self, system, work, self.omega)
-
-
-def iterate(method: Iteration, system: BlockTriangular, work: Work, omega: float) -> Iterated:
-    """Sweep until the residual is small, or the limit is reached."""
-    tolerance, limit = method.tolerance_of(system), method.limit_of(system)
-    values, history = method.first(system, work), list[float]()
-    for _ in range(limit + 1):
-        after = swept(system, values, work)
-        history.append(relative_residual(after, values))
-        if history[-1] <= tolerance or len(history) > limit:
-            break
-        values = after if omega == 1 else {node: values[node] + omega * (after[node] - values[node]) for node in after}
-    return Iterated(values, history, tolerance)
+        return self.iterate(system, self.first(system, work), lambda values: swept(system, values, work), self.omega)

@@ -68,15 +68,14 @@ class PrefixScan(TriangularSolver):
 
     def _scanned(self, system: BlockTriangular, chain: list[int], work: Work) -> Vector:
         """The solution along one chain of nodes."""
-        nodes = set(chain)
+        inverses = {node: system.inverse.blocks[node, node] for node in chain}
         with work.level():
-            offsets = system.inverse.between(nodes, nodes).apply({node: system.right[node] for node in chain}, work)
-            matrices = system.inverse.times(system.off_diagonal.between(nodes, nodes), work)
+            offsets = {node: work.apply((inverse, system.right[node])) for node, inverse in inverses.items()}
+            maps = {
+                place: _Map(work.product((inverses[node], system.off_diagonal.blocks[node, before])), offsets[node])
+                for place, (before, node) in enumerate(itertools.pairwise(chain), 1)
+            }
         states = {0: offsets[chain[0]]}
-        maps = {
-            place: _Map(matrices.blocks[node, before], offsets[node])
-            for place, (before, node) in enumerate(itertools.pairwise(chain), 1)
-        }
         schedule = resolve(self.schedule, len(chain))
         levels = [list(steps) for _, steps in itertools.groupby(schedule.live_steps(), _level_of)]
         last_read = {

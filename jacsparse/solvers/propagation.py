@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -185,7 +185,7 @@ class Propagator:
         Where the solver does not apply to the run's chain, or hooks may change its gradients.
     """
 
-    module = "nn.Solve"
+    module: ClassVar[str] = "nn.Solve"
 
     def __init__(self, method: TriangularSolver, run: Run) -> None:
         self.method, self.in_shape = method, run.recording.input.shape[1:]
@@ -299,7 +299,7 @@ class RecurrentPropagation(Propagation):
         with torch.enable_grad():
             set_weights(layer)
             #: The weights of each layer, as masks and parametrisations make them of parameters.
-            self._weights = layer.all_weights
+            self._weights: list[list[torch.Tensor]] = [[*weights] for weights in layer.all_weights]
         self._first = x.new_zeros(states) if hx is None else hx.detach().clone()
         self._states = self._run(x.detach().clone())
         self._recurrent = [_weight_block(weights[1]) for weights in self._weights]

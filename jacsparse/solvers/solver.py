@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import ClassVar
@@ -101,7 +101,7 @@ class TriangularSolver(ABC):
         return Solution(self.name, _listed(result), work, converged=finite)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Iterated:
     """What an iterative solver came to."""
 
@@ -112,7 +112,8 @@ class Iterated:
 
 
 def _listed(values: Vector) -> list[torch.Tensor]:
-    return [values[node].T.contiguous() for node in sorted(values)]
+    # Copies, because a part may be the right-hand side itself.
+    return [values[node].T.clone(memory_format=torch.contiguous_format) for node in sorted(values)]
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,20 @@ class Iteration(TriangularSolver):
         if self.guess is None:
             return scaled_right(system, work)
         return {node: part.detach().T.contiguous() for node, part in enumerate(self.guess)}
+
+    def iterate(
+        self, system: BlockTriangular, values: Vector, sweep: Callable[[Vector], Vector], omega: float = 1.0
+    ) -> Iterated:
+        """Replace values by what a sweep makes of them until the residual is small; `omega` relaxes each change."""
+        tolerance, limit, history = self.tolerance_of(system), self.limit_of(system), list[float]()
+        while True:
+            after = sweep(values)
+            history.append(relative_residual(after, values))
+            if history[-1] <= tolerance or len(history) > limit:
+                return Iterated(values, history, tolerance)
+            if omega != 1:
+                after = {node: values[node] + omega * (part - values[node]) for node, part in after.items()}
+            values = after
 
 
 def scaled_right(system: BlockTriangular, work: Work) -> Vector:

@@ -7,6 +7,7 @@ hold the inverses of the diagonal blocks, which are f' or f/y: multiplied by, th
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,8 +92,10 @@ class BlockTriangular:
     def _checked_groups(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
         """The groups as lists, where they hold each node once, and in the order of solving."""
         order = [node for group in groups for node in group]
-        if len(order) != len(self.right) or set(order) != set(self.right):
-            raise ValueError(f"groups hold the nodes {sorted(order)}; expected each of 0 to {len(self.right) - 1} once")
+        counts, last = Counter(order), len(self.right) - 1
+        for node in (*self.right, *order):
+            if counts[node] != 1 or node not in self.right:
+                raise ValueError(f"groups have node {node} {counts[node]} times; expected each of 0 to {last} once")
         place = {node: number for number, node in enumerate(order)}
         for row, column in self.off_diagonal.blocks:
             if place[row] < place[column]:

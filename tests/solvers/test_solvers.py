@@ -665,8 +665,9 @@ def test_bad_systems() -> None:
     with pytest.raises(ValueError, match="depend on each other in a circle"):
         BlockTriangular({(0, 1): eye, (1, 0): eye}, [ones] * 2)
     for groups, message in [
-        ([[1]], r"groups hold the nodes \[1\]; expected each of 0 to 1 once"),
-        ([[0, 1], [1]], r"groups hold the nodes \[0, 1, 1\]"),
+        ([[1]], "groups have node 0 0 times; expected each of 0 to 1 once"),
+        ([[1, 0], [1]], "groups have node 1 2 times"),
+        ([[1, 0], [2]], "groups have node 2 1 times; expected each of 0 to 1 once"),
         ([[0], [1]], r"groups have node 0 before node 1, which it depends on by off_diagonal\[0, 1\]"),
         ([[0, 1]], "groups have node 0 before node 1"),
     ]:
