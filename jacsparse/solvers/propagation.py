@@ -190,7 +190,7 @@ class Propagator:
     def __init__(self, method: TriangularSolver, run: Run) -> None:
         self.method, self.in_shape = method, run.recording.input.shape[1:]
         if run.records:
-            # Before the backward pass: what refuses the module names the caller's line.
+            # In the forward pass, where the traceback shows the caller's own line.
             refuse_hooks(run.records)
             method.check(_outline(run.records))
 
@@ -222,10 +222,10 @@ class Propagation(ABC):
 
     @abstractmethod
     def gradients(self, solution: Solution) -> dict[str, torch.Tensor]:
-        """The gradients of the input, by the name ``input``, and of the parameters, by theirs.
+        """The gradients of the input, by the name ``input``, of an RNN's first states, by ``hx``, and of parameters.
 
-        Parameters have the names of ``named_parameters``: a tied one has the first of its names, and that of a
-        parametrised or pruned weight is the one that training moves. Frozen and unused ones have no gradient.
+        Parameters have the names of ``named_parameters``: a tied one has the first of its names, and a pruned or
+        parametrised weight is there by the parameters that it is computed from. Frozen and unused ones have none.
         """
 
 
