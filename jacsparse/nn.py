@@ -12,7 +12,7 @@ from .recurrence import GRU, LSTM, RNN, Recurrent, convert
 from .scan import Puller, Scanner, scanned
 from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
-from .stages import Chain, Chains, chain, check_input, check_limit
+from .stages import Chain, Chains, Run, chain, check_input, check_limit
 from .tracing import check_module, is_recording
 from .training import Leapfrogger, check_threads
 
@@ -42,10 +42,10 @@ class _OfChain(nn.Module):
         if self._chains.module is not self.module:
             self.reset()
         chain, run = self._chains.of(x)
-        return scanned(self._puller(chain), run, x)
+        return scanned(self._puller(chain, run), run, x)
 
-    def _puller(self, chain: Chain) -> Puller:
-        """What pulls gradients back through a chain."""
+    def _puller(self, chain: Chain, run: Run) -> Puller:
+        """What pulls gradients back through a chain, after a forward pass."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -117,9 +117,12 @@ class Scan(_OfChain):
 
     def scanner(self, input_shape: tuple[int, ...]) -> Scanner:
         """The chain, schedule and plans for inputs of a shape, without the batch axis."""
-        return self._puller(chain(self.module, input_shape, pruned=self.pruned))
+        return self._scanner(chain(self.module, input_shape, pruned=self.pruned))
 
-    def _puller(self, chain: Chain) -> Scanner:
+    def _puller(self, chain: Chain, run: Run) -> Scanner:
+        return self._scanner(chain)
+
+    def _scanner(self, chain: Chain) -> Scanner:
         scanner = self._scanners.pop(id(chain), None)
         if scanner is None:
             scanner = Scanner(chain, self.schedule, self.memory_limit)
@@ -149,13 +152,21 @@ class Solve(_OfChain):
     Parameters
     ----------
     module : Module
-        As of `Scan`.
+        As of `Scan`; recurrent layers are for `jacsparse.solvers.propagation`.
     method : str or TriangularSolver
         As `jacsparse.solvers.solve` takes it. An iterative solver gives gradients within its tolerance.
     pruned : bool
         Whether the Jacobians omit pruned weights.
     **options
         Arguments of the solver.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where there is no such method or option, or the module is a recurrent layer; at a forward pass with gradients,
+        where the method does not apply to its chain.
+    UnsupportedOperatorError
+        At a forward pass with gradients, where an operator has no rule, mixes samples or has backward hooks.
 
     Warns
     -----
@@ -164,7 +175,8 @@ class Solve(_OfChain):
 
     Notes
     -----
-    Naumov, equation 14: the stages are the off-diagonal blocks, the elementwise ones the diagonal.
+    Naumov, equation 14: the stages are the off-diagonal blocks, the elementwise ones the diagonal. A backward pass with
+    ``create_graph=True`` raises RuntimeError.
 
     Examples
     --------
@@ -178,11 +190,17 @@ class Solve(_OfChain):
     def __init__(
         self, module: nn.Module, *, method: str | TriangularSolver = "substitution", pruned: bool = True, **options: Any
     ) -> None:
+        if isinstance(module, nn.RNNBase | Recurrent):
+            raise TypeError(
+                f"module is a {type(module).__name__}, whose output is several tensors; an nn.RNN's system is made by "
+                "jacsparse.solvers.propagation, and any layer with batch_first=True can be wrapped in a module that "
+                "returns one tensor"
+            )
         super().__init__(module, pruned)
         self.method = solver_of(method, **options)
 
-    def _puller(self, chain: Chain) -> Propagator:
-        return Propagator(self.method, chain.in_shape)
+    def _puller(self, chain: Chain, run: Run) -> Propagator:
+        return Propagator(self.method, run)
 
     def extra_repr(self) -> str:
         """The method."""
@@ -223,7 +241,7 @@ class Leapfrog(_OfChain):
         self.threads = check_threads(threads)
         super().__init__(module, pruned=False)
 
-    def _puller(self, chain: Chain) -> Leapfrogger:
+    def _puller(self, chain: Chain, run: Run) -> Leapfrogger:
         return Leapfrogger(self.threads, chain.in_shape)
 
     def extra_repr(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -12,6 +12,9 @@ from ..stages import Record, Run
 
 class Puller(Protocol):
     """What pulls gradients back through the records of a chain, as `Scanner` does."""
+
+    #: The module that it is for, as messages name it.
+    module: ClassVar[str]
 
     def pull_back(
         self, records: Sequence[Record], gradient: torch.Tensor, externals: Iterable[int], *, for_input: bool
@@ -58,8 +61,8 @@ class _Scanned(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True asks for gradients of gradients, which nn.Scan does not give; "
-                "call the module without Scan for those"
+                f"create_graph=True asks for gradients of gradients, which {ctx.puller.module} does not give; "
+                "call the module inside it for those"
             )
         (handle,) = ctx.saved_tensors
         for_input = ctx.needs_input_grad[3]

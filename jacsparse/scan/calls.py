@@ -113,9 +113,7 @@ def backward_by(
 def _output(puller_of: Callable[[Chain], Puller], module: nn.Module, leaf: torch.Tensor) -> torch.Tensor:
     """The module's output, which pulls gradients back; ValueError where the module draws random numbers."""
     chain, run = Chains(module).of(leaf)
-    if run.recording.draws:
-        paths = {id(part): path for path, part in module.named_modules()}
-        drawing = run.recording.draws[0]
-        where = paths.get(id(drawing)) or type(drawing or module).__name__
-        raise ValueError(f"{where}: backward runs the forward again, which would draw other numbers; call .eval()")
+    drawing = run.recording.drawing
+    if drawing is not None:
+        raise ValueError(f"{drawing}: backward runs the forward again, which would draw other numbers; call .eval()")
     return scanned(puller_of(chain), run, leaf)

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -35,6 +36,8 @@ class Scanner:
     TypeError, ValueError
         Where the schedule is none or does not fit, or the limit is no number of bytes.
     """
+
+    module: ClassVar[str] = "nn.Scan"
 
     def __init__(self, chain: Chain, schedule: Schedule | str = "auto", memory_limit: int | None = None) -> None:
         self.chain = chain

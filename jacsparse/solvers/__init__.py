@@ -1,9 +1,10 @@
 """Back-propagation as block triangular systems, and ways of solving those, a file each (Naumov).
 
-Of the methods that the paper only names, Gauss-Seidel, GMRES, SPIKE and nested dissection are not here.
+Of the methods that the paper only names, Gauss-Seidel, GMRES, SPIKE and nested dissection are not here. Cyclic
+reduction is the parallel one, because equations 30 and 31 reduce all block rows. Odd-even reduction reduces every other
+row and then substitutes back, in O(l) products instead of O(l log l) and twice as many levels; it is not here, because
+`PrefixScan` does that.
 """
-
-from typing import Any
 
 from .appendix import Reduction, explicit_reduction
 from .bicgstab import BiCGStab
@@ -23,9 +24,10 @@ from .cyclic_reduction import CyclicReduction
 from .forward import ForwardApproximation, approximate_forward, forward_scales
 from .hybrid import Hybrid
 from .jacobi import Jacobi, Richardson
+from .methods import SOLVERS, solve, solver_of
 from .prefix_scan import PrefixScan
 from .propagation import Propagation, Propagator, propagation
-from .solver import Solution, TriangularSolver
+from .solver import Iteration, Solution, TriangularSolver
 from .substitution import Substitution
 from .systems import BlockBidiagonal, BlockTriangular
 
@@ -37,6 +39,7 @@ __all__ = [
     "CyclicReduction",
     "ForwardApproximation",
     "Hybrid",
+    "Iteration",
     "Jacobi",
     "PrefixScan",
     "Propagation",
@@ -64,62 +67,3 @@ __all__ = [
     "solve",
     "solver_of",
 ]
-
-#: The solvers by their names.
-SOLVERS: dict[str, type[TriangularSolver]] = {
-    solver.name: solver for solver in (Substitution, PrefixScan, CyclicReduction, Jacobi, Richardson, BiCGStab, Hybrid)
-}
-
-
-def solver_of(method: str | TriangularSolver, **options: Any) -> TriangularSolver:
-    """A solver by its name and options, or the solver itself.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Where there is no such solver, or it takes no such options.
-    """
-    if isinstance(method, TriangularSolver):
-        if options:
-            raise TypeError(
-                f"method is a {type(method).__name__}, which has its options; pass {sorted(options)} to that"
-            )
-        return method
-    if method not in SOLVERS:
-        raise ValueError(f"method is {method!r}; expected one of {', '.join(SOLVERS)}, or a solver")
-    try:
-        return SOLVERS[method](**options)
-    except TypeError as error:
-        raise TypeError(f"the method {method} does not take {sorted(options)}: {error}") from None
-
-
-def solve(system: BlockTriangular, method: str | TriangularSolver = "substitution", **options: Any) -> Solution:
-    """Solve a block triangular system.
-
-    Parameters
-    ----------
-    system : BlockTriangular
-        The system.
-    method : str or TriangularSolver
-        ``substitution``, ``scan``, ``cyclic_reduction``, ``jacobi``, ``richardson``, ``bicgstab`` or ``hybrid``.
-    **options
-        Arguments of that solver.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Where there is no such method, or it does not apply to the system.
-
-    Examples
-    --------
-    >>> import torch
-    >>> system = BlockBidiagonal([torch.eye(2)] * 7, [torch.ones(1, 2)] * 8)
-    >>> [solve(system, method=name).values[0][0, 0].item() for name in ("substitution", "scan", "cyclic_reduction")]
-    [8.0, 8.0, 8.0]
-    >>> solution = solve(system, method="jacobi")
-    >>> solution.iterations, solution.residual
-    (7, 0.0)
-    """
-    if not isinstance(system, BlockTriangular):
-        raise TypeError(f"system is a {type(system).__name__}; expected a BlockTriangular or BlockBidiagonal")
-    return solver_of(method, **options).solve(system)

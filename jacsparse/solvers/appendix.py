@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from .systems import BlockBidiagonal
+from ..spgemm import SparseJacobian
+from .systems import BlockTriangular
 
 
 class Reduction(NamedTuple):
@@ -24,49 +25,75 @@ class Reduction(NamedTuple):
         return self.scaling @ self.matrix @ self.permutation
 
 
-def explicit_reduction(system: BlockBidiagonal, sample: int = 0) -> Reduction:
+def explicit_reduction(system: BlockTriangular, sample: int = 0) -> Reduction:
     """One sample's matrices: S and P of a lower triangular system, T and Q of an upper one.
 
     For an even number of blocks as well as for an odd one. As printed, the off-diagonal blocks of equations 40 and 41
     lack a minus sign; those of the system here have it.
 
+    Parameters
+    ----------
+    system : BlockTriangular
+        A chain in the order of its nodes: a `BlockBidiagonal`, or a module's from `propagation`.
+    sample : int
+        The sample, from 0.
+
     Raises
     ------
     ValueError
-        Where a diagonal block's inverse is singular, so that the block itself does not exist.
+        Where the system is no such chain or has no such sample, or the inverse of a diagonal block is singular, as
+        that of ReLU is where f' = 0: the block itself does not exist.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from jacsparse.solvers import propagation
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.Linear(2, 2))
+    >>> explicit_reduction(propagation(net, torch.ones(1, 2), torch.ones(1, 2)).system).order
+    [1, 0, 2]
     """
-    sizes, count = system.sizes, len(system.sizes)
-    starts = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()]).tolist()
-    total, like = starts[-1], system.right[0]
-    inverses = [_dense(system.inverse.blocks[node, node], sample) for node in range(count)]
-    matrix, scaling = like.new_zeros(total, total), torch.eye(total, dtype=like.dtype)
-
-    def span(node: int) -> slice:
-        return slice(starts[node], starts[node + 1])
-
-    for node, inverse in enumerate(inverses):
-        if not bool(torch.linalg.matrix_rank(inverse) == len(inverse)):
-            raise ValueError(f"the inverse of diagonal block {node} is singular; the block itself does not exist")
-        matrix[span(node), span(node)] = torch.linalg.inv(inverse)
-    for (row, column), block in system.off_diagonal.blocks.items():
-        dense = _dense(block, sample)
-        matrix[span(row), span(column)] = -dense
-        scaling[span(row), span(column)] = dense @ inverses[column]
-    # One half has the last block row of an upper system, or the first one of a lower system.
-    parity = (count - 1) % 2 if system.upper else 1
-    order = [n for n in range(count) if n % 2 == parity] + [n for n in range(count) if n % 2 != parity]
-    if system.upper:
-        order = [n for n in range(count) if n % 2 != parity] + [n for n in range(count) if n % 2 == parity]
-    columns = torch.cat([torch.arange(starts[node], starts[node + 1]) for node in order])
-    permutation = torch.eye(total, dtype=like.dtype)[:, columns]
+    count = len(system.sizes)
+    upper = _is_upper(system)
+    if type(sample) is not int or not 0 <= sample < system.batch:
+        raise ValueError(f"sample is {sample!r}; expected one of 0 to {system.batch - 1}")
+    system = system.sample(sample)
+    inverses = [_dense(system, node, node) for node in range(count)]
+    spans, stop = list[slice](), 0
+    for size in system.sizes:
+        spans.append(slice(stop, stop + size))
+        stop += size
+    identity = torch.eye(stop, dtype=inverses[0].dtype, device=inverses[0].device)
+    matrix, scaling = torch.zeros_like(identity), identity.clone()
+    for node, (inverse, span) in enumerate(zip(inverses, spans, strict=True)):
+        block, info = torch.linalg.inv_ex(inverse)
+        if bool(info):
+            raise ValueError(
+                f"the inverse of diagonal block {node} is singular in sample {sample}, as where f' = 0: the block, and "
+                "the matrix of the system, do not exist; take another sample or activation"
+            )
+        matrix[span, span] = block
+    for row, column in system.off_diagonal.blocks:
+        dense = _dense(system, row, column)
+        matrix[spans[row], spans[column]] = -dense
+        scaling[spans[row], spans[column]] = dense @ inverses[column]
+    # The second half has the last block row of an upper system, and the first one of a lower system.
+    first = count % 2 if upper else 1
+    order = [node for parity in (first, 1 - first) for node in range(count) if node % 2 == parity]
+    permutation = identity[:, torch.cat([torch.arange(stop)[spans[node]] for node in order]).to(identity.device)]
     # The rows move as the unknowns do.
     return Reduction(matrix, permutation.T @ scaling, permutation, order)
 
 
-def _dense(block: object, sample: int) -> torch.Tensor:
-    from ..spgemm import SparseJacobian
-    from .blocks import Block
+def _is_upper(system: BlockTriangular) -> bool:
+    """Whether a chain is an upper triangular system; ValueError where the system is no chain in its nodes' order."""
+    places, steps = set(system.off_diagonal.blocks), range(len(system.sizes) - 1)
+    upper = places == {(node, node + 1) for node in steps}
+    if not upper and places != {(node + 1, node) for node in steps}:
+        raise ValueError(f"{system!r} is no chain in the order of its nodes, as a BlockBidiagonal is")
+    return upper
 
-    assert isinstance(block, Block)
-    values = block.values[:, sample if block.values.shape[1] > 1 else 0].unsqueeze(1)
-    return SparseJacobian(block.pattern, values).todense()
+
+def _dense(system: BlockTriangular, row: int, column: int) -> torch.Tensor:
+    """A block of a system of one sample as a matrix."""
+    block = (system.inverse if row == column else system.off_diagonal).blocks[row, column]
+    return SparseJacobian(block.pattern, block.values).todense()

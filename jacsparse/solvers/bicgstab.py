@@ -58,10 +58,11 @@ class BiCGStab(Iteration):
         return _solved(system, right, self._guess(system, right, work), tolerance, limit, work)
 
     def _sample_by_sample(self, system: BlockTriangular, work: Work) -> Iterated:
-        parts = []
-        for number in range(system.batch):
+        works, parts = [Work() for _ in range(system.batch)], []
+        for number, apart in enumerate(works):
             guess = None if self.guess is None else [part[number : number + 1] for part in self.guess]
-            parts.append(replace(self, together=True, guess=guess).run(system.sample(number), work))
+            parts.append(replace(self, together=True, guess=guess).run(system.sample(number), apart))
+        work.add_side_by_side(works)
         values = {node: torch.cat([part.values[node] for part in parts], dim=1) for node in system.right}
         longest = max(len(part.history) for part in parts)
         histories = [[*part.history, *[part.history[-1]] * (longest - len(part.history))] for part in parts]
@@ -102,7 +103,9 @@ def _solved(
     def apply(array: np.ndarray) -> np.ndarray:
         vector = parts(array)
         with work.level():
-            product = system.inverse.apply(system.off_diagonal.apply(vector, work), work)
+            product = system.off_diagonal.apply(vector, work)
+        with work.level():
+            product = system.inverse.apply(product, work)
         return flat({node: vector[node] - product[node] if node in product else vector[node] for node in nodes})
 
     def residual(array: np.ndarray) -> float:

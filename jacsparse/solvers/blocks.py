@@ -7,8 +7,10 @@ meta device, the same code counts without computing.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,17 +48,26 @@ class Level:
     tasks : list of int
         Multiply-adds of each product with a block, over all samples.
     longest : float
-        Multiply-adds of an element of a result, the largest mean of all tasks: workers share no element.
+        Multiply-adds of an element of a result, summed over the products that go into it: the largest mean of all
+        results, because workers share no element.
     scaling : int
-        Multiplications by diagonals, which go along.
+        Multiplications by diagonals: they go along with the tasks, and make no level of their own.
     entries : int
-        Entries of the blocks that are stored after it, beside those of the system.
+        Entries of the computed blocks that later levels read, for any solver: the system's own blocks do not count,
+        scaled ones do.
     """
 
     tasks: list[int] = field(default_factory=list)
     longest: float = 0.0
     scaling: int = 0
     entries: int = 0
+
+    def store(self, blocks: Iterable[Block], system: Iterable[Block]) -> None:
+        """Count the blocks that later levels read, without those of the system."""
+        computed = {id(block): block for block in blocks}
+        for block in system:
+            computed.pop(id(block), None)
+        self.entries = sum(block.entries for block in computed.values())
 
 
 class Work:
@@ -67,13 +78,22 @@ class Work:
 
     @contextlib.contextmanager
     def level(self) -> Iterator[Level]:
-        """A context whose products are tasks of one level."""
-        self.start_level()
+        """A context whose products are tasks of one level; scaling that has come before goes along with them."""
+        if not self.levels or self.levels[-1].tasks:
+            self.levels.append(Level())
         yield self.levels[-1]
 
-    def start_level(self) -> None:
-        """Make the products that follow tasks of a new level."""
-        self.levels.append(Level())
+    def add_side_by_side(self, others: Iterable[Work]) -> None:
+        """Add the levels of works that do not wait for each other: their first levels are one, and so on."""
+        for levels in itertools.zip_longest(*(other.levels for other in others), fillvalue=Level()):
+            self.levels.append(
+                Level(
+                    [task for level in levels for task in level.tasks],
+                    max(level.longest for level in levels),
+                    sum(level.scaling for level in levels),
+                    sum(level.entries for level in levels),
+                )
+            )
 
     @property
     def steps(self) -> int:
@@ -87,61 +107,69 @@ class Work:
 
     @property
     def entries(self) -> int:
-        """The most entries of blocks that are stored at once, beside those of the system."""
+        """The most entries of computed blocks that are stored at once, as `Level` counts them."""
         return max((level.entries for level in self.levels), default=0)
 
     def time(self, workers: int) -> float:
         """Multiply-adds until the last level is done, by workers that share the elements of its results evenly."""
         return math.fsum(max(level.longest, (sum(level.tasks) + level.scaling) / workers) for level in self.levels)
 
-    def _add(self, a: Pattern, multiply_adds: int, batch: int, elements: int) -> None:
-        """A task of so many multiply-adds for each sample, whose result has so many elements."""
-        level = self.levels[-1]
-        if isinstance(a.structure, Identity):
-            return
-        if isinstance(a.structure, Diagonal):
-            level.scaling += multiply_adds * batch
-        else:
-            level.tasks.append(multiply_adds * batch)
-            level.longest = max(level.longest, multiply_adds / max(1, elements))
+    def _count(self, products: Iterable[tuple[Pattern, int]], batch: int, elements: int) -> None:
+        """Count products by their left factors and multiply-adds for each sample; their sum has so many elements."""
+        level, each = self.levels[-1], 0
+        for pattern, count in products:
+            if isinstance(pattern.structure, Identity):
+                continue
+            if isinstance(pattern.structure, Diagonal):
+                level.scaling += count * batch
+            else:
+                level.tasks.append(count * batch)
+                each += count
+        level.longest = max(level.longest, each / max(1, elements))
 
-    def product(self, a: Block, b: Block) -> Block:
-        """``A B``."""
-        if isinstance(a.pattern.structure, Identity):
-            return b
-        batch = max(a.values.shape[1], b.values.shape[1])
-        if a.values.is_meta:
-            pattern = product_pattern(a.pattern, b.pattern)
-            result = Block(pattern, a.values.new_empty(pattern.nnz, batch))
-        else:
-            plan = plan_product(a.pattern, b.pattern)
-            result = Block(plan.pattern, plan.multiply(a.values, b.values))
-        self._add(a.pattern, multiply_adds(a.pattern, b.pattern), batch, result.pattern.nnz)
+    def product(self, *factors: tuple[Block, Block]) -> Block:
+        """``Σ A B``, for pairs of blocks."""
+        result = sum_of([_product(a, b) for a, b in factors])
+        products = ((a.pattern, multiply_adds(a.pattern, b.pattern)) for a, b in factors)
+        self._count(products, result.values.shape[1], result.pattern.nnz)
         return result
 
-    def apply(self, a: Block, x: torch.Tensor) -> torch.Tensor:
-        """``A x``."""
-        batch = max(a.values.shape[1], x.shape[1])
-        self._add(a.pattern, a.pattern.nnz, batch, a.pattern.shape[0])
-        if isinstance(a.pattern.structure, Identity):
-            return x
-        if a.values.is_meta:
-            return x.new_empty(a.pattern.shape[0], batch)
-        y: torch.Tensor = matvec(a.pattern, a.values, x)
-        return y
+    def apply(self, *factors: tuple[Block, torch.Tensor]) -> torch.Tensor:
+        """``Σ A x``, for pairs of a block and a part of a vector."""
+        result = functools.reduce(torch.add, (_applied(a, x) for a, x in factors))
+        self._count(((a.pattern, a.pattern.nnz) for a, _ in factors), result.shape[1], result.shape[0])
+        return result
 
-    @staticmethod
-    def sum(terms: Sequence[Block]) -> Block:
-        """The sum of blocks of one shape."""
-        if len(terms) == 1:
-            return terms[0]
-        batch = max(term.values.shape[1] for term in terms)
-        patterns = [term.pattern for term in terms]
-        if terms[0].values.is_meta:
-            pattern = sum_pattern(patterns)
-            return Block(pattern, terms[0].values.new_empty(pattern.nnz, batch))
-        plan = plan_sum(patterns)
-        return Block(plan.pattern, plan.add([term.values for term in terms]))
+
+def _product(a: Block, b: Block) -> Block:
+    if isinstance(a.pattern.structure, Identity):
+        return b
+    if a.values.is_meta:
+        pattern = product_pattern(a.pattern, b.pattern)
+        return Block(pattern, a.values.new_empty(pattern.nnz, max(a.values.shape[1], b.values.shape[1])))
+    plan = plan_product(a.pattern, b.pattern)
+    return Block(plan.pattern, plan.multiply(a.values, b.values))
+
+
+def _applied(a: Block, x: torch.Tensor) -> torch.Tensor:
+    if isinstance(a.pattern.structure, Identity):
+        return x
+    if a.values.is_meta:
+        return x.new_empty(a.pattern.shape[0], max(a.values.shape[1], x.shape[1]))
+    y: torch.Tensor = matvec(a.pattern, a.values, x)
+    return y
+
+
+def sum_of(terms: Sequence[Block]) -> Block:
+    """The sum of blocks of one shape."""
+    if len(terms) == 1:
+        return terms[0]
+    patterns = [term.pattern for term in terms]
+    if terms[0].values.is_meta:
+        pattern = sum_pattern(patterns)
+        return Block(pattern, terms[0].values.new_empty(pattern.nnz, max(term.values.shape[1] for term in terms)))
+    plan = plan_sum(patterns)
+    return Block(plan.pattern, plan.add([term.values for term in terms]))
 
 
 class BlockMatrix:
@@ -160,30 +188,25 @@ class BlockMatrix:
         rows: dict[int, list[tuple[int, Block]]] = {}
         for (row, column), block in other.blocks.items():
             rows.setdefault(row, []).append((column, block))
-        terms: dict[tuple[int, int], list[Block]] = {}
+        factors: dict[tuple[int, int], list[tuple[Block, Block]]] = {}
         for (row, middle), block in self.blocks.items():
             for column, factor in rows.get(middle, ()):
-                terms.setdefault((row, column), []).append(work.product(block, factor))
-        return BlockMatrix({place: work.sum(blocks) for place, blocks in terms.items()})
+                factors.setdefault((row, column), []).append((block, factor))
+        return BlockMatrix({place: work.product(*pairs) for place, pairs in factors.items()})
 
     def apply(self, x: Vector, work: Work) -> Vector:
         """The product with a vector; parts that are zero are left out."""
-        y: Vector = {}
+        factors: dict[int, list[tuple[Block, torch.Tensor]]] = {}
         for (row, column), block in self.blocks.items():
             if column in x:
-                term = work.apply(block, x[column])
-                y[row] = y[row] + term if row in y else term
-        return y
+                factors.setdefault(row, []).append((block, x[column]))
+        return {row: work.apply(*pairs) for row, pairs in factors.items()}
 
-    def plus(self, other: BlockMatrix, work: Work) -> BlockMatrix:
+    def plus(self, other: BlockMatrix) -> BlockMatrix:
         """The sum with another matrix."""
         places = dict.fromkeys((*self.blocks, *other.blocks))
         terms = {place: [m.blocks[place] for m in (self, other) if place in m.blocks] for place in places}
-        return BlockMatrix({place: work.sum(blocks) for place, blocks in terms.items()})
-
-    def between(self, rows: set[int], columns: set[int]) -> BlockMatrix:
-        """The blocks in some rows and columns."""
-        return BlockMatrix({(i, j): block for (i, j), block in self.blocks.items() if i in rows and j in columns})
+        return BlockMatrix({place: sum_of(blocks) for place, blocks in terms.items()})
 
     def sample(self, at: slice) -> BlockMatrix:
         """The blocks of a sample, as a batch of one."""
@@ -210,5 +233,10 @@ def diagonal_block(values: torch.Tensor) -> Block:
 
 
 def identity_block(size: int, like: torch.Tensor) -> Block:
-    """The identity."""
+    """The identity matrix."""
     return Block(Pattern.of(Identity(size)), like.new_ones(size, 1))
+
+
+def identity_like(x: Vector) -> BlockMatrix:
+    """The identity matrix for vectors of these parts."""
+    return BlockMatrix({(node, node): identity_block(len(part), part) for node, part in x.items()})

@@ -263,7 +263,7 @@ def _workers(workers: Sequence[int]) -> tuple[int, ...]:
 
 
 def _solvers(methods: Sequence[TriangularSolver | str] | None) -> list[TriangularSolver]:
-    from . import SOLVERS, solver_of
+    from .methods import SOLVERS, solver_of
 
     if methods is None:
         return [solver() for solver in SOLVERS.values() if solver is not Richardson]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +12,13 @@ from ..patterns import Diagonal, Pattern
 from ..spgemm import SparseJacobian
 from ..stages import Record, check_input, recent_chains
 from ..tracing import check_module
+from .methods import solver_of
 from .propagation import Group, groups_of
 from .solver import TriangularSolver
-from .substitution import Substitution
 from .systems import BlockBidiagonal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ForwardApproximation:
     """What an approximate forward pass came to.
 
@@ -45,8 +46,9 @@ def forward_scales(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
     Raises
     ------
-    ValueError
-        Where an activation is not zero at zero, and a point is there: no factor makes f(y) of it.
+    TypeError, ValueError
+        Where the input does not fit, the module draws random numbers, as dropout does, or a layer is not affine; or
+        where an activation is not zero at zero, and a point is there: no factor makes f(y) of it.
     """
     check_input("x", x)
     return [_scale(group, place) for place, group in enumerate(_layers(module, x), 1)]
@@ -55,9 +57,9 @@ def forward_scales(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def approximate_forward(
     module: nn.Module,
     x: torch.Tensor,
-    scales: list[torch.Tensor],
+    scales: Sequence[torch.Tensor],
     *,
-    method: TriangularSolver | None = None,
+    method: str | TriangularSolver = "substitution",
     iterations: int = 1,
 ) -> ForwardApproximation:
     """The output by a lower triangular system, with the scales of an earlier pass in place of the activations.
@@ -68,17 +70,17 @@ def approximate_forward(
         As of `forward_scales`.
     x : Tensor, (batch, *input_shape)
         The input.
-    scales : list of Tensor
-        What `forward_scales` returned, for the same samples with other weights, or for similar samples.
-    method : TriangularSolver, optional
-        Solves the system; substitution by default.
+    scales : sequence of Tensor, each (batch, elements)
+        What `forward_scales` returned, for the same samples with other weights, or for as many similar samples.
+    method : str or TriangularSolver
+        Solves the system, as in `solve`.
     iterations : int
         After each iteration but the last, scales are taken at the points that it came to.
 
     Raises
     ------
-    ValueError
-        Where the scales do not fit, or a layer is not affine.
+    TypeError, ValueError
+        Where the scales do not fit, or as in `forward_scales` and `solve`.
 
     Notes
     -----
@@ -99,10 +101,9 @@ def approximate_forward(
     check_input("x", x)
     if not isinstance(iterations, int) or isinstance(iterations, bool) or iterations < 1:
         raise ValueError(f"iterations is {iterations!r}; expected a number of at least 1")
-    solver = Substitution() if method is None else method
+    solver = solver_of(method)
     layers = _layers(module, x)
-    if len(scales) != len(layers):
-        raise ValueError(f"there are {len(scales)} scales for {len(layers)} layers; take them of the same module")
+    _check_scales(scales, layers)
     matrices: list[SparseJacobian] = []
     right = [x.detach().reshape(len(x), -1)]
     for group in layers:
@@ -132,6 +133,9 @@ def approximate_forward(
 def _layers(module: nn.Module, x: torch.Tensor) -> list[Group]:
     """The layers of a module in a forward pass."""
     _, run = recent_chains(check_module(module), pruned=True).of(x)
+    drawing = run.recording.drawing
+    if drawing is not None:
+        raise ValueError(f"{drawing}: it draws random numbers, other ones in each pass; call .eval()")
     first, *layers = groups_of(run.records)
     if first.records or not layers:
         raise ValueError("the module does not begin with a matrix; equation 13 is for affine layers and activations")
@@ -143,6 +147,20 @@ def _layers(module: nn.Module, x: torch.Tensor) -> list[Group]:
                 "matrix and an elementwise function"
             )
     return layers
+
+
+def _check_scales(scales: Sequence[torch.Tensor], layers: Sequence[Group]) -> None:
+    """Raise where scales are not those of as many samples at these layers."""
+    if len(scales) != len(layers):
+        raise ValueError(f"there are {len(scales)} scales for {len(layers)} layers; take them of the same module")
+    for place, (scale, group) in enumerate(zip(scales, layers, strict=True)):
+        check_input(f"scales[{place}]", scale)
+        expected = _flat(group.records[-1].output)
+        if scale.shape != expected.shape or scale.dtype != expected.dtype:
+            raise ValueError(
+                f"scales[{place}] is {scale.dtype} {tuple(scale.shape)}; expected {expected.dtype} "
+                f"{tuple(expected.shape)}: forward_scales makes them, of as many samples as x has"
+            )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .blocks import Vector, Work, add
-from .cyclic_reduction import GroupInverse
-from .solver import Iterated, Iteration, relative_residual
+from .blocks import BlockMatrix, Vector, Work, add
+from .solver import Iterated, Iteration
 from .systems import BlockTriangular
 
 
@@ -14,7 +13,9 @@ from .systems import BlockTriangular
 class Hybrid(Iteration):
     """Block Jacobi over the groups of a two-level system, whose diagonal blocks are solved by reduction.
 
-    After as many iterations as there are groups it is exact (Naumov, section 3.4).
+    Its residual is that of `Solution` with the diagonal blocks of groups in place of those of nodes: ``u'`` solves all
+    groups from ``c`` and what the other groups' ``u`` pass on. After as many iterations as there are groups it is exact
+    (Naumov, section 3.4).
 
     Parameters
     ----------
@@ -37,16 +38,39 @@ class Hybrid(Iteration):
         return None if system.groups is not None else "the system has no groups; recurrent networks' have"
 
     def run(self, system: BlockTriangular, work: Work) -> Iterated:
-        tolerance, limit = self.tolerance_of(system), self.limit_of(system)
-        inverse = GroupInverse(system, work)
-        values: Vector = inverse.apply(system.right, work) if self.guess is None else self.first(system, work)
-        history: list[float] = []
-        for _ in range(limit + 1):
+        inner, outer = system.within_groups()
+        reducing, solving = Work(), Work()
+        powers = _powers(system, inner, reducing)
+        values = _solved(system, powers, system.right, solving) if self.guess is None else self.first(system, solving)
+        # The power that a level of the solution needs is a result of the level before.
+        work.add_side_by_side((reducing, solving))
+
+        def sweep(values: Vector) -> Vector:
             with work.level():
-                right = add(inverse.outer.apply(values, work), system.right)
-            after = inverse.apply(right, work)
-            history.append(relative_residual(after, values))
-            if history[-1] <= tolerance or len(history) > limit:
-                break
-            values = after
-        return Iterated(values, history, tolerance)
+                right = add(outer.apply(values, work), system.right)
+            return _solved(system, powers, right, work)
+
+        return self.iterate(system, values, sweep)
+
+
+def _powers(system: BlockTriangular, inner: BlockMatrix, work: Work) -> list[BlockMatrix]:
+    """The powers ``N^(2^i)`` of ``N = D⁻¹ A`` within groups, by reduction."""
+    powers = []
+    with work.level():
+        power = system.inverse.times(inner, work)
+    while power.blocks:
+        powers.append(power)
+        with work.level() as level:
+            power = power.times(power, work)
+            level.store((block for each in (*powers, power) for block in each.blocks.values()), system.blocks)
+    return powers
+
+
+def _solved(system: BlockTriangular, powers: list[BlockMatrix], right: Vector, work: Work) -> Vector:
+    """The solution within groups, ``Π (I + N^(2^i)) D⁻¹ c``."""
+    with work.level():
+        values = system.inverse.apply(right, work)
+    for power in powers:
+        with work.level():
+            values = add(values, power.apply(values, work))
+    return values

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..schedule import Schedule, resolve
+from ..schedule import Schedule, Step, parse, resolve
 from .blocks import Block, Vector, Work
 from .solver import TriangularSolver
 from .systems import BlockTriangular
@@ -46,43 +46,66 @@ class PrefixScan(TriangularSolver):
     name = "scan"
     schedule: Schedule | str = "blelloch"
 
+    def __post_init__(self) -> None:
+        if parse(self.schedule)[0] == "balanced" and not isinstance(self.schedule, Schedule):
+            raise ValueError(f"schedule is {self.schedule!r}, which weighs a module's stages; pass another name")
+
     def obstacle(self, system: BlockTriangular) -> str | None:
-        return None if system.is_bidiagonal else "a scan goes along one chain, and nodes of this system have several"
+        if not system.is_bidiagonal:
+            return "a scan goes along one chain, and nodes of this system have several"
+        lengths = sorted({len(chain) for chain in _chains(system)})
+        if isinstance(self.schedule, Schedule) and lengths != [self.schedule.n]:
+            return f"its schedule is for {self.schedule.n} stages, and the system has chains of {lengths} block rows"
+        return None
 
     def run(self, system: BlockTriangular, work: Work) -> Vector:
-        values: Vector = {}
-        following = {column: row for row, column in system.off_diagonal.blocks}
-        for start in system.levels[0]:
-            chain = [start]
-            while chain[-1] in following:
-                chain.append(following[chain[-1]])
-            values |= self._scanned(system, chain, work)
+        values, works = Vector(), list[Work]()
+        for chain in _chains(system):
+            works.append(Work())
+            values |= self._scanned(system, chain, works[-1])
+        work.add_side_by_side(works)
         return values
 
     def _scanned(self, system: BlockTriangular, chain: list[int], work: Work) -> Vector:
         """The solution along one chain of nodes."""
-        nodes = set(chain)
+        inverses = {node: system.inverse.blocks[node, node] for node in chain}
         with work.level():
-            offsets = system.inverse.between(nodes, nodes).apply({node: system.right[node] for node in chain}, work)
-            matrices = system.inverse.times(system.off_diagonal.between(nodes, nodes), work)
+            offsets = {node: work.apply((inverse, system.right[node])) for node, inverse in inverses.items()}
+            maps = {
+                place: _Map(work.product((inverses[node], system.off_diagonal.blocks[node, before])), offsets[node])
+                for place, (before, node) in enumerate(itertools.pairwise(chain), 1)
+            }
         states = {0: offsets[chain[0]]}
-        maps = {
-            place: _Map(matrices.blocks[node, before], offsets[node])
-            for place, (before, node) in enumerate(itertools.pairwise(chain), 1)
-        }
         schedule = resolve(self.schedule, len(chain))
-        steps, levels = schedule.live_steps(), list[tuple[object, ...]]()
-        for step in steps:
-            key = (step.phase, step.level, step.out if step.phase == "middle" else None)
-            if not levels or levels[-1] != key:
-                levels.append(key)
-                work.start_level()
-            left = maps[step.left]
-            if step.kind == "mv":
-                states[step.out] = work.apply(left.matrix, states[step.right]) + left.offset
-            else:
-                right = maps[step.right]
-                offset = work.apply(left.matrix, right.offset) + left.offset
-                maps[step.out] = _Map(work.product(left.matrix, right.matrix), offset)
-                work.levels[-1].entries = sum(each.matrix.entries for each in maps.values()) - matrices.entries
+        levels = [list(steps) for _, steps in itertools.groupby(schedule.live_steps(), _level_of)]
+        last_read = {
+            value: number for number, steps in enumerate(levels) for step in steps for value in (step.left, step.right)
+        }
+        for number, steps in enumerate(levels):
+            with work.level() as level:
+                for step in steps:
+                    matrix, offset = maps[step.left]
+                    if step.kind == "mv":
+                        states[step.out] = work.apply((matrix, states[step.right])) + offset
+                    else:
+                        right = maps[step.right]
+                        offset = work.apply((matrix, right.offset)) + offset
+                        maps[step.out] = _Map(work.product((matrix, right.matrix)), offset)
+                maps = {value: each for value, each in maps.items() if last_read.get(value, -1) > number}
+                level.store((each.matrix for each in maps.values()), system.blocks)
         return dict(zip(chain, (states[value] for value in schedule.gradients), strict=True))
+
+
+def _level_of(step: Step) -> tuple[object, ...]:
+    """What steps of one level have in common; in the linear middle each step waits for the one before."""
+    return step.phase, step.level, step.out if step.phase == "middle" else None
+
+
+def _chains(system: BlockTriangular) -> list[list[int]]:
+    """The chains of a bi-diagonal system, each in the order of solving."""
+    following = {column: row for row, column in system.off_diagonal.blocks}
+    chains = [[start] for start in system.levels[0]]
+    for chain in chains:
+        while chain[-1] in following:
+            chain.append(following[chain[-1]])
+    return chains

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,9 +17,9 @@ from torch import nn
 from ..patterns import Diagonal, Full, Pattern
 from ..recurrence import RNN
 from ..spgemm import SparseJacobian
-from ..stages import Record, check_input, pull_back, recent_chains, refuse_hooks
-from ..tracing import check_module, without_autocast
-from .blocks import Block, Work
+from ..stages import Record, Run, check_input, empty_pattern, pull_back, recent_chains, refuse_hooks
+from ..tracing import check_module, set_weights, sets_weights, without_autocast
+from .blocks import Block, sum_of
 from .solver import Solution, TriangularSolver
 from .systems import BlockTriangular
 
@@ -115,15 +116,19 @@ class ChainSystem(RecordedSystem):
         self.system = BlockTriangular(blocks, right, inverse_diagonal=scales, check_finite=False)
 
     def outputs(self, values: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[Record], torch.Tensor]]:
-        work = Work()
-        work.start_level()
         for place, group in enumerate(self.groups):
-            gradient = self.system.right[place]
-            block = self.system.off_diagonal.blocks.get((place, place + 1))
-            if block is not None:
-                gradient = gradient + work.apply(block, values[place + 1].T.contiguous())
-            if group.records:
-                yield group.records, gradient.T
+            if group.linear is not None:
+                yield [group.linear], values[place]
+            # `values` are behind the elementwise stages; only gradients of their parameters need those before them.
+            if any(record.externals for record in group.elementwise):
+                yield group.elementwise, self._before_scaling(place, values)
+
+    def _before_scaling(self, place: int, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """``c_k + A_k v_{k+1}``, the gradient of what a group's elementwise stages give."""
+        block, right = self.system.off_diagonal.blocks.get((place, place + 1)), self.system.right[place].T
+        if block is None:
+            return right
+        return right + SparseJacobian(block.pattern, block.values).jvp(values[place + 1])
 
 
 class GraphSystem(RecordedSystem):
@@ -135,19 +140,22 @@ class GraphSystem(RecordedSystem):
     def __init__(self, records: Sequence[Record], gradient: torch.Tensor) -> None:
         refuse_hooks(records)
         self.records, batch = records, len(gradient)
-        like, shapes = records[0].recording.input.detach(), records[0].stage.program.shapes
+        like = records[0].recording.input.detach()
         terms: dict[tuple[int, int], list[Block]] = {}
-        vertices = {vertex for record in records for vertex in (record.stage.start, record.stage.stop)}
+        sizes: dict[int, int] = {}
         for record in records:
+            # Where the output does not depend on the input, a stage has no edges.
+            sizes[record.stage.start] = math.prod(record.input.shape[1:])
+            sizes[record.stage.stop] = math.prod(record.output.shape[1:])
             for edge in record.stage.edges:
                 terms.setdefault((edge.source, edge.target), []).append(Block(edge.pattern, record.values(edge)))
-                vertices.update((edge.source, edge.target))
-        self.nodes = {vertex: node for node, vertex in enumerate(sorted(vertices))}
+                sizes[edge.source], sizes[edge.target] = edge.pattern.shape
+        self.nodes = {vertex: node for node, vertex in enumerate(sorted(sizes))}
         blocks = {}
         for (source, target), parts in terms.items():
-            total = Work.sum(parts)
+            total = sum_of(parts)
             blocks[self.nodes[source], self.nodes[target]] = SparseJacobian(total.pattern, total.values)
-        right = [like.new_zeros(batch, math.prod(shapes[vertex][1:])) for vertex in self.nodes]
+        right = [like.new_zeros(batch, sizes[vertex]) for vertex in self.nodes]
         right[self.nodes[records[-1].stage.stop]] = gradient.flatten(1).to(like.dtype)
         self.system = BlockTriangular(blocks, right, check_finite=False)
 
@@ -156,11 +164,35 @@ class GraphSystem(RecordedSystem):
             yield [record], values[self.nodes[record.stage.stop]]
 
 
-class Propagator:
-    """Pulls gradients back through a chain by a triangular solver, as `jacsparse.scan.Scanner` does by a schedule."""
+def _outline(records: Sequence[Record]) -> BlockTriangular:
+    """A system with the shape, dtype and device of a chain's, and no elements in its blocks."""
+    x = records[0].recording.input.detach()
+    linear = [group.linear for group in groups_of(records) if group.linear is not None]
+    sizes = [x[0].numel(), *(record.output[0].numel() for record in linear)]
+    blocks = {
+        (place, place + 1): SparseJacobian(empty_pattern(*shape), x.new_empty(0, 1))
+        for place, shape in enumerate(itertools.pairwise(sizes))
+    }
+    return BlockTriangular(blocks, [x.new_zeros(len(x), size) for size in sizes], check_finite=False)
 
-    def __init__(self, method: TriangularSolver, in_shape: tuple[int, ...]) -> None:
-        self.method, self.in_shape = method, in_shape
+
+class Propagator:
+    """Pulls gradients back through a chain by a triangular solver, as `jacsparse.scan.Scanner` does by a schedule.
+
+    Raises
+    ------
+    ValueError, UnsupportedOperatorError
+        Where the solver does not apply to the run's chain, or hooks may change its gradients.
+    """
+
+    module: ClassVar[str] = "nn.Solve"
+
+    def __init__(self, method: TriangularSolver, run: Run) -> None:
+        self.method, self.in_shape = method, run.recording.input.shape[1:]
+        if run.records:
+            # In the forward pass, where the traceback shows the caller's own line.
+            refuse_hooks(run.records)
+            method.check(_outline(run.records))
 
     def pull_back(
         self, records: Sequence[Record], gradient: torch.Tensor, externals: Iterable[int], *, for_input: bool
@@ -190,7 +222,11 @@ class Propagation(ABC):
 
     @abstractmethod
     def gradients(self, solution: Solution) -> dict[str, torch.Tensor]:
-        """The gradients of the input, by the name ``input``, and of the parameters, by theirs."""
+        """The gradients of the input, by the name ``input``, of an RNN's first states, by ``hx``, and of parameters.
+
+        Parameters have the names of ``named_parameters``: a tied one has the first of its names, and a pruned or
+        parametrised weight is there by the parameters that it is computed from. Frozen and unused ones have none.
+        """
 
 
 class ModulePropagation(Propagation):
@@ -203,11 +239,7 @@ class ModulePropagation(Propagation):
         output = self.run.recording.output
         if not len(chain):
             raise ValueError(f"{type(module).__name__} has no stages; a system needs an operator that does something")
-        if gradient.shape != output.shape or gradient.dtype != output.dtype:
-            raise ValueError(
-                f"the gradient is {gradient.dtype} {tuple(gradient.shape)}; expected that of the output: "
-                f"{output.dtype} {tuple(output.shape)}"
-            )
+        _check_like("gradient", gradient, output.shape, output)
         with without_autocast(x.device):
             self.recorded = (GraphSystem if graph else ChainSystem)(self.run.records, gradient.detach())
         self.system = self.recorded.system
@@ -251,81 +283,115 @@ class RecurrentPropagation(Propagation):
         last: torch.Tensor | None = None,
         hx: torch.Tensor | None = None,
     ) -> None:
-        if not isinstance(layer, nn.RNN):
-            raise TypeError(
-                f"layer is a {type(layer).__name__}; expected a torch.nn.RNN, whose step is one matrix and f"
-            )
-        if layer.bidirectional or (layer.dropout and layer.training):
-            raise ValueError("layer is bidirectional or drops out; expected one direction, and no active dropout")
-        hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-        if any(hooks) or type(layer).forward not in (nn.RNN.forward, RNN.forward):
-            raise TypeError("layer has hooks or a forward pass of its own, which its system would not know of")
-        if not isinstance(x, torch.Tensor) or x.ndim != 3:
-            shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise ValueError(f"x is {shape}; expected a padded batch of three axes")
+        _check_layer(layer)
+        check_input("x", x)
+        if x.ndim != 3 or x.shape[2] != layer.input_size:
+            axes = "batch, time" if layer.batch_first else "time, batch"
+            raise ValueError(f"x has shape {tuple(x.shape)}; expected a padded batch, ({axes}, {layer.input_size})")
+        _check_like("gradient", gradient, (*x.shape[:2], layer.hidden_size), x)
         self.layer = layer
         if layer.batch_first:
             x, gradient = x.transpose(0, 1), gradient.transpose(0, 1)
-        time, batch, _ = x.shape
-        if gradient.shape != (time, batch, layer.hidden_size):
-            raise ValueError(f"the gradient has shape {tuple(gradient.shape)}; expected that of the output")
-        depth, size = layer.num_layers, layer.hidden_size
-        for name, states in (("last", last), ("hx", hx)):
-            if states is not None and tuple(states.shape) != (depth, batch, size):
-                raise ValueError(f"{name} has shape {tuple(states.shape)}; expected ({depth}, {batch}, {size})")
-        with torch.no_grad():
-            self.first = x.new_zeros(depth, batch, size) if hx is None else hx.detach()
-            self.states = [x.detach()]
-            operator = torch.rnn_tanh if layer.nonlinearity == "tanh" else torch.rnn_relu
-            for place in range(depth):
-                weights = [weight.detach() for weight in layer.all_weights[place]]
-                arguments = (weights, layer.bias, 1, 0.0, False, False, False)
-                output, _ = operator(self.states[-1], self.first[place : place + 1], *arguments)
-                self.states.append(output)
-        self._recurrent = [weights[1].detach().clone() for weights in layer.all_weights]
-        entering = [_weight_block(weights[0]) for weights in layer.all_weights]
-        recurrent = [_weight_block(weights[1]) for weights in layer.all_weights]
+        states = (layer.num_layers, x.shape[1], layer.hidden_size)
+        for name, state in (("last", last), ("hx", hx)):
+            if state is not None:
+                _check_like(name, state, states, x)
+        with torch.enable_grad():
+            set_weights(layer)
+            #: The weights of each layer, as masks and parametrisations make them of parameters.
+            self._weights: list[list[torch.Tensor]] = [[*weights] for weights in layer.all_weights]
+        self._first = x.new_zeros(states) if hx is None else hx.detach().clone()
+        self._states = self._run(x.detach().clone())
+        self._recurrent = [_weight_block(weights[1]) for weights in self._weights]
+        self.system = self._system(gradient.detach(), None if last is None else last.detach())
+
+    @torch.no_grad()
+    def _run(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The input, and the states of each layer at each step."""
+        operator = torch.rnn_tanh if self.layer.nonlinearity == "tanh" else torch.rnn_relu
+        states = [x]
+        for weights, first in zip(self._weights, self._first, strict=True):
+            output, _ = operator(states[-1], first[None], weights, self.layer.bias, 1, 0.0, False, False, False)
+            states.append(output)
+        return states
+
+    def _system(self, gradient: torch.Tensor, last: torch.Tensor | None) -> BlockTriangular:
+        depth, time = self.layer.num_layers, len(gradient)
+        entering = [_weight_block(weights[0]) for weights in self._weights]
         blocks, right, inverse = dict[tuple[int, int], SparseJacobian](), list[torch.Tensor](), list[Any]()
         for step in range(time):
-            for place in range(depth + 1):
-                node = self._node(place, step)
+            for place, states in enumerate(self._states):
+                node, h = self._node(place, step), states[step]
                 if place < depth:
                     blocks[node, self._node(place + 1, step)] = entering[place]
                 if place and step + 1 < time:
-                    blocks[node, self._node(place, step + 1)] = recurrent[place - 1]
-                c = x.new_zeros(batch, size if place else x.shape[2])
-                if place == depth:
-                    c = c + gradient[step].detach()
+                    blocks[node, self._node(place, step + 1)] = self._recurrent[place - 1]
+                c = gradient[step] if place == depth else torch.zeros_like(h)
                 if place and last is not None and step == time - 1:
-                    c = c + last[place - 1].detach()
+                    c = c + last[place - 1]
                 right.append(c)
-                h = self.states[place][step]
-                derivative = 1 - h.square() if layer.nonlinearity == "tanh" else (h > 0).to(h.dtype)
-                inverse.append(derivative if place else None)
+                derivative = 1 - h.square() if self.layer.nonlinearity == "tanh" else (h > 0).to(h.dtype)
+                inverse.append(_diagonal(derivative) if place else None)
         groups = [[self._node(place, step) for place in range(depth, -1, -1)] for step in range(time - 1, -1, -1)]
-        scales = [_diagonal(scale) for scale in inverse]
-        self.system = BlockTriangular(blocks, right, inverse_diagonal=scales, groups=groups, check_finite=False)
+        return BlockTriangular(blocks, right, inverse_diagonal=inverse, groups=groups, check_finite=False)
 
     def _node(self, place: int, step: int) -> int:
         return step * (self.layer.num_layers + 1) + place
 
     def gradients(self, solution: Solution) -> dict[str, torch.Tensor]:
-        layer, (time, batch, _) = self.layer, self.states[0].shape
+        layer, time = self.layer, len(self._states[0])
         v = [
             torch.stack([solution.values[self._node(place, step)] for step in range(time)])
             for place in range(layer.num_layers + 1)
         ]
-        gradients = {"input": v[0].transpose(0, 1) if layer.batch_first else v[0]}
-        of_first = []
-        for place in range(layer.num_layers):
-            of_gates = v[place + 1].reshape(time * batch, -1)
-            before = torch.cat([self.first[place : place + 1], self.states[place + 1][:-1]]).reshape(time * batch, -1)
-            gradients[f"weight_ih_l{place}"] = of_gates.T @ self.states[place].reshape(time * batch, -1)
-            gradients[f"weight_hh_l{place}"] = of_gates.T @ before
-            if layer.bias:
-                gradients[f"bias_ih_l{place}"] = gradients[f"bias_hh_l{place}"] = of_gates.sum(dim=0)
-            of_first.append(v[place + 1][0] @ self._recurrent[place])
-        return {**gradients, "hx": torch.stack(of_first)}
+        of_weights = list[torch.Tensor]()
+        for place, first in enumerate(self._first):
+            of_gates = v[place + 1].flatten(0, 1)
+            before = torch.cat([first[None], self._states[place + 1][:-1]]).flatten(0, 1)
+            of_weights += [of_gates.T @ self._states[place].flatten(0, 1), of_gates.T @ before]
+            of_weights += [of_gates.sum(dim=0)] * (2 * layer.bias)
+        return {
+            "input": v[0].transpose(0, 1) if layer.batch_first else v[0],
+            "hx": torch.stack([block.jvp(part[0]) for block, part in zip(self._recurrent, v[1:], strict=True)]),
+            **self._of_parameters(of_weights),
+        }
+
+    def _of_parameters(self, of_weights: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The gradients of the parameters that the weights are computed from."""
+        weights = [weight for weights in self._weights for weight in weights]
+        trained = [pair for pair in zip(weights, of_weights, strict=True) if pair[0].requires_grad]
+        parameters = {name: p for name, p in self.layer.named_parameters() if p.requires_grad}
+        if not trained:
+            return {}
+        gradients = torch.autograd.grad(
+            [weight for weight, _ in trained],
+            list(parameters.values()),
+            [gradient for _, gradient in trained],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        return {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
+
+
+def _check_layer(layer: object) -> None:
+    if not isinstance(layer, nn.RNN):
+        raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.RNN, whose step is one matrix and f")
+    if layer.bidirectional or (layer.dropout and layer.training):
+        raise ValueError("layer is bidirectional or drops out; expected one direction, and no active dropout")
+    before = (hook for hook in layer._forward_pre_hooks.values() if not sets_weights(hook))
+    hooks = (layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks, list(before))
+    if any(hooks) or type(layer).forward not in (nn.RNN.forward, RNN.forward):
+        raise TypeError("layer has hooks or a forward pass of its own, which its system would not know of; remove them")
+
+
+def _check_like(name: str, tensor: object, shape: Sequence[int], like: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor of shape {tuple(shape)}")
+    if (tensor.shape, tensor.dtype, tensor.device) != (torch.Size(shape), like.dtype, like.device):
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected {like.dtype} {tuple(shape)} "
+            f"on {like.device}"
+        )
 
 
 def _weight_block(weight: torch.Tensor) -> SparseJacobian:
@@ -337,7 +403,8 @@ def _weight_block(weight: torch.Tensor) -> SparseJacobian:
         indptr = torch.cat([torch.zeros(1, dtype=torch.int64, device=mask.device), mask.sum(dim=1).cumsum(0)])
         pattern = Pattern((mask.shape[0], mask.shape[1]), indptr.cpu().numpy(), columns.cpu().numpy())
         return SparseJacobian(pattern, transposed[rows, columns].unsqueeze(1))
-    return SparseJacobian(Pattern.of(Full(*transposed.shape)), transposed.reshape(-1, 1).contiguous())
+    values = transposed.clone(memory_format=torch.contiguous_format).reshape(-1, 1)
+    return SparseJacobian(Pattern.of(Full(*transposed.shape)), values)
 
 
 def propagation(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import ClassVar
 
 import torch
@@ -13,7 +15,7 @@ from .blocks import Vector, Work, add
 from .systems import BlockTriangular
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Solution:
     """What a solver came to.
 
@@ -44,6 +46,12 @@ class Solution:
     converged: bool = True
     history: list[float] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        state = "converged" if self.converged else "not converged"
+        if self.residual is not None:
+            state = f"{self.iterations} iterations, residual {self.residual:.1e}, {state}"
+        return f"<Solution by {self.method}: {state}>"
+
 
 class TriangularSolver(ABC):
     """A way of solving block triangular systems.
@@ -67,6 +75,12 @@ class TriangularSolver(ABC):
         """Why this solver cannot solve a system; None where it can."""
         return None
 
+    def check(self, system: BlockTriangular) -> None:
+        """Raise ValueError where the solver, with its options, does not apply to a system."""
+        obstacle = self.obstacle(system)
+        if obstacle:
+            raise ValueError(f"{self.name} does not apply: {obstacle}")
+
     def solve(self, system: BlockTriangular) -> Solution:
         """Solve a system.
 
@@ -75,9 +89,7 @@ class TriangularSolver(ABC):
         ValueError
             Where the solver does not apply to it.
         """
-        obstacle = self.obstacle(system)
-        if obstacle:
-            raise ValueError(f"{self.name} does not apply: {obstacle}")
+        self.check(system)
         work = Work()
         with torch.no_grad():
             result = self.run(system, work)
@@ -89,7 +101,7 @@ class TriangularSolver(ABC):
         return Solution(self.name, _listed(result), work, converged=finite)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Iterated:
     """What an iterative solver came to."""
 
@@ -100,40 +112,72 @@ class Iterated:
 
 
 def _listed(values: Vector) -> list[torch.Tensor]:
-    return [values[node].T.contiguous() for node in sorted(values)]
+    # Copies, because a part may be the right-hand side itself.
+    return [values[node].T.clone(memory_format=torch.contiguous_format) for node in sorted(values)]
 
 
 @dataclass(frozen=True)
 class Iteration(TriangularSolver):
-    """A solver that improves a guess until its residual is small.
+    """A solver that improves a guess until its residual is small: the base class of the iterative ones.
 
     Parameters
     ----------
     tolerance : float, optional
-        The residual to reach; by default 1e-8 in float64 and 1e-5 in float32.
+        The residual to reach, below 1; by default 1e-8 in float64 and 7.6e-6 in float32.
     limit : int, optional
         The most iterations; by default one more than the system's depth, after which Jacobi's method is exact, and 50
         at least.
-    guess : list of Tensor, each (batch, n), optional
-        Where to begin; ``D⁻¹ c`` where left out.
+    guess : list or tuple of Tensor, each (batch, n), optional
+        Where to begin; ``D⁻¹ c`` where left out. Solvers that differ in their guess alone are equal.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where an option is of another type or range; in `solve`, where the guess does not fit the system, or the
+        tolerance is below the precision of its dtype.
     """
 
     direct: ClassVar[bool] = False
     tolerance: float | None = None
     limit: int | None = None
-    guess: list[torch.Tensor] | None = None
+    # Tensors cannot be compared or hashed by their elements.
+    guess: Sequence[torch.Tensor] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.limit is not None and (
-            not isinstance(self.limit, int) or isinstance(self.limit, bool) or self.limit < 1
+        if self.tolerance is not None and (
+            not isinstance(self.tolerance, Real) or isinstance(self.tolerance, bool) or not 0 < self.tolerance < 1
         ):
+            raise ValueError(f"tolerance is {self.tolerance!r}; expected a number above 0 and below 1")
+        if self.limit is not None and (type(self.limit) is not int or self.limit < 1):
             raise ValueError(f"limit is {self.limit!r}; expected a number of iterations of at least 1")
+        if self.guess is None:
+            return
+        if not isinstance(self.guess, list | tuple):
+            raise TypeError(f"guess is a {type(self.guess).__name__}; expected a list with a tensor for each block row")
+        for node, part in enumerate(self.guess):
+            if not isinstance(part, torch.Tensor):
+                raise TypeError(f"guess[{node}] is a {type(part).__name__}; expected a torch.Tensor, (batch, n)")
+
+    def check(self, system: BlockTriangular) -> None:
+        super().check(system)
+        self.tolerance_of(system)
+        if self.guess is None:
+            return
+        if len(self.guess) != len(system.sizes):
+            raise ValueError(f"guess has {len(self.guess)} parts; expected {len(system.sizes)}, one for each block row")
+        like = system.right[0]
+        for node, (part, size) in enumerate(zip(self.guess, system.sizes, strict=True)):
+            if (tuple(part.shape), part.dtype, part.device) != ((system.batch, size), like.dtype, like.device):
+                raise ValueError(
+                    f"guess[{node}] is {part.dtype} {tuple(part.shape)} on {part.device}; expected {like.dtype} "
+                    f"({system.batch}, {size}) on {like.device}, as the right-hand side of that block row"
+                )
 
     def tolerance_of(self, system: BlockTriangular) -> float:
         """The tolerance for a system's dtype; ValueError where it is below the machine's precision."""
         eps = torch.finfo(system.right[0].dtype).eps
         tolerance = max(1e-8, 64 * eps) if self.tolerance is None else self.tolerance
-        if not isinstance(tolerance, float | int) or not math.isfinite(tolerance) or tolerance < eps:
+        if tolerance < eps:
             raise ValueError(
                 f"tolerance is {tolerance!r}; expected a number of at least {eps:.1e}, the precision of "
                 f"{system.right[0].dtype}"
@@ -148,12 +192,21 @@ class Iteration(TriangularSolver):
         """The first guess."""
         if self.guess is None:
             return scaled_right(system, work)
-        if len(self.guess) != len(system.sizes):
-            raise ValueError(f"guess has {len(self.guess)} parts; expected {len(system.sizes)}")
-        for node, (part, size) in enumerate(zip(self.guess, system.sizes, strict=True)):
-            if tuple(part.shape) != (system.batch, size):
-                raise ValueError(f"guess[{node}] has shape {tuple(part.shape)}; expected ({system.batch}, {size})")
         return {node: part.detach().T.contiguous() for node, part in enumerate(self.guess)}
+
+    def iterate(
+        self, system: BlockTriangular, values: Vector, sweep: Callable[[Vector], Vector], omega: float = 1.0
+    ) -> Iterated:
+        """Replace values by what a sweep makes of them until the residual is small; `omega` relaxes each change."""
+        tolerance, limit, history = self.tolerance_of(system), self.limit_of(system), list[float]()
+        while True:
+            after = sweep(values)
+            history.append(relative_residual(after, values))
+            if history[-1] <= tolerance or len(history) > limit:
+                return Iterated(values, history, tolerance)
+            if omega != 1:
+                after = {node: values[node] + omega * (part - values[node]) for node, part in after.items()}
+            values = after
 
 
 def scaled_right(system: BlockTriangular, work: Work) -> Vector:
@@ -165,7 +218,9 @@ def scaled_right(system: BlockTriangular, work: Work) -> Vector:
 def swept(system: BlockTriangular, values: Vector, work: Work) -> Vector:
     """``D⁻¹ (c + A u)``: all block rows at once, each from the others' values."""
     with work.level():
-        return system.inverse.apply(add(system.off_diagonal.apply(values, work), system.right), work)
+        totals = add(system.off_diagonal.apply(values, work), system.right)
+    with work.level():
+        return system.inverse.apply(totals, work)
 
 
 def relative_residual(after: Vector, before: Vector) -> float:

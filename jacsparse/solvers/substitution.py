@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from .blocks import Vector, Work
 from .solver import TriangularSolver
 from .systems import BlockTriangular
@@ -29,9 +31,13 @@ class Substitution(TriangularSolver):
         values: Vector = {}
         for nodes in system.levels:
             with work.level():
-                for node in nodes:
-                    total = system.right[node]
-                    for column in system.reads[node]:
-                        total = total + work.apply(system.off_diagonal.blocks[node, column], values[column])
-                    values[node] = work.apply(system.inverse.blocks[node, node], total)
+                totals = {node: _total(system, node, values, work) for node in nodes}
+            with work.level():
+                values |= {node: work.apply((system.inverse.blocks[node, node], totals[node])) for node in nodes}
         return values
+
+
+def _total(system: BlockTriangular, node: int, values: Vector, work: Work) -> torch.Tensor:
+    """``c + A u`` of one node."""
+    factors = [(system.off_diagonal.blocks[node, column], values[column]) for column in system.reads[node]]
+    return system.right[node] + work.apply(*factors) if factors else system.right[node]

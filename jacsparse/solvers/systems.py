@@ -7,6 +7,7 @@ hold the inverses of the diagonal blocks, which are f' or f/y: multiplied by, th
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,19 +33,21 @@ class BlockTriangular:
         ``D⁻¹`` of each node: a Tensor ``(n,)`` or ``(batch, n)`` for a diagonal, ``(batch, n, n)`` for matrices, a
         SparseJacobian, or None for the identity. All identities where left out.
     groups : sequence of sequence of int, optional
-        The nodes of each diagonal block of a two-level system, in the order of solving.
+        The diagonal blocks of a two-level system: lists that hold each node once, so that every node comes after those
+        that it depends on.
     check_finite : bool
         Whether elements that are not finite are an error.
 
     Raises
     ------
     TypeError, ValueError
-        Where a block is no matrix, is not finite or does not fit, or the nodes depend on each other in a circle; the
-        message names the block.
+        Where a block is no matrix, is not finite or does not fit, the nodes depend on each other in a circle, or the
+        groups do not hold them in order; the message names the block or the node.
 
     Notes
     -----
-    Naumov, equations 13 and 14; a directed acyclic graph has more blocks than a chain.
+    Naumov, equations 13 and 14; a directed acyclic graph has more blocks than a chain. A system may share memory with
+    the tensors that it was made of: writing to those changes it unchecked.
     """
 
     def __init__(
@@ -82,9 +85,25 @@ class BlockTriangular:
                 raise ValueError(f"{name}: expected two different nodes of 0 to {len(parts) - 1}")
             blocks[row, column] = self._block(name, block, (self.sizes[row], self.sizes[column]))
         self.off_diagonal = BlockMatrix(blocks)
-        self.groups = None if groups is None else [list(group) for group in groups]
         if sum(map(len, self.levels)) != len(parts):
             raise ValueError("the nodes depend on each other in a circle; the system is not triangular")
+        self.groups = None if groups is None else self._checked_groups(groups)
+
+    def _checked_groups(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The groups as lists, where they hold each node once, and in the order of solving."""
+        order = [node for group in groups for node in group]
+        counts, last = Counter(order), len(self.right) - 1
+        for node in (*self.right, *order):
+            if counts[node] != 1 or node not in self.right:
+                raise ValueError(f"groups have node {node} {counts[node]} times; expected each of 0 to {last} once")
+        place = {node: number for number, node in enumerate(order)}
+        for row, column in self.off_diagonal.blocks:
+            if place[row] < place[column]:
+                raise ValueError(
+                    f"groups have node {row} before node {column}, which it depends on by off_diagonal[{row}, "
+                    f"{column}]; list groups, and nodes within them, in the order of solving"
+                )
+        return [list(group) for group in groups]
 
     def _block(self, name: str, block: Any, shape: tuple[int, int], *, diagonal: bool = False) -> Block:
         like = self.right[0]
@@ -144,6 +163,20 @@ class BlockTriangular:
         return levels
 
     @property
+    def blocks(self) -> list[Block]:
+        """The blocks beside the diagonal, and the inverses of those on it."""
+        return [*self.off_diagonal.blocks.values(), *self.inverse.blocks.values()]
+
+    def within_groups(self) -> tuple[BlockMatrix, BlockMatrix]:
+        """The blocks beside the diagonal within groups, and those between groups."""
+        assert self.groups is not None
+        number = {node: place for place, group in enumerate(self.groups) for node in group}
+        parts: tuple[dict[tuple[int, int], Block], ...] = ({}, {})
+        for (row, column), block in self.off_diagonal.blocks.items():
+            parts[number[row] != number[column]][row, column] = block
+        return BlockMatrix(parts[0]), BlockMatrix(parts[1])
+
+    @property
     def depth(self) -> int:
         """The most blocks of ``A`` that one node's solution goes through."""
         return len(self.levels) - 1
@@ -157,25 +190,23 @@ class BlockTriangular:
 
     def on_meta(self) -> BlockTriangular:
         """The system without numbers: solving it counts."""
-        other = self.reduced(self.off_diagonal.on_meta(), {node: part.to("meta") for node, part in self.right.items()})
-        other.inverse = self.inverse.on_meta()
-        return other
+        right = {node: part.to("meta") for node, part in self.right.items()}
+        return self.with_blocks(self.off_diagonal.on_meta(), self.inverse.on_meta(), right)
 
-    def reduced(self, off_diagonal: BlockMatrix, right: Vector) -> BlockTriangular:
-        """The system with other blocks beside the diagonal and another right-hand side."""
+    def with_blocks(self, off_diagonal: BlockMatrix, inverse: BlockMatrix, right: Vector) -> BlockTriangular:
+        """The system of the same nodes with other blocks and another right-hand side."""
         other = object.__new__(BlockTriangular)
         other.__dict__.update(self.__dict__)
         for name in ("iteration", "levels", "reads"):
             other.__dict__.pop(name, None)
-        other.off_diagonal, other.right = off_diagonal, right
+        other.off_diagonal, other.inverse, other.right, other.batch = off_diagonal, inverse, right, right[0].shape[1]
         return other
 
     def sample(self, number: int) -> BlockTriangular:
         """The system of one sample."""
         at = slice(number, number + 1)
-        other = self.reduced(self.off_diagonal.sample(at), {node: part[:, at] for node, part in self.right.items()})
-        other.inverse, other.batch = self.inverse.sample(at), 1
-        return other
+        right = {node: part[:, at] for node, part in self.right.items()}
+        return self.with_blocks(self.off_diagonal.sample(at), self.inverse.sample(at), right)
 
     @property
     def is_bidiagonal(self) -> bool:
@@ -254,7 +285,6 @@ class BlockBidiagonal(BlockTriangular):
             if inverse_diagonal is not None:
                 raise ValueError("diagonal and inverse_diagonal are both given; pass one of them")
             inverse_diagonal = [_inverted(f"diagonal[{node}]", block) for node, block in enumerate(diagonal)]
-        self.upper = upper
         places = {(k, k + 1) if upper else (k + 1, k): block for k, block in enumerate(off_diagonal)}
         super().__init__(places, right, inverse_diagonal=inverse_diagonal)
 

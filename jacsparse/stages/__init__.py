@@ -1,6 +1,6 @@
 """A program as a chain of stages, and the matrices of stages by vertex elimination."""
 
-from .accumulation import Pulled, Region, matrix_of
+from .accumulation import Pulled, Region, empty_pattern, matrix_of
 from .balance import boundaries
 from .chain_cache import Chains, Run, recent_chains
 from .chains import Chain, chain, refuse_hooks
@@ -25,6 +25,7 @@ __all__ = [
     "check_input",
     "check_limit",
     "check_shape",
+    "empty_pattern",
     "has_hooks",
     "matrix_of",
     "pull_back",

@@ -125,8 +125,8 @@ def _hidden(record: Record, tensor: torch.Tensor) -> RuntimeError:
     names = [name for name, parameter in record.recording.module.named_parameters() if parameter is tensor]
     return RuntimeError(
         f"{record.stage.path}: a backward hook sees a gradient here, which that of {names[0] if names else 'a tensor'} "
-        "passes by, as it has hooks of its own or is read in several places; use the module without Scan, or remove "
-        "the hook"
+        "passes by, as it has hooks of its own or is read in several places; call the module itself, or remove the "
+        "hook"
     )
 
 

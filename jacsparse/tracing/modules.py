@@ -146,8 +146,13 @@ def refresh_weights(module: nn.Module) -> None:
 def set_weights(module: nn.Module) -> None:
     """As `refresh_weights`, recorded by autograd."""
     for hook in module._forward_pre_hooks.values():
-        if type(hook).__module__.startswith("torch.nn.utils."):
+        if sets_weights(hook):
             hook(module, None)
+
+
+def sets_weights(hook: object) -> bool:
+    """Whether a hook is one of ``torch.nn.utils``, which compute weights before each forward pass."""
+    return type(hook).__module__.startswith("torch.nn.utils.")
 
 
 def trains(module: nn.Module, name: str) -> bool:

@@ -129,6 +129,14 @@ class Recording:
         """Whether any hook was registered anywhere since the run began; if not, no tensor of the run has one."""
         return self.hooks != RemovableHandle.next_id
 
+    @property
+    def drawing(self) -> str | None:
+        """The path of the first module that drew random numbers; None where none did."""
+        if not self.draws:
+            return None
+        paths = {id(part): path for path, part in self.module.named_modules()}
+        return paths.get(id(self.draws[0])) or type(self.draws[0] or self.module).__name__
+
     def externals_of(self, invocation: Invocation, through: Collection[str] = ()) -> set[int]:
         """The externals that the arguments of a call were computed from, except the arguments in `through`."""
         externals = self._constant_externals(invocation, through)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import index
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -102,6 +103,8 @@ def leapfrog_backward(module: nn.Module, x: torch.Tensor, grad_output: torch.Ten
 
 class Leapfrogger:
     """Pulls gradients back through a chain by leapfrogging, as `jacsparse.scan.Scanner` does by a schedule."""
+
+    module: ClassVar[str] = "nn.Leapfrog"
 
     def __init__(self, threads: int, in_shape: tuple[int, ...]) -> None:
         self.threads, self.in_shape = check_threads(threads), in_shape

@@ -257,10 +257,10 @@ def test_what_cannot_be_compared(
 
 
 def test_options_of_solvers_and_steps(jac) -> None:
-    options = ["--method", "richardson:omega=0.9,limit=200", "--method", "cyclic_reduction:depth=1,nested=False"]
+    options = ["--method", "richardson:omega=0.9,limit=200", "--method", "cyclic_reduction:depth=1,nested=True"]
     status, out, err = jac("compare", "bitstream", "--steps", "4", *options)
     assert status == 0, err
-    assert "richardson limit=200 omega=0.9" in out and "cyclic_reduction depth=1 nested=False" in out
+    assert "richardson limit=200 omega=0.9" in out and "cyclic_reduction depth=1 nested=True" in out
     status, _, err = jac("compare", "bitstream", "--input", "1,9", "--steps", "10")
     assert status == 2 and "--steps 10 is more than the 9 steps that the input has" in err
 

@@ -118,10 +118,7 @@ def test_estimates_of_the_paper(l: int, n: int, r: int) -> None:  # noqa: E741
     if l % 2:
         # The products of weights count for each sample; scaled blocks, and right-hand sides of each, come to them.
         products = (r - 1) * (l - 1) * n**3
-        assert (
-            excess[43, "cyclic_reduction depth=1"]
-            == products + (2 * l - 1) * n**2 * r - (l - 1) * n**2 + (l + 1) * n * r
-        )
+        assert excess[43, "cyclic_reduction depth=1"] == products + (2 * l - 1) * n**2 * r - (l - 1) * n**2 + n * r
     strides = [2**level for level in range(math.ceil(math.log2(l + 1)))]
     products = r * n**3 * sum(max(0, l + 1 - 2 * stride) for stride in strides) / l
     others = r * sum(2 * (l + 1 - stride) * n**2 + (l + 1) * n for stride in strides) / l + r * n

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -103,14 +104,14 @@ def test_direct_solvers_equal_autograd(
     steps=st.sampled_from([1, 2, 3, 5, 8, 17, 65]),
     batch=st.sampled_from([1, 3]),
     relu=st.booleans(),
-    method=st.sampled_from([Substitution(), CyclicReduction(), CyclicReduction(nested=False)]),
+    method=st.sampled_from([Substitution(), CyclicReduction(nested=True), CyclicReduction(), CyclicReduction(depth=2)]),
     seed=seeds,
 )
 @settings(max_examples=25)
 def test_direct_solvers_equal_autograd_on_recurrent_networks(
     layers: int, steps: int, batch: int, relu: bool, method: TriangularSolver, seed: int
 ) -> None:
-    if method == CyclicReduction(nested=False):
+    if isinstance(method, CyclicReduction) and not method.nested:
         steps = min(steps, 9)
     torch.manual_seed(seed)
     module = nn.RNN(2, 3, layers, nonlinearity="relu" if relu else "tanh").double()
@@ -130,6 +131,59 @@ def test_last_states_and_first_ones_of_a_recurrent_network() -> None:
     expected = torch.autograd.grad([output, last], [hx, *parameters.values()], [of_output, of_last])
     for name, gradient in zip(["hx", *parameters], expected, strict=True):
         close(computed[name], gradient)
+
+
+def _tie(layer: nn.RNN) -> None:
+    layer.weight_hh_l1 = layer.weight_hh_l0
+
+
+def _prune(layer: nn.RNN) -> None:
+    prune.random_unstructured(layer, "weight_hh_l0", 0.7)
+    prune.random_unstructured(layer, "weight_ih_l1", 0.3)
+
+
+def _parametrise(layer: nn.RNN) -> None:
+    nn.utils.parametrizations.weight_norm(layer, "weight_hh_l1")
+
+
+def _freeze(layer: nn.RNN) -> None:
+    layer.weight_hh_l0.requires_grad_(False)
+    layer.bias_ih_l1.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [_tie, _prune, _parametrise, _freeze])
+def test_weights_of_a_recurrent_network_that_are_not_plain_parameters(change: Callable[[nn.RNN], None]) -> None:
+    """Gradients are those of the parameters, by the names of ``named_parameters``."""
+    torch.manual_seed(0)
+    module = nn.RNN(2, 3, 2).double()
+    change(module)
+    x, gradient = (torch.randn(5, 2, size, dtype=torch.float64) for size in (2, 3))
+    backward = propagation(module, x, gradient)
+    computed = backward.gradients(solve(backward.system, method="cyclic_reduction"))
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    expected = torch.autograd.grad((module(x)[0] * gradient).sum(), trained.values())
+    assert set(computed) == {"input", "hx", *trained}
+    for name, theirs in zip(trained, expected, strict=True):
+        close(computed[name], theirs)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_an_output_that_does_not_depend_on_the_input(graph: bool) -> None:
+    class Detached(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.detach())
+
+    module = Detached(3, 2)
+    backward = propagation(module, torch.randn(4, 3), torch.ones(4, 2), graph=graph)
+    computed = backward.gradients(solve(backward.system))
+    assert not computed["input"].any() and computed["bias"].tolist() == [4.0, 4.0]
+
+
+def test_a_solution_is_shown_in_one_line() -> None:
+    system = BlockBidiagonal([torch.eye(2)] * 3, [torch.ones(1, 2)] * 4)
+    assert repr(solve(system)) == "<Solution by substitution: converged>"
+    shown = repr(solve(system, method="jacobi", limit=1))
+    assert shown == "<Solution by jacobi: 1 iterations, residual 3.3e-01, not converged>"
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -164,21 +218,6 @@ def test_levels_of_cyclic_reduction(layers: int) -> None:
     assert Substitution().solve(system).work.steps == layers
     counted = CyclicReduction().solve(system.on_meta())
     assert counted.work.levels == solution.work.levels
-
-
-@pytest.mark.parametrize(("layers", "steps"), [(1, 4), (3, 8), (4, 5), (2, 33)])
-def test_levels_of_nested_reduction(layers: int, steps: int) -> None:
-    torch.manual_seed(0)
-    module = nn.RNN(2, 3, layers).double()
-    x, gradient = (torch.randn(steps, 1, size, dtype=torch.float64) for size in (2, 3))
-    system = propagation(module, x, gradient).system
-    inner, outer = math.ceil(math.log2(layers + 1)), math.ceil(math.log2(steps))
-    work = CyclicReduction().solve(system).work
-    # The powers of the groups' blocks, and at each outer level a solution and a product.
-    assert work.steps <= inner + outer * (2 * inner + 1) + inner
-    flat = CyclicReduction(nested=False).solve(system).work
-    assert flat.steps == math.ceil(math.log2(layers + steps))
-    assert Substitution().solve(system).work.steps == layers + steps - 1
 
 
 def test_memory_of_reduced_blocks_is_that_of_each_sample() -> None:
@@ -298,10 +337,15 @@ def test_empty_batches_and_layers(batch: int, width: int) -> None:
 
 def test_recurrent_networks_that_are_refused() -> None:
     layer, x, g = nn.RNN(3, 4, 2), torch.randn(5, 2, 3), torch.randn(5, 2, 4)
-    with pytest.raises(ValueError, match=r"last has shape \(2, 4\); expected \(2, 2, 4\)"):
+    with pytest.raises(ValueError, match=r"last is torch.float32 \(2, 4\) on cpu; expected torch.float32 \(2, 2, 4\)"):
         propagation(layer, x, g, last=torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"x is \(5, 3\); expected a padded batch of three axes"):
+    with pytest.raises(ValueError, match=r"x has shape \(5, 3\); expected a padded batch, \(time, batch, 3\)"):
         propagation(layer, x[:, 0], g)
+    with pytest.raises(ValueError, match=r"gradient is torch.float64 \(5, 2, 4\) on cpu; expected torch.float32"):
+        propagation(layer, x, g.double())
+    for module in (layer, nn.Linear(3, 4)):
+        with pytest.raises(TypeError, match=r"gradient is a NoneType; expected a torch.Tensor of shape \(5, 2, 4\)"):
+            propagation(module, x, None)
     layer.register_forward_hook(lambda module, inputs, output: (2 * output[0], output[1]))
     with pytest.raises(TypeError, match="layer has hooks or a forward pass of its own"):
         propagation(layer, x, g)
@@ -416,6 +460,33 @@ def test_matrices_of_the_appendix(layers: int, upper: bool) -> None:
     close(reduction.permutation @ permuted, values)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_matrices_of_a_module(dtype: torch.dtype) -> None:
+    """The appendix' matrices of a module's own system solve it, for each sample."""
+    module = feed_forward([3, 4, 2], "tanh", 0).to(dtype)
+    system = propagation(module, torch.randn(2, 3, dtype=dtype), torch.randn(2, 2, dtype=dtype)).system
+    expected = solve(system).values
+    for sample in range(2):
+        reduction = solvers.explicit_reduction(system, sample)
+        c = torch.cat([part[:, sample] for part in system.right.values()])
+        permuted = torch.linalg.solve(reduction.reduced, reduction.scaling @ c)
+        assert permuted.dtype == dtype
+        # A backward error of n eps, times a condition number of these matrices.
+        tolerance = 9 * torch.finfo(dtype).eps * float(torch.linalg.cond(reduction.reduced))
+        close(reduction.permutation @ permuted, torch.cat([part[sample] for part in expected]), tolerance)
+    with pytest.raises(ValueError, match="sample is 2; expected one of 0 to 1"):
+        solvers.explicit_reduction(system, 2)
+
+
+def test_matrices_that_do_not_exist() -> None:
+    module = feed_forward([3, 4, 2], "relu", 0)
+    system = propagation(module, torch.zeros(1, 3).double(), torch.ones(1, 2).double()).system
+    with pytest.raises(ValueError, match="diagonal block 1 is singular in sample 0, as where f' = 0"):
+        solvers.explicit_reduction(system)
+    with pytest.raises(ValueError, match="of 3 block rows, 1 blocks, batch 1> is no chain in the order of its nodes"):
+        solvers.explicit_reduction(BlockTriangular({(0, 2): torch.eye(2)}, [torch.ones(1, 2)] * 3))
+
+
 def test_approximate_forward_pass() -> None:
     torch.manual_seed(0)
     module = feed_forward([4, 6, 5, 3], "tanh", 0)
@@ -443,6 +514,18 @@ def test_approximate_forward_pass_where_it_breaks_down() -> None:
         solvers.forward_scales(module, torch.ones(1, 2, dtype=torch.float64))
     with pytest.raises(ValueError, match="does not begin with a matrix"):
         solvers.forward_scales(nn.Tanh(), torch.ones(1, 2))
+    module, x = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Tanh()), torch.randn(2, 3)
+    with pytest.raises(ValueError, match=r"^1: it draws random numbers, other ones in each pass; call \.eval\(\)"):
+        solvers.forward_scales(module, x)
+    scales = solvers.forward_scales(module.eval(), x)
+    for name in ("scan", "cyclic_reduction", "jacobi"):
+        assert solvers.approximate_forward(module, x, scales, method=name).errors[0] < 1e-5
+    with pytest.raises(ValueError, match=r"scales\[0\] is torch.float32 \(2, 4\); expected torch.float32 \(1, 4\)"):
+        solvers.approximate_forward(module, x[:1], scales)
+    with pytest.raises(ValueError, match="there are 0 scales for 1 layers"):
+        solvers.approximate_forward(module, x, [])
+    with pytest.raises(TypeError, match=r"scales\[0\] is a list"):
+        solvers.approximate_forward(module, x, [[1.0]])
     with pytest.raises(ValueError, match="is not affine"):
         solvers.forward_scales(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), torch.ones(2, 4))
 
@@ -510,6 +593,41 @@ def test_solve_is_a_module() -> None:
         jacsparse.nn.Solve(module, method="scan", limit=3)
 
 
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (Hybrid(), "hybrid does not apply: the system has no groups"),
+        (CyclicReduction(nested=True), "nested reduction needs a system with groups"),
+        (PrefixScan(jacsparse.schedule.linear(3)), r"for 3 stages, and the system has chains of \[4\] block rows"),
+        (Jacobi(tolerance=1e-20), "tolerance is 1e-20; expected a number of at least"),
+        (Jacobi(guess=[torch.ones(5, 4)] * 4), r"guess\[0\] is torch.float32 \(5, 4\) on cpu; expected torch.float64"),
+    ],
+    ids=str,
+)
+def test_what_does_not_apply_is_told_in_the_forward_pass(method: TriangularSolver, message: str) -> None:
+    solving = jacsparse.nn.Solve(feed_forward([4, 6, 5, 3], "tanh", 0), method=method)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=message):
+        solving(x)
+    with torch.no_grad():
+        assert solving(x).shape == (5, 3)
+
+
+def test_messages_of_solve_name_it() -> None:
+    module = feed_forward([4, 6], "tanh", 0)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(
+        RuntimeError, match=r"gradients of gradients, which nn\.Solve does not give; call the module in"
+    ):
+        torch.autograd.grad(jacsparse.nn.Solve(module)(x).sum(), x, create_graph=True)
+    module[0].register_full_backward_hook(lambda module, entering, leaving: None)
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="0: a backward hook, of a module"):
+        jacsparse.nn.Solve(module)(x)
+    for layer in (nn.RNN(2, 3), nn.GRU(2, 3), jacsparse.nn.LSTM(2, 3)):
+        with pytest.raises(TypeError, match=f"module is a {type(layer).__name__}, whose output is several tensors"):
+            jacsparse.nn.Solve(layer)
+
+
 def test_bad_systems() -> None:
     eye, ones = torch.eye(2), torch.ones(1, 2)
     with pytest.raises(ValueError, match="off_diagonal is empty; a system of no layers"):
@@ -546,6 +664,15 @@ def test_bad_systems() -> None:
         BlockBidiagonal([eye], [ones] * 2, diagonal=[torch.ones(2, dtype=torch.int64), None])
     with pytest.raises(ValueError, match="depend on each other in a circle"):
         BlockTriangular({(0, 1): eye, (1, 0): eye}, [ones] * 2)
+    for groups, message in [
+        ([[1]], "groups have node 0 0 times; expected each of 0 to 1 once"),
+        ([[1, 0], [1]], "groups have node 1 2 times"),
+        ([[1, 0], [2]], "groups have node 2 1 times; expected each of 0 to 1 once"),
+        ([[0], [1]], r"groups have node 0 before node 1, which it depends on by off_diagonal\[0, 1\]"),
+        ([[0, 1]], "groups have node 0 before node 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            BlockTriangular({(0, 1): eye}, [ones] * 2, groups=groups)
     with pytest.raises(TypeError, match="system is a Tensor"):
         solve(eye)
     with pytest.raises(ValueError, match="method is 'gmres'; expected one of substitution"):
@@ -556,6 +683,9 @@ def test_bad_options() -> None:
     system = BlockBidiagonal([torch.eye(2)], [torch.ones(1, 2)] * 2)
     with pytest.raises(ValueError, match=r"tolerance is 1e-20; expected a number of at least 1.2e-07"):
         solve(system, method="jacobi", tolerance=1e-20)
+    for tolerance in (0.0, 1.0, -1.0, math.nan, math.inf, "small", True):
+        with pytest.raises(ValueError, match=f"tolerance is {tolerance!r}; expected a number above 0 and below 1"):
+            Jacobi(tolerance=tolerance)
     with pytest.raises(ValueError, match="limit is 0; expected a number of iterations"):
         solve(system, method="jacobi", limit=0)
     with pytest.raises(ValueError, match=r"omega is 2\.5; expected a number between 0 and 2"):
@@ -564,8 +694,22 @@ def test_bad_options() -> None:
         solve(system, method="cyclic_reduction", depth=-1)
     with pytest.raises(ValueError, match="nested reduction needs a system with groups"):
         solve(system, method="cyclic_reduction", nested=True)
-    with pytest.raises(ValueError, match=r"guess\[0\] has shape \(2, 2\); expected \(1, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"guess\[0\] is torch.float32 \(2, 2\) on cpu; expected torch.float32 \(1, 2\)"
+    ):
         solve(system, method="jacobi", guess=[torch.ones(2, 2), torch.ones(1, 2)])
+    with pytest.raises(ValueError, match=r"guess\[1\] is torch.float64 \(1, 2\) on cpu; expected torch.float32"):
+        solve(system, method="jacobi", guess=(torch.ones(1, 2), torch.ones(1, 2).double()))
+    with pytest.raises(TypeError, match=r"^guess is a Tensor; expected a list with a tensor for each block row"):
+        solve(system, method="jacobi", guess=torch.ones(2, 1, 2))
+    with pytest.raises(TypeError, match=r"^guess\[0\] is a list; expected a torch\.Tensor"):
+        Hybrid(guess=[[1.0]])
+    with pytest.raises(
+        ValueError, match=r"its schedule is for 3 stages, and the system has chains of \[2\] block rows"
+    ):
+        PrefixScan(jacsparse.schedule.linear(3)).solve(system)
+    with pytest.raises(ValueError, match="schedule is 'balanced:2', which weighs a module's stages"):
+        PrefixScan("balanced:2")
     with pytest.raises(ValueError, match="guess has 1 parts; expected 2"):
         solve(system, method="jacobi", guess=[torch.ones(1, 2)])
     with pytest.raises(TypeError, match=r"layer is a GRU; expected a torch\.nn\.RNN"):
@@ -576,10 +720,16 @@ def test_bad_options() -> None:
         propagation(nn.RNN(2, 3), torch.ones(4, 1, 2), torch.ones(4, 1, 3), graph=True)
     with pytest.raises(TypeError, match="last and hx are of an RNN, and the module is a Linear"):
         propagation(nn.Linear(2, 3), torch.ones(4, 2), torch.ones(4, 3), hx=torch.ones(1))
-    with pytest.raises(ValueError, match=r"the gradient is torch.float32 \(4, 2\); expected that of the output"):
+    with pytest.raises(ValueError, match=r"gradient is torch.float32 \(4, 2\) on cpu; expected torch.float32 \(4, 3\)"):
         propagation(nn.Linear(2, 3), torch.ones(4, 2), torch.ones(4, 2))
     with pytest.raises(ValueError, match="Identity has no stages"):
         propagation(nn.Identity(), torch.ones(4, 2), torch.ones(4, 2))
+
+
+def test_solvers_with_a_guess_are_compared_and_hashed() -> None:
+    guess = [torch.ones(1, 2)] * 2
+    assert Jacobi(guess=guess) == Jacobi(guess=[2 * part for part in guess]) != Jacobi(guess=guess, limit=3)
+    assert hash(Hybrid(guess=guess)) == hash(Hybrid()) and repr(Jacobi(guess=guess)) == repr(Jacobi())
 
 
 def test_dominance_is_checked_ahead_of_time() -> None:
