@@ -62,17 +62,20 @@ class Ranks:
         self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         #: Messages that may not have arrived: their ranks, what they are of, and the tensors, which have to stay.
         self._sent: list[tuple[int, str, dist.Work, torch.Tensor]] = []
-        self._faults: dist.Store | None = None
+        self._faults: Any = None
         self._faults = self._store()
 
-    def _store(self) -> dist.Store | None:
+    def _store(self) -> Any:
         """Where ranks write down why they fail: the launcher's store, which outlives them; None without one."""
+        # Not every build of PyTorch has them.
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
         token = self.first(secrets.randbits(62))
         if "MASTER_PORT" not in os.environ:
             return None
         host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
-        return dist.PrefixStore(f"jacsparse/{token}", store)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+        return PrefixStore(f"jacsparse/{token}", store)
 
     def first(self, value: Any) -> Any:
         """The first rank's value, on all ranks."""
@@ -119,7 +122,9 @@ class Ranks:
         parts = header, tensor.detach().contiguous().to(self._device)
         with self.waiting_for(to, phase):
             for part in parts:
-                self._sent.append((to, phase, dist.isend(part, self._global(to), group=self.group), part))
+                work = dist.isend(part, self._global(to), group=self.group)
+                assert work is not None
+                self._sent.append((to, phase, work, part))
 
     def flush(self) -> None:
         """Wait until all messages have arrived."""

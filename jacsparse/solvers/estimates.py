@@ -71,25 +71,25 @@ def estimates(system: BlockTriangular, iterative: Mapping[str, Work]) -> tuple[E
     if not widths:
         return ()
     meta, full = system.on_meta(), CyclicReduction()
-    found = [
+    rows = [
         Estimate(
             42, Substitution.name, "work", sequential(widths, samples), _counted(Substitution(), meta).multiply_adds
         )
     ]
     if layers >= 3 and layers % 2:
         work, method = _counted(CyclicReduction(depth=1), meta), f"{full.name} depth=1"
-        found += [
+        rows += [
             Estimate(43, method, "work", reduction_work(widths, samples), work.multiply_adds),
             Estimate(44, method, "time", reduction_time(widths, samples), work.time(layers)),
         ]
     time = _counted(full, meta).time(layers)
-    found.append(Estimate(45, full.name, "time", recursive_time(layers, widths[0], samples), time))
+    rows.append(Estimate(45, full.name, "time", recursive_time(layers, widths[0], samples), time))
     for method, work in iterative.items():
-        found += [
+        rows += [
             Estimate(46, method, "work", iterative_work(widths, samples, work.steps), work.multiply_adds),
             Estimate(47, method, "time", iterative_time(widths, samples, work.steps), work.time(layers)),
         ]
-    return tuple(found)
+    return tuple(rows)
 
 
 def _counted(method: TriangularSolver, meta: BlockTriangular) -> Work:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from ..distributed import Incoming, Like, Ranks
-from .partition import layers_of, partition
+from .splitting import layers_of, partition
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -75,6 +75,7 @@ class DelayedPart:
         x = x.detach()
         if self.number:
             x.requires_grad_()
+        parameters: dict[str, torch.Tensor]
         if not self.delay:
             with self._random(iteration):
                 output = self.module(x)
@@ -334,12 +335,12 @@ class DelayedGradients:
 
         It is the same for both engines, and fits ``torch.save``. Every rank has to call it, and gets all of it.
         """
-        own = {
+        local: dict[str, dict[int, Any]] = {
             "parts": {part.number: part.state_dict() for part in self._parts},
             "gradients": dict(self._gradients),
         }
-        states = [own] if self._ranks is None else self._ranks.gather(own)
-        joint = {name: {k: v for state in states for k, v in state[name].items()} for name in own}
+        states = [local] if self._ranks is None else self._ranks.gather(local)
+        joint = {name: {k: v for state in states for k, v in state[name].items()} for name in local}
         return {**joint, "iteration": self.iteration, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

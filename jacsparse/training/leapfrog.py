@@ -168,7 +168,7 @@ def _run(tasks: Sequence[_Task], device: torch.device) -> None:
         torch.get_num_threads()
         torch.set_num_threads(1)
         single.release()
-        with _own_stream(task, device, caller):
+        with _new_stream(task, device, caller):
             task.run()
 
     caller = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -183,7 +183,7 @@ def _run(tasks: Sequence[_Task], device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _own_stream(task: _Task, device: torch.device, caller: torch.cuda.Stream | None) -> Iterator[None]:
+def _new_stream(task: _Task, device: torch.device, caller: torch.cuda.Stream | None) -> Iterator[None]:
     """Run the body on a new stream of a CUDA device, between the caller's work before and after."""
     if caller is None:
         yield

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from .delayed_gradients import Loss, OptimizerFactory
-from .partition import partition
+from .splitting import partition
 
 
 class GradientPredictor(nn.Module):
@@ -132,7 +132,7 @@ class SyntheticGradients:
         """
         if not len(x):
             raise ValueError("x has no samples; pass batches of at least one")
-        inputs, outputs = [x.detach()], []
+        inputs, outputs = [x.detach()], list[torch.Tensor]()
         for number, part in enumerate(self.partition):
             if number:
                 inputs.append(outputs[-1].detach().requires_grad_())
@@ -148,6 +148,7 @@ class SyntheticGradients:
             if output.requires_grad:
                 output.backward(prediction.detach())
         for prediction, following in zip(predictions, inputs[1:], strict=True):
+            assert following.grad is not None
             functional.mse_loss(prediction, following.grad).backward()
         for optimizer in self.optimizers:
             optimizer.step()

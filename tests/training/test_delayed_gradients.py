@@ -232,7 +232,7 @@ class TestPartition:
         [
             (0, ValueError, "modules is 0; expected 1 to 9"),
             (10, ValueError, "modules is 10; expected 1 to 9"),
-            (True, TypeError, "modules is True"),
+            (True, ValueError, "modules is True"),
             (2.5, TypeError, "modules is 2.5"),
             ("1", TypeError, "modules is '1'"),
             (["0.1.weight"], ValueError, "inside '0.1', a BatchNorm2d"),

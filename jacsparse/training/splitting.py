@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from operator import index
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -58,8 +59,8 @@ def partition(
     [2, 3]
     """
     layers = layers_of(model)
-    if isinstance(modules, int) and not isinstance(modules, bool):
-        if not 1 <= modules <= len(layers):
+    if isinstance(modules, int):
+        if not 1 <= modules <= len(layers) or isinstance(modules, bool):
             raise ValueError(
                 f"modules is {modules}; expected 1 to {len(layers)}, as many as the model has layers: {_listed(layers)}"
             )
@@ -95,7 +96,7 @@ def _there_and_back(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y.detach()
 
 
-def _is_container(module: nn.Module) -> bool:
+def _is_container(module: nn.Module) -> TypeGuard[nn.Sequential]:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
