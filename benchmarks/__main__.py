@@ -69,11 +69,18 @@ def run(
     threads: Annotated[
         int | None, typer.Option(min=1, help="For everything, peers included; PyTorch's number.")
     ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC", help="cifar10:DIR or cifar100:DIR, for a published training instead of a short one."
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out/benchmarks"),
 ) -> None:
     """Run experiments, and write a JSON file for each."""
     try:
         experiments, place = _experiments(names or list(EXPERIMENTS)), hardware(device, environment())
+        experiments = [experiment.on(data) for experiment in experiments] if data else experiments
         _check_folder(out, [result_path(out, experiment.name, place) for experiment in experiments])
     except (ValueError, OSError) as error:
         _fail(error)

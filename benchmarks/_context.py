@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,7 +19,7 @@ from jacsparse.runtime import cupy_for
 
 from ._calls import block_times
 
-__all__ = ["Context", "Limits", "Timing", "device_problem", "reason"]
+__all__ = ["Context", "Limits", "Timing", "device_problem", "one_thread", "reason"]
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,17 @@ class Context:
             if timing.problem:
                 raise RuntimeError(timing.problem)
         return Limits(2 * source.nbytes / min(timings[copy].seconds), 2 * size**3 / min(timings[multiply].seconds))
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Run the body on one thread of PyTorch's, as each worker runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def reason(error: BaseException) -> str:

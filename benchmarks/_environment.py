@@ -17,7 +17,7 @@ import torch
 
 import jacsparse
 
-__all__ = ["environment", "hardware"]
+__all__ = ["cores", "environment", "hardware"]
 
 _PACKAGES = (
     "torch",
@@ -52,7 +52,7 @@ def environment() -> dict[str, Any]:
     """Hardware, versions, threads and load of the machine, as plain values."""
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "memory_gib": _memory_gib(),
         "vector_units": _vector_units(),
@@ -65,6 +65,11 @@ def environment() -> dict[str, Any]:
             **{name: version for name in _PACKAGES if (version := _version(name))},
         },
     }
+
+
+def cores() -> int:
+    """The number of cores on which this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _sources() -> str:

@@ -126,6 +126,10 @@ class Experiment(ABC):
     def figure(self, rows: Sequence[Row], path: Path) -> None:
         """Draw the rows into a PNG file."""
 
+    def on(self, data: str) -> Experiment:
+        """The same experiment on other data, as `load_data` takes them; ValueError where it has data of its own."""
+        raise ValueError(f"{self.name} takes no other data than its own; run it without --data {data}")
+
     def summary(self, rows: Sequence[Row]) -> str:
         """One line with the numbers of figures and of met targets."""
         missing = sum(bool(row.not_measured) for row in rows)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ._experiment import Experiment
+from .ddg_convergence import DdgConvergence
+from .ddg_scaling import DdgScaling
 from .flop_analysis import FlopAnalysis
 from .gru_breakdown import GruBreakdown
 from .jacobian_generation import JacobianGeneration
@@ -28,6 +30,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         WholeJacobian(),
         TriangularSolvers(),
         Leapfrog(),
+        DdgConvergence(),
+        DdgScaling(),
         LenetConvergence(),
         RnnSensitivity(),
         RecurrentShapes(),

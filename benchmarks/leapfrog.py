@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,8 @@ from torch import nn
 import jacsparse
 from jacsparse.training import leapfrog_critical_path, leapfrog_saving, simulate_leapfrog
 
-from ._context import Context
+from ._context import Context, one_thread
+from ._environment import cores
 from ._experiment import Experiment, Row, compare
 
 __all__ = ["Leapfrog"]
@@ -52,7 +52,7 @@ class Leapfrog(Experiment):
     source = "Saraiya, equations 8 to 10: the paper has no measurements of its own"
 
     def run(self, context: Context) -> list[Row]:
-        speeds = _speeds(context.under("threads"), range(1, (self.most or _cores()) + 1))
+        speeds = _speeds(context.under("threads"), range(1, (self.most or cores()) + 1))
         return [
             row for width in self.widths for depth in self.depths for row in self._rows(context, depth, width, speeds)
         ]
@@ -66,7 +66,7 @@ class Leapfrog(Experiment):
             _label(k): partial(_step, jacsparse.nn.Leapfrog(module, threads=k), module, x, gradient) for k in speeds
         }
         parts = _parts(module, x, gradient)
-        with _one_thread():
+        with one_thread():
             timings |= context.under(group).times({_PEER: everything[_ALL_CORES], **steps, **parts})
         problems = [timings[name].problem for name in parts if timings[name].problem]
         if problems:
@@ -184,21 +184,6 @@ def _parts(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> dict[s
     }
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run the body on one thread of PyTorch's, as each worker runs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _speeds(context: Context, counts: Sequence[int]) -> dict[int, float]:
     """For each number of threads, the speed of products on each of them at once, as a multiple of one thread's."""
     matrix = torch.randn(512, 512)
@@ -206,7 +191,7 @@ def _speeds(context: Context, counts: Sequence[int]) -> dict[int, float]:
     def products(pool: ThreadPoolExecutor, threads: int) -> None:
         list(pool.map(lambda _: torch.mm(matrix, matrix), range(8 * threads)))
 
-    with _one_thread(), contextlib.ExitStack() as pools:
+    with one_thread(), contextlib.ExitStack() as pools:
         functions = {
             str(k): partial(products, pools.enter_context(ThreadPoolExecutor(k, initializer=_single)), k)
             for k in counts

@@ -12,15 +12,15 @@ from .runtime import replacing
 BLUE, ORANGE, GREEN, SKY, PURPLE = "#0072b2", "#e69f00", "#009e73", "#56b4e9", "#cc79a7"
 
 
-def new_figure(width: float = 7.0, height: float = 4.5, *, columns: int = 1) -> tuple[Any, Any]:
-    """A figure that needs no display, and its axes, or an array of them for several columns.
+def new_figure(width: float = 7.0, height: float = 4.5, *, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    """A figure that needs no display, and its axes, or an array of them for several rows or columns.
 
     Parameters
     ----------
     width, height : float
         Size in inches.
-    columns : int
-        Number of axes side by side.
+    rows, columns : int
+        Number of axes on top of each other, and side by side.
 
     Raises
     ------
@@ -34,7 +34,7 @@ def new_figure(width: float = 7.0, height: float = 4.5, *, columns: int = 1) -> 
         raise ImportError("figures need matplotlib: pip install 'jacsparse[plot]'") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, columns)
+    axes = figure.subplots(rows, columns)
     for panel in figure.axes:
         panel.spines[["top", "right"]].set_visible(False)
     return figure, axes

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class Progress:
         The epoch's current iteration, from 1, and their number.
     loss : float
         The loss of the iteration's batch.
+    model : Module
+        The model as it is now; at the end of an epoch `evaluate` can tell more about it.
     accuracy : float or None
         The accuracy on the test images at the end of an epoch; else None.
     """
@@ -32,6 +37,7 @@ class Progress:
     iteration: int
     iterations: int
     loss: float
+    model: nn.Module
     accuracy: float | None = None
 
 

@@ -300,13 +300,14 @@ class _Run:
                     f"{self.trainer.optimizers[0].param_groups[0]['lr']:.3g} there"
                 )
             self.points.append(Point(phase, epoch, len(self.points) + 1, seconds, loss))
-            progress(Progress(phase, epoch, epochs, number, len(batches), loss))
+            progress(Progress(phase, epoch, epochs, number, len(batches), loss, self.model))
         self.done += 1
         self.trainer.synchronize()
         test_loss, accuracy = self._test()
         self.points[-1] = replace(self.points[-1], test_loss=test_loss, test_accuracy=accuracy)
         self.accuracy["trained" if training else "retrained"] = accuracy
-        progress(Progress(phase, epoch, epochs, len(batches), len(batches), self.points[-1].train_loss, accuracy))
+        loss = self.points[-1].train_loss
+        progress(Progress(phase, epoch, epochs, len(batches), len(batches), loss, self.model, accuracy))
 
     def _set_rate(self, phase: str, iteration: int, iterations: int) -> None:
         """Set the learning rate of an iteration of a phase."""

@@ -211,14 +211,15 @@ def test_progress(settings: TrainSettings, data: Dataset) -> None:
     result = train(settings, data=data, progress=seen.append)
     assert len(seen) == 12 + 4
     assert [event.loss for event in seen if event.accuracy is None] == [point.train_loss for point in result.points]
-    assert seen[-1] == Progress("retrain", 2, 2, 3, 3, result.points[-1].train_loss, result.accuracy["retrained"])
+    last, accuracy = result.points[-1].train_loss, result.accuracy["retrained"]
+    assert seen[-1] == Progress("retrain", 2, 2, 3, 3, last, result.model, accuracy)
 
 
 def test_progress_bar() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     with progress_bar(console) as progress:
-        progress(Progress("train", 2, 2, 3, 3, 0.5))
-        progress(Progress("train", 2, 2, 3, 3, 0.5, 0.875))
+        progress(Progress("train", 2, 2, 3, 3, 0.5, torch.nn.Identity()))
+        progress(Progress("train", 2, 2, 3, 3, 0.5, torch.nn.Identity(), 0.875))
     shown = console.file.getvalue()
     for part in ("train, epoch 2/2", "loss 0.500", "test 87.5%"):
         assert part in shown

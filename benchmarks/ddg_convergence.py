@@ -1,0 +1,259 @@
+"""Training ResNets by back-propagation, synthetic and delayed gradients: Figures 3, 4, 5 and 7, and Table 3."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jacsparse.models import Dataset, Progress, TrainSettings, default_settings, evaluate, load_data, train
+from torch.nn import functional
+
+from jacsparse.distributed import RankError
+
+from ._context import Context, Timing, one_thread
+from ._environment import cores
+from ._experiment import Experiment, Row, compare
+from ._ranks import Say, on_ranks
+
+__all__ = ["DdgConvergence"]
+
+_NAMES = {"bp": "back-propagation", "dni": "synthetic gradients (DNI)", "ddg": "delayed gradients (DDG)"}
+_RESNET8 = "resnet8"
+#: The layer after which ResNet-8 is cut, by the path of the part that follows.
+_LAYERS = {"group1": 1, "group2": 3, "group3": 5, "pool": 7}
+#: Best test accuracies in percent by back-propagation and by delayed gradients with K = 2, by source, data and network.
+#: The second source prints errors of 6.19 % and 6.89 %.
+_PUBLISHED = {
+    "Huo et al., Table 3": {
+        ("CIFAR-10", "resnet56"): (93.12, 93.11),
+        ("CIFAR-10", "resnet110"): (93.53, 93.41),
+        ("CIFAR-100", "resnet56"): (69.79, 70.17),
+        ("CIFAR-100", "resnet110"): (71.39, 71.90),
+    },
+    "the authors of FDG": {("CIFAR-10", "resnet56"): (93.81, 93.11)},
+}
+#: Abscissa and ordinate of each panel of a line, as in Figure 7.
+_PANELS = (("epochs", "loss"), ("seconds", "loss"), ("epochs", "accuracy"), ("seconds", "accuracy"))
+
+
+@dataclass
+class _History:
+    """Losses, shares of right labels, and seconds of training, at the end of each epoch."""
+
+    seconds: list[float] = field(default_factory=list)
+    train_loss: list[float] = field(default_factory=list)
+    train_accuracy: list[float] = field(default_factory=list)
+    test_loss: list[float] = field(default_factory=list)
+    test_accuracy: list[float] = field(default_factory=list)
+
+    def last(self) -> str:
+        """The figures of the last epoch, in words."""
+        return (
+            f"after the last epoch loss {self.train_loss[-1]:.3g} and accuracy {self.train_accuracy[-1]:.1%} on "
+            f"training images, {self.test_loss[-1]:.3g} and {self.test_accuracy[-1]:.1%} on test images"
+        )
+
+
+@dataclass(frozen=True)
+class DdgConvergence(Experiment):
+    """ResNet-8 cut in several places, and deeper networks in a process of one thread for each module.
+
+    The default is a short training on small digits. `on` returns the paper's.
+    """
+
+    #: Data as `load_data` takes them, and the height and width to which images are averaged.
+    data: str = "digits"
+    side: int = 16
+    augment: bool = False
+    batch: int = 64
+    #: Epochs of ResNet-8, and of each deeper network.
+    epochs: int = 12
+    deep_epochs: int = 15
+    #: Where ResNet-8 is cut in two (Figure 3), and into how many modules it is cut (Figure 4).
+    splits: tuple[str, ...] = ("group1", "group2", "group3", "pool")
+    modules: tuple[int, ...] = (3, 4, 5)
+    #: Deeper networks, and into how many modules they are cut (Figures 5 and 7); by default as far as cores reach.
+    deep: tuple[str, ...] = ("resnet56",)
+    most: int | None = None
+
+    name = "ddg_convergence"
+    title = "Training ResNets by back-propagation, synthetic and delayed gradients"
+    source = "Huo et al., 2018, Figures 3, 4, 5 and 7 and Table 3, on scikit-learn's digits instead of CIFAR"
+
+    def on(self, data: str) -> DdgConvergence:
+        return replace(
+            self,
+            data=data,
+            side=32,
+            augment=True,
+            batch=128,
+            epochs=300,
+            deep_epochs=300,
+            deep=("resnet56", "resnet110"),
+        )
+
+    def run(self, context: Context) -> list[Row]:
+        try:
+            source = load_data(self.data).source
+        except ImportError as error:
+            return [Row.missing(self.title, str(error))]
+        where = f"{source}, {self.side} × {self.side}, batch {self.batch}"
+        rows = self._shallow(context, f"{self.epochs} epochs of {where}")
+        for network in self.deep:
+            rows += self._deep(context, network, f"{self.deep_epochs} epochs of {where}")
+        return rows
+
+    def _shallow(self, context: Context, where: str) -> list[Row]:
+        """ResNet-8, all modules in one process, as in the paper."""
+        peers = self._rows(context, "bp", _RESNET8, None, f"ResNet-8: {where}", ())
+        cuts: dict[str, Sequence[str] | int] = {
+            f"cut after layer {_LAYERS[split]}: K = 2 (Figure 3)": [split] for split in self.splits
+        }
+        cuts |= {f"K = {modules} (Figure 4)": modules for modules in self.modules}
+        others = [
+            row
+            for cut, modules in cuts.items()
+            for method in ("dni", "ddg")
+            for row in self._rows(context, method, _RESNET8, modules, f"ResNet-8, {cut}: {where}", peers)
+        ]
+        return [*peers, *others]
+
+    def _deep(self, context: Context, network: str, where: str) -> list[Row]:
+        """A deeper network, each module in a process of one thread; at least two modules, as in Figure 7."""
+        peers = self._rows(context, "bp", network, None, f"{network}: {where}", ())
+        rows = [*peers, *_published(network, f"{network}: {where}")]
+        for modules in range(2, max(2, self.most or min(4, cores())) + 1):
+            group = f"{network}, K = {modules} (Figures 5 and 7): {where}"
+            rows += self._rows(context, "ddg", network, modules, group, peers)
+        return rows
+
+    def _rows(
+        self,
+        context: Context,
+        method: str,
+        network: str,
+        modules: Sequence[str] | int | None,
+        group: str,
+        peers: Sequence[Row],
+    ) -> list[Row]:
+        """The best test accuracy of one training, and the time of its epochs, beside back-propagation's."""
+        shallow, label = network == _RESNET8, _NAMES[method]
+        settings = replace(
+            default_settings(network),
+            data=self.data,
+            backward=method,
+            modules=modules,
+            epochs=self.epochs if shallow else self.deep_epochs,
+            batch=self.batch,
+            augment=self.augment,
+        )
+        task = partial(_train, settings=settings, side=self.side)
+        say = context.under(f"{group.partition(': ')[0]}, {label}").say
+        processes = modules if isinstance(modules, int) and not shallow else 1
+        try:
+            with one_thread():
+                history = task(say) if processes == 1 else on_ranks(task, processes, say)[-1]
+        except (FloatingPointError, RankError) as error:
+            return [Row.missing(label, str(error), group=group)]
+        fields: dict[str, Any] = {"group": group, "role": "ours" if peers else "peer"}
+        accuracy = Row.of_value(
+            label,
+            100 * max(history.test_accuracy),
+            "best test accuracy",
+            "%",
+            note=history.last(),
+            data={"network": network, "method": method, "history": asdict(history)},
+            **fields,
+        )
+        epochs = [end - begin for begin, end in itertools.pairwise([0.0, *history.seconds])]
+        note = f"{processes} process(es) of one thread, on {cores()} core(s)"
+        seconds = Row.timed(f"epoch by {label}", Timing(epochs, len(epochs)), note=note, **fields)
+        if not peers:
+            return [accuracy, seconds]
+        return [
+            replace(accuracy, comparisons=compare("accuracy / back-propagation's", accuracy, peers[0])),
+            replace(seconds, comparisons=compare(f"back-propagation / {method.upper()}", peers[-1], seconds)),
+        ]
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        from jacsparse.figures import new_figure, save_figure
+
+        drawn = [row for row in rows if "history" in row.data]
+        peers = {row.data["network"]: row for row in drawn if row.data["method"] == "bp"}
+        groups = dict.fromkeys(row.group for row in drawn if row.data["method"] != "bp")
+        figure, _ = new_figure(14.0, 1.2 + 2.6 * len(groups), rows=max(1, len(groups)), columns=len(_PANELS))
+        for number, group in enumerate(groups):
+            of_group = [row for row in drawn if row.group == group]
+            peer = [peers[network] for network in {row.data["network"] for row in of_group} if network in peers]
+            panels = figure.axes[number * len(_PANELS) : (number + 1) * len(_PANELS)]
+            for axes, (abscissa, ordinate) in zip(panels, _PANELS, strict=True):
+                _draw(axes, [*peer, *of_group], abscissa, ordinate)
+            panels[0].set_title(group, fontsize=8, loc="left")
+        if groups:
+            handles, labels = figure.axes[0].get_legend_handles_labels()
+            figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=len(_NAMES))
+        figure.suptitle(f"{self.title}\nsolid: test images; dashed: training images", fontsize=10)
+        save_figure(figure, path)
+
+
+def _train(say: Say, *, settings: TrainSettings, side: int) -> _History:
+    """Train on images averaged to `side` × `side`; this process may be one of several."""
+    data, history = _averaged(load_data(settings.data), side), _History()
+    samples = slice(len(data.test_labels))
+
+    def progress(now: Progress) -> None:
+        say(f"epoch {now.epoch} of {now.epochs}")
+        if now.accuracy is not None:
+            # As many training images as there are test images.
+            loss, accuracy = evaluate(now.model, data.train_inputs[samples], data.train_labels[samples])
+            history.train_loss.append(loss)
+            history.train_accuracy.append(accuracy)
+
+    for point in train(settings, data=data, progress=progress).points:
+        if not math.isnan(point.test_loss):
+            history.seconds.append(point.seconds)
+            history.test_loss.append(point.test_loss)
+            history.test_accuracy.append(point.test_accuracy)
+    return history
+
+
+def _averaged(data: Dataset, side: int) -> Dataset:
+    """The data with smaller images."""
+    resize = partial(functional.adaptive_avg_pool2d, output_size=side)
+    return replace(data, train_inputs=resize(data.train_inputs), test_inputs=resize(data.test_inputs))
+
+
+def _published(network: str, group: str) -> Iterator[Row]:
+    """Rows of published accuracies of a network, on CIFAR."""
+    for source, figures in _PUBLISHED.items():
+        for (data, published), accuracies in figures.items():
+            for method, accuracy in zip(("bp", "ddg"), accuracies, strict=True):
+                if published == network:
+                    label = f"published by {source}: {_NAMES[method]}"
+                    note = f"{data}{', K = 2' if method == 'ddg' else ''}"
+                    yield Row.of_value(
+                        label, accuracy, "best test accuracy", "%", group=group, role="reference", note=note
+                    )
+
+
+def _draw(axes: Any, rows: Sequence[Row], abscissa: str, ordinate: str) -> None:
+    """Draw a loss or an accuracy of trainings over epochs or seconds."""
+    from jacsparse.figures import BLUE, GREEN, ORANGE
+
+    colours = dict(zip(_NAMES, (ORANGE, GREEN, BLUE), strict=True))
+    for row in rows:
+        history, method = row.data["history"], row.data["method"]
+        x = history["seconds"] if abscissa == "seconds" else range(1, len(history["seconds"]) + 1)
+        for images, style in (("train", "--"), ("test", "-")):
+            label = _NAMES[method] if images == "test" else None
+            axes.plot(x, history[f"{images}_{ordinate}"], style, color=colours[method], linewidth=1.2, label=label)
+    axes.set_xlabel("seconds of training" if abscissa == "seconds" else "epochs", fontsize=8)
+    axes.set_ylabel(ordinate, fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.set_yscale("log" if ordinate == "loss" else "linear")
+    axes.grid(alpha=0.25)

@@ -1,0 +1,264 @@
+"""The time of an iteration by delayed gradients over the number of modules: Table 1 and Figure 6."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jacsparse.models import build
+from torch import nn
+
+from jacsparse.training import Backpropagation, DelayedGradients, published_time, simulated_times
+
+from ._context import Context, Timing
+from ._environment import cores
+from ._experiment import Comparison, Experiment, Row, compare
+from ._ranks import Say, on_ranks
+from ._text import amount
+
+__all__ = ["DdgScaling"]
+
+_PEER = "back-propagation, one process"
+#: The share of the forward pass in an iteration of back-propagation (section 5.3).
+_FORWARD = 0.32
+#: Figures of an iteration's time, in the order of the bars.
+_KINDS = ("published, T_F + T_B / K", "predicted, T_F + largest T_B", "simulated", "measured")
+
+
+@dataclass
+class _Seconds:
+    """Seconds of each iteration, and of the forward and the backward passes of each module that a process trains."""
+
+    iterations: list[float] = field(default_factory=list)
+    forward: list[list[float]] = field(default_factory=list)
+    backward: list[list[float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class DdgScaling(Experiment):
+    """A ResNet of the paper on random images, by SGD, in a process of one thread for each module."""
+
+    network: str = "resnet56"
+    modules: tuple[int, ...] = (2, 3, 4)
+    #: Images of an iteration, and their height and width.
+    batch: int = 32
+    side: int = 32
+    #: Iterations of a turn: back-propagation and each number of modules take turns.
+    iterations: int = 8
+    #: The most processes; by default the number of cores.
+    most: int | None = None
+
+    name = "ddg_scaling"
+    title = "Delayed gradients: an iteration over the number of modules"
+    source = "Huo et al., 2018, Table 1 and Figure 6 (published on GPUs; here one thread for each module)"
+
+    def run(self, context: Context) -> list[Row]:
+        processes = min(max(self.modules), self.most or cores())
+        task = partial(_measure, experiment=self, rounds=context.rounds)
+        ranks = on_ranks(task, processes, context.say)
+        alone = ranks[0][1]
+        forward, backward = (_medians(passes) for passes in (alone.forward, alone.backward))
+        share = forward[0] / (forward[0] + backward[0])
+        peer = Row.timed(
+            _PEER,
+            _timing(alone),
+            group=self._group(1),
+            role="peer",
+            note=f"the forward pass takes {share:.0%} of both passes, published {_FORWARD:.0%}; {cores()} core(s)",
+            data={"modules": 1, "forward": share},
+        )
+        rows = [peer]
+        for modules in self.modules:
+            rows += self._rows(modules, [rank[modules] for rank in ranks if modules in rank], peer)
+        return rows
+
+    def _group(self, modules: int) -> str:
+        return f"K = {modules}: {self.network}, batch {self.batch} of {self.side} × {self.side}, one thread a process"
+
+    def _rows(self, modules: int, ranks: Sequence[_Seconds], peer: Row) -> list[Row]:
+        """Rows of a number of modules, from the seconds of the processes that trained them."""
+        forward, backward = (
+            _medians(list(itertools.chain.from_iterable(passes)))
+            for passes in ([rank.forward for rank in ranks], [rank.backward for rank in ranks])
+        )
+        published = published_time(_FORWARD, 1 - _FORWARD, modules)
+        predicted = published_time(sum(forward), modules * max(backward), modules)
+        simulated = _long_run(simulated_times(forward, backward))
+        times = zip(_KINDS[1:], (predicted, simulated), strict=False)
+        where = f"modules timed in {len(ranks)} process(es) of one thread, on {cores()} core(s)"
+        passes = f"forward {_listed(forward)}, backward {_listed(backward)}"
+        group = self._group(modules)
+        rows = [
+            Row.of_value(
+                kind,
+                value,
+                "predicted time",
+                "s",
+                group=group,
+                role="reference",
+                note=f"{where}: {passes}",
+                data={"modules": modules, "kind": kind},
+            )
+            for kind, value in times
+        ]
+        rows = [replace(row, comparisons=_speedup(peer, row, published)) for row in rows]
+        reference = Row.of_value(
+            _KINDS[0],
+            published,
+            "share of back-propagation's time",
+            group=group,
+            role="reference",
+            note=f"T_F = {_FORWARD}",
+            data={"modules": modules, "kind": _KINDS[0]},
+        )
+        if len(ranks) < modules:
+            reason = f"{modules} modules need as many cores, and {cores()} core(s) run {len(ranks)} process(es)"
+            return [Row.missing(_KINDS[3], reason, group=group), *rows, reference]
+        data = {"modules": modules, "kind": _KINDS[3]}
+        measured = Row.timed(_KINDS[3], _timing(ranks[-1]), group=group, note=where, data=data)
+        assert measured.median is not None
+        nearness = Comparison("measured / simulated", measured.median / simulated, at_least=0.85, at_most=1.15)
+        return [
+            replace(measured, comparisons=(*_speedup(peer, measured, published), nearness)),
+            *rows,
+            reference,
+        ]
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        from jacsparse.figures import BLUE, GREEN, ORANGE, SKY, new_figure, save_figure
+
+        (peer,) = (row for row in rows if row.label == _PEER)
+        figure, axes = new_figure(8.0, 4.2)
+        width = 0.8 / len(_KINDS)
+        forward = peer.data["forward"]
+        axes.bar(0, forward, 2 * width, color="#666666", label="back-propagation: forward")
+        axes.bar(0, 1 - forward, 2 * width, bottom=forward, color="#bbbbbb", label="back-propagation: backward")
+        for number, (kind, colour) in enumerate(zip(_KINDS, (GREEN, ORANGE, SKY, BLUE), strict=True)):
+            of_kind = [row for row in rows if row.data.get("kind") == kind and row.median]
+            shares = [row.median if row.unit != "s" else row.median / peer.median for row in of_kind]
+            places = [1 + self.modules.index(row.data["modules"]) + (number - 1.5) * width for row in of_kind]
+            bars = axes.bar(places, shares, width, color=colour, label=kind)
+            axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+        axes.set_xticks(range(len(self.modules) + 1), [f"K = {k}" for k in (1, *self.modules)])
+        axes.set_ylabel("time of an iteration / back-propagation's")
+        axes.grid(axis="y", alpha=0.25)
+        figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=3)
+        figure.suptitle(f"{self.title}\n{peer.group.partition(': ')[2]}; {peer.note}", fontsize=9)
+        save_figure(figure, path)
+
+
+class _Stopwatch:
+    """Notes the seconds of a module's forward passes, and of its backward passes with their updates.
+
+    It runs while the module works, so that waiting for other processes does not count.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.forward: list[float] = []
+        self.backward: list[float] = []
+        module.register_forward_pre_hook(self._start)
+        module.register_forward_hook(self._after_forward)
+        optimizer.register_step_post_hook(self._after_update)
+
+    def _start(self, *_: Any) -> None:
+        self._since = time.perf_counter()
+
+    def _after_forward(self, _module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        self.forward.append(time.perf_counter() - self._since)
+        # The gradient of its output is where a module's backward pass begins.
+        output.register_hook(self._start)
+
+    def _after_update(self, *_: Any) -> None:
+        self.backward.append(time.perf_counter() - self._since)
+
+
+class _Training:
+    """A training in this process: of all modules, or of the one of its rank in a group."""
+
+    def __init__(self, network: str, modules: int, group: dist.ProcessGroup | None) -> None:
+        torch.manual_seed(0)
+        model, optimizer = build(network).train(), partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-4)
+        self.trainer: Backpropagation | DelayedGradients
+        if modules == 1:
+            self.trainer, parts = Backpropagation(model, optimizer=optimizer), [model]
+        else:
+            self.trainer = DelayedGradients(model, modules=modules, optimizer=optimizer, process_group=group)
+            parts = list(self.trainer.partition) if group is None else [self.trainer.partition[dist.get_rank(group)]]
+        self.watches = [_Stopwatch(*pair) for pair in zip(parts, self.trainer.optimizers, strict=True)]
+        self.seconds = _Seconds(
+            [], [watch.forward for watch in self.watches], [watch.backward for watch in self.watches]
+        )
+
+    def turn(self, x: torch.Tensor, y: torch.Tensor, iterations: int) -> None:
+        """Train, and note the seconds of all iterations but the first, for which other processes are not yet busy."""
+        ends = []
+        for _ in range(iterations + 1):
+            self.trainer.step(x, y)
+            ends.append(time.perf_counter())
+        self.seconds.iterations += [end - begin for begin, end in itertools.pairwise(ends)]
+
+    def forget(self) -> None:
+        """Forget the seconds so far."""
+        for times in (self.seconds.iterations, *self.seconds.forward, *self.seconds.backward):
+            times.clear()
+
+
+def _measure(say: Say, *, experiment: DdgScaling, rounds: int) -> dict[int, _Seconds]:
+    """The seconds of this process by number of modules; 1 is back-propagation.
+
+    Where there are more modules than processes, the first process trains all of them.
+    """
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    x = torch.randn(experiment.batch, 3, experiment.side, experiment.side)
+    y = torch.randint(10, (experiment.batch,))
+    trainings: dict[int, _Training | None] = {}
+    for modules in (1, *experiment.modules):
+        apart = 1 < modules <= processes
+        # Every process takes part in making a group, its members or not.
+        group = dist.new_group(list(range(modules))) if apart else None
+        takes_part = rank < modules if apart else rank == 0
+        trainings[modules] = _Training(experiment.network, modules, group) if takes_part else None
+    for number in range(rounds + 1):
+        for modules, training in trainings.items():
+            if rank == 0:
+                say(f"{modules} module(s): round {number} of {rounds}")
+            dist.barrier()
+            if training is None:
+                continue
+            # Before the first round come iterations without gradients.
+            training.turn(x, y, experiment.iterations if number else modules)
+            if number == 0:
+                training.forget()
+    return {modules: training.seconds for modules, training in trainings.items() if training is not None}
+
+
+def _timing(seconds: _Seconds) -> Timing:
+    return Timing(seconds.iterations, len(seconds.iterations))
+
+
+def _medians(passes: Sequence[Sequence[float]]) -> list[float]:
+    """The median seconds of each module."""
+    return [statistics.median(times) for times in passes]
+
+
+def _long_run(ends: Sequence[float]) -> float:
+    """The mean time of an iteration in the second half, after the pipeline has filled."""
+    half = len(ends) // 2
+    return (ends[-1] - ends[half - 1]) / (len(ends) - half)
+
+
+def _speedup(peer: Row, row: Row, published: float) -> tuple[Comparison, ...]:
+    return compare("back-propagation / delayed gradients", peer, row, published=1 / published)
+
+
+def _listed(seconds: Sequence[float]) -> str:
+    return " + ".join(amount(time, "s") for time in seconds)
