@@ -90,7 +90,9 @@ class Ranks:
             for tensor in tensors:
                 shared = tensor.detach().to(self._device).contiguous()
                 dist.broadcast(shared, self._global(source), group=self.group)
-                tensor.copy_(shared)
+                # Autograd would refuse passes of the source that wait for their gradients: they share its tensors.
+                if self.rank != source:
+                    tensor.copy_(shared)
 
     def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """The dictionaries of all ranks, on all ranks."""
