@@ -72,7 +72,7 @@ def run(
     data: Annotated[
         str | None,
         typer.Option(
-            metavar="SPEC", help="cifar10:DIR or cifar100:DIR, for a published training instead of a short one."
+            metavar="SPEC", help="cifar10:DIR or cifar100:DIR, for trainings as published."
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out/benchmarks"),

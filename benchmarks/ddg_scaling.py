@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ _KINDS = ("published, T_F + T_B / K", "predicted, T_F + largest T_B", "simulated
 class _Seconds:
     """Seconds of each iteration, and of the forward and the backward passes of each module that a process trains."""
 
-    iterations: list[float] = field(default_factory=list)
-    forward: list[list[float]] = field(default_factory=list)
-    backward: list[list[float]] = field(default_factory=list)
+    iterations: list[float]
+    forward: Sequence[list[float]]
+    backward: Sequence[list[float]]
 
 
 @dataclass(frozen=True)
@@ -191,11 +191,10 @@ class _Training:
             self.trainer, parts = Backpropagation(model, optimizer=optimizer), [model]
         else:
             self.trainer = DelayedGradients(model, modules=modules, optimizer=optimizer, process_group=group)
-            parts = list(self.trainer.partition) if group is None else [self.trainer.partition[dist.get_rank(group)]]
-        self.watches = [_Stopwatch(*pair) for pair in zip(parts, self.trainer.optimizers, strict=True)]
-        self.seconds = _Seconds(
-            [], [watch.forward for watch in self.watches], [watch.backward for watch in self.watches]
-        )
+            here = slice(None) if group is None else slice(dist.get_rank(group), dist.get_rank(group) + 1)
+            parts = self.trainer.partition[here]
+        watches = [_Stopwatch(*pair) for pair in zip(parts, self.trainer.optimizers, strict=True)]
+        self.seconds = _Seconds([], *zip(*((watch.forward, watch.backward) for watch in watches), strict=True))
 
     def turn(self, x: torch.Tensor, y: torch.Tensor, iterations: int) -> None:
         """Train, and note the seconds of all iterations but the first, for which other processes are not yet busy."""
