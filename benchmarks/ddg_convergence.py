@@ -23,7 +23,6 @@ from ._ranks import Say, on_ranks
 __all__ = ["DdgConvergence"]
 
 _NAMES = {"bp": "back-propagation", "dni": "synthetic gradients (DNI)", "ddg": "delayed gradients (DDG)"}
-_RESNET8 = "resnet8"
 #: The layer after which ResNet-8 is cut, by the path of the part that follows.
 _LAYERS = {"group1": 1, "group2": 3, "group3": 5, "pool": 7}
 #: Best test accuracies in percent by back-propagation and by delayed gradients with K = 2, by source, data and network.
@@ -60,6 +59,33 @@ class _History:
 
 
 @dataclass(frozen=True)
+class _Training:
+    """A training on images averaged to `side` × `side`; the process that calls it may be one of several."""
+
+    settings: TrainSettings
+    side: int
+
+    def __call__(self, say: Say) -> _History:
+        data, history = _averaged(load_data(self.settings.data), self.side), _History()
+        samples = slice(len(data.test_labels))
+
+        def progress(now: Progress) -> None:
+            say(f"epoch {now.epoch} of {now.epochs}")
+            if now.accuracy is not None:
+                # As many training images as there are test images.
+                loss, accuracy = evaluate(now.model, data.train_inputs[samples], data.train_labels[samples])
+                history.train_loss.append(loss)
+                history.train_accuracy.append(accuracy)
+
+        for point in train(self.settings, data=data, progress=progress).points:
+            if not math.isnan(point.test_loss):
+                history.seconds.append(point.seconds)
+                history.test_loss.append(point.test_loss)
+                history.test_accuracy.append(point.test_accuracy)
+        return history
+
+
+@dataclass(frozen=True)
 class DdgConvergence(Experiment):
     """ResNet-8 cut in several places, and deeper networks in a process of one thread for each module.
 
@@ -83,7 +109,7 @@ class DdgConvergence(Experiment):
 
     name = "ddg_convergence"
     title = "Training ResNets by back-propagation, synthetic and delayed gradients"
-    source = "Huo et al., 2018, Figures 3, 4, 5 and 7 and Table 3, on scikit-learn's digits instead of CIFAR"
+    source = "Huo et al., 2018, Figures 3, 4, 5 and 7 and Table 3: on scikit-learn's digits, or with --data on CIFAR"
 
     def on(self, data: str) -> DdgConvergence:
         return replace(
@@ -110,75 +136,44 @@ class DdgConvergence(Experiment):
 
     def _shallow(self, context: Context, where: str) -> list[Row]:
         """ResNet-8, all modules in one process, as in the paper."""
-        peers = self._rows(context, "bp", _RESNET8, None, f"ResNet-8: {where}", ())
+        training = partial(self._training, "resnet8", self.epochs)
+        peers = _rows(context, training("bp"), f"ResNet-8: {where}")
         cuts: dict[str, Sequence[str] | int] = {
-            f"cut after layer {_LAYERS[split]}: K = 2 (Figure 3)": [split] for split in self.splits
+            f"K = 2, cut after layer {_LAYERS[split]} (Figure 3)": [split] for split in self.splits
         }
         cuts |= {f"K = {modules} (Figure 4)": modules for modules in self.modules}
         others = [
             row
             for cut, modules in cuts.items()
             for method in ("dni", "ddg")
-            for row in self._rows(context, method, _RESNET8, modules, f"ResNet-8, {cut}: {where}", peers)
+            for row in _rows(context, training(method, modules), f"ResNet-8, {cut}: {where}", peers)
         ]
         return [*peers, *others]
 
     def _deep(self, context: Context, network: str, where: str) -> list[Row]:
         """A deeper network, each module in a process of one thread; at least two modules, as in Figure 7."""
-        peers = self._rows(context, "bp", network, None, f"{network}: {where}", ())
+        training = partial(self._training, network, self.deep_epochs)
+        peers = _rows(context, training("bp"), f"{network}: {where}")
         rows = [*peers, *_published(network, f"{network}: {where}")]
         for modules in range(2, max(2, self.most or min(4, cores())) + 1):
             group = f"{network}, K = {modules} (Figures 5 and 7): {where}"
-            rows += self._rows(context, "ddg", network, modules, group, peers)
+            rows += _rows(context, training("ddg", modules), group, peers, processes=modules)
         return rows
 
-    def _rows(
-        self,
-        context: Context,
-        method: str,
-        network: str,
-        modules: Sequence[str] | int | None,
-        group: str,
-        peers: Sequence[Row],
-    ) -> list[Row]:
-        """The best test accuracy of one training, and the time of its epochs, beside back-propagation's."""
-        shallow, label = network == _RESNET8, _NAMES[method]
+    def _training(
+        self, network: str, epochs: int, method: str, modules: Sequence[str] | int | None = None
+    ) -> _Training:
+        """The paper's training of a network by a method, as long and on such data as here."""
         settings = replace(
             default_settings(network),
             data=self.data,
             backward=method,
             modules=modules,
-            epochs=self.epochs if shallow else self.deep_epochs,
+            epochs=epochs,
             batch=self.batch,
             augment=self.augment,
         )
-        task = partial(_train, settings=settings, side=self.side)
-        say = context.under(f"{group.partition(': ')[0]}, {label}").say
-        processes = modules if isinstance(modules, int) and not shallow else 1
-        try:
-            with one_thread():
-                history = task(say) if processes == 1 else on_ranks(task, processes, say)[-1]
-        except (FloatingPointError, RankError) as error:
-            return [Row.missing(label, str(error), group=group)]
-        fields: dict[str, Any] = {"group": group, "role": "ours" if peers else "peer"}
-        accuracy = Row.of_value(
-            label,
-            100 * max(history.test_accuracy),
-            "best test accuracy",
-            "%",
-            note=history.last(),
-            data={"network": network, "method": method, "history": asdict(history)},
-            **fields,
-        )
-        epochs = [end - begin for begin, end in itertools.pairwise([0.0, *history.seconds])]
-        note = f"{processes} process(es) of one thread, on {cores()} core(s)"
-        seconds = Row.timed(f"epoch by {label}", Timing(epochs, len(epochs)), note=note, **fields)
-        if not peers:
-            return [accuracy, seconds]
-        return [
-            replace(accuracy, comparisons=compare("accuracy / back-propagation's", accuracy, peers[0])),
-            replace(seconds, comparisons=compare(f"back-propagation / {method.upper()}", peers[-1], seconds)),
-        ]
+        return _Training(settings, self.side)
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
         from jacsparse.figures import new_figure, save_figure
@@ -201,25 +196,30 @@ class DdgConvergence(Experiment):
         save_figure(figure, path)
 
 
-def _train(say: Say, *, settings: TrainSettings, side: int) -> _History:
-    """Train on images averaged to `side` × `side`; this process may be one of several."""
-    data, history = _averaged(load_data(settings.data), side), _History()
-    samples = slice(len(data.test_labels))
-
-    def progress(now: Progress) -> None:
-        say(f"epoch {now.epoch} of {now.epochs}")
-        if now.accuracy is not None:
-            # As many training images as there are test images.
-            loss, accuracy = evaluate(now.model, data.train_inputs[samples], data.train_labels[samples])
-            history.train_loss.append(loss)
-            history.train_accuracy.append(accuracy)
-
-    for point in train(settings, data=data, progress=progress).points:
-        if not math.isnan(point.test_loss):
-            history.seconds.append(point.seconds)
-            history.test_loss.append(point.test_loss)
-            history.test_accuracy.append(point.test_accuracy)
-    return history
+def _rows(
+    context: Context, training: _Training, group: str, peers: Sequence[Row] = (), *, processes: int = 1
+) -> list[Row]:
+    """The best test accuracy of a training, and the time of its epochs, beside back-propagation's."""
+    settings, method = training.settings, training.settings.backward
+    label = _NAMES[method]
+    say = context.under(f"{group.partition(': ')[0]}, {label}").say
+    try:
+        with one_thread():
+            history = training(say) if processes == 1 else on_ranks(training, processes, say)[-1]
+    except (FloatingPointError, RankError) as error:
+        return [Row.missing(label, str(error), group=group)]
+    fields: dict[str, Any] = {"group": group, "role": "ours" if peers else "peer"}
+    best, data = max(history.test_accuracy), {"network": settings.task, "method": method, "history": asdict(history)}
+    accuracy = Row.of_value(label, 100 * best, "best test accuracy", "%", note=history.last(), data=data, **fields)
+    epochs = [end - begin for begin, end in itertools.pairwise([0.0, *history.seconds])]
+    note = f"{processes} process(es) of one thread, on {cores()} core(s)"
+    seconds = Row.timed(f"epoch by {label}", Timing(epochs, len(epochs)), note=note, **fields)
+    if not peers:
+        return [accuracy, seconds]
+    return [
+        replace(accuracy, comparisons=compare("accuracy / back-propagation's", accuracy, peers[0])),
+        replace(seconds, comparisons=compare(f"back-propagation / {method.upper()}", peers[-1], seconds)),
+    ]
 
 
 def _averaged(data: Dataset, side: int) -> Dataset:

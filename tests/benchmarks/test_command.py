@@ -73,6 +73,12 @@ def measured(tmp_path: Path, result_text: str) -> Path:
     return path
 
 
+def test_data_of_an_experiment_that_takes_none(tmp_path: Path) -> None:
+    answer = call("run", "dummy", "--data", "cifar10:here", "--out", tmp_path)
+    assert answer.exit_code == 2
+    assert answer.stderr == "benchmarks: dummy takes no other data than its own; run it without --data cifar10:here\n"
+
+
 def test_list_names_each_experiment() -> None:
     answer = call("list")
     assert answer.exit_code == 0

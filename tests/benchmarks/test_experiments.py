@@ -23,6 +23,8 @@ from benchmarks._peers import PEERS, Peer
 from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import Result, read, write
 from benchmarks._workloads import Trained
+from benchmarks.ddg_convergence import DdgConvergence
+from benchmarks.ddg_scaling import DdgScaling
 from benchmarks.flop_analysis import FlopAnalysis
 from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.jacobian_generation import JacobianGeneration, printed_algorithms
@@ -57,6 +59,10 @@ SMALL: list[Experiment] = [
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
     TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2),
     Leapfrog(depths=(1, 5), widths=(2, 3), batch=2, most=2),
+    DdgConvergence(
+        side=8, batch=479, epochs=2, deep_epochs=1, splits=("pool",), modules=(3,), deep=("resnet8",), most=2
+    ),
+    DdgScaling(network="resnet8", modules=(2, 3), batch=2, side=8, iterations=1, most=2),
     LenetConvergence(iterations=2, batch=4),
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
     RecurrentShapes(sizes=(3, 40), times=(2, 70), batches=(1, 3)),
