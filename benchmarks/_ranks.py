@@ -38,7 +38,7 @@ def on_ranks(task: Callable[[Say], T], count: int, say: Say) -> list[T]:
     """
     context = multiprocessing.get_context("spawn")
     # The store is this process's, so that it outlives the ranks.
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     shared = {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(store.port),

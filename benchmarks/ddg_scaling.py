@@ -34,7 +34,7 @@ _KINDS = ("published, T_F + T_B / K", "predicted, T_F + largest T_B", "simulated
 
 
 @dataclass
-class _Seconds:
+class _ModuleSeconds:
     """Seconds of each iteration, and of the forward and the backward passes of each module that a process trains."""
 
     iterations: list[float]
@@ -83,7 +83,7 @@ class DdgScaling(Experiment):
     def _group(self, modules: int) -> str:
         return f"K = {modules}: {self.network}, batch {self.batch} of {self.side} × {self.side}, one thread a process"
 
-    def _rows(self, modules: int, ranks: Sequence[_Seconds], peer: Row) -> list[Row]:
+    def _rows(self, modules: int, ranks: Sequence[_ModuleSeconds], peer: Row) -> list[Row]:
         """Rows of a number of modules, from the seconds of the processes that trained them."""
         forward, backward = (
             _medians(list(itertools.chain.from_iterable(passes)))
@@ -143,7 +143,7 @@ class DdgScaling(Experiment):
         axes.bar(0, 1 - forward, 2 * width, bottom=forward, color="#bbbbbb", label="back-propagation: backward")
         for number, (kind, colour) in enumerate(zip(_KINDS, (GREEN, ORANGE, SKY, BLUE), strict=True)):
             of_kind = [row for row in rows if row.data.get("kind") == kind and row.median]
-            shares = [row.median if row.unit != "s" else row.median / peer.median for row in of_kind]
+            shares = [_share(row, peer) for row in of_kind]
             places = [1 + self.modules.index(row.data["modules"]) + (number - 1.5) * width for row in of_kind]
             bars = axes.bar(places, shares, width, color=colour, label=kind)
             axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
@@ -180,21 +180,20 @@ class _Stopwatch:
         self.backward.append(time.perf_counter() - self._since)
 
 
-class _Training:
+class _TimedTraining:
     """A training in this process: of all modules, or of the one of its rank in a group."""
 
     def __init__(self, network: str, modules: int, group: dist.ProcessGroup | None) -> None:
         torch.manual_seed(0)
         model, optimizer = build(network).train(), partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-4)
-        self.trainer: Backpropagation | DelayedGradients
-        if modules == 1:
-            self.trainer, parts = Backpropagation(model, optimizer=optimizer), [model]
-        else:
+        self.trainer: Backpropagation | DelayedGradients = Backpropagation(model, optimizer=optimizer)
+        parts: Sequence[nn.Module] = [model]
+        if modules > 1:
             self.trainer = DelayedGradients(model, modules=modules, optimizer=optimizer, process_group=group)
             here = slice(None) if group is None else slice(dist.get_rank(group), dist.get_rank(group) + 1)
             parts = self.trainer.partition[here]
         watches = [_Stopwatch(*pair) for pair in zip(parts, self.trainer.optimizers, strict=True)]
-        self.seconds = _Seconds([], *zip(*((watch.forward, watch.backward) for watch in watches), strict=True))
+        self.seconds = _ModuleSeconds([], *zip(*((watch.forward, watch.backward) for watch in watches), strict=True))
 
     def turn(self, x: torch.Tensor, y: torch.Tensor, iterations: int) -> None:
         """Train, and note the seconds of all iterations but the first, for which other processes are not yet busy."""
@@ -210,7 +209,7 @@ class _Training:
             times.clear()
 
 
-def _measure(say: Say, *, experiment: DdgScaling, rounds: int) -> dict[int, _Seconds]:
+def _measure(say: Say, *, experiment: DdgScaling, rounds: int) -> dict[int, _ModuleSeconds]:
     """The seconds of this process by number of modules; 1 is back-propagation.
 
     Where there are more modules than processes, the first process trains all of them.
@@ -219,13 +218,13 @@ def _measure(say: Say, *, experiment: DdgScaling, rounds: int) -> dict[int, _Sec
     torch.manual_seed(0)
     x = torch.randn(experiment.batch, 3, experiment.side, experiment.side)
     y = torch.randint(10, (experiment.batch,))
-    trainings: dict[int, _Training | None] = {}
+    trainings: dict[int, _TimedTraining | None] = {}
     for modules in (1, *experiment.modules):
         apart = 1 < modules <= processes
         # Every process takes part in making a group, its members or not.
         group = dist.new_group(list(range(modules))) if apart else None
         takes_part = rank < modules if apart else rank == 0
-        trainings[modules] = _Training(experiment.network, modules, group) if takes_part else None
+        trainings[modules] = _TimedTraining(experiment.network, modules, group) if takes_part else None
     for number in range(rounds + 1):
         for modules, training in trainings.items():
             if rank == 0:
@@ -240,7 +239,7 @@ def _measure(say: Say, *, experiment: DdgScaling, rounds: int) -> dict[int, _Sec
     return {modules: training.seconds for modules, training in trainings.items() if training is not None}
 
 
-def _timing(seconds: _Seconds) -> Timing:
+def _timing(seconds: _ModuleSeconds) -> Timing:
     return Timing(seconds.iterations, len(seconds.iterations))
 
 
@@ -257,6 +256,12 @@ def _long_run(ends: Sequence[float]) -> float:
 
 def _speedup(peer: Row, row: Row, published: float) -> tuple[Comparison, ...]:
     return compare("back-propagation / delayed gradients", peer, row, published=1 / published)
+
+
+def _share(row: Row, peer: Row) -> float:
+    """An iteration's time as a share of back-propagation's."""
+    assert row.median and peer.median
+    return row.median / (peer.median if row.unit == "s" else 1)
 
 
 def _listed(seconds: Sequence[float]) -> str:
