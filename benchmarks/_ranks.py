@@ -69,5 +69,7 @@ def _on_rank(task: Callable[[Say], T], variables: dict[str, str]) -> T:
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
         return task(_lines.put)
-    finally:
+    except BaseException:
+        # The others need not wait for a rank that failed. One that is done stays until all are.
         dist.destroy_process_group()
+        raise

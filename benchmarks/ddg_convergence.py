@@ -36,6 +36,8 @@ _PUBLISHED = {
     },
     "the authors of FDG": {("CIFAR-10", "resnet56"): (93.81, 93.11)},
 }
+#: What data are called in headings.
+_IMAGES = {"digits": "scikit-learn's digits (not CIFAR)", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 #: Abscissa and ordinate of each panel of a line, as in Figure 7.
 _PANELS = (("epochs", "loss"), ("seconds", "loss"), ("epochs", "accuracy"), ("seconds", "accuracy"))
 
@@ -128,7 +130,7 @@ class DdgConvergence(Experiment):
             source = load_data(self.data).source
         except ImportError as error:
             return [Row.missing(self.title, str(error))]
-        where = f"{source}, {self.side} × {self.side}, batch {self.batch}"
+        where = f"{_IMAGES.get(source, source)}, {self.side} × {self.side}, batch {self.batch}"
         rows = self._shallow(context, f"{self.epochs} epochs of {where}")
         for network in self.deep:
             rows += self._deep(context, network, f"{self.deep_epochs} epochs of {where}")
@@ -192,7 +194,8 @@ class DdgConvergence(Experiment):
         if groups:
             handles, labels = figure.axes[0].get_legend_handles_labels()
             figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=len(_NAMES))
-        figure.suptitle(f"{self.title}\nsolid: test images; dashed: training images", fontsize=10)
+        images = " and ".join(dict.fromkeys(row.data["images"] for row in drawn))
+        figure.suptitle(f"{self.title}: {images}\nsolid: test images; dashed: training images", fontsize=10)
         save_figure(figure, path)
 
 
@@ -209,8 +212,16 @@ def _rows(
     except (FloatingPointError, RankError) as error:
         return [Row.missing(label, str(error), group=group)]
     fields: dict[str, Any] = {"group": group, "role": "ours" if peers else "peer"}
-    best, data = max(history.test_accuracy), {"network": settings.task, "method": method, "history": asdict(history)}
-    accuracy = Row.of_value(label, 100 * best, "best test accuracy", "%", note=history.last(), data=data, **fields)
+    images = settings.data.partition(":")[0]
+    accuracy = Row.of_value(
+        label,
+        100 * max(history.test_accuracy),
+        "best test accuracy",
+        "%",
+        note=history.last(),
+        data={"network": settings.task, "method": method, "images": _IMAGES[images], "history": asdict(history)},
+        **fields,
+    )
     epochs = [end - begin for begin, end in itertools.pairwise([0.0, *history.seconds])]
     note = f"{processes} process(es) of one thread, on {cores()} core(s)"
     seconds = Row.timed(f"epoch by {label}", Timing(epochs, len(epochs)), note=note, **fields)
@@ -235,7 +246,7 @@ def _published(network: str, group: str) -> Iterator[Row]:
             for method, accuracy in zip(("bp", "ddg"), accuracies, strict=True):
                 if published == network:
                     label = f"published by {source}: {_NAMES[method]}"
-                    note = f"{data}{', K = 2' if method == 'ddg' else ''}"
+                    note = f"{accuracy} % on {data}{', K = 2' if method == 'ddg' else ''}, 300 epochs"
                     yield Row.of_value(
                         label, accuracy, "best test accuracy", "%", group=group, role="reference", note=note
                     )

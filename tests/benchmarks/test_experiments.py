@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+import torch.distributed as dist
 from jacsparse.models import BitstreamRNN, bitstreams
 from torch import nn
 from torch.nn.utils import prune
@@ -20,6 +22,7 @@ from benchmarks import _peers, spgemm, triangular_solvers
 from benchmarks._context import Context, Limits
 from benchmarks._experiment import Experiment, Row
 from benchmarks._peers import PEERS, Peer
+from benchmarks._ranks import on_ranks
 from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import Result, read, write
 from benchmarks._workloads import Trained
@@ -216,6 +219,22 @@ def test_say_hears_of_the_progress() -> None:
     heard: list[str] = []
     loss_curves(2, torch.float32, batch=2, schedule="linear", say=heard.append)
     assert heard == ["iteration 1 of 2", "iteration 2 of 2"]
+
+
+def test_trainings_as_published() -> None:
+    published = DdgConvergence().on("cifar100:here")
+    assert (published.data, published.side, published.batch, published.deep_epochs) == ("cifar100:here", 32, 128, 300)
+    assert published.deep == ("resnet56", "resnet110") and published.augment
+
+
+def test_what_ranks_return_and_raise() -> None:
+    assert on_ranks(_rank, 2, lambda _: None) == [10, 11]
+    with pytest.raises(ZeroDivisionError):
+        on_ranks(partial(_rank, divisor=0), 1, lambda _: None)
+
+
+def _rank(say: Callable[[str], None], divisor: int = 1) -> int:
+    return 10 + dist.get_rank() // divisor
 
 
 def test_functions_take_turns() -> None:
