@@ -162,10 +162,10 @@ class TrainSettings:
         if self.backward in ("ddg", "dni"):
             if self.modules is None:
                 raise ValueError(f"backward is {self.backward!r}; set modules, as in 2, or where they begin")
-            if not isinstance(self.modules, int):
-                object.__setattr__(self, "modules", list(self.modules))
             with torch.device("meta"):
                 partition(build(self.task), self.modules)
+            if not isinstance(self.modules, int):
+                object.__setattr__(self, "modules", list(self.modules))
 
     @property
     def outputs(self) -> tuple[Path, ...]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from ..distributed import Ranks
 from ..runtime import check_writable
 from ..training import Backpropagation, DelayedGradients, SyntheticGradients
 from .arguments import check_count, check_number
@@ -103,6 +104,11 @@ def train(
     6
     """
     _check_outputs(settings)
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count > 1 and settings.backward != "ddg":
+        raise ValueError(
+            f"backward is {settings.backward!r}, and there are {count} processes; train in one, or by 'ddg'"
+        )
     checkpoint = _checkpoint_of(settings) if resume else None
     if data is None:
         data = load_data(settings.data, features=settings.features, skip_damaged=settings.skip_damaged)
@@ -231,35 +237,33 @@ class _Run:
 
     @classmethod
     def resume(cls, settings: TrainSettings, data: Dataset, checkpoint: Checkpoint) -> _Run:
-        model = model_of(checkpoint)
-        try:
-            run = cls._restored(settings, data, checkpoint, model)
-        except (KeyError, IndexError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
-            raise ValueError(
-                f"{checkpoint.path} cannot be resumed ({error!r}); it is damaged: train again without resume"
-            ) from error
-        options = checkpoint.metadata["options"]
+        model, options = model_of(checkpoint), checkpoint.metadata["options"]
         if (options["num_classes"], options["in_channels"]) != (data.classes, data.train_inputs.shape[1]):
             raise ValueError(
                 f"{checkpoint.path} holds {checkpoint.model}, but the data have {data.classes} classes and "
                 f"{data.train_inputs.shape[1]} channels; resume with the data that it was trained on"
             )
+        run = cls(settings, data, model)
+        try:
+            run._restore(checkpoint)
+        except (KeyError, IndexError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"{checkpoint.path} cannot be resumed ({error!r}); it is damaged: train again without resume"
+            ) from error
         return run
 
-    @classmethod
-    def _restored(cls, settings: TrainSettings, data: Dataset, checkpoint: Checkpoint, model: nn.Module) -> _Run:
-        state, metadata = dict(checkpoint.state), checkpoint.metadata
-        points, random = from_tensor(state.pop("points")), state.pop("random")
-        done = check_count("epoch", metadata["epoch"], 1)
-        accuracy = {str(name): check_number(name, value, 0, 2) for name, value in metadata["accuracy"].items()}
-        if done > settings.epochs + settings.retrain_epochs or (done > settings.epochs and not metadata["pruned"]):
-            raise ValueError(f"after {done} epochs, {metadata['pruned']:.3g} of its weights are pruned")
-        run = cls(settings, data, model, done, points, accuracy)
-        run.trainer.load_state_dict(torch.load(io.BytesIO(state["trainer"].numpy().tobytes()), weights_only=True))
-        for optimizer in run.trainer.optimizers:
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        settings, state, metadata = self.settings, checkpoint.state, checkpoint.metadata
+        self.points, self.done = from_tensor(state["points"]), check_count("epoch", metadata["epoch"], 1)
+        self.accuracy = {str(name): check_number(name, value, 0, 2) for name, value in metadata["accuracy"].items()}
+        if self.done > settings.epochs + settings.retrain_epochs or (
+            self.done > settings.epochs and not metadata["pruned"]
+        ):
+            raise ValueError(f"after {self.done} epochs, {metadata['pruned']:.3g} of its weights are pruned")
+        self.trainer.load_state_dict(torch.load(io.BytesIO(state["trainer"].numpy().tobytes()), weights_only=True))
+        for optimizer in self.trainer.optimizers:
             _check_shapes(optimizer)
-        torch.set_rng_state(random)
-        return run
+        torch.set_rng_state(state["random"])
 
     def execute(self, progress: Callable[[Progress], None]) -> None:
         """Run the remaining epochs."""
@@ -294,7 +298,7 @@ class _Run:
             begin = time.perf_counter()
             loss = self._step(batch)
             seconds = time.perf_counter() - begin + (self.points[-1].seconds if self.points else 0.0)
-            if not math.isfinite(loss):
+            if _writes() and not math.isfinite(loss):
                 raise FloatingPointError(
                     f"the loss is {loss} in {phase} epoch {epoch}, iteration {number}; lower the learning rate, "
                     f"{self.trainer.optimizers[0].param_groups[0]['lr']:.3g} there"
@@ -332,12 +336,12 @@ class _Run:
             )
 
     def _step(self, batch: torch.Tensor) -> float:
-        """Train on the samples of these numbers; return their loss, 0 where another process has it."""
+        """Train on the samples of these numbers; return their loss, NaN where another process has it."""
         images, labels = _as_float(self.data.train_inputs[batch]), self.data.train_labels[batch]
         if self.settings.augment:
             images = _augmented(images, self.data.mirrors)
         loss = self.trainer.step(images, labels)
-        return 0.0 if loss is None else loss.item()
+        return math.nan if loss is None else loss.item()
 
     def _save(self) -> None:
         if self.settings.out is None:
@@ -375,7 +379,9 @@ def _trainer(
     optimizer = _optimizer(settings)
     if settings.backward == "ddg":
         assert settings.modules is not None
-        return DelayedGradients(model, modules=settings.modules, optimizer=optimizer, process_group=_process_group())
+        return DelayedGradients(
+            model, modules=settings.modules, optimizer=optimizer, process_group=_process_group(settings)
+        )
     if settings.backward == "dni":
         assert settings.modules is not None
         example = _as_float(data.train_inputs[:1])
@@ -411,13 +417,16 @@ def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
                 raise ValueError(f"{name} is {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
 
 
-def _process_group() -> dist.ProcessGroup | None:
-    """The processes that torchrun has started; None where there is one."""
+def _process_group(settings: TrainSettings) -> dist.ProcessGroup | None:
+    """The processes that torchrun has started, all with these settings; None where there is one."""
     if not dist.is_available() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=_TIMEOUT)
-    return dist.group.WORLD
+    group = dist.group.WORLD
+    assert group is not None
+    Ranks(group).agree(settings.to_dict())
+    return group
 
 
 def _writes() -> bool:

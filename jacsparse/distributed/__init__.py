@@ -1,5 +1,5 @@
 """Work over several processes, on torch.distributed."""
 
-from .ranks import Incoming, Like, RankError, Ranks
+from .ranks import Incoming, RankError, Ranks
 
-__all__ = ["Incoming", "Like", "RankError", "Ranks"]
+__all__ = ["Incoming", "RankError", "Ranks"]

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-#: What a tensor is like: its dtype and shape.
-Like = tuple[torch.dtype, tuple[int, ...]]
 #: Seconds in which a rank that failed can say why.
 GRACE = 2.0
 _DTYPES = (
@@ -28,8 +26,8 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-#: Numbers in a message's header: a tag, the dtype, the number of axes, and their lengths.
-_HEADER = 3 + 8
+#: Numbers in a message's header: iteration, checksum, dtype, number of axes, and their lengths.
+_HEADER = 4 + 8
 
 
 class RankError(RuntimeError):
@@ -74,8 +72,10 @@ class Ranks:
         if "MASTER_PORT" not in os.environ:
             return None
         host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ["MASTER_PORT"])
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
-        return PrefixStore(f"jacsparse/{token}", store)
+        with contextlib.suppress(RuntimeError):
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+            return PrefixStore(f"jacsparse/{token}", store)
+        return None
 
     def first(self, value: Any) -> Any:
         """The first rank's value, on all ranks."""
@@ -101,6 +101,11 @@ class Ranks:
             dist.all_gather_object(everybody, value, group=self.group)
         return everybody
 
+    def _receive(self, buffer: torch.Tensor, source: int) -> dist.Work:
+        work = dist.irecv(buffer, self._global(source), group=self.group)
+        assert work is not None
+        return work
+
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)
 
@@ -115,17 +120,24 @@ class Ranks:
                         f"rank 0 has {name}: {here}, and rank {rank}: {there}; start all ranks with the same arguments"
                     )
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int, phase: str) -> None:
-        """Send a tensor, and go on; `flush` waits for its arrival."""
-        if tensor.dtype not in _DTYPES or tensor.ndim > _HEADER - 3:
-            raise TypeError(f"a message is {tensor.dtype} of {tensor.ndim} axes; expected at most {_HEADER - 3} axes")
-        numbers = [tag, _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+    def send(self, tensor: torch.Tensor, to: int, phase: str, iteration: int, check: int = 0) -> None:
+        """Send a tensor, and go on; `flush` waits for its arrival.
+
+        The receiver compares iteration and checksum with its own.
+        """
+        with self.during(phase):
+            if tensor.dtype not in _DTYPES or tensor.ndim > _HEADER - 4:
+                raise TypeError(
+                    f"a tensor of {tensor.dtype} with {tensor.ndim} axes cannot be sent; expected real numbers, and "
+                    f"{_HEADER - 4} axes at most"
+                )
+        numbers = [iteration, check, _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
         header = torch.tensor([*numbers, *[0] * (_HEADER - len(numbers))], device=self._device)
-        parts = header, tensor.detach().contiguous().to(self._device)
         with self.waiting_for(to, phase):
-            for part in parts:
+            for part in (header, tensor.detach().contiguous().to(self._device)):
                 work = dist.isend(part, self._global(to), group=self.group)
                 assert work is not None
+                # The tensors stay until they have arrived.
                 self._sent.append((to, phase, work, part))
 
     def flush(self) -> None:
@@ -135,22 +147,24 @@ class Ranks:
                 work.wait()
         self._sent = []
 
-    def expect(self, source: int, like: Like | None, phase: str) -> Incoming:
-        """A message to come; what it is expected to be like travels while this rank works."""
-        return Incoming(self, source, like, phase)
+    def expect(self, source: int, phase: str) -> Incoming:
+        """A message to come, which may arrive while this rank works."""
+        return Incoming(self, source, phase)
 
     @contextlib.contextmanager
     def waiting_for(self, peer: int | None, phase: str) -> Iterator[None]:
-        """A context in which a failure is that of another rank, or of any of them."""
+        """A context in which a failure is that of another rank; of any where it is None, or this one."""
         try:
             yield
         except RuntimeError as error:
             words = f"it did not answer rank {self.rank} in the {phase}"
+            peer = None if peer == self.rank else peer
             self._write(peer, words)
             root, words = self._root(peer, words)
+            who = "another rank" if root is None else f"rank {root}"
             raise RankError(
-                f"rank {root} has failed: {words}. Its own messages say why, where it could still write them; start "
-                "again from the last checkpoint"
+                f"{who} has failed: {words}. Its own messages say why, where it could still write them; start again "
+                "from the last checkpoint"
             ) from error
 
     @contextlib.contextmanager
@@ -167,22 +181,23 @@ class Ranks:
             with contextlib.suppress(RuntimeError):
                 self._faults.set(str(self.rank), json.dumps([suspect, words]))
 
-    def _root(self, suspect: int | None, words: str) -> tuple[int, str]:
+    def _root(self, suspect: int | None, words: str) -> tuple[int | None, str]:
         """The rank that failed first, as far as ranks have written down whom they wait for, and what it did."""
         entries = self._written()
-        confessed = [rank for rank, (blamed, _) in entries.items() if blamed == rank]
-        if confessed:
-            return confessed[0], entries[confessed[0]][1]
-        if suspect is None:
+        for rank, (blamed, confession) in entries.items():
+            if blamed == rank:
+                return rank, confession
+        if suspect is None and entries:
+            # Whoever fails without a word is waited for by all who wrote something.
             silent = [rank for rank in range(self.size) if rank != self.rank and rank not in entries]
-            return (silent or [0])[0], words
-        while suspect in entries and entries[suspect][0] is not None:
+            suspect = silent[0] if silent else None
+        while suspect in entries and entries[suspect][0] not in (None, self.rank):
             suspect, words = entries.pop(suspect)
         return suspect, words
 
-    def _written(self) -> dict[int, tuple[int, str]]:
+    def _written(self) -> dict[int, tuple[int | None, str]]:
         """What the other ranks have written, after some time for those that are about to."""
-        entries: dict[int, tuple[int, str]] = {}
+        entries: dict[int, tuple[int | None, str]] = {}
         until = time.monotonic() + GRACE
         while self._faults is not None and time.monotonic() < until:
             with contextlib.suppress(RuntimeError):
@@ -196,47 +211,30 @@ class Ranks:
 class Incoming:
     """A message that may be on its way."""
 
-    def __init__(self, ranks: Ranks, source: int, like: Like | None, phase: str) -> None:
+    def __init__(self, ranks: Ranks, source: int, phase: str) -> None:
         self._ranks, self._source, self._phase = ranks, source, phase
         self._header = torch.empty(_HEADER, dtype=torch.int64, device=ranks._device)
-        self._like, self._payload = like, None
         with ranks.waiting_for(source, phase):
-            self._waits = [self._receive(self._header)]
-            if like is not None:
-                self._payload = torch.empty(like[1], dtype=like[0], device=ranks._device)
-                self._waits.append(self._receive(self._payload))
+            self._arrival = ranks._receive(self._header, source)
 
-    def _receive(self, buffer: torch.Tensor) -> dist.Work:
-        ranks = self._ranks
-        work = dist.irecv(buffer, ranks._global(self._source), group=ranks.group)
-        assert work is not None
-        return work
-
-    def wait(self, tag: int) -> torch.Tensor:
-        """The tensor, where it has the tag."""
+    def wait(self, iteration: int, check: int = 0) -> torch.Tensor:
+        """The tensor; RankError where it is of another iteration or batch."""
         ranks = self._ranks
         with ranks.waiting_for(self._source, self._phase):
-            self._waits[0].wait()
-        sent, number, axes, *lengths = self._header.tolist()
-        like = _DTYPES[number], tuple(lengths[:axes])
+            self._arrival.wait()
+        sent, sent_check, dtype, axes, *lengths = self._header.tolist()
         with ranks.during(self._phase):
-            if sent != tag:
+            if sent != iteration:
                 raise RankError(
-                    f"rank {self._source} is at iteration {sent} and rank {ranks.rank} at {tag}, in the {self._phase}; "
-                    "each rank has to make the same steps"
+                    f"rank {self._source} is at iteration {sent} and rank {ranks.rank} at {iteration}; each rank has "
+                    "to make the same steps"
                 )
-            if self._like is not None and like != self._like:
+            if sent_check != check:
                 raise RankError(
-                    f"rank {self._source} sent {_words(like)} to rank {ranks.rank}, which expects "
-                    f"{_words(self._like)}, in the {self._phase}; pass batches of one size and dtype to all ranks"
+                    f"rank {self._source} and rank {ranks.rank} have different batches at iteration {iteration}; pass "
+                    "the same ones to all ranks, in the same order"
                 )
+        payload = torch.empty(lengths[:axes], dtype=_DTYPES[dtype], device=ranks._device)
         with ranks.waiting_for(self._source, self._phase):
-            if self._payload is None:
-                self._payload = torch.empty(like[1], dtype=like[0], device=ranks._device)
-                self._waits.append(self._receive(self._payload))
-            self._waits[1].wait()
-        return self._payload
-
-
-def _words(like: Like) -> str:
-    return f"{like[0]} of shape {like[1]}"
+            ranks._receive(payload, self._source).wait()
+        return payload

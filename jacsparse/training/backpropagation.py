@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .delayed_gradients import Loss, OptimizerFactory
+from .delayed_gradients import Loss
+from .delayed_part import OptimizerFactory
 
 
 class Backpropagation:

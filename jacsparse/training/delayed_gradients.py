@@ -3,181 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional
 
-from ..distributed import Incoming, Like, Ranks
+from ..distributed import Incoming, Ranks
+from .delayed_part import DelayedPart, OptimizerFactory, tensors_of
 from .splitting import layers_of, partition
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass
-class _Pass:
-    """A forward pass of one part, whose gradient is still to come."""
-
-    x: torch.Tensor
-    #: Parameters and buffers as they were before it.
-    parameters: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    iteration: int
-    #: None where it is to be computed again.
-    output: torch.Tensor | None = None
-
-
-class DelayedPart:
-    """One part of the network: its forward passes that wait for their gradients, and its optimiser.
-
-    Parameters
-    ----------
-    module : Module
-        The part.
-    number : int
-        Its place among all parts.
-    delay : int
-        After how many iterations the gradient of an output comes.
-    optimizer : callable
-        Makes the optimiser of the part's parameters.
-    seed : int or None
-        Of random numbers in its forward passes; None for those that PyTorch draws next.
-    recompute : bool
-        Whether activations are computed again, not stored.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        number: int,
-        delay: int,
-        optimizer: OptimizerFactory,
-        seed: int | None,
-        recompute: bool,
-    ) -> None:
-        self.module, self.number, self.delay = module, number, delay
-        self.seed, self.recompute = seed, recompute
-        parameters = list(module.parameters())
-        self.optimizer = optimizer(parameters) if parameters else None
-        self.passes: deque[_Pass] = deque()
-
-    def forward(self, x: torch.Tensor, iteration: int) -> torch.Tensor:
-        """The part's output, detached; the pass waits for its gradient."""
-        x = x.detach()
-        if self.number:
-            x.requires_grad_()
-        parameters: dict[str, torch.Tensor]
-        if not self.delay:
-            with self._random(iteration):
-                output = self.module(x)
-            parameters, buffers = dict(self.module.named_parameters()), {}
-        else:
-            parameters = {
-                name: value.detach().clone().requires_grad_(value.requires_grad)
-                for name, value in self.module.named_parameters()
-            }
-            buffers = {name: value.clone() for name, value in self.module.named_buffers()}
-            with self._random(iteration), torch.set_grad_enabled(not self.recompute):
-                output = functional_call(self.module, parameters, (x,))
-        if not isinstance(output, torch.Tensor):
-            raise TypeError(f"part {self.number} returns a {type(output).__name__}; parts pass on one tensor")
-        recomputed = self.recompute and self.delay
-        self.passes.append(_Pass(x, parameters, buffers, iteration, None if recomputed else output))
-        return output.detach()
-
-    def backward(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Update the weights by the oldest pass' gradient; return that of its input. Without a gradient it is zero."""
-        parameters = dict(self.module.named_parameters())
-        if gradient is None:
-            for value in parameters.values():
-                value.grad = torch.zeros_like(value) if value.requires_grad else None
-            with _without_decay(self.optimizer):
-                self._update()
-            return None
-        past = self.passes.popleft()
-        output = past.output if past.output is not None else self._computed_again(past)
-        leaves = {name: value for name, value in past.parameters.items() if value.requires_grad}
-        wanted = [*leaves.values(), *([past.x] if self.number else [])]
-        gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)
-        if output.requires_grad:
-            gradients = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
-        for value in parameters.values():
-            value.grad = None
-        for name, of_parameter in zip(leaves, gradients, strict=False):
-            parameters[name].grad = of_parameter
-        self._update()
-        if not self.number:
-            return None
-        return torch.zeros_like(past.x) if gradients[-1] is None else gradients[-1]
-
-    def forget(self, iteration: int) -> None:
-        """Forget the pass of an iteration that failed, if there is one."""
-        if self.passes and self.passes[-1].iteration == iteration:
-            self.passes.pop()
-
-    def _update(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.step()
-
-    def _computed_again(self, past: _Pass) -> torch.Tensor:
-        # Writes to running statistics go to the copies: the first forward pass has made them.
-        buffers = {name: value.clone() for name, value in past.buffers.items()}
-        with self._random(past.iteration):
-            output: torch.Tensor = functional_call(self.module, {**past.parameters, **buffers}, (past.x,))
-        return output
-
-    @contextlib.contextmanager
-    def _random(self, iteration: int) -> Iterator[None]:
-        """Random numbers that depend on the part and the iteration alone, wherever it runs and however often."""
-        if self.seed is None:
-            yield
-            return
-        devices = {value.device for value in self.module.parameters() if value.is_cuda}
-        with torch.random.fork_rng(devices=list(devices)):
-            torch.manual_seed((self.seed * 1_000_003 + iteration) * 1_009 + self.number)
-            yield
-
-    def state_dict(self) -> dict[str, Any]:
-        """The part's weights, its optimiser's state and its waiting passes, as tensors and plain values."""
-        return {
-            "module": self.module.state_dict(),
-            "optimizer": {} if self.optimizer is None else self.optimizer.state_dict(),
-            "passes": [
-                {
-                    "x": past.x.detach(),
-                    "parameters": {name: value.detach() for name, value in past.parameters.items()},
-                    "buffers": past.buffers,
-                    "iteration": past.iteration,
-                }
-                for past in self.passes
-            ],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        self.module.load_state_dict(state["module"])
-        if self.optimizer is not None:
-            # The optimiser would share these tensors with whoever else has them.
-            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        frozen = {name for name, value in self.module.named_parameters() if not value.requires_grad}
-        self.passes = deque(
-            _Pass(
-                past["x"].clone().requires_grad_(self.number > 0),
-                {name: value.clone().requires_grad_(name not in frozen) for name, value in past["parameters"].items()},
-                {name: value.clone() for name, value in past["buffers"].items()},
-                int(past["iteration"]),
-            )
-            for past in state["passes"]
-        )
 
 
 class DelayedGradients:
@@ -198,7 +38,7 @@ class DelayedGradients:
         Makes an optimiser of a list of parameters, as ``functools.partial(torch.optim.SGD, lr=0.01)``. Each module has
         one of its own.
     loss : callable
-        A scalar from the model's output and the targets; by default the mean cross-entropy.
+        A scalar from the model's output and the targets alone; by default the mean cross-entropy.
     process_group : ProcessGroup, optional
         One process for each module: each rank holds all of the model, and trains the module of its number. By default
         all modules are trained in this process.
@@ -227,7 +67,8 @@ class DelayedGradients:
     Notes
     -----
     Equations 6 to 9, Algorithms 1 and 2. Equation 8 would apply weight decay before the first gradient; here it rests.
-    Random numbers in forward passes, as dropout's, are seeded by the module and the iteration where K > 1.
+    Random numbers in forward passes, as dropout's, are seeded by the module and the iteration where K > 1. A step that
+    failed before any update may be repeated in one process; of several, none can go on.
 
     Examples
     --------
@@ -271,8 +112,8 @@ class DelayedGradients:
         ]
         #: Gradients for the modules before, which use them in the next iteration.
         self._gradients: dict[int, torch.Tensor] = {}
-        #: What activations that come from another rank are like, by the size of the batch.
-        self._likes: dict[int, Like] = {}
+        #: Whether an update has begun that did not end.
+        self._updating = False
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -299,28 +140,36 @@ class DelayedGradients:
         ValueError
             Where the batch is empty.
         TypeError
-            Where a module returns anything but one tensor.
+            Where a module returns anything but one floating-point tensor.
         RankError
-            Where another rank fails, does not answer in the group's time, or passes other batches.
+            Where another rank fails, does not answer in the group's time, or has another batch.
+        RuntimeError
+            Where an earlier step failed after some modules were updated.
         """
         if not len(x):
             raise ValueError("x has no samples; pass batches of at least one")
+        if self._updating:
+            raise RuntimeError("a step has failed after some modules were updated; load a state, or begin anew")
         incoming = self._exchange_gradients()
         try:
-            loss = self._forward_and_loss(x, y)
+            output = self._forward(x)
+            loss, of_output = (None, None) if output is None else self._loss(output, y)
         except BaseException:
-            # A step that failed before any update may be repeated.
             for part in self._parts:
                 part.forget(self.iteration)
             raise
+        gradients = dict(self._gradients) if self._ranks is None else {}
         if incoming is not None:
-            part = self._parts[-1]
-            self._gradients[part.number] = incoming.wait(self.iteration).to(part.passes[0].x.device)
+            gradients[self._parts[-1].number] = incoming.wait(self.iteration).to(x.device)
+        if of_output is not None:
+            gradients[self._last] = of_output
+        self._updating = True
         with self._during("backward pass"):
-            following = {part.number - 1: part.backward(self._gradients.get(part.number)) for part in self._parts}
+            following = {part.number - 1: part.backward(gradients.get(part.number)) for part in self._parts}
         self._gradients = {number: value for number, value in following.items() if value is not None}
         if self._ranks is not None:
             self._ranks.flush()
+        self._updating = False
         self.iteration += 1
         return loss
 
@@ -328,7 +177,7 @@ class DelayedGradients:
         """Bring the weights and buffers of all modules to all ranks; every rank has to call it."""
         if self._ranks is not None:
             for number, part in enumerate(self.partition):
-                self._ranks.broadcast(part.state_dict().values(), number)
+                self._ranks.broadcast(tensors_of(part).values(), number)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a training needs to go on bit for bit: weights, optimisers, and passes that wait for gradients.
@@ -349,46 +198,46 @@ class DelayedGradients:
         Raises
         ------
         ValueError
-            Where it is of another number of modules; nothing has changed then.
+            Where it is of another split or model; nothing has changed then.
         """
+        missing = {"parts", "gradients", "iteration", "seed"} - set(state)
+        if missing:
+            raise ValueError(f"the state has no {', '.join(sorted(missing))}; pass what state_dict returned")
         if len(state["parts"]) != len(self.partition):
             raise ValueError(
                 f"the state is of {len(state['parts'])} modules, and there are {len(self.partition)} here; split alike"
             )
         for part in self._parts:
+            part.check_state(state["parts"][part.number], state["iteration"])
+        for part in self._parts:
             part.seed = state["seed"]
             part.load_state_dict(state["parts"][part.number])
         before = {part.number - 1 for part in self._parts}
         self._gradients = {number: value for number, value in state["gradients"].items() if number in before}
-        self.iteration, self._seed = state["iteration"], state["seed"]
+        self.iteration, self._seed, self._updating = state["iteration"], state["seed"], False
 
-    def _forward_and_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
-        """The loss, whose gradient waits for the last module; None where another rank has it."""
-        output = self._forward(x)
-        if output is None:
-            return None
+    def _loss(self, output: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, detached, and its gradient."""
         output.requires_grad_()
         with self._during("loss"):
             loss = self.loss(output, y)
-            (self._gradients[self._last],) = torch.autograd.grad(loss, output)
-        return loss.detach()
+            (gradient,) = torch.autograd.grad(loss, output)
+        return loss.detach(), gradient
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor | None:
         """The output of the last module; None where another rank has it."""
-        phase, samples = f"forward pass of iteration {self.iteration}", len(x)
+        phase, h = f"forward pass of iteration {self.iteration}", x
+        check = 0 if self._ranks is None else _checksum(x)
         if self._parts[0].number:
             assert self._ranks is not None
-            incoming = self._ranks.expect(self._parts[0].number - 1, self._likes.get(samples), phase)
-            h = incoming.wait(self.iteration)
-            self._likes[samples] = h.dtype, tuple(h.shape)
-            x = h.to(x.device)
+            h = self._ranks.expect(self._parts[0].number - 1, phase).wait(self.iteration, check).to(x.device)
         with self._during("forward pass"):
             for part in self._parts:
-                x = part.forward(x, self.iteration)
+                h = part.forward(h, self.iteration)
         if self._parts[-1].number == self._last:
-            return x
+            return h
         assert self._ranks is not None
-        self._ranks.send(x, self._parts[-1].number + 1, self.iteration, phase)
+        self._ranks.send(h, self._parts[-1].number + 1, phase, self.iteration, check)
         return None
 
     def _exchange_gradients(self) -> Incoming | None:
@@ -397,12 +246,10 @@ class DelayedGradients:
             return None
         part, phase = self._parts[0], f"backward pass of iteration {self.iteration}"
         for number, value in self._gradients.items():
-            self._ranks.send(value, number, self.iteration, phase)
+            self._ranks.send(value, number, phase, self.iteration)
         if not part.delay or self.iteration < part.delay:
             return None
-        output = part.passes[0].output
-        like = None if output is None else (output.dtype, tuple(output.shape))
-        return self._ranks.expect(part.number + 1, like, phase)
+        return self._ranks.expect(part.number + 1, phase)
 
     def _during(self, phase: str) -> contextlib.AbstractContextManager[None]:
         if self._ranks is None:
@@ -419,19 +266,12 @@ class DelayedGradients:
         facts: dict[str, Any] = {}
         for path, layer in layers_of(self.model).items():
             parameters = (f"{name} {tuple(p.shape)} {p.dtype}" for name, p in layer.named_parameters())
-            facts[f"layer {path}"] = f"{type(layer).__name__}: {', '.join(parameters)}"
+            facts[f"layer {path}"] = f"{layer!r}: {', '.join(parameters)}"
         ranks.agree({**facts, "lengths of modules": [len(part) for part in self.partition]})
 
 
-@contextlib.contextmanager
-def _without_decay(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """A context in which weight decay rests."""
-    groups = [] if optimizer is None else [group for group in optimizer.param_groups if "weight_decay" in group]
-    decays = [group["weight_decay"] for group in groups]
-    for group in groups:
-        group["weight_decay"] = 0.0
-    try:
-        yield
-    finally:
-        for group, decay in zip(groups, decays, strict=True):
-            group["weight_decay"] = decay
+def _checksum(x: torch.Tensor) -> int:
+    """A number that tells batches apart, from their shape and some of their elements."""
+    flat = x.detach().flatten()
+    some = flat[:: max(1, flat.numel() // 64)].to("cpu", torch.float64)
+    return zlib.crc32(some.numpy().tobytes(), zlib.crc32(str(tuple(x.shape)).encode()))

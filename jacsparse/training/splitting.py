@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import index
-from typing import TypeGuard
+from typing import SupportsIndex, TypeGuard
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def partition(
-    model: nn.Module, modules: int | Sequence[int | str], *, example: torch.Tensor | None = None
+    model: nn.Module, modules: SupportsIndex | Sequence[int | str], *, example: torch.Tensor | None = None
 ) -> list[nn.Sequential]:
     """Cut a model into parts, each an ``nn.Sequential`` of the model's own layers.
 
@@ -48,7 +48,7 @@ def partition(
     Raises
     ------
     TypeError, ValueError
-        Where the model cannot be cut there, has fewer layers than parts, or two parts share a parameter.
+        Where the model cannot be cut there, has fewer layers than parts, or two parts share a parameter or buffer.
 
     Examples
     --------
@@ -59,13 +59,14 @@ def partition(
     [2, 3]
     """
     layers = layers_of(model)
-    if isinstance(modules, int):
-        if not 1 <= modules <= len(layers) or isinstance(modules, bool):
+    if isinstance(modules, SupportsIndex):
+        count = index(modules)
+        if not 1 <= count <= len(layers) or isinstance(modules, bool):
             raise ValueError(
                 f"modules is {modules}; expected 1 to {len(layers)}, as many as the model has layers: {_listed(layers)}"
             )
         units = _weighted(layers) if example is None else measured_costs(layers, example)
-        starts = _balanced(units, modules)
+        starts = _balanced(units, count)
     else:
         starts = _starts(layers, modules)
     parts = [
@@ -76,23 +77,37 @@ def partition(
 
 
 def measured_costs(layers: dict[str, nn.Module], example: torch.Tensor) -> list[float]:
-    """Seconds of each layer's forward and backward pass on an input; the layers' state does not change."""
+    """Seconds of each layer's forward and backward pass on an input, in eval mode: no layer changes."""
     from torch.utils.benchmark import Timer
 
     costs, x = [], example.detach()
     for layer in layers.values():
-        twin = copy.deepcopy(layer)
-        timer = Timer("run(layer, x)", globals={"run": _there_and_back, "layer": twin, "x": x})
-        costs.append(timer.blocked_autorange(min_run_time=0.05).median)
-        x = _there_and_back(twin, x)
+        with in_eval_mode(layer):
+            timer = Timer("run(layer, x)", globals={"run": _there_and_back, "layer": layer, "x": x})
+            costs.append(timer.blocked_autorange(min_run_time=0.05).median)
+            x = _there_and_back(layer, x)
     return costs
 
 
+@contextlib.contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """A context in which a module is in eval mode; the modes of its parts are restored."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
 def _there_and_back(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    x = x.detach().requires_grad_(x.is_floating_point())
-    y: torch.Tensor = layer(x)
+    leaf = x.detach().requires_grad_(x.is_floating_point())
+    with torch.enable_grad():
+        y: torch.Tensor = layer(leaf.clone())
+    leaves = [value for value in (leaf, *layer.parameters()) if value.requires_grad]
     if y.requires_grad:
-        y.backward(torch.ones_like(y))
+        torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
     return y.detach()
 
 
@@ -101,8 +116,8 @@ def _is_container(module: nn.Module) -> TypeGuard[nn.Sequential]:
 
 
 def _layers(container: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
-    hooks = (container._forward_hooks, container._forward_pre_hooks, container._backward_hooks)
-    if any(hooks):
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(container, name) for name in hooks):
         where = f"{prefix[:-1]!r}" if prefix else "the model"
         raise TypeError(f"{where} has hooks, which its parts would not call; put them on layers")
     layers = []
@@ -141,7 +156,7 @@ def _balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 def _starts(layers: dict[str, nn.Module], splits: Sequence[int | str]) -> list[int]:
     """The places of layers by their paths or numbers, in order."""
-    if isinstance(splits, str) or not isinstance(splits, Sequence):
+    if isinstance(splits, str) or not isinstance(splits, Sequence) or not splits:
         raise TypeError(f"modules is {splits!r}; expected a number of parts, or the first layer of each but the first")
     starts = [_place(layers, split) for split in splits]
     if starts != sorted(set(starts)) or 0 in starts:
@@ -173,14 +188,14 @@ def _place(layers: dict[str, nn.Module], split: int | str) -> int:
 
 
 def _check_shared(parts: Sequence[nn.Module]) -> None:
-    """Raise ValueError where two parts share a parameter: each would move it by gradients of another delay."""
+    """Raise ValueError where two parts share a parameter or buffer: each would change it at another time."""
     homes: dict[int, tuple[int, str]] = {}
     for number, part in enumerate(parts):
-        for name, parameter in part.named_parameters():
-            home, first = homes.setdefault(id(parameter), (number, name))
+        for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+            home, first = homes.setdefault(id(tensor), (number, name))
             if home != number:
                 raise ValueError(
-                    f"parts {home} and {number} share a parameter ({first} and {name} there), and would update it at "
+                    f"parts {home} and {number} share a tensor ({first} and {name} there), and would update it at "
                     "different times; split where they are in one part"
                 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .delayed_gradients import Loss, OptimizerFactory
-from .splitting import partition
+from .delayed_gradients import Loss
+from .delayed_part import OptimizerFactory
+from .splitting import in_eval_mode, partition
 
 
 class GradientPredictor(nn.Module):
@@ -47,14 +47,10 @@ class GradientPredictor(nn.Module):
                 "height, width) and of (units,): split elsewhere"
             )
         self.classes, width = classes, shape[0]
-        widths = [width + classes, width, width, width]
         layers: list[nn.Module] = []
-        for into, out in itertools.pairwise(widths):
-            if len(shape) == 3:
-                layers += [nn.Conv2d(into, out, 5, padding=2), nn.BatchNorm2d(out), nn.ReLU()]
-            else:
-                layers += [nn.Linear(into, out), nn.BatchNorm1d(out), nn.ReLU()]
-        self.layers = nn.Sequential(*layers[:-2])
+        for into in (width + classes, width, width):
+            layers += [nn.Conv2d(into, width, 5, padding=2) if len(shape) == 3 else nn.Linear(into, width), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
         last = self.layers[-1]
         for parameter in last.parameters():
             nn.init.zeros_(parameter)
@@ -118,7 +114,9 @@ class SyntheticGradients:
     ) -> None:
         self.model, self.loss = model, loss
         self.partition = partition(model, modules)
-        self.predictors = [GradientPredictor(shape, classes).to(example) for shape in _shapes(self.partition, example)]
+        self.predictors = [
+            GradientPredictor(output.shape[1:], classes).to(output) for output in _outputs(self.partition, example)
+        ]
         trained = [module for module in (*self.partition, *self.predictors) if any(True for _ in module.parameters())]
         self.optimizers = [optimizer(module.parameters()) for module in trained]
 
@@ -136,7 +134,8 @@ class SyntheticGradients:
         for number, part in enumerate(self.partition):
             if number:
                 inputs.append(outputs[-1].detach().requires_grad_())
-            outputs.append(part(inputs[-1]))
+            # Layers that work in place do so on a copy.
+            outputs.append(part(inputs[-1].clone() if number else inputs[-1]))
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss = self.loss(outputs[-1], y)
@@ -148,8 +147,8 @@ class SyntheticGradients:
             if output.requires_grad:
                 output.backward(prediction.detach())
         for prediction, following in zip(predictions, inputs[1:], strict=True):
-            assert following.grad is not None
-            functional.mse_loss(prediction, following.grad).backward()
+            if following.grad is not None:
+                functional.mse_loss(prediction, following.grad).backward()
         for optimizer in self.optimizers:
             optimizer.step()
         return loss.detach()
@@ -173,10 +172,11 @@ class SyntheticGradients:
 
 
 @torch.no_grad()
-def _shapes(parts: Sequence[nn.Module], example: torch.Tensor) -> list[tuple[int, ...]]:
-    """The shapes of the activations between parts, without the batch; nothing in the parts changes."""
-    twins, x, shapes = copy.deepcopy(list(parts)), example, []
-    for twin in twins[:-1]:
-        x = twin.eval()(x)
-        shapes.append(tuple(x.shape[1:]))
-    return shapes
+def _outputs(parts: Sequence[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
+    """The activations between parts, in eval mode, so that nothing in the parts changes."""
+    outputs = []
+    for part in parts[:-1]:
+        with in_eval_mode(part):
+            x = part(x.clone())
+        outputs.append(x)
+    return outputs

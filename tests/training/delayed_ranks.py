@@ -63,7 +63,9 @@ def fault(kind, rank):
             if kind == "exception":
                 ddg.partition[rank][0].register_forward_hook(_fail)
             elif kind == "batch":
-                x, y = x[:2], y[:2]
+                x, y = batches(6)[5]
+            elif kind == "more":
+                ddg.synchronize()
             else:
                 os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         ddg.step(x, y)

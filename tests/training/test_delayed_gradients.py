@@ -2,12 +2,15 @@
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 from jacsparse.training import DelayedGradients, partition
 
@@ -44,7 +47,7 @@ def reference(model, modules, data, optimizer):
             g = {name: torch.zeros_like(w[name]) for name in group}
             if s >= 0:
                 at = {name: p.clone().requires_grad_() for name, p in history[s].items()}
-                loss = functional.cross_entropy(functional_call(model, at, (data[s][0],)), data[s][1])
+                loss = functional.cross_entropy(functional_call(model, at, (data[s][0].clone(),)), data[s][1])
                 g = dict(zip(group, torch.autograd.grad(loss, [at[name] for name in group]), strict=True))
             for name in group:
                 if optimizer is ADAM:
@@ -205,6 +208,92 @@ def test_batches_of_other_sizes():
         torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-12, atol=1e-12)
 
 
+class Counter(nn.Module):
+    """Divides by a buffer that it has written to before."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.ones((), dtype=torch.float64), persistent=False)
+
+    def forward(self, x):
+        self.count.add_(1)
+        return x * self.count.sqrt()
+
+
+def odd_models():
+    """Models on which a pass that waits could go wrong."""
+    shared, tied = nn.Linear(5, 5), nn.Linear(5, 5)
+    twin = nn.Linear(5, 5)
+    twin.weight = tied.weight
+    pruned = nn.Linear(5, 5)
+    prune.random_unstructured(pruned, "weight", 0.5)
+    normed = weight_norm(nn.Linear(5, 5))
+    tail = (nn.Tanh(), nn.Linear(5, 4))
+    return {
+        "a layer twice": nn.Sequential(nn.Linear(3, 5), shared, nn.Tanh(), shared, *tail),
+        "tied weights": nn.Sequential(nn.Linear(3, 5), tied, nn.Tanh(), twin, *tail),
+        "pruned": nn.Sequential(nn.Linear(3, 5), pruned, nn.Tanh(), pruned, *tail),
+        "parametrised": nn.Sequential(nn.Linear(3, 5), normed, *tail),
+        "in place first": nn.Sequential(nn.LeakyReLU(0.5, inplace=True), nn.Linear(3, 5), *tail),
+        "in place at a cut": nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.ReLU(inplace=True), nn.Linear(5, 4)),
+    }
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", list(odd_models()))
+def test_odd_models(name, recompute):
+    torch.manual_seed(0)
+    model = odd_models()[name].double()
+    torch.manual_seed(0)
+    twin = odd_models()[name].double()
+    cut = [len(model) - 1] if name != "in place at a cut" else [2]
+    data = batches(7)
+    expected = reference(twin, cut, data, SGD)
+    ddg = DelayedGradients(model, modules=cut, optimizer=SGD, recompute=recompute)
+    x = torch.empty_like(data[0][0])
+    for values, y in data:
+        # The caller's buffer, which the next batch overwrites.
+        ddg.step(x.copy_(values), y)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, nn.Parameter)
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_buffers_that_forward_writes():
+    states = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 5), Counter(), nn.Tanh(), nn.Linear(5, 4)).double()
+        ddg = DelayedGradients(model, modules=[3], optimizer=SGD, recompute=recompute)
+        for x, y in batches(6):
+            ddg.step(x, y)
+        assert model[1].count == 7
+        states.append(ddg.state_dict())
+    assert_equal_states(*states)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda ddg: pickle.loads(pickle.dumps(ddg))])
+def test_copies_go_on_alike(duplicate):
+    first = DelayedGradients(model_of(), modules=3, optimizer=SGD)
+    for x, y in batches(5):
+        first.step(x, y)
+    second = duplicate(first)
+    for x, y in batches(5):
+        assert first.step(x, y) == second.step(x, y)
+    assert_equal_states(first.state_dict(), second.state_dict())
+
+
+def test_layers_that_are_frozen_stay_as_they_are():
+    model = model_of()
+    ddg = DelayedGradients(model, modules=4, optimizer=SGD)
+    for number, (x, y) in enumerate(batches(12)):
+        if number == 6:
+            model[0].requires_grad_(False)
+            before = model[0].weight.clone()
+        ddg.step(x, y)
+    assert torch.equal(model[0].weight, before)
+
+
 class TestPartition:
     def test_by_path_place_and_number(self):
         model = convolutional()
@@ -235,6 +324,7 @@ class TestPartition:
             (True, ValueError, "modules is True"),
             (2.5, TypeError, "modules is 2.5"),
             ("1", TypeError, "modules is '1'"),
+            ([], TypeError, r"modules is \[\]"),
             (["0.1.weight"], ValueError, "inside '0.1', a BatchNorm2d"),
             (["7"], ValueError, "no layer '7'; the layers are 0.0, 0.1"),
             ([0], ValueError, "a split is 0; expected 1 to 8"),
@@ -262,7 +352,7 @@ class TestPartition:
         with pytest.raises(TypeError, match="the model has hooks"):
             partition(model, 2)
         shared = nn.Linear(3, 3)
-        with pytest.raises(ValueError, match=r"parts 0 and 1 share a parameter \(0.weight and 0.weight there\)"):
+        with pytest.raises(ValueError, match=r"parts 0 and 1 share a tensor \(0.weight and 0.weight there\)"):
             partition(nn.Sequential(shared, nn.Tanh(), shared), [2])
 
 
@@ -289,6 +379,50 @@ class TestErrors:
             ddg.step(x, y)
         for name, parameter in failing.named_parameters():
             torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-12, atol=1e-12)
+
+    def test_a_failed_update_is_final_until_a_state_is_loaded(self):
+        ddg, data = DelayedGradients(model_of(), modules=3, optimizer=SGD), batches(6)
+        for x, y in data[:4]:
+            ddg.step(x, y)
+        state = copy.deepcopy(ddg.state_dict())
+        hook = ddg.optimizers[1].register_step_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ddg.step(*data[4])
+        hook.remove()
+        with pytest.raises(RuntimeError, match="a step has failed after some modules were updated; load a state"):
+            ddg.step(*data[4])
+        ddg.load_state_dict(state)
+        ddg.step(*data[4])
+
+    def test_hooks_of_parameters_and_optimisers_with_closures(self):
+        model = model_of()
+        model[0].weight.register_hook(lambda g: g)
+        with pytest.raises(ValueError, match=r"parameter 0.weight of part 0 has hooks, .*register_step_pre_hook"):
+            DelayedGradients(model, modules=2, optimizer=SGD)
+        with pytest.raises(ValueError, match="the optimiser is LBFGS"):
+            DelayedGradients(model_of(), modules=2, optimizer=torch.optim.LBFGS)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda state: state.pop("seed"), "the state has no seed"),
+            (lambda state: state["parts"][0]["passes"].pop(), r"part 0 has passes of iterations \[3\] after 5"),
+            (lambda state: state["parts"][1]["tensors"].pop("0.bias"), "0.bias of part 1 is missing in the state"),
+            (
+                lambda state: state["parts"][0]["passes"][0]["parameters"].update({"0.bias": torch.zeros(9)}),
+                r"0.bias of part 0 is \(9,\) in the state, and \(5,\) in the model",
+            ),
+        ],
+    )
+    def test_damaged_states_change_nothing(self, change, message):
+        first, second = (DelayedGradients(model_of(), modules=3, optimizer=SGD) for _ in range(2))
+        for x, y in batches(5):
+            first.step(x, y)
+        state, before = first.state_dict(), copy.deepcopy(second.state_dict())
+        change(state)
+        with pytest.raises(ValueError, match=message):
+            second.load_state_dict(state)
+        assert_equal_states(second.state_dict() | {"seed": 0}, before | {"seed": 0})
 
     def test_states_of_other_splits(self):
         state = DelayedGradients(model_of(), modules=2, optimizer=SGD).state_dict()
