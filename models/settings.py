@@ -158,6 +158,8 @@ class TrainSettings:
                     f"backward is {self.backward!r}, but {self.task} has a single recurrent layer; choose bp or scan"
                 )
         if self.backward == "leapfrog":
+            if self.threads is None:
+                raise ValueError("backward is 'leapfrog'; set threads, as in 2")
             check_threads(self.threads)
         if self.backward in ("ddg", "dni"):
             if self.modules is None:

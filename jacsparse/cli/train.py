@@ -46,7 +46,9 @@ def train(
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of weights, order, augmentation and dropout.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted training, with the same settings.")
+    ] = False,
 ) -> None:
     """Train a model, and prune and retrain it. Under torchrun, ddg has a process for each module."""
     from .. import models

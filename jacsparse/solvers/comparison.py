@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from operator import index
 from typing import Any
@@ -29,6 +29,8 @@ from .systems import BlockTriangular
 
 #: Multiply-adds from which on a solver is counted but not run.
 MOST = 10**11
+#: Workers over which `SolverComparison.fewest` goes.
+_WORKERS = tuple(2**power for power in range(21))
 #: Seconds for which each solver is timed.
 SECONDS = 0.3
 
@@ -98,6 +100,9 @@ class SolverComparison:
         The system's depth l, its widest block n, and the batch r.
     workers : tuple of int
         The numbers of workers.
+    fewest : tuple of (int, str)
+        Which solver has the fewest multiply-adds until the last level is done: from which number of workers on, of
+        powers of two up to 2^20, and its label.
     input_shape : tuple of int
         Of the input, with the batch.
     dtype, device : str
@@ -116,6 +121,7 @@ class SolverComparison:
     units: int
     samples: int
     workers: tuple[int, ...]
+    fewest: tuple[tuple[int, str], ...]
     input_shape: tuple[int, ...]
     dtype: str
     device: str
@@ -138,7 +144,7 @@ class SolverComparison:
         bound = self.layers / math.log2(self.layers) if self.layers > 1 else 0.0
         direct = reduction_pays(self.layers, self.units, self.samples)
         lines = [
-            f"Direct methods pay, says the paper, where r = {self.samples} >= n = {self.units:,} or "
+            f"Direct methods pay, says the paper, where r = {self.samples} samples >= n = {self.units:,} units or "
             f"l / log2 l = {bound:.1f} >= n: {_verdict(direct)}."
         ]
         settled = [row for row in self.rows if row.solved and row.iterations is not None and row.steps]
@@ -150,10 +156,21 @@ class SolverComparison:
             )
         return " ".join(lines)
 
+    @property
+    def conclusion(self) -> str:
+        """Which solver is done after the fewest multiply-adds, by the number of workers, in words."""
+        if not self.fewest:
+            return "No solver settled."
+        (_, first), *others = self.fewest
+        parts = [first, *(f"from {workers:,} workers on {label}" for workers, label in others)]
+        end = "" if others else f", for any number of workers up to {_WORKERS[-1]:,}"
+        return f"Fewest multiply-adds until done: {', '.join(parts)}{end}."
+
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain values, what they depend on, and what the words mean."""
         versions = {"jacsparse": __version__, "torch": torch.__version__}
-        return {**asdict(self), "criterion": self.criterion, "versions": versions, "words": WORDS}
+        words = {"criterion": self.criterion, "conclusion": self.conclusion, "words": WORDS}
+        return {**asdict(self), **words, "versions": versions}
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict` to a file."""
@@ -224,15 +241,17 @@ def compare(
             shape = _output_shape(module, x)
             gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x)
         system = propagation(module, x, gradient).system
-    rows, iterative = [], dict[str, Work]()
+    rows, iterative, works = [], dict[str, Work](), dict[str, Work]()
     for method in solvers:
         name = SolverFigures(method.name, _options(method)).label
         if progress is not None:
             progress(name)
         row, work = _figures(method, system, numbers, seconds)
         rows.append(row)
-        if work is not None and row.solved and row.iterations is not None:
-            iterative[name] = work
+        if work is not None and row.solved:
+            works[name] = work
+            if row.iterations is not None:
+                iterative[name] = work
     return SolverComparison(
         tuple(rows),
         estimates(system, iterative),
@@ -240,12 +259,23 @@ def compare(
         max(system.sizes),
         system.batch,
         numbers,
+        _fewest(works),
         tuple(x.shape),
         str(x.dtype).removeprefix("torch."),
         str(x.device),
         torch.get_num_threads(),
         type(module).__name__,
     )
+
+
+def _fewest(works: Mapping[str, Work]) -> tuple[tuple[int, str], ...]:
+    """The solver with the fewest multiply-adds until done, from each number of workers on at which it changes."""
+    changes: list[tuple[int, str]] = []
+    for workers in _WORKERS if works else ():
+        times = {label: work.time(workers) for label, work in works.items()}
+        if not changes or times[changes[-1][1]] > min(times.values()):
+            changes.append((workers, min(times, key=lambda label: times[label])))
+    return tuple(changes)
 
 
 def _verdict(pays: bool) -> str:

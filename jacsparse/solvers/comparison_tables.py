@@ -41,6 +41,7 @@ def tables(comparison: SolverComparison) -> Iterator[Any]:
     if comparison.estimates:
         yield _estimates(comparison)
         words = words | _ESTIMATE_WORDS
+    yield comparison.conclusion
     yield comparison.criterion
     yield ""
     yield glossary(words)

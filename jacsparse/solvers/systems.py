@@ -116,6 +116,11 @@ class BlockTriangular:
             result = Block(pattern, values)
         elif not isinstance(block, torch.Tensor):
             raise TypeError(f"{name} is a {type(block).__name__}; expected a SparseJacobian or a torch.Tensor")
+        elif block.layout != torch.strided:
+            raise TypeError(
+                f"{name} is a sparse tensor, {block.layout}; pass SparseJacobian(pattern, values), with a Pattern and "
+                "values of shape (nnz, batch) or (nnz, 1)"
+            )
         elif diagonal and block.ndim in (1, 2):
             if block.ndim == 2 and block.shape == shape and shape[0] > 1:
                 raise ValueError(
@@ -127,7 +132,9 @@ class BlockTriangular:
             matrices = block.detach() if block.ndim == 3 else block.detach()[None]
             result = Block(Pattern.of(Full(*matrices.shape[1:])), matrices.flatten(1).T.contiguous())
         else:
-            raise ValueError(f"{name} has shape {tuple(block.shape)}; expected a matrix, or one for each sample")
+            raise ValueError(
+                f"{name} has shape {tuple(block.shape)}; expected a matrix, or (batch, m, n) for one for each sample"
+            )
         if result.pattern.shape != shape:
             rows, columns = result.pattern.shape
             raise ValueError(f"{name} is {rows} × {columns}; expected {shape[0]} × {shape[1]}, as the right-hand sides")

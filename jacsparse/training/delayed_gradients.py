@@ -36,12 +36,12 @@ class DelayedGradients:
         The number of modules K, or where they begin, as `jacsparse.training.partition` takes it.
     optimizer : callable
         Makes an optimiser of a list of parameters, as ``functools.partial(torch.optim.SGD, lr=0.01)``. Each module has
-        one of its own.
+        one of its own. Gradients can be clipped by ``register_step_pre_hook`` of each.
     loss : callable
         A scalar from the model's output and the targets alone; by default the mean cross-entropy.
     process_group : ProcessGroup, optional
-        One process for each module: each rank holds all of the model, and trains the module of its number. By default
-        all modules are trained in this process.
+        One process for each module: each rank holds all of the model, and trains the module of its number. Before the
+        model is evaluated, all ranks call `synchronize`. By default all modules are trained in this process.
     recompute : bool
         Whether activations are computed again in the backward pass, so that a module stores its weights and inputs
         alone for iterations that wait for their gradients.
@@ -92,6 +92,11 @@ class DelayedGradients:
         recompute: bool = False,
         example: torch.Tensor | None = None,
     ) -> None:
+        if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+            raise TypeError(
+                f"optimizer is {type(optimizer).__name__}; pass what makes one of a list of parameters, as "
+                "functools.partial(torch.optim.SGD, lr=0.01)"
+            )
         self.model, self.loss = model, loss
         self.partition = partition(model, modules, example=example)
         self.iteration, self._last = 0, len(self.partition) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -37,7 +38,25 @@ def test_figures() -> None:
         if row.solved:
             assert row.multiply_adds_until_done is not None
             assert row.multiply_adds_until_done[1] == row.multiply_adds >= row.multiply_adds_until_done[16]
-    assert "r = 4 >= n = 8 or l / log2 l = 4.0 >= n: they would not" in comparison.criterion
+    assert "r = 4 samples >= n = 8 units or l / log2 l = 4.0 >= n: they would not" in comparison.criterion
+
+
+def test_the_conclusion_names_the_solver_with_the_fewest_multiply_adds() -> None:
+    comparison = compared(workers=tuple(2**power for power in range(21)))
+    best = [
+        min((row.multiply_adds_until_done[p], row.label) for row in comparison.rows if row.multiply_adds_until_done)[0]
+        for p in comparison.workers
+    ]
+    until_done = {row.label: row.multiply_adds_until_done for row in comparison.rows}
+    places = [*comparison.fewest, (2**21, "")]
+    for (begin, label), (end, _) in itertools.pairwise(places):
+        for p, fewest in zip(comparison.workers, best, strict=True):
+            if begin <= p < end:
+                assert until_done[label][p] == fewest
+    assert "Fewest multiply-adds until done: substitution, from " in comparison.conclusion
+    alone = compared(methods=["substitution"])
+    assert alone.conclusion.endswith("substitution, for any number of workers up to 1,048,576.")
+    assert alone.conclusion in str(alone).replace("\n", " ")
 
 
 def test_recurrent_networks_and_methods_by_name() -> None:

@@ -394,6 +394,11 @@ class TestErrors:
         ddg.load_state_dict(state)
         ddg.step(*data[4])
 
+    @pytest.mark.parametrize("optimizer", ["sgd", torch.optim.SGD([torch.zeros(1)], lr=0.1)])
+    def test_optimisers_that_are_no_factories(self, optimizer):
+        with pytest.raises(TypeError, match=r"pass what makes one of a list of parameters, as functools.partial"):
+            DelayedGradients(model_of(), modules=2, optimizer=optimizer)
+
     def test_hooks_of_parameters_and_optimisers_with_closures(self):
         model = model_of()
         model[0].weight.register_hook(lambda g: g)
