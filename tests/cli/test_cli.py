@@ -221,7 +221,7 @@ def test_solvers_are_compared(jac, tmp_path: Path) -> None:
     files = ["--plot", picture, "--json", report]
     status, out, err = jac("compare", *model, "--batch", "2", "--workers", "1,8", *files)
     assert status == 0, err
-    assert "cyclic_reduction" in out and "p = 8" in out and "r = 2 >= n = 6" in out
+    assert "cyclic_reduction" in out and "p = 8" in out and "r = 2 samples >= n = 6 units" in out
     assert "solving by jacobi" in err
     figures = json.loads(report.read_text())
     assert (figures["name"], figures["settings"]["seed"], figures["input_shape"]) == (model[0], 0, [2, 5])
