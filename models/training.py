@@ -113,11 +113,14 @@ def train(
     if data is None:
         data = load_data(settings.data, features=settings.features, skip_damaged=settings.skip_damaged)
     _check_data(settings, data)
+    grouped = dist.is_available() and dist.is_initialized()
     with torch.random.fork_rng(devices=[]):
         run = _Run.begin(settings, data) if checkpoint is None else _Run.resume(settings, data, checkpoint)
         run.execute(progress or (lambda _: None))
     if settings.plot and settings.out is not None and _writes():
         plot_curves(run.points, settings.outputs[2], _title(settings, data, run.accuracy))
+    if count > 1 and not grouped:
+        dist.destroy_process_group()
     return TrainResult(run.model.eval(), run.points, run.accuracy)
 
 

@@ -112,3 +112,5 @@ if __name__ == "__main__":
         fault(arguments[0], int(arguments[1]))
     else:
         {"equal": equal, "measured": measured, "differ": differ, "alone": alone}[case](*arguments)
+    # Without it a process may end by a signal, as its threads are still there.
+    dist.destroy_process_group()
