@@ -278,7 +278,7 @@ def test_curves_as_tensors_and_pictures(tmp_path: Path) -> None:
             "data is 'mnist'; expected digits, cifar10:DIR, ",
         ),
         ({"backward": "forward"}, "backward is 'forward'; expected one of bp, ddg, dni, leapfrog, scan"),
-        ({"backward": "leapfrog"}, "threads is None; expected an integer of at least 1"),
+        ({"backward": "leapfrog"}, "backward is 'leapfrog'; set threads, as in 2"),
         ({"backward": "leapfrog", "threads": 0}, "threads is 0; expected an integer"),
         ({"threads": 2}, "threads is 2, but backward is 'bp'; set backward to 'leapfrog'"),
         ({"backward": "leapfrog", "threads": 2, "task": "irmas"}, "irmas has a single recurrent layer"),
