@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from ..distributed import Ranks
 from ..runtime import check_writable
-from ..training import Backpropagation, DelayedGradients, SyntheticGradients
+from ..training import Backpropagation, DelayedGradients, SyntheticGradients, in_eval_mode
 from .arguments import check_count, check_number
 from .checkpoint import Checkpoint, model_of, read_checkpoint, save_checkpoint
 from .classifiers import SequenceClassifier
@@ -149,18 +149,13 @@ def evaluate(module: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> t
     """
     if not len(labels) or len(images) != len(labels):
         raise ValueError(f"there are {len(images)} images and {len(labels)} labels; expected as many of both, and some")
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
     loss, right = 0.0, 0
-    try:
+    with in_eval_mode(module):
         for begin in range(0, len(labels), _TEST_BATCH):
             batch = slice(begin, begin + _TEST_BATCH)
             scores = module(_as_float(images[batch]))
             loss += functional.cross_entropy(scores, labels[batch], reduction="sum").item()
             right += int((scores.argmax(1) == labels[batch]).sum())
-    finally:
-        for part, mode in modes:
-            part.training = mode
     return loss / len(labels), right / len(labels)
 
 

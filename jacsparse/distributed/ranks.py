@@ -60,6 +60,7 @@ class Ranks:
         self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         #: Messages that may not have arrived: their ranks, what they are of, and the tensors, which have to stay.
         self._sent: list[tuple[int, str, dist.Work, torch.Tensor]] = []
+        # Making the store takes messages, which ask for it where they fail.
         self._faults: Any = None
         self._faults = self._store()
 
@@ -90,7 +91,7 @@ class Ranks:
             for tensor in tensors:
                 shared = tensor.detach().to(self._device).contiguous()
                 dist.broadcast(shared, self._global(source), group=self.group)
-                # Autograd would refuse passes of the source that wait for their gradients: they share its tensors.
+                # The source's own tensors stay as they are, as graphs of autograd may hold them.
                 if self.rank != source:
                     tensor.copy_(shared)
 
