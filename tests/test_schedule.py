@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import jacsparse
-from jacsparse.schedule import Schedule, balanced, blelloch, blocked, linear, resolve
+from jacsparse.schedule import Schedule, balanced, blelloch, blocked, exchanges, linear, resolve
 from jacsparse.stages import Region
 
 
@@ -215,3 +215,28 @@ def test_bad_arguments() -> None:
         linear(3).complexity(0)
     with pytest.raises(ValueError, match="workers is 0"):
         balanced(jacsparse.chain(nn.ReLU(), (3,)), 0)
+
+
+@pytest.mark.parametrize("ranks", range(1, 34))
+def test_exchanges_give_each_rank_what_comes_before(ranks: int) -> None:
+    before: list[list[int]] = [[] for _ in range(ranks)]
+    blocks = [[rank] for rank in range(ranks)]
+    rounds = exchanges(ranks)
+    assert len(rounds) == math.ceil(math.log2(ranks))
+    for messages in rounds:
+        sent = [list(block) for block in blocks]
+        # Each rank takes part in one exchange of a round.
+        assert all(source ^ target == messages[0].source ^ messages[0].target for source, target, _ in messages)
+        for source, target, joined in messages:
+            assert joined or source < target, "a message is of use"
+            if source < target:
+                before[target] = sent[source] + before[target]
+            if joined:
+                first, second = sorted((source, target))
+                blocks[target] = sent[first] + sent[second]
+    assert before == [list(range(rank)) for rank in range(ranks)]
+
+
+def test_exchanges_refuse_no_ranks() -> None:
+    with pytest.raises(ValueError, match="ranks is 0"):
+        exchanges(0)
