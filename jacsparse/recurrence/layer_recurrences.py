@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..affine import AffineMaps, SparseMaps
 from ..patterns import gathered, state_jacobian_pattern, state_jacobian_values
 from ..runtime import on_device
 from ..schedule import Schedule
@@ -14,7 +15,6 @@ from .cells import Cell, Saved, Weights
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
 from .solvers import CHUNK, SOLVERS, Problem, Recurrence, choose, forward_choice, parse, solve
-from .tree_scan import AffineMaps, SparseMaps
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..affine import AffineMaps, SparseMaps
 from ..runtime import uncompiled
 from ..schedule import Schedule
 from . import recurrences_cuda
@@ -16,7 +17,6 @@ from .once_differentiable import differentiable_once, once
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
 from .solvers import SOLVERS, Problem, Recurrence, choose, parse, solve
-from .tree_scan import AffineMaps, SparseMaps
 
 
 @dataclass

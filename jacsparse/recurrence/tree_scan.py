@@ -6,104 +6,15 @@ thesis (section 3.1): the schedules that order the products of a chain order the
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..patterns import Pattern
+from ..affine import AffineMaps
 from ..runtime import frozen
 from ..schedule import Schedule
-from ..spgemm import matvec, plan_product
 from .sequences import index
-
-
-class AffineMaps(ABC):
-    """Affine maps of the states of a batch; the maps lie along `axis` of each tensor.
-
-    Parameters
-    ----------
-    matrices : Tensor
-        The matrices of the maps, or their values.
-    offsets : Tensor
-        What the maps add, of the shape of the states.
-    """
-
-    axis: ClassVar[int] = 0
-
-    def __init__(self, matrices: torch.Tensor, offsets: torch.Tensor) -> None:
-        self.matrices, self.offsets = matrices, offsets
-
-    def like(self, matrices: torch.Tensor, offsets: torch.Tensor) -> Self:
-        """Maps of the same form."""
-        return type(self)(matrices, offsets)
-
-    def take(self, places: slice | torch.Tensor) -> Self:
-        """Some of the maps."""
-        return self.like(_take(self.matrices, places, self.axis), _take(self.offsets, places, self.axis))
-
-    def split(self, samples: int) -> list[Self]:
-        """The maps of at most so many samples at a time."""
-        axis = self.axis + 1
-        parts = zip(self.matrices.split(samples, axis), self.offsets.split(samples, axis), strict=True)
-        return [self.like(matrices, offsets) for matrices, offsets in parts]
-
-    @abstractmethod
-    def apply(self, states: torch.Tensor) -> torch.Tensor:
-        """The states after the maps, from those before."""
-
-    @abstractmethod
-    def after(self, earlier: Self) -> Self:
-        """The maps that do what `earlier` does and then what these do."""
-
-
-class DenseMaps(AffineMaps):
-    """Maps ``s @ matrix + offset`` of rows: ``(maps, batch, n, n)`` and ``(maps, batch, n)``."""
-
-    def apply(self, states: torch.Tensor) -> torch.Tensor:
-        return (states.unsqueeze(-2) @ self.matrices).squeeze(-2) + self.offsets
-
-    def after(self, earlier: Self) -> Self:
-        return self.like(earlier.matrices @ self.matrices, self.apply(earlier.offsets))
-
-
-class DiagonalMaps(AffineMaps):
-    """Maps ``s * diagonal + offset``: both ``(maps, batch, n)``."""
-
-    def apply(self, states: torch.Tensor) -> torch.Tensor:
-        return states * self.matrices + self.offsets
-
-    def after(self, earlier: Self) -> Self:
-        return self.like(earlier.matrices * self.matrices, self.apply(earlier.offsets))
-
-
-class SparseMaps(AffineMaps):
-    """Maps ``A s + offset`` of columns, of one pattern: ``(nnz, maps, batch)`` and ``(n, maps, batch)``."""
-
-    axis = 1
-
-    def __init__(self, pattern: Pattern, matrices: torch.Tensor, offsets: torch.Tensor) -> None:
-        super().__init__(matrices, offsets)
-        self.pattern = pattern
-
-    def like(self, matrices: torch.Tensor, offsets: torch.Tensor) -> Self:
-        return type(self)(self.pattern, matrices, offsets)
-
-    def apply(self, states: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = matvec(self.pattern, self.matrices.flatten(1), states.flatten(1))
-        return product.reshape(self.offsets.shape) + self.offsets
-
-    def after(self, earlier: Self) -> Self:
-        plan = _product_plan(self.pattern, earlier.pattern)
-        matrices = plan.multiply(self.matrices.flatten(1), earlier.matrices.flatten(1))
-        shape = (plan.pattern.nnz, *self.matrices.shape[1:])
-        return type(self)(plan.pattern, matrices.reshape(shape), self.apply(earlier.offsets))
-
-
-#: A few patterns for each level of a scan.
-_product_plan = functools.lru_cache(maxsize=64)(plan_product)
 
 
 def scan_states(schedule: Schedule, maps: AffineMaps, state: torch.Tensor) -> torch.Tensor:
@@ -125,12 +36,14 @@ def scan_states(schedule: Schedule, maps: AffineMaps, state: torch.Tensor) -> to
 
     Examples
     --------
+    >>> from jacsparse.affine import DiagonalMaps
     >>> from jacsparse.schedule import blelloch
     >>> maps = DiagonalMaps(torch.full((3, 1, 1), 2.0), torch.ones(3, 1, 1))
     >>> scan_states(blelloch(4), maps, torch.ones(1, 1)).flatten().tolist()
     [1.0, 3.0, 7.0, 15.0]
     """
     axis = maps.axis
+    assert maps.offsets is not None
     groups, final = _compiled(schedule)
     banks = [maps]
     states, filled = torch.cat([state.unsqueeze(axis), torch.empty_like(maps.offsets)], axis), 1

@@ -11,8 +11,9 @@ from torch import nn
 
 import jacsparse
 from jacsparse import Pattern, schedule
+from jacsparse.affine import DenseMaps, DiagonalMaps, SparseMaps
 from jacsparse.recurrence import Dense, Report, reference
-from jacsparse.recurrence.tree_scan import DenseMaps, DiagonalMaps, SparseMaps, scan_states
+from jacsparse.recurrence.tree_scan import scan_states
 from jacsparse.schedule import Schedule
 from tests.helpers import close
 

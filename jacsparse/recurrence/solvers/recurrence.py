@@ -8,10 +8,10 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from ...affine import AffineMaps, DenseMaps, DiagonalMaps
 from ...schedule import Schedule
 from ..reports import Report
 from ..sequences import Chunks, DeviceRuns, Runs, Sequences, index
-from ..tree_scan import AffineMaps, DenseMaps, DiagonalMaps
 
 #: Steps of a chunk, by default.
 CHUNK = 128

@@ -32,7 +32,7 @@ class Tree(Solver):
         problem.report.tree = schedule
         maps = problem.recurrence.maps(chunks, edge, sparse=self.sparse)
         state, batch_axis = edge.double() if maps.axis == 0 else edge.T.double().contiguous(), maps.axis + 1
-        samples = max(1, _ELEMENTS * len(edge) // max(1, maps.matrices.numel()))
+        samples = max(1, _ELEMENTS * len(edge) // max(1, maps.tensors[0].numel()))
         states = torch.cat(
             [
                 scan_states(schedule, part, first)
