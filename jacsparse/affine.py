@@ -109,6 +109,7 @@ class DiagonalMaps(AffineMaps):
         return self.like(torch.ones_like(self.tensors[0]), None)
 
     def _product(self, states: torch.Tensor) -> torch.Tensor:
+        assert self.matrices is not None
         return states * self.matrices
 
     def _composed(self, earlier: Self, offsets: torch.Tensor | None) -> Self:

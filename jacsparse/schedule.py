@@ -492,12 +492,12 @@ def blocked(n: int, boundaries: Sequence[int], name: str) -> Schedule:
 
 
 class Message(NamedTuple):
-    """What a rank sends to another in a round of `exchanges`.
+    """What a rank sends to another in a round of `exchanges`: the product of its block.
 
     Attributes
     ----------
     source, target : int
-        The ranks. The source sends the product of its block.
+        The ranks.
     joined : bool
         Whether the target multiplies its block by that of the source; else no later message needs its block.
     """
@@ -507,29 +507,36 @@ class Message(NamedTuple):
     joined: bool
 
 
-def exchanges(ranks: int) -> tuple[tuple[Message, ...], ...]:
+#: The ways of `exchanges`.
+EXCHANGES = ("linear", "gather", "scan")
+
+
+def exchanges(ranks: int, way: str = "scan") -> tuple[tuple[Message, ...], ...]:
     """The rounds of messages of an exclusive scan across ranks that hold one element each.
 
     Each rank holds two values: the product of its block, at first of its element alone, and that of all elements before
-    its own in the block, at first none. In round k it exchanges the products of blocks of 2^k ranks with the rank whose
-    number differs in bit k: the higher rank multiplies what comes before it by it, and both join their blocks. Messages
-    and products that nothing depends on are left out.
+    its own in the block, at first none. A message from a lower rank extends what comes before; with it, or with that of
+    a higher rank, the target may join its block.
 
     Parameters
     ----------
     ranks : int
         Their number p.
+    way : {"scan", "gather", "linear"}
+        ``scan``: ⌈log2 p⌉ rounds, in which ranks whose numbers differ in one bit exchange the products of their blocks.
+        Messages and products that nothing depends on are left out; Θ(p log p) products remain, more than the Θ(p) of a
+        Blelloch scan (equation 3.4 of the thesis), which has twice as many rounds. ``gather``: one round, in which each
+        rank sends its element to all higher ones. ``linear``: p - 1 rounds, from rank to rank.
 
     Returns
     -------
     tuple of tuple of Message
-        ⌈log2 p⌉ rounds. Together they have Θ(p log p) products, more than the Θ(p) of a Blelloch scan (equation 3.4 of
-        the thesis), which has twice as many rounds.
+        The messages of each round, by source and target.
 
     Raises
     ------
     ValueError
-        If there is no rank.
+        If there is no rank, or no such way.
 
     Examples
     --------
@@ -537,9 +544,16 @@ def exchanges(ranks: int) -> tuple[tuple[Message, ...], ...]:
     [[(0, 1), (1, 0), (2, 3)], [(0, 2), (1, 3)]]
     """
     ranks = _natural("ranks", ranks, 1)
+    if way not in EXCHANGES:
+        raise ValueError(f"way is {way!r}; expected one of {', '.join(EXCHANGES)}")
+    if way == "linear":
+        return tuple((Message(rank, rank + 1, rank + 2 < ranks),) for rank in range(ranks - 1))
+    if way == "gather":
+        pairs = itertools.combinations(range(ranks), 2)
+        return (tuple(Message(source, target, False) for source, target in pairs),) if ranks > 1 else ()
     rounds, needed = [], set[int]()
     for k in reversed(range((ranks - 1).bit_length())):
-        pairs = [(target ^ 1 << k, target) for target in range(ranks)]
+        pairs = ((target ^ 1 << k, target) for target in range(ranks))
         messages = [
             Message(source, target, target in needed)
             for source, target in pairs

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import jacsparse
-from jacsparse.schedule import Schedule, balanced, blelloch, blocked, exchanges, linear, resolve
+from jacsparse.schedule import EXCHANGES, Schedule, balanced, blelloch, blocked, exchanges, linear, resolve
 from jacsparse.stages import Region
 
 
@@ -217,26 +217,37 @@ def test_bad_arguments() -> None:
         balanced(jacsparse.chain(nn.ReLU(), (3,)), 0)
 
 
+ROUNDS = {
+    "scan": lambda ranks: math.ceil(math.log2(ranks)),
+    "gather": lambda ranks: int(ranks > 1),
+    "linear": lambda ranks: ranks - 1,
+}
+
+
+@pytest.mark.parametrize("way", EXCHANGES)
 @pytest.mark.parametrize("ranks", range(1, 34))
-def test_exchanges_give_each_rank_what_comes_before(ranks: int) -> None:
+def test_exchanges_give_each_rank_what_comes_before(ranks: int, way: str) -> None:
     before: list[list[int]] = [[] for _ in range(ranks)]
     blocks = [[rank] for rank in range(ranks)]
-    rounds = exchanges(ranks)
-    assert len(rounds) == math.ceil(math.log2(ranks))
+    rounds = exchanges(ranks, way)
+    assert len(rounds) == ROUNDS[way](ranks)
     for messages in rounds:
         sent = [list(block) for block in blocks]
-        # Each rank takes part in one exchange of a round.
-        assert all(source ^ target == messages[0].source ^ messages[0].target for source, target, _ in messages)
-        for source, target, joined in messages:
-            assert joined or source < target, "a message is of use"
-            if source < target:
-                before[target] = sent[source] + before[target]
-            if joined:
-                first, second = sorted((source, target))
-                blocks[target] = sent[first] + sent[second]
+        for target in range(ranks):
+            received = [message for message in messages if message.target == target]
+            if not received:
+                continue
+            others = [rank for source, *_ in received for rank in sent[source]]
+            if received[0].source < target:
+                before[target] = others + before[target]
+            assert all(joined or source < target for source, _, joined in received), "a message is of use"
+            if received[0].joined:
+                first = received[0].source < target
+                blocks[target] = others + sent[target] if first else sent[target] + others
     assert before == [list(range(rank)) for rank in range(ranks)]
 
 
-def test_exchanges_refuse_no_ranks() -> None:
-    with pytest.raises(ValueError, match="ranks is 0"):
-        exchanges(0)
+@pytest.mark.parametrize(("ranks", "way", "message"), [(0, "scan", "ranks is 0"), (2, "ring", "way is 'ring'")])
+def test_exchanges_refuse(ranks: int, way: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        exchanges(ranks, way)

@@ -1,5 +1,21 @@
-"""Work over several processes, on torch.distributed."""
+"""Work over several processes, on torch.distributed: messages between ranks, and scans across them."""
 
-from .ranks import Incoming, RankError, Ranks
+from ..affine import AffineMaps, DenseMaps, DiagonalMaps, SparseMaps, compose
+from .exclusive_scan import RankScan, exclusive_scan
+from .links import Link
+from .ranks import Incoming, RankError, Ranks, ranks_of
 
-__all__ = ["Incoming", "RankError", "Ranks"]
+__all__ = [
+    "AffineMaps",
+    "DenseMaps",
+    "DiagonalMaps",
+    "Incoming",
+    "Link",
+    "RankError",
+    "RankScan",
+    "Ranks",
+    "SparseMaps",
+    "compose",
+    "exclusive_scan",
+    "ranks_of",
+]

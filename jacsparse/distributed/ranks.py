@@ -7,7 +7,9 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,8 +28,10 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-#: Numbers in a message's header: iteration, checksum, dtype, number of axes, and their lengths.
-_HEADER = 4 + 8
+#: The most tensors of a message, and of axes of each.
+_TENSORS, _AXES = 3, 8
+#: Numbers in a message's header: iteration, checksum, number of tensors and, for each, dtype, number of axes, lengths.
+_HEADER = 3 + _TENSORS * (2 + _AXES)
 
 
 class RankError(RuntimeError):
@@ -46,6 +50,8 @@ class Ranks:
     ----------
     rank, size : int
         This rank in the group, and their number.
+    sent_messages, sent_bytes : int
+        What `send` has sent so far, without headers.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -56,6 +62,7 @@ class Ranks:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not part of the process group")
+        self.sent_messages = self.sent_bytes = self._calls = 0
         #: Where messages are: what the back end takes.
         self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         #: Messages that may not have arrived: their ranks, what they are of, and the tensors, which have to stay.
@@ -121,25 +128,50 @@ class Ranks:
                         f"rank 0 has {name}: {here}, and rank {rank}: {there}; start all ranks with the same arguments"
                     )
 
-    def send(self, tensor: torch.Tensor, to: int, phase: str, iteration: int, check: int = 0) -> None:
-        """Send a tensor, and go on; `flush` waits for its arrival.
+    def next_number(self) -> int:
+        """The number of a call that all ranks make, for its messages' `iteration`."""
+        self._calls += 1
+        return self._calls
+
+    def check(self, facts: Mapping[str, Any], *numbers: int) -> list[list[int]]:
+        """The numbers of all ranks, by one message; RankError, as of `agree`, where ranks have other facts."""
+        digest = zlib.crc32(repr(sorted(facts.items())).encode())
+        local = torch.tensor([digest, *numbers], device=self._device)
+        everybody = [torch.empty_like(local) for _ in range(self.size)]
+        with self.waiting_for(None, "start"):
+            dist.all_gather(everybody, local, group=self.group)
+        digests, *columns = zip(*(each.tolist() for each in everybody), strict=True)
+        if len(set(digests)) > 1:
+            self.agree(facts)
+        return [list(column) for column in zip(*columns, strict=True)] if columns else [[] for _ in everybody]
+
+    def send(
+        self, tensors: torch.Tensor | Sequence[torch.Tensor], to: int, phase: str, iteration: int, check: int = 0
+    ) -> None:
+        """Send a tensor or a few, and go on; `flush` waits for their arrival.
 
         The receiver compares iteration and checksum with its own.
         """
+        several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        numbers = [iteration, check, len(several)]
         with self.during(phase):
-            if tensor.dtype not in _DTYPES or tensor.ndim > _HEADER - 4:
-                raise TypeError(
-                    f"a tensor of {tensor.dtype} with {tensor.ndim} axes cannot be sent; expected real numbers, and "
-                    f"{_HEADER - 4} axes at most"
-                )
-        numbers = [iteration, check, _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+            for tensor in several:
+                if tensor.dtype not in _DTYPES or tensor.ndim > _AXES:
+                    raise TypeError(
+                        f"a tensor of {tensor.dtype} with {tensor.ndim} axes cannot be sent; expected real numbers, "
+                        f"and {_AXES} axes at most"
+                    )
+                lengths = [*tensor.shape, *[0] * (_AXES - tensor.ndim)]
+                numbers += [_DTYPES.index(tensor.dtype), tensor.ndim, *lengths]
         header = torch.tensor([*numbers, *[0] * (_HEADER - len(numbers))], device=self._device)
         with self.waiting_for(to, phase):
-            for part in (header, tensor.detach().contiguous().to(self._device)):
+            for part in (header, *(tensor.detach().contiguous().to(self._device) for tensor in several)):
                 work = dist.isend(part, self._global(to), group=self.group)
                 assert work is not None
                 # The tensors stay until they have arrived.
                 self._sent.append((to, phase, work, part))
+        self.sent_messages += 1
+        self.sent_bytes += sum(tensor.nbytes for tensor in several)
 
     def flush(self) -> None:
         """Wait until all messages have arrived."""
@@ -209,6 +241,20 @@ class Ranks:
         return entries
 
 
+_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+    """The ranks of a group, of all processes where it is None; all of them take part in the first call for a group."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"process_group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup")
+    if group not in _ranks:
+        _ranks[group] = Ranks(group)
+    return _ranks[group]
+
+
 class Incoming:
     """A message that may be on its way."""
 
@@ -220,22 +266,32 @@ class Incoming:
 
     def wait(self, iteration: int, check: int = 0) -> torch.Tensor:
         """The tensor; RankError where it is of another iteration or batch."""
+        (tensor,), sent_check = self.message(iteration)
+        with self._ranks.during(self._phase):
+            if sent_check != check:
+                raise RankError(
+                    f"rank {self._source} and rank {self._ranks.rank} have different batches at iteration {iteration}; "
+                    "pass the same ones to all ranks, in the same order"
+                )
+        return tensor
+
+    def message(self, iteration: int) -> tuple[list[torch.Tensor], int]:
+        """The tensors of a message, and its checksum; RankError where it is of another iteration."""
         ranks = self._ranks
         with ranks.waiting_for(self._source, self._phase):
             self._arrival.wait()
-        sent, sent_check, dtype, axes, *lengths = self._header.tolist()
+        sent, check, count, *numbers = self._header.tolist()
         with ranks.during(self._phase):
             if sent != iteration:
                 raise RankError(
                     f"rank {self._source} is at iteration {sent} and rank {ranks.rank} at {iteration}; each rank has "
                     "to make the same steps"
                 )
-            if sent_check != check:
-                raise RankError(
-                    f"rank {self._source} and rank {ranks.rank} have different batches at iteration {iteration}; pass "
-                    "the same ones to all ranks, in the same order"
-                )
-        payload = torch.empty(lengths[:axes], dtype=_DTYPES[dtype], device=ranks._device)
+        tensors = []
+        for begin in range(0, count * (2 + _AXES), 2 + _AXES):
+            dtype, axes, *lengths = numbers[begin : begin + 2 + _AXES]
+            tensors.append(torch.empty(lengths[:axes], dtype=_DTYPES[dtype], device=ranks._device))
         with ranks.waiting_for(self._source, self._phase):
-            ranks._receive(payload, self._source).wait()
-        return payload
+            for work in [ranks._receive(tensor, self._source) for tensor in tensors]:
+                work.wait()
+        return tensors, check

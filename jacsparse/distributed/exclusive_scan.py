@@ -1,0 +1,221 @@
+"""Exclusive scans across ranks: `torch.distributed` has none, and its messages are no part of autograd."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ..affine import AffineMaps
+from ..schedule import EXCHANGES, Message, exchanges
+from .elements import ElementMessages, kind_of, messages_of, tensors_of, with_tensors
+from .links import Link
+from .ranks import Ranks, ranks_of
+
+Combine = Callable[[Any, Any], Any]
+
+
+def exclusive_scan(
+    transfer: Any,
+    combine: Combine,
+    group: dist.ProcessGroup | None = None,
+    *,
+    initial: Any = None,
+    reverse: bool = False,
+    exchange: str = "auto",
+) -> Any:
+    """Combine the elements of all ranks before this one, differentiably.
+
+    Parameters
+    ----------
+    transfer : Tensor, tuple or list of Tensor, or AffineMaps
+        This rank's element. All ranks have the same kind of element; shapes and sparse patterns may differ, as far as
+        `combine` takes them. Affine maps are those of `jacsparse.affine`: `DenseMaps`, `DiagonalMaps`, `SparseMaps`.
+    combine : callable
+        ``combine(earlier, later)``, associative and differentiable; `jacsparse.affine.compose` for affine maps.
+    group : ProcessGroup, optional
+        The ranks; all of them call this function. By default all processes.
+    initial : as `transfer`, optional
+        What comes before the first rank; only the first one's is read. By default nothing does: the first rank's result
+        is the identity for affine maps, and zeros for tensors.
+    reverse : bool
+        Whether the last rank is the first one of the scan.
+    exchange : {"auto", "scan", "gather", "linear"}
+        The messages, as `jacsparse.schedule.exchanges` has them: ``scan`` takes ⌈log2 p⌉ rounds for p ranks, ``gather``
+        one round of larger ones. ``auto`` is the one of both that is predicted to take less time.
+
+    Returns
+    -------
+    as `transfer`
+        ``initial ∘ x_0 ∘ … ∘ x_{r-1}`` on rank r.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where an argument is none of these.
+    RankError
+        Where ranks have different kinds of elements, or one fails or does not answer in the group's time.
+
+    Notes
+    -----
+    A backward pass takes the same messages in reverse. Each rank's has to reach its result, also the first one's: add
+    ``0 * result.sum()`` to a loss that does not use it. The gradients are those of the sum of all ranks' losses.
+    Gradients of gradients raise an error.
+
+    Examples
+    --------
+    >>> import torch.distributed as dist
+    >>> store = dist.HashStore()
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> exclusive_scan(torch.tensor([2.0]), torch.add, initial=torch.tensor([5.0]))
+    tensor([5.])
+    >>> dist.destroy_process_group()
+    """
+    if exchange not in ("auto", *EXCHANGES):
+        raise ValueError(f"exchange is {exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
+    tensors, ranks = tensors_of(transfer), ranks_of(group)
+    facts = {"element": kind_of(transfer), "gradients": _wants_gradient(tensors), "reverse": reverse}
+    sizes = ranks.check({**facts, "exchange": exchange}, sum(tensor.nbytes for tensor in tensors))
+    way = exchange if exchange != "auto" else Link.of(ranks).best_way(ranks.size, max(size for (size,) in sizes))
+    scan = RankScan(ranks, combine, way, "exclusive scan", reverse=reverse)
+    if not scan.is_first:
+        return scan(transfer)
+    if initial is not None:
+        return scan(combine(initial, transfer), initial)
+    first = transfer.identity() if isinstance(transfer, AffineMaps) else _zeros(transfer)
+    return scan(transfer, first)
+
+
+class RankScan:
+    """An exclusive scan across ranks, as one of them takes part in it.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks.
+    combine : callable
+        ``combine(earlier, later)`` of two elements.
+    way : {"scan", "gather", "linear"}
+        As `jacsparse.schedule.exchanges` takes it.
+    phase : str
+        What this is, as messages name it.
+    reverse : bool
+        Whether the last rank is the first one of the scan.
+    """
+
+    def __init__(self, ranks: Ranks, combine: Combine, way: str, phase: str, *, reverse: bool = False) -> None:
+        self._ranks, self._combine, self._phase, self._reverse = ranks, combine, phase, reverse
+        self._place = self._mirrored(ranks.rank)
+        self._rounds = exchanges(ranks.size, way)
+        self._number = ranks.next_number()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing comes before this rank."""
+        return self._place == 0
+
+    def _mirrored(self, rank: int) -> int:
+        """The place of a rank in the scan, or the rank at a place."""
+        return self._ranks.size - 1 - rank if self._reverse else rank
+
+    def __call__(self, element: Any, first: Any = None) -> Any:
+        """What comes before this rank: the combination of all lower ranks' elements, or `first` on the first one."""
+        before, block = None, element
+        for number, messages in enumerate(self._rounds):
+            received = [message for message in messages if message.target == self._place]
+            others, block = self._exchanged(number, messages, [source for source, *_ in received], block)
+            if not others:
+                continue
+            other = functools.reduce(self._combine, others)
+            if received[0].source > self._place:
+                block = self._combine(block, other)
+                continue
+            if received[0].joined:
+                block = self._combine(other, block)
+            before = other if before is None else self._combine(other, before)
+        self._ranks.flush()
+        return _tied(first if before is None else before, block)
+
+    def _exchanged(
+        self, number: int, messages: Sequence[Message], sources: Sequence[int], block: Any
+    ) -> tuple[list[Any], Any]:
+        """What this rank receives in a round, and its own block, through which gradients come back."""
+        targets = [self._mirrored(target) for source, target, _ in messages if source == self._place]
+        if not targets and not sources:
+            return [], block
+        phase = f"{self._phase}, round {number + 1}"
+        pairs = _Partners(messages_of(self._ranks), targets, [*map(self._mirrored, sources)], phase, self._number)
+        shapes: list[Any] = []
+        tensors = list(_Exchange.apply(pairs, shapes, block, *tensors_of(block)))
+        others = [with_tensors(shape, [tensors.pop(0) for _ in tensors_of(shape)]) for shape in shapes]
+        return others, with_tensors(block, tensors)
+
+
+class _Partners(NamedTuple):
+    """With whom a rank exchanges elements in a round."""
+
+    messages: ElementMessages
+    targets: list[int]
+    sources: list[int]
+    phase: str
+    number: int
+
+
+class _Exchange(torch.autograd.Function):
+    """Send a block to some ranks and receive those of others; back, send gradients to those, and add up the block's."""
+
+    @staticmethod
+    def forward(ctx: Any, partners: _Partners, shapes: list[Any], block: Any, *tensors: torch.Tensor) -> Any:
+        messages, targets, sources, phase, number = partners
+        for target in targets:
+            messages.send(block, target, phase, number)
+        # The list is filled for the caller, since a Function returns tensors alone.
+        shapes.extend(messages.receive(block, source, phase, number) for source in sources)
+        ctx.partners, ctx.counts = partners, [len(tensors_of(shape)) for shape in shapes]
+        return (*(tensor for shape in shapes for tensor in tensors_of(shape)), *tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        messages, targets, sources, phase, number = ctx.partners
+        rest, phase = list(gradients), f"backward pass of the {phase}"
+        for source, count in zip(sources, ctx.counts, strict=True):
+            messages.ranks.send([rest.pop(0) for _ in range(count)], source, phase, number)
+        for target in targets:
+            received, _ = messages.ranks.expect(target, phase).message(number)
+            rest = [gradient + other.to(gradient.device) for gradient, other in zip(rest, received, strict=True)]
+        messages.ranks.flush()
+        return (None, None, None, *rest)
+
+
+class _Tie(torch.autograd.Function):
+    """Some tensors as they are, for whose gradients autograd goes through others as well."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> Any:
+        ctx.others = len(tensors) - count
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return (None, *gradients, *[None] * ctx.others)
+
+
+def _tied(element: Any, block: Any) -> Any:
+    """An element whose backward pass goes through all rounds in which this rank has sent something."""
+    if element is None:
+        return None
+    tensors = tensors_of(element)
+    return with_tensors(element, _Tie.apply(len(tensors), *tensors, *tensors_of(block)))
+
+
+def _zeros(element: Any) -> Any:
+    return with_tensors(element, [torch.zeros_like(tensor) for tensor in tensors_of(element)])
+
+
+def _wants_gradient(tensors: Sequence[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

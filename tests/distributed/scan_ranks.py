@@ -1,0 +1,174 @@
+"""What each rank of the tests of scans runs: ``python -m tests.distributed.scan_ranks CASE``."""
+
+import functools
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from jacsparse import Pattern
+from jacsparse.distributed import DenseMaps, DiagonalMaps, RankError, SparseMaps, compose, exclusive_scan, ranks_of
+from jacsparse.schedule import EXCHANGES, exchanges
+
+
+def groups():
+    """For each number of ranks, their group where this rank is in it."""
+    for size in range(1, dist.get_world_size() + 1):
+        group = dist.new_group(list(range(size)))
+        if dist.get_rank() < size:
+            yield size, group
+    dist.barrier()
+
+
+def drawn(*shape):
+    return (torch.rand(*shape, dtype=torch.float64) - 0.5).requires_grad_()
+
+
+def matmul(earlier, later):
+    return later @ earlier
+
+
+def together(earlier, later):
+    """Matrices and offsets, as tuples."""
+    return later[0] @ earlier[0], later[0] @ earlier[1] + later[1]
+
+
+def rectangular(sizes):
+    """An element of each rank from a space of one size to one of another."""
+    return [drawn(sizes[rank + 1], sizes[rank]) for rank in range(len(sizes) - 1)]
+
+
+def sparse_maps(sizes):
+    rng, elements = np.random.default_rng(0), []
+    for rows, columns in zip(sizes[1:], sizes[:-1], strict=True):
+        where = rng.random((rows, columns)) < 0.4
+        pattern = Pattern((rows, columns), np.append(0, where.sum(1).cumsum()), np.nonzero(where)[1])
+        elements.append(SparseMaps(pattern, drawn(pattern.nnz, 1, 3), drawn(rows, 1, 3)))
+    return elements
+
+
+def kinds(size):
+    """Elements of all ranks, how two are combined, and what comes before them."""
+    sizes = [2, 3, 5, 4, 1, 6][: size + 1]
+    yield [drawn(4) for _ in range(size)], torch.add, None
+    yield [drawn(3, 3) for _ in range(size)], matmul, torch.eye(3, dtype=torch.float64)
+    yield rectangular(sizes), matmul, drawn(2, 7)
+    yield [(drawn(2, 3, 3), drawn(2, 3, 1)) for _ in range(size)], together, (drawn(2, 3, 3), drawn(2, 3, 1))
+    yield [DenseMaps(drawn(1, 2, 3, 3), drawn(1, 2, 3)) for _ in range(size)], compose, None
+    yield [DenseMaps(drawn(1, 2, 3, 3), drawn(1, 2, 3)) for _ in range(size)], compose, DenseMaps(None, drawn(1, 2, 3))
+    yield [DiagonalMaps(drawn(1, 2, 3), drawn(1, 2, 3)) for _ in range(size)], compose, None
+    first = sparse_maps([sizes[0], sizes[0]])[0]
+    yield sparse_maps(sizes), compose, first
+    yield sparse_maps(sizes), compose, first.like(None, drawn(sizes[0], 1, 3))
+    yield [drawn(0, 3) for _ in range(size)], torch.add, None
+
+
+def tensors(element):
+    if isinstance(element, torch.Tensor):
+        return [element]
+    return list(element) if isinstance(element, tuple) else list(element.tensors)
+
+
+def equal():
+    """Each exchange against a loop over all elements in this process, forward and back."""
+    for size, group in groups():
+        ranks, rank = ranks_of(group), dist.get_rank()
+        for way in (*EXCHANGES, "auto"):
+            for reverse in (False, True):
+                torch.manual_seed(size)
+                for elements, combine, initial in kinds(size):
+                    place = size - 1 - rank if reverse else rank
+                    compare(elements, combine, initial, place, functools.partial(
+                        exclusive_scan, combine=combine, group=group, initial=initial, exchange=way, reverse=reverse
+                    ))  # fmt: skip
+        assert not ranks._sent
+
+
+def compare(elements, combine, initial, place, scan):
+    """This rank's result, and the gradients of its element, against those of a loop."""
+    results = [initial]
+    for element in elements[:-1]:
+        results.append(element if results[-1] is None else combine(results[-1], element))
+    result = scan(elements[place])
+    if results[place] is None:
+        loss(result, 0).backward()
+    else:
+        for ours, theirs in zip(tensors(result), tensors(results[place]), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+        loss(result, place).backward()
+    leaves = [leaf for leaf in tensors(elements[place]) if leaf.requires_grad]
+    if place == 0 and initial is not None:
+        leaves += [leaf for leaf in tensors(initial) if leaf.requires_grad]
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    total = sum(loss(each, number) for number, each in enumerate(results) if each is not None)
+    if torch.is_tensor(total) and total.requires_grad:
+        total.backward()
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        ours, theirs = (torch.zeros_like(leaf) if each is None else each for each in (gradient, leaf.grad))
+        torch.testing.assert_close(ours, theirs)
+
+
+def loss(element, place):
+    """A rank's loss."""
+    return sum((place + number) * (tensor * tensor).sum() for number, tensor in enumerate(tensors(element)))
+
+
+def counted():
+    """Messages and bytes are those of the schedule."""
+    for size, group in groups():
+        ranks, rank = ranks_of(group), dist.get_rank()
+        for way in EXCHANGES:
+            messages, nbytes = ranks.sent_messages, ranks.sent_bytes
+            exclusive_scan(torch.ones(10, 10), matmul, group, exchange=way)
+            sent = sum(message.source == rank for round in exchanges(size, way) for message in round)
+            assert ranks.sent_messages - messages == sent, (size, way)
+            assert ranks.sent_bytes - nbytes == 400 * sent
+
+
+def differ():
+    """Ways in which rank 1 does not call like the others; all ranks print the errors."""
+    other = dist.get_rank() == 1
+    for element, options in (
+        (torch.ones(2, dtype=torch.float32 if other else torch.float64), {}),
+        ((torch.ones(2),) * (1 + other), {}),
+        (torch.ones(2, requires_grad=other), {}),
+        (torch.ones(2), {"exchange": "gather" if other else "scan"}),
+        (torch.ones(2), {"reverse": other}),
+    ):
+        try:
+            exclusive_scan(element, torch.add, **options)
+        except RankError as error:
+            print(f"RankError: {error}")
+
+
+def fault(kind, rank):
+    """Scans in which one rank fails at the fourth."""
+    group = dist.new_group(timeout=timedelta(seconds=6))
+
+    def combine(earlier, later):
+        if kind == "exception" and number == 3 and dist.get_rank() == rank:
+            raise ArithmeticError("made to fail")
+        return earlier + later
+
+    for number in range(1000):
+        if dist.get_rank() == rank and number == 3 and kind != "exception":
+            os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        x = torch.ones(3, requires_grad=True)
+        exclusive_scan(x, combine, group, exchange="scan").sum().backward()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    case, *arguments = sys.argv[1:]
+    if case == "fault":
+        fault(arguments[0], int(arguments[1]))
+    else:
+        {"equal": equal, "counted": counted, "differ": differ}[case]()
+    dist.destroy_process_group()

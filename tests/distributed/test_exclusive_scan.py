@@ -1,0 +1,64 @@
+"""Exclusive scans across ranks: against a loop, forward and back, and what happens where a rank fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jacsparse.affine import DenseMaps
+from jacsparse.distributed import exclusive_scan
+
+from .launch import run_ranks
+
+MODULE = "tests.distributed.scan_ranks"
+
+
+@pytest.mark.parametrize("case", ["equal", "counted"])
+def test_scans_on_1_to_5_ranks(case: str) -> None:
+    for ended in run_ranks(MODULE, case, count=5):
+        assert ended.status == 0, ended.output
+
+
+def test_ranks_that_call_differently_are_told_so() -> None:
+    for ended in run_ranks(MODULE, "differ", count=2):
+        for difference in (
+            "element: 'Tensor of 1, torch.float64', and rank 1: 'Tensor of 1, torch.float32'",
+            "element: 'tuple of 1, torch.float32', and rank 1: 'tuple of 2, torch.float32'",
+            "gradients: False, and rank 1: True",
+            "exchange: 'scan', and rank 1: 'gather'",
+            "reverse: False, and rank 1: True",
+        ):
+            assert f"RankError: rank 0 has {difference}" in ended.output, ended.output
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("kill", 2), ("stop", 0), ("exception", 1)])
+def test_all_other_ranks_end_and_name_the_one_that_failed(kind: str, rank: int) -> None:
+    everybody = run_ranks(
+        MODULE, "fault", kind, str(rank), count=4, seconds=60, stopped=rank if kind == "stop" else None
+    )
+    for number, ended in enumerate(everybody):
+        if number == rank:
+            continue
+        assert ended.status == 1, ended.output
+        assert f"rank {rank} has failed" in ended.output
+        assert "exclusive scan" in ended.output or "start" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("element", "options", "message"),
+    [
+        (3.0, {}, "an element of the scan is a float"),
+        ((), {}, "an element of the scan is a tuple"),
+        (torch.ones(1), {"exchange": "ring"}, "exchange is 'ring'"),
+        (torch.ones(1), {"group": "gloo"}, "process_group is a str"),
+        (torch.ones(1), {}, "there is no process group"),
+    ],
+)
+def test_wrong_arguments(element: object, options: dict[str, object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        exclusive_scan(element, torch.add, **options)
+
+
+def test_maps_without_matrices_and_offsets() -> None:
+    with pytest.raises(ValueError, match="neither matrices nor offsets"):
+        DenseMaps(None, None)
