@@ -79,7 +79,8 @@ def exclusive_scan(
         raise ValueError(f"exchange is {exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
     tensors, ranks = tensors_of(transfer), ranks_of(group)
     facts = {"element": kind_of(transfer), "gradients": _wants_gradient(tensors), "reverse": reverse}
-    sizes = ranks.check({**facts, "exchange": exchange}, sum(tensor.nbytes for tensor in tensors))
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    sizes = ranks.check("start of the exclusive scan", {**facts, "exchange": exchange}, nbytes)
     way = exchange if exchange != "auto" else Link.of(ranks).best_way(ranks.size, max(size for (size,) in sizes))
     scan = RankScan(ranks, combine, way, "exclusive scan", reverse=reverse)
     if not scan.is_first:

@@ -55,10 +55,7 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(
-                "there is no process group; call torch.distributed.init_process_group, and run by torchrun"
-            )
+        _check_initialised()
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not part of the process group")
@@ -133,17 +130,23 @@ class Ranks:
         self._calls += 1
         return self._calls
 
-    def check(self, facts: Mapping[str, Any], *numbers: int) -> list[list[int]]:
-        """The numbers of all ranks, by one message; RankError, as of `agree`, where ranks have other facts."""
-        digest = zlib.crc32(repr(sorted(facts.items())).encode())
-        local = torch.tensor([digest, *numbers], device=self._device)
-        everybody = [torch.empty_like(local) for _ in range(self.size)]
-        with self.waiting_for(None, "start"):
-            dist.all_gather(everybody, local, group=self.group)
-        digests, *columns = zip(*(each.tolist() for each in everybody), strict=True)
+    def check(self, phase: str, facts: Mapping[str, Any], *numbers: int) -> list[list[int]]:
+        """The numbers of all ranks; RankError, as of `agree`, where ranks have other facts.
+
+        The messages are Bruck's: ⌈log2 p⌉ rounds between pairs, so that one without an answer is from a known rank.
+        """
+        number = self.next_number()
+        rows = torch.tensor([[zlib.crc32(repr(sorted(facts.items())).encode()), *numbers]])
+        while (step := len(rows)) < self.size:
+            self.send(rows[: self.size - step], (self.rank - step) % self.size, phase, number)
+            following = self.expect((self.rank + step) % self.size, phase).wait(number)
+            rows = torch.cat([rows, following.cpu()])
+        self.flush()
+        # Rows are in the order of ranks, beginning with this one.
+        digests, *columns = rows.roll(self.rank, 0).T.tolist()
         if len(set(digests)) > 1:
             self.agree(facts)
-        return [list(column) for column in zip(*columns, strict=True)] if columns else [[] for _ in everybody]
+        return [list(row) for row in zip(*columns, strict=True)] if columns else [[]] * self.size
 
     def send(
         self, tensors: torch.Tensor | Sequence[torch.Tensor], to: int, phase: str, iteration: int, check: int = 0
@@ -246,13 +249,18 @@ _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDic
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     """The ranks of a group, of all processes where it is None; all of them take part in the first call for a group."""
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
+    _check_initialised()
+    group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"process_group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup")
     if group not in _ranks:
         _ranks[group] = Ranks(group)
     return _ranks[group]
+
+
+def _check_initialised() -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("there is no process group; call torch.distributed.init_process_group, and run by torchrun")
 
 
 class Incoming:

@@ -11,7 +11,16 @@ import torch
 import torch.distributed as dist
 
 from jacsparse import Pattern
-from jacsparse.distributed import DenseMaps, DiagonalMaps, RankError, SparseMaps, compose, exclusive_scan, ranks_of
+from jacsparse.distributed import (
+    DenseMaps,
+    DiagonalMaps,
+    RankError,
+    RankScan,
+    SparseMaps,
+    compose,
+    exclusive_scan,
+    ranks_of,
+)
 from jacsparse.schedule import EXCHANGES, exchanges
 
 
@@ -124,16 +133,21 @@ def counted():
     for size, group in groups():
         ranks, rank = ranks_of(group), dist.get_rank()
         for way in EXCHANGES:
+            ranks.check("start", {})
             messages, nbytes = ranks.sent_messages, ranks.sent_bytes
-            exclusive_scan(torch.ones(10, 10), matmul, group, exchange=way)
+            RankScan(ranks, matmul, way, "scan")(torch.ones(10, 10))
             sent = sum(message.source == rank for round in exchanges(size, way) for message in round)
             assert ranks.sent_messages - messages == sent, (size, way)
             assert ranks.sent_bytes - nbytes == 400 * sent
 
 
 def differ():
-    """Ways in which rank 1 does not call like the others; all ranks print the errors."""
+    """A group that is none, and ways in which rank 1 does not call like the others; all ranks print the errors."""
     other = dist.get_rank() == 1
+    try:
+        exclusive_scan(torch.ones(1), torch.add, "gloo")
+    except TypeError as error:
+        print(f"TypeError: {error}")
     for element, options in (
         (torch.ones(2, dtype=torch.float32 if other else torch.float64), {}),
         ((torch.ones(2),) * (1 + other), {}),
