@@ -119,6 +119,11 @@ class RankScan:
         """Whether nothing comes before this rank."""
         return self._place == 0
 
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing comes after this rank, so that its element is not used."""
+        return self._place == self._ranks.size - 1
+
     def _mirrored(self, rank: int) -> int:
         """The place of a rank in the scan, or the rank at a place."""
         return self._ranks.size - 1 - rank if self._reverse else rank

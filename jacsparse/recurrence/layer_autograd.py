@@ -65,7 +65,9 @@ def _forward(
 ) -> tuple[Saved, torch.Tensor]:
     """What each step gives, with the gates where they are to be saved, and the last states."""
     with torch.autocast(x.device.type, enabled=False):
-        weights = _weights(cell, options.layer, x, initial, parameters)
+        weights, phase = _weights(cell, options.layer, x, initial, parameters), f"forward pass of {options.layer}"
+        if options.part is not None:
+            initial = options.initial = options.part.take_over(initial.detach(), direction, phase)
         # Newton's method needs the gates too.
         rows = sequences.steps if cell.saved_vectors and (keep or options.forward != "sequential") else 0
         saved = Saved(
@@ -74,7 +76,10 @@ def _forward(
             initial.detach().contiguous(),
         )
         entered = cell.enter(x.detach().contiguous(), weights)
-        return saved, solve_forward(cell, sequences, direction, entered, weights, saved, options)
+        end = solve_forward(cell, sequences, direction, entered, weights, saved, options)
+        if options.part is not None:
+            options.part.hand_over(end, direction, phase)
+        return saved, end
 
 
 _Once = differentiable_once(
@@ -136,7 +141,7 @@ def _gradients(
     """The gradients that are wanted, of the input, the first states and the parameters."""
     with torch.autocast(x.device.type, enabled=False):
         weights = _weights(cell, options.layer, x, initial, parameters)
-        states = initial.detach().contiguous()
+        states = (initial if options.initial is None else options.initial).detach().contiguous()
         saved = Saved(output, gates, states)
         grad_gates, rows, grad_initial = solve_backward(
             cell,
@@ -153,6 +158,9 @@ def _gradients(
         if rows != slice(0, len(x)) and not all(tensor.sum().isfinite() for tensor in factors):
             # Their products with zeros are to be seen.
             grad_gates[: rows.start], grad_gates[rows.stop :], rows = 0, 0, slice(0, len(x))
+        if options.initial is not None and not options.part.begins(direction):
+            # The first states were not this rank's.
+            grad_initial = torch.zeros_like(grad_initial)
         for_x, *others = _products(cell, sequences, direction, x, saved, weights, grad_gates, rows, wanted)
     gradients = (for_x, grad_initial, *others)
     return tuple(grad for grad, need in zip(gradients, wanted, strict=True) if need and grad is not None)

@@ -11,6 +11,7 @@ from ..affine import AffineMaps, SparseMaps
 from ..patterns import gathered, state_jacobian_pattern, state_jacobian_values
 from ..runtime import on_device
 from ..schedule import Schedule
+from .across_ranks import SequencePart
 from .cells import Cell, Saved, Weights
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
@@ -37,6 +38,10 @@ class Options:
         Each solution's, the last of each kind.
     boundaries : Tensor or None
         The chunks' first states that guessing came to, for a later `warm`.
+    part : SequencePart or None
+        This rank's part of sequences that go across ranks.
+    initial : Tensor or None
+        The states before this rank's steps, where another rank has the steps before.
     """
 
     forward: str = "sequential"
@@ -46,6 +51,8 @@ class Options:
     layer: str = ""
     reports: list[Report] = field(default_factory=list)
     boundaries: torch.Tensor | None = None
+    part: SequencePart | None = None
+    initial: torch.Tensor | None = None
 
     def report(self, recurrence: str, steps: int) -> Report:
         """A new report; it replaces that of an earlier pass over the same graph."""
@@ -200,5 +207,7 @@ def solve_backward(
         choice = choose(sequences, weights.size, weights.hidden, choice.chunk, guesses=True)
     report = options.report("backward", sequences.time)
     fallback = None if automatic else SOLVERS["chunked"]
-    grad_start = solve(Problem(recurrence, sequences, direction, grad_end, choice, report, True, fallback=fallback))
+    problem = Problem(recurrence, sequences, direction, grad_end, choice, report, True, fallback=fallback)
+    problem.part = options.part
+    grad_start = solve(problem)
     return grad_gates, recurrence.rows, grad_start

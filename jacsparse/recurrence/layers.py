@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import attrgetter, is_
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from ..patterns import UnsupportedOperatorError
 from ..runtime import on_device, uncompiled
 from ..schedule import Schedule
 from ..tracing import is_recording
+from .across_ranks import AcrossRanks, SequencePart
 from .cells import CELLS, Cell
 from .layer_autograd import run_layer
 from .layer_recurrences import Options
@@ -27,6 +28,9 @@ from .reference import recurrent_layer
 from .reports import Report
 from .sequences import Sequences
 from .solvers import CHUNK, forward_choice, parse
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class _Range(NamedTuple):
@@ -150,6 +154,8 @@ class Recurrent(nn.RNNBase):
         schedule: Schedule | str = "auto",
         forward: str = "sequential",
         chunk: int = CHUNK,
+        process_group: ProcessGroup | None = None,
+        exchange: str = "auto",
         **options: Any,
     ) -> None:
         if self._kind() is not nn.RNNBase:
@@ -162,20 +168,28 @@ class Recurrent(nn.RNNBase):
                 parameter = getattr(self, name)
                 setattr(self, name, nn.Parameter(parameter.new_empty(rows, *parameter.shape[1:])))
             self.reset_parameters()
-        self._set_up(schedule, forward, chunk)
+        self._set_up(schedule, forward, chunk, process_group, exchange)
 
     @property
     def cell(self) -> Cell:
         """What a step computes."""
         return CELLS[self.mode]
 
-    def _set_up(self, schedule: Schedule | str, forward: str, chunk: int) -> None:
+    def _set_up(
+        self,
+        schedule: Schedule | str = "auto",
+        forward: str = "sequential",
+        chunk: int = CHUNK,
+        process_group: ProcessGroup | None = None,
+        exchange: str = "auto",
+    ) -> None:
         if self.proj_size:
             raise ValueError(
                 f"proj_size is {self.proj_size}, which is not supported; use torch.nn.LSTM for projections"
             )
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
         _check_options(schedule, forward, chunk)
+        self._across = None if process_group is None else AcrossRanks(process_group, exchange)
         self._pass: _Pass | _LeftToTorch = _Pass([], [])
 
     @property
@@ -209,10 +223,15 @@ class Recurrent(nn.RNNBase):
         return [name.removeprefix("weight_hh_") for name in self._flat_weights_names if "weight_hh" in name]
 
     @classmethod
-    def of(
-        cls, layer: nn.RNNBase, *, schedule: Schedule | str = "auto", forward: str = "sequential", chunk: int = CHUNK
-    ) -> Self:
+    def of(cls, layer: nn.RNNBase, **options: Any) -> Self:
         """A layer of `torch.nn` as one of ours, whose parameters are the same objects.
+
+        Parameters
+        ----------
+        layer : Module
+            The layer.
+        **options
+            Those that `RNN` adds.
 
         Raises
         ------
@@ -225,7 +244,7 @@ class Recurrent(nn.RNNBase):
         if not isinstance(layer, kind) or type(layer).forward not in (kind.forward, Recurrent.forward):
             raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.{kind.__name__}")
         other = _alike(layer, cls)
-        other._set_up(schedule, forward, chunk)
+        other._set_up(**options)
         return other
 
     @classmethod
@@ -244,7 +263,7 @@ class Recurrent(nn.RNNBase):
         if self._kind() is nn.RNNBase:
             raise TypeError(f"torch.nn has no layer with the cell of {type(self).__name__}")
         other = _alike(self, self._kind())
-        for name in ("schedule", "forward_method", "chunk", "_pass"):
+        for name in ("schedule", "forward_method", "chunk", "_across", "_pass"):
             del other.__dict__[name]
         return other
 
@@ -278,6 +297,11 @@ class Recurrent(nn.RNNBase):
         them with ``strict=False`` alone, and compiles them as `torch.nn`'s.
         """
         if is_recording() or _is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            if self._across is not None:
+                raise UnsupportedOperatorError(
+                    f"a {type(self).__name__} across ranks cannot be recorded, exported or traced; make one without "
+                    "process_group"
+                )
             return super().forward(input, hx) if self.mode in _OPERATORS else self._unrolled(input, hx)
         return self._solved(input, hx, warm)
 
@@ -294,7 +318,8 @@ class Recurrent(nn.RNNBase):
         x, steps, batch, packed = self._input(input)
         single = packed is None and input.ndim == 2
         states = self._states(hx, x, batch, packed, single)
-        if warm is None and (left := self._left_to_torch(x, states, steps, batch)):
+        part = None if self._across is None else self._part(self._across, x, states, steps, batch, packed)
+        if warm is None and part is None and (left := self._left_to_torch(x, states, steps, batch)):
             output, *last = self._by_torch(x, states, packed)
             # Module.__setattr__ looks for parameters first.
             self.__dict__["_pass"] = left
@@ -308,14 +333,37 @@ class Recurrent(nn.RNNBase):
         ) -> tuple[torch.Tensor, torch.Tensor]:
             name = self._recurrences()[place]
             warm_start = self._warm(warm, place)
-            chosen = Options(self.forward_method, self.schedule, int(self.chunk), warm_start, name, reports)
+            chosen = Options(self.forward_method, self.schedule, int(self.chunk), warm_start, name, reports, part=part)
             result = run_layer(self.cell, sequences, direction, x, initial, self._parameters_of(name), chosen)
             boundaries.append(chosen.boundaries)
             return result
 
         output, last = self._stacked(x.reshape(-1, self.input_size), states, run)
+        if part is not None:
+            output, *last = part.whole(2 if self.bidirectional else 1, output, *last)
         self._pass = _Pass(reports, boundaries)
         return self._results(output if packed else output.unflatten(0, (steps, batch)), last, packed, single)
+
+    def _part(
+        self,
+        across: AcrossRanks,
+        x: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        steps: int,
+        batch: int,
+        packed: PackedSequence | None,
+    ) -> SequencePart:
+        """This rank's part of the sequences, once all ranks have said that they call alike."""
+        if packed is not None:
+            raise ValueError(
+                "input is packed, and the steps of the sequences are on several ranks; pass padded parts of them"
+            )
+        names = ("mode", "input_size", "hidden_size", "num_layers", "bias", "bidirectional", "forward_method")
+        facts = {name: getattr(self, name) for name in names}
+        facts["schedule"] = getattr(self.schedule, "name", self.schedule)
+        tensors = (*self.parameters(), x, *states)
+        facts["gradients"] = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
+        return across.part({**facts, "batch": batch, "dtype": str(x.dtype)}, steps)
 
     def _unrolled(self, input: Any, hx: Any) -> Any:
         """As `_solved`, step after step in PyTorch's operations, which can be recorded, exported and traced."""
@@ -415,7 +463,7 @@ class Recurrent(nn.RNNBase):
             x, (batch, time, _) = x.transpose(0, 1), shape
         else:
             time, batch, _ = shape
-        if not time:
+        if not time and self._across is None:
             raise ValueError(f"input has shape {tuple(shape)}: no steps; expected at least one")
         return x, time, batch, None
 
@@ -480,9 +528,9 @@ class Recurrent(nn.RNNBase):
         """PyTorch's own, and the arguments that are not the defaults."""
         values = (self.schedule, self.forward_method, self.chunk)
         options = zip(("schedule", "forward", "chunk"), values, _DEFAULTS, strict=True)
-        return ", ".join(
-            [super().extra_repr(), *(f"{name}={value!r}" for name, value, usual in options if value != usual)]
-        )
+        changed = [f"{name}={value!r}" for name, value, usual in options if value != usual]
+        across = [] if self._across is None else [f"exchange={self._across.exchange!r} across ranks"]
+        return ", ".join([super().extra_repr(), *changed, *across])
 
 
 def _check_options(schedule: object, forward: object, chunk: object) -> None:
@@ -532,14 +580,7 @@ def _alike(layer: nn.RNNBase, kind: type[Any]) -> Any:
     return other
 
 
-def convert(
-    module: nn.Module,
-    *,
-    to: str = "jacsparse",
-    schedule: Schedule | str = "auto",
-    forward: str = "sequential",
-    chunk: int = CHUNK,
-) -> nn.Module:
+def convert(module: nn.Module, *, to: str = "jacsparse", **options: Any) -> nn.Module:
     """Put this library's recurrent layers in the place of `torch.nn`'s in a model, or back.
 
     Parameters
@@ -549,8 +590,8 @@ def convert(
         are the same objects, so that an optimiser goes on, and the state_dict keeps its names.
     to : {"jacsparse", "torch"}
         Whose layers it is to have.
-    schedule, forward, chunk
-        Of the new layers, as `RNN` takes them.
+    **options
+        Of the new layers: ``schedule``, ``forward``, ``chunk``, ``process_group``, ``exchange``, as `RNN` takes them.
 
     Returns
     -------
@@ -584,14 +625,15 @@ def convert(
         raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
     if to not in ("jacsparse", "torch"):
         raise ValueError(f"to is {to!r}; expected 'jacsparse' or 'torch'")
-    _check_options(schedule, forward, chunk)
+    # Wrong options are an error for a model without such layers, too.
+    RNN(1, 1, **options)
     layers: dict[nn.Module, nn.Module] = {}
     for path, part in module.named_modules():
         if to == "torch" and type(part) in (RNN, GRU, LSTM):
             layers[part] = part.to_torch()
         elif to == "jacsparse" and (kind := _counterpart(part)) is not None:
             try:
-                layers[part] = kind.of(part, schedule=schedule, forward=forward, chunk=chunk)  # type: ignore[arg-type]
+                layers[part] = kind.of(part, **options)  # type: ignore[arg-type]
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{path}: {error}" if path else str(error)) from None
     for before, after in layers.items():
@@ -648,6 +690,16 @@ class RNN(Recurrent, nn.RNN):
         not is finished step after step. The result is the sequential one within rounding of a sample's largest state.
     chunk : int
         Steps of a chunk, forward and, where `schedule` does not say, backward.
+    process_group : ProcessGroup, optional
+        Ranks that have consecutive parts of the sequences: each passes its steps, perhaps none, and gets theirs back,
+        and the whole sequences' last states. The first states are read where the sequences begin. Gradients are those
+        of the sum of all ranks' losses; those of weights, and of first states, are each rank's share: their sum, or
+        their mean in a model in DistributedDataParallel over all ranks, is that of the whole sequences.
+    exchange : {"auto", "linear", "gather", "scan"}
+        How gradients get across ranks. ``linear``: from rank to rank, each of which waits for the one behind it.
+        ``gather``, ``scan``: each rank first reduces its steps to one affine map of gradients, and the maps are
+        exchanged in one round, or in ⌈log2 p⌉ rounds for p ranks. ``auto`` is the one that is predicted to take the
+        least time.
 
     Attributes
     ----------

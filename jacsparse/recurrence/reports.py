@@ -95,6 +95,8 @@ class Report:
         Why ``auto`` chose as it did.
     tree : Schedule or None
         The schedule whose products were executed one by one.
+    exchange : str
+        How states got across ranks: ``linear``, ``gather`` or ``scan``; empty where they did not.
     pending : Pending or None
         Of a solution on a CUDA device, what `read` will read there of methods, sweeps, defects and fallbacks.
     """
@@ -110,6 +112,7 @@ class Report:
     fallback_steps: int = 0
     reason: str = ""
     tree: Schedule | None = field(default=None, repr=False)
+    exchange: str = ""
     pending: Pending | None = field(default=None, repr=False, compare=False)
 
     def read(self) -> Report:

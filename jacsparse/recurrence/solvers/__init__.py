@@ -8,7 +8,7 @@ from ...schedule import Schedule
 from .choice import choose
 from .chunked import Chunked
 from .newton import Newton, Parallel
-from .recurrence import CHUNK, Choice, Problem, Recurrence, Solver
+from .recurrence import CHUNK, Choice, Part, Problem, Recurrence, Solver
 from .relaxed import Relaxed
 from .sequential import Sequential
 from .tree import Planned, Tree
@@ -17,6 +17,7 @@ __all__ = [
     "CHUNK",
     "SOLVERS",
     "Choice",
+    "Part",
     "Problem",
     "Recurrence",
     "Solver",
@@ -97,7 +98,13 @@ def solve(problem: Problem) -> torch.Tensor:
     ValueError
         Where the schedule is for another number of stages than there are steps and a first state.
     """
+    return _solve_here(problem) if problem.part is None else problem.part.solve(problem, _solve_here)
+
+
+def _solve_here(problem: Problem) -> torch.Tensor:
     time, choice, report = problem.sequences.time, problem.choice, problem.report
+    if not time:
+        return problem.edge
     if choice.schedule is not None and choice.schedule.n != time + 1:
         raise ValueError(
             f"the schedule is for {choice.schedule.n} stages, but {time} steps and a first state are {time + 1}; make "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -102,6 +103,13 @@ class Recurrence(ABC):
         return states
 
 
+class Part(Protocol):
+    """This rank's part of sequences that go across ranks."""
+
+    def solve(self, problem: Problem, solve_here: Callable[[Problem], torch.Tensor]) -> torch.Tensor:
+        """Solve an affine recurrence across ranks: this rank's last states; ``problem.edge`` gets its first ones."""
+
+
 @dataclass
 class Problem:
     """A recurrence to be solved.
@@ -128,6 +136,8 @@ class Problem:
         Solves on the host what does not settle; None for step after step, from where it fits.
     boundaries : Tensor or None, (chunks, state)
         The first states of the chunks that guessing came to.
+    part : Part or None
+        What brings the first states of an affine recurrence from other ranks, where it goes across them.
     """
 
     recurrence: Recurrence
@@ -140,6 +150,7 @@ class Problem:
     warm: torch.Tensor | None = None
     fallback: Solver | None = None
     boundaries: torch.Tensor | None = None
+    part: Part | None = None
 
     @property
     def chunks(self) -> Chunks:

@@ -1,0 +1,230 @@
+"""Recurrences whose consecutive steps are on several ranks (thesis, section 3.6): what goes from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ..affine import AffineMaps, DenseMaps, DiagonalMaps, compose
+from ..distributed import Link, Ranks, RankScan, ranks_of
+from ..schedule import EXCHANGES
+from .solvers import Problem
+
+#: Multiply-adds per second of steps with vectors, one after the other, and with matrices, in float64.
+_VECTORS, _MATRICES = 1e9, 4e9
+
+
+class AcrossRanks:
+    """The ranks of a process group that have consecutive parts of sequences.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        The ranks, in the order of their parts.
+    exchange : {"auto", "linear", "gather", "scan"}
+        How gradients, and states of linear recurrences, get across ranks. ``linear``: each rank waits for the state at
+        its edge, and takes it through its steps. ``gather``, ``scan``: each rank first reduces its steps to one affine
+        map; the maps are combined as `jacsparse.schedule.exchanges` has it. ``auto`` is the one that is predicted to
+        take the least time.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where an argument is none of these.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, exchange: str = "auto") -> None:
+        if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+            raise TypeError(f"process_group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup")
+        if exchange not in ("auto", *EXCHANGES):
+            raise ValueError(f"exchange is {exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
+        self.group, self.exchange = group, exchange
+
+    def part(self, facts: Mapping[str, Any], steps: int) -> SequencePart:
+        """This rank's part in a call that all ranks make, with so many steps.
+
+        Raises
+        ------
+        RankError
+            Where ranks have other facts.
+        ValueError
+            Where no rank has a step.
+        """
+        ranks = ranks_of(self.group)
+        lengths = ranks.check("start of the forward pass", {**facts, "exchange": self.exchange}, steps)
+        if not any(length for (length,) in lengths):
+            raise ValueError(f"input has no steps on any of the {ranks.size} ranks; expected at least one")
+        return SequencePart(ranks, [length for (length,) in lengths], self.exchange)
+
+    def __deepcopy__(self, memo: object) -> AcrossRanks:
+        # A process group cannot be copied, and a copy of a layer has the same ranks.
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a process group cannot be written to a file; save the state_dict of the layer")
+
+
+class SequencePart:
+    """This rank's consecutive steps of sequences, in one call that all ranks make.
+
+    Attributes
+    ----------
+    ranks : Ranks
+        The ranks.
+    lengths : list of int
+        The steps of each.
+    """
+
+    def __init__(self, ranks: Ranks, lengths: list[int], exchange: str) -> None:
+        self.ranks, self.lengths, self._exchange = ranks, lengths, exchange
+
+    def take_over(self, state: torch.Tensor, direction: int, phase: str) -> torch.Tensor:
+        """The states before this rank's steps: those after the steps of the rank before, or `state` on the first one.
+
+        The number of the call is that of the states that this rank hands over afterwards.
+        """
+        self._number = self.ranks.next_number()
+        before = self.ranks.rank - direction
+        if not 0 <= before < self.ranks.size:
+            return state
+        return self.ranks.expect(before, phase).wait(self._number).to(state)
+
+    def begins(self, direction: int) -> bool:
+        """Whether this rank has the first steps in a direction."""
+        return self.ranks.rank == (0 if direction > 0 else self.ranks.size - 1)
+
+    def hand_over(self, state: torch.Tensor, direction: int, phase: str) -> None:
+        """Send the states after this rank's steps to the rank that goes on."""
+        after = self.ranks.rank + direction
+        if 0 <= after < self.ranks.size:
+            self.ranks.send(state, after, phase, self._number)
+        self.ranks.flush()
+
+    def solve(self, problem: Problem, solve_here: Callable[[Problem], torch.Tensor]) -> torch.Tensor:
+        """Solve an affine recurrence across ranks: this rank's last states; ``problem.edge`` gets its first ones.
+
+        Parameters
+        ----------
+        problem : Problem
+            This rank's steps; on the first rank, in the direction of the recurrence, with the first states.
+        solve_here : callable
+            Solves a problem on this rank.
+        """
+        report, step = problem.report, -problem.direction if problem.backward else problem.direction
+        phase = f"{report.recurrence} pass of {report.layer or 'the linear recurrence'}"
+        report.exchange = self._way(problem)
+        if report.exchange == "linear":
+            return self._from_rank_to_rank(problem, solve_here, step, phase)
+        scan = RankScan(self.ranks, compose, report.exchange, phase, reverse=step < 0)
+        last = solve_here(problem) if scan.is_first else problem.edge
+        constant = scan.is_first or scan.is_last
+        before = scan(self._form(problem)(None, last.double()[None]) if constant else self._map(problem))
+        finite = before is None or bool(before.offsets.isfinite().all())
+        if not all(good for (good,) in self.ranks.check(phase, {}, finite)):
+            # A product of many matrices may overflow where no state does.
+            return self._from_rank_to_rank(problem, solve_here, step, phase)
+        if scan.is_first:
+            return last
+        problem.edge = before.offsets[0].to(problem.edge.dtype)
+        return solve_here(problem)
+
+    def _from_rank_to_rank(
+        self, problem: Problem, solve_here: Callable[[Problem], torch.Tensor], step: int, phase: str
+    ) -> torch.Tensor:
+        problem.report.exchange = "linear"
+        problem.edge = self.take_over(problem.edge, step, phase)
+        last = solve_here(problem)
+        self.hand_over(last, step, phase)
+        return last
+
+    def _form(self, problem: Problem) -> type[AffineMaps]:
+        return DiagonalMaps if problem.recurrence.diagonal else DenseMaps
+
+    def _map(self, problem: Problem) -> AffineMaps:
+        """What this rank's steps do to a state, in float64."""
+        time, edge = problem.sequences.time, problem.edge
+        if not time:
+            return self._form(problem)(None, edge.double()[None]).identity()
+        chunks = problem.sequences.cut(problem.direction, time, backward=problem.backward)
+        return problem.recurrence.maps(chunks, edge, sparse=False)
+
+    def _way(self, problem: Problem) -> str:
+        """The exchange that was asked for, or the one of the least predicted time."""
+        if self._exchange != "auto":
+            return self._exchange
+        (batch, size), count = problem.edge.shape, self.ranks.size
+        link, diagonal = Link.of(self.ranks), problem.recurrence.diagonal
+        step = batch * size * (1 if diagonal else size)
+        vectors = [length * step / _VECTORS for length in self.lengths]
+        reduction = max(self.lengths) * step * (1 if diagonal else size) / _MATRICES
+        way = link.best_way(count, 8 * (step + batch * size))
+        linear = sum(vectors) + link.seconds(count, "linear", problem.edge.nbytes)
+        others = max(vectors) + max(reduction, max(vectors)) + link.seconds(count, way, 8 * (step + batch * size))
+        return way if others < linear else "linear"
+
+    def whole(self, directions: int, output: torch.Tensor, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The output, and the whole sequences' last states on all ranks; `states` are those after this rank's steps.
+
+        Parameters
+        ----------
+        directions : int
+            Of each layer: 1, or 2 where every second state is of a recurrence from the last step to the first.
+        output : Tensor
+            Of this rank's steps. It goes through, so that a backward pass takes part in the exchange where it has a
+            gradient of either.
+        *states : Tensor, (layers · directions, batch, size)
+            After this rank's steps.
+        """
+        result: tuple[torch.Tensor, ...] = _WholeSequence.apply(self, directions, output, *states)
+        return result
+
+    def owners(self, directions: int) -> list[int]:
+        """The rank with the last steps of each direction."""
+        return [self.ranks.size - 1, 0][:directions]
+
+
+class _WholeSequence(torch.autograd.Function):
+    """Last states from the ranks that have the last steps to all; their gradients, summed, back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, part: SequencePart, directions: int, output: torch.Tensor, *states: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.part, ctx.directions = part, directions
+        ranks, number, phase = part.ranks, part.ranks.next_number(), "exchange of the last states"
+        whole = [state.clone() for state in states]
+        for direction, owner in enumerate(part.owners(directions)):
+            here = [state[direction::directions] for state in whole]
+            if ranks.rank == owner:
+                for other in set(range(ranks.size)) - {owner}:
+                    ranks.send(here, other, phase, number)
+                continue
+            received, _ = ranks.expect(owner, phase).message(number)
+            for state, tensor in zip(here, received, strict=True):
+                state.copy_(tensor)
+        ranks.flush()
+        return (output, *whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_output: torch.Tensor, *of_states: torch.Tensor) -> Any:
+        ranks, phase = ctx.part.ranks, "exchange of the last states' gradients"
+        number, sums = ranks.next_number(), [gradient.clone() for gradient in of_states]
+        for direction, owner in enumerate(ctx.part.owners(ctx.directions)):
+            here = [gradient[direction :: ctx.directions] for gradient in sums]
+            if ranks.rank != owner:
+                ranks.send(here, owner, phase, number)
+                # The messages still read this memory.
+                ranks.flush()
+                for gradient in here:
+                    gradient.zero_()
+                continue
+            for other in sorted(set(range(ranks.size)) - {owner}):
+                received, _ = ranks.expect(other, phase).message(number)
+                for gradient, tensor in zip(here, received, strict=True):
+                    gradient += tensor.to(gradient.device)
+        return (None, None, of_output, *sums)
