@@ -57,6 +57,16 @@ class AffineMaps(ABC):
         parts = zip(*(tensor.split(samples, axis) for tensor in self.tensors), strict=True)
         return [self.like(matrices, offsets) for matrices, offsets in parts]
 
+    def composed(self) -> Self:
+        """One map that does what all maps do one after another, by products of neighbours in ⌈log2⌉ levels."""
+        maps, tail = self, None
+        while (count := maps.tensors[0].shape[self.axis]) > 1:
+            if count % 2:
+                last, maps = maps.take(slice(count - 1, None)), maps.take(slice(count - 1))
+                tail = last if tail is None else tail.after(last)
+            maps = maps.take(slice(1, None, 2)).after(maps.take(slice(0, None, 2)))
+        return maps if tail is None else tail.after(maps)
+
     def apply(self, states: torch.Tensor) -> torch.Tensor:
         """The states after the maps, from those before."""
         if self.matrices is None:

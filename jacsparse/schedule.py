@@ -549,8 +549,8 @@ def exchanges(ranks: int, way: str = "scan") -> tuple[tuple[Message, ...], ...]:
     if way == "linear":
         return tuple((Message(rank, rank + 1, rank + 2 < ranks),) for rank in range(ranks - 1))
     if way == "gather":
-        pairs = itertools.combinations(range(ranks), 2)
-        return (tuple(Message(source, target, False) for source, target in pairs),) if ranks > 1 else ()
+        messages = [Message(source, target, False) for source, target in itertools.combinations(range(ranks), 2)]
+        return (tuple(messages),) if messages else ()
     rounds, needed = [], set[int]()
     for k in reversed(range((ranks - 1).bit_length())):
         pairs = ((target ^ 1 << k, target) for target in range(ranks))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ..affine import AffineMaps, DenseMaps, DiagonalMaps, compose
+from ..affine import AffineMaps, compose
 from ..distributed import Link, Ranks, RankScan, ranks_of
 from ..schedule import EXCHANGES
 from .solvers import Problem
@@ -77,10 +77,13 @@ class SequencePart:
         The ranks.
     lengths : list of int
         The steps of each.
+    initial : Tensor or None
+        The states before this rank's steps in the forward pass, where a recurrence is linear.
     """
 
     def __init__(self, ranks: Ranks, lengths: list[int], exchange: str) -> None:
         self.ranks, self.lengths, self._exchange = ranks, lengths, exchange
+        self.initial: torch.Tensor | None = None
 
     def take_over(self, state: torch.Tensor, direction: int, phase: str) -> torch.Tensor:
         """The states before this rank's steps: those after the steps of the rank before, or `state` on the first one.
@@ -119,17 +122,19 @@ class SequencePart:
         report.exchange = self._way(problem)
         if report.exchange == "linear":
             return self._from_rank_to_rank(problem, solve_here, step, phase)
+        recurrence = problem.recurrence
         scan = RankScan(self.ranks, compose, report.exchange, phase, reverse=step < 0)
         last = solve_here(problem) if scan.is_first else problem.edge
-        constant = scan.is_first or scan.is_last
-        before = scan(self._form(problem)(None, last.double()[None]) if constant else self._map(problem))
-        finite = before is None or bool(before.offsets.isfinite().all())
+        # Nobody asks for the map of the last rank.
+        before = scan(recurrence.constant(last) if scan.is_first or scan.is_last else _map(problem))
+        state = problem.edge if scan.is_first else recurrence.state(before)
+        finite = bool(state.isfinite().all())
         if not all(good for (good,) in self.ranks.check(phase, {}, finite)):
             # A product of many matrices may overflow where no state does.
             return self._from_rank_to_rank(problem, solve_here, step, phase)
         if scan.is_first:
             return last
-        problem.edge = before.offsets[0].to(problem.edge.dtype)
+        problem.edge = state.to(problem.edge.dtype).contiguous()
         return solve_here(problem)
 
     def _from_rank_to_rank(
@@ -140,17 +145,6 @@ class SequencePart:
         last = solve_here(problem)
         self.hand_over(last, step, phase)
         return last
-
-    def _form(self, problem: Problem) -> type[AffineMaps]:
-        return DiagonalMaps if problem.recurrence.diagonal else DenseMaps
-
-    def _map(self, problem: Problem) -> AffineMaps:
-        """What this rank's steps do to a state, in float64."""
-        time, edge = problem.sequences.time, problem.edge
-        if not time:
-            return self._form(problem)(None, edge.double()[None]).identity()
-        chunks = problem.sequences.cut(problem.direction, time, backward=problem.backward)
-        return problem.recurrence.maps(chunks, edge, sparse=False)
 
     def _way(self, problem: Problem) -> str:
         """The exchange that was asked for, or the one of the least predicted time."""
@@ -185,6 +179,15 @@ class SequencePart:
     def owners(self, directions: int) -> list[int]:
         """The rank with the last steps of each direction."""
         return [self.ranks.size - 1, 0][:directions]
+
+
+def _map(problem: Problem) -> AffineMaps:
+    """What this rank's steps do to a state."""
+    time, constant = problem.sequences.time, problem.recurrence.constant(problem.edge)
+    if not time:
+        return constant.identity()
+    chunks = problem.sequences.cut(problem.direction, time, backward=problem.backward)
+    return problem.recurrence.whole(chunks, problem.edge)
 
 
 class _WholeSequence(torch.autograd.Function):

@@ -158,7 +158,7 @@ def _gradients(
         if rows != slice(0, len(x)) and not all(tensor.sum().isfinite() for tensor in factors):
             # Their products with zeros are to be seen.
             grad_gates[: rows.start], grad_gates[rows.stop :], rows = 0, 0, slice(0, len(x))
-        if options.initial is not None and not options.part.begins(direction):
+        if options.part is not None and not options.part.begins(direction):
             # The first states were not this rank's.
             grad_initial = torch.zeros_like(grad_initial)
         for_x, *others = _products(cell, sequences, direction, x, saved, weights, grad_gates, rows, wanted)

@@ -207,7 +207,7 @@ def solve_backward(
         choice = choose(sequences, weights.size, weights.hidden, choice.chunk, guesses=True)
     report = options.report("backward", sequences.time)
     fallback = None if automatic else SOLVERS["chunked"]
-    problem = Problem(recurrence, sequences, direction, grad_end, choice, report, True, fallback=fallback)
-    problem.part = options.part
+    part = options.part
+    problem = Problem(recurrence, sequences, direction, grad_end, choice, report, True, fallback=fallback, part=part)
     grad_start = solve(problem)
     return grad_gates, recurrence.rows, grad_start

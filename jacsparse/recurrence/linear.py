@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,11 +12,15 @@ from ..affine import AffineMaps, SparseMaps
 from ..runtime import uncompiled
 from ..schedule import Schedule
 from . import recurrences_cuda
+from .across_ranks import AcrossRanks, SequencePart
 from .matrices import Dense, Diagonal, Scaled, Sparse, StepMatrices, checked
 from .once_differentiable import differentiable_once, once
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
 from .solvers import SOLVERS, Problem, Recurrence, choose, parse, solve
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass
@@ -73,6 +77,24 @@ class _Linear(Recurrence):
             offsets = SparseMaps(pattern, values, torch.zeros_like(offsets)).apply(offsets)
         return SparseMaps(pattern, values, offsets)
 
+    def whole(self, chunks: Chunks, edge: torch.Tensor) -> AffineMaps:
+        if not isinstance(self.A, Sparse):
+            return super().whole(chunks, edge)
+        steps = chunks.sequences.cut(chunks.runs.direction, 1, backward=chunks.backward)
+        return self.maps(steps, edge, sparse=True).composed()
+
+    def constant(self, state: torch.Tensor) -> AffineMaps:
+        if not isinstance(self.A, Sparse):
+            return super().constant(state)
+        pattern = self.A.pattern.T if self.adjoint else self.A.pattern
+        return SparseMaps(pattern, None, state.double().T[:, None].contiguous())
+
+    def state(self, constant: AffineMaps) -> torch.Tensor:
+        if not isinstance(self.A, Sparse):
+            return super().state(constant)
+        assert constant.offsets is not None
+        return constant.offsets[:, 0].T
+
 
 @uncompiled
 def linear_recurrence(
@@ -83,6 +105,8 @@ def linear_recurrence(
     reverse: bool = False,
     schedule: Schedule | str = "auto",
     reports: list[Report] | None = None,
+    process_group: ProcessGroup | None = None,
+    exchange: str = "auto",
 ) -> torch.Tensor:
     """Solve ``h_t = A_t h_{t-1} + b_t`` for all t, differentiably.
 
@@ -107,6 +131,9 @@ def linear_recurrence(
         linear.
     reports : list, optional
         Takes a `Report` of this solution, and later of its gradient's; on a CUDA device, `Report.read` completes it.
+    process_group, exchange
+        As `jacsparse.nn.RNN` takes them: each rank passes its consecutive steps, and gets theirs back. `h0` is read
+        where the sequences begin.
 
     Returns
     -------
@@ -153,7 +180,13 @@ def linear_recurrence(
         if tensor.dtype != b.dtype:
             raise TypeError(f"{name} is {tensor.dtype} and b is {b.dtype}; convert one of them")
     parse(schedule, "linear")
-    states: torch.Tensor = _Recurrence.apply(A.form, -1 if reverse else 1, schedule, reports, b, start, *A.tensors)
+    part = None
+    if process_group is not None:
+        gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (b, start, *A.tensors))
+        facts = {"A": type(A).__name__, "size": size, "batch": batch, "dtype": str(b.dtype), "reverse": reverse}
+        part = AcrossRanks(process_group, exchange).part({**facts, "gradients": gradients}, time)
+    direction = -1 if reverse else 1
+    states: torch.Tensor = _Recurrence.apply(A.form, direction, schedule, reports, part, b, start, *A.tensors)
     return states
 
 
@@ -167,6 +200,7 @@ class _Recurrence(_Once):  # type: ignore[misc, valid-type]
         direction: int,
         schedule: Schedule | str,
         reports: list[Report] | None,
+        part: SequencePart | None,
         b: torch.Tensor,
         h0: torch.Tensor,
         *tensors: torch.Tensor,
@@ -175,22 +209,20 @@ class _Recurrence(_Once):  # type: ignore[misc, valid-type]
         h = torch.empty_like(b, memory_format=torch.contiguous_format)
         recurrence = _Linear(A, b.detach().contiguous(), h, False)
         with torch.autocast(b.device.type, enabled=False):
-            _solve(recurrence, h0.detach().contiguous(), direction, schedule, reports)
+            _solve(recurrence, h0.detach().contiguous(), direction, schedule, reports, part)
         return h
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.form, ctx.direction, ctx.schedule, ctx.reports, _, h0, *tensors = inputs
+        ctx.form, ctx.direction, ctx.schedule, ctx.reports, ctx.part, _, h0, *tensors = inputs
         ctx.save_for_backward(output, h0, *tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         h, h0, *tensors = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[4:]
-        gradients = iter(
-            _gradients_once(ctx.form, ctx.direction, ctx.schedule, ctx.reports, wanted, gradient, h, h0, *tensors)
-        )
-        return (None, None, None, None, *(next(gradients) if need else None for need in wanted))
+        wanted, options = ctx.needs_input_grad[5:], (ctx.form, ctx.direction, ctx.schedule, ctx.reports, ctx.part)
+        gradients = iter(_gradients_once(*options, wanted, gradient, h, h0, *tensors))
+        return (None, None, None, None, None, *(next(gradients) if need else None for need in wanted))
 
 
 def _gradients(
@@ -198,6 +230,7 @@ def _gradients(
     direction: int,
     schedule: Schedule | str,
     reports: list[Report] | None,
+    part: SequencePart | None,
     wanted: Sequence[bool],
     gradient: torch.Tensor,
     h: torch.Tensor,
@@ -207,7 +240,10 @@ def _gradients(
     """The gradients that are wanted, of what is added, the first state and what the matrices are made of."""
     with torch.autocast(h.device.type, enabled=False):
         A, v = form(*(tensor.detach() for tensor in tensors)), torch.empty_like(h)
-        first = _solve(_Linear(A, gradient.contiguous(), v, True), h.new_zeros(h0.shape), direction, schedule, reports)
+        adjoint, end = _Linear(A, gradient.contiguous(), v, True), h.new_zeros(h0.shape)
+        first = _solve(adjoint, end, direction, schedule, reports, part)
+        if part is not None:
+            h0, first = part.initial, first if part.begins(direction) else torch.zeros_like(first)
         of_matrices: Sequence[torch.Tensor] = ()
         if any(wanted[2:]):
             before = torch.cat([h0[None], h[:-1]] if direction > 0 else [h[1:], h0[None]])[: len(h)]
@@ -225,6 +261,7 @@ def _solve(
     direction: int,
     schedule: Schedule | str,
     reports: list[Report] | None,
+    part: SequencePart | None,
 ) -> torch.Tensor:
     """Fill ``recurrence.out``; the last state, or the gradient of the first one."""
     time, batch = recurrence.out.shape[:2]
@@ -232,7 +269,7 @@ def _solve(
     report = Report("backward" if recurrence.adjoint else "forward", time)
     if reports is not None:
         reports.append(report)
-    if not recurrence.out.numel():
+    if not recurrence.out.numel() and part is None:
         report.methods = ["linear"]
         return start.clone()
     sequences = Sequences.equal(time, batch)
@@ -240,4 +277,8 @@ def _solve(
         size, diagonal = recurrence.A.size, recurrence.diagonal
         choice = choose(sequences, size, recurrence.out, choice.chunk, guesses=False, diagonal=diagonal)
     backward, fallback = recurrence.adjoint, SOLVERS["chunked"]
-    return solve(Problem(recurrence, sequences, direction, start, choice, report, backward, fallback=fallback))
+    problem = Problem(recurrence, sequences, direction, start, choice, report, backward, fallback=fallback, part=part)
+    last = solve(problem)
+    if part is not None and not backward:
+        part.initial = problem.edge
+    return last

@@ -1,5 +1,6 @@
 """What each rank of the tests of recurrences runs: ``python -m tests.distributed.recurrent_ranks CASE``."""
 
+import functools
 import itertools
 import sys
 from datetime import timedelta
@@ -9,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import jacsparse
+from jacsparse.recurrence import Dense, Diagonal, Scaled, Sparse, linear_recurrence
 
-from .scan_ranks import groups
+from .scan_ranks import drawn, groups
 
 LAYERS = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
 #: Steps of each of five ranks, of which as many are taken as there are ranks.
@@ -27,6 +29,46 @@ def equal():
                     batch_first=batch_first)  # fmt: skip
         relu = {"nonlinearity": "relu", "schedule": "chunked:2", "forward": "parallel", "chunk": 2}
         compare("RNN", group, LENGTHS[0][:size], 3, "scan", **relu)
+
+
+def linear():
+    """Linear recurrences across ranks against those in this process: states and all gradients."""
+    pattern = jacsparse.Pattern((3, 3), [0, 2, 3, 4], [0, 2, 1, 0])
+    forms = {
+        "dense": lambda time, batch: (Dense, (drawn(time, batch, 3, 3),)),
+        "diagonal": lambda time, batch: (Diagonal, (drawn(time, batch, 3),)),
+        "scaled": lambda time, batch: (Scaled, (drawn(3, 3), drawn(time, batch, 3))),
+        "sparse": lambda time, batch: (functools.partial(Sparse, pattern), (drawn(time, 4, batch),)),
+    }
+    exchanges = itertools.cycle(("linear", "gather", "scan", "auto"))
+    for size, group in groups():
+        for name, lengths, reverse in itertools.product(forms, LENGTHS, (False, True)):
+            torch.manual_seed(size)
+            rank, lengths, exchange = dist.get_rank(group), lengths[:size], next(exchanges)
+            form, tensors = forms[name](sum(lengths), 2)
+            b, h0, weights = drawn(sum(lengths), 2, 3), drawn(2, 3), drawn(sum(lengths), 2, 3).detach()
+            leaves = [*tensors, b, h0]
+            # All but the first state and the matrix that all steps share have steps.
+            shared = [h0, *tensors[:-1]]
+            split = [not any(leaf is other for other in shared) for leaf in leaves]
+            parts = [
+                (leaf.split(lengths)[rank] if steps else leaf).detach().clone().requires_grad_()
+                for leaf, steps in zip(leaves, split, strict=True)
+            ]
+            if not sum(lengths):
+                continue
+            h = linear_recurrence(form(*tensors), b, h0, reverse=reverse)
+            options = {"reverse": reverse, "process_group": group, "exchange": exchange}
+            ours = linear_recurrence(form(*parts[:-2]), *parts[-2:], **options)
+            close(ours, h.split(lengths)[rank])
+            (h * weights).sum().backward()
+            (ours * weights.split(lengths)[rank]).sum().backward()
+            for leaf, part, steps in zip(leaves, parts, split, strict=True):
+                if not steps:
+                    dist.all_reduce(part.grad, group=group)
+                    close(part.grad, leaf.grad)
+                else:
+                    close(part.grad, leaf.grad.split(lengths)[rank])
 
 
 def compare(name, group, lengths, batch, exchange, **options):
@@ -82,7 +124,7 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
     case, *arguments = sys.argv[1:]
-    {"equal": equal}[case](*arguments)
+    {"equal": equal, "linear": linear}[case](*arguments)
     dist.destroy_process_group()
 
 

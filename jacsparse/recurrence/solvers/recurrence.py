@@ -92,6 +92,19 @@ class Recurrence(ABC):
         form = DiagonalMaps if self.diagonal else DenseMaps
         return form(self.matrices(chunks.runs, torch.float64)[table], offsets[table])
 
+    def whole(self, chunks: Chunks, edge: torch.Tensor) -> AffineMaps:
+        """What all steps of each sample do to a state, in float64: one map, for `chunks` of all steps."""
+        return self.maps(chunks, edge, sparse=False)
+
+    def constant(self, state: torch.Tensor) -> AffineMaps:
+        """As `whole`, of steps that lead to a state from any other one; `state` has shape ``(batch, state)``."""
+        return (DiagonalMaps if self.diagonal else DenseMaps)(None, state.double()[None])
+
+    def state(self, constant: AffineMaps) -> torch.Tensor:
+        """The state of a `constant` map."""
+        assert constant.offsets is not None
+        return constant.offsets[0]
+
     def transfer(self, runs: Runs, edge: torch.Tensor) -> torch.Tensor:
         """On a device: `matrices` and, below each, what the run makes of zeros, ``(runs, state + 1, state)``."""
         zeros = edge.new_zeros(len(runs), edge.shape[1])
