@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from .patterns import UnsupportedOperatorError
 from .recurrence import GRU, LSTM, RNN, Recurrent, convert
-from .scan import Puller, Scanner, scanned
+from .scan import Puller, Scanner, StageRanks, scanned
 from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
 from .stages import Chain, Chains, Run, chain, check_input, check_limit
 from .tracing import check_module, is_recording
 from .training import Leapfrogger, check_threads
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["GRU", "LSTM", "RNN", "Leapfrog", "Recurrent", "Scan", "Solve", "convert"]
 
@@ -39,10 +43,13 @@ class _OfChain(nn.Module):
         check_input("x", x)
         if not len(x):
             return self.module(x)
+        chain, run = self._chains_of_module().of(x)
+        return scanned(self._puller(chain, run), run, x)
+
+    def _chains_of_module(self) -> Chains:
         if self._chains.module is not self.module:
             self.reset()
-        chain, run = self._chains.of(x)
-        return scanned(self._puller(chain, run), run, x)
+        return self._chains
 
     def _puller(self, chain: Chain, run: Run) -> Puller:
         """What pulls gradients back through a chain, after a forward pass."""
@@ -78,6 +85,14 @@ class Scan(_OfChain):
         Whether the Jacobians omit pruned weights.
     memory_limit : int, optional
         Bytes of Jacobians' values to hold at once; larger batches run in slices. 1 GiB by default.
+    process_group : ProcessGroup, optional
+        Ranks that have consecutive stages of a chain: `module` is this rank's. All ranks pass the same input and get
+        the whole chain's output, compute the loss from it alike, and get the same gradient of the input.
+    exchange : {"auto", "linear", "gather", "scan"}
+        How gradients get across ranks. ``linear``: from rank to rank, each of which waits for the one behind it.
+        ``gather``, ``scan``: all ranks but the first and the last first multiply their stages to one transposed
+        Jacobian, of all samples at once, and these are exchanged in one round, or in ⌈log2 p⌉ rounds for p ranks.
+        ``auto`` is the one that is predicted to take the least time.
 
     Raises
     ------
@@ -108,12 +123,27 @@ class Scan(_OfChain):
         schedule: Schedule | str = "auto",
         pruned: bool = True,
         memory_limit: int | None = None,
+        process_group: ProcessGroup | None = None,
+        exchange: str = "auto",
     ) -> None:
         parse(schedule)
         check_limit(memory_limit)
         super().__init__(module, pruned)
         self.schedule = schedule
         self.memory_limit = memory_limit
+        self._across = None if process_group is None else StageRanks(process_group, exchange)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``module(x)``, or the whole chain's output where it goes across ranks."""
+        if self._across is None:
+            return super().forward(x)
+        if is_recording() or torch.compiler.is_compiling():
+            raise UnsupportedOperatorError("a Scan across ranks cannot be recorded, exported or compiled; call it")
+        return self._across.output(self.module, check_input("x", x), self._run_part)
+
+    def _run_part(self, x: torch.Tensor) -> tuple[Scanner, Run]:
+        chain, run = self._chains_of_module().of(x)
+        return self._scanner(chain), run
 
     def scanner(self, input_shape: tuple[int, ...]) -> Scanner:
         """The chain, schedule and plans for inputs of a shape, without the batch axis."""

@@ -3,6 +3,7 @@
 from ..affine import AffineMaps, DenseMaps, DiagonalMaps, SparseMaps, compose
 from .exclusive_scan import RankScan, exclusive_scan
 from .links import Link
+from .rank_group import RankGroup
 from .ranks import Incoming, RankError, Ranks, ranks_of
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Incoming",
     "Link",
     "RankError",
+    "RankGroup",
     "RankScan",
     "Ranks",
     "SparseMaps",

@@ -148,6 +148,31 @@ class Ranks:
             self.agree(facts)
         return [list(row) for row in zip(*columns, strict=True)] if columns else [[]] * self.size
 
+    def shared(self, tensors: Sequence[torch.Tensor], source: int, phase: str) -> list[torch.Tensor]:
+        """A rank's tensors, of any shapes, on all ranks; the others' lend their devices."""
+        number = self.next_number()
+        if self.rank != source:
+            received, _ = self.expect(source, phase).message(number)
+            tensors = [other.to(tensor.device) for tensor, other in zip(tensors, received, strict=True)]
+        else:
+            for other in set(range(self.size)) - {source}:
+                self.send(tensors, other, phase, number)
+        self.flush()
+        return list(tensors)
+
+    def summed(self, tensors: Sequence[torch.Tensor], target: int, phase: str) -> list[torch.Tensor]:
+        """The sums of all ranks' tensors, in the order of ranks, on one of them; zeros on the others."""
+        number = self.next_number()
+        if self.rank != target:
+            self.send(tensors, target, phase, number)
+            self.flush()
+            return [torch.zeros_like(tensor) for tensor in tensors]
+        sums = list(tensors)
+        for other in sorted(set(range(self.size)) - {target}):
+            received, _ = self.expect(other, phase).message(number)
+            sums = [tensor + part.to(tensor.device) for tensor, part in zip(sums, received, strict=True)]
+        return sums
+
     def send(
         self, tensors: torch.Tensor | Sequence[torch.Tensor], to: int, phase: str, iteration: int, check: int = 0
     ) -> None:

@@ -6,43 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ..affine import AffineMaps, compose
-from ..distributed import Link, Ranks, RankScan, ranks_of
-from ..schedule import EXCHANGES
+from ..distributed import Link, RankGroup, Ranks, RankScan
 from .solvers import Problem
 
 #: Multiply-adds per second of steps with vectors, one after the other, and with matrices, in float64.
 _VECTORS, _MATRICES = 1e9, 4e9
 
 
-class AcrossRanks:
-    """The ranks of a process group that have consecutive parts of sequences.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-        The ranks, in the order of their parts.
-    exchange : {"auto", "linear", "gather", "scan"}
-        How gradients, and states of linear recurrences, get across ranks. ``linear``: each rank waits for the state at
-        its edge, and takes it through its steps. ``gather``, ``scan``: each rank first reduces its steps to one affine
-        map; the maps are combined as `jacsparse.schedule.exchanges` has it. ``auto`` is the one that is predicted to
-        take the least time.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Where an argument is none of these.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, exchange: str = "auto") -> None:
-        if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-            raise TypeError(f"process_group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup")
-        if exchange not in ("auto", *EXCHANGES):
-            raise ValueError(f"exchange is {exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
-        self.group, self.exchange = group, exchange
+class SequenceRanks(RankGroup):
+    """The ranks of a process group that have consecutive parts of sequences."""
 
     def part(self, facts: Mapping[str, Any], steps: int) -> SequencePart:
         """This rank's part in a call that all ranks make, with so many steps.
@@ -54,18 +29,11 @@ class AcrossRanks:
         ValueError
             Where no rank has a step.
         """
-        ranks = ranks_of(self.group)
+        ranks = self.ranks
         lengths = ranks.check("start of the forward pass", {**facts, "exchange": self.exchange}, steps)
         if not any(length for (length,) in lengths):
             raise ValueError(f"input has no steps on any of the {ranks.size} ranks; expected at least one")
         return SequencePart(ranks, [length for (length,) in lengths], self.exchange)
-
-    def __deepcopy__(self, memo: object) -> AcrossRanks:
-        # A process group cannot be copied, and a copy of a layer has the same ranks.
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a process group cannot be written to a file; save the state_dict of the layer")
 
 
 class SequencePart:
@@ -198,36 +166,20 @@ class _WholeSequence(torch.autograd.Function):
         ctx: Any, part: SequencePart, directions: int, output: torch.Tensor, *states: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.part, ctx.directions = part, directions
-        ranks, number, phase = part.ranks, part.ranks.next_number(), "exchange of the last states"
-        whole = [state.clone() for state in states]
+        whole = [torch.empty_like(state) for state in states]
         for direction, owner in enumerate(part.owners(directions)):
-            here = [state[direction::directions] for state in whole]
-            if ranks.rank == owner:
-                for other in set(range(ranks.size)) - {owner}:
-                    ranks.send(here, other, phase, number)
-                continue
-            received, _ = ranks.expect(owner, phase).message(number)
-            for state, tensor in zip(here, received, strict=True):
-                state.copy_(tensor)
-        ranks.flush()
+            here = [state[direction::directions] for state in states]
+            for state, last in zip(whole, part.ranks.shared(here, owner, "exchange of the last states"), strict=True):
+                state[direction::directions] = last
         return (output, *whole)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_output: torch.Tensor, *of_states: torch.Tensor) -> Any:
         ranks, phase = ctx.part.ranks, "exchange of the last states' gradients"
-        number, sums = ranks.next_number(), [gradient.clone() for gradient in of_states]
+        gradients = [torch.empty_like(gradient) for gradient in of_states]
         for direction, owner in enumerate(ctx.part.owners(ctx.directions)):
-            here = [gradient[direction :: ctx.directions] for gradient in sums]
-            if ranks.rank != owner:
-                ranks.send(here, owner, phase, number)
-                # The messages still read this memory.
-                ranks.flush()
-                for gradient in here:
-                    gradient.zero_()
-                continue
-            for other in sorted(set(range(ranks.size)) - {owner}):
-                received, _ = ranks.expect(other, phase).message(number)
-                for gradient, tensor in zip(here, received, strict=True):
-                    gradient += tensor.to(gradient.device)
-        return (None, None, of_output, *sums)
+            here = [gradient[direction :: ctx.directions] for gradient in of_states]
+            for gradient, total in zip(gradients, ranks.summed(here, owner, phase), strict=True):
+                gradient[direction :: ctx.directions] = total
+        return (None, None, of_output, *gradients)

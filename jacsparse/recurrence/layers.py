@@ -19,7 +19,7 @@ from ..patterns import UnsupportedOperatorError
 from ..runtime import on_device, uncompiled
 from ..schedule import Schedule
 from ..tracing import is_recording
-from .across_ranks import AcrossRanks, SequencePart
+from .across_ranks import SequencePart, SequenceRanks
 from .cells import CELLS, Cell
 from .layer_autograd import run_layer
 from .layer_recurrences import Options
@@ -189,7 +189,7 @@ class Recurrent(nn.RNNBase):
             )
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
         _check_options(schedule, forward, chunk)
-        self._across = None if process_group is None else AcrossRanks(process_group, exchange)
+        self._across = None if process_group is None else SequenceRanks(process_group, exchange)
         self._pass: _Pass | _LeftToTorch = _Pass([], [])
 
     @property
@@ -346,7 +346,7 @@ class Recurrent(nn.RNNBase):
 
     def _part(
         self,
-        across: AcrossRanks,
+        across: SequenceRanks,
         x: torch.Tensor,
         states: Sequence[torch.Tensor],
         steps: int,

@@ -12,7 +12,7 @@ from ..affine import AffineMaps, SparseMaps
 from ..runtime import uncompiled
 from ..schedule import Schedule
 from . import recurrences_cuda
-from .across_ranks import AcrossRanks, SequencePart
+from .across_ranks import SequencePart, SequenceRanks
 from .matrices import Dense, Diagonal, Scaled, Sparse, StepMatrices, checked
 from .once_differentiable import differentiable_once, once
 from .reports import Report
@@ -184,7 +184,7 @@ def linear_recurrence(
     if process_group is not None:
         gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (b, start, *A.tensors))
         facts = {"A": type(A).__name__, "size": size, "batch": batch, "dtype": str(b.dtype), "reverse": reverse}
-        part = AcrossRanks(process_group, exchange).part({**facts, "gradients": gradients}, time)
+        part = SequenceRanks(process_group, exchange).part({**facts, "gradients": gradients}, time)
     direction = -1 if reverse else 1
     states: torch.Tensor = _Recurrence.apply(A.form, direction, schedule, reports, part, b, start, *A.tensors)
     return states

@@ -3,5 +3,6 @@
 from .autograd_scan import Puller, scanned
 from .calls import backward, backward_by, vjp
 from .scanner import Scanner
+from .stage_ranks import StageRanks
 
-__all__ = ["Puller", "Scanner", "backward", "backward_by", "scanned", "vjp"]
+__all__ = ["Puller", "Scanner", "StageRanks", "backward", "backward_by", "scanned", "vjp"]

@@ -22,10 +22,11 @@ class Puller(Protocol):
         """Gradients of the chain's input and of externals, for a gradient of its output."""
 
 
-def scanned(puller: Puller, run: Run, x: torch.Tensor) -> torch.Tensor:
+def scanned(puller: Puller, run: Run, x: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
     """The output of a forward pass as one node of autograd's graph, whose backward pass is the scan.
 
-    The run lives as long as the tensors that autograd saves: until the backward pass, unless the graph is retained.
+    Its output is that of the run or, of a chain that goes on elsewhere, `output`. The run lives as long as the tensors
+    that autograd saves: until the backward pass, unless the graph is retained.
     """
 
     def unpack(run: Run) -> torch.Tensor:
@@ -36,9 +37,10 @@ def scanned(puller: Puller, run: Run, x: torch.Tensor) -> torch.Tensor:
     # Only externals that stages read: autograd would call the hooks of the others too.
     places = sorted(set().union(*(record.externals for record in run.records)))
     externals = [run.recording.externals[place] for place in places]
+    value = run.recording.output.detach() if output is None else output
     with torch.autograd.graph.saved_tensors_hooks(lambda _: run, unpack):
-        output: torch.Tensor = _Scanned.apply(puller, places, run.recording.output.detach(), x, *externals)
-    return output
+        result: torch.Tensor = _Scanned.apply(puller, places, value, x, *externals)
+    return result
 
 
 class _Scanned(torch.autograd.Function):

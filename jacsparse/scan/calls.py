@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..schedule import Schedule
-from ..stages import Chain, Chains, check_input
+from ..stages import Chain, Chains, Run, check_input
 from ..tracing import check_module
 from .autograd_scan import Puller, scanned
 from .scanner import Scanner
+from .stage_ranks import StageRanks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def vjp(
@@ -70,7 +75,13 @@ def _check_gradient(gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def backward(
-    module: nn.Module, x: torch.Tensor, grad_output: torch.Tensor, *, schedule: Schedule | str = "auto"
+    module: nn.Module,
+    x: torch.Tensor,
+    grad_output: torch.Tensor,
+    *,
+    schedule: Schedule | str = "auto",
+    process_group: ProcessGroup | None = None,
+    exchange: str = "auto",
 ) -> torch.Tensor:
     """Run a module forward and back: return the gradient of `x`, and add those of the parameters to ``.grad``.
 
@@ -84,6 +95,8 @@ def backward(
         Gradient of the module's output.
     schedule : Schedule or str
         The order of the products.
+    process_group, exchange
+        As `jacsparse.nn.Scan` takes them: all ranks pass the same input and gradient, each with its own stages.
 
     Returns
     -------
@@ -95,6 +108,9 @@ def backward(
     ValueError
         Where the module draws random numbers, or a shape does not fit.
     """
+    if process_group is not None:
+        across = StageRanks(process_group, exchange)
+        return _backward(lambda leaf: _across(across, schedule, check_module(module), leaf), x, grad_output)
     return backward_by(lambda chain: Scanner(chain, schedule), module, x, grad_output)
 
 
@@ -102,9 +118,16 @@ def backward_by(
     puller_of: Callable[[Chain], Puller], module: nn.Module, x: torch.Tensor, grad_output: torch.Tensor
 ) -> torch.Tensor:
     """As `backward`, by what pulls gradients back through the module's chain."""
+    check_module(module)
+    return _backward(lambda leaf: _output(puller_of, module, leaf) if len(x) else module(leaf), x, grad_output)
+
+
+def _backward(
+    output_of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, grad_output: torch.Tensor
+) -> torch.Tensor:
     leaf = check_input("x", x).detach().requires_grad_()
     with torch.enable_grad():
-        y = _output(puller_of, check_module(module), leaf) if len(x) else module(leaf)
+        y = output_of(leaf)
         y.backward(_check_gradient(grad_output, y))
     assert leaf.grad is not None
     return leaf.grad
@@ -112,8 +135,23 @@ def backward_by(
 
 def _output(puller_of: Callable[[Chain], Puller], module: nn.Module, leaf: torch.Tensor) -> torch.Tensor:
     """The module's output, which pulls gradients back; ValueError where the module draws random numbers."""
-    chain, run = Chains(module).of(leaf)
+    chain, run = _deterministic_run(module, leaf)
+    return scanned(puller_of(chain), run, leaf)
+
+
+def _across(across: StageRanks, schedule: Schedule | str, module: nn.Module, leaf: torch.Tensor) -> torch.Tensor:
+    """The output of a chain of which other ranks have stages."""
+
+    def run_part(x: torch.Tensor) -> tuple[Scanner, Run]:
+        chain, run = _deterministic_run(module, x)
+        return Scanner(chain, schedule), run
+
+    return across.output(module, leaf, run_part)
+
+
+def _deterministic_run(module: nn.Module, x: torch.Tensor) -> tuple[Chain, Run]:
+    chain, run = Chains(module).of(x)
     drawing = run.recording.drawing
     if drawing is not None:
         raise ValueError(f"{drawing}: backward runs the forward again, which would draw other numbers; call .eval()")
-    return scanned(puller_of(chain), run, leaf)
+    return chain, run

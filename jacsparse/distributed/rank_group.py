@@ -1,0 +1,48 @@
+"""The `process_group` and `exchange` arguments of modules and functions that go across ranks."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from ..schedule import EXCHANGES
+from .ranks import Ranks, ranks_of
+
+
+class RankGroup:
+    """The ranks of a process group that have consecutive parts of something, and how gradients get across them.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        The ranks, in the order of their parts.
+    exchange : {"auto", "linear", "gather", "scan"}
+        ``linear``: each rank waits for what comes from the one before it. ``gather``, ``scan``: ranks first reduce
+        their parts to one affine map; the maps are combined as `jacsparse.schedule.exchanges` has it. ``auto`` is the
+        one that is predicted to take the least time.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where an argument is none of these.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, exchange: str = "auto") -> None:
+        if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+            raise TypeError(f"process_group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup")
+        if exchange not in ("auto", *EXCHANGES):
+            raise ValueError(f"exchange is {exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
+        self.group, self.exchange = group, exchange
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks; all of them take part in the first call for a group."""
+        return ranks_of(self.group)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        # A process group cannot be copied, and a copy of a module has the same ranks.
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a process group cannot be written to a file; save the state_dict of the module")

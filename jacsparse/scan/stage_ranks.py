@@ -1,0 +1,156 @@
+"""Chains whose consecutive stages are on several ranks: forward from rank to rank, back by a scan across them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..affine import SparseMaps, compose
+from ..distributed import Link, RankGroup, Ranks, RankScan
+from ..patterns import Identity, Pattern
+from ..spgemm import SparseJacobian
+from ..stages import Record, Run
+from .autograd_scan import scanned
+from .scanner import Scanner
+
+#: Multiply-adds per second of products with vectors and with matrices.
+_VECTORS, _MATRICES = 1e9, 4e9
+#: The most multiply-adds, for a sample, of a product of stages whose pattern is worked out to see what it costs.
+_WORTH_A_LOOK = 1e8
+
+
+class StageRanks(RankGroup):
+    """The ranks of a process group that have consecutive stages of a chain."""
+
+    def output(
+        self, module: nn.Module, x: torch.Tensor, run_part: Callable[[torch.Tensor], tuple[Scanner, Run]]
+    ) -> torch.Tensor:
+        """The whole chain's output, on all ranks, whose backward pass goes across them.
+
+        Parameters
+        ----------
+        module : Module
+            This rank's stages.
+        x : Tensor, (batch, *input_shape)
+            The chain's input; the first rank's values are those that count.
+        run_part : callable
+            Runs the module on its input with a record.
+        """
+        ranks, enabled = self.ranks, torch.is_grad_enabled()
+        facts = {"x": f"{tuple(x.shape)} {x.dtype}", "gradient of x": x.requires_grad, "gradients": enabled}
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        numbers = ranks.check("start of the forward pass", {**facts, "exchange": self.exchange}, trains)
+        wanted = enabled and (x.requires_grad or any(trains for (trains,) in numbers))
+        phase, number = "forward pass", ranks.next_number()
+        here = x if ranks.rank == 0 else ranks.expect(ranks.rank - 1, phase).wait(number).to(x.device)
+        with ranks.during(phase):
+            if not wanted or not len(x):
+                part, local = None, module(here.detach())
+            else:
+                part = run_part(here if ranks.rank == 0 else here.requires_grad_())
+                local = part[1].recording.output
+        last = ranks.size - 1
+        if ranks.rank < last:
+            ranks.send(local, ranks.rank + 1, phase, number)
+        (y,) = ranks.shared([local.detach()], last, "exchange of the output")
+        if part is None:
+            return y if not wanted else y + 0 * sum(each.sum() for each in (x, *module.parameters()))
+        # Every rank takes part in the backward pass, also where nothing of its own has a gradient.
+        leaf = x if x.requires_grad else x.detach().requires_grad_()
+        return scanned(RankedScanner(self.exchange, ranks, *part, for_x=x.requires_grad), part[1], leaf, y)
+
+
+class RankedScanner:
+    """Pulls gradients back through this rank's stages of a chain that goes across ranks."""
+
+    module = "jacsparse.nn.Scan"
+
+    def __init__(self, exchange: str, ranks: Ranks, scanner: Scanner, run: Run, *, for_x: bool) -> None:
+        self._exchange, self._ranks, self._scanner, self._run, self._for_x = exchange, ranks, scanner, run, for_x
+        self._batch = len(run.recording.output)
+
+    def pull_back(
+        self, records: Sequence[Record], gradient: torch.Tensor, externals: Iterable[int], *, for_input: bool
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """The gradient of the whole chain's input, where one is wanted, and those of this rank's externals.
+
+        On the last rank, `gradient` is that of the chain's output; those of the others are not read.
+        """
+        ranks, externals = self._ranks, list(externals)
+        way = self._way()
+
+        def pull_back_here(gradient: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+            with ranks.during("backward pass"):
+                return self._scanner.pull_back(records, gradient, externals, for_input=ranks.rank > 0 or self._for_x)
+
+        if way == "linear":
+            of_input, of_externals = self._from_rank_to_rank(gradient, pull_back_here)
+        else:
+            of_input, of_externals = self._scanned(gradient, pull_back_here, way)
+        if not self._for_x:
+            return None, of_externals
+        of_x = gradient if of_input is None else of_input
+        return ranks.shared([of_x], 0, "exchange of the input's gradient")[0], of_externals
+
+    def _from_rank_to_rank(self, gradient: torch.Tensor, pull_back_here: Callable[[torch.Tensor], Any]) -> Any:
+        ranks, phase, number = self._ranks, "backward pass", self._ranks.next_number()
+        if ranks.rank < ranks.size - 1:
+            gradient = ranks.expect(ranks.rank + 1, phase).wait(number).to(gradient.device)
+        of_input, of_externals = pull_back_here(gradient)
+        if ranks.rank:
+            ranks.send(of_input, ranks.rank - 1, phase, number)
+        ranks.flush()
+        return of_input, of_externals
+
+    def _scanned(self, gradient: torch.Tensor, pull_back_here: Callable[[torch.Tensor], Any], way: str) -> Any:
+        ranks = self._ranks
+        scan = RankScan(ranks, compose, way, "backward pass", reverse=True)
+        if scan.is_first:
+            of_input, of_externals = pull_back_here(gradient)
+            scan(_constant(of_input if ranks.rank else gradient))
+            return of_input, of_externals
+        # Nobody asks for the product of the first rank's stages.
+        element = _constant(gradient) if scan.is_last else self._transposed_jacobian()
+        offsets = scan(element).offsets
+        assert offsets is not None
+        return pull_back_here(offsets[:, 0].T.reshape(self._run.recording.output.shape))
+
+    def _transposed_jacobian(self) -> SparseMaps:
+        """The product of this rank's stages."""
+        records, x = self._run.records, self._run.recording.input
+        with self._ranks.during("backward pass"):
+            jacobian: SparseJacobian = self._scanner.chain.jacobian(records, x.detach()).T
+        return SparseMaps(jacobian.pattern, jacobian.values[:, None], None)
+
+    def _way(self) -> str:
+        """The exchange that was asked for, or the one of the least predicted time."""
+        if self._exchange != "auto":
+            return self._exchange
+        ranks, chain, itemsize = self._ranks, self._scanner.chain, self._run.recording.output.element_size()
+        if ranks.size < 3 or not len(chain):
+            # The first and the last rank multiply vectors alone.
+            return "linear" if ranks.size < 3 else self._predicted(0, 0, 0)
+        vectors, matrices = sum(factor.nnz for factor in chain.factors), chain.order.cost
+        block = chain.pattern.nnz if matrices < _WORTH_A_LOOK else 0
+        return self._predicted(self._batch * vectors, int(self._batch * matrices), self._batch * block * itemsize)
+
+    def _predicted(self, vectors: int, matrices: int, nbytes: int) -> str:
+        ranks = self._ranks
+        link, costs = Link.of(ranks), ranks.check("start of the backward pass", {}, vectors, matrices, nbytes)
+        output = self._run.recording.output
+        linear = sum(each[0] for each in costs) / _VECTORS + link.seconds(ranks.size, "linear", output.nbytes)
+        largest = [max(column) for column in zip(*costs, strict=True)]
+        way = link.best_way(ranks.size, largest[2])
+        reduction = max(largest[0] / _VECTORS, max(each[1] for each in costs[1:-1]) / _MATRICES)
+        others = largest[0] / _VECTORS + reduction + link.seconds(ranks.size, way, largest[2])
+        return way if others < linear else "linear"
+
+
+def _constant(gradient: torch.Tensor) -> SparseMaps:
+    """A map to a gradient, ``(batch, ...)``, from any other one."""
+    columns = gradient.reshape(len(gradient), -1).T[:, None].contiguous()
+    return SparseMaps(Pattern.of(Identity(math.prod(gradient.shape[1:]))), None, columns)
