@@ -243,6 +243,7 @@ def _gradients(
         adjoint, end = _Linear(A, gradient.contiguous(), v, True), h.new_zeros(h0.shape)
         first = _solve(adjoint, end, direction, schedule, reports, part)
         if part is not None:
+            assert part.initial is not None
             h0, first = part.initial, first if part.begins(direction) else torch.zeros_like(first)
         of_matrices: Sequence[torch.Tensor] = ()
         if any(wanted[2:]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -67,7 +67,7 @@ class StageRanks(RankGroup):
 class RankedScanner:
     """Pulls gradients back through this rank's stages of a chain that goes across ranks."""
 
-    module = "jacsparse.nn.Scan"
+    module: ClassVar[str] = "jacsparse.nn.Scan"
 
     def __init__(self, exchange: str, ranks: Ranks, scanner: Scanner, run: Run, *, for_x: bool) -> None:
         self._exchange, self._ranks, self._scanner, self._run, self._for_x = exchange, ranks, scanner, run, for_x

@@ -2,17 +2,18 @@
 
 import functools
 import itertools
-import sys
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 import jacsparse
+from jacsparse.distributed import RankError
 from jacsparse.recurrence import Dense, Diagonal, Scaled, Sparse, linear_recurrence
 
-from .scan_ranks import drawn, groups
+from .scan_ranks import drawn, fail, groups, main
 
 LAYERS = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
 #: Steps of each of five ranks, of which as many are taken as there are ranks.
@@ -71,6 +72,64 @@ def linear():
                     close(part.grad, leaf.grad.split(lengths)[rank])
 
 
+class Classifier(nn.Module):
+    """A recurrent layer, and classes from its last state."""
+
+    def __init__(self, group=None):
+        super().__init__()
+        self.rnn = jacsparse.nn.GRU(3, 5, num_layers=2, dtype=torch.float64, process_group=group)
+        self.head = nn.Linear(5, 4, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[1][-1])
+
+
+def data_parallel():
+    """Two axes of ranks: of steps and of samples. DistributedDataParallel over all ranks gives the whole gradient."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(0)
+    whole = Classifier()
+    x, y = torch.randn(9, 6, 3, dtype=torch.float64), torch.randint(4, (6,))
+    functional.cross_entropy(whole(x), y).backward()
+    model = Classifier(groups[rank // 2])
+    model.load_state_dict(whole.state_dict())
+    parallel = nn.parallel.DistributedDataParallel(model)
+    samples, steps = slice(3 * (rank // 2), 3 * (rank // 2) + 3), [slice(0, 5), slice(5, 9)][rank % 2]
+    functional.cross_entropy(parallel(x[steps, samples]), y[samples]).backward()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        close(ours.grad, theirs.grad)
+
+
+def fault(kind, rank):
+    """Passes of a layer in which one rank fails at the fourth."""
+    group = dist.new_group(timeout=timedelta(seconds=6))
+    layer = jacsparse.nn.GRU(3, 5, process_group=group, exchange="scan")
+    for number in range(1000):
+        x = torch.ones(4, 2, 3, requires_grad=True)
+        output, _ = layer(x)
+        if dist.get_rank() == rank and number == 3:
+            fail(kind)
+        output.sum().backward()
+
+
+def differ():
+    """Ways in which rank 1 does not call like the others; all ranks print the errors."""
+    other, layer = dist.get_rank() == 1, functools.partial(jacsparse.nn.GRU, 3, process_group=dist.group.WORLD)
+    x = torch.ones(4, 2, 3)
+    for build, part in (
+        (lambda: layer(5 + other), x),
+        (lambda: layer(5, schedule="chunked" if other else "linear"), x),
+        (lambda: layer(5, dtype=torch.float64 if other else torch.float32), x.double() if other else x),
+        (lambda: layer(5), x[:, other:]),
+        (lambda: layer(5), x[:0]),
+    ):
+        try:
+            build()(part)
+        except (RankError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+
+
 def compare(name, group, lengths, batch, exchange, **options):
     torch.manual_seed(len(lengths))
     rank, size = dist.get_rank(group), len(lengths)
@@ -120,13 +179,5 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-def main():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-    case, *arguments = sys.argv[1:]
-    {"equal": equal, "linear": linear}[case](*arguments)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(globals())

@@ -161,28 +161,38 @@ def differ():
             print(f"RankError: {error}")
 
 
+def fail(kind):
+    """Let this rank fail."""
+    if kind == "exception":
+        raise ArithmeticError("made to fail")
+    os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+
 def fault(kind, rank):
     """Scans in which one rank fails at the fourth."""
     group = dist.new_group(timeout=timedelta(seconds=6))
 
     def combine(earlier, later):
         if kind == "exception" and number == 3 and dist.get_rank() == rank:
-            raise ArithmeticError("made to fail")
+            fail(kind)
         return earlier + later
 
     for number in range(1000):
         if dist.get_rank() == rank and number == 3 and kind != "exception":
-            os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            fail(kind)
         x = torch.ones(3, requires_grad=True)
         exclusive_scan(x, combine, group, exchange="scan").sum().backward()
 
 
-if __name__ == "__main__":
+def main(cases):
+    """Run the case that the command line names, with its arguments."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     case, *arguments = sys.argv[1:]
-    if case == "fault":
-        fault(arguments[0], int(arguments[1]))
-    else:
-        {"equal": equal, "counted": counted, "differ": differ}[case]()
+    cases[case](*(int(argument) if argument.isdecimal() else argument for argument in arguments))
+    # Without it a process may end by a signal, as its threads are still there.
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(globals())

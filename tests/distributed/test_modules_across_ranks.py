@@ -1,0 +1,85 @@
+"""Recurrent layers and chains whose steps or stages are on several ranks, against one process."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import product
+
+import pytest
+import torch
+
+import jacsparse
+
+from .launch import run_ranks
+
+RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stage_ranks"
+
+
+@pytest.mark.parametrize(
+    ("module", "case", "count"),
+    [
+        (RECURRENT, "equal", 5),
+        (RECURRENT, "linear", 5),
+        (RECURRENT, "data_parallel", 4),
+        (STAGES, "equal", 5),
+        (STAGES, "vgg", 5),
+        (STAGES, "data_parallel", 4),
+    ],
+)
+def test_equal_to_one_process(module: str, case: str, count: int) -> None:
+    for ended in run_ranks(module, case, count=count, seconds=300):
+        assert ended.status == 0, ended.output
+
+
+@pytest.mark.parametrize(
+    ("module", "differences"),
+    [
+        (
+            RECURRENT,
+            [
+                "RankError: rank 0 has hidden_size: 5, and rank 1: 6",
+                "RankError: rank 0 has schedule: 'linear', and rank 1: 'chunked'",
+                "RankError: rank 0 has dtype: 'torch.float32', and rank 1: 'torch.float64'",
+                "RankError: rank 0 has batch: 2, and rank 1: 1",
+                "ValueError: input has no steps on any of the 2 ranks",
+            ],
+        ),
+        (
+            STAGES,
+            [
+                "RankError: rank 0 has x: '(2, 4) torch.float32', and rank 1: '(3, 4) torch.float32'",
+                "RankError: rank 0 has gradient of x: False, and rank 1: True",
+                "RankError: rank 0 has exchange: 'linear', and rank 1: 'scan'",
+                "RankError: rank 0 has x: '(2, 4) torch.float32', and rank 1: '(2, 3) torch.float32'",
+            ],
+        ),
+    ],
+)
+def test_ranks_that_call_differently_are_told_so(module: str, differences: list[str]) -> None:
+    for ended in run_ranks(module, "differ", count=2):
+        assert ended.status == 0, ended.output
+        assert all(difference in ended.output for difference in differences), ended.output
+
+
+FAULTS = [*product([RECURRENT], [("kill", 0), ("stop", 1), ("exception", 2)]), (STAGES, ("kill", 1))]
+
+
+@pytest.mark.parametrize(("module", "fault"), FAULTS)
+def test_all_other_ranks_end_and_name_the_one_that_failed(module: str, fault: tuple[str, int]) -> None:
+    kind, rank = fault
+    stopped = rank if kind == "stop" else None
+    for number, ended in enumerate(run_ranks(module, "fault", kind, str(rank), count=3, seconds=60, stopped=stopped)):
+        if number != rank:
+            assert ended.status == 1, ended.output
+            assert f"rank {rank} has failed" in ended.output
+            assert " pass" in ended.output
+
+
+def test_what_is_no_process_group() -> None:
+    for make in (
+        lambda group: jacsparse.nn.GRU(3, 4, process_group=group),
+        lambda group: jacsparse.nn.Scan(torch.nn.ReLU(), process_group=group),
+    ):
+        with pytest.raises(TypeError, match="process_group is a str; expected a"):
+            make("gloo")
+    assert pickle.loads(pickle.dumps(jacsparse.nn.GRU(3, 4))).hidden_size == 4
