@@ -1,4 +1,4 @@
-"""What each rank of the tests of recurrences runs: ``python -m tests.distributed.recurrent_ranks CASE``."""
+"""What ranks run in the tests of recurrences."""
 
 import functools
 import itertools
@@ -13,7 +13,7 @@ import jacsparse
 from jacsparse.distributed import RankError
 from jacsparse.recurrence import Dense, Diagonal, Scaled, Sparse, linear_recurrence
 
-from .scan_ranks import drawn, fail, groups, main
+from .scan_ranks import drawn, fail, groups
 
 LAYERS = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
 #: Steps of each of five ranks, of which as many are taken as there are ranks.
@@ -177,7 +177,3 @@ def loss(results, weights, times):
 
 def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-
-
-if __name__ == "__main__":
-    main(globals())

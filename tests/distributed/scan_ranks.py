@@ -1,9 +1,8 @@
-"""What each rank of the tests of scans runs: ``python -m tests.distributed.scan_ranks CASE``."""
+"""What ranks run in the tests of scans."""
 
 import functools
 import os
 import signal
-import sys
 from datetime import timedelta
 
 import numpy as np
@@ -182,17 +181,3 @@ def fault(kind, rank):
             fail(kind)
         x = torch.ones(3, requires_grad=True)
         exclusive_scan(x, combine, group, exchange="scan").sum().backward()
-
-
-def main(cases):
-    """Run the case that the command line names, with its arguments."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    case, *arguments = sys.argv[1:]
-    cases[case](*(int(argument) if argument.isdecimal() else argument for argument in arguments))
-    # Without it a process may end by a signal, as its threads are still there.
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(globals())

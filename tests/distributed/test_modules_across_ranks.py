@@ -22,12 +22,13 @@ RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stag
         (RECURRENT, "linear", 5),
         (RECURRENT, "data_parallel", 4),
         (STAGES, "equal", 5),
-        (STAGES, "vgg", 5),
+        (STAGES, "vgg 3", 3),
+        pytest.param(STAGES, "vgg 1 2 4 5", 5, marks=pytest.mark.full),
         (STAGES, "data_parallel", 4),
     ],
 )
 def test_equal_to_one_process(module: str, case: str, count: int) -> None:
-    for ended in run_ranks(module, case, count=count, seconds=300):
+    for ended in run_ranks(module, *case.split(), count=count, seconds=300):
         assert ended.status == 0, ended.output
 
 

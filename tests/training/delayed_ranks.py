@@ -1,9 +1,8 @@
-"""What each rank of the tests of delayed gradients runs: ``python -m tests.training.delayed_ranks CASE``."""
+"""What ranks run in the tests of delayed gradients."""
 
 import functools
 import os
 import signal
-import sys
 from datetime import timedelta
 
 import torch
@@ -102,15 +101,3 @@ def differ():
 def alone():
     """Fewer ranks than modules."""
     trainer(3, SGD, model_of, dist.group.WORLD)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    case, *arguments = sys.argv[1:]
-    if case == "fault":
-        fault(arguments[0], int(arguments[1]))
-    else:
-        {"equal": equal, "measured": measured, "differ": differ, "alone": alone}[case](*arguments)
-    # Without it a process may end by a signal, as its threads are still there.
-    dist.destroy_process_group()
