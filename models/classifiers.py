@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .arguments import check_counts
@@ -31,6 +32,7 @@ class SequenceClassifier(nn.Module):
     layer: ClassVar[type[nn.RNN] | type[nn.GRU] | type[nn.LSTM]]
     rnn: nn.RNNBase
     head: nn.Linear
+    _group: dist.ProcessGroup | None = None
 
     def __init__(self, num_classes: int, in_channels: int, hidden_size: int = 20) -> None:
         super().__init__()
@@ -40,17 +42,24 @@ class SequenceClassifier(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Scores, ``(batch, num_classes)``."""
-        _, last = self.rnn(x.permute(2, 0, 1))
+        steps = x.permute(2, 0, 1)
+        if self._group is not None:
+            steps = steps.tensor_split(dist.get_world_size(self._group))[dist.get_rank(self._group)]
+        _, last = self.rnn(steps)
         hidden = last[0] if isinstance(last, tuple) else last
         scores: torch.Tensor = self.head(hidden[-1])
         return scores
 
-    def scan(self, schedule: str = "auto") -> Self:
-        """Replace `rnn` by jacsparse's layer with the same parameters, so that checkpoints stay the same."""
+    def scan(self, schedule: str = "auto", process_group: dist.ProcessGroup | None = None) -> Self:
+        """Replace `rnn` by jacsparse's layer with the same parameters, so that checkpoints stay the same.
+
+        With a process group, each rank takes its share of the steps of its input, which all ranks have.
+        """
         from .. import nn as scanned
 
         layer = {nn.RNN: scanned.RNN, nn.GRU: scanned.GRU, nn.LSTM: scanned.LSTM}[self.layer]
-        self.rnn = layer.of(self.rnn, schedule=schedule)
+        self.rnn = layer.of(self.rnn, schedule=schedule, process_group=process_group)
+        self._group = process_group
         return self
 
 

@@ -105,9 +105,11 @@ def train(
     """
     _check_outputs(settings)
     count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count > 1 and settings.backward != "ddg":
+    recurrent = issubclass(MODELS[settings.task], SequenceClassifier)
+    if count > 1 and settings.backward != "ddg" and not (recurrent and settings.backward == "scan"):
         raise ValueError(
-            f"backward is {settings.backward!r}, and there are {count} processes; train in one, or by 'ddg'"
+            f"backward of {settings.task} is {settings.backward!r}, and there are {count} processes; train in one, by "
+            "'ddg' or, a recurrent network, by 'scan'"
         )
     checkpoint = _checkpoint_of(settings) if resume else None
     if data is None:
@@ -397,7 +399,10 @@ def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
     if settings.threads is not None:
         return Leapfrog(model, threads=settings.threads)
     if isinstance(model, SequenceClassifier):
-        return model.scan(settings.schedule)
+        group = _process_group(settings)
+        model.scan(settings.schedule, group)
+        # It averages over ranks, each of which has the gradients of its steps.
+        return model if group is None else nn.parallel.DistributedDataParallel(model)
     return Scan(model, schedule=settings.schedule)
 
 

@@ -50,7 +50,10 @@ def train(
         bool, typer.Option("--resume", help="Go on with an interrupted training, with the same settings.")
     ] = False,
 ) -> None:
-    """Train a model, and prune and retrain it. Under torchrun, ddg has a process for each module."""
+    """Train a model, and prune and retrain it.
+
+    Under torchrun, ddg has a process for each module, and scan of a recurrent network one for each part of its steps.
+    """
     from .. import models
 
     options = {

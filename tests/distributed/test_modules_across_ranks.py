@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from jacsparse.models import default_settings, train
 
 import jacsparse
 
-from .launch import run_ranks
+from .launch import ROOT, run_ranks
 
 RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stage_ranks"
 
@@ -84,3 +91,26 @@ def test_what_is_no_process_group() -> None:
         with pytest.raises(TypeError, match="process_group is a str; expected a"):
             make("gloo")
     assert pickle.loads(pickle.dumps(jacsparse.nn.GRU(3, 4))).hidden_size == 4
+
+
+def test_bitstream_trained_by_torchrun(tmp_path: Path) -> None:
+    path, options = (
+        str(tmp_path / "two.safetensors"),
+        ["--backward", "scan", "--data", "bitstream:30", "--batch", "3200"],
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [*torchrun, "jacsparse", "train", "bitstream", *options.split(), "--out", path]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    losses = np.loadtxt(path.replace("safetensors", "csv"), delimiter=",", skiprows=1, usecols=4)
+    settings = replace(default_settings("bitstream"), backward="scan", data="bitstream:30", batch=3200, epochs=1)
+    expected = [point.train_loss for point in train(settings).points]
+    # Ten steps in float32, whose sums are of other orders.
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+
+
+def test_chains_are_trained_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="backward of lenet5 is 'scan', and there are 2 processes"):
+        train(replace(default_settings("lenet5"), backward="scan"))
