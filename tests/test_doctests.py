@@ -13,16 +13,16 @@ import torch
 import jacsparse
 
 README = Path(__file__).parent.parent / "README.md"
-ROOMS = "runtime patterns spgemm tracing stages jacobians scan training flop recurrence recurrence.solvers models cli"
-PACKAGES = ("jacsparse", *(f"jacsparse.{room}" for room in ROOMS.split()))
 
 
 def modules() -> list[str]:
-    names = []
-    for package in PACKAGES:
-        folder = Path(importlib.import_module(package).__file__ or "").parent
-        names += [f"{package}.{module.name}" for module in pkgutil.iter_modules([str(folder)])]
-    return sorted({*PACKAGES, *names} - {"jacsparse.__main__"})
+    names = {"jacsparse"}
+    for module in pkgutil.iter_modules([str(README.parent / "jacsparse")]):
+        names.add(f"jacsparse.{module.name}")
+    for package in sorted({*names, "jacsparse.patterns", "jacsparse.spgemm", "jacsparse.models"} - {"jacsparse"}):
+        path = getattr(importlib.import_module(package), "__path__", [])
+        names |= {package, *(module.name for module in pkgutil.walk_packages(path, f"{package}."))}
+    return sorted(names - {"jacsparse.__main__"})
 
 
 @pytest.mark.parametrize("name", modules())

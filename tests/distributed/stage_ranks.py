@@ -4,8 +4,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from jacsparse.models import build
-from jacsparse.models.pruning import prune_weights
+from jacsparse.models import build, prune_weights
 from torch import nn
 from torch.nn.utils import prune
 
