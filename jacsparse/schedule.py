@@ -25,6 +25,7 @@ from operator import index
 from typing import Literal, NamedTuple, Protocol
 
 __all__ = [
+    "Assignment",
     "Complexity",
     "Message",
     "Schedule",
@@ -32,6 +33,7 @@ __all__ = [
     "balanced",
     "blelloch",
     "chunked",
+    "cyclic_reduction",
     "exchanges",
     "linear",
     "parse",
@@ -104,6 +106,22 @@ class Complexity:
     steps: int
     work: int
     space: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where the matrices of a chain lie, and which worker runs which step.
+
+    Attributes
+    ----------
+    homes : tuple of int
+        The worker at which the matrix of each place 1 to n of the scan's array lies at first.
+    steps : tuple of (Step, int)
+        The live steps and their workers, in the order in which the steps start.
+    """
+
+    homes: tuple[int, ...]
+    steps: tuple[tuple[Step, int], ...]
 
 
 @dataclass(frozen=True)
@@ -190,8 +208,8 @@ class Schedule:
         [1022, 48, 2]
         """
         steps = self.live_steps()
-        time, space = self._simulate(steps, [1] * len(steps), workers, sizes)
-        return Complexity(workers, int(time), len(steps), space)
+        time, memory, _ = self._simulate(steps, [1] * len(steps), workers, sizes)
+        return Complexity(workers, int(time), len(steps), memory.most)
 
     def makespan(self, durations: Sequence[float], workers: int) -> float:
         """The time at which the last live step is done, for steps of any durations on workers as in `complexity`.
@@ -213,18 +231,54 @@ class Schedule:
         >>> linear(4).makespan([5.0, 1.0, 1.0], 2)
         7.0
         """
+        return self._simulate(self._timed_steps(durations), durations, workers)[0]
+
+    def assignment(
+        self, durations: Sequence[float], workers: int, sizes: Mapping[int, int] | None = None
+    ) -> Assignment:
+        """Where the steps run, for steps of any durations on workers as in `complexity`.
+
+        Parameters
+        ----------
+        durations : sequence of float
+            The duration of each of `live_steps`, in any unit.
+        workers : int
+            The number of workers.
+        sizes : mapping of int to int, optional
+            The entries of each matrix, as in `complexity`.
+
+        Raises
+        ------
+        ValueError
+            As `makespan` and `complexity`.
+
+        Examples
+        --------
+        >>> assignment = blelloch(4).assignment([1.0] * 4, 2)
+        >>> assignment.homes, [(step.left, step.right, worker) for step, worker in assignment.steps]
+        ((0, 1, 1, 1), [(1, 0, 0), (3, 2, 1), (6, 5, 1), (2, 5, 0)])
+        """
+        steps = self._timed_steps(durations)
+        _, memory, starts = self._simulate(steps, durations, workers, sizes)
+        homes = [memory.homes.get(place, 0) for place in range(1, self.n)]
+        # No step reads the last matrix, which leads to the input: it lies beside its neighbour.
+        homes += (homes[-1:] or [0])[: self.n]
+        return Assignment(tuple(homes), tuple((steps[number], worker) for number, worker in starts))
+
+    def _timed_steps(self, durations: Sequence[float]) -> tuple[Step, ...]:
+        """The live steps; ValueError where `durations` are not theirs."""
         steps = self.live_steps()
         if len(durations) != len(steps):
             raise ValueError(f"durations has {len(durations)} elements; the schedule has {len(steps)} live steps")
         wrong = next((duration for duration in durations if not duration >= 0), None)
         if wrong is not None:
             raise ValueError(f"durations has {wrong}; expected numbers that are not negative")
-        return self._simulate(steps, durations, workers)[0]
+        return steps
 
     def _simulate(
         self, steps: Sequence[Step], durations: Sequence[float], workers: int, sizes: Mapping[int, int] | None = None
-    ) -> tuple[float, int]:
-        """The time at which the last step is done, and the most that one worker holds, as `complexity` says."""
+    ) -> tuple[float, _WorkerMemory, list[tuple[int, int]]]:
+        """The time at which the last step is done, the workers' memory, and each step that starts and its worker."""
         # Further workers would have nothing to do.
         free = set(range(min(_natural("workers", workers, 1), max(self.n, len(steps), 1))))
         memory = _WorkerMemory(steps, self.n, len(free), sizes)
@@ -238,12 +292,14 @@ class Schedule:
                 users[factor].append(number)
         ready = [number for number, count in enumerate(missing) if count == 0]
         running: list[tuple[float, int, int]] = []
+        starts: list[tuple[int, int]] = []
         time = 0.0
         while ready or running:
             while ready and free:
                 number = heapq.heappop(ready)
                 worker = memory.start(steps[number], free)
                 free.remove(worker)
+                starts.append((number, worker))
                 heapq.heappush(running, (time + durations[number], number, worker))
             time = running[0][0]
             while running and running[0][0] == time:
@@ -254,7 +310,7 @@ class Schedule:
                     missing[user] -= 1
                     if missing[user] == 0:
                         heapq.heappush(ready, user)
-        return time, memory.most
+        return time, memory, starts
 
 
 class _WorkerMemory:
@@ -273,6 +329,8 @@ class _WorkerMemory:
             # A matrix lies in the worker's share that contains the matrix' middle.
             self._store(value, min((2 * before + size) * workers // max(2 * total, 1), workers - 1))
             before += size
+        #: Where the chain's matrices lie at first.
+        self.homes = dict(self._worker_of)
 
     def start(self, step: Step, free: Collection[int]) -> int:
         """Choose a free worker for a step, and store the step's product there."""
@@ -462,6 +520,30 @@ def chunked(n: int, length: int) -> Schedule:
     """
     length = _natural("length", length, 1)
     return blocked(n, [0, *range(length + 1, n, length)], f"chunked:{length}")
+
+
+def cyclic_reduction(n: int) -> Schedule:
+    """Parallel cyclic reduction (Naumov, equations 30 and 31): every gradient in ⌈log2 n⌉ levels, at Θ(n log n) work.
+
+    At each level every place takes in what lies a stride before it, and the stride doubles: the scan of Hillis and
+    Steele. It has half of the levels of `blelloch`, and more work than the Θ(n) of that (equation 3.4 of the thesis),
+    as `exchanges` has across ranks.
+
+    Examples
+    --------
+    >>> schedule = cyclic_reduction(1024)
+    >>> schedule.complexity(1024).steps, schedule.complexity(1024).work
+    (10, 9217)
+    """
+    builder = _Builder(n)
+    a, stride, level = builder.a, 1, 0
+    while stride < n:
+        # From the end, so that each product reads what the level before has computed.
+        for place in range(n - 1, stride - 1, -1):
+            a[place] = builder.multiply(a[place], a[place - stride], level, "up")
+        stride, level = 2 * stride, level + 1
+    builder.a = [IDENTITY, *a[:n]]
+    return builder.finish("cyclic_reduction")
 
 
 def blocked(n: int, boundaries: Sequence[int], name: str) -> Schedule:

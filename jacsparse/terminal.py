@@ -62,3 +62,17 @@ def short(count: float) -> str:
         if count >= 0.9995 * scale:
             return f"{count / scale:#.3g}".removesuffix(".") + unit
     return f"{count:g}"
+
+
+def short_time(seconds: float) -> str:
+    """A time in three digits, for a table.
+
+    Examples
+    --------
+    >>> short_time(12.5), short_time(0.000125), short_time(0.0)
+    ('12.5 s', '125 µs', '0 ns')
+    """
+    for scale, unit in ((1.0, " s"), (1e-3, " ms"), (1e-6, " µs")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g}{unit}"
+    return f"{seconds / 1e-9:.3g} ns"

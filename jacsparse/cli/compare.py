@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .inputs import check_outputs, load_model, make_samples, parse_numbers, submodule_at
+from .inputs import announcements, check_outputs, layer_input, load_model, make_samples, parse_numbers, submodule_at
 from .options import Checkpoint, Input, Model, Prune, Seed, Trust
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ def compare(
     seed: Seed = 0,
 ) -> None:
     """Compare ways of back-propagation in parallel: steps, work, memory and time of each."""
-    from rich.console import Console
     from torch import nn
 
     from ..figures import check_figure
@@ -62,24 +61,10 @@ def compare(
     x = make_samples(data, batch, shape, seed, module)
     analysed, x = submodule_at(module, path, "--part", x)
     name = f"{model}{f'.{path}' if path else ''}{'' if data == 'random' else f' on {data}'}"
-    if steps is not None:
-        if not isinstance(analysed, nn.RNN):
-            raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
-        if steps > x.shape[1]:
-            raise ValueError(f"--steps {steps} is more than the {x.shape[1]} steps that the input has")
-        x = x[:, :steps]
-    if isinstance(analysed, nn.RNN) and not analysed.batch_first:
-        # `submodule_at` puts the batch first.
-        x = x.transpose(0, 1)
-    errors = Console(stderr=True, highlight=False)
-    with errors.status("preparing") as status:
-
-        def announce(solver: str) -> None:
-            if errors.is_terminal:
-                status.update(f"solving by {solver}")
-            else:
-                errors.print(f"solving by {solver}", soft_wrap=True)
-
+    if steps is not None and not isinstance(analysed, nn.RNN):
+        raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
+    x = layer_input(analysed, x, steps)
+    with announcements("solving by") as announce:
         comparison = compare_solvers(analysed, x, workers=counts, methods=methods, progress=announce)
     settings = {
         "model": model, "part": path, "data": data, "prune": prune, "seed": seed,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +147,35 @@ def submodule_at(module: nn.Module, path: str | None, option: str, x: torch.Tens
         kinds = ", ".join(type(value).__name__ for value in inputs) or "nothing"
         raise ValueError(f"{option} is {path!r}, which is given {kinds}; name a part that is given one tensor")
     return part, inputs[0].transpose(0, 1) if isinstance(part, nn.RNNBase) and not part.batch_first else inputs[0]
+
+
+def layer_input(part: nn.Module, x: torch.Tensor, steps: int | None) -> torch.Tensor:
+    """The input of a part as that takes it, from what `submodule_at` returns; of a recurrent layer so many steps."""
+    from torch import nn
+
+    if not isinstance(part, nn.RNNBase):
+        return x
+    if steps is not None and steps > x.shape[1]:
+        raise ValueError(f"--steps {steps} is more than the {x.shape[1]} steps that the input has")
+    x = x[:, :steps]
+    return x if part.batch_first else x.transpose(0, 1)
+
+
+@contextlib.contextmanager
+def announcements(doing: str) -> Iterator[Callable[[str], None]]:
+    """A context with a function that shows what is done next: in one line of a terminal, or line by line."""
+    from rich.console import Console
+
+    errors = Console(stderr=True, highlight=False)
+    with errors.status("preparing") as status:
+
+        def announce(subject: str) -> None:
+            if errors.is_terminal:
+                status.update(f"{doing} {subject}")
+            else:
+                errors.print(f"{doing} {subject}", soft_wrap=True)
+
+        yield announce
 
 
 def check_outputs(*paths: Path | None) -> None:

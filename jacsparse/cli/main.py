@@ -11,6 +11,7 @@ from .compare import compare
 from .doctor import doctor
 from .flop import flop
 from .jacobian import jacobian
+from .simulate import simulate
 from .spy import spy
 from .train import train
 
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (flop, compare, jacobian, spy, train, doctor, clear_cache):
+for _command in (flop, compare, simulate, jacobian, spy, train, doctor, clear_cache):
     app.command()(_command)
 
 

@@ -92,9 +92,9 @@ def count_flop(
         raise ValueError(f"structure is {structure!r}; expected 'guaranteed' or 'observed'")
     workers = _checked_workers(workers)
     if isinstance(module, nn.RNNBase):
-        from .recurrent_subject import recurrent_subject
+        from .recurrent_subject import sequence_subject
 
-        subject = recurrent_subject(module, input_shape)
+        subject = sequence_subject(module, input_shape)
     else:
         subject = chain_subject(module, input_shape)
     plan = resolve(schedule, len(subject.factors), subject)

@@ -17,7 +17,7 @@ from .subject import CountedOperator, Observation, Subject, without_zeros
 _NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
 
 
-def recurrent_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
+def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
     """The steps of a layer; their Jacobians with respect to the previous state have one pattern."""
     shape = check_shape(input_shape)
     if len(shape) != 2 or shape[1] != module.input_size:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import glossary, new_table, short
+from ..terminal import glossary, new_table, short, short_time
 
 if TYPE_CHECKING:
     from .comparison import SolverComparison, SolverFigures
@@ -61,7 +61,7 @@ def _solvers(comparison: SolverComparison) -> Any:
     for row in comparison.rows:
         counts = (row.steps, row.multiply_adds, row.entries, row.iterations)
         residual = "" if row.residual is None else f"{row.residual:.1e}"
-        table.add_row(row.label, *map(_count, counts), residual, _time(row.seconds))
+        table.add_row(row.label, *map(_count, counts), residual, "" if row.seconds is None else short_time(row.seconds))
     return table
 
 
@@ -117,12 +117,3 @@ def comparison_figure(comparison: SolverComparison, path: str | os.PathLike[str]
 
 def _count(count: int | None) -> str:
     return "" if count is None else short(count)
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    for scale, unit in ((1.0, " s"), (1e-3, " ms"), (1e-6, " µs")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g}{unit}"
-    return f"{seconds / 1e-9:.3g} ns"

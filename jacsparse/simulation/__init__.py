@@ -1,0 +1,45 @@
+"""A planner: which way of training in parallel pays for a model, from one worker to a million."""
+
+from .costs import counted_workload, measured_workload
+from .leapfrogging import LeapfroggingWorkers
+from .one_worker import OneWorker
+from .pipelines import DelayedPipeline, GPipe, PipeDream
+from .registry import TRAINING_METHODS
+from .scanned import Bppsa, ReducedBackward
+from .simulation import WORKERS, BreakEven, Simulation, WorkerFigures, break_even, plan, simulate
+from .tables import draw
+from .timetable import FREE, Interconnect, Job, Outcome, Timetable, run
+from .training_method import Prediction, TrainingMethod
+from .workload import ScanCost, StageCost, Workload
+
+__all__ = [
+    "FREE",
+    "TRAINING_METHODS",
+    "WORKERS",
+    "Bppsa",
+    "BreakEven",
+    "DelayedPipeline",
+    "GPipe",
+    "Interconnect",
+    "Job",
+    "LeapfroggingWorkers",
+    "OneWorker",
+    "Outcome",
+    "PipeDream",
+    "Prediction",
+    "ReducedBackward",
+    "ScanCost",
+    "Simulation",
+    "StageCost",
+    "Timetable",
+    "TrainingMethod",
+    "WorkerFigures",
+    "Workload",
+    "break_even",
+    "counted_workload",
+    "draw",
+    "measured_workload",
+    "plan",
+    "run",
+    "simulate",
+]

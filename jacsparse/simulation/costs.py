@@ -1,0 +1,260 @@
+"""What the stages of a module cost: measured on this machine, or counted in FLOP."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..flop import layers_of, sequence_subject
+from ..patterns import Pattern
+from ..spgemm import matvec, multiply_adds, plan_product
+from ..stages import Chains, Record, Region, check_input
+from ..tracing import check_module, undisturbed
+from .workload import StageCost, Workload
+
+#: Multiply-adds of the product whose rate is measured, and the entries of a Jacobian whose values are: the most.
+_MEASURED = 10**8
+
+
+def counted_workload(module: nn.Module, x: torch.Tensor, rate: float) -> Workload:
+    """The workload of a module, by FLOP at one rate for all operators and products.
+
+    Operators count as in `jacsparse.count_flop`: dense, as PyTorch executes them. One without products counts an
+    operation for each element of its result, and a Jacobian one for each entry.
+
+    Parameters
+    ----------
+    module : Module
+        A chain of stages, or an ``nn.RNN``, ``nn.GRU`` or ``nn.LSTM`` of one layer in one direction.
+    x : Tensor, (batch, *input_shape)
+        The mini-batch.
+    rate : float
+        FLOP per second of a worker.
+    """
+    if isinstance(module, nn.RNNBase):
+        return _recurrent(module, x, rate, rate)
+    with undisturbed(check_module(module)):
+        records = Chains(module).of(check_input("x", x))[1].records
+        stages, seconds = _stages(records, rate), len(x) / rate
+        for number, (record, layers) in enumerate(zip(records, layers_of(records), strict=True)):
+            elements = math.prod(record.stage.out_shape)
+            forward = sum(layer.forward for layer in layers.layers) or elements
+            gradients = sum(layer.weight_gradient for layer in layers.layers)
+            stages[number] = replace(
+                stages[number],
+                forward=forward * seconds,
+                errors=layers.executed * seconds if number else 0.0,
+                gradients=gradients * seconds,
+            )
+    return _workload(stages, x, rate, rate)
+
+
+def measured_workload(
+    module: nn.Module, x: torch.Tensor, seconds: float, progress: Callable[[str], None] = lambda _: None
+) -> Workload:
+    """The workload of a module, by measurements on this machine.
+
+    Each stage's passes and Jacobian are timed. Products of Jacobians are FLOP at the rate of one that is timed, that of
+    two consecutive stages with the most multiply-adds, if these are no more than 10^8.
+
+    Parameters
+    ----------
+    module : Module
+        As in `counted_workload`.
+    x : Tensor, (batch, *input_shape)
+        The mini-batch.
+    seconds : float
+        For how long each pass is timed.
+    progress : callable
+        Called with what is timed next.
+    """
+    if isinstance(module, nn.RNNBase):
+        progress("steps")
+        passes = _recurrent_passes(module, x, seconds)
+        counted = _recurrent(module, x, 1.0, 1.0)
+        progress("products")
+        rates = _rates([stage.factor for stage in counted.stages[:2]], [False] * 2, x, seconds)
+        workload = _recurrent(module, x, *rates)
+        forward, errors, gradients = (time / len(workload) for time in passes)
+        stages = [replace(s, forward=forward, errors=errors, gradients=gradients) for s in workload.stages]
+        return replace(workload, stages=(replace(stages[0], errors=0.0), *stages[1:]))
+    with undisturbed(check_module(module)):
+        records = Chains(module).of(check_input("x", x))[1].records
+        progress("products")
+        factors = [record.stage.factor() for record in records]
+        rates = _rates(factors, [record.stage.shared for record in records], x, seconds)
+        stages = _stages(records, rates[1])
+        for number, record in enumerate(records):
+            progress(record.stage.path)
+            forward, errors, gradients = _passes(record, seconds)
+            stages[number] = replace(
+                stages[number], forward=forward, errors=errors if number else 0.0, gradients=gradients
+            )
+            if record.stage.operator is not None and record.stage.pattern.nnz * len(x) <= _MEASURED:
+                time = median_time(record.transposed_jacobian, seconds)
+                stages[number] = replace(stages[number], jacobian=time)
+    return _workload(stages, x, *rates)
+
+
+def median_time(function: Callable[[], object], seconds: float) -> float:
+    """The median seconds of a call; of one call where there is no time."""
+    from torch.utils.benchmark import Timer
+
+    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+    measurement = timer.blocked_autorange(min_run_time=seconds) if seconds else timer.timeit(1)
+    return float(measurement.median)
+
+
+def _workload(stages: Sequence[StageCost], x: torch.Tensor, product_rate: float, vector_rate: float) -> Workload:
+    if not stages:
+        raise ValueError("the module has no stages, so that there is nothing to share; name one with an operator")
+    return Workload(tuple(stages), len(x), x.nbytes, product_rate, vector_rate, x.element_size())
+
+
+def _stages(records: Sequence[Record], rate: float) -> list[StageCost]:
+    """The stages without the times of their passes; an entry of a Jacobian takes an operation at a rate."""
+    stages, counted = [], set[int]()
+    for record in records:
+        stage, weights = record.stage, 0
+        for place in record.externals - counted:
+            weights += record.recording.externals[place].nbytes
+        counted |= record.externals
+        copies = 1 if stage.shared else record.batch
+        factor = stage.factor()
+        operations = factor.estimate if isinstance(factor, Region) else factor.nnz
+        output = record.output.nbytes
+        stages.append(
+            StageCost(0.0, 0.0, 0.0, operations * copies / rate, _stored(record), output, weights, factor, stage.shared)
+        )
+    return stages
+
+
+def _stored(record: Record) -> int:
+    """Bytes of the results of a stage's operators, without views of one another and of its input."""
+    memory = record.input.untyped_storage().data_ptr()
+    results = [
+        result for operation in record.stage.operations for result in record.invocation(operation.vertex).results
+    ]
+    storages = {result.untyped_storage().data_ptr(): result.nbytes for result in results}
+    return sum(nbytes for pointer, nbytes in storages.items() if pointer != memory)
+
+
+def _passes(record: Record, seconds: float) -> tuple[float, float, float]:
+    """Seconds of a stage's forward pass, of the gradient of its input, and of those of its weights."""
+    leaf = record.input.detach().requires_grad_()
+    forward = median_time(lambda: _output(record, leaf), seconds)
+    y = _output(record, leaf)
+    if not y.requires_grad:
+        return forward, 0.0, 0.0
+    gradient, weights = torch.ones_like(y), _weights(record)
+
+    def back(*leaves: torch.Tensor) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(y, leaves, gradient, retain_graph=True, allow_unused=True)
+
+    errors = median_time(back(leaf), seconds)
+    if not weights:
+        return forward, errors, 0.0
+    # Noise may make both passes together shorter than one of them.
+    return forward, errors, max(median_time(back(leaf, *weights), seconds) - errors, 0.01 * errors)
+
+
+def _weights(record: Record) -> list[torch.Tensor]:
+    """The weights of a stage's operators that autograd computes gradients of."""
+    weights = {}
+    for operation in record.stage.operations:
+        for name, value in record.invocation(operation.vertex).arguments.items():
+            if isinstance(value, torch.Tensor) and value.requires_grad and name not in operation.dependent:
+                weights[id(value)] = value
+    return [*weights.values()]
+
+
+def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
+    """The stage's output for an input, by its operators; those of the run are left as they are."""
+    with torch.enable_grad():
+        vertices = {record.stage.start: x}
+        for operation in record.stage.operations:
+            arguments = dict(record.invocation(operation.vertex).arguments)
+            arguments |= {name: vertices[vertex] for name, vertex in operation.operands.items()}
+            vertices[operation.vertex] = operation.evaluate(arguments)
+    return vertices[record.stage.stop]
+
+
+def _rates(
+    factors: Sequence[Pattern | Region], shared: Sequence[bool], x: torch.Tensor, seconds: float
+) -> tuple[float, float]:
+    """FLOP per second of a product of two matrices, and of the product's one with a vector."""
+    candidates = []
+    for number, (left, right) in enumerate(itertools.pairwise(factors)):
+        if isinstance(left, Region) or isinstance(right, Region):
+            continue
+        pairs = multiply_adds(left, right)
+        samples = 1 if all(shared[number : number + 2]) else len(x)
+        if 0 < pairs * samples <= _MEASURED:
+            candidates.append((pairs * samples, samples, left, right))
+    if not candidates:
+        # No two stages are multiplied, or only large ones: a dense product tells the rate.
+        size = 256
+        dense = torch.ones(size, size, dtype=x.dtype)
+        products, vectors = median_time(lambda: dense @ dense, seconds), median_time(lambda: dense @ dense[0], seconds)
+        return 2.0 * size**3 / products, 2.0 * size**2 / vectors
+    pairs, samples, left, right = max(candidates, key=lambda candidate: candidate[0])
+    plan = plan_product(left, right)
+    a, b, c = (torch.ones(pattern.nnz, samples, dtype=x.dtype) for pattern in (left, right, plan.pattern))
+    vector = torch.ones(plan.pattern.shape[1], samples, dtype=x.dtype)
+    products = median_time(lambda: plan.multiply(a, b), seconds)
+    vectors = median_time(lambda: matvec(plan.pattern, c, vector), seconds)
+    return 2.0 * pairs / products, 2.0 * plan.pattern.nnz * samples / vectors
+
+
+def _recurrent(module: nn.RNNBase, x: torch.Tensor, product_rate: float, vector_rate: float) -> Workload:
+    """The steps of a recurrent layer, by FLOP."""
+    axes = "batch, time" if module.batch_first else "time, batch"
+    if check_input("x", x).ndim != 3:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected a padded batch, ({axes}, {module.input_size})")
+    time, batch = (x.shape[1], x.shape[0]) if module.batch_first else x.shape[:2]
+    subject = sequence_subject(module, (time, x.shape[2]))
+    (layer,), factor = subject.layers, subject.factors[0]
+    assert isinstance(factor, Pattern)
+    seconds, state = batch / product_rate, factor.shape[0] * batch * x.element_size()
+    # A step stores its input, its gates and its state.
+    gates = module.all_weights[0][1].shape[0] * batch * x.element_size()
+    step = StageCost(
+        forward=layer.forward / time * seconds,
+        errors=float(subject.operators[0].executed) * seconds,
+        gradients=layer.weight_gradient / time * seconds,
+        jacobian=factor.nnz * batch / vector_rate,
+        stored=int(x.nbytes) // time + gates + state,
+        output=state,
+        weights=0,
+        factor=factor,
+    )
+    weights = sum(int(parameter.nbytes) for parameter in module.parameters() if parameter.requires_grad)
+    stages = (replace(step, errors=0.0, weights=weights), *[step] * (time - 1))
+    return Workload(stages, batch, 0, product_rate, vector_rate, x.element_size(), recurrent=True)
+
+
+def _recurrent_passes(module: nn.RNNBase, x: torch.Tensor, seconds: float) -> tuple[float, float, float]:
+    """Seconds of all steps forward, of the gradient of the first state, and of those of the weights."""
+    batch = x.shape[0] if module.batch_first else x.shape[1]
+    states = [x.new_zeros(1, batch, module.hidden_size, requires_grad=True) for _ in range(1 + (module.mode == "LSTM"))]
+    weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def output() -> torch.Tensor:
+        with torch.enable_grad():
+            result: torch.Tensor = module(x, states[0] if len(states) == 1 else tuple(states))[0]
+        return result
+
+    def back(*leaves: torch.Tensor) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(y, leaves, gradient, retain_graph=True, allow_unused=True)
+
+    y = output()
+    gradient = torch.ones_like(y)
+    forward, errors = median_time(output, seconds), median_time(back(*states), seconds)
+    if not weights:
+        return forward, errors, 0.0
+    return forward, errors, max(median_time(back(*states, *weights), seconds) - errors, 0.01 * errors)

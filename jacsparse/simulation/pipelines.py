@@ -1,0 +1,203 @@
+"""Pipelines: workers that each run a block of stages, on several mini-batches or parts of one at a time."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..training import published_time
+from .timetable import Job, Outcome, Timetable
+from .training_method import Prediction, TrainingMethod, sum_shared_gradients
+from .workload import Workload
+
+
+@dataclass(frozen=True)
+class GPipe(TrainingMethod):
+    """GPipe: micro-batches go forward through all blocks of stages, then back, in which each block runs forward anew.
+
+    Workers hold the inputs of their block for all micro-batches, and the results within the block for one.
+
+    Parameters
+    ----------
+    microbatches : int, optional
+        Parts of the mini-batch: by default as many as workers, which fills the pipeline, or as samples.
+    """
+
+    name = "gpipe"
+    microbatches: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.microbatches is not None and (type(self.microbatches) is not int or self.microbatches < 1):
+            raise ValueError(f"microbatches is {self.microbatches!r}; expected an integer of at least 1")
+
+    def obstacle(self, workload: Workload) -> str | None:
+        if self.microbatches is not None and self.microbatches > workload.samples:
+            return f"{self.microbatches} micro-batches are more than the {workload.samples} samples of the mini-batch"
+        return None
+
+    def timetable(self, workload: Workload, workers: int) -> Timetable:
+        blocks = workload.blocks(workers)
+        parts = self._parts(workload, len(blocks))
+        timetable = Timetable([2 * workload.weights(block) for block in blocks])
+        costs = [_BlockCost.of(workload, block, parts) for block in blocks]
+        forward: dict[tuple[int, int], int] = {}
+        for part in range(parts):
+            for worker, cost in enumerate(costs):
+                _run_forward(timetable, cost, forward, worker, part)
+        for part in reversed(range(parts)):
+            behind: tuple[int, ...] = ()
+            for worker, cost in reversed([*enumerate(costs)]):
+                seconds, steps = cost.forward + cost.backward, cost.forward_steps + cost.backward_steps
+                reads = (*behind, forward[worker - 1, part])
+                behind = (timetable.add(Job(worker, seconds, reads, cost.input, cost.input, cost.stored, steps)),)
+        sum_shared_gradients(timetable, workload)
+        return timetable
+
+    def _parts(self, workload: Workload, workers: int) -> int:
+        return self.microbatches or min(workers, workload.samples)
+
+    def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
+        """The thesis' Θ(L/K + K), times the mean bytes of a stage's results for a micro-batch."""
+        depth, blocks = len(workload), workload.blocks(workers)
+        parts = self._parts(workload, len(blocks))
+        unit = sum(stage.stored for stage in workload.stages) / depth / parts
+        published = (depth / len(blocks) + parts) * unit
+        weights = max(2 * workload.weights(block) for block in blocks)
+        return [Prediction(self.name, "thesis 2.2", "activations", workers, published, outcome.memory - weights)]
+
+
+class _Asynchronous(TrainingMethod):
+    """A pipeline over whole mini-batches that never waits for the end of an iteration.
+
+    Each block's backward pass uses the weights of its forward pass, which are stored until then.
+    """
+
+    exact = False
+
+    def obstacle(self, workload: Workload) -> str | None:
+        if workload.recurrent:
+            return "its stages share their weights, which blocks would update at different times"
+        return None
+
+    def timetable(self, workload: Workload, workers: int) -> Timetable:
+        costs = [_BlockCost.of(workload, block) for block in workload.blocks(workers)]
+        # Weights are stored with each forward pass, and their gradients once.
+        timetable = Timetable([cost.weights for cost in costs])
+        self._fill(timetable, costs)
+        return timetable
+
+    @abstractmethod
+    def _fill(self, timetable: Timetable, costs: Sequence[_BlockCost]) -> None:
+        """Add the jobs of as many iterations as fill the blocks, and as many again."""
+
+
+class PipeDream(_Asynchronous):
+    """PipeDream: worker k of K runs K - k - 1 passes forward, and then one forward and one backward in turn (1F1B).
+
+    Worker k holds the results and the weights of K - k mini-batches.
+    """
+
+    name = "1f1b"
+
+    def _fill(self, timetable: Timetable, costs: Sequence[_BlockCost]) -> None:
+        count = len(costs)
+        forward: dict[tuple[int, int], int] = {}
+        for iteration in range(1 - count, 2 * count + 2):
+            for worker, cost in enumerate(costs):
+                batch = iteration + count - 1 - worker
+                if batch >= 0:
+                    _run_forward(timetable, cost, forward, worker, batch, cost.stored + cost.weights)
+            behind: tuple[int, ...] = ()
+            for worker, cost in reversed([*enumerate(costs)][: count * (iteration >= 0)]):
+                behind = (_run_backward(timetable, cost, forward, worker, iteration, behind),)
+            timetable.ends += behind
+
+
+class DelayedPipeline(_Asynchronous):
+    """Delayed gradients (DDG, Huo et al.): each block goes back with the gradient that came an iteration before.
+
+    Block k of K holds the results and the weights of K - k mini-batches. Blocks do not wait for each other at the end
+    of an iteration, as in `jacsparse.training.simulated_times`.
+    """
+
+    name = "ddg"
+
+    def _fill(self, timetable: Timetable, costs: Sequence[_BlockCost]) -> None:
+        count = len(costs)
+        forward: dict[tuple[int, int], int] = {}
+        backward: dict[int, int] = {}
+        for iteration in range(2 * count + 2):
+            for worker, cost in enumerate(costs):
+                _run_forward(timetable, cost, forward, worker, iteration, cost.stored + cost.weights)
+            for worker, cost in enumerate(costs):
+                batch = iteration - (count - 1 - worker)
+                if batch >= 0:
+                    # The block behind has not gone back in this iteration yet.
+                    behind = (backward[worker + 1],) if worker + 1 < count else ()
+                    backward[worker] = _run_backward(timetable, cost, forward, worker, batch, behind)
+            timetable.ends.append(backward[count - 1])
+
+    def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
+        published = published_time(workload.forward, workload.backward, len(workload.blocks(workers)))
+        return [Prediction(self.name, "Huo, Table 1", "seconds", workers, published, outcome.seconds)]
+
+
+@dataclass(frozen=True)
+class _BlockCost:
+    """What a block of stages costs, for one part of the mini-batch."""
+
+    forward: float
+    backward: float
+    forward_steps: int
+    backward_steps: int
+    stored: float
+    input: float
+    output: float
+    weights: int
+
+    @classmethod
+    def of(cls, workload: Workload, block: range, parts: int = 1) -> _BlockCost:
+        """The cost of a block for one of `parts` equal parts of the mini-batch."""
+        stages = [workload.stages[number] for number in block]
+        return cls(
+            math.fsum(stage.forward for stage in stages) / parts,
+            math.fsum(stage.errors + stage.gradients for stage in stages) / parts,
+            len(stages),
+            sum(stage.steps for stage in stages),
+            sum(stage.stored for stage in stages) / parts,
+            workload.before(block[0]) / parts,
+            stages[-1].output / parts,
+            workload.weights(block),
+        )
+
+
+def _run_forward(
+    timetable: Timetable,
+    cost: _BlockCost,
+    forward: dict[tuple[int, int], int],
+    worker: int,
+    batch: int,
+    stored: float = 0.0,
+) -> None:
+    """Add a block's forward pass to a timetable, and to `forward`, which is by worker and batch; -1 has the input."""
+    if not worker:
+        forward[-1, batch] = timetable.add(Job(0, 0.0, (), cost.input, cost.input, steps=0))
+    reads = (forward[worker - 1, batch],)
+    forward[worker, batch] = timetable.add(
+        Job(worker, cost.forward, reads, stored, cost.output, steps=cost.forward_steps)
+    )
+
+
+def _run_backward(
+    timetable: Timetable,
+    cost: _BlockCost,
+    forward: dict[tuple[int, int], int],
+    worker: int,
+    batch: int,
+    behind: tuple[int, ...],
+) -> int:
+    """Add a block's backward pass, after that of the block behind."""
+    reads = (*behind, forward[worker - 1, batch], forward[worker, batch])
+    return timetable.add(Job(worker, cost.backward, reads, cost.input, cost.input, steps=cost.backward_steps))

@@ -1,0 +1,156 @@
+"""Back-propagation as a scan over Jacobians: BPPSA, and cyclic reduction."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from ..schedule import Schedule, Step, blelloch, chunked, cyclic_reduction, linear, parse, resolve
+from .timetable import Interconnect, Job, Outcome, Timetable, run
+from .training_method import Prediction, TrainingMethod, forward_through, sum_shared_gradients
+from .workload import Workload
+
+
+class ScannedBackward(TrainingMethod):
+    """Backward passes by the steps of a schedule, on workers that hold consecutive stages.
+
+    Each worker runs its stages forward, and computes those of their Jacobians that the schedule multiplies by other
+    matrices. The schedule's steps run where `Schedule.assignment` places them, by entries of the matrices and as if
+    messages were free; what a step reads from another worker is a message. A step that takes a gradient through one
+    stage uses the operators' own backward pass where the stage's worker runs it. Last, each worker computes the
+    gradients of its own weights.
+    """
+
+    @abstractmethod
+    def schedules(self, workload: Workload, workers: int) -> list[Schedule]:
+        """The schedules of which the fastest is taken."""
+
+    def timetable(self, workload: Workload, workers: int) -> Timetable:
+        return scanned(workload, self.schedules(workload, workers)[0], workers)
+
+    def plan(self, workload: Workload, interconnect: Interconnect, workers: int) -> tuple[Outcome, str]:
+        plans = [
+            (run(scanned(workload, schedule, workers), interconnect), schedule.name)
+            for schedule in self.schedules(workload, workers)
+        ]
+        return min(plans, key=lambda plan: plan[0].seconds)
+
+
+@dataclass(frozen=True)
+class Bppsa(ScannedBackward):
+    """Back-propagation by parallel scan (BPPSA, the thesis' Algorithm 1).
+
+    Parameters
+    ----------
+    schedule : Schedule or str
+        A schedule as `jacsparse.schedule.resolve` takes it, but for ``balanced``. ``auto`` is, for each number of
+        workers, the fastest of ``linear``, ``chunked`` with a block for each worker and ``blelloch`` of any number of
+        levels, as far as their products have no more than `workload.MOST` multiply-adds for a sample.
+    """
+
+    name = "bppsa"
+    schedule: Schedule | str = "auto"
+
+    def __post_init__(self) -> None:
+        if parse(self.schedule)[0] == "balanced":
+            raise ValueError(
+                f"schedule is {self.schedule!r}, which is for one number of workers; expected linear, blelloch, "
+                "blelloch:LEVELS, chunked:LENGTH, auto, or a Schedule"
+            )
+
+    def schedules(self, workload: Workload, workers: int) -> list[Schedule]:
+        n = len(workload)
+        if self.schedule != "auto":
+            return [resolve(self.schedule, n)]
+        candidates = [linear(n)]
+        if workers > 1:
+            candidates.append(chunked(n, -(-n // workers)))
+        for levels in range(1, max(1, n).bit_length()):
+            candidates.append(blelloch(n, levels))
+            if workload.scan(candidates[-1]).bounded:
+                break
+        return [schedule for schedule in candidates if not workload.scan(schedule).bounded]
+
+    def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
+        n, p = len(workload), min(workers, len(workload))
+        schedule = blelloch(n) if self.schedule == "auto" else resolve(self.schedule, n)
+        steps = n / p + math.log2(p) if workers <= n else math.log2(n)
+        counted = schedule.complexity(workers)
+        matrices = max(n / p, 1)
+        entries = schedule.complexity(workers, workload.scan(schedule).entries).space
+        return [
+            Prediction(self.name, "thesis 3.3", "steps of a scan", workers, steps, counted.steps),
+            Prediction(self.name, "thesis 3.4", "its work", workers, n, counted.work),
+            Prediction(self.name, "thesis 3.6", "matrices", workers, matrices, counted.space),
+            Prediction(self.name, "thesis 3.6", "entries", workers, matrices * workload.largest_factor, entries),
+        ]
+
+
+class ReducedBackward(ScannedBackward):
+    """Parallel cyclic reduction of the system that back-propagation is (Naumov, equations 30 and 31).
+
+    It needs half of the levels of a Blelloch scan and more work, Θ(n log n) instead of equation 3.4's Θ(n). So does a
+    scan across p ranks that each hold the product of their block and that of all before it, `schedule.exchanges`, at
+    Θ(p log p).
+    """
+
+    name = "cyclic_reduction"
+
+    def schedules(self, workload: Workload, workers: int) -> list[Schedule]:
+        return [cyclic_reduction(len(workload))]
+
+    def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
+        n = len(workload)
+        counted = cyclic_reduction(n).complexity(workers)
+        # The paper has a worker for each row; fewer share the rows of a level.
+        rows = sum(-(-(n - 2**level) // workers) for level in range((n - 1).bit_length()))
+        return [Prediction(self.name, "Naumov 31", "levels", workers, rows, counted.steps)]
+
+
+def scanned(workload: Workload, schedule: Schedule, workers: int) -> Timetable:
+    """The timetable of a backward pass by a schedule."""
+    n, stages, cost = len(workload), workload.stages, workload.scan(schedule)
+    assignment = schedule.assignment(cost.seconds, workers, cost.entries)
+    homes = assignment.homes[::-1]
+    seconds = {step.out: time for step, time in zip(schedule.live_steps(), cost.seconds, strict=True)}
+
+    def through_stage(step: Step, worker: int) -> bool:
+        """Whether a step takes a gradient through a stage by the operators' own backward pass."""
+        return step.kind == "mv" and step.left <= n and homes[n - step.left] == worker
+
+    count = 1 + max((*homes, *(worker for _, worker in assignment.steps)), default=0)
+    blocks = [[stage for stage in range(n) if homes[stage] == worker] for worker in range(count)]
+    timetable = Timetable([2 * workload.weights(block) for block in blocks])
+    forward = forward_through(timetable, workload, homes)
+    read = {
+        factor
+        for step, worker in assignment.steps
+        if not through_stage(step, worker)
+        for factor in ((step.left, step.right) if step.kind == "mm" else (step.left,))
+        if factor <= n
+    }
+    # By value of the schedule, the job that computes it, and the first stage that a matrix goes through.
+    jobs, first = {0: forward[n]}, {place: n - place for place in range(1, n + 1)}
+    for place in sorted(read, reverse=True):
+        stage, nbytes = n - place, cost.nbytes[place]
+        passes = (forward[stage], forward[stage + 1])
+        jobs[place] = timetable.add(Job(homes[stage], stages[stage].jacobian, passes, nbytes, nbytes))
+    for step, worker in assignment.steps:
+        first[step.out] = first[step.left]
+        time = seconds[step.out]
+        if through_stage(step, worker):
+            reads = [jobs[step.right], forward[first[step.left]], forward[first[step.left] + 1]]
+        else:
+            reads = [jobs[step.right], jobs[step.left]]
+            if step.kind == "mv":
+                time = workload.vector_seconds(cost.nbytes[step.left])
+        nbytes = cost.nbytes[step.out] if step.kind == "mm" else workload.before(first[step.out])
+        jobs[step.out] = timetable.add(Job(worker, time, tuple(reads), nbytes, nbytes))
+    for place, value in enumerate(schedule.gradients):
+        stage = n - 1 - place
+        if stages[stage].gradients:
+            passes = (forward[stage], forward[stage + 1])
+            timetable.add(Job(homes[stage], stages[stage].gradients, (jobs[value], *passes)))
+    sum_shared_gradients(timetable, workload)
+    return timetable

@@ -1,0 +1,395 @@
+"""Which way of training in parallel pays for a model: all of them, from one worker to a million."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from operator import index
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._version import __version__
+from ..runtime import replacing
+from ..schedule import blelloch
+from ..terminal import text
+from .costs import counted_workload, measured_workload
+from .registry import TRAINING_METHODS
+from .tables import WORDS, simulation_figure, tables
+from .timetable import Interconnect
+from .training_method import Prediction, TrainingMethod
+from .workload import Workload
+
+#: Numbers of workers by default: the powers of two up to 2^20.
+WORKERS = tuple(2**power for power in range(21))
+
+#: A time is shorter than another if it is so beyond the rounding of sums.
+_SURELY = 1 - 1e-9
+
+
+@dataclass(frozen=True)
+class WorkerFigures:
+    """One method on one number of workers.
+
+    Attributes
+    ----------
+    method : str
+        The method's name.
+    workers : int
+        The number of workers; those that the method cannot use are idle.
+    steps : float
+        Steps of an iteration on the critical path.
+    step_seconds, seconds : float
+        The mean time of such a step with the messages that it waits for, and the time of the iteration.
+    memory : float
+        The most bytes that one worker holds at once.
+    sent : float
+        Bytes of an iteration's messages.
+    exact : bool
+        Whether the gradients are those of back-propagation, at the weights that are updated.
+    choice : str
+        What the method has chosen, as BPPSA a schedule.
+    """
+
+    method: str
+    workers: int
+    steps: float
+    step_seconds: float
+    seconds: float
+    memory: float
+    sent: float
+    exact: bool
+    choice: str = ""
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """The poster's criterion of BPPSA, ``C_BPPSA / C_Base < n / log2 n``.
+
+    Attributes
+    ----------
+    n : int
+        The stages at hand.
+    scan_step, base_step : float
+        C_BPPSA, seconds of a step on the critical path of a full scan with as many workers as stages; and C_Base, mean
+        seconds of the gradient of a stage's input.
+    starts : int
+        The n, of more stages like these, from which on the criterion holds.
+    """
+
+    n: int
+    scan_step: float
+    base_step: float
+    starts: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether the criterion holds for the stages at hand."""
+        return self.n >= self.starts
+
+
+def break_even(ratio: float) -> int:
+    """The least n from which on ``ratio < n / log2 n`` holds.
+
+    Examples
+    --------
+    >>> [break_even(ratio) for ratio in (1.0, 1.9, 2.0, 10.0, 1000.0)]
+    [2, 4, 5, 59, 13747]
+    """
+    # n / log2 n is least at 3, and grows from there.
+    if ratio < 3 / math.log2(3):
+        return 2
+    high = 4
+    while high / math.log2(high) <= ratio:
+        high *= 2
+    low = max(3, high // 2)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if middle / math.log2(middle) > ratio else (middle, high)
+    return high
+
+
+@dataclass(frozen=True, repr=False)
+class Simulation:
+    """What `simulate` returns; ``print`` shows it as tables.
+
+    Attributes
+    ----------
+    rows : tuple of WorkerFigures
+        Each method, up to the first number of workers of which some are idle.
+    obstacles : dict of str to str
+        Why methods cannot train the model, by their names.
+    predictions : tuple of Prediction
+        The papers' formulas beside what is simulated.
+    break_even : BreakEven or None
+        The poster's criterion; None where there is no scan.
+    largest_factor, largest_product : int
+        Entries of the largest Jacobian of a stage that a full scan multiplies by, and of its largest product.
+    bounded : bool
+        Whether products were too large to count, so that `largest_product` and times of full scans are upper bounds.
+    workers : tuple of int
+        The numbers of workers.
+    stages, samples : int
+        The stages of the chain or steps of the sequence, and the mini-batch.
+    latency, bandwidth : float
+        Seconds and bytes per second of messages.
+    costs : str
+        Where the stages' times come from, in words.
+    name : str
+        What was simulated: the module's class, or the model as named on the command line.
+    settings : dict
+        What else the figures depend on, such as the seed of the command line; part of `to_dict`.
+    """
+
+    rows: tuple[WorkerFigures, ...]
+    obstacles: dict[str, str]
+    predictions: tuple[Prediction, ...]
+    break_even: BreakEven | None
+    largest_factor: int
+    largest_product: int
+    bounded: bool
+    workers: tuple[int, ...]
+    stages: int
+    samples: int
+    latency: float
+    bandwidth: float
+    costs: str
+    name: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def __repr__(self) -> str:
+        return f"<Simulation of {self.name}: {', '.join(self.methods)}>"
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield from tables(self)
+
+    @property
+    def methods(self) -> dict[str, tuple[WorkerFigures, ...]]:
+        """The rows of each method."""
+        names = dict.fromkeys(row.method for row in self.rows)
+        return {name: tuple(row for row in self.rows if row.method == name) for name in names}
+
+    def figures(self, method: str, workers: int) -> WorkerFigures:
+        """A method on so many workers, of which some may be idle."""
+        rows = self.methods[method]
+        return next((row for row in rows if row.workers >= workers), rows[-1])
+
+    @property
+    def fastest(self) -> tuple[tuple[int, str], ...]:
+        """The fastest method, from each number of workers on at which it changes."""
+        return self._fastest([*self.methods])
+
+    @property
+    def fastest_exact(self) -> tuple[tuple[int, str], ...]:
+        """The same among the methods whose gradients are those of back-propagation."""
+        return self._fastest([name for name, rows in self.methods.items() if rows[0].exact])
+
+    def _fastest(self, methods: Sequence[str]) -> tuple[tuple[int, str], ...]:
+        changes: list[tuple[int, str]] = []
+        for workers in sorted(self.workers) if methods else ():
+            times = {method: self.figures(method, workers).seconds for method in methods}
+            if not changes or times[changes[-1][1]] * _SURELY > min(times.values()):
+                changes.append((workers, min(times, key=lambda method: times[method])))
+        return tuple(changes)
+
+    @property
+    def pays(self) -> dict[str, int | None]:
+        """By method, the least workers on which it is faster than back-propagation; None where it never is."""
+        if "bp" not in self.methods:
+            return {}
+        base = self.methods["bp"][0].seconds
+        return {
+            name: next((row.workers for row in rows if row.seconds < base * _SURELY), None)
+            for name, rows in self.methods.items()
+            if name != "bp"
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain values, what they depend on, and what the words mean."""
+        versions = {"jacsparse": __version__, "torch": torch.__version__}
+        conclusions = {"fastest": self.fastest, "fastest_exact": self.fastest_exact, "pays": self.pays}
+        return {**asdict(self), **conclusions, "words": WORDS, "versions": versions}
+
+    def save_json(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_dict` to a file."""
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def save_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows to a file."""
+        with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=[column.name for column in fields(WorkerFigures)])
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in self.rows)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw time and memory over the number of workers, a line for each method.
+
+        Raises
+        ------
+        ImportError
+            Where matplotlib is not installed.
+        ValueError
+            Where no method can train the model.
+        """
+        simulation_figure(self, path)
+
+
+def simulate(
+    module: nn.Module,
+    x: torch.Tensor,
+    *,
+    workers: Sequence[int] = WORKERS,
+    methods: Sequence[TrainingMethod | str] | None = None,
+    latency: float = 1e-5,
+    bandwidth: float = 1e10,
+    rate: float | None = None,
+    seconds: float = 0.05,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Simulation:
+    """Predict time, memory and messages of an iteration of training, by each method and number of workers.
+
+    Each method's jobs are simulated event by event. What a job takes is measured on this machine, as if each worker
+    were such a machine, or counted. The module's buffers and the state of random numbers are left as they are.
+
+    Parameters
+    ----------
+    module : Module
+        A chain of stages, or an ``nn.RNN``, ``nn.GRU`` or ``nn.LSTM`` of one layer in one direction.
+    x : Tensor, (batch, *input_shape)
+        The mini-batch.
+    workers : sequence of int
+        The numbers of workers.
+    methods : sequence of TrainingMethod or str, optional
+        The methods or their names; by default all.
+    latency, bandwidth : float
+        Seconds and bytes per second of messages between workers.
+    rate : float, optional
+        FLOP per second of a worker. All times are then counted in FLOP, and nothing is measured.
+    seconds : float
+        For how long each pass of each stage is measured.
+    progress : callable
+        Called with what is measured or simulated next.
+
+    Returns
+    -------
+    Simulation
+        The figures, which ``print`` shows as tables.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedOperatorError
+        Where an argument does not fit, there is no such method, or an operator has no rule.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(*[part for _ in range(8) for part in (nn.Linear(4, 4), nn.Tanh())])
+    >>> simulation = simulate(net, torch.randn(8, 4), workers=(1, 16), latency=0.0, rate=1e9)
+    >>> [(row.workers, row.steps) for row in simulation.methods["bp"]]
+    [(1, 39)]
+    >>> simulation.figures("gpipe", 16).seconds < simulation.figures("bp", 16).seconds
+    True
+    """
+    numbers, chosen, interconnect = _workers(workers), _methods(methods), Interconnect(latency, bandwidth)
+    if rate is None:
+        workload = measured_workload(module, x, seconds, progress)
+        threads = torch.get_num_threads()
+        costs = f"measured, {threads} thread{'s' if threads > 1 else ''}"
+    else:
+        if not 0 < rate < math.inf:
+            raise ValueError(f"rate is {rate}; expected FLOP per second above 0, as in 1e12")
+        workload = counted_workload(module, x, rate)
+        costs = f"counted, {rate:.3g} FLOP/s"
+    return plan(workload, interconnect, numbers, chosen, costs=costs, name=type(module).__name__, progress=progress)
+
+
+def plan(
+    workload: Workload,
+    interconnect: Interconnect,
+    workers: Sequence[int] = WORKERS,
+    methods: Sequence[TrainingMethod | str] | None = None,
+    *,
+    costs: str = "given",
+    name: str = "",
+    progress: Callable[[str], None] = lambda _: None,
+) -> Simulation:
+    """The simulation of a workload, as `simulate` does it for a module."""
+    rows, obstacles, predictions = [], {}, []
+    numbers = _workers(workers)
+    for method in _methods(methods):
+        obstacle = method.obstacle(workload)
+        if obstacle is not None:
+            obstacles[method.name] = obstacle
+            continue
+        most = method.most(workload)
+        # The first number of workers of which some are idle is the last that changes anything.
+        useful = [number for number in sorted(numbers) if number < most] + sorted(n for n in numbers if n >= most)[:1]
+        for number in useful:
+            progress(f"{method.name} on {number:,} workers")
+            outcome, choice = method.plan(workload, interconnect, min(number, most))
+            step = outcome.seconds / max(1, outcome.steps)
+            figures = (outcome.steps, step, outcome.seconds, outcome.memory, outcome.sent)
+            rows.append(WorkerFigures(method.name, number, *figures, method.exact, choice))
+        predictions += method.predictions(workload, min(number, most), outcome)
+    scan = workload.scan(blelloch(len(workload)))
+    return Simulation(
+        tuple(rows),
+        obstacles,
+        tuple(predictions),
+        _break_even(workload),
+        workload.largest_factor,
+        scan.largest,
+        scan.bounded > 0,
+        numbers,
+        len(workload),
+        workload.samples,
+        interconnect.latency,
+        interconnect.bandwidth,
+        costs,
+        name,
+    )
+
+
+def _break_even(workload: Workload) -> BreakEven | None:
+    n = len(workload)
+    base = math.fsum(stage.errors for stage in workload.stages) / max(1, n - 1)
+    schedule = blelloch(n)
+    steps = schedule.complexity(n).steps if n else 0
+    if not base or not steps:
+        return None
+    step = schedule.makespan(workload.scan(schedule).seconds, n) / steps
+    return BreakEven(n, step, base, break_even(step / base))
+
+
+def _workers(workers: Sequence[int]) -> tuple[int, ...]:
+    try:
+        numbers = tuple(dict.fromkeys(index(number) for number in workers))
+    except TypeError:
+        raise TypeError(f"workers is {workers!r}; expected integers, as in (1, 4, 16)") from None
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"workers is {workers!r}; expected integers of at least 1, as in (1, 4, 16)")
+    return numbers
+
+
+def _methods(methods: Sequence[TrainingMethod | str] | None) -> list[TrainingMethod]:
+    if methods is None:
+        return [method() for method in TRAINING_METHODS.values()]
+    if isinstance(methods, str) or not methods:
+        raise ValueError(f"methods is {methods!r}; expected a sequence of methods or names, as in ['gpipe']")
+    return [_method(method) for method in methods]
+
+
+def _method(method: TrainingMethod | str) -> TrainingMethod:
+    if isinstance(method, TrainingMethod):
+        return method
+    if method not in TRAINING_METHODS:
+        raise ValueError(f"method is {method!r}; expected one of {', '.join(TRAINING_METHODS)}, or a TrainingMethod")
+    return TRAINING_METHODS[method]()

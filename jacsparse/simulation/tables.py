@@ -1,0 +1,181 @@
+"""The tables and the figure of a simulation."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..terminal import glossary, new_table, short, short_time
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+
+#: The meaning of words and columns.
+WORDS = {
+    "p": "workers; of the last number of each method some may be idle",
+    "steps": "of an iteration on the critical path: a stage's forward pass, its input's gradient, its weights' "
+    "gradients, its Jacobian, a product. Of pipelines that never wait, in the long run",
+    "per step": "total / steps, with the messages that steps wait for",
+    "total": "an iteration over one mini-batch, with messages but without the optimiser",
+    "memory": "the most bytes that one worker holds: weights, their gradients and copies, activations, Jacobians and "
+    "their products by their entries, messages",
+    "sent": "bytes of all messages of an iteration",
+    "bp": "back-propagation on one worker",
+    "bppsa": "back-propagation by parallel scan, by the schedule asked for or the fastest",
+    "cyclic_reduction": "a scan of half as many levels, at Θ(n log n) work instead of equation 3.4's Θ(n); so is the "
+    "scan across p ranks that each hold two products, at Θ(p log p)",
+    "gpipe": "micro-batches forward, then back, each block of stages running forward once more",
+    "1f1b": "PipeDream: whole mini-batches, never waiting, with the weights of each pass stored; gradients are late",
+    "ddg": "delayed gradients: blocks go back with the gradient of an earlier mini-batch",
+    "leapfrog": "each worker computes the gradients of every k-th layer's weights",
+}
+
+
+def tables(simulation: Simulation) -> Iterator[Any]:
+    """Everything that a simulation shows, in order."""
+    if simulation.rows:
+        yield _methods(simulation)
+        yield _idle(simulation)
+    yield from (f"{name}: {reason}." for name, reason in simulation.obstacles.items())
+    yield from _choices(simulation)
+    if simulation.predictions:
+        yield _predictions(simulation)
+    yield from _conclusions(simulation)
+    yield ""
+    shown = simulation.methods
+    methods = {*WORDS} - {"p", "steps", "per step", "total", "memory", "sent"}
+    yield glossary({word: meaning for word, meaning in WORDS.items() if word not in methods or word in shown})
+
+
+def _methods(simulation: Simulation) -> Any:
+    """A table with a line for each method and number of workers."""
+    table = new_table(
+        f"{simulation.name}: {simulation.stages:,} stages, batch {simulation.samples:,}, {simulation.costs}; messages "
+        f"{short_time(simulation.latency)}, {short(simulation.bandwidth)}B/s"
+    )
+    table.add_column("", overflow="fold")
+    for column in ("p", "steps", "per step", "total", "memory", "sent"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, rows in simulation.methods.items():
+        for number, row in enumerate(rows):
+            table.add_row(
+                name if not number else "",
+                f"{row.workers:,}",
+                f"{row.steps:,.0f}" if row.steps >= 10 else f"{row.steps:.3g}",
+                short_time(row.step_seconds),
+                short_time(row.seconds),
+                _bytes(row.memory),
+                _bytes(row.sent),
+                end_section=number == len(rows) - 1,
+            )
+    return table
+
+
+def _idle(simulation: Simulation) -> str:
+    last = max(rows[-1].workers for rows in simulation.methods.values())
+    if max(simulation.workers) <= last:
+        return "All of these workers have work, but maybe for those of a method's last line."
+    return f"More workers than in a method's last line are idle, up to the {max(simulation.workers):,} asked for."
+
+
+def _choices(simulation: Simulation) -> Iterator[str]:
+    """What methods have chosen, by the number of workers."""
+    for name, rows in simulation.methods.items():
+        changes = [next(group) for _, group in itertools.groupby(rows, key=lambda row: row.choice)]
+        parts = [f"{row.choice} from p = {row.workers:,}" for row in changes if row.choice and row.choice != name]
+        if parts:
+            yield f"{name} runs {', '.join(parts)}."
+
+
+def _predictions(simulation: Simulation) -> Any:
+    """A table with a line for each formula."""
+    table = new_table("the papers' formulas without constants, and what is simulated, on the most workers")
+    for column in ("", "formula", ""):
+        table.add_column(column, no_wrap=True)
+    for column in ("p", "paper", "simulated"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in simulation.predictions:
+        show = short_time if each.quantity == "seconds" else _short
+        figures = (f"{each.workers:,}", show(each.published), show(each.simulated))
+        table.add_row(each.method, each.equation, each.quantity, *figures)
+    return table
+
+
+def _conclusions(simulation: Simulation) -> Iterator[str]:
+    """Break-even points and fill-in, in words."""
+    fastest = {"Fastest": simulation.fastest, "Fastest with the gradients of bp": simulation.fastest_exact}
+    for title, changes in fastest.items():
+        parts = [
+            method if not place else f"from {p:,} workers on {method}" for place, (p, method) in enumerate(changes)
+        ]
+        yield f"{title}: {', '.join(parts) or 'none'}."
+    pays = simulation.pays
+    if pays:
+        parts = [f"{name} from {workers:,} workers" for name, workers in pays.items() if workers is not None]
+        never = [name for name, workers in pays.items() if workers is None]
+        yield f"Faster than bp: {', '.join([*parts, *(f'{name} never' for name in never)])}."
+    if simulation.largest_product:
+        ratio = simulation.largest_product / max(1, simulation.largest_factor)
+        most = "at most " if simulation.bounded else ""
+        yield (
+            f"Fill-in: the largest product of a full scan has {most}{simulation.largest_product:,} entries, "
+            f"{ratio:.3g} times those of the largest Jacobian, {simulation.largest_factor:,}, which is the bound of "
+            "section 3.6."
+        )
+    each = simulation.break_even
+    if each is not None:
+        yield (
+            f"C_BPPSA / C_Base = {short_time(each.scan_step)} / {short_time(each.base_step)} = "
+            f"{each.scan_step / each.base_step:.3g} < n / log2 n, the poster's break-even, "
+            f"{'holds' if each.holds else 'fails'} for these n = {each.n:,}: it holds from n = {each.starts:,} on."
+        )
+
+
+def simulation_figure(simulation: Simulation, path: str | os.PathLike[str]) -> None:
+    """Draw time and memory over the number of workers, a line for each method."""
+    from ..figures import new_figure, save_figure
+
+    if not simulation.rows:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in simulation.obstacles.items())
+        raise ValueError(f"there is nothing to draw into {path}: no method can train the model ({reasons})")
+    figure, panels = new_figure(10.0, 4.4, columns=2)
+    draw(simulation, panels)
+    names = f"{simulation.name}, {simulation.stages:,} stages, batch {simulation.samples:,}"
+    figure.suptitle(f"{names}; {simulation.costs}. Dotted: further workers are idle", fontsize=9)
+    save_figure(figure, path)
+
+
+def draw(simulation: Simulation, panels: Any) -> None:
+    """Draw time into the first of two axes, and memory into the second."""
+    from ..figures import BLUE, GREEN, ORANGE, PURPLE, SKY
+
+    # Pipelines whose figures are equal stay visible below one another.
+    colours = ("black", BLUE, SKY, ORANGE, PURPLE, GREEN, "#d55e00")
+    last = max(simulation.workers)
+    for place, (name, rows) in enumerate(simulation.methods.items()):
+        style = {"color": colours[place % len(colours)], "linewidth": 4.0 if name == "1f1b" else 1.6}
+        workers = [row.workers for row in rows]
+        for axes, values in zip(panels, ([r.seconds for r in rows], [r.memory / 2**20 for r in rows]), strict=True):
+            axes.plot(workers, values, marker="o", markersize=3, label=name, **style)
+            axes.plot([workers[-1], last], [values[-1]] * 2, ":", **{**style, "linewidth": 1.0})
+    for axes, label in zip(panels, ("seconds of an iteration", "MiB on the fullest worker"), strict=True):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("workers p")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.25)
+    panels[0].legend(fontsize=8, frameon=False)
+
+
+def _short(count: float) -> str:
+    return short(count) if count >= 1000 else f"{count:.3g}"
+
+
+def _bytes(nbytes: float) -> str:
+    """Bytes with a unit, in three digits."""
+    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}" if nbytes < 999.5 * scale else f"{nbytes / scale:.0f} {unit}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,231 @@
+"""What the stages of a model cost: their passes, and the matrices of scans."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from ..patterns import Full, Pattern
+from ..schedule import Schedule
+from ..spgemm import multiply_adds, product_pattern
+from ..stages import Region, matrix_of
+
+#: A product of more multiply-adds than this for each sample counts as a full matrix, which bounds it from above.
+MOST = 3 * 10**8
+
+
+@dataclass(frozen=True, eq=False)
+class StageCost:
+    """What one stage costs for a mini-batch.
+
+    Attributes
+    ----------
+    forward : float
+        Seconds of its forward pass.
+    errors, gradients : float
+        Seconds of its backward pass: of the gradient of its input, and of those of its weights (equations 5 and 7 of
+        leapfrogging). The first stage has no errors, because the network's input needs no gradient.
+    jacobian : float
+        Seconds to compute the values of its transposed Jacobian.
+    stored : int
+        Bytes of its results, which the backward pass reads.
+    output : int
+        Bytes of its output, and of that output's gradient.
+    weights : int
+        Bytes of the weights that train; zero in a stage that shares those of one before.
+    factor : Pattern or Region
+        The pattern of its transposed Jacobian.
+    shared : bool
+        Whether all samples share the values of its Jacobian.
+    """
+
+    forward: float
+    errors: float
+    gradients: float
+    jacobian: float
+    stored: int
+    output: int
+    weights: int
+    factor: Pattern | Region
+    shared: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps of its backward pass."""
+        return (self.errors > 0) + (self.gradients > 0)
+
+
+@dataclass(frozen=True, eq=False)
+class ScanCost:
+    """What the live steps of a schedule cost for a mini-batch.
+
+    Attributes
+    ----------
+    seconds : list of float
+        The time of each live step.
+    entries : dict of int to int
+        Entries of each matrix of one sample, by its value in the schedule.
+    nbytes : dict of int to int
+        Bytes of the values of each matrix, for all samples.
+    largest : int
+        Entries of the largest product of matrices; 0 where there is none.
+    bounded : int
+        The products of matrices that count as full ones, because they have more multiply-adds than `MOST`.
+    """
+
+    seconds: list[float]
+    entries: dict[int, int]
+    nbytes: dict[int, int]
+    largest: int
+    bounded: int
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A model whose training is planned.
+
+    Attributes
+    ----------
+    stages : tuple of StageCost
+        The stages, from the input on.
+    samples : int
+        Samples of the mini-batch.
+    input : int
+        Bytes of the mini-batch.
+    product_rate, vector_rate : float
+        FLOP per second of products of two matrices, and of a matrix and a vector.
+    itemsize : int
+        Bytes of a number.
+    recurrent : bool
+        Whether the stages are steps that share their weights.
+    """
+
+    stages: tuple[StageCost, ...]
+    samples: int
+    input: int
+    product_rate: float
+    vector_rate: float
+    itemsize: int = 4
+    recurrent: bool = False
+    _scans: dict[Schedule, ScanCost] = field(default_factory=dict, repr=False)
+    #: Products by the identities of their factors, which they hold: steps of a sequence share one pattern.
+    _products: dict[tuple[int, int], tuple[Pattern, Pattern, Pattern, int]] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def repeated(self, n: int) -> Workload:
+        """The workload of `n` stages that are all as the last one; for sequences, of `n` steps."""
+        *_, last = self.stages
+        first = replace(last, errors=0.0)
+        later = replace(last, weights=0) if self.recurrent else last
+        stages = (first, *[later] * (n - 1))[:n]
+        # Only schedules depend on n, products do not.
+        return replace(self, stages=stages, _scans={}, _products=self._products)
+
+    @property
+    def forward(self) -> float:
+        """Seconds of the forward pass."""
+        return math.fsum(stage.forward for stage in self.stages)
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the backward pass."""
+        return math.fsum(stage.errors + stage.gradients for stage in self.stages)
+
+    def weights(self, block: Sequence[int]) -> int:
+        """Bytes of the weights of some stages."""
+        if self.recurrent and block:
+            return self.stages[0].weights
+        return sum(self.stages[stage].weights for stage in block)
+
+    def before(self, stage: int) -> int:
+        """Bytes of a stage's input."""
+        return self.stages[stage - 1].output if stage else self.input
+
+    def vector_seconds(self, nbytes: float) -> float:
+        """Seconds of the product of a matrix of so many bytes, of all samples, and a vector."""
+        return 2.0 * nbytes / self.itemsize / self.vector_rate
+
+    @cached_property
+    def largest_factor(self) -> int:
+        """Entries of the largest Jacobian of a stage that a schedule may multiply by: all but the first."""
+        return max((stage.factor.nnz for stage in self.stages[1:]), default=0)
+
+    def scan(self, schedule: Schedule) -> ScanCost:
+        """What a schedule's live steps cost."""
+        if schedule not in self._scans:
+            self._scans[schedule] = self._scan(schedule)
+        return self._scans[schedule]
+
+    def _scan(self, schedule: Schedule) -> ScanCost:
+        n = len(self.stages)
+        stages = {place: self.stages[n - place] for place in range(1, n + 1)}
+        shared = {place: stage.shared for place, stage in stages.items()}
+        matrices: dict[int, Pattern] = {}
+        seconds, bounded, largest = [], 0, 0
+        for step in schedule.live_steps():
+            if step.kind == "mv" and step.left in stages:
+                seconds.append(stages[step.left].errors)
+                continue
+            if step.kind == "mv":
+                seconds.append(self.vector_seconds(self._nbytes(matrices[step.left].nnz, shared[step.left])))
+                continue
+            for factor in (step.left, step.right):
+                if factor not in matrices:
+                    matrices[factor] = _matrix(stages[factor].factor)
+            product, pairs = self._product(matrices[step.left], matrices[step.right])
+            matrices[step.out], shared[step.out] = product, shared[step.left] and shared[step.right]
+            seconds.append(2.0 * pairs * (1 if shared[step.out] else self.samples) / self.product_rate)
+            bounded, largest = bounded + (pairs > MOST), max(largest, product.nnz)
+        entries = {place: stage.factor.nnz for place, stage in stages.items()}
+        entries |= {value: matrix.nnz for value, matrix in matrices.items()}
+        nbytes = {value: self._nbytes(nnz, shared[value]) for value, nnz in entries.items()}
+        return ScanCost(seconds, entries, nbytes, largest, bounded)
+
+    def _nbytes(self, entries: int, shared: bool) -> int:
+        """Bytes of the values of a matrix, which all samples may share."""
+        return entries * (1 if shared else self.samples) * self.itemsize
+
+    def _product(self, left: Pattern, right: Pattern) -> tuple[Pattern, int]:
+        """The pattern and the multiply-adds of a product, for one sample."""
+        key = id(left), id(right)
+        if key not in self._products:
+            pairs = multiply_adds(left, right)
+            full = Pattern.of(Full(left.shape[0], right.shape[1]))
+            self._products[key] = left, right, product_pattern(left, right) if pairs <= MOST else full, pairs
+        *_, product, pairs = self._products[key]
+        return product, pairs
+
+    def blocks(self, workers: int) -> list[range]:
+        """The stages as consecutive blocks, of which the slowest takes as short as can be, for `workers` or fewer."""
+        ends = np.cumsum([stage.forward + stage.errors + stage.gradients for stage in self.stages])
+        longest = max(stage.forward + stage.errors + stage.gradients for stage in self.stages)
+        low, high = max(longest, ends[-1] / workers), float(ends[-1])
+        for _ in range(64):
+            middle = (low + high) / 2
+            low, high = (low, middle) if len(_cuts(ends, middle)) <= workers else (middle, high)
+        return [range(begin, end) for begin, end in itertools.pairwise([0, *_cuts(ends, high)])]
+
+
+@functools.lru_cache(maxsize=1024)
+def _matrix(factor: Pattern | Region) -> Pattern:
+    """The pattern of a stage's matrix; a full one, which bounds it, where a region takes too long."""
+    if isinstance(factor, Region) and factor.estimate > MOST:
+        return Pattern.of(Full(*factor.shape))
+    return matrix_of(factor)
+
+
+def _cuts(ends: np.ndarray, limit: float) -> list[int]:
+    """The ends of consecutive blocks whose costs are at most `limit`, which is not below any cost."""
+    cuts, before = [0], 0.0
+    while cuts[-1] < len(ends):
+        cuts.append(max(cuts[-1] + 1, int(np.searchsorted(ends, before + limit * (1 + 1e-12), side="right"))))
+        before = float(ends[cuts[-1] - 1])
+    return cuts[1:]
