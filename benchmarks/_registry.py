@@ -15,6 +15,7 @@ from .parallel_forward import ParallelForward
 from .recurrent_convergence import RecurrentConvergence
 from .recurrent_shapes import RecurrentShapes
 from .rnn_sensitivity import RnnSensitivity
+from .simulation import SimulatedTraining
 from .spgemm import Spgemm
 from .triangular_solvers import TriangularSolvers
 from .whole_jacobian import WholeJacobian
@@ -32,6 +33,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Leapfrog(),
         DdgConvergence(),
         DdgScaling(),
+        SimulatedTraining(),
         LenetConvergence(),
         RnnSensitivity(),
         RecurrentShapes(),

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import jacsparse
-from jacsparse.schedule import EXCHANGES, Schedule, balanced, blelloch, blocked, exchanges, linear, resolve
+from jacsparse.schedule import (
+    EXCHANGES,
+    Schedule,
+    balanced,
+    blelloch,
+    blocked,
+    cyclic_reduction,
+    exchanges,
+    linear,
+    resolve,
+)
 from jacsparse.stages import Region
 
 
@@ -43,7 +53,7 @@ def problem(n: int) -> tuple[list[np.ndarray], np.ndarray, list[np.ndarray]]:
 @pytest.mark.parametrize("n", range(41))
 def test_every_schedule_is_exact(n: int) -> None:
     matrices, vector, expected = problem(n)
-    schedules = [linear(n), blelloch(n), *(blelloch(n, levels) for levels in range(7))]
+    schedules = [linear(n), blelloch(n), cyclic_reduction(n), *(blelloch(n, levels) for levels in range(7))]
     schedules += [
         blocked(n, [0, *cuts], "blocked") for cuts in ([], [1], [n // 2], [n // 3, 2 * n // 3]) if n > 6 or not cuts
     ]
@@ -108,6 +118,30 @@ def test_complexity_with_few_workers(workers: int) -> None:
     share = max(1, math.ceil((n - 1) / workers))
     assert share <= scan.space <= 2 * share
     assert linear(n).complexity(workers).space == share
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 21, 64])
+def test_cyclic_reduction_has_half_of_the_levels(n: int) -> None:
+    counted = cyclic_reduction(n).complexity(max(1, n))
+    assert counted.steps == math.ceil(math.log2(n))
+    assert counted.work == sum(n - 2**level for level in range(counted.steps))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 64])
+@pytest.mark.parametrize("n", [0, 1, 2, 13])
+def test_assignments_are_those_of_the_makespan(n: int, workers: int) -> None:
+    schedule = blelloch(n)
+    durations = [1.0 + step.out % 3 for step in schedule.live_steps()]
+    assignment = schedule.assignment(durations, workers)
+    assert len(assignment.homes) == n and list(assignment.homes) == sorted(assignment.homes)
+    ends, free = dict.fromkeys(range(n + 1), 0.0), dict.fromkeys(range(workers), 0.0)
+    times = {step.out: time for step, time in zip(schedule.live_steps(), durations, strict=True)}
+    for step, worker in assignment.steps:
+        free[worker] = ends[step.out] = max(free[worker], ends[step.left], ends[step.right]) + times[step.out]
+    assert {step for step, _ in assignment.steps} == set(schedule.live_steps())
+    assert max(free.values()) == schedule.makespan(durations, workers)
+    with pytest.raises(ValueError, match="durations has 1 elements; the schedule has"):
+        blelloch(9).assignment([1.0], workers)
 
 
 def test_space_is_measured_where_matrices_lie() -> None:

@@ -40,10 +40,13 @@ def simulate(
         ),
     ] = None,
     schedule: Annotated[
-        str, typer.Option(help="Of bppsa: linear, blelloch, blelloch:LEVELS, chunked:LENGTH, or auto, the fastest.")
+        str,
+        typer.Option(
+            help="Schedule of bppsa: linear, blelloch, blelloch:LEVELS, chunked:LENGTH, or auto, the fastest."
+        ),
     ] = "auto",
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Of gpipe. Default: as many as workers, or as samples.")
+        int | None, typer.Option(min=1, help="Micro-batches of gpipe. Default: as many as workers, or as samples.")
     ] = None,
     latency: Annotated[float, typer.Option(help="Seconds until a message begins to arrive.")] = 1e-5,
     bandwidth: Annotated[float, typer.Option(help="Bytes of a message per second.")] = 1e10,

@@ -25,7 +25,7 @@ def counted_workload(module: nn.Module, x: torch.Tensor, rate: float) -> Workloa
     """The workload of a module, by FLOP at one rate for all operators and products.
 
     Operators count as in `jacsparse.count_flop`: dense, as PyTorch executes them. One without products counts an
-    operation for each element of its result, and a Jacobian one for each entry.
+    operation for each element of its result, forward and for its weights, and a Jacobian one for each entry.
 
     Parameters
     ----------
@@ -44,7 +44,8 @@ def counted_workload(module: nn.Module, x: torch.Tensor, rate: float) -> Workloa
         for number, (record, layers) in enumerate(zip(records, layers_of(records), strict=True)):
             elements = math.prod(record.stage.out_shape)
             forward = sum(layer.forward for layer in layers.layers) or elements
-            gradients = sum(layer.weight_gradient for layer in layers.layers)
+            trains = bool(stages[number].weights)
+            gradients = sum(layer.weight_gradient for layer in layers.layers) or trains * elements
             stages[number] = replace(
                 stages[number],
                 forward=forward * seconds,
@@ -74,9 +75,9 @@ def measured_workload(
         Called with what is timed next.
     """
     if isinstance(module, nn.RNNBase):
+        counted = _recurrent(module, x, 1.0, 1.0)
         progress("steps")
         passes = _recurrent_passes(module, x, seconds)
-        counted = _recurrent(module, x, 1.0, 1.0)
         progress("products")
         rates = _rates([stage.factor for stage in counted.stages[:2]], [False] * 2, x, seconds)
         workload = _recurrent(module, x, *rates)
@@ -96,18 +97,18 @@ def measured_workload(
                 stages[number], forward=forward, errors=errors if number else 0.0, gradients=gradients
             )
             if record.stage.operator is not None and record.stage.pattern.nnz * len(x) <= _MEASURED:
-                time = median_time(record.transposed_jacobian, seconds)
+                time = shortest_time(record.transposed_jacobian, seconds)
                 stages[number] = replace(stages[number], jacobian=time)
     return _workload(stages, x, *rates)
 
 
-def median_time(function: Callable[[], object], seconds: float) -> float:
-    """The median seconds of a call; of one call where there is no time."""
+def shortest_time(function: Callable[[], object], seconds: float) -> float:
+    """The shortest time of a call, which other users of the machine change least; of one call for no seconds."""
     from torch.utils.benchmark import Timer
 
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     measurement = timer.blocked_autorange(min_run_time=seconds) if seconds else timer.timeit(1)
-    return float(measurement.median)
+    return float(min(measurement.times))
 
 
 def _workload(stages: Sequence[StageCost], x: torch.Tensor, product_rate: float, vector_rate: float) -> Workload:
@@ -147,7 +148,7 @@ def _stored(record: Record) -> int:
 def _passes(record: Record, seconds: float) -> tuple[float, float, float]:
     """Seconds of a stage's forward pass, of the gradient of its input, and of those of its weights."""
     leaf = record.input.detach().requires_grad_()
-    forward = median_time(lambda: _output(record, leaf), seconds)
+    forward = shortest_time(lambda: _output(record, leaf), seconds)
     y = _output(record, leaf)
     if not y.requires_grad:
         return forward, 0.0, 0.0
@@ -156,11 +157,11 @@ def _passes(record: Record, seconds: float) -> tuple[float, float, float]:
     def back(*leaves: torch.Tensor) -> Callable[[], object]:
         return lambda: torch.autograd.grad(y, leaves, gradient, retain_graph=True, allow_unused=True)
 
-    errors = median_time(back(leaf), seconds)
+    errors = shortest_time(back(leaf), seconds)
     if not weights:
         return forward, errors, 0.0
     # Noise may make both passes together shorter than one of them.
-    return forward, errors, max(median_time(back(leaf, *weights), seconds) - errors, 0.01 * errors)
+    return forward, errors, max(shortest_time(back(leaf, *weights), seconds) - errors, 0.01 * errors)
 
 
 def _weights(record: Record) -> list[torch.Tensor]:
@@ -200,14 +201,17 @@ def _rates(
         # No two stages are multiplied, or only large ones: a dense product tells the rate.
         size = 256
         dense = torch.ones(size, size, dtype=x.dtype)
-        products, vectors = median_time(lambda: dense @ dense, seconds), median_time(lambda: dense @ dense[0], seconds)
+        products, vectors = (
+            shortest_time(lambda: dense @ dense, seconds),
+            shortest_time(lambda: dense @ dense[0], seconds),
+        )
         return 2.0 * size**3 / products, 2.0 * size**2 / vectors
     pairs, samples, left, right = max(candidates, key=lambda candidate: candidate[0])
     plan = plan_product(left, right)
     a, b, c = (torch.ones(pattern.nnz, samples, dtype=x.dtype) for pattern in (left, right, plan.pattern))
     vector = torch.ones(plan.pattern.shape[1], samples, dtype=x.dtype)
-    products = median_time(lambda: plan.multiply(a, b), seconds)
-    vectors = median_time(lambda: matvec(plan.pattern, c, vector), seconds)
+    products = shortest_time(lambda: plan.multiply(a, b), seconds)
+    vectors = shortest_time(lambda: matvec(plan.pattern, c, vector), seconds)
     return 2.0 * pairs / products, 2.0 * plan.pattern.nnz * samples / vectors
 
 
@@ -254,7 +258,7 @@ def _recurrent_passes(module: nn.RNNBase, x: torch.Tensor, seconds: float) -> tu
 
     y = output()
     gradient = torch.ones_like(y)
-    forward, errors = median_time(output, seconds), median_time(back(*states), seconds)
+    forward, errors = shortest_time(output, seconds), shortest_time(back(*states), seconds)
     if not weights:
         return forward, errors, 0.0
-    return forward, errors, max(median_time(back(*states, *weights), seconds) - errors, 0.01 * errors)
+    return forward, errors, max(shortest_time(back(*states, *weights), seconds) - errors, 0.01 * errors)

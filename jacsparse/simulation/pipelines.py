@@ -132,11 +132,10 @@ class DelayedPipeline(_Asynchronous):
             for worker, cost in enumerate(costs):
                 _run_forward(timetable, cost, forward, worker, iteration, cost.stored + cost.weights)
             for worker, cost in enumerate(costs):
+                # The block behind has not gone back in this iteration yet. The first gradients are zero.
+                behind = (backward[worker + 1],) if worker + 1 in backward else ()
                 batch = iteration - (count - 1 - worker)
-                if batch >= 0:
-                    # The block behind has not gone back in this iteration yet.
-                    behind = (backward[worker + 1],) if worker + 1 < count else ()
-                    backward[worker] = _run_backward(timetable, cost, forward, worker, batch, behind)
+                backward[worker] = _run_backward(timetable, cost, forward, worker, batch, behind)
             timetable.ends.append(backward[count - 1])
 
     def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
@@ -199,5 +198,6 @@ def _run_backward(
     behind: tuple[int, ...],
 ) -> int:
     """Add a block's backward pass, after that of the block behind."""
-    reads = (*behind, forward[worker - 1, batch], forward[worker, batch])
+    passes = (forward[block, batch] for block in (worker - 1, worker) if batch >= 0)
+    reads = (*behind, *passes)
     return timetable.add(Job(worker, cost.backward, reads, cost.input, cost.input, steps=cost.backward_steps))

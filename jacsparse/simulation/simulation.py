@@ -122,6 +122,8 @@ class Simulation:
     ----------
     rows : tuple of WorkerFigures
         Each method, up to the first number of workers of which some are idle.
+    most : dict of str to int
+        The workers that each method can use; more are idle.
     obstacles : dict of str to str
         Why methods cannot train the model, by their names.
     predictions : tuple of Prediction
@@ -147,6 +149,7 @@ class Simulation:
     """
 
     rows: tuple[WorkerFigures, ...]
+    most: dict[str, int]
     obstacles: dict[str, str]
     predictions: tuple[Prediction, ...]
     break_even: BreakEven | None
@@ -322,14 +325,14 @@ def plan(
     progress: Callable[[str], None] = lambda _: None,
 ) -> Simulation:
     """The simulation of a workload, as `simulate` does it for a module."""
-    rows, obstacles, predictions = [], {}, []
+    rows, usable, obstacles, predictions = [], dict[str, int](), dict[str, str](), list[Prediction]()
     numbers = _workers(workers)
     for method in _methods(methods):
         obstacle = method.obstacle(workload)
         if obstacle is not None:
             obstacles[method.name] = obstacle
             continue
-        most = method.most(workload)
+        most = usable[method.name] = method.most(workload)
         # The first number of workers of which some are idle is the last that changes anything.
         useful = [number for number in sorted(numbers) if number < most] + sorted(n for n in numbers if n >= most)[:1]
         for number in useful:
@@ -342,6 +345,7 @@ def plan(
     scan = workload.scan(blelloch(len(workload)))
     return Simulation(
         tuple(rows),
+        usable,
         obstacles,
         tuple(predictions),
         _break_even(workload),

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..terminal import glossary, new_table, short, short_time
+from .registry import TRAINING_METHODS
 
 if TYPE_CHECKING:
     from .simulation import Simulation
 
 #: The meaning of words and columns.
 WORDS = {
-    "p": "workers; of the last number of each method some may be idle",
+    "p": "workers",
     "steps": "of an iteration on the critical path: a stage's forward pass, its input's gradient, its weights' "
     "gradients, its Jacobian, a product. Of pipelines that never wait, in the long run",
     "per step": "total / steps, with the messages that steps wait for",
@@ -74,10 +75,11 @@ def _methods(simulation: Simulation) -> Any:
 
 
 def _idle(simulation: Simulation) -> str:
-    last = max(rows[-1].workers for rows in simulation.methods.values())
-    if max(simulation.workers) <= last:
-        return "All of these workers have work, but maybe for those of a method's last line."
-    return f"More workers than in a method's last line are idle, up to the {max(simulation.workers):,} asked for."
+    by_most: dict[int, list[str]] = {}
+    for name, most in simulation.most.items():
+        by_most.setdefault(most, []).append(name)
+    parts = [f"{most:,} ({', '.join(names)})" for most, names in sorted(by_most.items())]
+    return f"Further workers are idle, beyond {'; '.join(parts)}."
 
 
 def _choices(simulation: Simulation) -> Iterator[str]:
@@ -141,25 +143,37 @@ def simulation_figure(simulation: Simulation, path: str | os.PathLike[str]) -> N
         reasons = "; ".join(f"{name}: {reason}" for name, reason in simulation.obstacles.items())
         raise ValueError(f"there is nothing to draw into {path}: no method can train the model ({reasons})")
     figure, panels = new_figure(10.0, 4.4, columns=2)
-    draw(simulation, panels)
+    lines = {
+        name: {column: [getattr(row, column) for row in rows] for column in ("workers", "seconds", "memory")}
+        for name, rows in simulation.methods.items()
+    }
+    draw(lines, max(simulation.workers), panels)
     names = f"{simulation.name}, {simulation.stages:,} stages, batch {simulation.samples:,}"
     figure.suptitle(f"{names}; {simulation.costs}. Dotted: further workers are idle", fontsize=9)
     save_figure(figure, path)
 
 
-def draw(simulation: Simulation, panels: Any) -> None:
-    """Draw time into the first of two axes, and memory into the second."""
+def draw(lines: Mapping[str, Mapping[str, Sequence[float]]], last: int, panels: Any) -> None:
+    """Draw time into the first of two axes, and memory into the second.
+
+    Parameters
+    ----------
+    lines : mapping
+        By method, the columns ``workers``, ``seconds`` and ``memory``.
+    last : int
+        The number of workers at which lines end.
+    panels : two Axes
+        Where to draw.
+    """
     from ..figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
-    # Pipelines whose figures are equal stay visible below one another.
-    colours = ("black", BLUE, SKY, ORANGE, PURPLE, GREEN, "#d55e00")
-    last = max(simulation.workers)
-    for place, (name, rows) in enumerate(simulation.methods.items()):
-        style = {"color": colours[place % len(colours)], "linewidth": 4.0 if name == "1f1b" else 1.6}
-        workers = [row.workers for row in rows]
-        for axes, values in zip(panels, ([r.seconds for r in rows], [r.memory / 2**20 for r in rows]), strict=True):
-            axes.plot(workers, values, marker="o", markersize=3, label=name, **style)
-            axes.plot([workers[-1], last], [values[-1]] * 2, ":", **{**style, "linewidth": 1.0})
+    colours = dict(zip(TRAINING_METHODS, ("black", BLUE, SKY, ORANGE, PURPLE, GREEN, "#d55e00"), strict=True))
+    for name, line in lines.items():
+        # The line of ddg is often the same as that of 1f1b.
+        style = {"color": colours.get(name), "linewidth": 4.0 if name == "1f1b" else 1.6}
+        for axes, values in zip(panels, (line["seconds"], [n / 2**20 for n in line["memory"]]), strict=True):
+            axes.plot(line["workers"], values, marker="o", markersize=3, label=name, **style)
+            axes.plot([line["workers"][-1], last], [values[-1]] * 2, ":", **{**style, "linewidth": 1.0})
     for axes, label in zip(panels, ("seconds of an iteration", "MiB on the fullest worker"), strict=True):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

@@ -38,6 +38,7 @@ from benchmarks.parallel_forward import ParallelForward
 from benchmarks.recurrent_convergence import RecurrentConvergence, Task
 from benchmarks.recurrent_shapes import RecurrentShapes
 from benchmarks.rnn_sensitivity import RnnSensitivity
+from benchmarks.simulation import SimulatedTraining
 from benchmarks.spgemm import Spgemm
 from benchmarks.triangular_solvers import TriangularSolvers
 from benchmarks.whole_jacobian import Network, WholeJacobian
@@ -66,6 +67,7 @@ SMALL: list[Experiment] = [
         side=8, batch=479, epochs=2, deep_epochs=1, splits=("pool",), modules=(3,), deep=("resnet8",), most=2
     ),
     DdgScaling(network="resnet8", modules=(2, 3), batch=2, side=8, iterations=1, most=2),
+    SimulatedTraining(layers=2, width=3, time=4, hidden=2, batch=2, workers=(1, 2, 64), depths=(4, 8), widths=(1, 3)),
     LenetConvergence(iterations=2, batch=4),
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
     RecurrentShapes(sizes=(3, 40), times=(2, 70), batches=(1, 3)),

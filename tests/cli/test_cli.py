@@ -265,13 +265,51 @@ def test_options_of_solvers_and_steps(jac) -> None:
     assert status == 2 and "--steps 10 is more than the 9 steps that the input has" in err
 
 
+def test_training_is_simulated(jac, tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"figures.{kind}" for kind in ("json", "csv", "png")}
+    status, out, err = jac(
+        "simulate", "tests.cli.test_cli:small_chain", "--input", "5", "--workers", "1..8", "--rate", "1e9",
+        "--schedule", "blelloch:1", "--microbatches", 2, "--latency", 0,
+        "--json", files["json"], "--csv", files["csv"], "--plot", files["png"],
+    )  # fmt: skip
+    assert status == 0, err
+    assert "5 stages, batch 16, counted, 1e+09 FLOP/s" in out and "bppsa runs blelloch:1" in out
+    assert "simulating gpipe on 4 workers" in err
+    figures = json.loads(files["json"].read_text())
+    assert figures["workers"] == [1, 2, 4, 8] and figures["settings"]["microbatches"] == 2
+    with files["csv"].open(encoding="utf-8") as file:
+        assert {row["method"] for row in csv.DictReader(file)} >= {"bp", "bppsa", "gpipe", "1f1b", "ddg", "leapfrog"}
+    assert files["png"].stat().st_size
+    status, out, err = jac("simulate", "bitstream", "--steps", 5, "--workers", 4, "--rate", "1e9", "--method", "bppsa")
+    assert status == 0 and "bitstream.rnn: 5 stages" in out, err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workers", "8..1"], "--workers is '8..1'; expected numbers of workers, as in 1,4,16 or 1..1024"),
+        (["--workers", "0..4"], "--workers is '0..4'; expected"),
+        (["--method", "pipe"], "method is 'pipe'; expected one of bp, bppsa"),
+        (["--method", "bp", "--schedule", "linear"], "--schedule linear is of no use: add --method bppsa"),
+        (["--method", "bp", "--microbatches", "2"], "--microbatches 2 is of no use: add --method gpipe"),
+        (["--schedule", "balanced:2"], "schedule is 'balanced:2', which is for one number of workers"),
+        (["--steps", "3"], "--steps 3 is of no use: tests.cli.test_cli:small_chain is no recurrent layer"),
+        (["--rate", "-1"], "rate is -1.0; expected FLOP per second above 0"),
+    ],
+    ids=lambda words: words[-1] if isinstance(words, list) else "",
+)
+def test_what_cannot_be_simulated(words: list[str], message: str, jac) -> None:
+    status, _, err = jac("simulate", "tests.cli.test_cli:small_chain", "--input", "5", *words)
+    assert status == 2 and message in err
+
+
 def small_chain() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
 def test_help_is_in_plain_words(jac) -> None:
-    for command in ("flop", "compare", "jacobian", "spy", "train"):
+    for command in ("flop", "compare", "simulate", "jacobian", "spy", "train"):
         status, out, _ = jac(command, "--help")
         assert status == 0 and not any(words in out for words in ("of which", "where left out", " Of ", "<str> Of"))
 
