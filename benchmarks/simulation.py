@@ -33,7 +33,8 @@ class SimulatedTraining(Experiment):
     batch: int = 128
     #: FLOP per second of a worker, seconds and bytes per second of its messages: a GPU's, within a machine.
     rate: float = 1e12
-    interconnect: Interconnect = Interconnect(2e-6, 1e11)
+    latency: float = 2e-6
+    bandwidth: float = 1e11
     #: Numbers of workers, stages of scans, and hidden units whose break-even is sought.
     workers: tuple[int, ...] = tuple(2**power for power in range(21))
     depths: tuple[int, ...] = (16, 64, 256, 1024, 4096)
@@ -61,13 +62,16 @@ class SimulatedTraining(Experiment):
 
     def _methods(self, context: Context, network: str, workload: Workload) -> list[Row]:
         """A row for each method, with the shortest time of any number of workers."""
-        simulation = plan(workload, self.interconnect, self.workers, progress=context.under(network).say)
+        simulation = plan(
+            workload, Interconnect(self.latency, self.bandwidth), self.workers, progress=context.under(network).say
+        )
         rows = []
         for method, figures in simulation.methods.items():
             best = min(figures, key=lambda each: each.seconds)
             data: dict[str, Any] = {"network": network, "method": method}
             data |= {name: [getattr(each, name) for each in figures] for name in ("workers", "seconds", "memory")}
-            note = f"on {best.workers:,} workers, {best.memory / 2**20:.3g} MiB on the fullest, {best.sent / 2**20:.3g} sent"
+            memory, sent = best.memory / 2**20, best.sent / 2**20
+            note = f"on {best.workers:,} workers, {memory:.3g} MiB on the fullest, {sent:.3g} MiB sent"
             rows.append(
                 Row.of_value(
                     method,
@@ -88,9 +92,9 @@ class SimulatedTraining(Experiment):
                 scan = schedule(n)
                 workers = [2**power for power in range(n.bit_length())]
                 counted = [scan.complexity(p) for p in workers]
+                steps = [each.steps for each in counted]
                 data = {
-                    "schedule": schedule.__name__, "n": n, "workers": workers,
-                    "steps": [each.steps for each in counted], "work": counted[0].work,
+                    "schedule": schedule.__name__, "n": n, "workers": workers, "steps": steps, "work": counted[0].work
                 }  # fmt: skip
                 note = f"{counted[0].work:,} steps of all workers"
                 rows.append(
@@ -101,7 +105,7 @@ class SimulatedTraining(Experiment):
                         group="Section 3.6",
                         note=note,
                         data=data,
-                    )  # fmt: skip
+                    )
                 )
         return rows
 
@@ -111,8 +115,8 @@ class SimulatedTraining(Experiment):
         for width in self.widths:
             step = counted_workload(nn.RNN(1, width), torch.randn(2, self.batch, 1), self.rate)
             most = 2**14
-            scans = {2**power: _scan_and_base(step, 2**power) for power in range(2, most.bit_length())}
-            simulated = next((n for n, (scan, base) in scans.items() if scan < base), None)
+            scans = ((2**power, *_scan_and_base(step, 2**power)) for power in range(2, most.bit_length()))
+            simulated = next((n for n, scan, base in scans if scan < base), None)
             ratio = _ratio(step, max(self.depths))
             data = {"width": width, "ratio": ratio, "poster": break_even(ratio), "simulated": simulated}
             note = f"C_BPPSA / C_Base = {ratio:.3g}; by the schedule {simulated or f'more than {most:,}'}"
@@ -133,11 +137,12 @@ class SimulatedTraining(Experiment):
             draw(lines, self.workers[-1], (time, memory))
             time.set_title(f"{network}: time", fontsize=9)
             memory.set_title(f"{network}: memory", fontsize=9)
-        _draw_orders(panels[0][2], [row.data for row in rows if "schedule" in row.data])
+        shown = self.depths[::2]
+        _draw_orders(panels[0][2], [row.data for row in rows if row.data.get("n") in shown])
         _draw_break_even(panels[1][2], [row.data for row in rows if "poster" in row.data])
         figure.suptitle(
-            f"{self.title}: batch {self.batch}, {self.rate:.0e} FLOP/s, messages of {self.interconnect.latency:.0e} s and "
-            f"{self.interconnect.bandwidth:.0e} B/s. Dotted: further workers are idle",
+            f"{self.title}: batch {self.batch}, {self.rate:.0e} FLOP/s, messages {self.latency:.0e} s and "
+            f"{self.bandwidth:.0e} B/s. Dotted: further workers are idle",
             fontsize=10,
         )
         save_figure(figure, path)
@@ -166,10 +171,8 @@ def _draw_orders(axes: Any, lines: Sequence[dict[str, Any]]) -> None:
         if scan:
             n, workers = line["n"], line["workers"]
             axes.plot(workers, [n / p + math.log2(p) for p in workers], ":", color="black", linewidth=1.0)
-        else:
-            axes.annotate(
-                f"n = {line['n']:,}", (1, line["steps"][0]), xytext=(2, 4), textcoords="offset points", fontsize=7
-            )
+            place = (workers[-1], line["steps"][-1])
+            axes.annotate(f"n = {n:,}", place, xytext=(0, 5), textcoords="offset points", fontsize=7, ha="center")
     largest = max(line["n"] for line in lines)
     work = {line["schedule"]: line["work"] for line in lines if line["n"] == largest}
     axes.plot(

@@ -14,7 +14,7 @@ if (_ROOT / "setup.cfg").exists():
     __path__.append(str(_ROOT))
 
 if TYPE_CHECKING:
-    from . import distributed, nn, recurrence, schedule, solvers, training
+    from . import distributed, nn, recurrence, schedule, simulation, solvers, training
     from .flop import FlopReport, LayerFlop, count_flop
     from .jacobians import Verification, VerificationError, jacobian, jacobian_pattern, verify
     from .patterns import Call, Pattern, UnsupportedOperatorError, register_rule
@@ -52,6 +52,7 @@ __all__ = [
     "recurrence",
     "register_rule",
     "schedule",
+    "simulation",
     "solvers",
     "training",
     "verify",
@@ -86,7 +87,18 @@ _HOMES = {
     "leapfrog_backward": "training",
 }
 
-_ROOMS = ("distributed", "models", "nn", "patterns", "recurrence", "schedule", "solvers", "spgemm", "training")
+_ROOMS = (
+    "distributed",
+    "models",
+    "nn",
+    "patterns",
+    "recurrence",
+    "schedule",
+    "simulation",
+    "solvers",
+    "spgemm",
+    "training",
+)
 
 
 def __getattr__(name: str) -> Any:

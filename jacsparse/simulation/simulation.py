@@ -199,8 +199,9 @@ class Simulation:
         changes: list[tuple[int, str]] = []
         for workers in sorted(self.workers) if methods else ():
             times = {method: self.figures(method, workers).seconds for method in methods}
-            if not changes or times[changes[-1][1]] * _SURELY > min(times.values()):
-                changes.append((workers, min(times, key=lambda method: times[method])))
+            least = min(times.values())
+            if not changes or times[changes[-1][1]] * _SURELY > least:
+                changes.append((workers, next(method for method in methods if times[method] * _SURELY <= least)))
         return tuple(changes)
 
     @property

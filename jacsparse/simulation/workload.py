@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -214,7 +213,6 @@ class Workload:
         return [range(begin, end) for begin, end in itertools.pairwise([0, *_cuts(ends, high)])]
 
 
-@functools.lru_cache(maxsize=1024)
 def _matrix(factor: Pattern | Region) -> Pattern:
     """The pattern of a stage's matrix; a full one, which bounds it, where a region takes too long."""
     if isinstance(factor, Region) and factor.estimate > MOST:
