@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from jacsparse.schedule import blelloch, cyclic_reduction
-from jacsparse.simulation import Interconnect, Workload, break_even, counted_workload, draw, plan
+from jacsparse.simulation import Interconnect, Workload, break_even, counted_workload, draw_methods, plan
 
 from ._context import Context
 from ._experiment import Experiment, Row
@@ -134,7 +134,7 @@ class SimulatedTraining(Experiment):
         networks = dict.fromkeys(row.data["network"] for row in rows if "network" in row.data)
         for (time, memory, _), network in zip(panels, networks, strict=True):
             lines = {row.data["method"]: row.data for row in rows if row.data.get("network") == network}
-            draw(lines, self.workers[-1], (time, memory))
+            draw_methods(lines, self.workers[-1], (time, memory))
             time.set_title(f"{network}: time", fontsize=9)
             memory.set_title(f"{network}: memory", fontsize=9)
         shown = self.depths[::2]

@@ -7,7 +7,7 @@ from .pipelines import DelayedPipeline, GPipe, PipeDream
 from .registry import TRAINING_METHODS
 from .scanned import Bppsa, ReducedBackward
 from .simulation import WORKERS, BreakEven, Simulation, WorkerFigures, break_even, plan, simulate
-from .tables import draw
+from .tables import draw_methods
 from .timetable import FREE, Interconnect, Job, Outcome, Timetable, run
 from .training_method import Prediction, TrainingMethod
 from .workload import ScanCost, StageCost, Workload
@@ -37,7 +37,7 @@ __all__ = [
     "Workload",
     "break_even",
     "counted_workload",
-    "draw",
+    "draw_methods",
     "measured_workload",
     "plan",
     "run",

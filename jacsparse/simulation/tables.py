@@ -109,13 +109,11 @@ def _conclusions(simulation: Simulation) -> Iterator[str]:
     """Break-even points and fill-in, in words."""
     fastest = {"Fastest": simulation.fastest, "Fastest with the gradients of bp": simulation.fastest_exact}
     for title, changes in fastest.items():
-        parts = [
-            method if not place else f"from {p:,} workers on {method}" for place, (p, method) in enumerate(changes)
-        ]
+        parts = [method if not place else f"from p = {p:,} on {method}" for place, (p, method) in enumerate(changes)]
         yield f"{title}: {', '.join(parts) or 'none'}."
     pays = simulation.pays
     if pays:
-        parts = [f"{name} from {workers:,} workers" for name, workers in pays.items() if workers is not None]
+        parts = [f"{name} from p = {workers:,}" for name, workers in pays.items() if workers is not None]
         never = [name for name, workers in pays.items() if workers is None]
         yield f"Faster than bp: {', '.join([*parts, *(f'{name} never' for name in never)])}."
     if simulation.largest_product:
@@ -147,13 +145,13 @@ def simulation_figure(simulation: Simulation, path: str | os.PathLike[str]) -> N
         name: {column: [getattr(row, column) for row in rows] for column in ("workers", "seconds", "memory")}
         for name, rows in simulation.methods.items()
     }
-    draw(lines, max(simulation.workers), panels)
+    draw_methods(lines, max(simulation.workers), panels)
     names = f"{simulation.name}, {simulation.stages:,} stages, batch {simulation.samples:,}"
     figure.suptitle(f"{names}; {simulation.costs}. Dotted: further workers are idle", fontsize=9)
     save_figure(figure, path)
 
 
-def draw(lines: Mapping[str, Mapping[str, Sequence[float]]], last: int, panels: Any) -> None:
+def draw_methods(lines: Mapping[str, Mapping[str, Sequence[float]]], last: int, panels: Any) -> None:
     """Draw time into the first of two axes, and memory into the second.
 
     Parameters
