@@ -16,7 +16,15 @@ if (_ROOT / "setup.cfg").exists():
 if TYPE_CHECKING:
     from . import distributed, nn, recurrence, schedule, simulation, solvers, training
     from .flop import FlopReport, LayerFlop, count_flop
-    from .jacobians import Verification, VerificationError, jacobian, jacobian_pattern, verify
+    from .jacobians import (
+        PreparedJacobian,
+        Verification,
+        VerificationError,
+        jacobian,
+        jacobian_pattern,
+        prepare_jacobian,
+        verify,
+    )
     from .patterns import Call, Pattern, UnsupportedOperatorError, register_rule
     from .recurrence import linear_recurrence
     from .scan import backward, vjp
@@ -30,6 +38,7 @@ __all__ = [
     "FlopReport",
     "LayerFlop",
     "Pattern",
+    "PreparedJacobian",
     "ProductPlan",
     "SparseJacobian",
     "Stage",
@@ -49,6 +58,7 @@ __all__ = [
     "nn",
     "plan_product",
     "plan_sum",
+    "prepare_jacobian",
     "recurrence",
     "register_rule",
     "schedule",
@@ -64,10 +74,12 @@ _HOMES = {
     "FlopReport": "flop",
     "LayerFlop": "flop",
     "count_flop": "flop",
+    "PreparedJacobian": "jacobians",
     "Verification": "jacobians",
     "VerificationError": "jacobians",
     "jacobian": "jacobians",
     "jacobian_pattern": "jacobians",
+    "prepare_jacobian": "jacobians",
     "verify": "jacobians",
     "Call": "patterns",
     "Pattern": "patterns",

@@ -9,6 +9,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
     ordering,
     reduction,
 )
+from .coloring import row_colors
 from .convolution import Convolution, Sliding
 from .drawing import picture
 from .layout import WHOLE, Layout, MixedSamplesError
@@ -59,6 +60,7 @@ __all__ = [
     "is_pointwise",
     "picture",
     "register_rule",
+    "row_colors",
     "rule_for",
     "rule_of",
     "state_jacobian_pattern",

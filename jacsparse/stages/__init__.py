@@ -1,9 +1,9 @@
 """A program as a chain of stages, and the matrices of stages by vertex elimination."""
 
-from .accumulation import Pulled, Region, empty_pattern, matrix_of
+from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern, matrix_of
 from .balance import boundaries
 from .chain_cache import Chains, Run, recent_chains
-from .chains import Chain, chain, refuse_hooks
+from .chains import Chain, chain, chain_of, refuse_hooks
 from .checks import check_input, check_limit, check_shape
 from .forward_pass import recorded, samples_of
 from .graph_gradients import has_hooks, pull_back
@@ -12,6 +12,7 @@ from .record import Record, pull_back_all
 from .stage import Edge, Stage
 
 __all__ = [
+    "Accumulation",
     "Chain",
     "Chains",
     "Edge",
@@ -22,9 +23,11 @@ __all__ = [
     "Stage",
     "boundaries",
     "chain",
+    "chain_of",
     "check_input",
     "check_limit",
     "check_shape",
+    "eliminate",
     "empty_pattern",
     "has_hooks",
     "matrix_of",

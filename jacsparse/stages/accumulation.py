@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from ..spgemm import (
 
 #: A product with a larger share of possible nonzeros is stored as a full matrix.
 FULL = 0.3
+
+#: A representation of the entries of a matrix.
+Entries = TypeVar("Entries")
 
 
 @dataclass
@@ -169,6 +172,27 @@ class Accumulation:
                 del values[used]
         pattern, stored = self.matrices[result].pattern, self.matrices[result].stored
         return values[result] if stored.nnz == pattern.nnz else gathered(values[result], pattern.places)
+
+    def evaluate(
+        self,
+        result: int,
+        leaf: Callable[[Any], Entries],
+        multiply: Callable[[Entries, Entries], Entries],
+        add: Callable[[Sequence[Entries]], Entries],
+    ) -> Entries:
+        """A matrix in another representation of matrices, which comes with its own products and sums."""
+        order, last_use = self._order(result)
+        matrices: dict[int, Entries] = {}
+        for number in order:
+            matrix = self.matrices[number]
+            operands = [matrices[operand] for operand in matrix.operands]
+            if isinstance(matrix, _Leaf):
+                matrices[number] = leaf(matrix.key)
+            else:
+                matrices[number] = multiply(*operands) if isinstance(matrix, _Product) else add(operands)
+            for used in last_use.get(number, ()):
+                del matrices[used]
+        return matrices[result]
 
     @property
     def moved(self) -> int:

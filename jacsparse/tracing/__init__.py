@@ -1,6 +1,7 @@
 """Recordings of forward passes as ATen calls, and the programs that they run."""
 
 from .autograd_nodes import apply_node, has_node_hooks, with_all_gradients
+from .graphs import graph_of_tape, graph_of_values, inputs_of, number_tensors
 from .modules import (
     check_initialised,
     check_module,
@@ -12,10 +13,12 @@ from .modules import (
     undisturbed,
     without_autocast,
 )
+from .operators import facts_of, operator_name
 from .program import Operation, Program, contents_of, key_of, program_of
 from .pruned_weights import PrunedWeight, mask_of
 from .recorder import is_recording, is_users, record
 from .recording import Invocation, Recording
+from .tape import Tape, check_replays, followed, form_of, has_contents, recorded_tape
 
 __all__ = [
     "Invocation",
@@ -23,17 +26,29 @@ __all__ = [
     "Program",
     "PrunedWeight",
     "Recording",
+    "Tape",
     "apply_node",
     "check_initialised",
     "check_module",
+    "check_replays",
     "contents_of",
+    "facts_of",
+    "followed",
+    "form_of",
+    "graph_of_tape",
+    "graph_of_values",
+    "has_contents",
     "has_node_hooks",
+    "inputs_of",
     "is_recording",
     "is_users",
     "key_of",
     "mask_of",
+    "number_tensors",
+    "operator_name",
     "program_of",
     "record",
+    "recorded_tape",
     "refresh_weights",
     "set_weights",
     "sets_weights",

@@ -1,0 +1,179 @@
+"""Arguments of a function, with those that it is differentiated by as one flat tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import index
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from ..patterns import UnsupportedOperatorError
+from ..tracing import form_of
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """A call's arguments: the tensors that the function is differentiated by, and the other leaves.
+
+    Tensors are the leaves of tuples, lists and dicts, in PyTorch's order.
+    """
+
+    argnums: tuple[int, ...]
+    batched: bool
+    leaves: list[Any]
+    #: How the leaves make up each argument.
+    specs: tuple[Any, ...]
+    #: The places of the leaves that the function is differentiated by, in the order of `argnums`.
+    places: tuple[int, ...]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that the function is differentiated by."""
+        return [self.leaves[place] for place in self.places]
+
+    @property
+    def batch(self) -> int:
+        """The number of samples; 1 where there are none."""
+        return len(self.tensors[0]) if self.batched else 1
+
+    def flat(self) -> torch.Tensor:
+        """The tensors that the function is differentiated by, ``(batch, elements)``, in one memory."""
+        parts = [tensor.detach().reshape(self.batch, -1) for tensor in self.tensors]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def with_flat(self, x: torch.Tensor) -> list[Any]:
+        """The arguments with other elements, those of a flat tensor."""
+        leaves, tensors = list(self.leaves), self.tensors
+        sizes = [tensor.numel() // max(1, self.batch) for tensor in tensors]
+        parts = [x] if len(sizes) == 1 else x.split(sizes, 1)
+        for place, tensor, part in zip(self.places, tensors, parts, strict=True):
+            leaves[place] = part.reshape(tensor.shape)
+        rest = iter(leaves)
+        return [_pytree.tree_unflatten(list(islice(rest, spec.num_leaves)), spec) for spec in self.specs]
+
+    def form(self) -> tuple[Any, ...]:
+        """All that a prepared program depends on besides elements and numbers."""
+        forms = [form_of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in self.leaves]
+        return self.argnums, self.batched, self.specs, tuple(forms)
+
+
+def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: bool) -> Arguments:
+    """The arguments of a call, checked.
+
+    Raises
+    ------
+    TypeError
+        Where an argument that the function is differentiated by holds anything but plain tensors of float32 or float64.
+    ValueError
+        Where `argnums` names no argument, or batches differ.
+    """
+    numbers = _checked_argnums(argnums, len(args))
+    leaves: list[Any] = []
+    specs, ranges = [], []
+    for arg in args:
+        leaves_of_arg, spec = _pytree.tree_flatten(arg)
+        ranges.append(range(len(leaves), len(leaves) + len(leaves_of_arg)))
+        leaves += leaves_of_arg
+        specs.append(spec)
+    places = tuple(place for number in numbers for place in ranges[number])
+    arguments = Arguments(numbers, batched, leaves, tuple(specs), places)
+    owners = [number for number in numbers for _ in ranges[number]]
+    for number, tensor in zip(owners, arguments.tensors, strict=True):
+        _check_tensor(f"argument {number}", tensor, arguments.tensors[0], batched)
+    if not places:
+        raise ValueError(f"argnums is {argnums!r}, but the arguments that it names hold no tensor")
+    return arguments
+
+
+def _checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+    try:
+        numbers = tuple(index(n) for n in (argnums if isinstance(argnums, (tuple, list)) else (argnums,)))
+    except TypeError:
+        raise TypeError(f"argnums is {argnums!r}; expected an integer or a tuple of integers") from None
+    if any(isinstance(n, bool) for n in (argnums if isinstance(argnums, (tuple, list)) else (argnums,))):
+        raise TypeError(f"argnums is {argnums!r}; expected an integer or a tuple of integers")
+    if not count:
+        raise ValueError("there is no argument to differentiate by; give at least one tensor")
+    outside = [number for number in numbers if not -count <= number < count]
+    if outside or not numbers:
+        raise ValueError(f"argnums is {argnums!r}; the call has {count} arguments, numbered 0 to {count - 1}")
+    numbers = tuple(number % count for number in numbers)
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"argnums is {argnums!r}; it names an argument twice")
+    return numbers
+
+
+def _check_tensor(name: str, x: Any, first: torch.Tensor, batched: bool) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} holds a {type(x).__name__}; expected tensors: leave it out of argnums")
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
+        raise TypeError(f"{name} is within a transform of torch.func, as grad or vmap; call the function itself there")
+    if type(x) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a plain tensor: use as_subclass(torch.Tensor)")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} is {x.dtype}; expected float32 or float64: convert it, or leave it out of argnums")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {x.device}; this runs on CPUs and CUDA: move it with .cpu()")
+    if torch.is_inference_mode_enabled() or x.is_inference():
+        raise RuntimeError(f"{name} has no gradient in torch.inference_mode; use torch.no_grad instead")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} has layout {x.layout}; expected a dense tensor: use to_dense()")
+    if x.dtype != first.dtype or x.device != first.device:
+        raise TypeError(f"{name} is {x.dtype} on {x.device}, another one {first.dtype} on {first.device}; convert one")
+    if batched and (not x.ndim or len(x) != len(first)):
+        shape = tuple(x.shape)
+        raise ValueError(f"{name} has shape {shape}; expected {len(first) if first.ndim else 'the'} samples along its "
+                         "first axis: pass batched=False for arguments without samples")
+
+
+class FlatFunction(nn.Module):
+    """A function of one flat tensor, ``(batch, elements)``, with a flat result: what recordings and tapes are made of.
+
+    Parameters
+    ----------
+    f : callable
+        The function. A module is a part, so that its parameters and hooks are found.
+    arguments : Arguments
+        All its arguments.
+    """
+
+    def __init__(self, f: Callable[..., Any], arguments: Arguments) -> None:
+        super().__init__()
+        self.f, self._arguments = f, [arguments]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (arguments,) = self._arguments
+        outputs = _pytree.tree_leaves(self.f(*arguments.with_flat(x)))
+        parts = [self._flat_output(y, arguments) for y in outputs]
+        if not parts:
+            raise UnsupportedOperatorError(f"{name_of(self.f)} returns no tensor")
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _flat_output(self, y: Any, arguments: Arguments) -> torch.Tensor:
+        if not isinstance(y, torch.Tensor):
+            raise UnsupportedOperatorError(
+                f"{name_of(self.f)} returns a {type(y).__name__}; expected tensors, in tuples, lists or dicts"
+            )
+        if not y.is_floating_point():
+            raise UnsupportedOperatorError(
+                f"{name_of(self.f)} returns {y.dtype}, which has no derivative; expected float32 or float64"
+            )
+        if not arguments.batched:
+            return y.reshape(1, -1)
+        if not y.ndim or len(y) != arguments.batch:
+            raise UnsupportedOperatorError(
+                f"{name_of(self.f)}: its output of shape {tuple(y.shape)} for {arguments.batch} samples does not have "
+                "them along its first axis; permute it, or pass batched=False for arguments without samples"
+            )
+        return y.reshape(arguments.batch, math.prod(y.shape[1:]))
+
+
+def name_of(f: Any) -> str:
+    """The name of a function, or the class of a module or of another callable."""
+    return getattr(f, "__qualname__", None) or type(f).__name__

@@ -1,0 +1,130 @@
+"""A tape's graph of ATen calls beside the chain of its stages: each operator's local Jacobian has its node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..patterns import Pattern, UnsupportedOperatorError
+from ..stages import Chain, Edge, Record, chain_of
+from ..tracing import Tape, facts_of, graph_of_tape, inputs_of, record, without_autocast
+
+
+def evaluated(
+    graph: fx.GraphModule, inputs: Sequence[Any], visit: Callable[[fx.Node, tuple[Any, ...], Any], None]
+) -> Any:
+    """Run a graph on its inputs; ``visit(node, args, result)`` sees each call."""
+    values: dict[fx.Node, Any] = {}
+    rest = iter(inputs)
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(rest)
+        elif node.op == "get_attr":
+            values[node] = getattr(graph, node.target)
+        elif node.op == "call_function":
+            args = fx.map_arg(node.args, values.__getitem__)
+            values[node] = node.target(*args, **fx.map_arg(node.kwargs, values.__getitem__))
+            visit(node, args, values[node])
+        else:
+            (result,) = fx.map_arg(node.args, values.__getitem__)
+    return result
+
+
+class _Run(nn.Module):
+    """A graph as a module of its first input; its tensors by node."""
+
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        # In a list, so that they are neither parts nor buffers.
+        self._graph_and_inputs = [graph, inputs]
+        self._nodes: list[tuple[fx.Node, torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        graph, inputs = self._graph_and_inputs
+
+        def visit(node: fx.Node, args: Any, result: Any) -> None:
+            if isinstance(result, torch.Tensor):
+                self._nodes.append((node, result))
+
+        return evaluated(graph, [x, *inputs[1:]], visit)
+
+
+@dataclass(eq=False)
+class Linearised:
+    """A function as a graph, whose operators' local Jacobians are the edges of a chain."""
+
+    tape: Tape
+    graph: fx.GraphModule
+    chain: Chain
+    records: list[Record]
+    #: The node that computes each vertex of the chain's program; those of decomposed operators have none.
+    nodes: dict[int, fx.Node]
+    #: The inputs of the graph in the run that was recorded.
+    inputs: list[torch.Tensor]
+
+    @property
+    def pattern(self) -> Pattern:
+        """The pattern of the Jacobian."""
+        return self.chain.pattern.T
+
+    @property
+    def batch(self) -> int:
+        """The number of samples."""
+        return len(self.inputs[0])
+
+    @property
+    def numbers(self) -> dict[fx.Node, int]:
+        """The place of each number among the tape's, by its placeholder."""
+        placeholders = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
+        first = 1 + len(self.tape.externals)
+        return {node: place for place, node in enumerate(placeholders[first:])}
+
+    def edges(self) -> Iterator[tuple[Edge, Record]]:
+        """The edges of all stages in order, with their stages' records."""
+        for record_of_stage in self.records:
+            for edge in record_of_stage.stage.edges:
+                yield edge, record_of_stage
+
+
+def linearised(tape: Tape, x: torch.Tensor) -> Linearised:
+    """A tape's graph and the chain of its operators, at the externals and numbers that it was recorded with."""
+    inputs = inputs_of(tape, x.detach(), [tensor.detach() for tensor in tape.externals.values()], tape.numbers)
+    graph = graph_of_tape(tape, inputs)
+    _check_indices(graph, tape)
+    run = _Run(graph, inputs)
+    recording = record(run, inputs[0], readable=False)
+    with without_autocast(x.device):
+        chain, records = chain_of(recording, pruned=False).records(recording)
+    vertices = {id(tensor): node for node, tensor in run._nodes}
+    nodes = {}
+    for vertex, maker in enumerate(recording.makers):
+        tensor = None if maker is None else maker.results[vertex - maker.first]
+        if id(tensor) in vertices:
+            nodes[vertex] = vertices[id(tensor)]
+    return Linearised(tape, graph, chain, records, nodes, inputs)
+
+
+def _check_indices(graph: fx.GraphModule, tape: Tape) -> None:
+    """Raise where indices that move elements are computed from the input, an external or a number."""
+    varies: set[fx.Node] = set()
+    fixed = {1 + place for place, slot in enumerate(tape.externals) if slot in tape.contents}
+    for place, node in enumerate(graph.graph.nodes):
+        if (node.op == "placeholder" and place not in fixed) or varies.intersection(node.all_input_nodes):
+            varies.add(node)
+        if node.op == "call_function" and moves_by_contents(node.target):
+            for operand in node.all_input_nodes:
+                value = operand.meta.get("val")
+                if operand in varies and isinstance(value, torch.Tensor) and not value.is_floating_point():
+                    raise UnsupportedOperatorError(
+                        f"{node.target}: its indices are computed from what a tensor holds, so that no pattern holds "
+                        "for all inputs; call jacsparse.jacobian, which follows each run"
+                    )
+
+
+def moves_by_contents(overload: Any) -> bool:
+    """Whether the pattern of an operator depends on the elements of indices."""
+    return hasattr(overload, "_schema") and facts_of(overload).contents

@@ -1,0 +1,228 @@
+"""Matrices whose entries are sums of terms, and their products and sums.
+
+A term is a coefficient, times a monomial of numbers, times at most one variable: an element of the vector of local
+derivatives that each call computes. So products of matrices with constant entries are taken when preparing. Where two
+variables meet, their product becomes a variable of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..runtime import row_starts
+
+#: The variable of a term that has none, and the monomial of a term without numbers.
+NONE = -1
+ONE = 0
+
+
+class Monomials:
+    """Products of powers of numbers, each with an index; that of the empty product is `ONE`."""
+
+    def __init__(self) -> None:
+        self._powers: list[tuple[tuple[int, int], ...]] = []
+        self._places: dict[tuple[tuple[int, int], ...], int] = {}
+        self.index({})
+
+    def index(self, powers: dict[int, int]) -> int:
+        """The index of a monomial, from the power of each number by its place."""
+        key = tuple(sorted((number, power) for number, power in powers.items() if power))
+        if key not in self._places:
+            self._places[key] = len(self._powers)
+            self._powers.append(key)
+        return self._places[key]
+
+    def products(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """The indices of products of monomials, pair by pair."""
+        if not left.any():
+            return right
+        if not right.any():
+            return left
+        count = len(self._powers)
+        pairs, inverse = np.unique(left * np.int64(count) + right, return_inverse=True)
+        indices = [self._product(*divmod(int(pair), count)) for pair in pairs]
+        return np.array(indices, dtype=np.int64)[inverse]
+
+    def _product(self, left: int, right: int) -> int:
+        powers = dict(self._powers[left])
+        for number, power in self._powers[right]:
+            powers[number] = powers.get(number, 0) + power
+        return self.index(powers)
+
+    def values(self, numbers: Sequence[float]) -> np.ndarray:
+        """The value of each monomial."""
+        values = np.ones(len(self._powers))
+        for place, powers in enumerate(self._powers):
+            for number, power in powers:
+                values[place] *= np.float64(numbers[number]) ** power
+        return values
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A matrix as terms: for each its row, column, variable or `NONE`, monomial and coefficient."""
+
+    shape: tuple[int, int]
+    row: np.ndarray
+    column: np.ndarray
+    variable: np.ndarray
+    monomial: np.ndarray
+    coefficient: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def __getitem__(self, places: np.ndarray) -> Terms:
+        arrays = (self.row, self.column, self.variable, self.monomial, self.coefficient)
+        return Terms(self.shape, *(array[places] for array in arrays))
+
+    @property
+    def place(self) -> np.ndarray:
+        """The place of each term's entry among all the matrix' elements in C order."""
+        return self.row * np.int64(self.shape[1]) + self.column
+
+
+def terms_at(
+    shape: tuple[int, int],
+    row: np.ndarray,
+    column: np.ndarray,
+    *,
+    first_variable: int = NONE,
+    monomial: int = ONE,
+    coefficient: float | np.ndarray = 1.0,
+) -> Terms:
+    """A matrix of one term for each entry; the variables, if any, are consecutive."""
+    count = len(row)
+    variable = np.full(count, NONE) if first_variable == NONE else first_variable + np.arange(count)
+    return Terms(
+        shape,
+        row.astype(np.int64),
+        column.astype(np.int64),
+        variable,
+        np.full(count, monomial),
+        np.broadcast_to(np.asarray(coefficient, dtype=np.float64), (count,)),
+    )
+
+
+def joined(parts: Sequence[Terms]) -> Terms:
+    """The sum of matrices."""
+    columns = zip(*((t.row, t.column, t.variable, t.monomial, t.coefficient) for t in parts), strict=True)
+    return Terms(parts[0].shape, *(np.concatenate(arrays) for arrays in columns))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Variables that each call computes from others: sums of weighted variables, or of weighted products of two."""
+
+    #: The first of the consecutive variables.
+    first: int
+    #: The terms of each variable, as in CSR; their factors, of which `right` is None where there is one.
+    indptr: np.ndarray
+    left: np.ndarray
+    right: np.ndarray | None
+    monomial: np.ndarray
+    coefficient: np.ndarray
+
+    @property
+    def stop(self) -> int:
+        """The variable after the last one."""
+        return self.first + len(self.indptr) - 1
+
+
+class TooManyTermsError(Exception):
+    """A product has more terms than it pays to plan."""
+
+
+@dataclass
+class Algebra:
+    """Products of matrices of terms, with the variables and the steps that they need."""
+
+    #: The number of variables.
+    variables: int
+    #: The most terms of all products together.
+    limit: int
+    monomials: Monomials = field(default_factory=Monomials)
+    steps: list[Step] = field(default_factory=list)
+    terms: int = 0
+
+    def multiply(self, a: Terms, b: Terms) -> Terms:
+        """The product of two matrices."""
+        shape = (a.shape[0], b.shape[1])
+        a_constant, b_constant = a.variable == NONE, b.variable == NONE
+        parts = []
+        for left, right in ((a[a_constant], b), (a[~a_constant], b[b_constant])):
+            i, j = self._pairs(left, right)
+            parts.append(
+                Terms(
+                    shape,
+                    left.row[i],
+                    right.column[j],
+                    np.maximum(left.variable[i], right.variable[j]),
+                    self.monomials.products(left.monomial[i], right.monomial[j]),
+                    left.coefficient[i] * right.coefficient[j],
+                )
+            )
+        if not a_constant.all() and not b_constant.all():
+            parts.append(self._of_variables(shape, self._summed(a[~a_constant]), self._summed(b[~b_constant])))
+        product = joined(parts)
+        return merged(product) if len(product) > max(len(a), len(b)) else product
+
+    def _pairs(self, a: Terms, b: Terms) -> tuple[np.ndarray, np.ndarray]:
+        """The terms of two matrices that meet, pair by pair."""
+        order = np.argsort(b.row, kind="stable")
+        counts = np.bincount(b.row, minlength=b.shape[0])
+        starts, repeats = np.cumsum(counts) - counts, counts[a.column]
+        self.terms += int(repeats.sum())
+        if self.terms > self.limit:
+            raise TooManyTermsError
+        i = np.repeat(np.arange(len(a)), repeats)
+        within = np.arange(len(i)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        return i, order[starts[a.column[i]] + within]
+
+    def _of_variables(self, shape: tuple[int, int], a: Terms, b: Terms) -> Terms:
+        """The product of two matrices whose terms all have variables: each of its entries is a new variable."""
+        i, j = self._pairs(a, b)
+        monomial = self.monomials.products(a.monomial[i], b.monomial[j])
+        place = a.row[i] * np.int64(shape[1]) + b.column[j]
+        return self._step(shape, place, a.variable[i], b.variable[j], monomial, a.coefficient[i] * b.coefficient[j])
+
+    def _summed(self, terms: Terms) -> Terms:
+        """The same matrix with at most one term for each entry."""
+        terms = merged(terms)
+        places = np.unique(terms.place)
+        if len(places) == len(terms):
+            return terms
+        return self._step(terms.shape, terms.place, terms.variable, None, terms.monomial, terms.coefficient)
+
+    def _step(
+        self,
+        shape: tuple[int, int],
+        place: np.ndarray,
+        left: np.ndarray,
+        right: np.ndarray | None,
+        monomial: np.ndarray,
+        coefficient: np.ndarray,
+    ) -> Terms:
+        """Add a step whose variables are the entries at distinct places, and return their matrix."""
+        order = np.argsort(place, kind="stable")
+        places, counts = np.unique(place, return_counts=True)
+        indptr = row_starts(counts, np.int64)
+        right = None if right is None else right[order]
+        self.steps.append(Step(self.variables, indptr, left[order], right, monomial[order], coefficient[order]))
+        matrix = terms_at(shape, *divmod(places, np.int64(max(1, shape[1]))), first_variable=self.variables)
+        self.variables += len(places)
+        return matrix
+
+
+def merged(terms: Terms) -> Terms:
+    """The same matrix with at most one term for each entry, variable and monomial."""
+    order = np.lexsort((terms.monomial, terms.variable, terms.place))
+    terms = terms[order]
+    keys = np.stack((terms.place, terms.variable, terms.monomial))
+    begins = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(0)))[: len(terms)]
+    sums = np.add.reduceat(terms.coefficient, begins) if len(terms) else terms.coefficient
+    first = terms[begins]
+    return Terms(first.shape, first.row, first.column, first.variable, first.monomial, sums)

@@ -1,0 +1,131 @@
+"""Functional graphs: a tape, or a function of its replay, as a graph of ATen calls without writes, made simple."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.compile_utils import fx_graph_cse
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .tape import Tape, mutates
+
+aten = torch.ops.aten
+
+
+def inputs_of(tape: Tape, x: torch.Tensor, externals: Sequence[torch.Tensor], numbers: Sequence[Any]) -> list[Any]:
+    """The inputs of a tape's graph: the tensor, the externals, and each number as a tensor without axes."""
+    return [x, *externals, *number_tensors(tape, numbers, x.device)]
+
+
+def number_tensors(tape: Tape, numbers: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
+    """Each number of a tape as a tensor without axes, in the dtype in which its operator works."""
+    pairs = zip(numbers, tape.dtypes, strict=True)
+    return [torch.tensor(number, dtype=dtype, device=device) for number, dtype in pairs]
+
+
+def graph_of_tape(tape: Tape, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The graph of a tape, a function of `inputs_of`."""
+    count = 1 + len(tape.externals)
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        return tape.run(tensors[0], tensors[1:count], tensors[count:])
+
+    writes = any(mutates(instruction.overload) for instruction in tape.instructions)
+    graph = _traced(torch.func.functionalize(run) if writes else run, inputs)
+    for node in list(graph.graph.nodes):
+        if node.target == aten.copy.default:
+            _replace_copy(graph.graph, node)
+        else:
+            # A slice from the start, in a form that PyTorch's transforms refuse.
+            node.args = fx.map_aggregate(node.args, lambda value: 0 if type(value) is int and value == -(2**63) else value)  # type: ignore[assignment]
+    return _without_repeats(graph)
+
+
+def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace ``aten.copy``, which has no derivative, by operators that have one."""
+    written, source = node.args[:2]
+    assert isinstance(written, fx.Node) and isinstance(source, fx.Node)
+    shape, dtype = _form(written)
+    with graph.inserting_before(node):
+        result = graph.call_function(aten.expand.default, (source, list(shape)))
+        result.meta.update(node.meta)
+        if _form(source)[1] != dtype:
+            result = graph.call_function(aten._to_copy.default, (result,), {"dtype": dtype})
+            result.meta.update(node.meta)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def graph_of_values(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The graph of the ATen calls that a function of tensors makes, of which only the values count."""
+    return _simplified(_traced(function, inputs))
+
+
+def _traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    return make_fx(function)(*(tensor.detach() for tensor in inputs))
+
+
+def _without_repeats(graph: fx.GraphModule) -> fx.GraphModule:
+    graph.graph.eliminate_dead_code()
+    return fx.GraphModule(graph, fx_graph_cse(graph.graph))
+
+
+def _simplified(graph: fx.GraphModule) -> fx.GraphModule:
+    """The same graph without repeated calls, and without calls that return one of their arguments."""
+    while True:
+        graph = _without_repeats(graph)
+        replaced = 0
+        for node in list(graph.graph.nodes):
+            other = _simpler(graph.graph, node) if node.op == "call_function" else None
+            if other is not None:
+                node.replace_all_uses_with(other)
+                graph.graph.erase_node(node)
+                replaced += 1
+        if not replaced:
+            graph.recompile()
+            return graph
+
+
+_COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+_SAME = (aten.expand.default, aten._to_copy.default, aten.view.default, aten._unsafe_view.default, aten.permute.default)
+_ONES = (aten.ones_like.default, aten.ones.default, aten.new_ones.default)
+
+
+def _simpler(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """The node whose result a call's result equals; None where there is none."""
+    first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    if first is None:
+        return None
+    if node.target in _COPIES:
+        return first
+    if node.target in _SAME and _form(first) == _form(node) and not _moves(node):
+        return first
+    if node.target == aten.mul.Tensor:
+        for one, other in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
+            if isinstance(other, fx.Node) and isinstance(one, fx.Node) and one.target in _ONES:
+                return _expanded(graph, node, other)
+    return None
+
+
+def _moves(node: fx.Node) -> bool:
+    return node.target == aten.permute.default and list(node.args[1]) != list(range(len(node.args[1])))  # type: ignore[arg-type]
+
+
+def _expanded(graph: fx.Graph, node: fx.Node, other: fx.Node) -> fx.Node | None:
+    """`other` in the shape of a node; None where its dtype differs."""
+    if _form(other) == _form(node):
+        return other
+    if _form(other)[1] != _form(node)[1]:
+        return None
+    with graph.inserting_before(node):
+        expanded = graph.call_function(aten.expand.default, (other, list(_form(node)[0])))
+    expanded.meta.update(node.meta)
+    return expanded
+
+
+def _form(node: fx.Node) -> tuple[Any, Any]:
+    value = node.meta["val"]
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (None, None)

@@ -1,0 +1,307 @@
+"""Tapes: the ATen calls of a function, which run again on other tensors and numbers without the function.
+
+A tape is recorded below autograd and refers to tensors by slots. The tensors and the numbers that the calls read from
+elsewhere are inputs of the tape: arguments, parameters, buffers, what a closure holds, factors and terms of sums. To
+follow a tape is to run the function and to compare its calls with the tape's; where they agree, this collects what the
+function reads now. So a tape that was followed computes what the function computes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from ..patterns import UnsupportedOperatorError
+from .operators import is_written, operator_name
+from .recording import tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of a tensor on a tape."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The place of a number among the numbers that a tape reads."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """A call of an ATen operator: its arguments, tensors and numbers by their places, and the slots of its results."""
+
+    overload: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int, ...]
+    #: Whether autograd saw the call: where it did not, no derivative passes.
+    seen: bool
+
+
+#: How a tensor lies in memory: all that a call may depend on besides its elements.
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    return tensor.shape, tensor.stride() if tensor.layout == torch.strided else (), tensor.dtype, tensor.device
+
+
+@dataclass(eq=False)
+class Tape:
+    """The calls of a function of one tensor, whose slot is 0."""
+
+    instructions: list[Instruction] = field(default_factory=list)
+    #: Tensors that the calls read from elsewhere, by slot.
+    externals: dict[int, torch.Tensor] = field(default_factory=dict)
+    #: The numbers that factors and terms of sums are.
+    numbers: list[float] = field(default_factory=list)
+    #: The dtype in which the operator of each number works.
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    #: Versions and copies of the externals whose elements patterns may depend on: indices and masks.
+    contents: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    #: The slot of the output; None where it is no tensor of the tape.
+    output: int | None = None
+    #: What the calls do that no replay repeats, by the operator's name: they draw, show elements, write elsewhere.
+    effects: dict[str, str] = field(default_factory=dict)
+
+    def run(self, x: torch.Tensor, externals: Sequence[torch.Tensor], numbers: Sequence[Any]) -> torch.Tensor:
+        """The output for another tensor, other externals and numbers, which may be tensors without axes."""
+        tensors: dict[int, torch.Tensor] = {0: x, **dict(zip(self.externals, externals, strict=True))}
+
+        def argument(value: Any) -> Any:
+            if type(value) is Slot:
+                return tensors[value.place]
+            if type(value) is Number:
+                return numbers[value.place]
+            return [argument(part) for part in value] if type(value) is list else value
+
+        for instruction in self.instructions:
+            args = [argument(value) for value in instruction.args]
+            kwargs = {name: argument(value) for name, value in instruction.kwargs.items()}
+            if not instruction.seen and not mutates(instruction.overload):
+                args = [value.detach() if isinstance(value, torch.Tensor) else value for value in args]
+            result = instruction.overload(*args, **kwargs)
+            tensors.update(zip(instruction.results, tensors_in(result), strict=True))
+        assert self.output is not None
+        return tensors[self.output]
+
+
+def recorded_tape(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Tape:
+    """The tape of a function's run on a tensor."""
+    taping, hooks = _Taping(x), RemovableHandle.next_id
+    with torch.enable_grad(), taping:
+        output = function(x)
+    taping.tape.output = taping.slots.get(id(output))
+    if hooks != RemovableHandle.next_id:
+        taping.tape.effects["register_hook"] = "changes gradients"
+    return taping.tape
+
+
+def followed(
+    tape: Tape, function: Callable[[torch.Tensor], Any], x: torch.Tensor
+) -> tuple[list[torch.Tensor], list[float]] | None:
+    """The externals and the numbers that a function reads now; None where its calls are not the tape's."""
+    following, hooks = _Following(tape, x), RemovableHandle.next_id
+    try:
+        with torch.enable_grad(), following:
+            output = function(x)
+    except _OtherCallsError:
+        return None
+    if hooks != RemovableHandle.next_id or following.count != len(tape.instructions) or following.slots.get(id(output)) != tape.output:
+        return None
+    return [following.externals[slot] for slot in tape.externals], following.numbers
+
+
+class _Taping(TorchDispatchMode):
+    """Records a tape while it is active."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self.slots, self.count = {id(x): 0}, 1
+        # No other tensor gets the id of one that is alive.
+        self.alive: list[Any] = [x]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and PyTorch's wrapper against compilation is slow.
+        return False
+
+    def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        parameters = overload._schema.arguments
+        args_of_tape = tuple(self.argument(overload, p, value) for p, value in zip(parameters, args, strict=False))
+        by_name = {parameter.name: parameter for parameter in parameters}
+        kwargs_of_tape = {name: self.argument(overload, by_name[name], value) for name, value in kwargs.items()}
+        self.note_effects(overload, args_of_tape, kwargs_of_tape)
+        result = overload(*args, **kwargs)
+        results = tuple(self.slot_of(tensor) for tensor in tensors_in(result))
+        seen = torch.is_grad_enabled()
+        self.tape.instructions.append(Instruction(overload, args_of_tape, kwargs_of_tape, results, seen))
+        new = len(self.tape.numbers) - len(self.tape.dtypes)
+        self.tape.dtypes.extend([tensors_in(result)[0].dtype] * new if new else [])
+        return result
+
+    def slot_of(self, tensor: torch.Tensor) -> int:
+        """The slot of a tensor, a new one where it has none."""
+        if id(tensor) not in self.slots:
+            self.slots[id(tensor)], self.count = self.count, self.count + 1
+            self.alive.append(tensor)
+        return self.slots[id(tensor)]
+
+    def argument(self, overload: Any, parameter: Any, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            known = id(value) in self.slots
+            slot = self.slot_of(value)
+            if not known:
+                self.tape.externals[slot] = value
+                if not value.is_floating_point():
+                    self.tape.contents[slot] = value._version, value.detach().clone()
+            return Slot(slot)
+        if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
+            return [self.argument(overload, parameter, part) for part in value]
+        if is_number(overload, parameter.name, value):
+            self.tape.numbers.append(value)
+            return Number(len(self.tape.numbers) - 1)
+        return tuple(value) if isinstance(value, list) else value
+
+    def note_effects(self, overload: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Record what the call does besides computing its results."""
+        name, effects, outside = operator_name(overload), self.tape.effects, {0, *self.tape.externals}
+        if torch.Tag.nondeterministic_seeded in overload.tags:
+            effects[name] = "draws random numbers"
+        elif torch.Tag.data_dependent_output in overload.tags:
+            effects[name] = "shows Python what a tensor holds"
+        for place, parameter in enumerate(overload._schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(parameter.name)
+            if is_written(parameter) and isinstance(value, Slot) and self._memory_of(value) & outside:
+                effects[name] = "writes to a tensor from before the call"
+
+    def _memory_of(self, slot: Slot) -> set[int]:
+        """The slots whose tensors lie in the memory of one of them."""
+        memory = self.alive[slot.place].untyped_storage()._cdata
+        return {place for place, tensor in enumerate(self.alive) if tensor.untyped_storage()._cdata == memory}
+
+
+class _OtherCallsError(Exception):
+    """A function made another call than its tape has."""
+
+
+class _Following(TorchDispatchMode):
+    """Compares calls with a tape's, and collects the externals and the numbers; written for speed."""
+
+    def __init__(self, tape: Tape, x: torch.Tensor) -> None:
+        super().__init__()
+        self.tape, self.instructions = tape, tape.instructions
+        self.count = 0
+        self.slots = {id(x): 0}
+        self.externals: dict[int, torch.Tensor] = {}
+        self.numbers: list[float] = []
+        self.alive: list[Any] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.count == len(self.instructions):
+            raise _OtherCallsError
+        instruction = self.instructions[self.count]
+        self.count += 1
+        same = overload is instruction.overload and len(args) == len(instruction.args)
+        if not same or torch.is_grad_enabled() is not instruction.seen:
+            raise _OtherCallsError
+        for expected, value in zip(instruction.args, args, strict=True):
+            self.compare(expected, value)
+        if not kwargs:
+            kwargs = {}
+        if kwargs.keys() != instruction.kwargs.keys():
+            raise _OtherCallsError
+        for name, value in kwargs.items():
+            self.compare(instruction.kwargs[name], value)
+        result = overload(*args, **kwargs)
+        self.alive.append(result)
+        if isinstance(result, torch.Tensor):
+            self.slots[id(result)] = instruction.results[0]
+        else:
+            for slot, tensor in zip(instruction.results, tensors_in(result), strict=True):
+                self.slots[id(tensor)] = slot
+        return result
+
+    def compare(self, expected: Any, value: Any) -> None:
+        """Raise where an argument is not the tape's; collect it where it is an external or a number."""
+        kind = type(expected)
+        if kind is Slot:
+            slot = self.slots.get(id(value))
+            if slot is None:
+                self.take(expected.place, value)
+            elif slot != expected.place:
+                raise _OtherCallsError
+        elif kind is Number:
+            if type(value) not in (int, float):
+                raise _OtherCallsError
+            self.numbers.append(value)
+        elif kind is list:
+            if not isinstance(value, (list, tuple)) or len(value) != len(expected):
+                raise _OtherCallsError
+            for part, other in zip(expected, value, strict=True):
+                self.compare(part, other)
+        elif (tuple(value) if type(value) is list else value) != expected or type(expected) is bool is not type(value):
+            raise _OtherCallsError
+
+    def take(self, place: int, value: Any) -> None:
+        """Collect an external of the tape's form, with its elements where patterns depend on them."""
+        expected = self.tape.externals.get(place)
+        if expected is None or not isinstance(value, torch.Tensor) or form_of(value) != form_of(expected):
+            raise _OtherCallsError
+        if place in self.tape.contents and not has_contents(self.tape, place, value):
+            raise _OtherCallsError
+        self.slots[id(value)] = place
+        self.externals[place] = value
+        self.alive.append(value)
+
+
+def has_contents(tape: Tape, place: int, value: torch.Tensor) -> bool:
+    """Whether an index or a mask has the elements that the tape was recorded with."""
+    version, copy = tape.contents[place]
+    return (value is tape.externals[place] and value._version == version) or torch.equal(value, copy)
+
+
+@functools.cache
+def mutates(overload: Any) -> bool:
+    """Whether an operator writes to an argument."""
+    return any(is_written(parameter) for parameter in overload._schema.arguments)
+
+
+#: Operators whose number may be another at each run: a factor or a term. All other numbers are parts of the tape.
+_OF_NUMBERS = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "div"))
+
+
+def is_number(overload: Any, name: str, value: Any) -> bool:
+    """Whether an argument is a number that may be another at each run."""
+    return type(value) in (int, float) and name == "other" and operator_name(overload) in _OF_NUMBERS
+
+
+def check_replays(tape: Tape, name: str) -> None:
+    """Raise where a replay of the tape is not a run of the function.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        It names the operator, what it does, and what to do.
+    """
+    for operator, effect in tape.effects.items():
+        raise UnsupportedOperatorError(
+            f"{name}: {operator} {effect}, so that no prepared program repeats the call; "
+            f"{'write to a clone' if 'writes' in effect else 'call jacsparse.jacobian, which runs it each time'}"
+        )

@@ -1,0 +1,286 @@
+"""Prepared Jacobians against autograd in float64, by both methods, for functions of any arguments."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import jacsparse
+from jacsparse import prepare_jacobian
+
+FLOAT = torch.float64
+#: Roundings of a few dozen operators, of which none here cancels all but a thousandth of its operands.
+BOUND = 1e-12
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=FLOAT) + 0.5
+
+
+def dense(f: Callable[..., Any], *args: Any, argnums: int | tuple[int, ...] = 0, batched: bool = True) -> torch.Tensor:
+    """The Jacobian of each sample by autograd, ``(batch, rows, columns)``."""
+    numbers = (argnums,) if isinstance(argnums, int) else argnums
+    leaves = [leaf for number in numbers for leaf in torch.utils._pytree.tree_leaves(args[number])]
+
+    def flat(*tensors: torch.Tensor) -> torch.Tensor:
+        rest, full = iter(tensors), list(args)
+        for number in numbers:
+            full[number] = torch.utils._pytree.tree_map(lambda _: next(rest), args[number])
+        outputs = torch.utils._pytree.tree_leaves(f(*full))
+        batch = len(outputs[0]) if batched else 1
+        return torch.cat([y.reshape(batch, -1) for y in outputs], 1)
+
+    blocks = torch.autograd.functional.jacobian(flat, tuple(leaves))
+    batch, rows = flat(*leaves).shape
+    blocks = [block.reshape(batch, rows, batch if batched else 1, -1) for block in blocks]
+    together = torch.cat(blocks, 3)
+    return torch.stack([together[sample, :, sample] for sample in range(batch)])
+
+
+def assert_equal(jacobian: jacsparse.SparseJacobian, expected: torch.Tensor) -> None:
+    actual = torch.stack([jacobian.todense(sample) for sample in range(len(expected))])
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().amax() <= BOUND * expected.abs().amax()
+
+
+def brusselator(x: torch.Tensor) -> torch.Tensor:
+    u, v = x[:, 0], x[:, 1]
+    uuv = u * u * v
+
+    def laplacian(w: torch.Tensor) -> torch.Tensor:
+        return w.roll(1, 1) + w.roll(-1, 1) + w.roll(1, 2) + w.roll(-1, 2) - 4 * w
+
+    return torch.stack([1 + uuv - 4.4 * u + 10.0 * laplacian(u), 3.4 * u - uuv + 10.0 * laplacian(v)], 1)
+
+
+def burgers(u: torch.Tensor) -> torch.Tensor:
+    flux = 0.5 * u**2
+    inner = -(flux[:, 2:] - flux[:, :-2]) / 0.2 + 0.01 * (u[:, 2:] - 2 * u[:, 1:-1] + u[:, :-2]) / 0.01
+    return nn.functional.pad(inner, (1, 1))
+
+
+def heat(u: torch.Tensor) -> torch.Tensor:
+    conductivity = torch.linspace(1.0, 2.0, u.shape[1] - 1, dtype=u.dtype)
+    return (conductivity * torch.exp(u[:, 1:]).diff(dim=1, prepend=u[:, :1])).diff(dim=1)
+
+
+def upwind(u: torch.Tensor) -> torch.Tensor:
+    left, right = u - u.roll(1, 1), u.roll(-1, 1) - u
+    return torch.where(u > 1.0, left, right) * u
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[:, 1:] *= x[:, :-1]
+    y += 2.0
+    y[:, ::2].exp_()
+    return y
+
+
+def detached(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        factor = x.sin()
+    return x * x.detach() + factor * x
+
+
+def with_autograd(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.stack([x.cos(), x.exp()]).sum(0) / (1 + x**2) - x.clamp(min=1.0)
+
+
+FUNCTIONS = {
+    "brusselator": (brusselator, (2, 5, 6)),
+    "burgers": (burgers, (9,)),
+    "heat": (heat, (7,)),
+    "upwind": (upwind, (8,)),
+    "in_place": (in_place, (6,)),
+    "detached": (detached, (4,)),
+    "elementwise": (with_autograd, (3, 2)),
+    "constant": (lambda x: x.cumsum(1).flip(1) * 3.0, (5,)),
+    "norms": (lambda x: (x[:, 1:] - x[:, :-1]).pow(2).reshape(len(x), -1, 2).sum(2).sqrt(), (5,)),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("method", ["products", "compressed"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_equals_autograd(name: str, method: str, batch: int) -> None:
+    f, shape = FUNCTIONS[name]
+    prepared = prepare_jacobian(f, drawn(batch, *shape), method=method)
+    assert prepared.method == method
+    for seed in (1, 2):
+        x = drawn(batch, *shape, seed=seed)
+        expected = dense(f, x)
+        jacobian = prepared(x)
+        if jacobian.batch == 1 < batch:
+            jacobian = jacsparse.SparseJacobian(jacobian.pattern, jacobian.values.expand(-1, batch))
+        assert_equal(jacobian, expected)
+
+
+def pair(x: dict[str, torch.Tensor], t: float, p: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
+    return {"a": x["u"][1:] * x["v"] * t, "b": (p[0] * x["u"]).sum(), "c": p[1] * x["v"] ** 2}
+
+
+@pytest.mark.parametrize("method", ["products", "compressed"])
+@pytest.mark.parametrize("argnums", [0, 2, (0, 2), (2, 0), (-1,)])
+def test_arguments_of_any_kind(argnums: int | tuple[int, ...], method: str) -> None:
+    def args(seed: int, t: float) -> tuple[Any, ...]:
+        x = {"u": drawn(5, seed=seed), "v": drawn(4, seed=seed + 1)}
+        return x, t, (drawn(5, seed=seed + 2), drawn(1, seed=seed + 3))
+
+    prepared = prepare_jacobian(pair, *args(0, 2.0), argnums=argnums, batched=False, method=method)
+    for seed, t in ((10, 2.0), (20, 0.3), (30, 5)):
+        numbers = tuple(number % 3 for number in argnums) if isinstance(argnums, tuple) else argnums
+        assert_equal(prepared(*args(seed, float(t))), dense(pair, *args(seed, float(t)), argnums=numbers, batched=False))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_scalars_without_samples(shape: tuple[int, ...]) -> None:
+    x = drawn(*shape)
+    for f in (lambda x: (x**3).sum(), lambda x: x.sin() * x):
+        assert_equal(prepare_jacobian(f, x, batched=False)(x), dense(f, x, batched=False))
+
+
+class Reaction(nn.Module):
+    """Reads a parameter, a buffer, an attribute and a closure's number."""
+
+    def __init__(self, exponent: list[float]) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(drawn(4))
+        self.register_buffer("field", drawn(4, seed=5))
+        self.scale = 2.0
+        self.exponent = exponent
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rate * x.roll(1, 1) * x * self.scale + self.exponent[0] * x * self.field
+
+
+CHANGES: dict[str, Callable[[Reaction], None]] = {
+    "nothing": lambda m: None,
+    "attribute": lambda m: setattr(m, "scale", 3.0),
+    "list": lambda m: m.exponent.__setitem__(0, 7.0),
+    "buffer in place": lambda m: m.field.mul_(2),
+    "buffer": lambda m: setattr(m, "field", drawn(4, seed=9)),
+    "parameter in place": lambda m: m.rate.data.add_(1),
+    "parameter": lambda m: setattr(m, "rate", nn.Parameter(drawn(4, seed=8))),
+    "state": lambda m: m.load_state_dict({"rate": drawn(4, seed=1), "field": drawn(4, seed=2)}, assign=True),
+}
+
+
+@pytest.mark.parametrize("method", ["products", "compressed", "jacobian"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_module_reads_is_an_input(change: str, method: str) -> None:
+    module, x = Reaction([1.5]), drawn(2, 4)
+    call = functools.partial(jacsparse.jacobian, module)
+    if method != "jacobian":
+        call = prepare_jacobian(module, x, method=method)
+    assert_equal(call(x), dense(module, x))
+    CHANGES[change](module)
+    assert_equal(call(x), dense(module, x))
+    CHANGES[change](module)
+    assert_equal(call(drawn(2, 4, seed=3)), dense(module, drawn(2, 4, seed=3)))
+
+
+def test_other_calls_than_prepared() -> None:
+    switch = [True]
+    f = lambda x: x.sin() if switch[0] else x.cos()  # noqa: E731
+    x = drawn(2, 3)
+    prepared = prepare_jacobian(f, x)
+    switch[0] = False
+    with pytest.raises(RuntimeError, match="makes other calls than when it was prepared; prepare it again"):
+        prepared(x)
+    with pytest.raises(jacsparse.VerificationError, match="differs from autograd's"):
+        # What is hidden from a look at the function's surroundings, its check finds.
+        hidden = _hidden()
+        prepared = prepare_jacobian(hidden, x)
+        hidden.count = 100
+        prepared.check(x)
+
+
+class _hidden:  # noqa: N801
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 1
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x * self.count
+
+
+@pytest.mark.parametrize(
+    ("f", "args", "options", "error", "message"),
+    [
+        (lambda x: x.argmax(1), (drawn(2, 3),), {}, NotImplementedError, "returns torch.int64, which has no derivative"),
+        (lambda x: (x, 3), (drawn(2, 3),), {}, NotImplementedError, "returns a int"),
+        (lambda x: x.mul_(2), (drawn(2, 3),), {}, NotImplementedError, "writes to a tensor from before the call"),
+        (lambda x: x - x.mean(0), (drawn(2, 3),), {}, NotImplementedError, "mixes the samples"),
+        (lambda x: x * torch.rand(3, dtype=FLOAT), (drawn(2, 3),), {}, NotImplementedError, "draws random numbers"),
+        (lambda x: x if x.sum() > 0 else -x, (drawn(2, 3),), {}, NotImplementedError, "what a tensor holds"),
+        (lambda x: x[:, x[0].argsort()], (drawn(2, 3),), {}, NotImplementedError, "depends on what a tensor holds"),
+        (lambda x: x.sum(), (drawn(2, 3),), {}, NotImplementedError, "does not have them along its first axis"),
+        (lambda x: x, (drawn(2, 3),), {"argnums": 1}, ValueError, "argnums is 1; the call has 1 arguments"),
+        (lambda x: x, (drawn(2, 3),), {"argnums": ()}, ValueError, r"argnums is \(\)"),
+        (lambda x: x, (drawn(2, 3),), {"argnums": "x"}, TypeError, "argnums is 'x'; expected an integer"),
+        (lambda x: x, (drawn(2, 3),), {"argnums": (0, -1)}, ValueError, "it names an argument twice"),
+        (lambda x: x, (drawn(2, 3),), {"method": "magic"}, ValueError, "method is 'magic'; expected one of"),
+        (lambda x: x, ((),), {}, ValueError, "hold no tensor"),
+        (lambda x: x, (3.0,), {}, TypeError, "argument 0 holds a float"),
+        (lambda x: x, (drawn(2, 3).int(),), {}, TypeError, "argument 0 is torch.int32"),
+        (lambda x: x, ([drawn(2, 3), drawn(3, 3)],), {}, ValueError, "expected 2 samples along its first axis"),
+        (lambda x: x.softmax(1), (drawn(2, 3),), {"method": "products"}, ValueError, "'products' does not apply"),
+        (3, (drawn(2, 3),), {}, TypeError, "f is a int; expected a function"),
+    ],
+)
+def test_bad_input(f: Any, args: Any, options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        prepare_jacobian(f, *args, **options)
+
+
+def test_arguments_of_other_shapes() -> None:
+    prepared = prepare_jacobian(lambda x, i: x[:, i] ** 2, drawn(2, 3), torch.tensor([0, 2]))
+    for args, message in (
+        ((drawn(3, 3), torch.tensor([0, 2])), r"the arguments are torch.float64 \(3, 3\)"),
+        ((drawn(2, 3).float(), torch.tensor([0, 2])), r"prepared for torch.float64 \(2, 3\)"),
+        ((drawn(2, 3), torch.tensor([0, 1])), "holds other elements than when this Jacobian was prepared"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepared(*args)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "counts"),
+    [
+        (jacsparse.Pattern((3, 3), [0, 1, 2, 3], [0, 1, 2]), (1, 0)),
+        (jacsparse.Pattern((3, 1), [0, 1, 2, 3], [0, 0, 0]), (1, 0)),
+        (jacsparse.Pattern((1, 3), [0, 3], [0, 1, 2]), (0, 1)),
+        (jacsparse.Pattern((2, 2), [0, 0, 0], []), (0, 0)),
+    ],
+)
+def test_colours(pattern: jacsparse.Pattern, counts: tuple[int, int]) -> None:
+    from jacsparse.jacobians.compressed import coloring
+
+    assert coloring(pattern).counts == counts
+
+
+def test_both_ways_at_once() -> None:
+    def arrow(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([(x**2).sum(1, keepdim=True), x[:, 1:] * x[:, :1].sin()], 1)
+
+    x = drawn(2, 30)
+    prepared = prepare_jacobian(arrow, x, method="compressed")
+    assert "2 colours of columns, 1 of rows" in repr(prepared)
+    assert_equal(prepared(x), dense(arrow, x))
+
+
+def test_shows_itself() -> None:
+    prepared = prepare_jacobian(brusselator, drawn(1, 2, 4, 4))
+    text = repr(prepared)
+    for part in ("PreparedJacobian of brusselator", "32 × 32", "method products", "flop", "bytes", "inputs", "baked in"):
+        assert part in text
+    assert prepared.check(drawn(1, 2, 4, 4)) < 1e-14
+    assert math.isfinite(prepared.check(drawn(1, 2, 4, 4, seed=1)))
