@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
+from ..stages import check_tensor
 from ..tracing import form_of
 
 
@@ -41,6 +42,11 @@ class Arguments:
     def batch(self) -> int:
         """The number of samples; 1 where there are none."""
         return len(self.tensors[0]) if self.batched else 1
+
+    @property
+    def is_one_batch(self) -> bool:
+        """Whether there is one argument, a tensor with samples along its first axis."""
+        return self.batched and len(self.leaves) == 1 and len(self.specs) == 1 and self.specs[0].is_leaf()
 
     def flat(self) -> torch.Tensor:
         """The tensors that the function is differentiated by, ``(batch, elements)``, in one memory."""
@@ -85,7 +91,7 @@ def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: boo
     arguments = Arguments(numbers, batched, leaves, tuple(specs), places)
     owners = [number for number in numbers for _ in ranges[number]]
     for number, tensor in zip(owners, arguments.tensors, strict=True):
-        _check_tensor(f"argument {number}", tensor, arguments.tensors[0], batched)
+        _check_alike("x" if len(leaves) == 1 else f"argument {number}", tensor, arguments.tensors[0], batched)
     if not places:
         raise ValueError(f"argnums is {argnums!r}, but the arguments that it names hold no tensor")
     return arguments
@@ -109,27 +115,17 @@ def _checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...
     return numbers
 
 
-def _check_tensor(name: str, x: Any, first: torch.Tensor, batched: bool) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} holds a {type(x).__name__}; expected tensors: leave it out of argnums")
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
-        raise TypeError(f"{name} is within a transform of torch.func, as grad or vmap; call the function itself there")
-    if type(x) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected a plain tensor: use as_subclass(torch.Tensor)")
-    if x.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{name} is {x.dtype}; expected float32 or float64: convert it, or leave it out of argnums")
-    if x.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} is on {x.device}; this runs on CPUs and CUDA: move it with .cpu()")
-    if torch.is_inference_mode_enabled() or x.is_inference():
-        raise RuntimeError(f"{name} has no gradient in torch.inference_mode; use torch.no_grad instead")
-    if x.layout != torch.strided:
-        raise TypeError(f"{name} has layout {x.layout}; expected a dense tensor: use to_dense()")
+def _check_alike(name: str, x: Any, first: torch.Tensor, batched: bool) -> None:
+    """Raise where a value is no tensor to differentiate by, or does not go with the first one."""
+    check_tensor(name, x)
     if x.dtype != first.dtype or x.device != first.device:
         raise TypeError(f"{name} is {x.dtype} on {x.device}, another one {first.dtype} on {first.device}; convert one")
     if batched and (not x.ndim or len(x) != len(first)):
-        shape = tuple(x.shape)
-        raise ValueError(f"{name} has shape {shape}; expected {len(first) if first.ndim else 'the'} samples along its "
-                         "first axis: pass batched=False for arguments without samples")
+        samples = len(first) if first.ndim else "the"
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}; expected {samples} samples along its first axis: pass batched=False "
+            "for arguments without samples"
+        )
 
 
 class FlatFunction(nn.Module):

@@ -1,18 +1,19 @@
-"""The Jacobian of a module at an input, and its pattern."""
+"""The Jacobian of a function or a module at an input, and the pattern of a module's."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from ..patterns import Pattern
 from ..spgemm import SparseJacobian
 from ..stages import chain, check_input, recent_chains
 from ..tracing import check_module, undisturbed, without_autocast
-
-if TYPE_CHECKING:
-    from torch import nn
+from .arguments import FlatFunction, arguments_of
+from .recent import recent_prepared
 
 
 def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned: bool = True) -> Pattern:
@@ -53,17 +54,29 @@ def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned:
     return chain(module, input_shape, pruned=pruned).pattern.T
 
 
-def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> SparseJacobian:
-    """The Jacobian of a module at each sample of a batch.
+def jacobian(
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool = True,
+    pruned: bool = True,
+) -> SparseJacobian:
+    """The Jacobian of a function or a module at each sample of a batch.
 
     Parameters
     ----------
-    module : Module
-        A module that works on each sample by itself. It runs once, with the random numbers that it would draw next; its
-        changes to itself are undone.
-    x : Tensor, (batch, *input_shape)
-        The input, float32 or float64, on the CPU or a CUDA device. The module's parameters must have the same dtype and
-        device.
+    f : callable
+        A function, or a module, that works on each sample by itself. It runs with the random numbers that it would draw
+        next; a module's changes to itself are undone.
+    *args
+        Its arguments: tensors, tuples, lists and dicts of them, numbers and anything else. Those that `argnums` names
+        hold tensors of float32 or float64, on the CPU or a CUDA device. Parameters must have the same dtype and device.
+    argnums : int or tuple of int
+        The arguments to differentiate by. The elements of their tensors are the columns, one tensor after the other,
+        and those of the outputs the rows.
+    batched : bool
+        Whether these tensors and the outputs have samples along their first axis. Without samples, the result has a
+        batch of 1. All other arguments are passed as they are.
     pruned : bool
         As in `jacobian_pattern`.
 
@@ -77,6 +90,10 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
     TypeError, ValueError, UnsupportedOperatorError
         Where the input does not fit, or an operator has no rule.
 
+    See Also
+    --------
+    prepare_jacobian : for many calls with arguments of the same shapes.
+
     Notes
     -----
     Thesis, section 3.4.
@@ -89,20 +106,41 @@ def jacobian(module: nn.Module, x: torch.Tensor, *, pruned: bool = True) -> Spar
     >>> import torch
     >>> jacobian(torch.nn.MaxPool2d(2), torch.randn(8, 3, 4, 4))
     <SparseJacobian 12 × 48, nnz 48, sparsity 0.91667, Pooling, batch 8, torch.float32>
+    >>> jacobian(lambda x, t: t * x**2, torch.tensor([1.0, 3.0]), 2.0, batched=False).values.tolist()
+    [[4.0], [12.0]]
     """
-    check_input("x", x)
+    if not callable(f):
+        raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
+    arguments = arguments_of(args, argnums, batched)
+    module: nn.Module = FlatFunction(f, arguments)
+    x = arguments.flat()
+    if isinstance(f, nn.Module) and arguments.is_one_batch:
+        # The module itself: its chains are found again, and messages name its parts.
+        module, x = f, check_input("x", args[0])
+    prepared = recent_prepared(f)
+    with undisturbed(check_module(module)):
+        result = prepared.jacobian(f, arguments)
+        if result is not None:
+            return result
+        result = _by_chain(module, x, pruned)
+    with undisturbed(module):
+        prepared.add(f, arguments)
+    return result
+
+
+def _by_chain(module: nn.Module, x: torch.Tensor, pruned: bool) -> SparseJacobian:
+    """The Jacobian from a recording of this run, by the module's chain."""
     # For an empty batch, the module runs on one sample.
     samples = x if len(x) else x.new_zeros((1, *x.shape[1:]))
-    with undisturbed(check_module(module)):
-        # The values are computed before the module's changes are undone: they depend on its state in the run.
-        chain, (_, records) = recent_chains(module, pruned=pruned).of(samples)
-        with without_autocast(samples.device):
-            result = chain.jacobian(records, samples)
-            # The values may lie in the memory of a weight or of the forward pass, which may change later.
-            tensors = (tensor for record in records for tensor in record.tensors)
-            memory = result.values.untyped_storage().data_ptr()
-            if any(tensor.untyped_storage().data_ptr() == memory for tensor in tensors):
-                result = SparseJacobian(result.pattern, result.values.clone())
+    # The values are computed before the module's changes are undone: they depend on its state in the run.
+    chain, (_, records) = recent_chains(module, pruned=pruned).of(samples)
+    with without_autocast(samples.device):
+        result = chain.jacobian(records, samples)
+        # The values may lie in the memory of a weight or of the forward pass, which may change later.
+        tensors = (tensor for record in records for tensor in record.tensors)
+        memory = result.values.untyped_storage().data_ptr()
+        if any(tensor.untyped_storage().data_ptr() == memory for tensor in tensors):
+            result = SparseJacobian(result.pattern, result.values.clone())
     if len(x) or all(record.stage.shared for record in records):
         return result
     return SparseJacobian(result.pattern, result.values[:, :0])

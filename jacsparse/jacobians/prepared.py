@@ -18,7 +18,7 @@ from ..tracing import (
     followed,
     form_of,
     has_contents,
-    inputs_of,
+    number_tensors,
     recorded_tape,
     undisturbed,
     without_autocast,
@@ -59,7 +59,7 @@ class PreparedJacobian:
         tensors = {id(leaf): place for place, leaf in enumerate(arguments.leaves) if isinstance(leaf, torch.Tensor)}
         self._from_arguments = [tensors.get(id(external)) for external in self._externals]
         self._surroundings = Surroundings(f)
-        self._number_tensors: tuple[tuple[float, ...], list[torch.Tensor]] = ((), [])
+        self._number_tensors: tuple[tuple[float, ...], list[torch.Tensor]] | None = None
 
     def __call__(self, *args: Any) -> SparseJacobian:
         """The Jacobian at these arguments."""
@@ -78,13 +78,14 @@ class PreparedJacobian:
         arguments = self._checked(args)
         plain = _plain_leaves(arguments)
         if plain != self._plain or self._surroundings.changed():
-            if not self._follow(arguments):
+            now = self._followed(self._f, arguments)
+            if now is None:
                 raise RuntimeError(
                     f"{name_of(self._f)} makes other calls than when it was prepared; prepare it again, or call "
                     "jacsparse.jacobian, which follows each run"
                 )
-            self._plain = plain
-        return self._values(arguments)
+            self._plain, (self._externals, self._numbers) = plain, now
+        return self._values(arguments, self._externals, self._numbers)
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
         arguments = arguments_of(args, self._arguments.argnums, self._arguments.batched)
@@ -103,31 +104,33 @@ class PreparedJacobian:
                     )
         return arguments
 
-    def _follow(self, arguments: Arguments) -> bool:
-        """Take the tensors and numbers that the function reads now; False where it makes other calls."""
+    def _followed(
+        self, f: Callable[..., Any], arguments: Arguments
+    ) -> tuple[list[torch.Tensor], tuple[float, ...]] | None:
+        """The tensors and numbers that a function reads now; None where it makes other calls."""
         x = arguments.flat().requires_grad_().clone()
-        now = followed(self._tape, FlatFunction(self._f, arguments), x)
-        if now is not None:
-            self._externals, self._numbers = now[0], tuple(now[1])
-        return now is not None
+        return followed(self._tape, FlatFunction(f, arguments), x)
 
-    def _values(self, arguments: Arguments) -> torch.Tensor:
-        externals = [
-            external if leaf is None else arguments.leaves[leaf]
-            for external, leaf in zip(self._externals, self._from_arguments, strict=True)
-        ]
+    def _values(
+        self, arguments: Arguments, externals: Sequence[torch.Tensor], numbers: tuple[float, ...]
+    ) -> torch.Tensor:
         x = arguments.flat()
-        if self._number_tensors[0] != self._numbers or len(self._number_tensors[1]) < len(self._numbers):
-            self._number_tensors = self._numbers, inputs_of(self._tape, x, [], self._numbers)[1:]
-        inputs = [x, *(external.detach() for external in externals), *self._number_tensors[1]]
+        current = [
+            external if leaf is None else arguments.leaves[leaf]
+            for external, leaf in zip(externals, self._from_arguments, strict=True)
+        ]
+        if self._number_tensors is None or self._number_tensors[0] != numbers:
+            self._number_tensors = numbers, number_tensors(self._tape, numbers, x.device)
+        inputs = [x, *(external.detach() for external in current), *self._number_tensors[1]]
         with torch.no_grad(), without_autocast(x.device):
-            return self._evaluator.values(inputs, self._numbers)
+            return self._evaluator.values(inputs, numbers)
 
-    def followed_values(self, arguments: Arguments) -> torch.Tensor | None:
-        """The values of what the function computes now, which runs; None where this Jacobian is of other calls."""
-        if arguments.form() != self._form or not self._follow(arguments):
+    def followed_values(self, f: Callable[..., Any], arguments: Arguments) -> torch.Tensor | None:
+        """The values of what a function computes now; it runs. None where this Jacobian is of other calls."""
+        if arguments.form() != self._form:
             return None
-        return self._values(arguments)
+        now = self._followed(f, arguments)
+        return None if now is None else self._values(arguments, *now)
 
     def check(self, *args: Any, tolerance: float | None = None) -> float:
         """Compare with the function itself, by products with random vectors.

@@ -4,7 +4,7 @@ from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern
 from .balance import boundaries
 from .chain_cache import Chains, Run, recent_chains
 from .chains import Chain, chain, chain_of, refuse_hooks
-from .checks import check_input, check_limit, check_shape
+from .checks import check_input, check_limit, check_shape, check_tensor
 from .forward_pass import recorded, samples_of
 from .graph_gradients import has_hooks, pull_back
 from .node_gradients import pull_back_by_nodes, pull_back_input
@@ -27,6 +27,7 @@ __all__ = [
     "check_input",
     "check_limit",
     "check_shape",
+    "check_tensor",
     "eliminate",
     "empty_pattern",
     "has_hooks",

@@ -45,6 +45,22 @@ def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> t
     RuntimeError
         Where it was made in inference mode, or that is enabled.
     """
+    x = check_tensor(name, x)
+    if x.ndim < 2:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, *sample)")
+    if shape is not None and tuple(x.shape[1:]) != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, {', '.join(map(str, shape))})")
+    return x
+
+
+def check_tensor(name: str, x: object) -> torch.Tensor:
+    """Return `x` where it is a plain dense tensor of float32 or float64 that may have a gradient.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `check_input`.
+    """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
     if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
@@ -62,10 +78,6 @@ def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> t
         raise RuntimeError(f"{name} has no gradient in torch.inference_mode; use torch.no_grad instead")
     if x.layout != torch.strided:
         raise TypeError(f"{name} has layout {x.layout}; expected a dense tensor: {name}.to_dense()")
-    if x.ndim < 2:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, *sample)")
-    if shape is not None and tuple(x.shape[1:]) != shape:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, {', '.join(map(str, shape))})")
     return x
 
 

@@ -39,9 +39,15 @@ def graph_of_tape(tape: Tape, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
         if node.target == aten.copy.default:
             _replace_copy(graph.graph, node)
         else:
-            # A slice from the start, in a form that PyTorch's transforms refuse.
-            node.args = fx.map_aggregate(node.args, lambda value: 0 if type(value) is int and value == -(2**63) else value)  # type: ignore[assignment]
+            node.args = tuple(_moderate(value, node) if type(value) is int else value for value in node.args)
     return _without_repeats(graph)
+
+
+def _moderate(bound: int, node: fx.Node) -> int:
+    """A slice's bound without the extremes that stand for none, which PyTorch's transforms overflow on."""
+    if bound == -(2**63):
+        return 0
+    return max(node.meta["val"].shape, default=0) if bound == 2**63 - 1 and node.target in _SCATTERS else bound
 
 
 def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
@@ -91,6 +97,7 @@ def _simplified(graph: fx.GraphModule) -> fx.GraphModule:
 
 _COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 _SAME = (aten.expand.default, aten._to_copy.default, aten.view.default, aten._unsafe_view.default, aten.permute.default)
+_SCATTERS = (aten.slice_scatter.default,)
 _ONES = (aten.ones_like.default, aten.ones.default, aten.new_ones.default)
 
 

@@ -109,7 +109,7 @@ def recorded_tape(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> T
 
 def followed(
     tape: Tape, function: Callable[[torch.Tensor], Any], x: torch.Tensor
-) -> tuple[list[torch.Tensor], list[float]] | None:
+) -> tuple[list[torch.Tensor], tuple[float, ...]] | None:
     """The externals and the numbers that a function reads now; None where its calls are not the tape's."""
     following, hooks = _Following(tape, x), RemovableHandle.next_id
     try:
@@ -119,7 +119,7 @@ def followed(
         return None
     if hooks != RemovableHandle.next_id or following.count != len(tape.instructions) or following.slots.get(id(output)) != tape.output:
         return None
-    return [following.externals[slot] for slot in tape.externals], following.numbers
+    return [following.externals[slot] for slot in tape.externals], tuple(following.numbers)
 
 
 class _Taping(TorchDispatchMode):
