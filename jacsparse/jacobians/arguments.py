@@ -65,8 +65,25 @@ class Arguments:
 
     def form(self) -> tuple[Any, ...]:
         """All that a prepared program depends on besides elements and numbers."""
-        forms = [form_of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in self.leaves]
-        return self.argnums, self.batched, self.specs, tuple(forms)
+        forms = tuple([_form(leaf) for leaf in self.leaves])
+        return self.argnums, self.batched, self.specs, torch.get_default_dtype(), forms
+
+    @property
+    def plain(self) -> list[Any]:
+        """The leaves that are no tensors."""
+        return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            for leaf in self.leaves
+        )
+
+
+def _form(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return form_of(leaf)
+    return float if type(leaf) is int else type(leaf)
 
 
 def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: bool) -> Arguments:

@@ -121,6 +121,12 @@ class Compressed:
         self._run = torch.compile(self.graph.forward, dynamic=False) if compile else self.graph.forward
 
     @property
+    def details(self) -> str:
+        """The numbers of colours."""
+        columns, rows = self.coloring.counts
+        return f" ({columns} colours of columns, {rows} of rows)"
+
+    @property
     def flop(self) -> int:
         """Elements that the calls of one run compute."""
         return sum(_elements(node) for node in self.graph.graph.nodes if node.op == "call_function")
@@ -148,14 +154,15 @@ class Compressed:
                 _, pull_back = torch.func.vjp(f, x)
                 results.append(torch.vmap(lambda cotangent: pull_back(cotangent)[0])(cotangents))
             flat = [result.permute(0, 2, 1).reshape(-1, batch) for result in results]
-            return (flat[0] if len(flat) == 1 else torch.cat(flat)).index_select(0, places)
+            together = flat[0] if len(flat) == 1 else torch.cat(flat)
+            return (together[:, :1] if function.shared else together).index_select(0, places)
 
         return values
 
     def values(self, inputs: list[torch.Tensor], numbers: tuple[float, ...]) -> torch.Tensor:
-        """The values on the pattern, ``(nnz, batch)``."""
+        """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         if not self.pattern.nnz:
-            return inputs[0].new_empty((0, len(inputs[0])))
+            return inputs[0].new_empty((0, 1))
         return self._run(*self._seeds, self._places, *inputs)
 
 

@@ -13,7 +13,7 @@ from ..spgemm import SparseJacobian
 from ..stages import chain, check_input, recent_chains
 from ..tracing import check_module, undisturbed, without_autocast
 from .arguments import FlatFunction, arguments_of
-from .recent import recent_prepared
+from .recent import recent_jacobians
 
 
 def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned: bool = True) -> Pattern:
@@ -117,14 +117,14 @@ def jacobian(
     if isinstance(f, nn.Module) and arguments.is_one_batch:
         # The module itself: its chains are found again, and messages name its parts.
         module, x = f, check_input("x", args[0])
-    prepared = recent_prepared(f)
+    recent = recent_jacobians(f)
     with undisturbed(check_module(module)):
-        result = prepared.jacobian(f, arguments)
+        result = recent.jacobian(f, arguments)
         if result is not None:
             return result
         result = _by_chain(module, x, pruned)
     with undisturbed(module):
-        prepared.add(f, arguments)
+        recent.add(f, arguments, result)
     return result
 
 

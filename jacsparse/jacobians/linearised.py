@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import Chain, Edge, Record, chain_of
-from ..tracing import Tape, facts_of, graph_of_tape, inputs_of, record, without_autocast
+from ..tracing import Reads, Tape, facts_of, graph_of_tape, inputs_of, record, without_autocast
 
 
 def evaluated(
@@ -77,10 +77,15 @@ class Linearised:
         return len(self.inputs[0])
 
     @property
+    def shared(self) -> bool:
+        """Whether all samples share the Jacobian's values."""
+        return all(stage.shared for stage in self.chain)
+
+    @property
     def numbers(self) -> dict[fx.Node, int]:
         """The place of each number among the tape's, by its placeholder."""
         placeholders = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
-        first = 1 + len(self.tape.externals)
+        first = 1 + len(self.tape.forms)
         return {node: place for place, node in enumerate(placeholders[first:])}
 
     def edges(self) -> Iterator[tuple[Edge, Record]]:
@@ -90,9 +95,9 @@ class Linearised:
                 yield edge, record_of_stage
 
 
-def linearised(tape: Tape, x: torch.Tensor) -> Linearised:
-    """A tape's graph and the chain of its operators, at the externals and numbers that it was recorded with."""
-    inputs = inputs_of(tape, x.detach(), [tensor.detach() for tensor in tape.externals.values()], tape.numbers)
+def linearised(tape: Tape, x: torch.Tensor, reads: Reads) -> Linearised:
+    """A tape's graph and the chain of its operators, at an input and what the function read there."""
+    inputs = inputs_of(tape, x, reads)
     graph = graph_of_tape(tape, inputs)
     _check_indices(graph, tape)
     run = _Run(graph, inputs)
@@ -111,7 +116,7 @@ def linearised(tape: Tape, x: torch.Tensor) -> Linearised:
 def _check_indices(graph: fx.GraphModule, tape: Tape) -> None:
     """Raise where indices that move elements are computed from the input, an external or a number."""
     varies: set[fx.Node] = set()
-    fixed = {1 + place for place, slot in enumerate(tape.externals) if slot in tape.contents}
+    fixed = {1 + place for place, slot in enumerate(tape.forms) if slot in tape.contents}
     for place, node in enumerate(graph.graph.nodes):
         if (node.op == "placeholder" and place not in fixed) or varies.intersection(node.all_input_nodes):
             varies.add(node)

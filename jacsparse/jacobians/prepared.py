@@ -6,28 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..patterns import Pattern, UnsupportedOperatorError
 from ..spgemm import SparseJacobian
 from ..stages import chain_of, recorded, refuse_hooks
-from ..tracing import (
-    Tape,
-    check_module,
-    check_replays,
-    followed,
-    form_of,
-    has_contents,
-    number_tensors,
-    recorded_tape,
-    undisturbed,
-    without_autocast,
-)
+from ..tracing import Reads, check_module, check_replays, undisturbed, without_autocast
 from .arguments import Arguments, FlatFunction, arguments_of, name_of
 from .compressed import Compressed
 from .linearised import Linearised, linearised
 from .products import NotFoldableError, Products
 from .surroundings import Surroundings
+from .taped import Evaluator, TapedJacobian, taped
 from .verification import VerificationError
 
 METHODS = ("auto", "products", "compressed")
@@ -47,19 +35,14 @@ class PreparedJacobian:
         ``products`` or ``compressed``.
     """
 
-    def __init__(
-        self, f: Callable[..., Any], arguments: Arguments, tape: Tape, evaluator: Products | Compressed
-    ) -> None:
-        self.pattern, self.method = evaluator.pattern, evaluator.name
-        self._f, self._form, self._arguments = f, arguments.form(), arguments
-        self._tape, self._evaluator = tape, evaluator
-        self._plain = _plain_leaves(arguments)
-        self._externals, self._numbers = list(tape.externals.values()), tuple(tape.numbers)
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, taped: TapedJacobian, reads: Reads) -> None:
+        self.pattern, self.method = taped.evaluator.pattern, taped.evaluator.name
+        self._f, self._arguments, self._taped, self._reads = f, arguments, taped, reads
+        self._plain, self._surroundings = arguments.plain, Surroundings(f)
         # Externals that are arguments, by the place of the leaf.
         tensors = {id(leaf): place for place, leaf in enumerate(arguments.leaves) if isinstance(leaf, torch.Tensor)}
-        self._from_arguments = [tensors.get(id(external)) for external in self._externals]
-        self._surroundings = Surroundings(f)
-        self._number_tensors: tuple[tuple[float, ...], list[torch.Tensor]] | None = None
+        self._from_arguments = [tensors.get(id(external)) for external in reads.externals]
+        self._contents = [taped.tape.contents.get(slot) for slot in taped.tape.forms]
 
     def __call__(self, *args: Any) -> SparseJacobian:
         """The Jacobian at these arguments."""
@@ -76,61 +59,37 @@ class PreparedJacobian:
             Where the function makes other calls than when it was prepared.
         """
         arguments = self._checked(args)
-        plain = _plain_leaves(arguments)
-        if plain != self._plain or self._surroundings.changed():
-            now = self._followed(self._f, arguments)
-            if now is None:
-                raise RuntimeError(
-                    f"{name_of(self._f)} makes other calls than when it was prepared; prepare it again, or call "
-                    "jacsparse.jacobian, which follows each run"
+        if arguments.plain != self._plain or self._surroundings.changed():
+            self._follow(arguments)
+        externals = [
+            external if leaf is None else arguments.leaves[leaf]
+            for external, leaf in zip(self._reads.externals, self._from_arguments, strict=True)
+        ]
+        for contents, external in zip(self._contents, externals, strict=True):
+            if contents is not None and not contents.equal(external):
+                raise ValueError(
+                    f"an index or a mask of {tuple(external.shape)} holds other elements than when this Jacobian was "
+                    "prepared, and patterns depend on them: prepare one for these"
                 )
-            self._plain, (self._externals, self._numbers) = plain, now
-        return self._values(arguments, self._externals, self._numbers)
+        return self._taped.values(arguments.flat(), Reads(externals, self._reads.numbers))
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
         arguments = arguments_of(args, self._arguments.argnums, self._arguments.batched)
-        if arguments.form() != self._form:
-            before, now = _shapes(self._arguments), _shapes(arguments)
+        if arguments.form() != self._taped.form:
             raise ValueError(
-                f"the arguments are {now}; this Jacobian is prepared for {before}: prepare one for these"
+                f"the arguments are {arguments}; this Jacobian is prepared for {self._arguments}: prepare one for these"
             )
-        for place, leaf in enumerate(self._from_arguments):
-            slot = list(self._tape.externals)[place]
-            if leaf is not None and slot in self._tape.contents:
-                if not has_contents(self._tape, slot, arguments.leaves[leaf]):
-                    raise ValueError(
-                        "an argument of indices or a mask holds other elements than when this Jacobian was prepared, "
-                        "and patterns depend on them: prepare one for these"
-                    )
         return arguments
 
-    def _followed(
-        self, f: Callable[..., Any], arguments: Arguments
-    ) -> tuple[list[torch.Tensor], tuple[float, ...]] | None:
-        """The tensors and numbers that a function reads now; None where it makes other calls."""
-        x = arguments.flat().requires_grad_().clone()
-        return followed(self._tape, FlatFunction(f, arguments), x)
-
-    def _values(
-        self, arguments: Arguments, externals: Sequence[torch.Tensor], numbers: tuple[float, ...]
-    ) -> torch.Tensor:
-        x = arguments.flat()
-        current = [
-            external if leaf is None else arguments.leaves[leaf]
-            for external, leaf in zip(externals, self._from_arguments, strict=True)
-        ]
-        if self._number_tensors is None or self._number_tensors[0] != numbers:
-            self._number_tensors = numbers, number_tensors(self._tape, numbers, x.device)
-        inputs = [x, *(external.detach() for external in current), *self._number_tensors[1]]
-        with torch.no_grad(), without_autocast(x.device):
-            return self._evaluator.values(inputs, numbers)
-
-    def followed_values(self, f: Callable[..., Any], arguments: Arguments) -> torch.Tensor | None:
-        """The values of what a function computes now; it runs. None where this Jacobian is of other calls."""
-        if arguments.form() != self._form:
-            return None
-        now = self._followed(f, arguments)
-        return None if now is None else self._values(arguments, *now)
+    def _follow(self, arguments: Arguments) -> None:
+        """Take the tensors and the numbers that the function reads now."""
+        reads = self._taped.followed(self._f, arguments)
+        if reads is None:
+            raise RuntimeError(
+                f"{name_of(self._f)} makes other calls than when it was prepared; prepare it again, or call "
+                "jacsparse.jacobian, which follows each run"
+            )
+        self._plain, self._reads = arguments.plain, reads
 
     def check(self, *args: Any, tolerance: float | None = None) -> float:
         """Compare with the function itself, by products with random vectors.
@@ -172,35 +131,18 @@ class PreparedJacobian:
         return error
 
     def __repr__(self) -> str:
-        tape, evaluator = self._tape, self._evaluator
-        how = self.method
-        if isinstance(evaluator, Compressed):
-            columns, rows = evaluator.coloring.counts
-            how += f" ({columns} colours of columns, {rows} of rows)"
-        moved = self.pattern.nnz * self._arguments.batch * self._arguments.tensors[0].element_size()
-        inputs = [f"argument {number}" for number in range(len(self._arguments.specs))]
+        evaluator, arguments = self._taped.evaluator, self._arguments
+        moved = self.pattern.nnz * arguments.batch * arguments.tensors[0].element_size()
         others = sum(leaf is None for leaf in self._from_arguments)
         return "\n".join(
             [
                 f"<PreparedJacobian of {name_of(self._f)}: {self.pattern.summary()}",
-                f"  method {how}, about {evaluator.flop:,} flop a sample, {evaluator.nbytes + moved:,} bytes",
-                f"  inputs: {', '.join(inputs)}, {others} other tensors, {len(tape.numbers)} numbers",
-                f"  baked in: shapes, {len(tape.contents)} indices or masks, branches, other numbers>",
+                f"  method {self.method}{evaluator.details}: about {evaluator.flop:,} flop, "
+                f"{evaluator.nbytes + moved:,} bytes",
+                f"  inputs: {len(arguments.specs)} arguments, {others} other tensors, {len(self._reads.numbers)} numbers",
+                f"  baked in: shapes, {len(self._taped.tape.contents)} indices or masks, branches, other numbers>",
             ]
         )
-
-
-def _plain_leaves(arguments: Arguments) -> list[Any]:
-    """The leaves that are no tensors."""
-    return [leaf for leaf in arguments.leaves if not isinstance(leaf, torch.Tensor)]
-
-
-def _shapes(arguments: Arguments) -> str:
-    shapes = [
-        f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-        for leaf in arguments.leaves
-    ]
-    return ", ".join(shapes)
 
 
 def prepare_jacobian(
@@ -255,27 +197,21 @@ def prepare_jacobian(
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
     arguments = arguments_of(args, argnums, batched)
-    function = FlatFunction(f, arguments)
+    function, x = FlatFunction(f, arguments), arguments.flat()
     check_module(function)
-    x = arguments.flat()
     with undisturbed(function):
         recording = recorded(function, x, readable=False)
         with without_autocast(x.device):
             refuse_hooks(chain_of(recording, pruned=False).records(recording)[1])
-        tape = tape_of(function, x)
+        tape, reads = taped(f, arguments)
     check_replays(tape, name_of(f))
-    prepared = PreparedJacobian(f, arguments, tape, evaluator_of(linearised(tape, x), method, compile))
+    evaluator = evaluator_of(linearised(tape, x, reads), method, compile)
+    prepared = PreparedJacobian(f, arguments, TapedJacobian(arguments.form(), tape, evaluator), reads)
     prepared.check(*args)
     return prepared
 
 
-def tape_of(function: nn.Module, x: torch.Tensor) -> Tape:
-    """The tape of a flat function, which must return a tensor that the tape computes."""
-    with without_autocast(x.device):
-        return recorded_tape(function, x.detach().requires_grad_().clone())
-
-
-def evaluator_of(function: Linearised, method: str, compile: bool) -> Products | Compressed:
+def evaluator_of(function: Linearised, method: str, compile: bool) -> Evaluator:
     """The way to the values that was asked for, or the one of less predicted cost.
 
     Raises

@@ -44,7 +44,8 @@ class Products:
     def __init__(self, function: Linearised) -> None:
         if function.inputs[0].is_cuda:
             raise NotFoldableError("its kernels run on the CPU")
-        self.batch, self.dtype, self.pattern = function.batch, function.inputs[0].dtype, function.pattern
+        self.batch = 1 if function.shared else function.batch
+        self.dtype, self.pattern = function.inputs[0].dtype, function.pattern
         leaves = _Leaves(function)
         terms = leaves.folded()
         self.steps, self.monomials = leaves.algebra.steps, leaves.algebra.monomials
@@ -53,13 +54,18 @@ class Products:
         constant = terms.variable == NONE
         self._constants, self._constant_entries = terms[constant], self._entries[constant]
         self._final = self._last_step(merged(terms[~constant]))
-        self._weights: tuple[tuple[float, ...], list[np.ndarray]] = ((), [])
+        self._weights: tuple[tuple[float, ...], list[np.ndarray]] | None = None
 
     def _last_step(self, terms: Terms) -> Step:
         """The step whose variables are the values, without their constants."""
         entries = np.searchsorted(self.pattern.places, terms.place)
         indptr = row_starts(np.bincount(entries, minlength=self.pattern.nnz), np.int64)
         return Step(self.variables, indptr, terms.variable, None, terms.monomial, terms.coefficient)
+
+    @property
+    def details(self) -> str:
+        """The number of local derivatives, and of products that each call takes of them."""
+        return f" ({self.variables} local derivatives and products of these)"
 
     @property
     def flop(self) -> int:
@@ -74,14 +80,15 @@ class Products:
 
     def weights(self, numbers: tuple[float, ...]) -> list[np.ndarray]:
         """The constants of the entries, and the weights of each step's terms, for the function's numbers."""
-        if not self._weights[1] or self._weights[0] != numbers:
+        weights = self._weights
+        if weights is None or weights[0] != numbers:
             monomials, constants = self.monomials.values(numbers), self._constants
             scaled = constants.coefficient * monomials[constants.monomial]
             constant = np.bincount(self._constant_entries, scaled, minlength=self.pattern.nnz)
             steps = [step.coefficient * monomials[step.monomial] for step in (*self.steps, self._final)]
             dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
-            self._weights = numbers, [array.astype(dtype, copy=False) for array in (constant, *steps)]
-        return self._weights[1]
+            weights = self._weights = numbers, [array.astype(dtype, copy=False) for array in (constant, *steps)]
+        return weights[1]
 
     def values(self, inputs: list[torch.Tensor], numbers: tuple[float, ...]) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where none depends on a tensor."""
@@ -197,7 +204,7 @@ class _Leaves:
             firsts[part] = first
             first += part.meta["val"].shape[1]
         self.algebra.variables = first
-        put_together(self.graph, list(firsts), self.function.batch)
+        put_together(self.graph, list(firsts))
         return {edge: self._of_derivative(edge, firsts[part]) for edge, part in zip(self.derivatives, parts, strict=True)}
 
     def _factor(self, edge: Edge, node: fx.Node) -> tuple[int | None, int, float] | None:
@@ -231,7 +238,8 @@ class _Leaves:
                     place = _place(node, edge)
                     assert place is not None
                     derivative = _derivative(node, args, place, result)
-                    parts[edge] = layouts[edge].split(derivative).reshape(function.batch, -1)
+                    of_samples = layouts[edge].split(derivative).reshape(function.batch, -1)
+                    parts[edge] = of_samples[:1] if function.shared else of_samples
 
             with torch.no_grad():
                 evaluated(function.graph, inputs, visit)
@@ -240,9 +248,9 @@ class _Leaves:
         return graph_of_values(derivatives, function.inputs)
 
 
-def put_together(graph: fx.GraphModule, parts: list[fx.Node], batch: int) -> None:
+def put_together(graph: fx.GraphModule, parts: list[fx.Node]) -> None:
     """Let a graph return its parts, each ``(batch, elements)``, as one tensor, ``(elements, batch)``."""
-    aten, output = torch.ops.aten, graph.graph.output_node()
+    aten, output, batch = torch.ops.aten, graph.graph.output_node(), parts[0].meta["val"].shape[0]
     with graph.graph.inserting_before(output):
         together = graph.graph.call_function(aten.cat.default, (parts, 1))
         if batch == 1:

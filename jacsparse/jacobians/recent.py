@@ -1,4 +1,4 @@
-"""A cache of prepared Jacobians, which each call of `jacobian` follows: a result is of what the function computes now.
+"""A cache of programs, which each call of `jacobian` follows: a result is of what the function computes now.
 
 The key is the code that runs. It only finds candidates: each of them is followed, which compares the calls of this very
 run with those that it was prepared for, and takes all tensors and numbers from the run.
@@ -7,75 +7,89 @@ run with those that it was prepared for, and takes all tensors and numbers from 
 from __future__ import annotations
 
 import functools
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..patterns import UnsupportedOperatorError
 from ..spgemm import SparseJacobian
-from .arguments import Arguments, FlatFunction
+from .arguments import Arguments
 from .linearised import linearised
-from .prepared import PreparedJacobian, tape_of
 from .products import NotFoldableError, Products
+from .taped import TapedJacobian, taped
 
 
-class RecentPrepared:
-    """The prepared Jacobians of one code, by the form of the arguments; None where none can be prepared."""
+class RecentJacobians:
+    """The programs of one code's Jacobians, for a few forms of arguments."""
 
-    #: The most prepared Jacobians, and the most failed preparations of one form of arguments.
+    #: The most programs, and the most forms whose failures are remembered.
     most = 8
+    #: Failures to make a program of one form after which none is tried again.
+    trials = 2
 
     def __init__(self) -> None:
-        self._prepared: list[PreparedJacobian] = []
+        self._programs: list[TapedJacobian] = []
         self._failures: OrderedDict[Hashable, int] = OrderedDict()
-        self._lock = threading.RLock()
 
     def jacobian(self, f: Callable[..., Any], arguments: Arguments) -> SparseJacobian | None:
-        """The Jacobian by a prepared one that is of this run's calls; None where there is none."""
-        with self._lock:
-            for place, prepared in enumerate(self._prepared):
-                values = prepared.followed_values(f, arguments)
-                if values is not None:
-                    self._prepared.insert(0, self._prepared.pop(place))
-                    return SparseJacobian(prepared.pattern, values)
+        """The Jacobian by a program of this run's calls; None where there is none."""
+        for program in list(self._programs):
+            reads = program.followed(f, arguments)
+            if reads is not None:
+                return SparseJacobian(program.evaluator.pattern, program.values(arguments.flat(), reads))
         return None
 
-    def add(self, f: Callable[..., Any], arguments: Arguments) -> None:
-        """Prepare the Jacobian for later calls, where folding its products applies."""
+    def add(self, f: Callable[..., Any], arguments: Arguments, expected: SparseJacobian) -> None:
+        """Make a program for later calls, where folding applies and this call's Jacobian is the expected one."""
         form = repr(arguments.form())
-        with self._lock:
-            if self._failures.get(form, 0) >= 2:
-                return
-            try:
-                self._prepared.insert(0, _folded(f, arguments))
-                del self._prepared[self.most :]
-            except (UnsupportedOperatorError, NotFoldableError):
-                self._failures[form] = self._failures.get(form, 0) + 1
-                while len(self._failures) > self.most:
-                    self._failures.popitem(last=False)
+        if self._failures.get(form, 0) >= self.trials:
+            return
+        try:
+            program = _program(f, arguments, expected)
+        except (UnsupportedOperatorError, NotFoldableError):
+            self._failures[form] = self._failures.get(form, 0) + 1
+            if len(self._failures) > self.most:
+                self._failures.popitem(last=False)
+        else:
+            self._programs = [program, *self._programs[: self.most - 1]]
 
 
-def _folded(f: Callable[..., Any], arguments: Arguments) -> PreparedJacobian:
-    x, function = arguments.flat(), FlatFunction(f, arguments)
-    tape = tape_of(function, x)
-    if tape.output is None or any("writes" in effect or "draws" in effect for effect in tape.effects.values()):
+def _program(f: Callable[..., Any], arguments: Arguments, expected: SparseJacobian) -> TapedJacobian:
+    tape, reads = taped(f, arguments)
+    if any("shows" not in effect for effect in tape.effects.values()):
         raise NotFoldableError(f"its calls have effects: {tape.effects}")
-    return PreparedJacobian(f, arguments, tape, Products(linearised(tape, x)))
+    program = TapedJacobian(arguments.form(), tape, Products(linearised(tape, arguments.flat(), reads)))
+    actual = SparseJacobian(program.evaluator.pattern, program.values(arguments.flat(), reads))
+    if not _agree(actual, expected):
+        raise NotFoldableError("its values are not those of the operators' own derivatives")
+    return program
+
+
+def _agree(actual: SparseJacobian, expected: SparseJacobian) -> bool:
+    """Whether two Jacobians have one shape, and equal products with a random vector."""
+    if actual.shape != expected.shape or actual.batch != expected.batch:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    v = torch.rand((actual.batch, actual.shape[1]), generator=generator, dtype=torch.float64).to(actual.values)
+    products = actual.jvp(v), expected.jvp(v)
+    scale = SparseJacobian(expected.pattern, expected.values.abs()).jvp(v)
+    limit = torch.finfo(v.dtype).eps ** 0.5 * scale.amax() if scale.numel() else 0
+    return bool(((products[0] - products[1]).abs() <= limit).all())
 
 
 #: The caches by code, for the codes that were used last.
-_RECENT: OrderedDict[Hashable, RecentPrepared] = OrderedDict()
+_RECENT: OrderedDict[Hashable, RecentJacobians] = OrderedDict()
 _MOST = 32
 
 
-def recent_prepared(f: Callable[..., Any]) -> RecentPrepared:
+def recent_jacobians(f: Callable[..., Any]) -> RecentJacobians:
     """The cache of the code that a function runs."""
     key = _code_of(f)
-    entry = _RECENT.setdefault(key, RecentPrepared())
+    entry = _RECENT.setdefault(key, RecentJacobians())
     _RECENT.move_to_end(key)
     while len(_RECENT) > _MOST:
         _RECENT.popitem(last=False)

@@ -18,13 +18,14 @@ from .program import Operation, Program, contents_of, key_of, program_of
 from .pruned_weights import PrunedWeight, mask_of
 from .recorder import is_recording, is_users, record
 from .recording import Invocation, Recording
-from .tape import Tape, check_replays, followed, form_of, has_contents, recorded_tape
+from .tape import Reads, Tape, check_replays, followed, form_of, recorded_tape
 
 __all__ = [
     "Invocation",
     "Operation",
     "Program",
     "PrunedWeight",
+    "Reads",
     "Recording",
     "Tape",
     "apply_node",
@@ -37,7 +38,6 @@ __all__ = [
     "form_of",
     "graph_of_tape",
     "graph_of_values",
-    "has_contents",
     "has_node_hooks",
     "inputs_of",
     "is_recording",

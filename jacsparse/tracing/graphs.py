@@ -10,14 +10,15 @@ from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .tape import Tape, mutates
+from .tape import Reads, Tape, mutates
 
 aten = torch.ops.aten
 
 
-def inputs_of(tape: Tape, x: torch.Tensor, externals: Sequence[torch.Tensor], numbers: Sequence[Any]) -> list[Any]:
+def inputs_of(tape: Tape, x: torch.Tensor, reads: Reads) -> list[torch.Tensor]:
     """The inputs of a tape's graph: the tensor, the externals, and each number as a tensor without axes."""
-    return [x, *externals, *number_tensors(tape, numbers, x.device)]
+    numbers = number_tensors(tape, reads.numbers, x.device)
+    return [x.detach(), *(external.detach() for external in reads.externals), *numbers]
 
 
 def number_tensors(tape: Tape, numbers: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
@@ -28,7 +29,7 @@ def number_tensors(tape: Tape, numbers: Sequence[Any], device: torch.device) -> 
 
 def graph_of_tape(tape: Tape, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The graph of a tape, a function of `inputs_of`."""
-    count = 1 + len(tape.externals)
+    count = 1 + len(tape.forms)
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         return tape.run(tensors[0], tensors[1:count], tensors[count:])
@@ -47,7 +48,10 @@ def _moderate(bound: int, node: fx.Node) -> int:
     """A slice's bound without the extremes that stand for none, which PyTorch's transforms overflow on."""
     if bound == -(2**63):
         return 0
-    return max(node.meta["val"].shape, default=0) if bound == 2**63 - 1 and node.target in _SCATTERS else bound
+    if bound == 2**63 - 1 and node.target == aten.slice_scatter.default:
+        axis = node.args[2] if len(node.args) > 2 else 0
+        return int(node.meta["val"].shape[axis])  # type: ignore[index]
+    return bound
 
 
 def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
@@ -97,7 +101,6 @@ def _simplified(graph: fx.GraphModule) -> fx.GraphModule:
 
 _COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 _SAME = (aten.expand.default, aten._to_copy.default, aten.view.default, aten._unsafe_view.default, aten.permute.default)
-_SCATTERS = (aten.slice_scatter.default,)
 _ONES = (aten.ones_like.default, aten.ones.default, aten.new_ones.default)
 
 

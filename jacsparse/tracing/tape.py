@@ -9,9 +9,10 @@ function reads now. So a tape that was followed computes what the function compu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,11 +50,32 @@ class Instruction:
 
 
 #: How a tensor lies in memory: all that a call may depend on besides its elements.
-Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+Form = tuple[torch.Size, tuple[int, ...], torch.layout, torch.dtype, torch.device]
 
 
 def form_of(tensor: torch.Tensor) -> Form:
-    return tensor.shape, tensor.stride() if tensor.layout == torch.strided else (), tensor.dtype, tensor.device
+    stride = tensor.stride() if tensor.layout == torch.strided else ()
+    return tensor.shape, stride, tensor.layout, tensor.dtype, tensor.device
+
+
+class Reads(NamedTuple):
+    """What a function reads besides its argument in one run: tensors from elsewhere, and numbers."""
+
+    externals: list[torch.Tensor]
+    numbers: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """The elements of an index or a mask, which patterns may depend on."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    copy: torch.Tensor
+
+    def equal(self, value: torch.Tensor) -> bool:
+        """Whether a tensor of the same form has these elements."""
+        return (self.tensor() is value and value._version == self.version) or torch.equal(value, self.copy)
 
 
 @dataclass(eq=False)
@@ -61,14 +83,12 @@ class Tape:
     """The calls of a function of one tensor, whose slot is 0."""
 
     instructions: list[Instruction] = field(default_factory=list)
-    #: Tensors that the calls read from elsewhere, by slot.
-    externals: dict[int, torch.Tensor] = field(default_factory=dict)
-    #: The numbers that factors and terms of sums are.
-    numbers: list[float] = field(default_factory=list)
+    #: The forms of the tensors that the calls read from elsewhere, by slot.
+    forms: dict[int, Form] = field(default_factory=dict)
+    #: The elements of those that are indices or masks.
+    contents: dict[int, Contents] = field(default_factory=dict)
     #: The dtype in which the operator of each number works.
     dtypes: list[torch.dtype] = field(default_factory=list)
-    #: Versions and copies of the externals whose elements patterns may depend on: indices and masks.
-    contents: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
     #: The slot of the output; None where it is no tensor of the tape.
     output: int | None = None
     #: What the calls do that no replay repeats, by the operator's name: they draw, show elements, write elsewhere.
@@ -76,7 +96,7 @@ class Tape:
 
     def run(self, x: torch.Tensor, externals: Sequence[torch.Tensor], numbers: Sequence[Any]) -> torch.Tensor:
         """The output for another tensor, other externals and numbers, which may be tensors without axes."""
-        tensors: dict[int, torch.Tensor] = {0: x, **dict(zip(self.externals, externals, strict=True))}
+        tensors: dict[int, torch.Tensor] = {0: x, **dict(zip(self.forms, externals, strict=True))}
 
         def argument(value: Any) -> Any:
             if type(value) is Slot:
@@ -96,21 +116,19 @@ class Tape:
         return tensors[self.output]
 
 
-def recorded_tape(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Tape:
-    """The tape of a function's run on a tensor."""
+def recorded_tape(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> tuple[Tape, Reads]:
+    """The tape of a function's run on a tensor, and what the run read."""
     taping, hooks = _Taping(x), RemovableHandle.next_id
     with torch.enable_grad(), taping:
         output = function(x)
     taping.tape.output = taping.slots.get(id(output))
     if hooks != RemovableHandle.next_id:
         taping.tape.effects["register_hook"] = "changes gradients"
-    return taping.tape
+    return taping.tape, Reads(taping.externals, tuple(taping.numbers))
 
 
-def followed(
-    tape: Tape, function: Callable[[torch.Tensor], Any], x: torch.Tensor
-) -> tuple[list[torch.Tensor], tuple[float, ...]] | None:
-    """The externals and the numbers that a function reads now; None where its calls are not the tape's."""
+def followed(tape: Tape, function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Reads | None:
+    """What a function reads now; None where its calls are not the tape's."""
     following, hooks = _Following(tape, x), RemovableHandle.next_id
     try:
         with torch.enable_grad(), following:
@@ -119,7 +137,7 @@ def followed(
         return None
     if hooks != RemovableHandle.next_id or following.count != len(tape.instructions) or following.slots.get(id(output)) != tape.output:
         return None
-    return [following.externals[slot] for slot in tape.externals], tuple(following.numbers)
+    return Reads([following.externals[slot] for slot in tape.forms], tuple(following.numbers))
 
 
 class _Taping(TorchDispatchMode):
@@ -129,8 +147,10 @@ class _Taping(TorchDispatchMode):
         super().__init__()
         self.tape = Tape()
         self.slots, self.count = {id(x): 0}, 1
-        # No other tensor gets the id of one that is alive.
-        self.alive: list[Any] = [x]
+        self.externals: list[torch.Tensor] = []
+        self.numbers: list[float] = []
+        # By slot: no other tensor gets the id of one that is alive.
+        self.alive: list[torch.Tensor] = [x]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -148,7 +168,7 @@ class _Taping(TorchDispatchMode):
         results = tuple(self.slot_of(tensor) for tensor in tensors_in(result))
         seen = torch.is_grad_enabled()
         self.tape.instructions.append(Instruction(overload, args_of_tape, kwargs_of_tape, results, seen))
-        new = len(self.tape.numbers) - len(self.tape.dtypes)
+        new = len(self.numbers) - len(self.tape.dtypes)
         self.tape.dtypes.extend([tensors_in(result)[0].dtype] * new if new else [])
         return result
 
@@ -164,33 +184,43 @@ class _Taping(TorchDispatchMode):
             known = id(value) in self.slots
             slot = self.slot_of(value)
             if not known:
-                self.tape.externals[slot] = value
-                if not value.is_floating_point():
-                    self.tape.contents[slot] = value._version, value.detach().clone()
+                self.take(slot, value)
             return Slot(slot)
         if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
             return [self.argument(overload, parameter, part) for part in value]
         if is_number(overload, parameter.name, value):
-            self.tape.numbers.append(value)
-            return Number(len(self.tape.numbers) - 1)
+            self.numbers.append(value)
+            return Number(len(self.numbers) - 1)
         return tuple(value) if isinstance(value, list) else value
+
+    def take(self, slot: int, value: torch.Tensor) -> None:
+        """Add a tensor from elsewhere to the tape."""
+        tape, outside = self.tape, self._memories(self.tape.forms)
+        made_here = self._memories(range(slot)) - outside
+        if value.layout == torch.strided and value.untyped_storage()._cdata in made_here:
+            tape.effects["data"] = "gives a tensor of the run another name"
+        tape.forms[slot] = form_of(value)
+        self.externals.append(value)
+        if not value.is_floating_point():
+            tape.contents[slot] = Contents(weakref.ref(value), value._version, value.detach().clone())
 
     def note_effects(self, overload: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Record what the call does besides computing its results."""
-        name, effects, outside = operator_name(overload), self.tape.effects, {0, *self.tape.externals}
+        name, effects = operator_name(overload), self.tape.effects
         if torch.Tag.nondeterministic_seeded in overload.tags:
             effects[name] = "draws random numbers"
         elif torch.Tag.data_dependent_output in overload.tags:
             effects[name] = "shows Python what a tensor holds"
         for place, parameter in enumerate(overload._schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(parameter.name)
-            if is_written(parameter) and isinstance(value, Slot) and self._memory_of(value) & outside:
-                effects[name] = "writes to a tensor from before the call"
+            if is_written(parameter) and isinstance(value, Slot):
+                if self._memories([value.place]) & self._memories([0, *self.tape.forms]):
+                    effects[name] = "writes to a tensor from before the call"
 
-    def _memory_of(self, slot: Slot) -> set[int]:
-        """The slots whose tensors lie in the memory of one of them."""
-        memory = self.alive[slot.place].untyped_storage()._cdata
-        return {place for place, tensor in enumerate(self.alive) if tensor.untyped_storage()._cdata == memory}
+    def _memories(self, slots: Iterable[int]) -> set[int]:
+        """The memories that the tensors of slots lie in."""
+        tensors = (self.alive[slot] for slot in slots)
+        return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout == torch.strided}
 
 
 class _OtherCallsError(Exception):
@@ -248,7 +278,8 @@ class _Following(TorchDispatchMode):
             elif slot != expected.place:
                 raise _OtherCallsError
         elif kind is Number:
-            if type(value) not in (int, float):
+            floats = self.tape.dtypes[expected.place].is_floating_point
+            if type(value) is not int and not (floats and type(value) is float):
                 raise _OtherCallsError
             self.numbers.append(value)
         elif kind is list:
@@ -261,20 +292,14 @@ class _Following(TorchDispatchMode):
 
     def take(self, place: int, value: Any) -> None:
         """Collect an external of the tape's form, with its elements where patterns depend on them."""
-        expected = self.tape.externals.get(place)
-        if expected is None or not isinstance(value, torch.Tensor) or form_of(value) != form_of(expected):
+        # A slot that is taken already has another tensor.
+        if place in self.externals or not isinstance(value, torch.Tensor) or form_of(value) != self.tape.forms.get(place):
             raise _OtherCallsError
-        if place in self.tape.contents and not has_contents(self.tape, place, value):
+        if place in self.tape.contents and not self.tape.contents[place].equal(value):
             raise _OtherCallsError
         self.slots[id(value)] = place
         self.externals[place] = value
         self.alive.append(value)
-
-
-def has_contents(tape: Tape, place: int, value: torch.Tensor) -> bool:
-    """Whether an index or a mask has the elements that the tape was recorded with."""
-    version, copy = tape.contents[place]
-    return (value is tape.externals[place] and value._version == version) or torch.equal(value, copy)
 
 
 @functools.cache

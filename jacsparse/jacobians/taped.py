@@ -1,0 +1,66 @@
+"""A function's tape with the way from what the function reads to the values of its Jacobian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ..patterns import Pattern
+from ..tracing import Reads, Tape, followed, number_tensors, recorded_tape, without_autocast
+from .arguments import Arguments, FlatFunction
+
+
+class Evaluator(Protocol):
+    """A way to the values of a Jacobian."""
+
+    #: The method's name, and what it took, for printing.
+    name: str
+    pattern: Pattern
+
+    @property
+    def details(self) -> str:
+        """What the method took, in words."""
+
+    @property
+    def flop(self) -> int:
+        """Operations of one call."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+
+    def values(self, inputs: list[torch.Tensor], numbers: tuple[float, ...]) -> torch.Tensor:
+        """The values on the pattern from the inputs of the tape's graph, ``(nnz, batch)`` or ``(nnz, 1)``."""
+
+
+@dataclass(eq=False)
+class TapedJacobian:
+    """The program of a function's Jacobian: it holds neither the function nor a tensor that the function reads."""
+
+    form: tuple[Any, ...]
+    tape: Tape
+    evaluator: Evaluator
+    _number_tensors: tuple[tuple[float, ...], list[torch.Tensor]] | None = field(default=None, repr=False)
+
+    def followed(self, f: Callable[..., Any], arguments: Arguments) -> Reads | None:
+        """What a function reads now; it runs. None where its calls are not the tape's."""
+        if arguments.form() != self.form:
+            return None
+        return followed(self.tape, FlatFunction(f, arguments), arguments.flat().requires_grad_().clone())
+
+    def values(self, x: torch.Tensor, reads: Reads) -> torch.Tensor:
+        """The values at a flat tensor and at what the function reads."""
+        numbers = self._number_tensors
+        if numbers is None or numbers[0] != reads.numbers:
+            numbers = self._number_tensors = reads.numbers, number_tensors(self.tape, reads.numbers, x.device)
+        with torch.no_grad(), without_autocast(x.device):
+            inputs = [x, *(external.detach() for external in reads.externals), *numbers[1]]
+            return self.evaluator.values(inputs, reads.numbers)
+
+
+def taped(f: Callable[..., Any], arguments: Arguments) -> tuple[Tape, Reads]:
+    """The tape of a function's run, and what the run read."""
+    return recorded_tape(FlatFunction(f, arguments), arguments.flat().requires_grad_().clone())
