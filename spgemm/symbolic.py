@@ -70,15 +70,49 @@ def _mark(row, a_indptr, a_indices, b_indptr, b_indices, bits):
     return low, high
 
 
+@inlined
+def _pairs(row, a_indptr, a_indices, b_indptr):
+    """The number of entries that meet in a row of the product."""
+    pairs = 0
+    for p in range(a_indptr[row], a_indptr[row + 1]):
+        pairs += b_indptr[a_indices[p] + 1] - b_indptr[a_indices[p]]
+    return pairs
+
+
+@inlined
+def _take_scattered(row, a_indptr, a_indices, b_indptr, b_indices, bits, c_indices, entry):
+    """Clear the words that a row has marked, one by one; write their columns, in order, from `entry` on."""
+    one, begin = np.uint64(1), entry
+    for p in range(a_indptr[row], a_indptr[row + 1]):
+        k = a_indices[p]
+        for q in range(b_indptr[k], b_indptr[k + 1]):
+            word = b_indices[q] >> 6
+            left = bits[word]
+            bits[word] = 0
+            while left:
+                c_indices[entry] = (word << 6) + np.int64(_lowest(left))
+                entry += 1
+                left &= left - one
+    c_indices[begin:entry].sort()
+
+
 @kernel
 def _count(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, counts):
     bits = np.zeros((columns + 63) >> 6, np.uint64)
     for row in range(first, last):
         low, high = _mark(row, a_indptr, a_indices, b_indptr, b_indices, bits)
         total = np.uint64(0)
-        for word in range(low, high):
-            total += _population(bits[word])
-            bits[word] = 0
+        if _pairs(row, a_indptr, a_indices, b_indptr) < high - low:
+            # A few columns far apart: as those of a difference across a periodic boundary.
+            for p in range(a_indptr[row], a_indptr[row + 1]):
+                k = a_indices[p]
+                for q in range(b_indptr[k], b_indptr[k + 1]):
+                    total += _population(bits[b_indices[q] >> 6])
+                    bits[b_indices[q] >> 6] = 0
+        else:
+            for word in range(low, high):
+                total += _population(bits[word])
+                bits[word] = 0
         counts[row] = total
 
 
@@ -89,13 +123,16 @@ def _fill(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indp
     for row in range(first, last):
         low, high = _mark(row, a_indptr, a_indices, b_indptr, b_indices, bits)
         entry = c_indptr[row]
-        for word in range(low, high):
-            left = bits[word]
-            bits[word] = 0
-            while left:
-                c_indices[entry] = (word << 6) + np.int64(_lowest(left))
-                entry += 1
-                left &= left - one
+        if _pairs(row, a_indptr, a_indices, b_indptr) < high - low:
+            _take_scattered(row, a_indptr, a_indices, b_indptr, b_indices, bits, c_indices, entry)
+        else:
+            for word in range(low, high):
+                left = bits[word]
+                bits[word] = 0
+                while left:
+                    c_indices[entry] = (word << 6) + np.int64(_lowest(left))
+                    entry += 1
+                    left &= left - one
 
 
 @kernel

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import operator
 from typing import Any
 
 import torch
-from torch import fx
-from torch._functorch.compile_utils import fx_graph_cse
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import fx, nn
+from torch.utils._pytree import tree_map
 
-from .tape import Reads, Tape, mutates
+from .tape import Number, Reads, Slot, Tape, Taping, mutates
 
 aten = torch.ops.aten
 
@@ -75,12 +75,58 @@ def graph_of_values(function: Callable[..., Any], inputs: Sequence[torch.Tensor]
 
 
 def _traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    return make_fx(function)(*(tensor.detach() for tensor in inputs))
+    # PyTorch's own tracer first loads its compiler, which takes seconds.
+    inputs = [tensor.detach() for tensor in inputs]
+    taping = Taping(inputs)
+    with taping:
+        output = function(*inputs)
+    graph, constants = fx.Graph(), nn.Module()
+    nodes = {slot: graph.placeholder(f"input_{slot}") for slot in range(len(inputs))}
+    for number, slot in enumerate(taping.tape.forms):
+        constants.register_buffer(f"constant_{number}", taping.alive[slot])
+        nodes[slot] = graph.get_attr(f"constant_{number}")
+
+    def argument(value: Any) -> Any:
+        if type(value) is Slot:
+            return nodes[value.place]
+        if type(value) is Number:
+            return taping.numbers[value.place]
+        return [argument(part) for part in value] if type(value) in (list, tuple) else value
+
+    for instruction in taping.tape.instructions:
+        args = tuple(argument(value) for value in instruction.args)
+        kwargs = {name: argument(value) for name, value in instruction.kwargs.items()}
+        node = graph.call_function(instruction.overload, args, kwargs)
+        if returns_one_tensor(instruction.overload):
+            nodes[instruction.results[0]] = node
+        else:
+            for number, slot in enumerate(instruction.results):
+                nodes[slot] = graph.call_function(operator.getitem, (node, number))
+    for slot, node in nodes.items():
+        node.meta["val"] = taping.alive[slot].to("meta")
+    graph.output(tree_map(lambda tensor: nodes[taping.slots[id(tensor)]], output))
+    return fx.GraphModule(constants, graph)
+
+
+def returns_one_tensor(overload: Any) -> bool:
+    """Whether an operator returns a tensor, and no list or tuple."""
+    returns = overload._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
 
 
 def _without_repeats(graph: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with each call once, and only those that the output needs."""
+    calls: dict[str, fx.Node] = {}
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function":
+            call = repr((node.target, node.args, node.kwargs))
+            if call in calls:
+                node.replace_all_uses_with(calls[call])
+                graph.graph.erase_node(node)
+            calls.setdefault(call, node)
     graph.graph.eliminate_dead_code()
-    return fx.GraphModule(graph, fx_graph_cse(graph.graph))
+    graph.recompile()
+    return graph
 
 
 def _simplified(graph: fx.GraphModule) -> fx.GraphModule:

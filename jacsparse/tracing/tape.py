@@ -118,7 +118,7 @@ class Tape:
 
 def recorded_tape(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> tuple[Tape, Reads]:
     """The tape of a function's run on a tensor, and what the run read."""
-    taping, hooks = _Taping(x), RemovableHandle.next_id
+    taping, hooks = Taping([x]), RemovableHandle.next_id
     with torch.enable_grad(), taping:
         output = function(x)
     taping.tape.output = taping.slots.get(id(output))
@@ -140,17 +140,17 @@ def followed(tape: Tape, function: Callable[[torch.Tensor], Any], x: torch.Tenso
     return Reads([following.externals[slot] for slot in tape.forms], tuple(following.numbers))
 
 
-class _Taping(TorchDispatchMode):
-    """Records a tape while it is active."""
+class Taping(TorchDispatchMode):
+    """Records a tape while it is active; its first slots are the inputs'."""
 
-    def __init__(self, x: torch.Tensor) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.tape = Tape()
-        self.slots, self.count = {id(x): 0}, 1
+        self.slots = {id(x): slot for slot, x in enumerate(inputs)}
         self.externals: list[torch.Tensor] = []
         self.numbers: list[float] = []
         # By slot: no other tensor gets the id of one that is alive.
-        self.alive: list[torch.Tensor] = [x]
+        self.alive: list[torch.Tensor] = list(inputs)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -175,7 +175,7 @@ class _Taping(TorchDispatchMode):
     def slot_of(self, tensor: torch.Tensor) -> int:
         """The slot of a tensor, a new one where it has none."""
         if id(tensor) not in self.slots:
-            self.slots[id(tensor)], self.count = self.count, self.count + 1
+            self.slots[id(tensor)] = len(self.alive)
             self.alive.append(tensor)
         return self.slots[id(tensor)]
 
