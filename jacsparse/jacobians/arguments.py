@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from operator import index
 from typing import Any
@@ -50,14 +50,26 @@ class Arguments:
 
     def flat(self) -> torch.Tensor:
         """The tensors that the function is differentiated by, ``(batch, elements)``, in one memory."""
-        parts = [tensor.detach().reshape(self.batch, -1) for tensor in self.tensors]
+        pairs = zip(self.tensors, self._sizes, strict=True)
+        parts = [tensor.detach().reshape(self.batch, size) for tensor, size in pairs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Elements of a sample of each tensor."""
+        return [math.prod(tensor.shape[1:] if self.batched else tensor.shape) for tensor in self.tensors]
+
+    def with_zeros(self, samples: int) -> Arguments:
+        """The same arguments with samples of zeros."""
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, self.tensors, strict=True):
+            leaves[place] = tensor.new_zeros((samples, *tensor.shape[1:]))
+        return replace(self, leaves=leaves)
 
     def with_flat(self, x: torch.Tensor) -> list[Any]:
         """The arguments with other elements, those of a flat tensor."""
         leaves, tensors = list(self.leaves), self.tensors
-        sizes = [tensor.numel() // max(1, self.batch) for tensor in tensors]
-        parts = [x] if len(sizes) == 1 else x.split(sizes, 1)
+        parts = [x] if len(tensors) == 1 else x.split(self._sizes, 1)
         for place, tensor, part in zip(self.places, tensors, parts, strict=True):
             leaves[place] = part.reshape(tensor.shape)
         rest = iter(leaves)

@@ -12,7 +12,7 @@ from ..patterns import Pattern
 from ..spgemm import SparseJacobian
 from ..stages import chain, check_input, recent_chains
 from ..tracing import check_module, undisturbed, without_autocast
-from .arguments import FlatFunction, arguments_of
+from .arguments import Arguments, FlatFunction, arguments_of
 from .recent import recent_jacobians
 
 
@@ -112,11 +112,19 @@ def jacobian(
     if not callable(f):
         raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
     arguments = arguments_of(args, argnums, batched)
+    if not arguments.batch:
+        # Two samples show whether all share their values.
+        result = _jacobian(f, arguments.with_zeros(2), pruned)
+        return result if result.batch == 1 else SparseJacobian(result.pattern, result.values[:, :0])
+    return _jacobian(f, arguments, pruned)
+
+
+def _jacobian(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> SparseJacobian:
     module: nn.Module = FlatFunction(f, arguments)
     x = arguments.flat()
     if isinstance(f, nn.Module) and arguments.is_one_batch:
         # The module itself: its chains are found again, and messages name its parts.
-        module, x = f, check_input("x", args[0])
+        module, x = f, check_input("x", arguments.leaves[0])
     recent = recent_jacobians(f)
     with undisturbed(check_module(module)):
         result = recent.jacobian(f, arguments)
@@ -130,17 +138,13 @@ def jacobian(
 
 def _by_chain(module: nn.Module, x: torch.Tensor, pruned: bool) -> SparseJacobian:
     """The Jacobian from a recording of this run, by the module's chain."""
-    # For an empty batch, the module runs on one sample.
-    samples = x if len(x) else x.new_zeros((1, *x.shape[1:]))
     # The values are computed before the module's changes are undone: they depend on its state in the run.
-    chain, (_, records) = recent_chains(module, pruned=pruned).of(samples)
-    with without_autocast(samples.device):
-        result = chain.jacobian(records, samples)
+    chain, (_, records) = recent_chains(module, pruned=pruned).of(x)
+    with without_autocast(x.device):
+        result = chain.jacobian(records, x)
         # The values may lie in the memory of a weight or of the forward pass, which may change later.
         tensors = (tensor for record in records for tensor in record.tensors)
         memory = result.values.untyped_storage().data_ptr()
         if any(tensor.untyped_storage().data_ptr() == memory for tensor in tensors):
             result = SparseJacobian(result.pattern, result.values.clone())
-    if len(x) or all(record.stage.shared for record in records):
-        return result
-    return SparseJacobian(result.pattern, result.values[:, :0])
+    return result

@@ -34,21 +34,21 @@ def evaluated(
     return result
 
 
-class _Run(nn.Module):
-    """A graph as a module of its first input; its tensors by node."""
+class GraphRun(nn.Module):
+    """One run of a graph as a module of its first input, with the nodes of its tensors."""
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         # In a list, so that they are neither parts nor buffers.
         self._graph_and_inputs = [graph, inputs]
-        self._nodes: list[tuple[fx.Node, torch.Tensor]] = []
+        self.nodes: list[tuple[fx.Node, torch.Tensor]] = []
 
     def forward(self, x: torch.Tensor) -> Any:
         graph, inputs = self._graph_and_inputs
 
         def visit(node: fx.Node, args: Any, result: Any) -> None:
             if isinstance(result, torch.Tensor):
-                self._nodes.append((node, result))
+                self.nodes.append((node, result))
 
         return evaluated(graph, [x, *inputs[1:]], visit)
 
@@ -100,11 +100,11 @@ def linearised(tape: Tape, x: torch.Tensor, reads: Reads) -> Linearised:
     inputs = inputs_of(tape, x, reads)
     graph = graph_of_tape(tape, inputs)
     _check_indices(graph, tape)
-    run = _Run(graph, inputs)
+    run = GraphRun(graph, inputs)
     recording = record(run, inputs[0], readable=False)
     with without_autocast(x.device):
         chain, records = chain_of(recording, pruned=False).records(recording)
-    vertices = {id(tensor): node for node, tensor in run._nodes}
+    vertices = {id(tensor): node for node, tensor in run.nodes}
     nodes = {}
     for vertex, maker in enumerate(recording.makers):
         tensor = None if maker is None else maker.results[vertex - maker.first]

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ..spgemm import SparseJacobian
-from ..stages import chain_of, recorded, refuse_hooks
+from ..stages import DENSE, chain_of, recorded, refuse_hooks
 from ..tracing import Reads, check_module, check_replays, undisturbed, without_autocast
 from .arguments import Arguments, FlatFunction, arguments_of, name_of
-from .compressed import Compressed
+from .compressed import Compressed, coloring
 from .linearised import Linearised, linearised
-from .products import NotFoldableError, Products
+from .products import ChainProducts, NotFoldableError, Products
 from .surroundings import Surroundings
 from .taped import Evaluator, TapedJacobian, taped
 from .verification import VerificationError
@@ -212,18 +212,15 @@ def prepare_jacobian(
 
 
 def evaluator_of(function: Linearised, method: str, compile: bool) -> Evaluator:
-    """The way to the values that was asked for, or the one of less predicted cost.
-
-    Raises
-    ------
-    ValueError
-        Where the method does not apply.
-    """
+    """The way to the values that was asked for, or the one of less predicted cost."""
     if method == "compressed":
         return Compressed(function, compile)
     try:
-        return Products(function)
-    except NotFoldableError as error:
-        if method == "products":
-            raise ValueError(f"method 'products' does not apply: {error}; take 'compressed' or 'auto'") from None
-        return Compressed(function, compile)
+        return Products(function, compile)
+    except NotFoldableError:
+        products = ChainProducts(function)
+    if method == "products" or not products.pattern.nnz:
+        return products
+    # A compressed pass costs each sample what the operators' own dense backward does.
+    one_pass = DENSE * sum(stage.backward_work for stage in function.chain)
+    return products if products.cost < coloring(function.pattern).cost * one_pass else Compressed(function, compile)

@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 from ..patterns import Identity, is_pointwise
-from ..runtime import row_starts, run_rows
+from ..runtime import run_rows
 from ..stages import Accumulation, Edge, Record, eliminate
-from ..tracing import graph_of_values
+from ..tracing import graph_of_values, record
 from . import kernels
-from .linearised import Linearised, evaluated
-from .terms import NONE, Algebra, Step, Terms, TooManyTermsError, joined, merged, terms_at
+from .linearised import GraphRun, Linearised, evaluated
+from .terms import NONE, Algebra, Step, Terms, TooManyTermsError, joined, merged, step_of, terms_at
 
 #: Terms of all products, for each entry of the Jacobian, beyond which its products are not folded.
 TERMS_PER_ENTRY = 64
@@ -33,6 +33,13 @@ class NotFoldableError(Exception):
 class Products:
     """The values of a function's Jacobian from the local derivatives of its elementwise operators.
 
+    Parameters
+    ----------
+    function : Linearised
+        The function.
+    compile : bool
+        Whether the local derivatives are computed under ``torch.compile``.
+
     Raises
     ------
     NotFoldableError
@@ -41,7 +48,7 @@ class Products:
 
     name = "products"
 
-    def __init__(self, function: Linearised) -> None:
+    def __init__(self, function: Linearised, compile: bool = False) -> None:
         if function.inputs[0].is_cuda:
             raise NotFoldableError("its kernels run on the CPU")
         self.batch = 1 if function.shared else function.batch
@@ -49,7 +56,9 @@ class Products:
         leaves = _Leaves(function)
         terms = leaves.folded()
         self.steps, self.monomials = leaves.algebra.steps, leaves.algebra.monomials
-        self.variables, self.graph = leaves.algebra.variables, leaves.graph
+        self.variables, self._graph = leaves.algebra.variables, None if leaves.graph is None else leaves.graph.forward
+        if compile and self._graph is not None:
+            self._graph = torch.compile(self._graph, dynamic=False)
         self._entries = np.searchsorted(self.pattern.places, terms.place)
         constant = terms.variable == NONE
         self._constants, self._constant_entries = terms[constant], self._entries[constant]
@@ -59,8 +68,8 @@ class Products:
     def _last_step(self, terms: Terms) -> Step:
         """The step whose variables are the values, without their constants."""
         entries = np.searchsorted(self.pattern.places, terms.place)
-        indptr = row_starts(np.bincount(entries, minlength=self.pattern.nnz), np.int64)
-        return Step(self.variables, indptr, terms.variable, None, terms.monomial, terms.coefficient)
+        counts = np.bincount(entries, minlength=self.pattern.nnz)
+        return step_of(self.variables, counts, terms.variable, None, terms.monomial, terms.coefficient)
 
     @property
     def details(self) -> str:
@@ -93,9 +102,9 @@ class Products:
     def values(self, inputs: list[torch.Tensor], numbers: tuple[float, ...]) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where none depends on a tensor."""
         constant, *weights = self.weights(numbers)
-        if self.graph is None:
+        if self._graph is None:
             return torch.from_numpy(constant.copy())[:, None]
-        variables = self.graph.forward(*inputs)
+        variables = self._graph(*inputs)
         if self.steps:
             computed = variables.new_empty((self.variables, self.batch))
             computed[: len(variables)] = variables
@@ -127,6 +136,46 @@ class Products:
             kernel = getattr(kernels, f"weighted_products{suffix}")
             args = (step.indptr, step.left, step.right, weight)
         run_rows(kernel, step.indptr, *args, *arrays, lanes=self.batch)
+
+
+class ChainProducts:
+    """The values of a function's Jacobian from those of each operator, multiplied in the order of least cost.
+
+    It is for functions whose local Jacobians are full of weights, as those of networks.
+    """
+
+    name = "products"
+
+    def __init__(self, function: Linearised) -> None:
+        self.pattern, self.chain, self._graph = function.pattern, function.chain, function.graph
+
+    @property
+    def details(self) -> str:
+        """The number of stages."""
+        return f" ({len(self.chain)} stages)"
+
+    @property
+    def cost(self) -> float:
+        """Predicted multiply-adds for one sample."""
+        return self.chain.order.cost if len(self.chain) else 0.0
+
+    @property
+    def flop(self) -> int:
+        """Predicted operations of the products for one sample."""
+        return 2 * int(self.cost)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pattern's indices."""
+        return self.pattern.index_nbytes
+
+    def values(self, inputs: list[torch.Tensor], numbers: tuple[float, ...]) -> torch.Tensor:
+        """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
+        recording = record(GraphRun(self._graph, inputs), inputs[0])
+        values = self.chain.jacobian(self.chain.records(recording)[1], inputs[0]).values
+        # They may lie in the memory of an input.
+        memories = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        return values.clone() if values.untyped_storage().data_ptr() in memories else values
 
 
 class _Leaves:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..runtime import row_starts
+from ..runtime import index_dtype, row_starts
 
 #: The variable of a term that has none, and the monomial of a term without numbers.
 NONE = -1
@@ -132,6 +132,20 @@ class Step:
         return self.first + len(self.indptr) - 1
 
 
+def step_of(
+    first: int,
+    counts: np.ndarray,
+    left: np.ndarray,
+    right: np.ndarray | None,
+    monomial: np.ndarray,
+    coefficient: np.ndarray,
+) -> Step:
+    """A step from the number of terms of each variable, with indices as narrow as they can be."""
+    dtype = index_dtype(len(left), first, 0)
+    narrow = None if right is None else right.astype(dtype)
+    return Step(first, row_starts(counts, dtype), left.astype(dtype), narrow, monomial, coefficient)
+
+
 class TooManyTermsError(Exception):
     """A product has more terms than it pays to plan."""
 
@@ -209,9 +223,8 @@ class Algebra:
         """Add a step whose variables are the entries at distinct places, and return their matrix."""
         order = np.argsort(place, kind="stable")
         places, counts = np.unique(place, return_counts=True)
-        indptr = row_starts(counts, np.int64)
         right = None if right is None else right[order]
-        self.steps.append(Step(self.variables, indptr, left[order], right, monomial[order], coefficient[order]))
+        self.steps.append(step_of(self.variables, counts, left[order], right, monomial[order], coefficient[order]))
         matrix = terms_at(shape, *divmod(places, np.int64(max(1, shape[1]))), first_variable=self.variables)
         self.variables += len(places)
         return matrix

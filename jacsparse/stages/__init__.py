@@ -8,10 +8,12 @@ from .checks import check_input, check_limit, check_shape, check_tensor
 from .forward_pass import recorded, samples_of
 from .graph_gradients import has_hooks, pull_back
 from .node_gradients import pull_back_by_nodes, pull_back_input
+from .order import DENSE
 from .record import Record, pull_back_all
 from .stage import Edge, Stage
 
 __all__ = [
+    "DENSE",
     "Accumulation",
     "Chain",
     "Chains",

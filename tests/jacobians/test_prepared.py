@@ -102,6 +102,7 @@ FUNCTIONS = {
     "detached": (detached, (4,)),
     "elementwise": (with_autograd, (3, 2)),
     "constant": (lambda x: x.cumsum(1).flip(1) * 3.0, (5,)),
+    "softmax": (lambda x: (x[:, 1:] - x[:, :-1]).softmax(1) * x[:, :1], (5,)),
     "norms": (lambda x: (x[:, 1:] - x[:, :-1]).pow(2).reshape(len(x), -1, 2).sum(2).sqrt(), (5,)),
 }
 
@@ -202,6 +203,30 @@ def test_other_calls_than_prepared() -> None:
         prepared.check(x)
 
 
+def test_networks_take_products_of_stages() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(15, 4), nn.Softmax(1)).double()
+    x = drawn(3, 2, 7)
+    for method in ("auto", "products", "compressed"):
+        prepared = prepare_jacobian(network, x, method=method)
+        assert_equal(prepared(x), dense(network, x))
+        with torch.no_grad():
+            network[0].weight.mul_(-1)
+        network[3].bias = nn.Parameter(drawn(4))
+        network[3].weight = nn.Parameter(drawn(4, 15) - 1)
+        assert_equal(prepared(x), dense(network, x))
+
+
+def test_jacobian_by_parameters() -> None:
+    network = nn.Linear(3, 2).double()
+    f = lambda parameters, x: torch.func.functional_call(network, parameters, x).tanh()  # noqa: E731
+    args = (dict(network.named_parameters()), drawn(4, 3))
+    for call in (functools.partial(jacsparse.jacobian, f), functools.partial(prepare_jacobian, f)):
+        jacobian = call(*args, batched=False)
+        jacobian = jacobian(*args) if callable(jacobian) else jacobian
+        assert_equal(jacobian, dense(f, *args, batched=False))
+
+
 class _hidden:  # noqa: N801
     __slots__ = ("count",)
 
@@ -232,7 +257,6 @@ class _hidden:  # noqa: N801
         (lambda x: x, (3.0,), {}, TypeError, "x is a float; expected a torch.Tensor"),
         (lambda x: x, (drawn(2, 3).int(),), {}, TypeError, "x is torch.int32"),
         (lambda x: x, ([drawn(2, 3), drawn(3, 3)],), {}, ValueError, "expected 2 samples along its first axis"),
-        (lambda x: x.softmax(1), (drawn(2, 3),), {"method": "products"}, ValueError, "'products' does not apply"),
         (3, (drawn(2, 3),), {}, TypeError, "f is a int; expected a function"),
     ],
 )
