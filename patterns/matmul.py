@@ -22,6 +22,7 @@ from .convolution import Convolution, packed
 from .layout import Labels
 from .pattern import Pattern
 from .rules import Call, Rule, Use, add_rule
+from .strided import pattern_from_sources
 from .structure import Csr
 
 #: Axes of the factors, and of the product; a summand is broadcast to the product.
@@ -38,7 +39,7 @@ _AXES: dict[str, tuple[dict[str, str], str]] = {
 _FEW, _SHARE = 2**16, 0.25
 
 
-@add_rule(*_AXES)
+@add_rule("aten.mm", "aten.mv", "aten.bmm")
 class _ProductRule(Rule):
     """A product of matrices, or of a matrix and a vector; a factor that does not depend on the input may be pruned."""
 
@@ -47,16 +48,10 @@ class _ProductRule(Rule):
 
     def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
         factors, out = _AXES[use.operator]
-        labels: dict[str, Labels] = {name: tuple(axes) for name, axes in factors.items()}
-        if use.operator.startswith(("aten.add", "aten.baddbmm")):
-            labels["self"] = tuple(out)[len(out) - use.rank("self") :]
-        return labels, tuple(out)
+        return {name: tuple(axes) for name, axes in factors.items()}, tuple(out)
 
     def check(self, call: Call) -> None:
-        if call.argument not in _AXES[call.operator][0]:
-            raise call.unsupported(
-                f"{call.argument} of {call.operator} depends on the input", "add it to the product instead"
-            )
+        """All uses have a Jacobian."""
 
     def shared(self, call: Call) -> bool:
         return self._other(call) not in call.batched
@@ -172,6 +167,40 @@ class _ProductRule(Rule):
         sizes = (inner, columns) if self._is_left(call) else (rows, inner)
         lead = factor.numel() // max(1, samples * math.prod(sizes)) if factor.numel() else 1
         return factor.reshape(samples, lead, *sizes), samples
+
+
+class _SummandRule(Rule):
+    """What is added to a product, broadcast to its shape and multiplied by ``beta``."""
+
+    reads = ()
+
+    def check(self, call: Call) -> None:
+        """All uses have a Jacobian."""
+
+    def shared(self, call: Call) -> bool:
+        return True
+
+    def pattern(self, call: Call) -> Pattern:
+        places = np.arange(call.in_size).reshape(call.in_shape)
+        return pattern_from_sources(np.broadcast_to(places, call.out_shape), call.in_size)
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        return call.input.new_full((pattern.nnz, 1), call.arguments.get("beta", 1))
+
+
+_SUMMAND = _SummandRule()
+
+
+@add_rule("aten.addmm", "aten.addmv", "aten.baddbmm")
+class _SumOfProductRule(_ProductRule):
+    """A product to which ``self`` is added."""
+
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        labels, out = super().labels(use)
+        return {**labels, "self": out[len(out) - use.rank("self") :]}, out
+
+    def of_argument(self, argument: str) -> Rule:
+        return _SUMMAND if argument == "self" else self
 
 
 def _linear_weight(factor: torch.Tensor, copies: int) -> torch.Tensor:

@@ -206,6 +206,10 @@ class Rule(ABC):
     #: Whether the operator takes one multiply-add for each entry of the Jacobian, padding aside.
     entrywise: bool = True
 
+    def of_argument(self, argument: str) -> Rule:
+        """The rule of the Jacobian with respect to an argument."""
+        return self
+
     def check(self, call: Call) -> None:
         """Raise UnsupportedOperatorError where this use of the operator has no Jacobian for each sample."""
         first = call.argument in ("input", "self", "tensor")
@@ -325,7 +329,7 @@ def rule_for(call: Call) -> Rule:
     rule = rule_of(call.operator)
     if rule is None:
         raise call.unsupported(f"operator {call.operator} has no rule", "register one with jacsparse.register_rule")
-    return rule
+    return rule.of_argument(call.argument)
 
 
 def rule_of(operator: str) -> Rule | None:

@@ -303,7 +303,7 @@ def put_together(graph: fx.GraphModule, parts: list[fx.Node]) -> None:
     with graph.graph.inserting_before(output):
         together = graph.graph.call_function(aten.cat.default, (parts, 1))
         if batch == 1:
-            columns = graph.graph.call_function(aten.view.default, (together, [-1, 1]))
+            columns = graph.graph.call_function(aten.reshape.default, (together, [-1, 1]))
         else:
             rows = graph.graph.call_function(aten.t.default, (together,))
             columns = graph.graph.call_function(aten.clone.default, (rows,), {"memory_format": torch.contiguous_format})

@@ -130,23 +130,27 @@ def _without_repeats(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _simplified(graph: fx.GraphModule) -> fx.GraphModule:
-    """The same graph without repeated calls, and without calls that return one of their arguments."""
+    """The same graph without calls that return one of their arguments, whose results may lie otherwise in memory."""
+    graph = _without_repeats(graph)
+    if any(node.target == aten.as_strided.default for node in graph.graph.nodes):
+        return graph
     while True:
-        graph = _without_repeats(graph)
         replaced = 0
         for node in list(graph.graph.nodes):
+            if node.target in (aten.view.default, aten._unsafe_view.default):
+                node.target = aten.reshape.default
             other = _simpler(graph.graph, node) if node.op == "call_function" else None
             if other is not None:
                 node.replace_all_uses_with(other)
                 graph.graph.erase_node(node)
                 replaced += 1
+        graph = _without_repeats(graph)
         if not replaced:
-            graph.recompile()
             return graph
 
 
 _COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
-_SAME = (aten.expand.default, aten._to_copy.default, aten.view.default, aten._unsafe_view.default, aten.permute.default)
+_SAME = (aten.expand.default, aten._to_copy.default, aten.reshape.default, aten.permute.default)
 _ONES = (aten.ones_like.default, aten.ones.default, aten.new_ones.default)
 
 

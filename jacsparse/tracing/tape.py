@@ -308,13 +308,19 @@ def mutates(overload: Any) -> bool:
     return any(is_written(parameter) for parameter in overload._schema.arguments)
 
 
+aten = torch.ops.aten
 #: Operators whose number may be another at each run: a factor or a term. All other numbers are parts of the tape.
-_OF_NUMBERS = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "div"))
+_OF_NUMBERS = frozenset(
+    (
+        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor),
+        *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
+    )
+)
 
 
 def is_number(overload: Any, name: str, value: Any) -> bool:
     """Whether an argument is a number that may be another at each run."""
-    return type(value) in (int, float) and name == "other" and operator_name(overload) in _OF_NUMBERS
+    return type(value) in (int, float) and name == "other" and overload in _OF_NUMBERS
 
 
 def check_replays(tape: Tape, name: str) -> None:
