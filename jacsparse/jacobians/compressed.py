@@ -1,15 +1,18 @@
 """Values by compression: tangents of all columns of a colour at once, cotangents of all rows of a colour at once.
 
-Columns that share no row are summed into one seed of forward mode; each of their entries is then alone in its row of the
-result. Rows that share no column are summed in the same way for backward mode (Curtis, Powell and Reid, 1974). Where a
-few rows, or columns, are much fuller than the others, they are taken the one way and the rest the other way (Coleman and
-Verma, 1998: *The efficient computation of sparse Jacobian matrices using automatic differentiation*, section 3). The
-seeds of all colours run as more samples of one pass over the program, and one gather decompresses the result.
+Columns that share no row are summed into one seed of forward mode; each of their entries is then alone in its row of
+the result. Rows that share no column are summed in the same way for backward mode (Curtis, Powell and Reid, 1974).
+Where a few rows, or columns, are much fuller than the others, they are taken the one way and the rest the other way
+(Coleman and Verma, 1998: *The efficient computation of sparse Jacobian matrices using automatic differentiation*,
+section 3). The seeds of all colours run as more samples of one pass over the program, and one gather decompresses the
+result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -136,25 +139,25 @@ class Compressed:
         """Bytes of the seeds and of the places that decompress."""
         return sum(tensor.nbytes for tensor in (*self._seeds, self._places))
 
-    def _products(self, function: Linearised):  # type: ignore[no-untyped-def]
-        batch, counts = function.batch, self.coloring.counts
+    def _products(self, function: Linearised) -> Callable[..., torch.Tensor]:
+        """A function of the seeds, the places and the graph's inputs: the values on the pattern."""
+        batch, (columns, rows) = function.batch, self.coloring.counts
 
-        def values(forward: torch.Tensor, backward: torch.Tensor, places: torch.Tensor, *inputs: torch.Tensor):  # type: ignore[no-untyped-def]
+        def values(forward: torch.Tensor, backward: torch.Tensor, places: torch.Tensor, *inputs: Any) -> torch.Tensor:
             x, *others = inputs
+            results = []
 
             def f(x: torch.Tensor) -> torch.Tensor:
-                return function.graph(x, *others)
+                return cast(torch.Tensor, function.graph(x, *others))
 
-            results = []
-            if counts[0]:
+            if columns:
                 tangents = forward[:, None, :].expand(-1, batch, -1)
                 results.append(torch.vmap(lambda tangent: torch.func.jvp(f, (x,), (tangent,))[1])(tangents))
-            if counts[1]:
+            if rows:
                 cotangents = backward[:, None, :].expand(-1, batch, -1)
-                _, pull_back = torch.func.vjp(f, x)
+                pull_back = torch.func.vjp(f, x)[1]
                 results.append(torch.vmap(lambda cotangent: pull_back(cotangent)[0])(cotangents))
-            flat = [result.permute(0, 2, 1).reshape(-1, batch) for result in results]
-            together = flat[0] if len(flat) == 1 else torch.cat(flat)
+            together = torch.cat([result.permute(0, 2, 1).reshape(-1, batch) for result in results])
             return (together[:, :1] if function.shared else together).index_select(0, places)
 
         return values
@@ -163,7 +166,7 @@ class Compressed:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         if not self.pattern.nnz:
             return inputs[0].new_empty((0, 1))
-        return self._run(*self._seeds, self._places, *inputs)
+        return cast(torch.Tensor, self._run(*self._seeds, self._places, *inputs))
 
 
 def _elements(node: fx.Node) -> int:

@@ -128,8 +128,9 @@ def _jacobian(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Spar
     recent = recent_jacobians(f)
     with undisturbed(check_module(module)):
         result = recent.jacobian(f, arguments)
-        if result is not None:
-            return result
+    if result is not None:
+        return result
+    with undisturbed(module):
         result = _by_chain(module, x, pruned)
     with undisturbed(module):
         recent.add(f, arguments, result)

@@ -39,8 +39,8 @@ class GraphRun(nn.Module):
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        # In a list, so that they are neither parts nor buffers.
-        self._graph_and_inputs = [graph, inputs]
+        # In a tuple, so that they are neither parts nor buffers.
+        self._graph_and_inputs = graph, inputs
         self.nodes: list[tuple[fx.Node, torch.Tensor]] = []
 
     def forward(self, x: torch.Tensor) -> Any:

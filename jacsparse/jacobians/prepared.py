@@ -139,7 +139,8 @@ class PreparedJacobian:
                 f"<PreparedJacobian of {name_of(self._f)}: {self.pattern.summary()}",
                 f"  method {self.method}{evaluator.details}: about {evaluator.flop:,} flop, "
                 f"{evaluator.nbytes + moved:,} bytes",
-                f"  inputs: {len(arguments.specs)} arguments, {others} other tensors, {len(self._reads.numbers)} numbers",
+                f"  inputs: {len(arguments.specs)} arguments, {others} other tensors, "
+                f"{len(self._reads.numbers)} numbers",
                 f"  baked in: shapes, {len(self._taped.tape.contents)} indices or masks, branches, other numbers>",
             ]
         )

@@ -203,8 +203,8 @@ class _Leaves:
         if result is None:
             return terms_at((rows, columns), np.zeros(0), np.zeros(0))
         # All leaves first: their variables come before those of products.
-        matrices = {edge: self._constant(edge, record) for edge, record in leaves.values()}
-        matrices.update(self._of_derivatives())
+        constants = {edge: self._constant(edge, record) for edge, record in leaves.values()}
+        matrices = {edge: terms for edge, terms in constants.items() if terms is not None} | self._of_derivatives()
         try:
             transposed = accumulation.evaluate(result, matrices.__getitem__, self.algebra.multiply, joined)
         except TooManyTermsError:
@@ -247,14 +247,16 @@ class _Leaves:
         if not self.derivatives:
             return {}
         self.graph = self._graph()
-        output = self.graph.graph.output_node()
-        parts, first, firsts = output.args[0], 0, {}
+        parts: list[fx.Node] = list(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
+        first, firsts = 0, {}
         for part in dict.fromkeys(parts):
             firsts[part] = first
             first += part.meta["val"].shape[1]
         self.algebra.variables = first
         put_together(self.graph, list(firsts))
-        return {edge: self._of_derivative(edge, firsts[part]) for edge, part in zip(self.derivatives, parts, strict=True)}
+        return {
+            edge: self._of_derivative(edge, firsts[part]) for edge, part in zip(self.derivatives, parts, strict=True)
+        }
 
     def _factor(self, edge: Edge, node: fx.Node) -> tuple[int | None, int, float] | None:
         """The number, its power and the coefficient by which a linear elementwise operator scales; else None."""

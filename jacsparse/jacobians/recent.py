@@ -6,6 +6,7 @@ run with those that it was prepared for, and takes all tensors and numbers from 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -26,14 +27,14 @@ from .taped import TapedJacobian, taped
 class RecentJacobians:
     """The programs of one code's Jacobians, for a few forms of arguments."""
 
-    #: The most programs, and the most forms whose failures are remembered.
+    #: The most programs, and the most forms whose trials are counted.
     most = 8
-    #: Failures to make a program of one form after which none is tried again.
-    trials = 2
+    #: The most trials to make a program for one form: a function may make other calls each time.
+    trials = 4
 
     def __init__(self) -> None:
         self._programs: list[TapedJacobian] = []
-        self._failures: OrderedDict[Hashable, int] = OrderedDict()
+        self._trials: OrderedDict[Hashable, int] = OrderedDict()
 
     def jacobian(self, f: Callable[..., Any], arguments: Arguments) -> SparseJacobian | None:
         """The Jacobian by a program of this run's calls; None where there is none."""
@@ -46,15 +47,13 @@ class RecentJacobians:
     def add(self, f: Callable[..., Any], arguments: Arguments, expected: SparseJacobian) -> None:
         """Make a program for later calls, where folding applies and this call's Jacobian is the expected one."""
         form = repr(arguments.form())
-        if self._failures.get(form, 0) >= self.trials:
+        if self._trials.get(form, 0) >= self.trials:
             return
-        try:
+        self._trials[form] = self._trials.get(form, 0) + 1
+        if len(self._trials) > self.most:
+            self._trials.popitem(last=False)
+        with contextlib.suppress(UnsupportedOperatorError, NotFoldableError):
             program = _program(f, arguments, expected)
-        except (UnsupportedOperatorError, NotFoldableError):
-            self._failures[form] = self._failures.get(form, 0) + 1
-            if len(self._failures) > self.most:
-                self._failures.popitem(last=False)
-        else:
             self._programs = [program, *self._programs[: self.most - 1]]
 
 
@@ -106,4 +105,5 @@ def _code_of(f: Any) -> Hashable:
         return f.__code__
     if isinstance(f, nn.Module):
         return type(f), tuple(map(type, f.modules()))
-    return type(f)
+    kind: Hashable = type(f)
+    return kind

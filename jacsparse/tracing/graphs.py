@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch

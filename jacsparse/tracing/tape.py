@@ -135,7 +135,11 @@ def followed(tape: Tape, function: Callable[[torch.Tensor], Any], x: torch.Tenso
             output = function(x)
     except _OtherCallsError:
         return None
-    if hooks != RemovableHandle.next_id or following.count != len(tape.instructions) or following.slots.get(id(output)) != tape.output:
+    if (
+        hooks != RemovableHandle.next_id
+        or following.count != len(tape.instructions)
+        or following.slots.get(id(output)) != tape.output
+    ):
         return None
     return Reads([following.externals[slot] for slot in tape.forms], tuple(following.numbers))
 
@@ -213,9 +217,9 @@ class Taping(TorchDispatchMode):
             effects[name] = "shows Python what a tensor holds"
         for place, parameter in enumerate(overload._schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(parameter.name)
-            if is_written(parameter) and isinstance(value, Slot):
-                if self._memories([value.place]) & self._memories([0, *self.tape.forms]):
-                    effects[name] = "writes to a tensor from before the call"
+            written = is_written(parameter) and isinstance(value, Slot)
+            if written and self._memories([value.place]) & self._memories([0, *self.tape.forms]):
+                effects[name] = "writes to a tensor from before the call"
 
     def _memories(self, slots: Iterable[int]) -> set[int]:
         """The memories that the tensors of slots lie in."""
@@ -223,8 +227,8 @@ class Taping(TorchDispatchMode):
         return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout == torch.strided}
 
 
-class _OtherCallsError(Exception):
-    """A function made another call than its tape has."""
+class _OtherCallsError(BaseException):
+    """A function made another call than its tape has; no handler of the function's catches it."""
 
 
 class _Following(TorchDispatchMode):
@@ -293,7 +297,11 @@ class _Following(TorchDispatchMode):
     def take(self, place: int, value: Any) -> None:
         """Collect an external of the tape's form, with its elements where patterns depend on them."""
         # A slot that is taken already has another tensor.
-        if place in self.externals or not isinstance(value, torch.Tensor) or form_of(value) != self.tape.forms.get(place):
+        if (
+            place in self.externals
+            or not isinstance(value, torch.Tensor)
+            or form_of(value) != self.tape.forms.get(place)
+        ):
             raise _OtherCallsError
         if place in self.tape.contents and not self.tape.contents[place].equal(value):
             raise _OtherCallsError

@@ -137,7 +137,9 @@ def test_arguments_of_any_kind(argnums: int | tuple[int, ...], method: str) -> N
     prepared = prepare_jacobian(pair, *args(0, 2.0), argnums=argnums, batched=False, method=method)
     for seed, t in ((10, 2.0), (20, 0.3), (30, 5)):
         numbers = tuple(number % 3 for number in argnums) if isinstance(argnums, tuple) else argnums
-        assert_equal(prepared(*args(seed, float(t))), dense(pair, *args(seed, float(t)), argnums=numbers, batched=False))
+        assert_equal(
+            prepared(*args(seed, float(t))), dense(pair, *args(seed, float(t)), argnums=numbers, batched=False)
+        )
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
@@ -240,7 +242,13 @@ class _hidden:  # noqa: N801
 @pytest.mark.parametrize(
     ("f", "args", "options", "error", "message"),
     [
-        (lambda x: x.argmax(1), (drawn(2, 3),), {}, NotImplementedError, "returns torch.int64, which has no derivative"),
+        (
+            lambda x: x.argmax(1),
+            (drawn(2, 3),),
+            {},
+            NotImplementedError,
+            "returns torch.int64, which has no derivative",
+        ),
         (lambda x: (x, 3), (drawn(2, 3),), {}, NotImplementedError, "returns a int"),
         (lambda x: x.mul_(2), (drawn(2, 3),), {}, NotImplementedError, "writes to a tensor from before the call"),
         (lambda x: x - x.mean(0), (drawn(2, 3),), {}, NotImplementedError, "mixes the samples"),
@@ -304,7 +312,15 @@ def test_both_ways_at_once() -> None:
 def test_shows_itself() -> None:
     prepared = prepare_jacobian(brusselator, drawn(1, 2, 4, 4))
     text = repr(prepared)
-    for part in ("PreparedJacobian of brusselator", "32 × 32", "method products", "flop", "bytes", "inputs", "baked in"):
+    for part in (
+        "PreparedJacobian of brusselator",
+        "32 × 32",
+        "method products",
+        "flop",
+        "bytes",
+        "inputs",
+        "baked in",
+    ):
         assert part in text
     assert prepared.check(drawn(1, 2, 4, 4)) < 1e-14
     assert math.isfinite(prepared.check(drawn(1, 2, 4, 4, seed=1)))

@@ -363,9 +363,9 @@ def products(draw: st.DrawFn, kind: str) -> Case:
     if kind == "addmm":
         factors = {"beta": draw(amounts), "alpha": draw(st.sampled_from([1.0, 0.5]))}
         if side == "both":
-            return Apply(lambda x, c: aten.addmm(x[:, :columns], x, c, **factors), constant(inner + columns, columns)), (
-                inner + columns,
-            )
+            return Apply(
+                lambda x, c: aten.addmm(x[:, :columns], x, c, **factors), constant(inner + columns, columns)
+            ), (inner + columns,)
         return Apply(lambda x, b, c: aten.addmm(b, x, c, **factors), constant(columns), constant(inner, columns)), (
             inner,
         )

@@ -1,0 +1,150 @@
+"""`jacobian` of a function after anything that it reads has changed: always of what the function computes now."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import jacsparse
+from jacsparse.tracing import followed, recorded_tape
+
+from .test_prepared import assert_equal, dense, drawn
+
+
+class State:
+    """All that `computed` reads besides its input."""
+
+    def __init__(self) -> None:
+        self.number, self.exponent, self.power = 2.0, 2, torch.tensor(3.0, dtype=torch.float64)
+        self.weight, self.indices, self.mask = drawn(4), torch.tensor([0, 3, 1, 2]), torch.tensor([True, False] * 2)
+        self.branch, self.detaches, self.sees, self.hooks, self.tied = True, False, True, False, True
+        self.other, self.slope, self.fails = self.weight, 0.1, False
+
+
+def computed(state: State, x: torch.Tensor) -> torch.Tensor:
+    y = x * state.weight + x.roll(1, 1) * state.number
+    y = y[:, state.indices] ** state.exponent
+    y = torch.where(state.mask, y, y.sin())
+    with contextlib.nullcontext() if state.sees else torch.no_grad():
+        z = y * y
+    z = z.detach() if state.detaches else z
+    if state.hooks:
+        z.register_hook(lambda gradient: gradient)
+    try:
+        y = y.cos() if state.fails else y.exp()
+    except Exception:
+        y = y * 5
+    y = nn.functional.leaky_relu(y - 1, state.slope) + (z if state.branch else -z)
+    return y * (state.weight if state.tied else state.other) * state.power
+
+
+CHANGES: dict[str, Callable[[State], Any]] = {
+    "number": lambda s: setattr(s, "number", 5.0),
+    "integer": lambda s: setattr(s, "number", 5),
+    "exponent": lambda s: setattr(s, "exponent", 3),
+    "slope": lambda s: setattr(s, "slope", 0.7),
+    "tensor without axes": lambda s: setattr(s, "power", torch.tensor(5.0, dtype=torch.float64)),
+    "tensor": lambda s: setattr(s, "weight", drawn(4, seed=3)),
+    "tensor in place": lambda s: s.weight.mul_(2),
+    "elements of a tensor": lambda s: s.weight.data.add_(1),
+    "indices": lambda s: setattr(s, "indices", torch.tensor([1, 0, 2, 3])),
+    "indices in place": lambda s: s.indices.copy_(torch.tensor([1, 0, 2, 3])),
+    "mask in place": lambda s: s.mask.logical_not_(),
+    "branch": lambda s: setattr(s, "branch", False),
+    "detach": lambda s: setattr(s, "detaches", True),
+    "no_grad": lambda s: setattr(s, "sees", False),
+    "caught": lambda s: setattr(s, "fails", True),
+    "no longer tied": lambda s: (setattr(s, "tied", False), setattr(s, "other", drawn(4, seed=4))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_a_change(change: str) -> None:
+    state, x = State(), drawn(2, 4)
+    f = lambda x: computed(state, x)  # noqa: E731
+    for _ in range(2):
+        assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+    CHANGES[change](state)
+    for seed in range(2):
+        x = drawn(2, 4, seed=seed)
+        assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+
+
+def test_hooks_are_refused_after_other_calls() -> None:
+    state, x = State(), drawn(2, 4)
+    f = lambda x: computed(state, x)  # noqa: E731
+    jacsparse.jacobian(f, x)
+    state.hooks = True
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="backward hook"):
+        jacsparse.jacobian(f, x)
+
+
+def test_functions_of_one_code() -> None:
+    x = drawn(2, 4)
+    for factor in (2.0, 3.0, drawn(4), drawn(2, 1), 1):
+        f = lambda x, factor=factor: x.roll(1, 1) * x * factor  # noqa: E731
+        assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 4), (2, 5)])
+def test_shapes_in_turn(shape: tuple[int, int]) -> None:
+    for x in (drawn(2, 4), drawn(*shape), drawn(2, 4), drawn(*shape).T.contiguous().T, drawn(*shape)):
+        assert_equal(jacsparse.jacobian(_squares, x), dense(_squares, x))
+
+
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    return x.roll(1, 1) * x
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_empty_batch(shared: bool) -> None:
+    f = (lambda x: x.roll(1, 1)) if shared else _squares
+    jacobian = jacsparse.jacobian(f, drawn(0, 4))
+    assert jacobian.shape == (4, 4) and jacobian.values.shape == (jacobian.pattern.nnz, 1 if shared else 0)
+
+
+def test_a_module_that_counts_its_calls() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x * self.calls
+
+    module, x = Counts(), drawn(2, 3)
+    for calls in (0, 0, 4):
+        module.calls = calls
+        assert jacsparse.jacobian(module, x).values.unique().tolist() == [calls + 1]
+        assert module.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("now", "same"),
+    [
+        (lambda x, w: x * w + 2.0, True),
+        (lambda x, w: x * (w + 0).mul(1) + 2.0, False),
+        (lambda x, w: x * w - 2.0, False),
+        (lambda x, w: (x * w + 2.0).clone(), False),
+        (lambda x, w: (x * w, x + 2.0)[0], False),
+        (lambda x, w: x * w + w, False),
+        (lambda x, w: x * w[:1] + 2.0, False),
+        (lambda x, w: x * w.float() + 2.0, False),
+    ],
+)
+def test_calls_are_compared(now: Callable[..., Any], same: bool) -> None:
+    x, w = drawn(3), drawn(3, seed=1)
+    tape, reads = recorded_tape(lambda x: x * w + 3.0, x)
+    assert reads.numbers == (3.0,) and reads.externals[0] is w
+    other = drawn(3, seed=2)
+    followed_reads = followed(tape, lambda x: now(x, other), x)
+    assert (followed_reads is not None) is same
+    if followed_reads is not None:
+        assert followed_reads.numbers == (2.0,) and followed_reads.externals[0] is other
+        assert torch.equal(tape.run(x, [other], [2.0]), x * other + 2.0)
