@@ -10,7 +10,7 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,12 +32,15 @@ class Coloring:
 
     Attributes
     ----------
+    pattern : Pattern
+        The pattern of the entries.
     columns, rows : ndarray of int
         The colour of each column and of each row; -1 for those that no entry is taken from.
     forward : ndarray of bool, (nnz,)
         Whether an entry is taken from the product with its column's seed, not with its row's.
     """
 
+    pattern: Pattern
     columns: np.ndarray
     rows: np.ndarray
     forward: np.ndarray
@@ -46,6 +49,20 @@ class Coloring:
     def counts(self) -> tuple[int, int]:
         """The number of colours of columns and of rows."""
         return int(self.columns.max(initial=-1)) + 1, int(self.rows.max(initial=-1)) + 1
+
+    def describe(self) -> dict[str, np.ndarray]:
+        """The arrays by name."""
+        return {"columns": self.columns, "rows": self.rows, "forward": self.forward}
+
+    @classmethod
+    def restore(cls, content: Mapping[str, Any], pattern: Pattern) -> Coloring:
+        """The colouring of arrays from outside; ValueError where they do not fit the pattern."""
+        lengths = {"columns": (pattern.shape[1], "i"), "rows": (pattern.shape[0], "i"), "forward": (pattern.nnz, "b")}
+        for name, (length, kind) in lengths.items():
+            array = content.get(name)
+            if not isinstance(array, np.ndarray) or array.shape != (length,) or array.dtype.kind != kind:
+                raise ValueError(f"{name} is no array of {length} colours or flags")
+        return cls(pattern, *(content[name] for name in lengths))
 
     @property
     def cost(self) -> float:
@@ -83,7 +100,7 @@ def _apart(pattern: Pattern, count: int) -> Coloring:
     forward = ~apart[pattern.rows]
     rows = np.where(apart, row_colors(_part(pattern, ~forward)) if count else 0, -1)
     columns = row_colors(_part(pattern, forward).T)
-    return Coloring(columns if forward.any() else np.full(pattern.shape[1], -1), rows, forward)
+    return Coloring(pattern, columns if forward.any() else np.full(pattern.shape[1], -1), rows, forward)
 
 
 def _part(pattern: Pattern, entries: np.ndarray) -> Pattern:
@@ -98,7 +115,7 @@ def _transposed(pattern: Pattern, of_transpose: Coloring) -> Coloring:
     """The colouring of a pattern from one of its transpose."""
     forward = np.empty(pattern.nnz, dtype=np.bool_)
     forward[pattern.transposition] = ~of_transpose.forward
-    return Coloring(of_transpose.rows, of_transpose.columns, forward)
+    return Coloring(pattern, of_transpose.rows, of_transpose.columns, forward)
 
 
 class Compressed:
@@ -108,20 +125,25 @@ class Compressed:
     ----------
     function : Linearised
         The function.
+    colors : Coloring
+        The colours of its pattern.
     compile : bool
         Whether the products run under ``torch.compile``.
     """
 
     name = "compressed"
 
-    def __init__(self, function: Linearised, compile: bool = False) -> None:
-        self.pattern = function.pattern
-        self.coloring = coloring(self.pattern)
+    def __init__(self, function: Linearised, colors: Coloring, compile: bool = False) -> None:
+        self.pattern, self.coloring = colors.pattern, colors
         device = function.inputs[0].device
         self._seeds = [torch.from_numpy(seed).to(function.inputs[0]) for seed in _seeds(self.coloring)]
-        self._places = torch.from_numpy(_places(self.pattern, self.coloring)).to(device)
+        self._places = torch.from_numpy(_places(self.coloring)).to(device)
         self.graph = graph_of_values(self._products(function), [*self._seeds, self._places, *function.inputs])
         self._run = torch.compile(self.graph.forward, dynamic=False) if compile else self.graph.forward
+
+    def describe(self) -> dict[str, Any]:
+        """The colouring as arrays."""
+        return self.coloring.describe()
 
     @property
     def details(self) -> str:
@@ -180,8 +202,9 @@ def _seeds(coloring: Coloring) -> list[np.ndarray]:
     return [(colors == np.arange(count)[:, None]).astype(np.float64) for colors, count in pairs]
 
 
-def _places(pattern: Pattern, coloring: Coloring) -> np.ndarray:
+def _places(coloring: Coloring) -> np.ndarray:
     """The place of each entry in the products with all seeds, one after the other."""
+    pattern = coloring.pattern
     rows, columns = pattern.shape
     forward = coloring.columns[pattern.indices] * np.int64(rows) + pattern.rows
     backward = coloring.counts[0] * np.int64(rows) + coloring.rows[pattern.rows] * np.int64(columns) + pattern.indices

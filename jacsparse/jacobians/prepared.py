@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .._version import __version__
+from ..patterns import Pattern
+from ..runtime import read_archive, write_archive
 from ..spgemm import SparseJacobian
 from ..stages import DENSE, chain_of, recorded, refuse_hooks
 from ..tracing import Reads, check_module, check_replays, undisturbed, without_autocast
 from .arguments import Arguments, FlatFunction, arguments_of, name_of
-from .compressed import Compressed, coloring
+from .compressed import Coloring, Compressed, coloring
+from .folding import Folded, NotFoldableError, derivatives_of, folded
 from .linearised import Linearised, linearised
-from .products import ChainProducts, NotFoldableError, Products
+from .products import ChainProducts, Products
 from .surroundings import Surroundings
 from .taped import Evaluator, TapedJacobian, taped
 from .verification import VerificationError
@@ -35,8 +42,11 @@ class PreparedJacobian:
         ``products`` or ``compressed``.
     """
 
-    def __init__(self, f: Callable[..., Any], arguments: Arguments, taped: TapedJacobian, reads: Reads) -> None:
-        self.pattern, self.method = taped.evaluator.pattern, taped.evaluator.name
+    def __init__(
+        self, f: Callable[..., Any], arguments: Arguments, function: Linearised, evaluator: Evaluator, reads: Reads
+    ) -> None:
+        self.pattern, self.method = evaluator.pattern, evaluator.name
+        self._program, taped = _digest(arguments, function), TapedJacobian(arguments.form(), function.tape, evaluator)
         self._f, self._arguments, self._taped, self._reads = f, arguments, taped, reads
         self._plain, self._surroundings = arguments.plain, Surroundings(f)
         # Externals that are arguments, by the place of the leaf.
@@ -130,6 +140,67 @@ class PreparedJacobian:
             )
         return error
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all that was decided to an ``.npz`` file, without pickle; the function is no part of it."""
+        taped, pattern = self._taped, self.pattern
+        content = {
+            "version": __version__,
+            "program": self._program,
+            "argnums": list(self._arguments.argnums),
+            "batched": self._arguments.batched,
+            "evaluator": type(taped.evaluator).__name__,
+            "shape": list(pattern.shape),
+            "indptr": pattern.indptr,
+            "indices": pattern.indices,
+        }
+        write_archive(path, "prepared Jacobian", {**content, **taped.evaluator.describe()})
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], f: Callable[..., Any], *args: Any, compile: bool = False
+    ) -> PreparedJacobian:
+        """Read what `save` wrote, for the same function, and check it against the function.
+
+        Parameters
+        ----------
+        path : path
+            The file.
+        f : callable
+            The function that it was prepared for.
+        *args
+            Arguments of the same shapes.
+        compile : bool
+            As in `prepare_jacobian`.
+
+        Raises
+        ------
+        FileNotFoundError
+            Where there is no such file.
+        ValueError
+            Where the file is damaged, of another version, or of another function.
+        """
+        content = read_archive(path, "prepared Jacobian")
+        if content.get("version") != __version__:
+            raise ValueError(
+                f"{path} is of version {content.get('version')!r} of jacsparse, and this is {__version__}; prepare the "
+                "Jacobian and save it again"
+            )
+        argnums, batched = content.get("argnums"), content.get("batched")
+        if type(argnums) is not list or type(batched) is not bool:
+            raise ValueError(f"{path}: argnums is {argnums!r} and batched {batched!r}; the file is damaged")
+        arguments = arguments_of(args, argnums, batched)
+        function, reads = _traced(f, arguments)
+        if content.get("program") != _digest(arguments, function):
+            raise ValueError(
+                f"{path} is not of this function at arguments of these shapes: {name_of(f)}, {arguments}; prepare its "
+                "Jacobian and save it again"
+            )
+        try:
+            evaluator = _restored(content, function, len(reads.numbers), compile)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}: no valid prepared Jacobian: {error}") from error
+        return _checked(cls(f, arguments, function, evaluator, reads), args)
+
     def __repr__(self) -> str:
         evaluator, arguments = self._taped.evaluator, self._arguments
         moved = self.pattern.nnz * arguments.batch * arguments.tensors[0].element_size()
@@ -198,6 +269,13 @@ def prepare_jacobian(
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
     arguments = arguments_of(args, argnums, batched)
+    function, reads = _traced(f, arguments)
+    evaluator = evaluator_of(function, method, compile)
+    return _checked(PreparedJacobian(f, arguments, function, evaluator, reads), args)
+
+
+def _traced(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised, Reads]:
+    """A function's program, and what it reads, with errors in the user's words."""
     function, x = FlatFunction(f, arguments), arguments.flat()
     check_module(function)
     with undisturbed(function):
@@ -206,22 +284,55 @@ def prepare_jacobian(
             refuse_hooks(chain_of(recording, pruned=False).records(recording)[1])
         tape, reads = taped(f, arguments)
     check_replays(tape, name_of(f))
-    evaluator = evaluator_of(linearised(tape, x, reads), method, compile)
-    prepared = PreparedJacobian(f, arguments, TapedJacobian(arguments.form(), tape, evaluator), reads)
+    return linearised(tape, x, reads), reads
+
+
+def _checked(prepared: PreparedJacobian, args: Sequence[Any]) -> PreparedJacobian:
     prepared.check(*args)
     return prepared
+
+
+def _digest(arguments: Arguments, function: Linearised) -> str:
+    """A digest of all that a prepared Jacobian depends on besides elements and numbers."""
+    digest = hashlib.blake2b(digest_size=16)
+    tape = function.tape
+    for part in (arguments.form(), tape.forms, tape.dtypes, function.graph.code):
+        digest.update(repr(part).encode())
+    for contents in tape.contents.values():
+        digest.update(contents.copy.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def evaluator_of(function: Linearised, method: str, compile: bool) -> Evaluator:
     """The way to the values that was asked for, or the one of less predicted cost."""
     if method == "compressed":
-        return Compressed(function, compile)
+        return Compressed(function, coloring(function.pattern), compile)
     try:
-        return Products(function, compile)
+        return Products(function, *folded(function), compile)
     except NotFoldableError:
         products = ChainProducts(function)
     if method == "products" or not products.pattern.nnz:
         return products
     # A compressed pass costs each sample what the operators' own dense backward does.
     one_pass = DENSE * sum(stage.backward_work for stage in function.chain)
-    return products if products.cost < coloring(function.pattern).cost * one_pass else Compressed(function, compile)
+    colors = coloring(function.pattern)
+    return products if products.cost < colors.cost * one_pass else Compressed(function, colors, compile)
+
+
+def _restored(content: Mapping[str, Any], function: Linearised, numbers: int, compile: bool) -> Evaluator:
+    """The evaluator that a file describes; ValueError where it describes none of this function."""
+    kind = content.get("evaluator")
+    if kind == ChainProducts.__name__:
+        return ChainProducts(function)
+    pattern = Pattern(content["shape"], content["indptr"], content["indices"])
+    if pattern.shape != (math.prod(function.chain.out_shape), math.prod(function.chain.in_shape)):
+        raise ValueError(f"its pattern is {pattern.shape}")
+    if kind == Compressed.__name__:
+        return Compressed(function, Coloring.restore(content, pattern), compile)
+    if kind != Products.__name__:
+        raise ValueError(f"evaluator is {kind!r}")
+    entries = Folded.restore(content, pattern, numbers)
+    count, graph = derivatives_of(function)
+    if count != entries.derivatives:
+        raise ValueError(f"it has {entries.derivatives} local derivatives, and the function {count}")
+    return Products(function, entries, graph, compile)

@@ -19,8 +19,9 @@ from torch import nn
 from ..patterns import UnsupportedOperatorError
 from ..spgemm import SparseJacobian
 from .arguments import Arguments
+from .folding import NotFoldableError, folded
 from .linearised import linearised
-from .products import NotFoldableError, Products
+from .products import Products
 from .taped import TapedJacobian, taped
 
 
@@ -61,7 +62,8 @@ def _program(f: Callable[..., Any], arguments: Arguments, expected: SparseJacobi
     tape, reads = taped(f, arguments)
     if any("shows" not in effect for effect in tape.effects.values()):
         raise NotFoldableError(f"its calls have effects: {tape.effects}")
-    program = TapedJacobian(arguments.form(), tape, Products(linearised(tape, arguments.flat(), reads)))
+    function = linearised(tape, arguments.flat(), reads)
+    program = TapedJacobian(arguments.form(), tape, Products(function, *folded(function)))
     actual = SparseJacobian(program.evaluator.pattern, program.values(arguments.flat(), reads))
     if not _agree(actual, expected):
         raise NotFoldableError("its values are not those of the operators' own derivatives")
@@ -105,5 +107,4 @@ def _code_of(f: Any) -> Hashable:
         return f.__code__
     if isinstance(f, nn.Module):
         return type(f), tuple(map(type, f.modules()))
-    kind: Hashable = type(f)
-    return kind
+    return f"{type(f).__module__}.{type(f).__qualname__}"

@@ -20,6 +20,9 @@ class Evaluator(Protocol):
     name: str
     pattern: Pattern
 
+    def describe(self) -> dict[str, Any]:
+        """All that was decided, as plain numbers and arrays."""
+
     @property
     def details(self) -> str:
         """What the method took, in words."""

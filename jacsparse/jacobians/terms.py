@@ -7,7 +7,7 @@ variables meet, their product becomes a variable of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,6 +51,27 @@ class Monomials:
         for number, power in self._powers[right]:
             powers[number] = powers.get(number, 0) + power
         return self.index(powers)
+
+    def __len__(self) -> int:
+        return len(self._powers)
+
+    def table(self) -> np.ndarray:
+        """A row for each power of a number: the monomial, the number and the exponent."""
+        rows = [(place, *power) for place, powers in enumerate(self._powers) for power in powers]
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+    @classmethod
+    def restore(cls, table: object, numbers: int) -> Monomials:
+        """The monomials of a table; ValueError where it is none, for a function of so many numbers."""
+        if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 3:
+            raise ValueError("monomials is no table of three columns")
+        if len(table) and not (table[:, :2].min() >= 0 and table[:, 1].max() < numbers):
+            raise ValueError(f"monomials has a number outside of 0 to {numbers - 1}")
+        monomials = cls()
+        for place in range(1, 1 + int(table[:, 0].max(initial=0))):
+            if monomials.index({int(n): int(power) for m, n, power in table if m == place}) != place:
+                raise ValueError(f"monomials has number {place} twice")
+        return monomials
 
     def values(self, numbers: Sequence[float]) -> np.ndarray:
         """The value of each monomial."""
@@ -130,6 +151,30 @@ class Step:
     def stop(self) -> int:
         """The variable after the last one."""
         return self.first + len(self.indptr) - 1
+
+    def describe(self) -> dict[str, np.ndarray]:
+        """The arrays by name."""
+        names = ("indptr", "left", "right", "monomial", "coefficient")
+        arrays = {name: getattr(self, name) for name in names}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    @classmethod
+    def restore(cls, first: int, arrays: Mapping[str, np.ndarray], monomials: int) -> Step:
+        """The step of arrays from outside; ValueError where they refer to what is not computed before it."""
+        indptr, left, right = (arrays.get(name) for name in ("indptr", "left", "right"))
+        monomial, coefficient = arrays.get("monomial"), arrays.get("coefficient")
+        if indptr is None or left is None or monomial is None or coefficient is None:
+            raise ValueError("an array of a step is missing")
+        ranges = [(left, first), (monomial, monomials), *([(right, first)] if right is not None else [])]
+        for array, stop in ranges:
+            if array.shape != coefficient.shape or array.dtype.kind != "i":
+                raise ValueError("the arrays of a step differ in shape, or hold no integers")
+            if len(array) and not 0 <= array.min() <= array.max() < stop:
+                raise ValueError("a step refers to a variable or a monomial that is not computed before it")
+        falls = indptr.ndim != 1 or not len(indptr) or indptr[0] != 0 or bool((indptr[1:] < indptr[:-1]).any())
+        if falls or indptr.dtype.kind != "i" or indptr[-1] != len(left) or coefficient.dtype != np.float64:
+            raise ValueError("the rows of a step are no running total of its terms")
+        return cls(first, indptr, left, right, monomial, coefficient)
 
 
 def step_of(

@@ -217,8 +217,9 @@ class Taping(TorchDispatchMode):
             effects[name] = "shows Python what a tensor holds"
         for place, parameter in enumerate(overload._schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(parameter.name)
-            written = is_written(parameter) and isinstance(value, Slot)
-            if written and self._memories([value.place]) & self._memories([0, *self.tape.forms]):
+            if not is_written(parameter) or not isinstance(value, Slot):
+                continue
+            if self._memories([value.place]) & self._memories([0, *self.tape.forms]):
                 effects[name] = "writes to a tensor from before the call"
 
     def _memories(self, slots: Iterable[int]) -> set[int]:

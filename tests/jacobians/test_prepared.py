@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import jacsparse
-from jacsparse import prepare_jacobian
+from jacsparse import PreparedJacobian, prepare_jacobian
+from jacsparse.runtime import read_archive, write_archive
 
 FLOAT = torch.float64
 #: Roundings of a few dozen operators, of which none here cancels all but a thousandth of its operands.
@@ -307,6 +310,56 @@ def test_both_ways_at_once() -> None:
     prepared = prepare_jacobian(arrow, x, method="compressed")
     assert "2 colours of columns, 1 of rows" in repr(prepared)
     assert_equal(prepared(x), dense(arrow, x))
+
+
+@pytest.mark.parametrize("method", ["products", "compressed"])
+@pytest.mark.parametrize("name", ["brusselator", "heat", "softmax", "constant"])
+def test_saved_and_loaded(name: str, method: str, tmp_path: Path) -> None:
+    f, shape = FUNCTIONS[name]
+    path, x = tmp_path / "prepared.npz", drawn(2, *shape)
+    prepared = prepare_jacobian(f, x, method=method)
+    prepared.save(path)
+    loaded = PreparedJacobian.load(path, f, x)
+    x = drawn(2, *shape, seed=1)
+    assert loaded.pattern == prepared.pattern and torch.equal(loaded.values(x), prepared.values(x))
+    other = drawn(3, *shape)
+    with pytest.raises(ValueError, match="is not of this function at arguments of these shapes"):
+        PreparedJacobian.load(path, f, other)
+    with pytest.raises(ValueError, match="is not of this function"):
+        PreparedJacobian.load(path, lambda x: f(x) * 2.0, x)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("version", "0.0", "is of version '0.0' of jacsparse"),
+        ("argnums", "x", "argnums is 'x'"),
+        ("evaluator", "Other", "evaluator is 'Other'"),
+        ("shape", [3, 3], "no valid prepared Jacobian"),
+        ("steps", 1, "no valid prepared Jacobian"),
+        ("derivatives", 5, "no valid prepared Jacobian"),
+        ("monomials", np.zeros((1, 3)), "monomials is no table"),
+        ("monomials", np.full((1, 3), 9), "a number outside"),
+        ("0.left", np.zeros(1, dtype=np.int64), "no valid prepared Jacobian"),
+        ("1.left", None, "an array of a step is missing"),
+        ("1.left", -1, "refers to a variable"),
+        ("1.left", 10**6, "refers to a variable"),
+        ("1.indptr", 10**6, "no running total"),
+        ("constants.entry", 10**6, "constants.entry does not run from"),
+    ],
+)
+def test_damaged_files(field: str, value: Any, message: str, tmp_path: Path) -> None:
+    x, path = drawn(2, 2, 4, 4), tmp_path / "prepared.npz"
+    prepare_jacobian(brusselator, x, method="products").save(path)
+    content = read_archive(path, "prepared Jacobian")
+    before = content.pop(field)
+    if isinstance(value, int) and isinstance(before, np.ndarray):
+        content[field] = np.full_like(before, value)
+    elif value is not None:
+        content[field] = value
+    write_archive(path, "prepared Jacobian", content)
+    with pytest.raises(ValueError, match=message):
+        PreparedJacobian.load(path, brusselator, x)
 
 
 def test_shows_itself() -> None:

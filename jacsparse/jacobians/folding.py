@@ -1,0 +1,308 @@
+"""Folding: each entry of a Jacobian as a constant plus a short sum of weighted local derivatives.
+
+Most discretised equations are constant matrices, differences, sums and selections, around few elementwise operators.
+Vertex elimination multiplies their local Jacobians along paths; here it multiplies all that is constant when preparing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from ..patterns import Identity, Pattern, is_pointwise
+from ..stages import Accumulation, Edge, Record, eliminate
+from ..tracing import graph_of_values
+from .linearised import Linearised, evaluated
+from .terms import NONE, Algebra, Monomials, Step, Terms, TooManyTermsError, joined, merged, step_of, terms_at
+
+#: Terms of all products, for each entry of the Jacobian, beyond which its products are not folded.
+TERMS_PER_ENTRY = 64
+
+
+class NotFoldableError(Exception):
+    """A local Jacobian is neither constant nor elementwise, or there are too many paths."""
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """The entries of a Jacobian as sums of terms.
+
+    Attributes
+    ----------
+    pattern : Pattern
+        The pattern of the entries.
+    monomials : Monomials
+        The products of numbers that scale terms.
+    constants : tuple of ndarray
+        The constant terms: the entry, the monomial and the coefficient of each.
+    derivatives : int
+        The number of local derivatives, which are the first variables.
+    steps : tuple of Step
+        The sums and products of variables, in the order in which they run; the last one computes the entries.
+    """
+
+    pattern: Pattern
+    monomials: Monomials
+    constants: tuple[np.ndarray, np.ndarray, np.ndarray]
+    derivatives: int
+    steps: tuple[Step, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """All of it as plain numbers and arrays."""
+        content: dict[str, Any] = {"derivatives": self.derivatives, "steps": len(self.steps)}
+        content["monomials"] = self.monomials.table()
+        names = ("entry", "monomial", "coefficient")
+        content |= {f"constants.{name}": array for name, array in zip(names, self.constants, strict=True)}
+        for number, step in enumerate(self.steps):
+            content |= {f"{number}.{name}": array for name, array in step.describe().items()}
+        return content
+
+    @classmethod
+    def restore(cls, content: Mapping[str, Any], pattern: Pattern, numbers: int) -> Folded:
+        """The terms that `describe` described.
+
+        Raises
+        ------
+        ValueError
+            Where an array is missing, or refers to a variable, an entry or a number that there is not.
+        """
+        monomials = Monomials.restore(content.get("monomials"), numbers)
+        names = ("entry", "monomial", "coefficient")
+        entry, monomial, coefficient = (_array(content, f"constants.{name}") for name in names)
+        _check_range("constants.entry", entry, pattern.nnz)
+        _check_range("constants.monomial", monomial, len(monomials))
+        if not len(entry) == len(monomial) == len(coefficient):
+            raise ValueError("the arrays of the constants differ in length")
+        count, first = content.get("steps"), content.get("derivatives")
+        if type(count) is not int or type(first) is not int or first < 0:
+            raise ValueError(f"steps is {count!r} and derivatives {first!r}; expected counts")
+        derivatives, steps = first, []
+        for number in range(count):
+            prefix = f"{number}."
+            arrays = {name.removeprefix(prefix): content[name] for name in content if name.startswith(prefix)}
+            steps.append(Step.restore(first, arrays, len(monomials)))
+            first = steps[-1].stop
+        if not steps or first - steps[-1].first != pattern.nnz:
+            raise ValueError("the last step does not compute the entries of the pattern")
+        return cls(pattern, monomials, (entry, monomial, coefficient), derivatives, tuple(steps))
+
+
+def _array(content: Mapping[str, Any], name: str) -> np.ndarray:
+    array = content.get(name)
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "if":
+        raise ValueError(f"{name} is no array of numbers")
+    return array
+
+
+def _check_range(name: str, array: np.ndarray, stop: int) -> None:
+    if array.dtype.kind != "i" or (len(array) and not 0 <= array.min() <= array.max() < stop):
+        raise ValueError(f"{name} does not run from 0 to {stop - 1}")
+
+
+def folded(function: Linearised) -> tuple[Folded, fx.GraphModule | None]:
+    """The entries of a function's Jacobian as terms, and the graph of its local derivatives, if any.
+
+    Raises
+    ------
+    NotFoldableError
+        Where an operator's local Jacobian is neither constant nor elementwise, or there are too many paths.
+    """
+    leaves = _Leaves(function)
+    terms = leaves.folded()
+    constant = terms.variable == NONE
+    constants, others = terms[constant], merged(terms[~constant])
+    entries = np.searchsorted(function.pattern.places, constants.place)
+    counts = np.bincount(np.searchsorted(function.pattern.places, others.place), minlength=function.pattern.nnz)
+    last = step_of(leaves.algebra.variables, counts, others.variable, None, others.monomial, others.coefficient)
+    return Folded(
+        function.pattern,
+        leaves.algebra.monomials,
+        (entries, constants.monomial, constants.coefficient),
+        leaves.count,
+        (*leaves.algebra.steps, last),
+    ), leaves.graph
+
+
+def derivatives_of(function: Linearised) -> tuple[int, fx.GraphModule | None]:
+    """The number of a function's local derivatives, and the graph that computes them, if any."""
+    leaves = _Leaves(function)
+    leaves.matrices()
+    return leaves.count, leaves.graph
+
+
+class _Leaves:
+    """The local Jacobians of a function as matrices of terms, transposed as the edges' patterns are."""
+
+    def __init__(self, function: Linearised) -> None:
+        self.function, self.numbers = function, function.numbers
+        if function.inputs[0].is_cuda:
+            raise NotFoldableError("its kernels run on the CPU")
+        self.algebra = Algebra(0, TERMS_PER_ENTRY * (function.pattern.nnz + sum(function.pattern.shape)))
+        #: The edges whose local derivatives are variables, in the order of these.
+        self.derivatives: list[Edge] = []
+        #: Computes the variables, ``(variables, batch)``, from the function's inputs; None where there are none.
+        self.graph: fx.GraphModule | None = None
+        self.count = 0
+        self._varying = _varying(function)
+
+    def folded(self) -> Terms:
+        """The function's Jacobian as terms."""
+        accumulation, edges, chain = Accumulation(patterns_only=True), self.function.edges(), self.function.chain
+        leaves = {accumulation.leaf(edge, edge.pattern): (edge, record) for edge, record in edges}
+        rows, columns = self.function.pattern.shape
+        if not len(chain):
+            diagonal = np.arange(rows)
+            return terms_at((rows, columns), diagonal, diagonal)
+        graph = [(edge.source, edge.target, number) for number, (edge, _) in leaves.items()]
+        result = eliminate(accumulation, graph, chain.stages[0].start, chain.stages[-1].stop)
+        if result is None:
+            return terms_at((rows, columns), np.zeros(0), np.zeros(0))
+        matrices = self.matrices()
+        try:
+            transposed = accumulation.evaluate(result, matrices.__getitem__, self.algebra.multiply, joined)
+        except TooManyTermsError:
+            raise NotFoldableError("its paths meet in too many terms") from None
+        t = transposed
+        return Terms((rows, columns), t.column, t.row, t.variable, t.monomial, t.coefficient)
+
+    def matrices(self) -> dict[Edge, Terms]:
+        """The transposed local Jacobians of all edges; their variables come before those of products."""
+        constants = {edge: self._constant(edge, record) for edge, record in self.function.edges()}
+        return {edge: terms for edge, terms in constants.items() if terms is not None} | self._of_derivatives()
+
+    def _constant(self, edge: Edge, record: Record) -> Terms | None:
+        """The transposed local Jacobian of an edge where it is constant; else None, and the edge has a derivative."""
+        pattern = edge.pattern
+        entries = (pattern.shape, pattern.rows, pattern.indices)
+        if isinstance(pattern.structure, Identity):
+            return terms_at(*entries)
+        node = self.function.nodes.get(edge.target)
+        if node is None:
+            raise NotFoldableError(f"{edge.call.operator} is no call of the graph")
+        factor = self._factor(edge, node)
+        if factor is not None:
+            number, power, coefficient = factor
+            monomial = self.algebra.monomials.index({} if number is None else {number: power})
+            return terms_at(*entries, monomial=monomial, coefficient=coefficient)
+        place = _place(node, edge)
+        others = [] if place is None else [other for other in node.all_input_nodes if other is not node.args[place]]
+        moves = edge.call.sources is not None
+        if edge.shared and (moves or (place is not None and not self._varying.intersection(others))):
+            return terms_at(*entries, coefficient=record.values(edge)[:, 0].numpy())
+        if not is_pointwise(edge.call.operator) or place is None:
+            raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")
+        self.derivatives.append(edge)
+        return None
+
+    def _of_derivative(self, edge: Edge, first: int) -> Terms:
+        """The transposed local Jacobian of an edge, whose entries are consecutive variables."""
+        pattern, jacobian = edge.pattern, edge.pattern.T
+        leaf = terms_at(jacobian.shape, jacobian.rows, jacobian.indices, first_variable=first)
+        return Terms(pattern.shape, leaf.column, leaf.row, leaf.variable, leaf.monomial, leaf.coefficient)
+
+    def _of_derivatives(self) -> dict[Edge, Terms]:
+        """The local Jacobians of the edges that have derivatives; the graph that computes these is set."""
+        if not self.derivatives:
+            return {}
+        self.graph = self._graph()
+        parts: list[fx.Node] = list(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
+        first, firsts = 0, {}
+        for part in dict.fromkeys(parts):
+            firsts[part] = first
+            first += part.meta["val"].shape[1]
+        self.algebra.variables = self.count = first
+        put_together(self.graph, list(firsts))
+        return {
+            edge: self._of_derivative(edge, firsts[part]) for edge, part in zip(self.derivatives, parts, strict=True)
+        }
+
+    def _factor(self, edge: Edge, node: fx.Node) -> tuple[int | None, int, float] | None:
+        """The number, its power and the coefficient by which a linear elementwise operator scales; else None."""
+        name, argument = edge.call.operator, edge.call.argument
+        if name == "aten.neg":
+            return None, 0, -1.0
+        if name in ("aten.add", "aten.sub"):
+            scale = float(node.kwargs.get("alpha", 1)) * (-1 if name == "aten.sub" else 1)  # type: ignore[arg-type]
+            return None, 0, 1.0 if argument == "self" else scale
+        if name == "aten.rsub" and argument == "self":
+            return None, 0, -1.0 if len(node.args) < 3 else -float(node.args[2])  # type: ignore[arg-type]
+        if name not in ("aten.mul", "aten.div") or argument != "self":
+            return None
+        number = self.numbers.get(node.args[1])  # type: ignore[arg-type]
+        return None if number is None else (number, 1 if name == "aten.mul" else -1, 1.0)
+
+    def _graph(self) -> fx.GraphModule:
+        """The graph that computes the distinct local derivatives, each ``(batch, elements)``, from the inputs."""
+        function = self.function
+        wanted: dict[fx.Node, list[Edge]] = {}
+        for edge in self.derivatives:
+            wanted.setdefault(function.nodes[edge.target], []).append(edge)
+        layouts = {edge: record.stage.program.layouts[edge.target] for edge, record in function.edges()}
+
+        def derivatives(*inputs: torch.Tensor) -> list[torch.Tensor]:
+            parts: dict[Edge, torch.Tensor] = {}
+
+            def visit(node: fx.Node, args: tuple[Any, ...], result: Any) -> None:
+                for edge in wanted.get(node, ()):
+                    place = _place(node, edge)
+                    assert place is not None
+                    derivative = _derivative(node, args, place, result)
+                    of_samples = layouts[edge].split(derivative).reshape(function.batch, -1)
+                    parts[edge] = of_samples[:1] if function.shared else of_samples
+
+            with torch.no_grad():
+                evaluated(function.graph, inputs, visit)
+            return [parts[edge] for edge in self.derivatives]
+
+        return graph_of_values(derivatives, function.inputs)
+
+
+def put_together(graph: fx.GraphModule, parts: list[fx.Node]) -> None:
+    """Let a graph return its parts, each ``(batch, elements)``, as one tensor, ``(elements, batch)``."""
+    aten, output, batch = torch.ops.aten, graph.graph.output_node(), parts[0].meta["val"].shape[0]
+    with graph.graph.inserting_before(output):
+        together = graph.graph.call_function(aten.cat.default, (parts, 1))
+        if batch == 1:
+            columns = graph.graph.call_function(aten.reshape.default, (together, [-1, 1]))
+        else:
+            rows = graph.graph.call_function(aten.t.default, (together,))
+            columns = graph.graph.call_function(aten.clone.default, (rows,), {"memory_format": torch.contiguous_format})
+    output.args = (columns,)
+    graph.recompile()
+
+
+def _varying(function: Linearised) -> set[fx.Node]:
+    """The nodes whose floating-point elements may differ between calls."""
+    varying: set[fx.Node] = set()
+    for node in function.graph.graph.nodes:
+        value = node.meta.get("val")
+        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if (node.op == "placeholder" and floats) or varying.intersection(node.all_input_nodes):
+            varying.add(node)
+    return varying
+
+
+def _place(node: fx.Node, edge: Edge) -> int | None:
+    """The place of an edge's operand among its operator's positional arguments.
+
+    None where it is within a list, or where the node is one of several results.
+    """
+    if node.target is operator.getitem:
+        return None
+    names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
+    return names.index(edge.call.argument) if edge.call.argument in names[: len(node.args)] else None
+
+
+def _derivative(node: fx.Node, args: tuple[Any, ...], place: int, result: torch.Tensor) -> torch.Tensor:
+    """The derivative of an elementwise operator at each place of its result, by its own backward on ones."""
+    with torch.enable_grad():
+        operand = args[place].expand(result.shape).detach().requires_grad_()
+        y = node.target(*args[:place], operand, *args[place + 1 :])  # type: ignore[operator]
+        (derivative,) = torch.autograd.grad(y, operand, torch.ones_like(y), materialize_grads=True)
+    return derivative
