@@ -16,6 +16,7 @@ from .recurrent_convergence import RecurrentConvergence
 from .recurrent_shapes import RecurrentShapes
 from .rnn_sensitivity import RnnSensitivity
 from .simulation import SimulatedTraining
+from .sparse_jacobian import SparseJacobian
 from .spgemm import Spgemm
 from .triangular_solvers import TriangularSolvers
 from .whole_jacobian import WholeJacobian
@@ -29,6 +30,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Spgemm(),
         FlopAnalysis(),
         WholeJacobian(),
+        SparseJacobian(),
         TriangularSolvers(),
         Leapfrog(),
         DdgConvergence(),

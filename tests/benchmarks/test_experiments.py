@@ -39,6 +39,7 @@ from benchmarks.recurrent_convergence import RecurrentConvergence, Task
 from benchmarks.recurrent_shapes import RecurrentShapes
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.simulation import SimulatedTraining
+from benchmarks.sparse_jacobian import SparseJacobian
 from benchmarks.spgemm import Spgemm
 from benchmarks.triangular_solvers import TriangularSolvers
 from benchmarks.whole_jacobian import Network, WholeJacobian
@@ -61,6 +62,7 @@ SMALL: list[Experiment] = [
     Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
     FlopAnalysis(build=lambda _: Trained(small_network(), torch.randn(2, 2, 6, 6), {"retrained": 0.9})),
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
+    SparseJacobian(cases=((4, 1), (4, 2)), most=4),
     TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2),
     Leapfrog(depths=(1, 5), widths=(2, 3), batch=2, most=2),
     DdgConvergence(
