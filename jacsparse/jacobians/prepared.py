@@ -261,8 +261,8 @@ def prepare_jacobian(
     --------
     >>> import torch
     >>> differences = prepare_jacobian(lambda u, h: (u[1:] - u[:-1]) ** 2 / h, torch.zeros(4), 1.0, batched=False)
-    >>> differences(torch.tensor([0.0, 1.0, 3.0, 3.0]), 0.5).todense().tolist()
-    [[-4.0, 4.0, 0.0, 0.0], [0.0, -8.0, 8.0, 0.0], [0.0, 0.0, -0.0, 0.0]]
+    >>> differences(torch.tensor([0.0, 1.0, 3.0, 6.0]), 0.5).todense().tolist()
+    [[-4.0, 4.0, 0.0, 0.0], [0.0, -8.0, 8.0, 0.0], [0.0, 0.0, -12.0, 12.0]]
     """
     if not callable(f):
         raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
