@@ -126,13 +126,10 @@ def _jacobian(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Spar
         # The module itself: its chains are found again, and messages name its parts.
         module, x = f, check_input("x", arguments.leaves[0])
     recent = recent_jacobians(f)
-    with undisturbed(check_module(module)):
-        result = recent.jacobian(f, arguments)
-    if result is not None:
-        return result
-    with undisturbed(module):
-        result = _by_chain(module, x, pruned)
-    with undisturbed(module):
+    result = recent.jacobian(f, arguments)
+    if result is None:
+        with undisturbed(check_module(module)):
+            result = _by_chain(module, x, pruned)
         recent.add(f, arguments, result)
     return result
 

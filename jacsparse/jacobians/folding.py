@@ -143,7 +143,7 @@ class _Leaves:
         self.function, self.numbers = function, function.numbers
         if function.inputs[0].is_cuda:
             raise NotFoldableError("its kernels run on the CPU")
-        self.algebra = Algebra(0, TERMS_PER_ENTRY * (function.pattern.nnz + sum(function.pattern.shape)))
+        self.algebra = Algebra()
         #: The edges whose local derivatives are variables, in the order of these.
         self.derivatives: list[Edge] = []
         #: Computes the variables, ``(variables, batch)``, from the function's inputs; None where there are none.
@@ -153,6 +153,9 @@ class _Leaves:
 
     def folded(self) -> Terms:
         """The function's Jacobian as terms."""
+        # First of all, so that what does not fold costs no pattern.
+        matrices = self.matrices()
+        self.algebra.limit = TERMS_PER_ENTRY * (self.function.pattern.nnz + sum(self.function.pattern.shape))
         accumulation, edges, chain = Accumulation(patterns_only=True), self.function.edges(), self.function.chain
         leaves = {accumulation.leaf(edge, edge.pattern): (edge, record) for edge, record in edges}
         rows, columns = self.function.pattern.shape
@@ -163,7 +166,6 @@ class _Leaves:
         result = eliminate(accumulation, graph, chain.stages[0].start, chain.stages[-1].stop)
         if result is None:
             return terms_at((rows, columns), np.zeros(0), np.zeros(0))
-        matrices = self.matrices()
         try:
             transposed = accumulation.evaluate(result, matrices.__getitem__, self.algebra.multiply, joined)
         except TooManyTermsError:

@@ -6,7 +6,6 @@ run with those that it was prepared for, and takes all tensors and numbers from 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -18,7 +17,8 @@ from torch import nn
 
 from ..patterns import UnsupportedOperatorError
 from ..spgemm import SparseJacobian
-from .arguments import Arguments
+from ..tracing import undisturbed
+from .arguments import Arguments, FlatFunction
 from .folding import NotFoldableError, folded
 from .linearised import linearised
 from .products import Products
@@ -40,7 +40,8 @@ class RecentJacobians:
     def jacobian(self, f: Callable[..., Any], arguments: Arguments) -> SparseJacobian | None:
         """The Jacobian by a program of this run's calls; None where there is none."""
         for program in list(self._programs):
-            reads = program.followed(f, arguments)
+            with undisturbed(FlatFunction(f, arguments)):
+                reads = program.followed(f, arguments)
             if reads is not None:
                 return SparseJacobian(program.evaluator.pattern, program.values(arguments.flat(), reads))
         return None
@@ -53,13 +54,15 @@ class RecentJacobians:
         self._trials[form] = self._trials.get(form, 0) + 1
         if len(self._trials) > self.most:
             self._trials.popitem(last=False)
-        with contextlib.suppress(UnsupportedOperatorError, NotFoldableError):
-            program = _program(f, arguments, expected)
-            self._programs = [program, *self._programs[: self.most - 1]]
+        try:
+            self._programs = [_program(f, arguments, expected), *self._programs[: self.most - 1]]
+        except (UnsupportedOperatorError, NotFoldableError):
+            self._trials[form] = self.trials
 
 
 def _program(f: Callable[..., Any], arguments: Arguments, expected: SparseJacobian) -> TapedJacobian:
-    tape, reads = taped(f, arguments)
+    with undisturbed(FlatFunction(f, arguments)):
+        tape, reads = taped(f, arguments)
     if any("shows" not in effect for effect in tape.effects.values()):
         raise NotFoldableError(f"its calls have effects: {tape.effects}")
     function = linearised(tape, arguments.flat(), reads)

@@ -200,9 +200,9 @@ class Algebra:
     """Products of matrices of terms, with the variables and the steps that they need."""
 
     #: The number of variables.
-    variables: int
+    variables: int = 0
     #: The most terms of all products together.
-    limit: int
+    limit: int = 0
     monomials: Monomials = field(default_factory=Monomials)
     steps: list[Step] = field(default_factory=list)
     terms: int = 0
