@@ -283,9 +283,9 @@ def _varying(function: Linearised) -> set[fx.Node]:
     """The nodes whose floating-point elements may differ between calls."""
     varying: set[fx.Node] = set()
     for node in function.graph.graph.nodes:
-        value = node.meta.get("val")
-        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
-        if (node.op == "placeholder" and floats) or varying.intersection(node.all_input_nodes):
+        if (node.op == "placeholder" and node.meta["val"].is_floating_point()) or varying.intersection(
+            node.all_input_nodes
+        ):
             varying.add(node)
     return varying
 

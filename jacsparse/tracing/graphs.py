@@ -81,10 +81,18 @@ def _traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.
     with taping:
         output = function(*inputs)
     graph, constants = fx.Graph(), nn.Module()
-    nodes = {slot: graph.placeholder(f"input_{slot}") for slot in range(len(inputs))}
+    nodes: dict[int, fx.Node] = {}
+
+    def compute(slot: int, node: fx.Node) -> None:
+        # An operator may return its argument itself, whose slot then has another node.
+        nodes[slot] = node
+        node.meta["val"] = taping.alive[slot].to("meta")
+
+    for slot in range(len(inputs)):
+        compute(slot, graph.placeholder(f"input_{slot}"))
     for number, slot in enumerate(taping.tape.forms):
         constants.register_buffer(f"constant_{number}", taping.alive[slot])
-        nodes[slot] = graph.get_attr(f"constant_{number}")
+        compute(slot, graph.get_attr(f"constant_{number}"))
 
     def argument(value: Any) -> Any:
         if type(value) is Slot:
@@ -98,12 +106,10 @@ def _traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.
         kwargs = {name: argument(value) for name, value in instruction.kwargs.items()}
         node = graph.call_function(instruction.overload, args, kwargs)
         if returns_one_tensor(instruction.overload):
-            nodes[instruction.results[0]] = node
+            compute(instruction.results[0], node)
         else:
             for number, slot in enumerate(instruction.results):
-                nodes[slot] = graph.call_function(operator.getitem, (node, number))
-    for slot, node in nodes.items():
-        node.meta["val"] = taping.alive[slot].to("meta")
+                compute(slot, graph.call_function(operator.getitem, (node, number)))
     graph.output(tree_map(lambda tensor: nodes[taping.slots[id(tensor)]], output))
     return fx.GraphModule(constants, graph)
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -72,6 +73,14 @@ def test_after_a_change(change: str) -> None:
     CHANGES[change](state)
     for seed in range(2):
         x = drawn(2, 4, seed=seed)
+        assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+
+
+def test_memory_of_numpy() -> None:
+    array, x = np.ones(4), drawn(2, 4)
+    f = lambda x: (x * torch.from_numpy(array)).sin() * torch.tensor(array[0])  # noqa: E731
+    for _ in range(4):
+        array *= 2
         assert_equal(jacsparse.jacobian(f, x), dense(f, x))
 
 

@@ -202,7 +202,7 @@ def test_other_calls_than_prepared() -> None:
         prepared(x)
     with pytest.raises(jacsparse.VerificationError, match="differs from autograd's"):
         # What is hidden from a look at the function's surroundings, its check finds.
-        hidden = _hidden()
+        hidden = Hidden()
         prepared = prepare_jacobian(hidden, x)
         hidden.count = 100
         prepared.check(x)
@@ -232,7 +232,7 @@ def test_jacobian_by_parameters() -> None:
         assert_equal(jacobian, dense(f, *args, batched=False))
 
 
-class _hidden:  # noqa: N801
+class Hidden:
     __slots__ = ("count",)
 
     def __init__(self) -> None:
