@@ -118,9 +118,16 @@ def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: boo
         specs.append(spec)
     places = tuple(place for number in numbers for place in ranges[number])
     arguments = Arguments(numbers, batched, leaves, tuple(specs), places)
+    names = {number: "x" if len(args) == 1 else f"argument {number}" for number in numbers}
+    for number in numbers:
+        if not all(isinstance(leaves[place], torch.Tensor) for place in ranges[number]):
+            raise TypeError(
+                f"{names[number]} is a {type(args[number]).__name__}; expected a torch.Tensor, or a tuple, list or "
+                "dict of tensors: leave it out of argnums"
+            )
     owners = [number for number in numbers for _ in ranges[number]]
     for number, tensor in zip(owners, arguments.tensors, strict=True):
-        _check_alike("x" if len(leaves) == 1 else f"argument {number}", tensor, arguments.tensors[0], batched)
+        _check_alike(names[number], tensor, arguments.tensors[0], batched)
     if not places:
         raise ValueError(f"argnums is {argnums!r}, but the arguments that it names hold no tensor")
     return arguments
