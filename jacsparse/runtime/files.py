@@ -45,8 +45,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")
     # Readable as any new file of the user's is, which tempfile's are not; and nobody else's.
     os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    mode = temporary.stat().st_mode
     try:
         yield temporary
+        # Whoever wrote it may have put a file of its own there, as safetensors does.
+        temporary.chmod(mode)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -71,6 +71,12 @@ def test_round_trip(path: Path) -> None:
     }
 
 
+def test_files_are_as_readable_as_any(path: Path) -> None:
+    save_checkpoint(path, build("lenet5"))
+    (path.parent / "other").touch()
+    assert path.stat().st_mode == (path.parent / "other").stat().st_mode
+
+
 def test_masks_come_back(path: Path, pruned: LeNet5) -> None:
     save_checkpoint(path, pruned)
     loaded, metadata = load_checkpoint(path)
