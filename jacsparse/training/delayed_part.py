@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from .splitting import in_modes, modes_of
+
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -24,6 +26,8 @@ class _Pass:
     #: Parameters and buffers as they were before it.
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    #: Of the module's parts, as `modes_of` returns them.
+    modes: list[bool]
     iteration: int
     #: None where it is to be computed again.
     output: torch.Tensor | None = None
@@ -95,7 +99,7 @@ class DelayedPart:
             buffers = {name: value.clone() for name, value in _named(self.module, "_buffers")}
         else:
             parameters, buffers = dict(_named(self.module, "_parameters")), {}
-        past = _Pass(x, parameters, buffers, iteration)
+        past = _Pass(x, parameters, buffers, modes_of(self.module), iteration)
         with torch.set_grad_enabled(not self.recompute):
             output = self._computed(past, writes=True)
         if not isinstance(output, torch.Tensor):
@@ -125,6 +129,11 @@ class DelayedPart:
                     value.copy_(buffers[name])
         return output
 
+    def _computed_again(self, past: _Pass) -> torch.Tensor:
+        """The output of a pass, with a graph of autograd's, as it was."""
+        with in_modes(self.module, past.modes):
+            return self._computed(past, writes=False)
+
     def backward(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Update the weights by the oldest pass' gradient; return that of its input. Without a gradient it is zero."""
         parameters = dict(_named(self.module, "_parameters"))
@@ -135,7 +144,7 @@ class DelayedPart:
                 self._update()
             return None
         past = self.passes.popleft()
-        output = self._computed(past, writes=False) if past.output is None else past.output
+        output = self._computed_again(past) if past.output is None else past.output
         leaves = {name: value for name, value in past.parameters.items() if value.requires_grad}
         wanted = [*leaves.values(), *([past.x] if self.number else [])]
         gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)
@@ -182,6 +191,7 @@ class DelayedPart:
                     "x": past.x.detach(),
                     "parameters": {name: value.detach() for name, value in past.parameters.items()},
                     "buffers": past.buffers,
+                    "modes": past.modes,
                     "iteration": past.iteration,
                 }
                 for past in self.passes
@@ -218,6 +228,7 @@ class DelayedPart:
                 past["x"].clone().requires_grad_(self.number > 0),
                 {name: value.clone().requires_grad_(name not in frozen) for name, value in past["parameters"].items()},
                 {name: value.clone() for name, value in past["buffers"].items()},
+                list(past["modes"]),
                 int(past["iteration"]),
             )
             for past in state["passes"]

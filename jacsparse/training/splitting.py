@@ -89,16 +89,30 @@ def measured_costs(layers: dict[str, nn.Module], example: torch.Tensor) -> list[
     return costs
 
 
+def modes_of(module: nn.Module) -> list[bool]:
+    """Whether each of a module's parts is in training mode."""
+    return [part.training for part in module.modules()]
+
+
 @contextlib.contextmanager
-def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """A context in which a module is in eval mode; the modes of its parts are restored."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+def in_modes(module: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
+    """A context in which a module's parts are in the modes that `modes_of` returned; theirs are restored."""
+    before = modes_of(module)
     try:
+        _set_modes(module, modes)
         yield
     finally:
-        for part, mode in modes:
-            part.training = mode
+        _set_modes(module, before)
+
+
+def in_eval_mode(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """A context in which a module is in eval mode; the modes of its parts are restored."""
+    return in_modes(module, [False] * len(modes_of(module)))
+
+
+def _set_modes(module: nn.Module, modes: Sequence[bool]) -> None:
+    for part, mode in zip(module.modules(), modes, strict=True):
+        part.training = mode
 
 
 def _there_and_back(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -153,6 +153,25 @@ def test_recomputation_updates_running_statistics_once():
     assert again[0][1].num_batches_tracked == 6
 
 
+def test_passes_are_computed_again_in_their_modes():
+    """Modes change between batches, while passes wait; with a loaded state all of them are computed again."""
+    states = []
+    for recompute, resumed in ((False, False), (True, False), (False, True)):
+        torch.manual_seed(0)
+        model = convolutional()
+        ddg = DelayedGradients(model, modules=3, optimizer=SGD, recompute=recompute)
+        for number, (x, y) in enumerate(images(9)):
+            if resumed:
+                ddg.load_state_dict(ddg.state_dict())
+            model[0].train(number % 3 > 0)
+            model[1][3].train(number % 2 > 0)
+            ddg.step(x, y)
+            assert model[0].training == (number % 3 > 0)
+        states.append(ddg.state_dict())
+    assert_equal_states(states[1], states[0])
+    assert_equal_states(states[2], states[0])
+
+
 @pytest.mark.parametrize(("delay", "share"), [(1, 0.74), (2, 0.64), (3, 0.58)])
 def test_the_first_step_of_adam_counts_iterations_without_gradient(delay, share):
     model = model_of()
