@@ -125,6 +125,7 @@ class DelayedGradients:
         """The optimisers of the modules that this process trains."""
         return [part.optimizer for part in self._parts if part.optimizer is not None]
 
+    @torch.enable_grad()
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
         """Train on a batch.
 
@@ -145,12 +146,14 @@ class DelayedGradients:
         ValueError
             Where the batch is empty.
         TypeError
-            Where a module returns anything but one floating-point tensor.
+            Where `x` is no tensor, the loss no scalar, or a module returns anything but one floating-point tensor.
         RankError
             Where another rank fails, does not answer in the group's time, or has another batch.
         RuntimeError
             Where an earlier step failed after some modules were updated.
         """
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor")
         if not len(x):
             raise ValueError("x has no samples; pass batches of at least one")
         if self._updating:
@@ -203,7 +206,7 @@ class DelayedGradients:
         Raises
         ------
         ValueError
-            Where it is of another split or model; nothing has changed then.
+            Where it is of another split, model or optimiser; nothing has changed then.
         """
         missing = {"parts", "gradients", "iteration", "seed"} - set(state)
         if missing:
@@ -212,13 +215,14 @@ class DelayedGradients:
             raise ValueError(
                 f"the state is of {len(state['parts'])} modules, and there are {len(self.partition)} here; split alike"
             )
+        before = {part.number - 1 for part in self._parts}
+        gradients = {number: value for number, value in state["gradients"].items() if number in before}
         for part in self._parts:
             part.check_state(state["parts"][part.number], state["iteration"])
         for part in self._parts:
             part.seed = state["seed"]
             part.load_state_dict(state["parts"][part.number])
-        before = {part.number - 1 for part in self._parts}
-        self._gradients = {number: value for number, value in state["gradients"].items() if number in before}
+        self._gradients = gradients
         self.iteration, self._seed, self._updating = state["iteration"], state["seed"], False
 
     def _loss(self, output: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,6 +230,9 @@ class DelayedGradients:
         output.requires_grad_()
         with self._during("loss"):
             loss = self.loss(output, y)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+                raise TypeError(f"the loss is {what}; expected a scalar tensor, as the mean over the batch")
             (gradient,) = torch.autograd.grad(loss, output)
         return loss.detach(), gradient
 

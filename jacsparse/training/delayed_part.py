@@ -57,6 +57,8 @@ class DelayedPart:
 
     Raises
     ------
+    TypeError
+        Where `optimizer` makes something else.
     ValueError
         Where a parameter has hooks, which would not be called, or the optimiser runs the forward pass itself.
     """
@@ -80,6 +82,11 @@ class DelayedPart:
                 )
         parameters = list(module.parameters())
         self.optimizer = optimizer(parameters) if parameters else None
+        if parameters and not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer returned a {type(self.optimizer).__name__}; expected a torch.optim.Optimizer of the "
+                "parameters that it takes"
+            )
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ValueError("the optimiser is LBFGS, which runs the forward pass several times; take another one")  # noqa: TRY004
         self.passes: deque[_Pass] = deque()
@@ -185,13 +192,14 @@ class DelayedPart:
         """The part's weights, its optimiser's state and its waiting passes, as tensors and plain values."""
         return {
             "tensors": tensors_of(self.module),
+            "algorithm": _algorithm(self.optimizer),
             "optimizer": {} if self.optimizer is None else self.optimizer.state_dict(),
             "passes": [
                 {
                     "x": past.x.detach(),
                     "parameters": {name: value.detach() for name, value in past.parameters.items()},
                     "buffers": past.buffers,
-                    "modes": past.modes,
+                    "modes": list(past.modes),
                     "iteration": past.iteration,
                 }
                 for past in self.passes
@@ -200,19 +208,32 @@ class DelayedPart:
 
     def check_state(self, state: Mapping[str, Any], iteration: int) -> None:
         """Raise ValueError where a state does not fit, before anything changes."""
-        shapes = {name: value.shape for name, value in tensors_of(self.module).items()}
-        iterations = [int(past["iteration"]) for past in state["passes"]]
+        there, here = state["algorithm"], _algorithm(self.optimizer)
+        if there != here:
+            raise ValueError(
+                f"part {self.number} was optimised by {there}, and has {here} here; pass what makes the same"
+            )
+        passes, modes = state["passes"], modes_of(self.module)
+        iterations = [int(past["iteration"]) for past in passes]
         if iterations != list(range(max(0, iteration - self.delay), iteration)) and self.delay:
             raise ValueError(
                 f"part {self.number} has passes of iterations {iterations} after {iteration}, with a delay of "
                 f"{self.delay}; the state is of another split, or damaged"
             )
-        for tensors in (state["tensors"], *({**past["parameters"], **past["buffers"]} for past in state["passes"])):
-            for name in {**shapes, **tensors}:
-                if name not in shapes or name not in tensors or tensors[name].shape != shapes[name]:
-                    there = tuple(tensors[name].shape) if name in tensors else "missing"
-                    here = tuple(shapes[name]) if name in shapes else "missing"
-                    raise ValueError(f"{name} of part {self.number} is {there} in the state, and {here} in the model")
+        for past in passes:
+            if len(past["modes"]) != len(modes):
+                raise ValueError(
+                    f"part {self.number} is {len(past['modes'])} modules in the state, and {len(modes)} in the model"
+                )
+        shapes = _shapes(tensors_of(self.module))
+        for tensors in (state["tensors"], *({**past["parameters"], **past["buffers"]} for past in passes)):
+            others = _shapes(tensors)
+            for name in {**shapes, **others}:
+                if others.get(name) != shapes.get(name):
+                    raise ValueError(
+                        f"{name} of part {self.number} is {others.get(name, 'missing')} in the state, and "
+                        f"{shapes.get(name, 'missing')} in the model"
+                    )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
@@ -238,6 +259,18 @@ class DelayedPart:
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """A module's parameters, and all its buffers."""
     return {name: value.detach() for kind in ("_parameters", "_buffers") for name, value in _named(module, kind)}
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{tuple(value.shape)} {value.dtype}" for name, value in tensors.items()}
+
+
+def _algorithm(optimizer: torch.optim.Optimizer | None) -> str:
+    """What an optimiser's state is of: its class, and the parameters in each of its groups."""
+    if optimizer is None:
+        return "no optimiser"
+    groups = ", ".join(str(len(group["params"])) for group in optimizer.param_groups)
+    return f"{type(optimizer).__name__} of {groups} parameters"
 
 
 def _named(module: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:

@@ -375,7 +375,31 @@ class TestPartition:
             partition(nn.Sequential(shared, nn.Tanh(), shared), [2])
 
 
+def test_a_step_without_grad_is_one_with_it():
+    plain, within = (DelayedGradients(model_of(), modules=3, optimizer=SGD, recompute=True) for _ in range(2))
+    for x, y in batches(5):
+        with torch.no_grad():
+            loss = within.step(x, y)
+        assert loss == plain.step(x, y)
+
+
 class TestErrors:
+    @pytest.mark.parametrize(
+        ("loss", "message"),
+        [
+            (functools.partial(functional.cross_entropy, reduction="none"), r"the loss is of shape \(7,\); expected a"),
+            (lambda output, _: output.mean().item(), "the loss is a float; expected a scalar tensor"),
+        ],
+    )
+    def test_losses_that_are_no_scalar(self, loss, message):
+        ddg = DelayedGradients(model_of(), modules=2, optimizer=SGD, loss=loss)
+        with pytest.raises(TypeError, match=message):
+            ddg.step(*batches(1)[0])
+
+    def test_inputs_that_are_no_tensors(self):
+        with pytest.raises(TypeError, match=r"x is a ndarray; expected a torch.Tensor"):
+            DelayedGradients(model_of(), modules=2, optimizer=SGD).step(batches(1)[0][0].numpy(), batches(1)[0][1])
+
     def test_empty_batches(self):
         ddg = DelayedGradients(model_of(), modules=2, optimizer=SGD)
         with pytest.raises(ValueError, match="x has no samples"):
@@ -418,6 +442,10 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"pass what makes one of a list of parameters, as functools.partial"):
             DelayedGradients(model_of(), modules=2, optimizer=optimizer)
 
+    def test_factories_that_make_no_optimiser(self):
+        with pytest.raises(TypeError, match=r"optimizer returned a NoneType; expected a torch.optim.Optimizer"):
+            DelayedGradients(model_of(), modules=2, optimizer=lambda _: None)
+
     def test_hooks_of_parameters_and_optimisers_with_closures(self):
         model = model_of()
         model[0].weight.register_hook(lambda g: g)
@@ -434,7 +462,11 @@ class TestErrors:
             (lambda state: state["parts"][1]["tensors"].pop("0.bias"), "0.bias of part 1 is missing in the state"),
             (
                 lambda state: state["parts"][0]["passes"][0]["parameters"].update({"0.bias": torch.zeros(9)}),
-                r"0.bias of part 0 is \(9,\) in the state, and \(5,\) in the model",
+                r"0.bias of part 0 is \(9,\) torch.float32 in the state, and \(5,\) torch.float64 in the model",
+            ),
+            (
+                lambda state: state["parts"][0]["passes"][0]["modes"].pop(),
+                "part 0 is 3 modules in the state, and 4 in the model",
             ),
         ],
     )
@@ -447,6 +479,27 @@ class TestErrors:
         with pytest.raises(ValueError, match=message):
             second.load_state_dict(state)
         assert_equal_states(second.state_dict() | {"seed": 0}, before | {"seed": 0})
+
+    @pytest.mark.parametrize(
+        ("optimizer", "dtype", "message"),
+        [
+            (ADAM, torch.float64, "part 0 was optimised by SGD of 4 parameters, and has Adam of 4 parameters here"),
+            (
+                lambda values: torch.optim.SGD([{"params": [value]} for value in values], lr=0.1),
+                torch.float64,
+                "part 0 was optimised by SGD of 4 parameters, and has SGD of 1, 1, 1, 1 parameters here",
+            ),
+            (SGD, torch.float32, r"0.weight of part 0 is \(5, 3\) torch.float64 in the state, .* torch.float32 in"),
+        ],
+    )
+    def test_states_of_other_optimisers_and_dtypes(self, optimizer, dtype, message):
+        first = DelayedGradients(model_of(), modules=3, optimizer=SGD)
+        second = DelayedGradients(model_of(dtype=dtype), modules=3, optimizer=optimizer)
+        first.step(*batches(1)[0])
+        before = copy.deepcopy(second.state_dict())
+        with pytest.raises(ValueError, match=message):
+            second.load_state_dict(first.state_dict())
+        assert_equal_states(second.state_dict(), before)
 
     def test_states_of_other_splits(self):
         state = DelayedGradients(model_of(), modules=2, optimizer=SGD).state_dict()
