@@ -1,17 +1,15 @@
-"""Ranks of a test as processes: ``python -m tests.distributed.launch MODULE CASE ...`` forks them."""
+"""Ranks of a test as processes."""
 
 from __future__ import annotations
 
 import importlib
-import json
+import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +17,10 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
+
+# One process of all tests imports what ranks need, which takes seconds; each rank is forked from it.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["jacsparse.models", "jacsparse.nn", "tests.training.test_delayed_gradients"])
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def run_ranks(
     Parameters
     ----------
     module : str
-        The module, which one process imports and then forks: that takes less time than as many imports.
+        The module, which each rank imports.
     *arguments : str
         The function's name, and its arguments; digits are numbers.
     """
@@ -49,59 +51,33 @@ def run_ranks(
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(count),
-        "OMP_NUM_THREADS": "1",
     }
-    plan = json.dumps([module, *arguments, count, seconds, stopped])
-    command = [sys.executable, "-m", "tests.distributed.launch", plan]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **shared}, stdout=subprocess.PIPE, check=True)
-    return [Ended(**fields) for fields in json.loads(done.stdout)]
-
-
-def _fork(module: str, case: str, *rest: str | int | float | None) -> list[Ended]:
-    *arguments, count, seconds, stopped = rest
-    function, begin = getattr(importlib.import_module(module), case), time.monotonic()
-    values = [int(argument) if argument.isdecimal() else argument for argument in arguments]
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, str(rank)) for rank in range(count)]
-        children = {_forked(rank, output, function, values): rank for rank, output in enumerate(outputs)}
-        statuses: dict[int, int] = {}
-        while set(range(count)) - {stopped} - set(statuses) and time.monotonic() < begin + seconds:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid:
-                statuses[children[pid]] = os.waitstatus_to_exitcode(status)
-            else:
-                time.sleep(0.02)
-        for pid, rank in children.items():
-            if rank not in statuses:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        took = time.monotonic() - begin
-        return [Ended(statuses.get(rank), output.read_text(), took) for rank, output in enumerate(outputs)]
+        processes = [
+            _FORKS.Process(target=_run, args=(module, arguments, {**shared, "RANK": f"{rank}"}, output))
+            for rank, output in enumerate(outputs)
+        ]
+        for process in processes:
+            process.start()
+        for rank, process in enumerate(processes):
+            process.join(0.0 if rank == stopped else max(0.0, begin + seconds - time.monotonic()))
+        statuses, took = [process.exitcode for process in processes], time.monotonic() - begin
+        for process in processes:
+            process.kill()
+            process.join()
+        return [Ended(status, output.read_text(), took) for status, output in zip(statuses, outputs, strict=True)]
 
 
-def _forked(rank, output, function, arguments):
-    """Run a function as a rank in a child process, whose number is returned."""
-    pid = os.fork()
-    if pid:
-        return pid
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    file = os.open(output, os.O_CREAT | os.O_WRONLY)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    status = 1
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        function(*arguments)
-        dist.destroy_process_group()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-if __name__ == "__main__":
-    print(json.dumps([asdict(ended) for ended in _fork(*json.loads(sys.argv[1]))]))
+def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ.update(environment, LOCAL_RANK=environment["RANK"])
+    # As OMP_NUM_THREADS, which comes too late here.
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    case, *values = (int(value) if value.isdecimal() else value for value in arguments)
+    getattr(importlib.import_module(module), case)(*values)
+    dist.destroy_process_group()
