@@ -8,10 +8,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from jacsparse.cli import app
 from jacsparse.distributed import RankError
 from jacsparse.training import DelayedGradients
 
 from .test_delayed_gradients import ADAM, SGD, assert_equal_states, batches, convolutional, images, model_of
+
+#: Arguments of ``jacsparse train``.
+LENET = "lenet5 --backward ddg --modules 2 --epochs 2 --prune 0.5 --retrain-epochs 2 --batch 256 --seed 1"
 
 
 def trainer(modules, optimizer, build, group=None, recompute=False):
@@ -101,3 +105,8 @@ def differ():
 def alone():
     """Fewer ranks than modules."""
     trainer(3, SGD, model_of, dist.group.WORLD)
+
+
+def train_lenet(path):
+    """A training from the command line, in this process."""
+    app(["train", *LENET.split(), "--out", path], standalone_mode=False)

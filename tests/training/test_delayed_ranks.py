@@ -10,6 +10,8 @@ from jacsparse.models import load_checkpoint
 
 from tests.distributed.launch import ROOT, run_ranks
 
+from .delayed_ranks import LENET
+
 RANKS = "tests.training.delayed_ranks"
 
 
@@ -73,15 +75,16 @@ def test_as_many_ranks_as_modules():
 
 
 def test_trained_by_torchrun_as_in_one_process(tmp_path):
-    options = "train lenet5 --backward ddg --modules 2 --epochs 2 --prune 0.5 --retrain-epochs 2 --batch 256 --seed 1"
-    command, environment = ["-m", "jacsparse", *options.split()], {**os.environ, "OMP_NUM_THREADS": "1"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for name, launcher in (("one", []), ("two", torchrun)):
-        path = str(tmp_path / f"{name}.safetensors")
-        arguments = [sys.executable, *launcher, *command, "--out", path]
-        done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        # One process of all speaks.
-        assert done.stdout.count("\ntrained: ") + done.stdout.startswith("trained: ") == 1
-    one, two = (load_checkpoint(tmp_path / f"{name}.safetensors")[0].state_dict() for name in ("one", "two"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    one, two = (str(tmp_path / f"{name}.safetensors") for name in ("one", "two"))
+    (alone,) = run_ranks(RANKS, "train_lenet", one, count=1)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "jacsparse", "train", *LENET.split(), "--out", two],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert alone.status == 0, alone.output
+    assert done.returncode == 0, done.stderr
+    # One process of all speaks.
+    assert done.stdout.count("\ntrained: ") + done.stdout.startswith("trained: ") == 1
+    first, second = (load_checkpoint(path)[0].state_dict() for path in (one, two))
+    assert all(torch.equal(first[name], second[name]) for name in first)
