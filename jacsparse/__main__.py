@@ -6,12 +6,20 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; an error of the user's is one line, and exit status 2."""
+    """Run the command line; an error of the user's, or of another process, is one line, and exit status 2."""
     from .cli import app
 
     try:
         app()
     except (ValueError, TypeError, OSError, ImportError, NotImplementedError, FloatingPointError) as error:
+        print(f"jacsparse: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RuntimeError as error:
+        # The command line loads as little as it can.
+        from .distributed import RankError
+
+        if not isinstance(error, RankError):
+            raise
         print(f"jacsparse: {error}", file=sys.stderr)
         sys.exit(2)
     except MemoryError as error:

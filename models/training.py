@@ -5,6 +5,7 @@ An interrupted training can be resumed.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from ..distributed import Ranks
+from ..distributed import ranks_of
 from ..runtime import check_writable
 from ..training import Backpropagation, DelayedGradients, SyntheticGradients, in_eval_mode
 from .arguments import check_count, check_number
@@ -118,7 +119,8 @@ def train(
     grouped = dist.is_available() and dist.is_initialized()
     with torch.random.fork_rng(devices=[]):
         run = _Run.begin(settings, data) if checkpoint is None else _Run.resume(settings, data, checkpoint)
-        run.execute(progress or (lambda _: None))
+        with contextlib.nullcontext() if count == 1 else ranks_of(None).during("training"):
+            run.execute(progress or (lambda _: None))
     if settings.plot and settings.out is not None and _writes():
         plot_curves(run.points, settings.outputs[2], _title(settings, data, run.accuracy))
     if count > 1 and not grouped:
@@ -428,7 +430,7 @@ def _process_group(settings: TrainSettings) -> dist.ProcessGroup | None:
         dist.init_process_group("gloo", timeout=_TIMEOUT)
     group = dist.group.WORLD
     assert group is not None
-    Ranks(group).agree(settings.to_dict())
+    ranks_of(group).check("start", settings.to_dict())
     return group
 
 

@@ -73,7 +73,8 @@ class Ranks:
         # Not every build of PyTorch has them.
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-        token = self.first(secrets.randbits(62))
+        # Stores may outlive groups, so that each has its part of one.
+        token = self.check("start", {}, secrets.randbits(62))[0][0]
         if "MASTER_PORT" not in os.environ:
             return None
         host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ["MASTER_PORT"])
@@ -81,13 +82,6 @@ class Ranks:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
             return PrefixStore(f"jacsparse/{token}", store)
         return None
-
-    def first(self, value: Any) -> Any:
-        """The first rank's value, on all ranks."""
-        shared = [value]
-        with self.waiting_for(0, "start"):
-            dist.broadcast_object_list(shared, self._global(0), group=self.group)
-        return shared[0]
 
     def broadcast(self, tensors: Iterable[torch.Tensor], source: int) -> None:
         """Overwrite tensors by those of a rank."""
@@ -224,8 +218,8 @@ class Ranks:
             root, words = self._root(peer, words)
             who = "another rank" if root is None else f"rank {root}"
             raise RankError(
-                f"{who} has failed: {words}. Its own messages say why, where it could still write them; start again "
-                "from the last checkpoint"
+                f"{who} has failed: {words.rstrip('.')}. Its own messages say why, where it could still write them; "
+                "start again from the last checkpoint"
             ) from error
 
     @contextlib.contextmanager
@@ -238,9 +232,18 @@ class Ranks:
             raise
 
     def _write(self, suspect: int | None, words: str) -> None:
+        """Write down why this rank fails; what comes after its first failure is a consequence."""
         if self._faults is not None:
-            with contextlib.suppress(RuntimeError):
-                self._faults.set(str(self.rank), json.dumps([suspect, words]))
+            with self._asking():
+                self._faults.compare_set(str(self.rank), "", json.dumps([suspect, words]))
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """A context that forgets the store where its process has ended: each question would print a stack."""
+        try:
+            yield
+        except RuntimeError:
+            self._faults = None
 
     def _root(self, suspect: int | None, words: str) -> tuple[int | None, str]:
         """The rank that failed first, as far as ranks have written down whom they wait for, and what it did."""
@@ -248,10 +251,11 @@ class Ranks:
         for rank, (blamed, confession) in entries.items():
             if blamed == rank:
                 return rank, confession
-        if suspect is None and entries:
-            # Whoever fails without a word is waited for by all who wrote something.
+        if suspect is None and (entries or self.size == 2):
+            # Whoever fails without a word is waited for by all who wrote something; else one waits for this rank.
             silent = [rank for rank in range(self.size) if rank != self.rank and rank not in entries]
-            suspect = silent[0] if silent else None
+            waiting = [rank for rank, (blamed, _) in entries.items() if blamed == self.rank]
+            suspect = next(iter(silent + waiting), None)
         while suspect in entries and entries[suspect][0] not in (None, self.rank):
             suspect, words = entries.pop(suspect)
         return suspect, words
@@ -260,8 +264,8 @@ class Ranks:
         """What the other ranks have written, after some time for those that are about to."""
         entries: dict[int, tuple[int | None, str]] = {}
         until = time.monotonic() + GRACE
-        while self._faults is not None and time.monotonic() < until:
-            with contextlib.suppress(RuntimeError):
+        while self._faults is not None and len(entries) < self.size - 1 and time.monotonic() < until:
+            with self._asking():
                 for rank in set(range(self.size)) - {self.rank, *entries}:
                     if self._faults.check([str(rank)]):
                         entries[rank] = json.loads(self._faults.get(str(rank)))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from ..distributed import Incoming, Ranks
+from ..distributed import Incoming, Ranks, ranks_of
 from .delayed_part import DelayedPart, OptimizerFactory, tensors_of
 from .splitting import layers_of, partition
 
@@ -101,14 +101,15 @@ class DelayedGradients:
         self.partition = partition(model, modules, example=example)
         self.iteration, self._last = 0, len(self.partition) - 1
         seed = int(torch.randint(2**31, ()).item()) if self._last else None
-        self._ranks = None if process_group is None else Ranks(process_group)
+        self._ranks = None if process_group is None else ranks_of(process_group)
         if self._ranks is not None:
-            if example is not None:
+            _check_size(self._ranks, self.partition)
+            if example is not None and self._last:
                 # Measured costs differ between ranks.
-                starts = list(itertools.accumulate(len(part) for part in self.partition[:-1]))
-                self.partition = partition(model, self._ranks.first(starts))
-            self._check(self._ranks)
-            seed = self._ranks.first(seed)
+                starts = itertools.accumulate(len(part) for part in self.partition[:-1])
+                self.partition = partition(model, self._ranks.check("start", {}, *starts)[0])
+            seeds = self._ranks.check("start", self._facts(), *([] if seed is None else [seed]))
+            (seed,) = seeds[0] or [None]
         self._seed = seed
         here = range(self._last + 1) if self._ranks is None else [self._ranks.rank]
         self._parts = [
@@ -268,18 +269,22 @@ class DelayedGradients:
             return contextlib.nullcontext()
         return self._ranks.during(f"{phase} of iteration {self.iteration}")
 
-    def _check(self, ranks: Ranks) -> None:
-        """Raise ValueError or RankError where there is not one rank for each module, all with the same layers."""
-        if ranks.size != len(self.partition):
-            raise ValueError(
-                f"there are {len(self.partition)} modules, and the process group has {ranks.size} ranks; start one "
-                "process for each module"
-            )
+    def _facts(self) -> dict[str, Any]:
+        """The layers and where modules begin, which are the same on all ranks."""
         facts: dict[str, Any] = {}
         for path, layer in layers_of(self.model).items():
             parameters = (f"{name} {tuple(p.shape)} {p.dtype}" for name, p in layer.named_parameters())
             facts[f"layer {path}"] = f"{layer!r}: {', '.join(parameters)}"
-        ranks.agree({**facts, "lengths of modules": [len(part) for part in self.partition]})
+        return {**facts, "lengths of modules": [len(part) for part in self.partition]}
+
+
+def _check_size(ranks: Ranks, parts: Sequence[nn.Module]) -> None:
+    """Raise ValueError where there is not one rank for each module."""
+    if ranks.size != len(parts):
+        raise ValueError(
+            f"there are {len(parts)} modules, and the process group has {ranks.size} ranks; start one process for "
+            "each module"
+        )
 
 
 def _checksum(x: torch.Tensor) -> int:

@@ -3,12 +3,13 @@
 import functools
 import os
 import signal
+import sys
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from jacsparse.cli import app
+from jacsparse.__main__ import main
 from jacsparse.distributed import RankError
 from jacsparse.training import DelayedGradients
 
@@ -59,7 +60,7 @@ def compare(modules, optimizer, build, data, group):
 
 def fault(kind, rank):
     """Training in which one rank fails at iteration 4."""
-    group = dist.new_group(timeout=timedelta(seconds=8))
+    group = dist.new_group(timeout=timedelta(seconds=6))
     ddg = trainer(dist.get_world_size(), SGD, model_of, group)
     for number, (x, y) in enumerate(batches(1000)):
         if dist.get_rank() == rank and number == 4:
@@ -107,6 +108,23 @@ def alone():
     trainer(3, SGD, model_of, dist.group.WORLD)
 
 
-def train_lenet(path):
+def train_lenet(path, *options):
     """A training from the command line, in this process."""
-    app(["train", *LENET.split(), "--out", path], standalone_mode=False)
+    sys.argv[1:] = ["train", *LENET.split(), "--out", path, *options]
+    main()
+
+
+def store_of_the_first():
+    """The rank that has the store, as where there is no launcher, is killed."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ports = [store.port]
+    dist.broadcast_object_list(ports)
+    os.environ["MASTER_PORT"] = str(ports[0])
+    fault("kill", 0)
+
+
+def absent(rank):
+    """A rank that does not begin the training."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    if dist.get_rank() != rank:
+        trainer(dist.get_world_size(), SGD, model_of, group)

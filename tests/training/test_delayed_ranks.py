@@ -54,6 +54,38 @@ def test_different_batches():
     assert "rank 1 has failed: RankError in the forward pass of iteration 4" in ended[2].output
 
 
+@pytest.mark.parametrize(
+    ("rank", "phase"),
+    [
+        (0, "forward pass of iteration 4"),
+        pytest.param(1, "backward pass of iteration 4", marks=pytest.mark.full),
+    ],
+)
+def test_a_call_that_the_others_do_not_make(rank, phase):
+    ended = run_ranks(RANKS, "fault", "more", str(rank), count=2, seconds=60)
+    assert f"rank {1 - rank} has failed: it did not answer rank {rank} in the exchange" in ended[rank].output
+    assert f"rank {rank} has failed: it did not answer rank {1 - rank} in the {phase}" in ended[1 - rank].output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_begin(rank):
+    ended = run_ranks(RANKS, "absent", str(rank), count=2, seconds=60)
+    assert f"rank {rank} has failed: it did not answer rank {1 - rank} in the start" in ended[1 - rank].output
+
+
+def test_without_a_store_messages_are_as_few():
+    for rank in run_ranks(RANKS, "store_of_the_first", count=3, seconds=60)[1:]:
+        assert "has failed: it did not answer rank" in rank.output
+        assert rank.output.count("[c10d]") <= 1
+
+
+def test_a_loss_that_is_not_finite(tmp_path):
+    """The last rank alone has the loss."""
+    first, last = run_ranks(RANKS, "train_lenet", str(tmp_path / "out.safetensors"), "--lr", "1e30", count=2)
+    assert "\njacsparse: the loss is nan in train epoch 1" in last.output
+    assert "jacsparse: rank 1 has failed: FloatingPointError in the training: the loss is nan in" in first.output
+
+
 def test_ranks_that_differ():
     for rank in run_ranks(RANKS, "differ", count=3):
         assert rank.status == 0, rank.output
