@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -348,10 +349,11 @@ class _Run:
     def _save(self) -> None:
         if self.settings.out is None:
             return
-        trainer = io.BytesIO()
-        torch.save(self.trainer.state_dict(), trainer)
+        trained = self._trainer_state()
         if not _writes():
             return
+        trainer = io.BytesIO()
+        torch.save(trained, trainer)
         metadata = {
             "source": self.data.source,
             "classes": self.data.classes,
@@ -368,6 +370,12 @@ class _Run:
         }
         save_checkpoint(self.settings.out, self.model, metadata=metadata, state=state)
         save_csv(self.points, self.settings.outputs[1])
+
+    def _trainer_state(self) -> dict[str, Any]:
+        """The trainer's state, on the process that writes it."""
+        if isinstance(self.trainer, DelayedGradients) and dist.is_available() and dist.is_initialized():
+            return self.trainer.state_dict(to=dist.get_world_size() - 1)
+        return self.trainer.state_dict()
 
 
 def _as_float(inputs: torch.Tensor) -> torch.Tensor:

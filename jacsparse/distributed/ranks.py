@@ -93,11 +93,14 @@ class Ranks:
                 if self.rank != source:
                     tensor.copy_(shared)
 
-    def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """The dictionaries of all ranks, on all ranks."""
-        everybody: list[dict[str, Any]] = [{} for _ in range(self.size)]
-        with self.waiting_for(None, "exchange of states"):
-            dist.all_gather_object(everybody, value, group=self.group)
+    def gather(self, value: dict[str, Any], to: int | None = None) -> list[dict[str, Any]]:
+        """The dictionaries of all ranks, on all of them or on one; none on the others."""
+        everybody: list[dict[str, Any]] = [{} for _ in range(self.size)] if to in (None, self.rank) else []
+        with self.waiting_for(to, "exchange of states"):
+            if to is None:
+                dist.all_gather_object(everybody, value, group=self.group)
+            else:
+                dist.gather_object(value, everybody or None, self._global(to), group=self.group)
         return everybody
 
     def _receive(self, buffer: torch.Tensor, source: int) -> dist.Work:

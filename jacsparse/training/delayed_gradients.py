@@ -188,16 +188,25 @@ class DelayedGradients:
             for number, part in enumerate(self.partition):
                 self._ranks.broadcast(tensors_of(part).values(), number)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, to: int | None = None) -> dict[str, Any]:
         """All that a training needs to go on bit for bit: weights, optimisers, and passes that wait for gradients.
 
-        It is the same for both engines, and fits ``torch.save``. Every rank has to call it, and gets all of it.
+        It is the same for both engines, and fits ``torch.save``. Like that of a module it has the tensors that training
+        changes: copy it, to come back to it later.
+
+        Parameters
+        ----------
+        to : int, optional
+            The rank that gets it; an empty state is returned on the others. By default all ranks get it, which takes
+            the memory of all modules on each. Every rank has to call this.
         """
         local: dict[str, dict[int, Any]] = {
             "parts": {part.number: part.state_dict() for part in self._parts},
             "gradients": dict(self._gradients),
         }
-        states = [local] if self._ranks is None else self._ranks.gather(local)
+        states = [local] if self._ranks is None else self._ranks.gather(local, to)
+        if not states:
+            return {}
         joint = {name: {k: v for state in states for k, v in state[name].items()} for name in local}
         return {**joint, "iteration": self.iteration, "seed": self._seed}
 

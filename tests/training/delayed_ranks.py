@@ -54,6 +54,8 @@ def compare(modules, optimizer, build, data, group):
         last = dist.get_rank() == modules - 1
         assert torch.equal(loss, expected) if last else loss is None
     assert_equal_states(ranks.state_dict(), here.state_dict())
+    receiver = modules // 2
+    assert_equal_states(ranks.state_dict(to=receiver), here.state_dict() if dist.get_rank() == receiver else {})
     ranks.synchronize()
     assert_equal_states(dict(ranks.model.state_dict()), dict(here.model.state_dict()))
 
