@@ -404,6 +404,11 @@ def _trainer(
 def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
     if settings.backward == "bp":
         return model
+    if any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules()):
+        raise ValueError(
+            f"backward is {settings.backward!r}, but {settings.task} has batch normalisation, which couples the "
+            "samples of a batch in training; choose bp, ddg or dni"
+        )
     from ..nn import Leapfrog, Scan
 
     if settings.threads is not None:

@@ -41,7 +41,9 @@ class DelayedGradients:
         A scalar from the model's output and the targets alone; by default the mean cross-entropy.
     process_group : ProcessGroup, optional
         One process for each module: each rank holds all of the model, and trains the module of its number. Before the
-        model is evaluated, all ranks call `synchronize`. By default all modules are trained in this process.
+        model is evaluated, all ranks call `synchronize`. An error between steps is told to the other ranks if it is
+        raised within ``jacsparse.distributed.ranks_of(process_group).during("training")``. By default all modules are
+        trained in this process.
     recompute : bool
         Whether activations are computed again in the backward pass, so that a module stores its weights and inputs
         alone for iterations that wait for their gradients.

@@ -186,6 +186,13 @@ def test_dropout_is_resumed_too(settings: TrainSettings, data: Dataset) -> None:
     assert curve(train(settings, data=few, resume=True).points) == curve(whole.points)
 
 
+@pytest.mark.parametrize("changes", [{"backward": "scan"}, {"backward": "leapfrog", "threads": 2}])
+def test_batch_normalisation_couples_samples(data: Dataset, changes: dict[str, Any]) -> None:
+    settings = dataclasses.replace(default_settings("resnet8"), **changes)
+    with pytest.raises(ValueError, match=r"resnet8 has batch normalisation, .* choose bp, ddg or dni"):
+        train(settings, data=data)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
