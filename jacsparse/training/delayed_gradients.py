@@ -213,7 +213,7 @@ class DelayedGradients:
         return {**joint, "iteration": self.iteration, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, of either engine.
+        """Continue from what `state_dict` returned, of either engine; its tensors may be on any device.
 
         Raises
         ------
@@ -228,12 +228,13 @@ class DelayedGradients:
                 f"the state is of {len(state['parts'])} modules, and there are {len(self.partition)} here; split alike"
             )
         before = {part.number - 1 for part in self._parts}
-        gradients = {number: value for number, value in state["gradients"].items() if number in before}
+        device = next((value.device for value in tensors_of(self.model).values()), torch.device("cpu"))
+        gradients = {number: value.to(device) for number, value in state["gradients"].items() if number in before}
         for part in self._parts:
             part.check_state(state["parts"][part.number], state["iteration"])
         for part in self._parts:
             part.seed = state["seed"]
-            part.load_state_dict(state["parts"][part.number])
+            part.load_state_dict(state["parts"][part.number], device)
         self._gradients = gradients
         self.iteration, self._seed, self._updating = state["iteration"], state["seed"], False
 

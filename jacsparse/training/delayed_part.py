@@ -235,8 +235,8 @@ class DelayedPart:
                         f"{shapes.get(name, 'missing')} in the model"
                     )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Continue from what `state_dict` returned; passes go on on a device."""
         with torch.no_grad():
             for name, value in tensors_of(self.module).items():
                 value.copy_(state["tensors"][name])
@@ -246,9 +246,12 @@ class DelayedPart:
         frozen = {name for name, value in _named(self.module, "_parameters") if not value.requires_grad}
         self.passes = deque(
             _Pass(
-                past["x"].clone().requires_grad_(self.number > 0),
-                {name: value.clone().requires_grad_(name not in frozen) for name, value in past["parameters"].items()},
-                {name: value.clone() for name, value in past["buffers"].items()},
+                past["x"].to(device, copy=True).requires_grad_(self.number > 0),
+                {
+                    name: value.to(device, copy=True).requires_grad_(name not in frozen)
+                    for name, value in past["parameters"].items()
+                },
+                {name: value.to(device, copy=True) for name, value in past["buffers"].items()},
                 list(past["modes"]),
                 int(past["iteration"]),
             )

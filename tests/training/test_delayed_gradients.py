@@ -153,6 +153,18 @@ def test_recomputation_updates_running_statistics_once():
     assert again[0][1].num_batches_tracked == 6
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+def test_states_on_another_device(tmp_path):
+    first, second = (DelayedGradients(model_of().cuda(), modules=[1, 2], optimizer=SGD) for _ in range(2))
+    data = [(x.cuda(), y.cuda()) for x, y in batches(8)]
+    for x, y in data[:4]:
+        first.step(x, y)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second.load_state_dict(torch.load(tmp_path / "state.pt", map_location="cpu"))
+    assert [second.step(x, y) for x, y in data[4:]] == [first.step(x, y) for x, y in data[4:]]
+
+
 def test_passes_are_computed_again_in_their_modes():
     """Modes change between batches, while passes wait; with a loaded state all of them are computed again."""
     states = []
