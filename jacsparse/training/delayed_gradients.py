@@ -110,8 +110,8 @@ class DelayedGradients:
                 # Measured costs differ between ranks.
                 starts = itertools.accumulate(len(part) for part in self.partition[:-1])
                 self.partition = partition(model, self._ranks.check("start", {}, *starts)[0])
-            seeds = self._ranks.check("start", self._facts(), *([] if seed is None else [seed]))
-            (seed,) = seeds[0] or [None]
+            seeds = self._ranks.check("start", self._facts(), seed or 0)
+            seed = seeds[0][0] if self._last else None
         self._seed = seed
         here = range(self._last + 1) if self._ranks is None else [self._ranks.rank]
         self._parts = [
