@@ -94,10 +94,8 @@ def test_what_is_no_process_group() -> None:
 
 
 def test_bitstream_trained_by_torchrun(tmp_path: Path) -> None:
-    path, options = (
-        str(tmp_path / "two.safetensors"),
-        ["--backward", "scan", "--data", "bitstream:30", "--batch", "3200"],
-    )
+    path = str(tmp_path / "two.safetensors")
+    options = "--backward scan --data bitstream:30 --batch 3200 --epochs 1"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command = [*torchrun, "jacsparse", "train", "bitstream", *options.split(), "--out", path]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
