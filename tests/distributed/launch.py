@@ -81,3 +81,10 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
     case, *values = (int(value) if value.isdecimal() else value for value in arguments)
     getattr(importlib.import_module(module), case)(*values)
     dist.destroy_process_group()
+
+
+def impatient_group(kind: str) -> dist.ProcessGroup:
+    """A group of all ranks, which have begun, for a kind of fault: some are noticed by the group's timeout alone."""
+    dist.barrier()
+    group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=12 if kind in ("stop", "more") else 60))
+    return group

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ import jacsparse
 from jacsparse.distributed import RankError
 from jacsparse.recurrence import Dense, Diagonal, Scaled, Sparse, linear_recurrence
 
+from .launch import impatient_group
 from .scan_ranks import drawn, fail, groups
 
 LAYERS = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
@@ -103,7 +103,7 @@ def data_parallel():
 
 def fault(kind, rank):
     """Passes of a layer in which one rank fails at the fourth."""
-    group = dist.new_group(timeout=timedelta(seconds=6))
+    group = impatient_group(kind)
     layer = jacsparse.nn.GRU(3, 5, process_group=group, exchange="scan")
     for number in range(1000):
         x = torch.ones(4, 2, 3, requires_grad=True)

@@ -3,7 +3,6 @@
 import functools
 import os
 import signal
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -21,6 +20,8 @@ from jacsparse.distributed import (
     ranks_of,
 )
 from jacsparse.schedule import EXCHANGES, exchanges
+
+from .launch import impatient_group
 
 
 def groups():
@@ -169,7 +170,7 @@ def fail(kind):
 
 def fault(kind, rank):
     """Scans in which one rank fails at the fourth."""
-    group = dist.new_group(timeout=timedelta(seconds=6))
+    group = impatient_group(kind)
 
     def combine(earlier, later):
         if kind == "exception" and number == 3 and dist.get_rank() == rank:

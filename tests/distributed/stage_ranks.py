@@ -1,7 +1,5 @@
 """What ranks run in the tests of chains."""
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from jacsparse.models import build, prune_weights
@@ -11,6 +9,7 @@ from torch.nn.utils import prune
 import jacsparse
 from jacsparse.distributed import RankError
 
+from .launch import impatient_group
 from .scan_ranks import fail, groups
 
 
@@ -110,7 +109,7 @@ def data_parallel():
 
 def fault(kind, rank):
     """Passes of a chain in which one rank fails at the fourth."""
-    group = dist.new_group(timeout=timedelta(seconds=6))
+    group = impatient_group(kind)
     model, shape, cuts = perceptron()
     ends = [0, *cuts[: dist.get_world_size() - 1], len(model)]
     scan = jacsparse.nn.Scan(model[ends[dist.get_rank()] : ends[dist.get_rank() + 1]], process_group=group)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from jacsparse.__main__ import main
 from jacsparse.distributed import RankError
 from jacsparse.training import DelayedGradients
+from tests.distributed.launch import impatient_group
 
 from .test_delayed_gradients import ADAM, SGD, assert_equal_states, batches, convolutional, images, model_of
 
@@ -62,7 +63,7 @@ def compare(modules, optimizer, build, data, group):
 
 def fault(kind, rank):
     """Training in which one rank fails at iteration 4."""
-    group = dist.new_group(timeout=timedelta(seconds=6))
+    group = impatient_group(kind)
     ddg = trainer(dist.get_world_size(), SGD, model_of, group)
     for number, (x, y) in enumerate(batches(1000)):
         if dist.get_rank() == rank and number == 4:
