@@ -97,6 +97,11 @@ class Pattern:
         transpose.__dict__["T"] = self
         return transpose
 
+    def scaled(self) -> Pattern:
+        """The pattern after its entries were multiplied by numbers: the same positions, without claims about values."""
+        structure = self.structure.scaled()
+        return self if structure is self.structure else Pattern.of(structure)
+
     @functools.cached_property
     def transposition(self) -> np.ndarray:
         """The place of each entry of `T` among this pattern's entries; read-only, shape ``(nnz,)``.

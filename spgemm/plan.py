@@ -51,6 +51,11 @@ class ProductPlan:
         self.selects_left = self._method.winners == "a"
         self.selects_right = self._method.winners == "b"
 
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """The patterns of the factors and of the product."""
+        return (self.a, self.b, self.pattern)
+
     @uncompiled
     def multiply(self, a_values: Any, b_values: Any, *, out: Any = None) -> Any:
         """Values of the product.

@@ -5,10 +5,24 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar, cast
 
-if TYPE_CHECKING:
-    from .plan import ProductPlan
+from ..patterns import Pattern
+
+
+class Plan(Protocol):
+    """What patterns decide of a computation."""
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """The patterns that the plan refers to."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plan's index arrays, without those of the patterns."""
+
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
 class PlanCache:
@@ -18,23 +32,23 @@ class PlanCache:
         self.limit = limit
         self.nbytes = 0
         self._lock = threading.Lock()
-        self._plans: OrderedDict[Hashable, ProductPlan] = OrderedDict()
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
 
-    def get(self, key: Hashable, make: Callable[[], ProductPlan]) -> ProductPlan:
+    def get(self, key: Hashable, make: Callable[[], AnyPlan]) -> AnyPlan:
         """The plan of a key: the stored one, or else what `make` returns."""
         with self._lock:
             plan = self._plans.get(key)
             if plan is not None:
                 self._plans.move_to_end(key)
-                return plan
-        plan = make()
+                return cast(AnyPlan, plan)
+        new = make()
         with self._lock:
-            if key not in self._plans and _nbytes(plan) <= self.limit:
-                self._plans[key] = plan
-                self.nbytes += _nbytes(plan)
+            if key not in self._plans and _nbytes(new) <= self.limit:
+                self._plans[key] = new
+                self.nbytes += _nbytes(new)
             while self.nbytes > self.limit:
                 self.nbytes -= _nbytes(self._plans.popitem(last=False)[1])
-        return plan
+        return new
 
     def clear(self) -> None:
         """Remove all plans."""
@@ -46,9 +60,9 @@ class PlanCache:
         return len(self._plans)
 
 
-def _nbytes(plan: ProductPlan) -> int:
-    return plan.nbytes + sum(pattern.index_nbytes for pattern in (plan.a, plan.b, plan.pattern))
+def _nbytes(plan: Plan) -> int:
+    return plan.nbytes + sum(pattern.index_nbytes for pattern in plan.patterns)
 
 
-#: The plans that `plan_product` returns.
+#: The plans of products, sums and factorisations.
 PLAN_CACHE = PlanCache(512 * 2**20)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from operator import index
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import scipy.sparse
 import scipy.sparse.linalg
 import torch
 
-from ..patterns import Full, Pattern, gathered
+from ..patterns import Diagonal, Full, Identity, Pattern, gathered
 from ..runtime import cupy_stream, gpu_extra
+from .lu import solve
+from .operands import same_batch
 from .plan import plan_product
+from .sums import plan_sum
 from .vectors import matvec
 
 
@@ -41,10 +46,21 @@ class SparseJacobian:
     (2, [[1.0, 1.0], [0.0, 1.0]])
     >>> J.vjp(torch.ones(2, 2)).tolist()
     [[1.0, 0.0], [1.0, 1.0]]
+    >>> (jacsparse.SparseJacobian.identity(2) - 0.5 * J).todense(1).tolist()
+    [[0.5, 0.0], [0.0, 0.5]]
+
+    Notes
+    -----
+    ``J + K``, ``J - K``, ``-J``, ``a * J`` and ``J / a`` are Jacobians too, where `a` is a number or a tensor
+    ``(batch,)`` with a number for each sample. They keep all positions, whatever the values become. They and all
+    products are part of autograd where the values require grad, and their plans are found again at later calls.
     """
 
     pattern: Pattern
     values: torch.Tensor
+
+    #: NumPy's scalars leave ``a * J`` to this class.
+    __array_ufunc__: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, torch.Tensor):
@@ -57,6 +73,19 @@ class SparseJacobian:
             )
         if self.values.ndim != 2 or self.values.shape[0] != self.pattern.nnz:
             raise ValueError(f"values has shape {tuple(self.values.shape)}; expected ({self.pattern.nnz}, batch)")
+
+    @classmethod
+    def identity(cls, n: int, *, dtype: torch.dtype | None = None, device: Any = None) -> SparseJacobian:
+        """The identity of size `n`, as in ``SparseJacobian.identity(n) - h * J``; the dtype is PyTorch's default one.
+
+        Examples
+        --------
+        >>> SparseJacobian.identity(3, dtype=torch.float64)
+        <SparseJacobian 3 × 3, nnz 3, sparsity 0.66667, Identity, batch 1, torch.float64>
+        """
+        if index(n) < 0:
+            raise ValueError(f"n is {n}; expected a size of at least 0")
+        return cls(Pattern.of(Identity(index(n))), torch.ones((index(n), 1), dtype=dtype, device=device))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -87,12 +116,172 @@ class SparseJacobian:
         product = matvec(self.pattern, self.values, other)
         return product[:, 0] if other.ndim == 1 and self.batch == 1 else product
 
+    def __add__(self, other: Any) -> SparseJacobian:
+        if not isinstance(other, SparseJacobian):
+            return NotImplemented
+        plan = plan_sum([self.pattern, other.pattern])
+        return SparseJacobian(plan.pattern, plan.add([self.values, other.values]))
+
+    def __sub__(self, other: Any) -> SparseJacobian:
+        return self + -other if isinstance(other, SparseJacobian) else NotImplemented
+
+    def __neg__(self) -> SparseJacobian:
+        return self._scaled(-self.values)
+
+    def __mul__(self, factor: Any) -> SparseJacobian:
+        number = self._number(factor)
+        return NotImplemented if number is None else self._scaled(self.values * number)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> SparseJacobian:
+        number = self._number(divisor)
+        return NotImplemented if number is None else self._scaled(self.values / number)
+
+    def _scaled(self, values: torch.Tensor) -> SparseJacobian:
+        """The Jacobian with other values at its entries."""
+        return SparseJacobian(self.pattern.scaled(), values)
+
+    def _number(self, number: Any) -> float | torch.Tensor | None:
+        """A number, or one for each sample, in a form that multiplies values; None where it is something else."""
+        if not isinstance(number, torch.Tensor):
+            return float(number) if isinstance(number, Real) else None
+        if number.ndim == 0:
+            return number
+        if number.ndim != 1:
+            raise ValueError(
+                f"the factor has shape {tuple(number.shape)}; expected a number, or one for each sample: (batch,). "
+                "Products of matrices are J @ K"
+            )
+        same_batch("the factor", number[None], "the Jacobian", self.values)
+        return number
+
+    def diagonal(self) -> torch.Tensor:
+        """The diagonal of each sample, ``(min(shape), batch)``; its ``sum(0)`` is the trace.
+
+        Examples
+        --------
+        >>> SparseJacobian(Pattern((2, 3), [0, 2, 3], [0, 2, 0]), torch.tensor([[5.0], [6.0], [7.0]])).diagonal()
+        tensor([[5.],
+                [0.]])
+        """
+        if isinstance(self.pattern.structure, Full):
+            # Its indices are never made.
+            return self.values.reshape(*self.shape, self.batch).diagonal().T.contiguous()
+        places = np.flatnonzero(self.pattern.rows == self.pattern.indices)
+        rows = self.pattern.rows[places].astype(np.int64)
+        entries, rows = (torch.from_numpy(array).to(self.values.device) for array in (places, rows))
+        return self.values.new_zeros((min(self.shape), self.batch)).index_copy(0, rows, self.values[entries])
+
+    def gram(self, weights: torch.Tensor | None = None) -> SparseJacobian:
+        """``Jᵀ D J`` of each sample, exactly symmetric.
+
+        Parameters
+        ----------
+        weights : Tensor, (rows,) or (rows, batch), optional
+            The diagonal of `D`, of any sign, with the dtype and device of the values; ones by default. A batch of 1 is
+            shared by all samples.
+
+        Returns
+        -------
+        SparseJacobian
+            The matrix, (columns, columns).
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where the weights do not fit.
+
+        Examples
+        --------
+        >>> J = SparseJacobian(Pattern((2, 2), [0, 2, 3], [0, 1, 1]), torch.tensor([[1.0], [2.0], [3.0]]))
+        >>> J.gram().todense().tolist()
+        [[1.0, 2.0], [2.0, 13.0]]
+        >>> J.gram(torch.tensor([1.0, -1.0])).todense().tolist()
+        [[1.0, 2.0], [2.0, -5.0]]
+        >>> J.gram_diagonal().tolist()
+        [[1.0], [13.0]]
+        """
+        return _symmetric_product(self.T, weights, self)
+
+    def outer(self, weights: torch.Tensor | None = None) -> SparseJacobian:
+        """``J D Jᵀ`` of each sample, exactly symmetric.
+
+        It is `gram` of ``J.T``, with weights ``(columns,)`` or ``(columns, batch)``.
+
+        Examples
+        --------
+        >>> J = SparseJacobian(Pattern((2, 2), [0, 2, 3], [0, 1, 1]), torch.tensor([[1.0], [2.0], [3.0]]))
+        >>> J.outer().todense().tolist()
+        [[5.0, 6.0], [6.0, 9.0]]
+        """
+        return _symmetric_product(self, weights, self.T)
+
+    def gram_diagonal(self, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """The diagonal of ``gram(weights)``, ``(columns, batch)``, without that matrix; its ``sum(0)`` is the trace."""
+        return self.T.outer_diagonal(weights)
+
+    def outer_diagonal(self, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """The diagonal of ``outer(weights)``, ``(rows, batch)``, without that matrix; its ``sum(0)`` is the trace."""
+        if weights is None:
+            weights = self.values.new_ones(self.shape[1])
+        # Row i of J D Jᵀ has the sum of J[i, k]² D[k] over k on the diagonal.
+        return self._scaled(self.values.square()) @ _weights(weights, self).values
+
+    def solve(self, b: torch.Tensor) -> torch.Tensor:
+        """``x`` with ``J x = b`` in each sample, by sparse LU factors.
+
+        Parameters
+        ----------
+        b : Tensor, (batch, n), (batch, n, columns) or (n,)
+            The right-hand sides, one or several for each sample, with the dtype and device of the values; ``(n,)``
+            where the Jacobian has one sample.
+
+        Returns
+        -------
+        Tensor
+            The solutions, in the shape of `b`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where the Jacobian is not square or not on the CPU, `b` does not fit, or a sample is exactly singular or not
+            finite; the message names the sample. A matrix that is nearly singular raises nothing, and its solution is
+            as inaccurate as its condition number is large.
+
+        Notes
+        -----
+        Each sample costs a sparse LU factorisation with partial pivoting by SciPy's SuperLU, one after the other on one
+        thread; samples that share their values share one. The factors have more entries than the matrix, at worst n²;
+        COLAMD's order of elimination limits them, and the cache of plans holds that order for later calls: the first
+        call for a pattern factors its first sample twice. Each right-hand side costs two substitutions, a few
+        operations for each entry of the factors.
+
+        Where the values or `b` require grad, the solution is part of autograd, to any order: the adjoint system is
+        solved with the same factors.
+
+        ``J.T.solve(b)`` solves with the transposed Jacobian.
+
+        Examples
+        --------
+        >>> J = SparseJacobian(Pattern((2, 2), [0, 1, 3], [0, 0, 1]), torch.tensor([[2.0], [1.0], [4.0]]))
+        >>> J.solve(torch.tensor([[2.0, 9.0], [4.0, 2.0]])).tolist()
+        [[1.0, 2.0], [2.0, 0.0]]
+        """
+        return solve(self.pattern, self.values, b)
+
     def jvp(self, v: torch.Tensor) -> torch.Tensor:
-        """``J v`` of each sample, ``(batch, out_size)``, for `v` of ``(batch, in_size)`` or ``(batch, *shape)``."""
+        """``J v`` of each sample, ``(batch, out_size)``, for `v` of ``(batch, in_size)`` or ``(batch, *shape)``.
+
+        Where the Jacobian has one sample, also ``(out_size,)`` for `v` of ``(in_size,)``.
+        """
         return _times(self, "v", v)
 
     def vjp(self, g: torch.Tensor) -> torch.Tensor:
-        """``Jᵀ g`` of each sample, ``(batch, in_size)``, for `g` of ``(batch, out_size)`` or ``(batch, *shape)``."""
+        """``Jᵀ g`` of each sample, ``(batch, in_size)``, for `g` of ``(batch, out_size)`` or ``(batch, *shape)``.
+
+        Where the Jacobian has one sample, also ``(in_size,)`` for `g` of ``(out_size,)``.
+        """
         return _times(self.T, "g", g)
 
     def as_linear_operator(self, sample: int | None = None) -> scipy.sparse.linalg.LinearOperator:
@@ -165,16 +354,38 @@ class SparseJacobian:
         return f"{self!r}\n{str(self.pattern).split(chr(10), 1)[1]}"
 
 
+def _symmetric_product(left: SparseJacobian, weights: torch.Tensor | None, right: SparseJacobian) -> SparseJacobian:
+    """``left D right`` of a matrix and its transpose."""
+    product: SparseJacobian = left @ (right if weights is None else _weights(weights, left) @ right)
+    # The two halves are rounded differently: (J[k, i] d) J[k, j] is not (J[k, j] d) J[k, i].
+    return SparseJacobian(product.pattern, (product.values + product.T.values) / 2)
+
+
+def _weights(weights: torch.Tensor, matrix: SparseJacobian) -> SparseJacobian:
+    """The diagonal matrix of weights, for products with a matrix on its left."""
+    size = matrix.shape[1]
+    if not isinstance(weights, torch.Tensor):
+        raise TypeError(f"weights is a {type(weights).__name__}; expected a torch.Tensor")
+    if weights.ndim not in (1, 2) or weights.shape[0] != size:
+        raise ValueError(f"weights has shape {tuple(weights.shape)}; expected ({size},) or ({size}, batch)")
+    diagonal = weights[:, None] if weights.ndim == 1 else weights
+    same_batch("weights", diagonal, "the Jacobian", matrix.values)
+    return SparseJacobian(Pattern.of(Diagonal(size)), diagonal)
+
+
 def _times(matrix: SparseJacobian, name: str, vectors: torch.Tensor) -> torch.Tensor:
     """The matrix of each sample times its vector."""
     columns = matrix.shape[1]
     if not isinstance(vectors, torch.Tensor):
         raise TypeError(f"{name} is a {type(vectors).__name__}; expected a torch.Tensor")
-    if vectors.ndim < 2 or vectors[:1].numel() != columns * min(1, len(vectors)):
+    batched = vectors[None] if vectors.ndim == 1 else vectors
+    if batched.ndim < 2 or batched[:1].numel() != columns * min(1, len(batched)):
         raise ValueError(
-            f"{name} has shape {tuple(vectors.shape)}; expected (batch, *shape) with {columns} elements a sample"
+            f"{name} has shape {tuple(vectors.shape)}; expected ({columns},), or (batch, *shape) with "
+            f"{columns} elements a sample"
         )
-    if matrix.batch not in (1, len(vectors)):
-        raise ValueError(f"{name} has a batch of {len(vectors)}, the Jacobian one of {matrix.batch}")
-    x = vectors.reshape(len(vectors), columns).T.contiguous()
-    return matvec(matrix.pattern, matrix.values, x).T.contiguous()
+    if matrix.batch not in (1, len(batched)):
+        raise ValueError(f"{name} has a batch of {len(batched)}, the Jacobian one of {matrix.batch}")
+    x = batched.reshape(len(batched), columns).T.contiguous()
+    product = matvec(matrix.pattern, matrix.values, x).T.contiguous()
+    return product[0] if vectors.ndim == 1 else product

@@ -12,6 +12,7 @@ from ..patterns import Csr, Diagonal, Full, Pattern
 from ..runtime import frozen, index_dtype, kernel, run_rows, uncompiled, uploaded
 from .gradients import graph_operands, wants_gradient
 from .operands import result, same_batch, view
+from .plan_cache import PLAN_CACHE
 from .symbolic import product_pattern
 
 
@@ -52,7 +53,7 @@ def sum_pattern(terms: Sequence[Pattern]) -> Pattern:
     if all(isinstance(structure, Diagonal) for structure in structures):
         return Pattern.of(Diagonal(shape[0]))
     if len({term.digest for term in terms}) == 1:
-        return Pattern.of(structures[0].scaled())
+        return terms[0].scaled()
     # The union is the pattern of the product of [I I ...] and the terms, stacked one above the other.
     rows, columns = shape
     count = len(terms)
@@ -65,8 +66,8 @@ def sum_pattern(terms: Sequence[Pattern]) -> Pattern:
     picked = Csr(rows, rows * count, frozen(np.arange(rows + 1, dtype=dtype) * dtype(count)), frozen(picks.copy()))
     union = product_pattern(Pattern.of(picked), Pattern.of(stacked))
     # A term with all positions is the union, and its structure says more than the union's indices.
-    whole = next((structure for structure in structures if structure.nnz == union.nnz), None)
-    return union if whole is None else Pattern.of(whole.scaled())
+    whole = next((term for term in terms if term.nnz == union.nnz), None)
+    return union if whole is None else whole.scaled()
 
 
 class SumPlan:
@@ -96,6 +97,11 @@ class SumPlan:
         place, indptr = np.empty(term.nnz, dtype=index_dtype(self.pattern.nnz, 0, 0)), self.pattern.indptr
         run_rows(_find, indptr, term.indptr, term.indices, indptr, self.pattern.indices, place)
         return frozen(place)
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """The patterns of the terms and of the sum."""
+        return (*self.terms, self.pattern)
 
     @property
     def nbytes(self) -> int:
@@ -174,6 +180,8 @@ def _batch(parts: Sequence[Any]) -> int:
 def plan_sum(terms: Sequence[Pattern]) -> SumPlan:
     """Plan the sum of matrices with these patterns: the symbolic phase, done once.
 
+    The plans used last are cached, as those of `plan_product`.
+
     Parameters
     ----------
     terms : sequence of Pattern
@@ -191,4 +199,4 @@ def plan_sum(terms: Sequence[Pattern]) -> SumPlan:
     for number, term in enumerate(terms):
         if not isinstance(term, Pattern):
             raise TypeError(f"terms[{number}] is a {type(term).__name__}; expected a Pattern")
-    return SumPlan(terms)
+    return PLAN_CACHE.get(("sum", *(term.digest for term in terms)), lambda: SumPlan(terms))

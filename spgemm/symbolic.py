@@ -235,9 +235,7 @@ def product_pattern(a: Pattern, b: Pattern, work: np.ndarray | None = None, *, c
     for diagonal, other in ((a, b), (b, a)):
         if isinstance(diagonal.structure, Diagonal):
             # The values of a scaled matrix are no longer known to be ones.
-            structure = other.structure
-            scaled = structure if isinstance(diagonal.structure, Identity) else structure.scaled()
-            return other if scaled is structure else Pattern.of(scaled)
+            return other if isinstance(diagonal.structure, Identity) else other.scaled()
     if isinstance(a.structure, Full) or isinstance(b.structure, Full):
         return _full_product(a, b)
     if work is None:

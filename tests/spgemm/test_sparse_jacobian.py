@@ -1,0 +1,232 @@
+"""The algebra of sparse Jacobians, compared with dense PyTorch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jacsparse.patterns import Blocks, Diagonal, Full, Identity, Pattern
+from jacsparse.spgemm import lu, plan_cache
+from torch.autograd import gradcheck, gradgradcheck
+
+from jacsparse import SparseJacobian, plan_sum
+from tests.helpers import random_pattern
+
+PATTERNS: dict[str, Callable[[int, int], Pattern]] = {
+    "csr": lambda m, n: random_pattern(m, n, 0.4, m + 10 * n),
+    "empty": lambda m, n: random_pattern(m, n, 0.0, 0),
+    "full": lambda m, n: Pattern.of(Full(m, n)),
+    "diagonal": lambda m, n: Pattern.of(Diagonal(m)),
+    "identity": lambda m, n: Pattern.of(Identity(m)),
+    "blocks": lambda m, n: Pattern.of(Blocks(m, 1, 2)),
+}
+SQUARE = ("csr", "full", "diagonal", "identity", "empty")
+SIZES, BATCHES = st.integers(0, 6), st.sampled_from([0, 1, 3])
+
+
+def jacobian_of(pattern: Pattern, batch: int, dtype: torch.dtype = torch.float64) -> SparseJacobian:
+    """Drawn values, but ones where the structure says so."""
+    values = torch.rand(pattern.nnz, batch, dtype=dtype) * 2 - 1
+    return SparseJacobian(pattern, torch.ones_like(values) if isinstance(pattern.structure, Identity) else values)
+
+
+def dense(matrix: SparseJacobian) -> torch.Tensor:
+    """``(batch, rows, columns)``."""
+    rows, columns = matrix.shape
+    coo = matrix.pattern.to_scipy().tocoo()
+    flat = matrix.values.new_zeros(matrix.batch, rows * columns)
+    places = torch.from_numpy(coo.row.astype(np.int64) * columns + coo.col)
+    return flat.index_add(1, places, matrix.values.T).reshape(-1, rows, columns)
+
+
+def near(actual: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor, roundings: int) -> None:
+    """Assert that two sums of products differ by rounding alone, where `magnitude` is the sum of absolute values."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    bound = 2 * roundings * torch.finfo(actual.dtype).eps * magnitude
+    assert bool(((actual - expected).abs() <= bound).all())
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(sorted(PATTERNS)), SIZES, SIZES, BATCHES, st.sampled_from([None, (), 0, 1, 3]))
+def test_gram_and_outer(kind: str, m: int, n: int, batch: int, weights_batch: Any) -> None:
+    J = jacobian_of(PATTERNS[kind](m, n), batch)
+    rows = J.shape[0]
+    if weights_batch in (0, 3) and batch != 1:
+        weights_batch = batch
+    shape = (rows,) if weights_batch == () else (rows, weights_batch or 0)
+    weights = None if weights_batch is None else torch.randn(shape, dtype=torch.float64)
+    d = torch.ones(1, rows, 1, dtype=torch.float64) if weights is None else torch.atleast_2d(weights.T)[:, :, None]
+    C, A = J.gram(weights), dense(J)
+    near(dense(C), A.mT @ (d * A), A.abs().mT @ (d.abs() * A.abs()), rows + 4)
+    assert C.pattern == C.pattern.T and torch.equal(C.values, C.T.values)
+    near(J.gram_diagonal(weights), (d * A**2).sum(1).T, (d.abs() * A**2).sum(1).T, rows + 4)
+    assert torch.equal(J.T.outer(weights).values, C.values)
+    assert torch.equal(J.T.outer_diagonal(weights), J.gram_diagonal(weights))
+
+
+@settings(max_examples=100)
+@given(*[st.sampled_from(SQUARE)] * 2, SIZES, SIZES, *[BATCHES] * 2)
+def test_sums_and_multiples(left: str, right: str, m: int, n: int, batch: int, other: int) -> None:
+    n = n if {left, right} <= {"csr", "full", "empty"} else m
+    other = other if 1 in (batch, other) else batch
+    J, K = jacobian_of(PATTERNS[left](m, n), batch), jacobian_of(PATTERNS[right](m, n), other)
+    A, B = dense(J), dense(K)
+    assert torch.equal(dense(J + K), A + B) and torch.equal(dense(J - K), A - B) and torch.equal(dense(-J), -A)
+    numbers = torch.tensor([2.0, -0.5, 3.0], dtype=torch.float64)[: max(1, batch)] if batch else torch.ones(0).double()
+    for a in (3, 0.3, np.float32(0.5), torch.tensor(0.7), numbers):
+        factor = torch.as_tensor(a, dtype=torch.float64) if not isinstance(a, torch.Tensor) else a
+        factor = factor.reshape(-1, 1, 1)
+        expected = A * factor
+        for scaled in (a * J, J * a):
+            near(dense(scaled), expected, expected.abs(), 1)
+            assert not isinstance(scaled.pattern.structure, Identity)
+        near(dense(J / a), A / factor, (A / factor).abs(), 1)
+    size = min(m, n)
+    assert J.diagonal().shape == (size, batch) and torch.equal(J.diagonal(), A.diagonal(dim1=1, dim2=2).T)
+
+
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_one_vector(kind: str) -> None:
+    J = jacobian_of(PATTERNS[kind](4, 3), 1)
+    v, g = (torch.randn(size, dtype=torch.float64) for size in reversed(J.shape))
+    assert torch.equal(J.jvp(v), J.jvp(v[None])[0]) and torch.equal(J.vjp(g), J.vjp(g[None])[0])
+    assert (J @ v).shape == J.jvp(v).shape == (J.shape[0],)
+
+
+def dominant(kind: str, n: int, batch: int, dtype: torch.dtype) -> SparseJacobian:
+    """A square matrix whose diagonal outweighs the rest of its row and of its column."""
+    J = jacobian_of(PATTERNS[kind](n, n), batch, dtype)
+    return J + (n + 1) * SparseJacobian.identity(n, dtype=dtype)
+
+
+@settings(max_examples=100)
+@given(
+    st.sampled_from(SQUARE), st.integers(0, 12), BATCHES, st.sampled_from([None, 0, 1, 5]), st.integers(0, 4),
+    st.sampled_from([torch.float32, torch.float64]),
+)  # fmt: skip
+def test_solutions(kind: str, n: int, batch: int, columns: int | None, samples: int, dtype: torch.dtype) -> None:
+    J = dominant(kind, n, batch, dtype)
+    samples = samples if batch == 1 else batch
+    b = torch.randn((samples, n) if columns is None else (samples, n, columns), dtype=dtype)
+    for matrix in (J, J.T):
+        x = matrix.solve(b)
+        assert x.shape == b.shape and x.dtype == dtype
+        A, X, B = dense(matrix).double(), torch.atleast_3d(x).double(), torch.atleast_3d(b).double()
+        # |L| |U| is at most (2n - 1) |A| in norm, and the residual 3n eps times that (Higham, theorems 9.4 and 9.9).
+        magnitude = A.abs().sum(2, keepdim=True).amax(1, keepdim=True) * X.abs().amax(1, keepdim=True) if n else B
+        assert bool(((A @ X - B).abs() <= 6 * n**2 * torch.finfo(dtype).eps * magnitude).all())
+    if samples and columns is None and batch == 1:
+        assert torch.equal(J.solve(b[0]), J.solve(b)[0])
+
+
+def test_rows_are_exchanged_where_the_diagonal_is_empty() -> None:
+    J = SparseJacobian(Pattern((3, 3), [0, 1, 2, 3], [2, 0, 1]), torch.tensor([[2.0], [4.0], [8.0]]))
+    assert J.solve(torch.tensor([2.0, 4.0, 16.0])).tolist() == [1.0, 2.0, 1.0]
+    assert J.T.solve(torch.tensor([2.0, 4.0, 16.0])).tolist() == [8.0, 0.5, 0.5]
+
+
+def values_of(J: SparseJacobian) -> torch.Tensor:
+    return J.values.detach().clone().requires_grad_()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("batch", "shape"), [(1, (4,)), (1, (3, 4)), (2, (2, 4)), (2, (2, 4, 3)), (1, (2, 4, 2))])
+def test_solutions_are_differentiable(batch: int, shape: tuple[int, ...], transposed: bool) -> None:
+    J = dominant("csr", 4, batch, torch.float64)
+
+    def solved(values: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        matrix = SparseJacobian(J.pattern, values)
+        return (matrix.T if transposed else matrix).solve(b)
+
+    operands = (values_of(J), torch.randn(shape, dtype=torch.float64, requires_grad=True))
+    assert gradcheck(solved, operands) and gradgradcheck(solved, operands)
+    assert gradcheck(lambda b: solved(J.values, b), operands[1:])
+
+
+@pytest.mark.parametrize("kind", PATTERNS)
+@pytest.mark.parametrize("batches", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_algebra_is_differentiable(kind: str, batches: tuple[int, int]) -> None:
+    J = jacobian_of(PATTERNS[kind](4, 3), batches[0])
+    weights = torch.randn(J.shape[0], batches[1], dtype=torch.float64, requires_grad=True)
+    pattern = J.pattern.scaled()
+    for product in (
+        lambda matrix, d: matrix.gram(d).values,
+        lambda matrix, d: matrix.T.outer_diagonal(d),
+        lambda matrix, d: (matrix - matrix.gram(d)).values if J.shape[0] == J.shape[1] else matrix.values,
+        lambda matrix, d: (d[0] * matrix / d[1]).diagonal(),
+    ):
+
+        def of_values(values: torch.Tensor, d: torch.Tensor, product: Callable[..., Any] = product) -> torch.Tensor:
+            return product(SparseJacobian(pattern, values), d)  # type: ignore[no-any-return]
+
+        assert gradcheck(of_values, (values_of(J), weights)) and gradgradcheck(of_values, (values_of(J), weights))
+
+
+def test_plans_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    J = dominant("csr", 12, 3, torch.float64)
+    again = SparseJacobian(Pattern((12, 12), J.pattern.indptr, J.pattern.indices), J.values + 0.1)
+    K = SparseJacobian(random_pattern(12, 12, 0.3, 7), jacobian_of(random_pattern(12, 12, 0.3, 7), 3).values)
+    assert plan_sum([J.pattern, K.pattern]) is plan_sum([again.pattern, K.pattern])
+    assert J.gram().pattern is again.gram(torch.ones(12).double()).pattern
+    # Another pattern's order is found by COLAMD, once for all samples.
+    monkeypatch.setattr(lu, "PLAN_CACHE", plan_cache.PlanCache(2**20))
+    orders = []
+    splu = lu.splu
+    monkeypatch.setattr(lu, "splu", lambda *args, permc_spec: orders.append(permc_spec) or splu(*args, permc_spec))
+    first = J.solve(torch.ones(3, 12).double())
+    assert torch.equal(again.T.T.solve(torch.ones(3, 12).double()).sign(), first.sign()) or len(orders) == 7
+    assert orders == ["COLAMD", *["NATURAL"] * 6]
+
+
+@pytest.mark.parametrize("kind", [*PATTERNS, "zero"])
+def test_everything_prints(kind: str) -> None:
+    pattern = PATTERNS[kind](6, 5) if kind in PATTERNS else Pattern((0, 3), [0], [])
+    J = jacobian_of(pattern, 2)
+    for thing in (J, J.pattern, J.gram(), plan_sum([pattern, pattern])):
+        assert " × ".join(map(str, J.shape)) in str(thing) or thing is not J
+        assert len(str(thing).splitlines()[0]) < 120 and "object at" not in str(thing)
+
+
+J = SparseJacobian(Pattern.of(Full(2, 3)), torch.ones(6, 2))
+S = SparseJacobian(Pattern.of(Full(2, 2)), torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 1.0], [1.0, 1.0]]))
+SHARED = SparseJacobian.identity(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: J.gram(3), TypeError, "weights is a int; expected a torch.Tensor"),
+        (lambda: J.gram(torch.ones(3)), ValueError, r"weights has shape \(3,\); expected \(2,\) or \(2, batch\)"),
+        (lambda: J.outer(torch.ones(2)), ValueError, r"weights has shape \(2,\); expected \(3,\) or \(3, batch\)"),
+        (lambda: J.gram_diagonal(torch.ones(2, 3)), ValueError, "weights has a batch of 3 and the Jacobian one of 2"),
+        (lambda: J.gram(torch.ones(2).double()), TypeError, "weights is torch.float64 and the Jacobian is"),
+        (lambda: J + 1, TypeError, "unsupported operand"),
+        (lambda: J * J, TypeError, "unsupported operand"),
+        (lambda: J / "x", TypeError, "unsupported operand"),
+        (lambda: J + S, ValueError, "must agree"),
+        (lambda: torch.ones(2, 3) * J, ValueError, r"the factor has shape \(2, 3\).*Products of matrices are J @ K"),
+        (lambda: torch.ones(3) * J, ValueError, "the factor has a batch of 3 and the Jacobian one of 2"),
+        (lambda: torch.ones(2).double() * J, TypeError, "the factor is torch.float64 and the Jacobian is"),
+        (lambda: SparseJacobian.identity(-1), ValueError, "n is -1"),
+        (lambda: J.jvp(torch.ones(3)), ValueError, "v has a batch of 1, the Jacobian one of 2"),
+        (lambda: SHARED.vjp(torch.ones(3)), ValueError, r"g has shape \(3,\); expected \(2,\), or \(batch, \*shape\)"),
+        (lambda: SHARED.jvp(torch.tensor(1.0)), ValueError, r"v has shape \(\)"),
+        (lambda: J.solve(torch.ones(2, 2)), ValueError, "the Jacobian is 2 × 3; only a square one"),
+        (lambda: S.solve([1.0, 2.0]), TypeError, "b is a list"),
+        (lambda: S.solve(torch.ones(2, 2).double()), TypeError, "b is torch.float64 and the Jacobian is torch.float32"),
+        (lambda: S.solve(torch.ones(2)), ValueError, "b has a batch of 1, the Jacobian one of 2"),
+        (lambda: S.solve(torch.ones(2, 3)), ValueError, r"b has shape \(2, 3\); expected \(2,\), \(batch, 2\) or"),
+        (lambda: S.solve(torch.tensor(1.0)), ValueError, r"b has shape \(\)"),
+        (lambda: S.solve(torch.ones(2, 2)), ValueError, "sample 1 of the Jacobian is singular"),
+        (lambda: (SHARED * torch.nan).solve(torch.ones(2)), ValueError, "sample 0 of the Jacobian is not finite"),
+        (lambda: S.solve(torch.ones(2, 2, device="meta")), ValueError, "the Jacobian is on cpu and b on meta"),
+    ],
+)  # fmt: skip
+def test_bad_operands(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
