@@ -189,7 +189,8 @@ def gathered(values: torch.Tensor, place: np.ndarray) -> torch.Tensor:
         shape = (len(place), *values.shape[1:])
         with memory_for("reordered values", shape, values.dtype, values.device, math.prod(shape[1:])):
             return values[places]
-    return values[torch.from_numpy(place.astype(np.int64))]
+    # Several times as fast as values[...]; its gradients are slower with 32-bit places.
+    return values.index_select(0, torch.from_numpy(place.astype(np.int64)))
 
 
 def batch_last(tensor: torch.Tensor) -> torch.Tensor:
