@@ -169,8 +169,8 @@ class SparseJacobian:
             # Its indices are never made.
             return self.values.reshape(*self.shape, self.batch).diagonal().T.contiguous()
         places = np.flatnonzero(self.pattern.rows == self.pattern.indices)
-        rows = self.pattern.rows[places].astype(np.int64)
-        entries, rows = (torch.from_numpy(array).to(self.values.device) for array in (places, rows))
+        arrays = places, self.pattern.rows[places].astype(np.int64)
+        entries, rows = (torch.from_numpy(array).to(self.values.device) for array in arrays)
         return self.values.new_zeros((min(self.shape), self.batch)).index_copy(0, rows, self.values[entries])
 
     def gram(self, weights: torch.Tensor | None = None) -> SparseJacobian:
@@ -357,8 +357,11 @@ class SparseJacobian:
 def _symmetric_product(left: SparseJacobian, weights: torch.Tensor | None, right: SparseJacobian) -> SparseJacobian:
     """``left D right`` of a matrix and its transpose."""
     product: SparseJacobian = left @ (right if weights is None else _weights(weights, left) @ right)
+    if weights is None and not isinstance(product.pattern.structure, Full):
+        # Both halves add the same numbers in the same order; those of full factors are added as BLAS likes.
+        return product
     # The two halves are rounded differently: (J[k, i] d) J[k, j] is not (J[k, j] d) J[k, i].
-    return SparseJacobian(product.pattern, (product.values + product.T.values) / 2)
+    return SparseJacobian(product.pattern, (product.values + product.T.values).div_(2))
 
 
 def _weights(weights: torch.Tensor, matrix: SparseJacobian) -> SparseJacobian:
