@@ -85,6 +85,10 @@ class Step:
     phase: Phase
     live: bool = True
 
+    def __str__(self) -> str:
+        value = f"{self.right}" if self.kind == "move" else f"{self.left}·{self.right}"
+        return f"{self.out} = {value}" if self.live else f"({self.out} = {value})"
+
 
 @dataclass(frozen=True)
 class Complexity:
@@ -146,12 +150,22 @@ class Schedule:
     [(4, 1, 0, 'mv'), (6, 2, 4, 'mv')]
     >>> schedule.gradients
     (0, 4, 6)
+    >>> print(schedule)                                 # dead steps in parentheses
+    blelloch over 3 stages, 3 products, gradients in (0, 4, 6)
+      level 0, up: 4 = 1·0, (5 = 3·2)
+      level 2, down: 0 = 0, 6 = 2·4
     """
 
     name: str
     n: int
     steps: tuple[Step, ...]
     gradients: tuple[int, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} over {self.n} stages, {len(self.products)} products, gradients in {self.gradients}"]
+        for (level, phase), steps in itertools.groupby(self.steps, lambda step: (step.level, step.phase)):
+            lines.append(f"  level {level}, {phase}: {', '.join(map(str, steps))}")
+        return "\n".join(lines)
 
     @property
     def products(self) -> tuple[Step, ...]:

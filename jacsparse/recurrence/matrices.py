@@ -31,6 +31,10 @@ class StepMatrices(ABC):
     size: int
     _kernels: ClassVar[tuple[Any, Any]]
 
+    def __repr__(self) -> str:
+        size = f"{self.time} steps of {self.size} × {self.size}, batch {self.batch}"
+        return f"<{type(self).__name__} {size}, {self.tensors[0].dtype}>"
+
     @property
     def time(self) -> int:
         """Steps."""

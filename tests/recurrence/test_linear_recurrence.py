@@ -230,6 +230,11 @@ def _chunk_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((actual.double() - expected).abs().amax(dim=1) / largest).max())
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_matrices_print_their_sizes(form: str) -> None:
+    assert repr(blocks(form, 4, 2, 3)) == f"<{form.title()} 4 steps of 3 × 3, batch 2, torch.float64>"
+
+
 def test_edges() -> None:
     for shape in ((0, 2, 3), (4, 0, 3), (4, 2, 0)):
         b = torch.zeros(shape, requires_grad=True)
