@@ -1,5 +1,6 @@
 """A planner: which way of training in parallel pays for a model, from one worker to a million."""
 
+from .across_processes import AcrossRanks
 from .costs import counted_workload, measured_workload
 from .leapfrogging import LeapfroggingWorkers
 from .one_worker import OneWorker
@@ -16,6 +17,7 @@ __all__ = [
     "FREE",
     "TRAINING_METHODS",
     "WORKERS",
+    "AcrossRanks",
     "Bppsa",
     "BreakEven",
     "DelayedPipeline",

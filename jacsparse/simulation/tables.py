@@ -27,6 +27,8 @@ WORDS = {
     "bppsa": "back-propagation by parallel scan, by the schedule asked for or the fastest",
     "cyclic_reduction": "a scan of half as many levels, at Θ(n log n) work instead of equation 3.4's Θ(n); so is the "
     "scan across p ranks that each hold two products, at Θ(p log p)",
+    "ranks": "consecutive stages on processes (`process_group=`): gradients go from rank to rank, or by a scan across "
+    "them",
     "gpipe": "micro-batches forward, then back, each block of stages running forward once more",
     "1f1b": "PipeDream: whole mini-batches, never waiting, with the weights of each pass stored; gradients are late",
     "ddg": "delayed gradients: blocks go back with the gradient of an earlier mini-batch",
@@ -165,7 +167,9 @@ def draw_methods(lines: Mapping[str, Mapping[str, Sequence[float]]], last: int, 
     """
     from ..figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
-    colours = dict(zip(TRAINING_METHODS, ("black", BLUE, SKY, ORANGE, PURPLE, GREEN, "#d55e00"), strict=True))
+    colours = dict(
+        zip(TRAINING_METHODS, ("black", BLUE, SKY, "#999999", ORANGE, PURPLE, GREEN, "#d55e00"), strict=True)
+    )
     for name, line in lines.items():
         # The line of ddg is often the same as that of 1f1b.
         style = {"color": colours.get(name), "linewidth": 4.0 if name == "1f1b" else 1.6}

@@ -59,6 +59,13 @@ class StageCost:
         """Steps of its backward pass."""
         return (self.errors > 0) + (self.gradients > 0)
 
+    @property
+    def matrix(self) -> Pattern:
+        """The pattern of its matrix; a full one, which bounds it, where a region takes too long."""
+        if isinstance(self.factor, Region) and self.factor.estimate > MOST:
+            return Pattern.of(Full(*self.factor.shape))
+        return matrix_of(self.factor)
+
 
 @dataclass(frozen=True, eq=False)
 class ScanCost:
@@ -152,6 +159,10 @@ class Workload:
         """Seconds of the product of a matrix of so many bytes, of all samples, and a vector."""
         return 2.0 * nbytes / self.itemsize / self.vector_rate
 
+    def product_seconds(self, pairs: int, shared: bool) -> float:
+        """Seconds of a product of two matrices of so many multiply-adds, once or for each sample."""
+        return 2.0 * pairs * (1 if shared else self.samples) / self.product_rate
+
     @cached_property
     def largest_factor(self) -> int:
         """Entries of the largest Jacobian of a stage that a schedule may multiply by: all but the first."""
@@ -174,26 +185,26 @@ class Workload:
                 seconds.append(stages[step.left].errors)
                 continue
             if step.kind == "mv":
-                seconds.append(self.vector_seconds(self._nbytes(matrices[step.left].nnz, shared[step.left])))
+                seconds.append(self.vector_seconds(self.nbytes(matrices[step.left].nnz, shared[step.left])))
                 continue
             for factor in (step.left, step.right):
                 if factor not in matrices:
-                    matrices[factor] = _matrix(stages[factor].factor)
-            product, pairs = self._product(matrices[step.left], matrices[step.right])
+                    matrices[factor] = stages[factor].matrix
+            product, pairs = self.product(matrices[step.left], matrices[step.right])
             matrices[step.out], shared[step.out] = product, shared[step.left] and shared[step.right]
-            seconds.append(2.0 * pairs * (1 if shared[step.out] else self.samples) / self.product_rate)
+            seconds.append(self.product_seconds(pairs, shared[step.out]))
             bounded, largest = bounded + (pairs > MOST), max(largest, product.nnz)
         entries = {place: stage.factor.nnz for place, stage in stages.items()}
         entries |= {value: matrix.nnz for value, matrix in matrices.items()}
-        nbytes = {value: self._nbytes(nnz, shared[value]) for value, nnz in entries.items()}
+        nbytes = {value: self.nbytes(nnz, shared[value]) for value, nnz in entries.items()}
         return ScanCost(seconds, entries, nbytes, largest, bounded)
 
-    def _nbytes(self, entries: int, shared: bool) -> int:
+    def nbytes(self, entries: int, shared: bool) -> int:
         """Bytes of the values of a matrix, which all samples may share."""
         return entries * (1 if shared else self.samples) * self.itemsize
 
-    def _product(self, left: Pattern, right: Pattern) -> tuple[Pattern, int]:
-        """The pattern and the multiply-adds of a product, for one sample."""
+    def product(self, left: Pattern, right: Pattern) -> tuple[Pattern, int]:
+        """The pattern and the multiply-adds of a product, for one sample; a full one where these exceed `MOST`."""
         key = id(left), id(right)
         if key not in self._products:
             pairs = multiply_adds(left, right)
@@ -211,13 +222,6 @@ class Workload:
             middle = (low + high) / 2
             low, high = (low, middle) if len(_cuts(ends, middle)) <= workers else (middle, high)
         return [range(begin, end) for begin, end in itertools.pairwise([0, *_cuts(ends, high)])]
-
-
-def _matrix(factor: Pattern | Region) -> Pattern:
-    """The pattern of a stage's matrix; a full one, which bounds it, where a region takes too long."""
-    if isinstance(factor, Region) and factor.estimate > MOST:
-        return Pattern.of(Full(*factor.shape))
-    return matrix_of(factor)
 
 
 def _cuts(ends: np.ndarray, limit: float) -> list[int]:

@@ -20,6 +20,7 @@ from jacsparse.schedule import blelloch, cyclic_reduction
 from jacsparse.simulation import (
     FREE,
     TRAINING_METHODS,
+    AcrossRanks,
     Bppsa,
     GPipe,
     Interconnect,
@@ -383,3 +384,30 @@ def test_large_products_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not exact.bounded and bounded.bounded and bounded.largest_product >= exact.largest_product
     assert "at most" in str(bounded)
     assert all(row.choice in ("linear", "blelloch:1", "chunked:8") for row in bounded.rows)
+
+
+@pytest.mark.parametrize("way", ["linear", "gather", "scan"])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_ranks_by_hand(way: str, count: int) -> None:
+    """Blocks of two stages, two samples, products and messages of a second each: the critical path in words."""
+    load = workload(2 * count, gradients=0.0)
+    time = seconds(AcrossRanks(way, tuple(range(2, 2 * count, 2))), load, count, Interconnect(1.0, math.inf))
+    # All ranks say how they were called; each rank goes forward; the last one goes back.
+    before = math.ceil(math.log2(count)) + 2 * count + (count - 1)
+    if way == "linear" or count < 3:
+        assert time == before + 2 * count - 1 + (count - 1)
+    elif way == "gather":
+        # The first rank multiplies what all ranks between it and the last one have.
+        assert time == before + 2 + 1 + (count - 2) + 1
+    else:
+        # In each round a message, and at most a product for the rank's block and one for what comes before it.
+        rounds = math.ceil(math.log2(count))
+        assert before + 2 + 2 * rounds - 1 <= time <= before + 2 + 3 * rounds
+
+
+def test_ranks_wait_for_gradients_of_weights_in_chains_alone() -> None:
+    """Six stages on three ranks: a chain's next rank waits for four gradients of weights, a sequence's for none."""
+    chain, sequence = (
+        seconds(AcrossRanks("linear", (2, 4)), workload(6, recurrent=recurrent), 3) for recurrent in (False, True)
+    )
+    assert (chain, sequence) == (6 + 5 + 6, 6 + 5 + 2)

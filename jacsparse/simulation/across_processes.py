@@ -1,0 +1,165 @@
+"""Back-propagation across processes that hold consecutive stages, by the messages of `jacsparse.schedule.exchanges`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..patterns import Pattern
+from ..schedule import EXCHANGES, exchanges
+from .timetable import Interconnect, Job, Outcome, Timetable, run
+from .training_method import TrainingMethod, exchange, forward_through, sum_shared_gradients
+from .workload import Workload
+
+#: Bytes in which a rank tells the others what it was called with.
+_FACTS = 64
+
+
+@dataclass(frozen=True)
+class AcrossRanks(TrainingMethod):
+    """What ``process_group=`` does: each rank holds a block of stages, and gradients go across the ranks.
+
+    A layer's weights get their gradients after the next rank has the gradient of its states; a chain's before, stage by
+    stage. All ranks get the output, and no gradient of the input is sent.
+
+    Parameters
+    ----------
+    exchange : {"auto", "linear", "gather", "scan"}
+        As of `jacsparse.nn.Scan`; ``auto`` is the faster one of ``linear`` and ``scan``.
+    cuts : tuple of int, optional
+        The first stages of the second rank and of all after it; by default blocks take about equally long.
+    """
+
+    name = "ranks"
+    exchange: str = "auto"
+    cuts: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.exchange not in ("auto", *EXCHANGES):
+            raise ValueError(f"exchange is {self.exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
+
+    def most(self, workload: Workload) -> int:
+        return len(workload) if self.cuts is None else len(self.cuts) + 1
+
+    def timetable(self, workload: Workload, workers: int) -> Timetable:
+        return self._timetable(workload, workers, "linear" if self.exchange == "auto" else self.exchange)
+
+    def plan(self, workload: Workload, interconnect: Interconnect, workers: int) -> tuple[Outcome, str]:
+        # The first and the last rank multiply vectors alone.
+        ways = ("linear", "scan")[: 1 + (workers > 2)] if self.exchange == "auto" else (self.exchange,)
+        plans = [(run(self._timetable(workload, workers, way), interconnect), way) for way in ways]
+        return min(plans, key=lambda plan: plan[0].seconds)
+
+    def _timetable(self, workload: Workload, workers: int, way: str) -> Timetable:
+        return _Passes(workload, self.blocks(workload, workers)).timetable(way)
+
+    def blocks(self, workload: Workload, workers: int) -> list[range]:
+        """The stages of each rank."""
+        if self.cuts is None:
+            return workload.blocks(workers)
+        ends = [0, *self.cuts[: workers - 1], len(workload)]
+        return [range(begin, end) for begin, end in itertools.pairwise(ends)]
+
+
+class _Map(NamedTuple):
+    """What blocks do to a gradient: multiply it by a matrix, or replace it where there is none; and the job of it."""
+
+    matrix: Pattern | None
+    shared: bool
+    nbytes: float
+    job: int
+
+
+class _Passes:
+    """The jobs of a forward pass and a backward pass through blocks of stages, a rank for each."""
+
+    def __init__(self, workload: Workload, blocks: Sequence[range]) -> None:
+        self._workload, self._blocks = workload, blocks
+        self._jobs = jobs = Timetable([2 * workload.weights(block) for block in blocks])
+        ranks = range(len(blocks))
+        exchange(jobs, [jobs.add(Job(rank, 0.0, steps=0)) for rank in ranks], lambda _: _FACTS)
+        self._forward = forward_through(jobs, workload, [rank for rank in ranks for _ in blocks[rank]])
+        for rank in ranks:
+            jobs.add(Job(rank, 0.0, (self._forward[-1],), steps=0))
+
+    def timetable(self, way: str) -> Timetable:
+        """All jobs of an iteration."""
+        last = len(self._blocks) - 1
+        gradient = self._pull_back(last, self._forward[-1])
+        if way == "linear":
+            for rank in reversed(range(last)):
+                gradient = self._pull_back(rank, gradient)
+        else:
+            for place, job in enumerate(self._scanned(gradient, way), 1):
+                self._pull_back(last - place, job)
+        sum_shared_gradients(self._jobs, self._workload)
+        return self._jobs
+
+    def _pull_back(self, rank: int, gradient: int) -> int:
+        """Take a gradient through a rank's block; the job whose result the next rank reads."""
+        recurrent = self._workload.recurrent
+        for number in reversed(self._blocks[rank]):
+            stage, before = self._workload.stages[number], self._workload.before(number)
+            seconds = stage.errors + (0.0 if recurrent else stage.gradients)
+            reads = (gradient, self._forward[number], self._forward[number + 1])
+            steps = (stage.errors > 0) if recurrent else stage.steps
+            gradient = self._jobs.add(Job(rank, seconds, reads, before, before, steps=steps))
+        if recurrent:
+            stages = [self._workload.stages[number] for number in self._blocks[rank]]
+            self._jobs.add(Job(rank, math.fsum(stage.gradients for stage in stages), (gradient,), steps=len(stages)))
+        return gradient
+
+    def _scanned(self, gradient: int, way: str) -> list[int]:
+        """The jobs of the gradients with which the blocks of all ranks but the last begin, from the last one on."""
+        count, start = len(self._blocks), self._workload.before(self._blocks[-1][0])
+        blocks = [_Map(None, False, start, gradient)]
+        # Nobody asks for the product of the first rank's stages.
+        blocks += [self._product(rank) for rank in reversed(range(1, count - 1))] + [blocks[0]] * (count > 1)
+        before: list[_Map | None] = [None] * count
+        for messages in exchanges(count, way):
+            sent = list(blocks)
+            for place in dict.fromkeys(message.target for message in messages):
+                received = [message for message in messages if message.target == place]
+                combine = functools.partial(self._combined, count - 1 - place)
+                other = functools.reduce(combine, [sent[message.source] for message in received])
+                if received[0].source > place:
+                    blocks[place] = combine(blocks[place], other)
+                    continue
+                if received[0].joined:
+                    blocks[place] = combine(other, blocks[place])
+                earlier = before[place]
+                before[place] = other if earlier is None else combine(other, earlier)
+        return [each.job for each in before if each is not None]
+
+    def _product(self, rank: int) -> _Map:
+        """The product of the transposed Jacobians of a rank's stages, from its output on."""
+        maps = []
+        for number in reversed(self._blocks[rank]):
+            stage = self._workload.stages[number]
+            nbytes = self._workload.nbytes(stage.factor.nnz, stage.shared)
+            reads = (self._forward[number], self._forward[number + 1])
+            maps.append(
+                _Map(
+                    stage.matrix, stage.shared, nbytes, self._jobs.add(Job(rank, stage.jacobian, reads, nbytes, nbytes))
+                )
+            )
+        return functools.reduce(functools.partial(self._combined, rank), maps)
+
+    def _combined(self, rank: int, earlier: _Map, later: _Map) -> _Map:
+        """What `earlier` does to a gradient and then `later`, computed on a rank."""
+        load = self._workload
+        if later.matrix is None:
+            return later
+        if earlier.matrix is None:
+            product, shared, seconds = None, False, load.vector_seconds(later.nbytes)
+            nbytes = load.nbytes(later.matrix.shape[0], shared)
+        else:
+            product, pairs = load.product(later.matrix, earlier.matrix)
+            shared = earlier.shared and later.shared
+            seconds, nbytes = load.product_seconds(pairs, shared), load.nbytes(product.nnz, shared)
+        job = self._jobs.add(Job(rank, seconds, (earlier.job, later.job), nbytes, nbytes))
+        return _Map(product, shared, nbytes, job)
