@@ -12,6 +12,7 @@ from .kernel_resources import KernelResources
 from .leapfrog import Leapfrog
 from .lenet_convergence import LenetConvergence
 from .parallel_forward import ParallelForward
+from .rank_scan import ScansAcrossRanks
 from .recurrent_convergence import RecurrentConvergence
 from .recurrent_shapes import RecurrentShapes
 from .rnn_sensitivity import RnnSensitivity
@@ -36,6 +37,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         DdgConvergence(),
         DdgScaling(),
         SimulatedTraining(),
+        ScansAcrossRanks(),
         LenetConvergence(),
         RnnSensitivity(),
         RecurrentShapes(),

@@ -36,7 +36,8 @@ def simulate(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="bp, bppsa, cyclic_reduction, ranks, gpipe, 1f1b (PipeDream), ddg or leapfrog; repeatable. Default: all."
+            help="bp, bppsa, cyclic_reduction, ranks, gpipe, 1f1b (PipeDream), ddg or leapfrog; repeatable. "
+            "Default: all."
         ),
     ] = None,
     schedule: Annotated[

@@ -2,11 +2,13 @@
 
 from ..affine import AffineMaps, DenseMaps, DiagonalMaps, SparseMaps, compose
 from .exclusive_scan import RankScan, exclusive_scan
-from .links import Link
+from .links import MATRICES, VECTORS, Link
 from .rank_group import RankGroup
 from .ranks import Incoming, RankError, Ranks, ranks_of
 
 __all__ = [
+    "MATRICES",
+    "VECTORS",
     "AffineMaps",
     "DenseMaps",
     "DiagonalMaps",

@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 from ..affine import AffineMaps
 from ..schedule import EXCHANGES, Message, exchanges
 from .elements import ElementMessages, kind_of, messages_of, tensors_of, with_tensors
-from .links import Link
 from .ranks import Ranks, ranks_of
 
 Combine = Callable[[Any, Any], Any]
@@ -46,7 +45,7 @@ def exclusive_scan(
         Whether the last rank is the first one of the scan.
     exchange : {"auto", "scan", "gather", "linear"}
         The messages, as `jacsparse.schedule.exchanges` has them: ``scan`` takes ⌈log2 p⌉ rounds for p ranks, ``gather``
-        one round of larger ones. ``auto`` is the one of both that is predicted to take less time.
+        one round, in which the last rank gets p - 1. ``auto`` is ``scan``, which by `Link.seconds` is never slower.
 
     Returns
     -------
@@ -79,9 +78,8 @@ def exclusive_scan(
         raise ValueError(f"exchange is {exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
     tensors, ranks = tensors_of(transfer), ranks_of(group)
     facts = {"element": kind_of(transfer), "gradients": _wants_gradient(tensors), "reverse": reverse}
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    sizes = ranks.check("start of the exclusive scan", {**facts, "exchange": exchange}, nbytes)
-    way = exchange if exchange != "auto" else Link.of(ranks).best_way(ranks.size, max(size for (size,) in sizes))
+    ranks.check("start of the exclusive scan", {**facts, "exchange": exchange})
+    way = "scan" if exchange == "auto" else exchange
     scan = RankScan(ranks, combine, way, "exclusive scan", reverse=reverse)
     if not scan.is_first:
         return scan(transfer)

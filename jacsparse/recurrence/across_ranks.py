@@ -9,11 +9,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..affine import AffineMaps, compose
-from ..distributed import Link, RankGroup, Ranks, RankScan
+from ..distributed import MATRICES, VECTORS, Link, RankGroup, Ranks, RankScan
 from .solvers import Problem
-
-#: Multiply-adds per second of steps with vectors, one after the other, and with matrices, in float64.
-_VECTORS, _MATRICES = 1e9, 4e9
 
 
 class SequenceRanks(RankGroup):
@@ -121,12 +118,17 @@ class SequencePart:
         (batch, size), count = problem.edge.shape, self.ranks.size
         link, diagonal = Link.of(self.ranks), problem.recurrence.diagonal
         step = batch * size * (1 if diagonal else size)
-        vectors = [length * step / _VECTORS for length in self.lengths]
-        reduction = max(self.lengths) * step * (1 if diagonal else size) / _MATRICES
-        way = link.best_way(count, 8 * (step + batch * size))
-        linear = sum(vectors) + link.seconds(count, "linear", problem.edge.nbytes)
-        others = max(vectors) + max(reduction, max(vectors)) + link.seconds(count, way, 8 * (step + batch * size))
-        return way if others < linear else "linear"
+        vectors = [length * step / VECTORS for length in self.lengths]
+        product = step * (1 if diagonal else size) / MATRICES
+        passes = max(vectors) + max(max(self.lengths) * product, max(vectors))
+        nbytes = 8 * (step + batch * size)
+        seconds = {
+            "linear": sum(vectors) + link.seconds(count, "linear", problem.edge.nbytes),
+            # What the last rank gets begins with a constant map, so that it multiplies vectors alone.
+            "gather": passes + link.seconds(count, "gather", nbytes),
+            "scan": passes + link.seconds(count, "scan", nbytes) + (count - 1).bit_length() * product,
+        }
+        return min(seconds, key=lambda way: seconds[way])
 
     def whole(self, directions: int, output: torch.Tensor, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The output, and the whole sequences' last states on all ranks; `states` are those after this rank's steps.

@@ -10,15 +10,13 @@ import torch
 from torch import nn
 
 from ..affine import SparseMaps, compose
-from ..distributed import Link, RankGroup, Ranks, RankScan
+from ..distributed import MATRICES, VECTORS, Link, RankGroup, Ranks, RankScan
 from ..patterns import Identity, Pattern
 from ..spgemm import SparseJacobian
 from ..stages import Record, Run
 from .autograd_scan import scanned
 from .scanner import Scanner
 
-#: Multiply-adds per second of products with vectors and with matrices.
-_VECTORS, _MATRICES = 1e9, 4e9
 #: The most multiply-adds, for a sample, of a product of stages whose pattern is worked out to see what it costs.
 _WORTH_A_LOOK = 1e8
 
@@ -142,12 +140,12 @@ class RankedScanner:
         ranks = self._ranks
         link, costs = Link.of(ranks), ranks.check("start of the backward pass", {}, vectors, matrices, nbytes)
         output = self._run.recording.output
-        linear = sum(each[0] for each in costs) / _VECTORS + link.seconds(ranks.size, "linear", output.nbytes)
+        linear = sum(each[0] for each in costs) / VECTORS + link.seconds(ranks.size, "linear", output.nbytes)
         largest = [max(column) for column in zip(*costs, strict=True)]
-        way = link.best_way(ranks.size, largest[2])
-        reduction = max(largest[0] / _VECTORS, max(each[1] for each in costs[1:-1]) / _MATRICES)
-        others = largest[0] / _VECTORS + reduction + link.seconds(ranks.size, way, largest[2])
-        return way if others < linear else "linear"
+        reduction = max(largest[0] / VECTORS, max(each[1] for each in costs[1:-1]) / MATRICES)
+        # Unlike a scan, it multiplies no matrices of two ranks, which fill in.
+        others = largest[0] / VECTORS + reduction + link.seconds(ranks.size, "gather", largest[2])
+        return "gather" if others < linear else "linear"
 
 
 def _constant(gradient: torch.Tensor) -> SparseMaps:

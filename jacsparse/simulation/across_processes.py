@@ -29,7 +29,7 @@ class AcrossRanks(TrainingMethod):
     Parameters
     ----------
     exchange : {"auto", "linear", "gather", "scan"}
-        As of `jacsparse.nn.Scan`; ``auto`` is the faster one of ``linear`` and ``scan``.
+        As of `jacsparse.nn.Scan`; ``auto`` is the fastest of them.
     cuts : tuple of int, optional
         The first stages of the second rank and of all after it; by default blocks take about equally long.
     """
@@ -50,7 +50,7 @@ class AcrossRanks(TrainingMethod):
 
     def plan(self, workload: Workload, interconnect: Interconnect, workers: int) -> tuple[Outcome, str]:
         # The first and the last rank multiply vectors alone.
-        ways = ("linear", "scan")[: 1 + (workers > 2)] if self.exchange == "auto" else (self.exchange,)
+        ways = EXCHANGES[: len(EXCHANGES) if workers > 2 else 1] if self.exchange == "auto" else (self.exchange,)
         plans = [(run(self._timetable(workload, workers, way), interconnect), way) for way in ways]
         return min(plans, key=lambda plan: plan[0].seconds)
 

@@ -70,6 +70,9 @@ SMALL: list[Experiment] = [
     ),
     DdgScaling(network="resnet8", modules=(2, 3), batch=2, side=8, iterations=1, most=2),
     SimulatedTraining(layers=2, width=3, time=4, hidden=2, batch=2, workers=(1, 2, 64), depths=(4, 8), widths=(1, 3)),
+    ScansAcrossRanks(
+        ranks=(2,), sizes=(8, 1024), layers=2, width=3, batch=2, time=4, hidden=2, samples=2, cuts=((18, 19),)
+    ),
     LenetConvergence(iterations=2, batch=4),
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
     RecurrentShapes(sizes=(3, 40), times=(2, 70), batches=(1, 3)),

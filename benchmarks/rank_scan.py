@@ -1,0 +1,466 @@
+"""Scans across ranks: their messages, training steps on two ranks, and the memory of pruned VGG-11's blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jacsparse.models import build, prune_weights
+from jacsparse.spgemm import matvec
+from torch import nn
+
+import jacsparse
+from jacsparse.distributed import MATRICES, VECTORS, DenseMaps, Link, Ranks, RankScan, compose, ranks_of
+from jacsparse.recurrence import Dense, linear_recurrence
+from jacsparse.schedule import EXCHANGES, exchanges
+from jacsparse.simulation import AcrossRanks, Interconnect, Workload, counted_workload, measured_workload
+
+from ._context import Context, Timing, one_thread
+from ._environment import cores
+from ._experiment import Comparison, Experiment, Row
+from ._memory import peak_memory
+from ._ranks import Say, on_ranks
+from ._text import amount
+
+__all__ = ["ScansAcrossRanks"]
+
+#: Bytes of the messages by which latency and bandwidth are measured.
+_SMALL, _LARGE = 8, 2**25
+#: Stages of pruned VGG-11 whose product is timed: two convolutions with a ReLU between them.
+_BLOCK = slice(11, 14)
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """What one rank saw of scans of elements of so many bytes, by way: seconds, and what it sent in each."""
+
+    seconds: dict[tuple[str, int], list[float]]
+    sent: dict[tuple[str, int], tuple[int, int]]
+    #: Seconds of messages of a few bytes, and of many, from rank to rank.
+    one_way: dict[int, list[float]]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Seconds of training steps on two ranks, the stages' costs in one process, and of messages."""
+
+    measured: list[float]
+    workload: Workload
+    one_way: dict[int, list[float]]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Entries of a rank's product and largest factor; by way, bytes that it sends, and its peak memory in a step."""
+
+    product: int | None
+    factor: int
+    sent: dict[str, int]
+    #: Of the first step, with plans and messages of patterns, and of later ones.
+    first_peak: dict[str, int]
+    peak: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ScansAcrossRanks(Experiment):
+    """Processes of one thread on this machine, connected by gloo."""
+
+    #: Numbers of ranks, and bytes of elements, of scans without products.
+    ranks: tuple[int, ...] = (2, 3, 4)
+    sizes: tuple[int, ...] = (8, 2**14, 2**18, 2**22)
+    #: Linear layers with a tanh each, their units and samples.
+    layers: int = 8
+    width: int = 1024
+    batch: int = 128
+    #: Steps, hidden units and samples of a GRU.
+    time: int = 2000
+    hidden: int = 20
+    samples: int = 16
+    #: The first stages of all ranks but the first, of pruned VGG-11.
+    cuts: tuple[tuple[int, ...], ...] = ((11, 13), (11, 13, 14), (11, 13, 14, 16), (8, 11, 14))
+    network: str = "vgg11"
+    side: int = 32
+
+    name = "rank_scan"
+    title = "Scans across ranks, beside predictions"
+    source = "thesis, section 3.6; schedule.exchanges"
+
+    def run(self, context: Context) -> list[Row]:
+        with one_thread():
+            rows = self._rates(context)
+        for count in self.ranks:
+            rows += self._messages(context.under(f"{count} ranks"), count)
+        for label, task in (("chain", _chain_steps), ("GRU", _layer_steps)):
+            rows.append(self._steps(context.under(label), label, task))
+        for cuts in self.cuts:
+            rows += self._blocks(context.under(f"{self.network}, {len(cuts) + 1} ranks"), cuts)
+        return rows
+
+    def _rates(self, context: Context) -> list[Row]:
+        """Multiply-adds per second of products with vectors and with matrices, by which ``auto`` chooses."""
+        n, samples, time = self.hidden, self.samples, self.time
+        a, b = torch.randn(time, samples, n, n) / n, torch.randn(time, samples, n)
+        map_ = DenseMaps(torch.randn(1, samples, n, n), torch.randn(1, samples, n))
+        model = self._pruned()
+        block, x = model[_BLOCK], model[: _BLOCK.start](torch.randn(1, 3, self.side, self.side)).detach()
+        chain = jacsparse.chain(block, tuple(x.shape[1:]))
+        jacobian = jacsparse.jacobian(block, x).T
+        vector = torch.ones(jacobian.shape[1], 1)
+        functions: dict[str, tuple[Callable[[], object], float, float]] = {
+            "steps of dense matrices": (
+                lambda: linear_recurrence(Dense(a), b, schedule="linear"), time * samples * n**2, VECTORS
+            ),
+            "products of dense maps": (lambda: compose(map_, map_), samples * n**3, MATRICES),
+            f"{self.network}: products with a vector": (
+                lambda: matvec(jacobian.pattern, jacobian.values, vector), jacobian.pattern.nnz, VECTORS
+            ),
+            f"{self.network}: stages to one matrix": (
+                lambda: jacsparse.jacobian(block, x), float(chain.order.cost), MATRICES
+            ),
+        }  # fmt: skip
+        timings = context.times({label: function for label, (function, _, _) in functions.items()}, seconds=0.6)
+        rows = []
+        for label, (_, multiply_adds, constant) in functions.items():
+            if timings[label].problem:
+                rows.append(Row.missing(label, timings[label].problem, group="Rates of one thread"))
+                continue
+            rate = multiply_adds / min(timings[label].seconds)
+            compared = Comparison("measured / constant", rate / constant)
+            rows.append(
+                Row.of_value(
+                    label, rate, "multiply-adds per second", group="Rates of one thread", comparisons=(compared,)
+                )
+            )
+        return rows
+
+    def _messages(self, context: Context, count: int) -> list[Row]:
+        """Messages, bytes and times of each way, beside what is predicted."""
+        ranks = on_ranks(partial(_scans, sizes=self.sizes, rounds=context.rounds), count, context.say)
+        group = f"{count} ranks on {cores()} cores: scans of elements without products"
+        link = _link(ranks[0].one_way)
+        rows = [
+            Row.of_value("latency of a message", link.latency, "time", "s", group=group, data={"ranks": count}),
+            Row.of_value("bandwidth of messages", link.bandwidth, "bandwidth", "B/s", group=group),
+        ]
+        rows = rows if count == 2 else []
+        for size in self.sizes:
+            least = min(min(ranks[0].seconds[way, size]) for way in EXCHANGES)
+            for way in EXCHANGES:
+                messages = sum(rank.sent[way, size][0] for rank in ranks)
+                nbytes = sum(rank.sent[way, size][1] for rank in ranks)
+                predicted = sum(map(len, exchanges(count, way)))
+                timing = Timing(ranks[0].seconds[way, size], len(ranks[0].seconds[way, size]))
+                seconds = link.seconds(count, way, size)
+                fastest = min(timing.seconds)
+                note = f"{messages} messages and {nbytes:,} B counted, {predicted} and {predicted * size:,} B predicted"
+                row = Row.timed(f"{way}, {amount(size, 'B')}", timing, group=group, note=note)
+                compared = (
+                    Comparison("messages / predicted", messages / predicted, at_least=1, at_most=1),
+                    Comparison("bytes / predicted", nbytes / (predicted * size), at_least=1, at_most=1),
+                    Comparison("fastest / predicted time", fastest / seconds),
+                    Comparison("fastest / that of the fastest way", fastest / least),
+                )
+                data = {"ranks": count, "way": way, "size": size, "predicted": seconds}
+                rows.append(replace(row, comparisons=compared, data=data))
+        return rows
+
+    def _steps(self, context: Context, label: str, task: Callable[..., _Steps | None]) -> Row:
+        """Training steps on two ranks beside the simulated time."""
+        (steps, _) = on_ranks(partial(task, experiment=self, rounds=context.rounds), 2, context.say)
+        assert steps is not None
+        link, load = _link(steps.one_way), steps.workload
+        interconnect = Interconnect(link.latency, link.bandwidth)
+        outcome, _ = AcrossRanks("linear", (len(load) // 2,)).plan(load, interconnect, 2)
+        fastest = min(steps.measured)
+        nearness = Comparison(
+            "simulated / fastest measured", outcome.seconds / fastest, at_least=0.8, at_most=1.2
+        )  # fmt: skip
+        passes = load.forward + load.backward
+        note = f"simulated {amount(outcome.seconds, 's')}, of which passes in one process {amount(passes, 's')}"
+        row = Row.timed(
+            f"{label}, {len(load)} stages",
+            Timing(steps.measured, len(steps.measured)),
+            group="A training step on two ranks of one thread",
+            note=note,
+            data={"step": label, "simulated": outcome.seconds, "passes": passes},
+        )
+        return replace(row, comparisons=(nearness,))
+
+    def _pruned(self) -> Any:
+        torch.manual_seed(0)
+        model = build(self.network).features
+        prune_weights(model, 0.97, rescale=True)
+        return model
+
+    def _blocks(self, context: Context, cuts: tuple[int, ...]) -> list[Row]:
+        """Entries, messages and memory of blocks of pruned VGG-11, beside the planner's and section 3.6's."""
+        count = len(cuts) + 1
+        ranks = on_ranks(partial(_block, experiment=self, cuts=cuts), count, context.say)
+        model, x = self._pruned(), torch.randn(1, 3, self.side, self.side)
+        counted = counted_workload(model, x, 1e10)
+        # What a step needs beyond the weights and their gradients.
+        load = replace(counted, stages=tuple(replace(stage, weights=0) for stage in counted.stages))
+        # Section 3.6 without its constant: the entries of the largest Jacobian, for each matrix of a rank.
+        published = max(len(load) / count, 1) * load.largest_factor
+        group = f"{self.network}, {count} ranks: stages cut at {', '.join(map(str, cuts))}"
+        largest = max(rank.product or 0 for rank in ranks)
+        entries = [f"{rank.product or 0:,} of {rank.factor:,}" for rank in ranks]
+        data: dict[str, Any] = {"cuts": list(cuts), "published": published}
+        rows = [
+            Row.of_value(
+                "largest product of a rank's stages",
+                largest,
+                "entries",
+                group=group,
+                comparisons=(Comparison("entries / section 3.6", largest / published),),
+                note=f"by rank, product of largest factor: {'; '.join(entries)}",
+            )
+        ]
+        for way in ("gather", "scan"):
+            method = AcrossRanks(way, cuts)
+            outcome, _ = method.plan(load, Interconnect(), count)
+            product = max(job.stored for job in method.timetable(load, count).jobs) / load.itemsize
+            sent = sum(rank.sent[way] for rank in ranks)
+            peaks = [rank.peak[way] for rank in ranks]
+            compared = (
+                Comparison("measured / planned", max(peaks) / outcome.memory),
+                Comparison("measured / section 3.6", max(peaks) / (published * load.itemsize)),
+            )
+            first = ", ".join(amount(rank.first_peak[way] / 2**20, "MiB") for rank in ranks)
+            note = (
+                f"by rank {', '.join(amount(peak / 2**20, 'MiB') for peak in peaks)}; of the first step, which plans, "
+            )
+            more = {**data, "way": way, "planned": outcome.memory, "peak": max(peaks), "sent": sent, "product": product}
+            rows += [
+                Row.of_value(
+                    f"{way}: peak memory of the fullest rank",
+                    max(peaks) / 2**20,
+                    "memory",
+                    "MiB",
+                    group=group,
+                    comparisons=compared,
+                    note=note + first,
+                    data=more,
+                ),
+                Row.of_value(
+                    f"{way}: bytes sent in a step",
+                    sent / 2**20,
+                    "messages",
+                    "MiB",
+                    group=group,
+                    comparisons=(Comparison("measured / planned", sent / outcome.sent),),
+                    note=f"largest product planned {product:,.0f} entries",
+                ),
+            ]
+        return rows
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        from jacsparse.figures import BLUE, GREEN, ORANGE, new_figure, save_figure
+
+        figure, (times, steps, memory) = new_figure(15.0, 4.6, columns=3)
+        colours = dict(zip(EXCHANGES, (BLUE, ORANGE, GREEN), strict=True))
+        count = max(self.ranks)
+        for way, colour in colours.items():
+            of_way = [row for row in rows if row.data.get("way") == way and row.data.get("ranks") == count]
+            sizes = [row.data["size"] for row in of_way]
+            times.plot(sizes, [row.fastest for row in of_way], "o-", color=colour, markersize=4, label=way)
+            times.plot(sizes, [row.data["predicted"] for row in of_way], ":", color=colour)
+        times.plot([], [], ":", color="black", label="predicted by Link.seconds")
+        times.set(xscale="log", yscale="log", xlabel="bytes of an element", ylabel="seconds, fastest")
+        times.set_title(f"Exclusive scan across {count} ranks on {cores()} cores", fontsize=9)
+        _draw_steps(steps, [row for row in rows if "step" in row.data])
+        _draw_memory(memory, [row.data for row in rows if "planned" in row.data])
+        for axes in (times, steps, memory):
+            axes.grid(axis="y", alpha=0.25)
+            axes.legend(fontsize=7, frameon=False)
+        figure.suptitle(f"{self.title}: one thread a process, gloo", fontsize=10)
+        save_figure(figure, path)
+
+
+def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
+    from jacsparse.figures import BLUE, GREEN, ORANGE
+
+    bars = {
+        "passes in one process": (GREEN, [row.data["passes"] for row in rows]),
+        "simulated, two ranks": (ORANGE, [row.data["simulated"] for row in rows]),
+        "measured, two ranks, fastest": (BLUE, [row.fastest or 0.0 for row in rows]),
+    }
+    for number, (label, (colour, seconds)) in enumerate(bars.items()):
+        places = [place + (number - 1) * 0.25 for place in range(len(rows))]
+        drawn = axes.bar(places, [1e3 * each for each in seconds], 0.25, color=colour, label=label)
+        axes.bar_label(drawn, fmt="%.3g", fontsize=7, padding=2)
+    axes.set_xticks(range(len(rows)), [row.label for row in rows], fontsize=8)
+    axes.set_ylabel("milliseconds of a step")
+    axes.margins(y=0.25)
+    axes.set_title("A training step, forward and back", fontsize=9)
+
+
+def _draw_memory(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
+    from jacsparse.figures import BLUE, GREEN, ORANGE
+
+    places = range(len(lines))
+    bars = {
+        "section 3.6: max(n/p, 1) of the largest factor": (GREEN, [4 * line["published"] for line in lines]),
+        "planned by entries": (ORANGE, [line["planned"] for line in lines]),
+        "measured, beyond weights": (BLUE, [line["peak"] for line in lines]),
+    }
+    for number, (label, (colour, nbytes)) in enumerate(bars.items()):
+        drawn = axes.bar(
+            [place + (number - 1) * 0.27 for place in places], [each / 2**20 for each in nbytes], 0.27, color=colour,
+            label=label,
+        )  # fmt: skip
+        axes.bar_label(drawn, fmt="%.3g", fontsize=6, padding=2)
+    labels = ["\n".join([line["way"], *map(str, line["cuts"])]) for line in lines]
+    axes.set_xticks(places, labels, fontsize=7)
+    axes.set(yscale="log", ylabel="MiB, the fullest rank", xlabel="way, and stages at which ranks begin")
+    axes.margins(y=0.25)
+    axes.set_title("Pruned VGG-11, a step", fontsize=9)
+
+
+def _link(one_way: Mapping[int, Sequence[float]]) -> Link:
+    """The connection by the fastest messages of a few bytes and of many."""
+    latency = min(one_way[_SMALL])
+    return Link(latency, _LARGE / max(min(one_way[_LARGE]) - latency, 1e-9))
+
+
+def _together(ranks: Ranks, function: Callable[[], object]) -> float:
+    """Seconds of the slowest rank, after all are there."""
+    ranks.check("start of a measurement", {})
+    begin = time.perf_counter()
+    function()
+    seconds = time.perf_counter() - begin
+    return max(nanoseconds for (nanoseconds,) in ranks.check("end of a measurement", {}, int(1e9 * seconds))) / 1e9
+
+
+def _one_way(ranks: Ranks) -> dict[int, list[float]]:
+    """Seconds of messages between the first two ranks: half of the way to and fro."""
+    seconds = {}
+    for size in (_SMALL, _LARGE):
+        x, first = torch.ones(size, dtype=torch.uint8), ranks.rank == 0
+
+        def to_and_fro(x: torch.Tensor = x, first: bool = first) -> None:
+            for sends in (first, not first):
+                if sends:
+                    ranks.send(x, int(first), "message", 0)
+                    ranks.flush()
+                else:
+                    ranks.expect(int(first), "message").wait(0)
+
+        idle = ranks.rank > 1
+        seconds[size] = [
+            _together(ranks, (lambda: None) if idle else to_and_fro) / 2 for _ in range(20 if size < 2**20 else 4)
+        ]
+    return seconds
+
+
+def _scans(say: Say, *, sizes: Sequence[int], rounds: int) -> _Messages:
+    """Scans of each way and size, in turns; what adds is an addition, which takes little time."""
+    ranks = ranks_of(None)
+    seconds: dict[tuple[str, int], list[float]] = {(way, size): [] for size in sizes for way in EXCHANGES}
+    sent = {}
+    one_way = _one_way(ranks)
+    for number in range(rounds):
+        for way, size in seconds:
+            if not ranks.rank:
+                say(f"{way}, {size} B: round {number + 1} of {rounds}")
+            x = torch.ones(size // 4)
+            for _ in range(10 if size < 2**20 else 3):
+                scan = RankScan(ranks, torch.add, way, "scan")
+                before = ranks.sent_messages, ranks.sent_bytes
+                begin = _together(ranks, partial(scan, x, x))
+                # The measurement sends messages, too: they are counted by themselves.
+                after = ranks.sent_messages, ranks.sent_bytes
+                seconds[way, size].append(begin)
+                _together(ranks, lambda: None)
+                overhead = ranks.sent_messages - after[0], ranks.sent_bytes - after[1]
+                sent[way, size] = (after[0] - before[0] - overhead[0], after[1] - before[1] - overhead[1])
+        for size, times in _one_way(ranks).items():
+            one_way[size] += times
+    return _Messages(seconds, sent, one_way)
+
+
+def _chain_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _Steps | None:
+    torch.manual_seed(0)
+    width, layers = experiment.width, experiment.layers
+    module = nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())])
+    x = torch.randn(experiment.batch, width)
+    part = (module[:layers], module[layers:])[dist.get_rank()]
+    scan = jacsparse.nn.Scan(part, process_group=dist.group.WORLD)
+
+    def step() -> None:
+        scan(x).sum().backward()
+
+    return _measured_steps(say, module, x, step, rounds)
+
+
+def _layer_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _Steps | None:
+    torch.manual_seed(0)
+    time, size = experiment.time, (8, experiment.hidden)
+    x = torch.randn(time, experiment.samples, size[0])
+    layer = jacsparse.nn.GRU(*size, process_group=dist.group.WORLD, exchange="linear", schedule="linear")
+    here = (x[: time // 2], x[time // 2 :])[dist.get_rank()]
+
+    def step() -> None:
+        layer(here)[0].sum().backward()
+        gradients = torch.cat([parameter.grad.flatten() for parameter in layer.parameters()])
+        dist.all_reduce(gradients)
+
+    return _measured_steps(say, jacsparse.nn.GRU(*size, schedule="linear"), x, step, rounds)
+
+
+def _measured_steps(
+    say: Say, module: nn.Module, x: torch.Tensor, step: Callable[[], None], rounds: int
+) -> _Steps | None:
+    """Steps on all ranks and, in turn with them, the stages' passes on the first rank alone."""
+    ranks, loads, measured = ranks_of(None), list[Workload](), list[float]()
+    one_way = _one_way(ranks)
+    _together(ranks, step)
+    for number in range(rounds):
+        if not ranks.rank:
+            say(f"round {number + 1} of {rounds}")
+        measured += [_together(ranks, step) for _ in range(5)]
+        if not ranks.rank:
+            loads.append(measured_workload(module, x, 0.05))
+        for size, times in _one_way(ranks).items():
+            one_way[size] += times
+    return _Steps(measured, _fastest(loads), one_way) if loads else None
+
+
+def _fastest(loads: Sequence[Workload]) -> Workload:
+    """The workload with the shortest time of each pass."""
+    names = ("forward", "errors", "gradients", "jacobian")
+    stages = [
+        replace(stages[0], **{name: min(getattr(stage, name) for stage in stages) for name in names})
+        for stages in zip(*(load.stages for load in loads), strict=True)
+    ]
+    return replace(loads[0], stages=tuple(stages))
+
+
+def _block(say: Say, *, experiment: ScansAcrossRanks, cuts: tuple[int, ...]) -> _Block:
+    model, ranks = experiment._pruned(), ranks_of(None)
+    begin, end = ([0, *cuts][ranks.rank], [*cuts, len(model)][ranks.rank])
+    part, x = model[begin:end], torch.randn(1, 3, experiment.side, experiment.side)
+    sent, first, later = {}, {}, {}
+    for way in ("gather", "scan"):
+        if not ranks.rank:
+            say(way)
+        scan = jacsparse.nn.Scan(part, process_group=dist.group.WORLD, exchange=way)
+
+        def step(scan: nn.Module = scan) -> None:
+            scan(x).sum().backward()
+
+        first[way] = peak_memory(step)
+        before = ranks.sent_bytes
+        later[way] = peak_memory(step)
+        sent[way] = ranks.sent_bytes - before
+    shape = tuple(model[:begin](x).shape[1:])
+    chain = jacsparse.chain(part, shape)
+    # Nobody asks for the products of the first and the last rank.
+    product = chain.pattern.nnz if 0 < ranks.rank < len(cuts) else None
+    return _Block(product, max(factor.nnz for factor in chain.factors), sent, first, later)
