@@ -16,7 +16,7 @@ from jacsparse.spgemm import matvec
 from torch import nn
 
 import jacsparse
-from jacsparse.distributed import MATRICES, VECTORS, DenseMaps, Link, Ranks, RankScan, compose, ranks_of
+from jacsparse.distributed import JACOBIANS, MATRICES, VECTORS, DenseMaps, Link, Ranks, RankScan, compose, ranks_of
 from jacsparse.recurrence import Dense, linear_recurrence
 from jacsparse.schedule import EXCHANGES, exchanges
 from jacsparse.simulation import AcrossRanks, Interconnect, Workload, counted_workload, measured_workload
@@ -121,7 +121,7 @@ class ScansAcrossRanks(Experiment):
                 lambda: matvec(jacobian.pattern, jacobian.values, vector), jacobian.pattern.nnz, VECTORS
             ),
             f"{self.network}: stages to one matrix": (
-                lambda: jacsparse.jacobian(block, x), float(chain.order.cost), MATRICES
+                lambda: jacsparse.jacobian(block, x), float(chain.order.cost), JACOBIANS
             ),
         }  # fmt: skip
         timings = context.times({label: function for label, (function, _, _) in functions.items()}, seconds=0.6)

@@ -2,11 +2,12 @@
 
 from ..affine import AffineMaps, DenseMaps, DiagonalMaps, SparseMaps, compose
 from .exclusive_scan import RankScan, exclusive_scan
-from .links import MATRICES, VECTORS, Link
+from .links import JACOBIANS, MATRICES, VECTORS, Link
 from .rank_group import RankGroup
 from .ranks import Incoming, RankError, Ranks, ranks_of
 
 __all__ = [
+    "JACOBIANS",
     "MATRICES",
     "VECTORS",
     "AffineMaps",

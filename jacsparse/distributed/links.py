@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ..schedule import exchanges
 from .ranks import Ranks
 
-#: Multiply-adds per second of one thread's products with vectors, as of steps and stages, and with matrices.
-VECTORS, MATRICES = 1e9, 4e9
+#: Multiply-adds per second of one thread: of products with vectors, of dense matrices, and of stages to one Jacobian.
+VECTORS, MATRICES, JACOBIANS = 1e9, 4e9, 2e8
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..affine import SparseMaps, compose
-from ..distributed import MATRICES, VECTORS, Link, RankGroup, Ranks, RankScan
+from ..distributed import JACOBIANS, VECTORS, Link, RankGroup, Ranks, RankScan
 from ..patterns import Identity, Pattern
 from ..spgemm import SparseJacobian
 from ..stages import Record, Run
@@ -142,7 +142,7 @@ class RankedScanner:
         output = self._run.recording.output
         linear = sum(each[0] for each in costs) / VECTORS + link.seconds(ranks.size, "linear", output.nbytes)
         largest = [max(column) for column in zip(*costs, strict=True)]
-        reduction = max(largest[0] / VECTORS, max(each[1] for each in costs[1:-1]) / MATRICES)
+        reduction = max(largest[0] / VECTORS, max(each[1] for each in costs[1:-1]) / JACOBIANS)
         # Unlike a scan, it multiplies no matrices of two ranks, which fill in.
         others = largest[0] / VECTORS + reduction + link.seconds(ranks.size, "gather", largest[2])
         return "gather" if others < linear else "linear"

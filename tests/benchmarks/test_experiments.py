@@ -35,6 +35,7 @@ from benchmarks.kernel_resources import KernelResources
 from benchmarks.leapfrog import Leapfrog
 from benchmarks.lenet_convergence import LenetConvergence, loss_curves
 from benchmarks.parallel_forward import ParallelForward
+from benchmarks.rank_scan import ScansAcrossRanks
 from benchmarks.recurrent_convergence import RecurrentConvergence, Task
 from benchmarks.recurrent_shapes import RecurrentShapes
 from benchmarks.rnn_sensitivity import RnnSensitivity
