@@ -194,7 +194,7 @@ class ScansAcrossRanks(Experiment):
 
     def _pruned(self) -> Any:
         torch.manual_seed(0)
-        model = build(self.network).features
+        model: Any = build(self.network).features
         prune_weights(model, 0.97, rescale=True)
         return model
 
@@ -408,8 +408,8 @@ def _layer_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _Ste
 
     def step() -> None:
         layer(here)[0].sum().backward()
-        gradients = torch.cat([parameter.grad.flatten() for parameter in layer.parameters()])
-        dist.all_reduce(gradients)
+        gradients = [parameter.grad.flatten() for parameter in layer.parameters() if parameter.grad is not None]
+        dist.all_reduce(torch.cat(gradients))
 
     return _measured_steps(say, jacsparse.nn.GRU(*size, schedule="linear"), x, step, rounds)
 
