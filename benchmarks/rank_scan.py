@@ -271,7 +271,7 @@ class ScansAcrossRanks(Experiment):
             sizes = [row.data["size"] for row in of_way]
             times.plot(sizes, [row.fastest for row in of_way], "o-", color=colour, markersize=4, label=way)
             times.plot(sizes, [row.data["predicted"] for row in of_way], ":", color=colour)
-        times.plot([], [], ":", color="black", label="predicted by Link.seconds")
+        times.plot([], [], ":", color="black", label="predicted; linear as gather")
         times.set(xscale="log", yscale="log", xlabel="bytes of an element", ylabel="seconds, fastest")
         times.set_title(f"Exclusive scan across {count} ranks on {cores()} cores", fontsize=9)
         _draw_steps(steps, [row for row in rows if "step" in row.data])
