@@ -97,7 +97,7 @@ def test_bitstream_trained_by_torchrun(tmp_path: Path) -> None:
     path = str(tmp_path / "two.safetensors")
     options = "--backward scan --data bitstream:30 --batch 3200 --epochs 1"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command = [*torchrun, "jacsparse", "train", "bitstream", *options, "--out", path]
+    command = [*torchrun, "jacsparse", "train", "bitstream", *options.split(), "--out", path]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
