@@ -95,7 +95,14 @@ def test_each_experiment_has_a_small_form_here() -> None:
     assert [experiment.name for experiment in SMALL] == list(EXPERIMENTS)
 
 
-@pytest.mark.parametrize("experiment", SMALL, ids=lambda experiment: experiment.name)
+#: Those whose small forms take long, too.
+LONG = ("ddg_convergence", "rank_scan")
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [pytest.param(each, id=each.name, marks=[pytest.mark.full] if each.name in LONG else []) for each in SMALL],
+)
 def test_rows_can_be_kept_and_drawn(experiment: Experiment, context: Context, tmp_path: Path) -> None:
     rows = experiment.run(context)
     path = write(Result(experiment.name, "cpu", "today", 1.0, {}, context.limits, tuple(rows)), tmp_path)
