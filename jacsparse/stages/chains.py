@@ -277,13 +277,18 @@ def _edge(program: Program, recording: Recording, operation: Operation, argument
     weights = [
         name
         for name in edge.rule.pruned_arguments(call)
-        if name not in call.dependent | call.batched | operation.layouts.keys()
+        if name not in call.dependent | call.batched
         # A drawn zero is not guaranteed, nor is one in a tensor that was overwritten.
         and not recording.drawn(arguments[name])
         and not invocation.is_stale(name)
     ]
     if pruned and weights:
-        edge = edge.without(
-            [PrunedWeight(name, arguments[name], mask_of(recording, arguments[name])) for name in weights]
-        )
+        edge = edge.without([_pruned_weight(recording, operation, name, arguments[name]) for name in weights])
     return edge
+
+
+def _pruned_weight(recording: Recording, operation: Operation, name: str, weight: torch.Tensor) -> PrunedWeight:
+    """Which elements of a weight are pruned, for one of the samples that share it."""
+    mask = mask_of(recording, weight)
+    of_sample = operation.of_sample(name, weight)
+    return PrunedWeight(name, of_sample, None if mask is None else operation.of_sample(name, mask))

@@ -72,6 +72,11 @@ class Operation:
         """Whether the operator may draw random numbers, so that it must not run again."""
         return torch.Tag.nondeterministic_seeded in getattr(self.overload, "tags", ())
 
+    def of_sample(self, name: str, constant: torch.Tensor) -> torch.Tensor:
+        """An argument that is equal for all samples, for one of them."""
+        layout = self.layouts.get(name)
+        return constant if layout is None else layout.split(constant)[0]
+
     def evaluate(self, arguments: Mapping[str, Any]) -> torch.Tensor:
         """The result for other arguments; none of them is written to."""
         return _evaluated(self.overload, self.number, arguments)

@@ -222,6 +222,12 @@ class Taping(TorchDispatchMode):
             if self._memories([value.place]) & self._memories([0, *self.tape.forms]):
                 effects[name] = "writes to a tensor from before the call"
 
+    def written(self) -> set[int]:
+        """The slots of the tensors in whose memory a call writes."""
+        calls = [call for call in self.tape.instructions if mutates(call.overload)]
+        memories = self._memories(slot for call in calls for slot in call.results)
+        return {slot for slot in range(len(self.alive)) if self._memories([slot]) & memories}
+
     def _memories(self, slots: Iterable[int]) -> set[int]:
         """The memories that the tensors of slots lie in."""
         tensors = (self.alive[slot] for slot in slots)

@@ -1,0 +1,113 @@
+"""Patterns of functions that discretised equations are written with: as sharp as they can be, and never too sharp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import jacsparse
+
+from .test_prepared import FLOAT, assert_equal, dense
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FLOAT)
+
+
+
+
+def check(f: Function, x: torch.Tensor, batched: bool, exact: torch.Tensor) -> None:
+    """Twice, since a later call may run a program: the pattern has the exact positions, and the values are right."""
+    for _ in range(2):
+        jacobian = jacsparse.jacobian(f, x, batched=batched)
+        assert_equal(jacobian, dense(f, x, batched=batched))
+        assert torch.equal(torch.from_numpy(jacobian.pattern.to_scipy().toarray()) != 0, exact)
+
+
+def check_prepared(f: Function, x: torch.Tensor, batched: bool, exact: torch.Tensor | None = None) -> None:
+    """A prepared Jacobian is right at another input, and its pattern has the exact positions where they are told."""
+    prepared = jacsparse.prepare_jacobian(f, x, batched=batched)
+    other = normal(*x.shape, seed=9)
+    assert_equal(prepared(other), dense(f, other, batched=batched))
+    if exact is not None:
+        assert torch.equal(torch.from_numpy(prepared.pattern.to_scipy().toarray()) != 0, exact)
+
+
+def tridiagonal(n: int) -> torch.Tensor:
+    return sum(torch.diag(normal(n - abs(k), seed=k + 1), k) for k in (-1, 0, 1))  # type: ignore[return-value]
+
+
+SAMPLES, N, M = 3, 5, 2
+A = tridiagonal(N)
+#: A stack of matrices, with other zeros each.
+STACK = torch.stack([A, A.tril(), A.roll(1, 0)])
+
+PRODUCTS: dict[str, tuple[Function, tuple[int, ...], bool]] = {
+    "A @ x": (lambda x: A @ x, (N,), False),
+    "x @ A": (lambda x: x @ A, (N,), False),
+    "A @ X": (lambda x: A @ x, (N, M), False),
+    "A @ X, batched": (lambda x: A @ x, (SAMPLES, N, M), True),
+    "X @ A, batched": (lambda x: x @ A, (SAMPLES, M, N), True),
+    "X.T @ A, batched": (lambda x: x.mT @ A, (SAMPLES, N, M), True),
+    "mv": (lambda x: torch.mv(A, x), (N,), False),
+    "addmv": (lambda x: torch.addmv(x, A, x, alpha=0.5), (N,), False),
+    "bmm": (lambda x: torch.bmm(STACK, x.expand(3, N, M)), (N, M), False),
+    "bmm, batched": (lambda x: torch.bmm(A.expand(len(x), N, N), x), (SAMPLES, N, M), True),
+    "baddbmm": (lambda x: torch.baddbmm(x, A.expand(len(x), N, N), x), (SAMPLES, N, M), True),
+    "linear": (lambda x: functional.linear(x, A, A[0]), (SAMPLES, N), True),
+    "linear of a transpose": (lambda x: functional.linear(x.mT, A), (SAMPLES, N, M), True),
+    "einsum": (lambda x: torch.einsum("ij,bjc->bic", A, x), (SAMPLES, N, M), True),
+    "einsum of a stack": (lambda x: torch.einsum("kij,bj->bki", STACK, x), (SAMPLES, N), True),
+    "einsum of three": (lambda x: torch.einsum("ij,jk,kc->ic", A, A, x), (N, M), False),
+    "tensordot": (lambda x: torch.tensordot(A, x, 1), (N, M), False),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_constant_factor_keeps_its_zeros(name: str) -> None:
+    f, shape, batched = PRODUCTS[name]
+    x = normal(*shape)
+    # The function is linear: its Jacobian's non-zeros are the pattern.
+    check(f, x, batched, (dense(f, x, batched=batched) != 0).any(0))
+    check_prepared(f, x, batched)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_zeros_that_are_filled_are_seen(batched: bool) -> None:
+    matrix = A.clone()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return matrix @ x
+
+    x = normal(*((SAMPLES, N, M) if batched else (N, M)))
+    check(f, x, batched, (dense(f, x, batched=batched) != 0).any(0))
+    matrix[0, N - 1] = 2.0
+    check(f, x, batched, (dense(f, x, batched=batched) != 0).any(0))
+
+
+def upwind(u: torch.Tensor) -> torch.Tensor:
+    return u * torch.where(u > 0, u - u.roll(1, -1), u.roll(-1, -1) - u)
+
+
+def one_sided(u: torch.Tensor) -> torch.Tensor:
+    return torch.minimum(u - u.roll(1, -1), u.roll(-1, -1) - u)
+
+
+def far_condition(u: torch.Tensor) -> torch.Tensor:
+    return torch.where(u.roll(2, -1).sum(-1, keepdim=True) > 0, u.sin(), 2 * u)
+
+
+@pytest.mark.parametrize(
+    ("f", "offsets"), [(upwind, (-1, 0, 1)), (one_sided, (-1, 0, 1)), (far_condition, (0,))], ids=lambda f: str(f)
+)
+def test_branches_by_where_are_a_union(f: Function, offsets: tuple[int, ...]) -> None:
+    exact = sum(torch.eye(6).roll(offset, 1) for offset in offsets) != 0
+    for x, batched in ((normal(SAMPLES, 6), True), (normal(6), False)):
+        check(f, x, batched, exact)
+        check_prepared(f, x, batched, exact)
