@@ -31,6 +31,7 @@ from ..patterns import UnsupportedOperatorError, is_pointwise
 from .operators import Facts, facts_of, operator_name
 from .overwrite import Extent, Overwrite, extent_of
 from .recording import Constant, Invocation, Operand, Recording, base_of, memory_of, operand_of, tensors_in
+from .sparse_products import is_sparse, product_of_elements
 
 
 class _State(threading.local):
@@ -160,6 +161,12 @@ class _Recorder(TorchDispatchMode):
             result = overload(*args, **kwargs)
             self.note_constants(overload, facts, arguments, tensors, constants, result)
             return result
+        parts = facts.parts
+        if any(map(is_sparse, tensors.values())):
+            parts = product_of_elements(overload, args)
+            if parts is None:
+                remedy = "multiply by it with @, torch.mm, torch.mv or torch.sparse.mm, or call .to_dense() on it"
+                raise _unsupported(_unrecorded(), f"{facts.name} takes a sparse tensor", remedy)
         if facts.reads and not self.readable and _shows(overload, operands, tensors):
             raise _read_error(overload)
         # The number of the node that autograd made last, in this thread.
@@ -179,12 +186,12 @@ class _Recorder(TorchDispatchMode):
                 reader.saved[argument] = operand_read.detach().clone()
         result = overload(*args, **kwargs)
         if (
-            facts.parts is not None
+            parts is not None
             and (self.in_parts or any(operand.active for operand in operands))
             # Complex results are refused under the operator's own name.
             and not any(tensor.is_complex() for tensor in tensors_in(result))
         ):
-            self.append_parts(facts.parts, args, kwargs, result)
+            self.append_parts(parts, args, kwargs, result)
             return result
         if written and not torch.is_grad_enabled() and all(id(tensor) in self.vertices for tensor in written):
             # Autograd does not see this write.

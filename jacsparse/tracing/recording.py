@@ -188,7 +188,8 @@ class Recording:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    """The memory that a tensor lies in; 0 for a sparse tensor, which has several."""
+    return 0 if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ..patterns import UnsupportedOperatorError
 from .operators import is_written, operator_name
 from .recording import tensors_in
+from .sparse_products import indices_of, is_sparse, product_of_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,22 @@ class Reads(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """The elements of an index or a mask, which patterns may depend on."""
+    """The elements of an index or a mask, or the indices of a sparse tensor, which patterns may depend on."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
     copy: torch.Tensor
 
+    @classmethod
+    def of(cls, value: torch.Tensor) -> Contents:
+        """Those of a tensor now."""
+        copy = indices_of(value) if is_sparse(value) else value.detach()
+        return cls(weakref.ref(value), value._version, copy.clone())
+
     def equal(self, value: torch.Tensor) -> bool:
         """Whether a tensor of the same form has these elements."""
+        if is_sparse(value):
+            return torch.equal(indices_of(value), self.copy)
         return (self.tensor() is value and value._version == self.version) or torch.equal(value, self.copy)
 
 
@@ -85,7 +94,7 @@ class Tape:
     instructions: list[Instruction] = field(default_factory=list)
     #: The forms of the tensors that the calls read from elsewhere, by slot.
     forms: dict[int, Form] = field(default_factory=dict)
-    #: The elements of those that are indices or masks.
+    #: The elements of those that are indices or masks, and the indices of those that are sparse.
     contents: dict[int, Contents] = field(default_factory=dict)
     #: The dtype in which the operator of each number works.
     dtypes: list[torch.dtype] = field(default_factory=list)
@@ -110,7 +119,8 @@ class Tape:
             kwargs = {name: argument(value) for name, value in instruction.kwargs.items()}
             if not instruction.seen and not mutates(instruction.overload):
                 args = [value.detach() if isinstance(value, torch.Tensor) else value for value in args]
-            result = instruction.overload(*args, **kwargs)
+            call = product_of_elements(instruction.overload, args) or instruction.overload
+            result = call(*args, **kwargs)
             tensors.update(zip(instruction.results, tensors_in(result), strict=True))
         assert self.output is not None
         return tensors[self.output]
@@ -205,8 +215,8 @@ class Taping(TorchDispatchMode):
             tape.effects["data"] = "gives a tensor of the run another name"
         tape.forms[slot] = form_of(value)
         self.externals.append(value)
-        if not value.is_floating_point():
-            tape.contents[slot] = Contents(weakref.ref(value), value._version, value.detach().clone())
+        if not value.is_floating_point() or is_sparse(value):
+            tape.contents[slot] = Contents.of(value)
 
     def note_effects(self, overload: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Record what the call does besides computing its results."""

@@ -91,6 +91,55 @@ def test_zeros_that_are_filled_are_seen(batched: bool) -> None:
     check(f, x, batched, (dense(f, x, batched=batched) != 0).any(0))
 
 
+LAYOUTS = {"coo": torch.sparse_coo, "csr": torch.sparse_csr, "csc": torch.sparse_csc}
+#: Functions of a matrix and of the input.
+SPARSE_PRODUCTS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tuple[int, ...], bool]] = {
+    "sparse.mm": (lambda s, x: torch.sparse.mm(s, x), (N, M), False),
+    "S @ X": (lambda s, x: s @ x.sin(), (N, M), False),
+    "S @ x": (lambda s, x: s @ x, (N,), False),
+    "x @ S": (lambda s, x: x @ s, (N,), False),
+    "X @ S, batched": (lambda s, x: x**2 @ s, (SAMPLES, N), True),
+    "(S @ X.T).T, batched": (lambda s, x: (s @ x.T).T, (SAMPLES, N), True),
+    "sparse.addmm": (lambda s, x: torch.sparse.addmm(x, s, x, beta=0.5, alpha=3.0), (N, M), False),
+    "linear": (lambda s, x: functional.linear(x, s), (SAMPLES, N), True),
+    "of a transpose": (lambda s, x: torch.mv(s.t(), x), (N,), False),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SPARSE_PRODUCTS)
+def test_a_sparse_matrix_gives_its_elements_alone(name: str, layout: str) -> None:
+    f, shape, batched = SPARSE_PRODUCTS[name]
+    x = normal(*shape)
+    exact = (dense(lambda x: f(A, x), x, batched=batched) != 0).any(0)
+    matrix = A.to_sparse(layout=LAYOUTS[layout])
+    check(lambda x: f(matrix, x), x, batched, exact)
+    check_prepared(lambda x: f(matrix, x), x, batched, exact)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_sparse_matrix(layout: str) -> None:
+    def f(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return s @ x**2
+
+    x, matrix = normal(N), A.to_sparse(layout=LAYOUTS[layout])
+    prepared = jacsparse.prepare_jacobian(f, x, matrix, batched=False)
+    for factor in (1.0, 2.0, 3.0):
+        scaled = matrix * factor
+        for jacobian in (jacsparse.jacobian(f, x, scaled, batched=False), prepared(x, scaled)):
+            assert_equal(jacobian, 2 * factor * (A * x)[None])
+    other = STACK[2].to_sparse(layout=LAYOUTS[layout])
+    assert_equal(jacsparse.jacobian(f, x, other, batched=False), 2 * (STACK[2] * x)[None])
+    with pytest.raises(ValueError, match="holds other elements"):
+        prepared(x, other)
+
+
+def test_an_operator_that_takes_no_sparse_tensor() -> None:
+    matrix = A.to_sparse()
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"aten.mul takes a sparse tensor.*to_dense"):
+        jacsparse.jacobian(lambda x: (matrix * x).to_dense(), normal(N, N), batched=False)
+
+
 def upwind(u: torch.Tensor) -> torch.Tensor:
     return u * torch.where(u > 0, u - u.roll(1, -1), u.roll(-1, -1) - u)
 
