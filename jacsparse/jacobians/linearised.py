@@ -85,7 +85,7 @@ class Linearised:
     def numbers(self) -> dict[fx.Node, int]:
         """The place of each number among the tape's, by its placeholder."""
         placeholders = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
-        first = 1 + len(self.tape.forms)
+        first = 1 + len(self.tape.inputs)
         return {node: place for place, node in enumerate(placeholders[first:])}
 
     def edges(self) -> Iterator[tuple[Edge, Record]]:
@@ -116,7 +116,7 @@ def linearised(tape: Tape, x: torch.Tensor, reads: Reads) -> Linearised:
 def _check_indices(graph: fx.GraphModule, tape: Tape) -> None:
     """Raise where indices that move elements are computed from the input, an external or a number."""
     varies: set[fx.Node] = set()
-    fixed = {1 + place for place, slot in enumerate(tape.forms) if slot in tape.contents}
+    fixed = {1 + place for place, slot in enumerate(tape.inputs) if slot in tape.contents}
     for place, node in enumerate(graph.graph.nodes):
         if (node.op == "placeholder" and place not in fixed) or varies.intersection(node.all_input_nodes):
             varies.add(node)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..patterns import Pattern
-from ..tracing import Reads, Tape, followed, number_tensors, recorded_tape, without_autocast
+from ..tracing import Reads, Tape, followed, number_tensors, recorded_tape, tensors_of_externals, without_autocast
 from .arguments import Arguments, FlatFunction
 
 
@@ -60,7 +60,7 @@ class TapedJacobian:
         if numbers is None or numbers[0] != reads.numbers:
             numbers = self._number_tensors = reads.numbers, number_tensors(self.tape, reads.numbers, x.device)
         with torch.no_grad(), without_autocast(x.device):
-            inputs = [x, *(external.detach() for external in reads.externals), *numbers[1]]
+            inputs = [x, *tensors_of_externals(reads), *numbers[1]]
             return self.evaluator.values(inputs, reads.numbers)
 
 

@@ -1,7 +1,7 @@
 """Recordings of forward passes as ATen calls, and the programs that they run."""
 
 from .autograd_nodes import apply_node, has_node_hooks, with_all_gradients
-from .graphs import graph_of_tape, graph_of_values, inputs_of, number_tensors
+from .graphs import graph_of_tape, graph_of_values, inputs_of, number_tensors, tensors_of_externals
 from .modules import (
     check_initialised,
     check_module,
@@ -53,6 +53,7 @@ __all__ = [
     "set_weights",
     "sets_weights",
     "tensors_of",
+    "tensors_of_externals",
     "trains",
     "undisturbed",
     "with_all_gradients",

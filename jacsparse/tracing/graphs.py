@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map
 
+from .sparse_products import Elements, is_sparse
 from .tape import Number, Reads, Slot, Tape, Taping, mutates
 
 aten = torch.ops.aten
@@ -18,7 +19,17 @@ aten = torch.ops.aten
 def inputs_of(tape: Tape, x: torch.Tensor, reads: Reads) -> list[torch.Tensor]:
     """The inputs of a tape's graph: the tensor, the externals, and each number as a tensor without axes."""
     numbers = number_tensors(tape, reads.numbers, x.device)
-    return [x.detach(), *(external.detach() for external in reads.externals), *numbers]
+    return [x.detach(), *tensors_of_externals(reads), *numbers]
+
+
+def tensors_of_externals(reads: Reads) -> list[torch.Tensor]:
+    """The externals without gradients, and for a sparse matrix the rows, columns and values of its elements."""
+    tensors: list[torch.Tensor] = []
+    for external in reads.externals:
+        # PyTorch compiles no views of sparse tensors.
+        parts = [part.clone() for part in Elements.of(external)[:3]] if is_sparse(external) else [external]
+        tensors += [part.detach() for part in parts]
+    return tensors
 
 
 def number_tensors(tape: Tape, numbers: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
@@ -29,7 +40,7 @@ def number_tensors(tape: Tape, numbers: Sequence[Any], device: torch.device) -> 
 
 def graph_of_tape(tape: Tape, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The graph of a tape, a function of `inputs_of`."""
-    count = 1 + len(tape.forms)
+    count = 1 + len(tape.inputs)
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         return tape.run(tensors[0], tensors[1:count], tensors[count:])

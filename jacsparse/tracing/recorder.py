@@ -31,7 +31,7 @@ from ..patterns import UnsupportedOperatorError, is_pointwise
 from .operators import Facts, facts_of, operator_name
 from .overwrite import Extent, Overwrite, extent_of
 from .recording import Constant, Invocation, Operand, Recording, base_of, memory_of, operand_of, tensors_in
-from .sparse_products import is_sparse, product_of_elements
+from .sparse_products import is_sparse, operator_on_elements
 
 
 class _State(threading.local):
@@ -163,10 +163,7 @@ class _Recorder(TorchDispatchMode):
             return result
         parts = facts.parts
         if any(map(is_sparse, tensors.values())):
-            parts = product_of_elements(overload, args)
-            if parts is None:
-                remedy = "multiply by it with @, torch.mm, torch.mv or torch.sparse.mm, or call .to_dense() on it"
-                raise _unsupported(_unrecorded(), f"{facts.name} takes a sparse tensor", remedy)
+            parts = operator_on_elements(overload, args)
         if facts.reads and not self.readable and _shows(overload, operands, tensors):
             raise _read_error(overload)
         # The number of the node that autograd made last, in this thread.

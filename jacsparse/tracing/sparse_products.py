@@ -1,4 +1,4 @@
-"""Products with sparse matrices as operators on their stored elements, so that patterns have these positions alone.
+"""Products with sparse matrices as operators on their elements, so that patterns have the stored elements alone.
 
 With ``S`` of elements ``v_e`` at ``(i_e, j_e)``, ``(S X)[i] = Σ_{e: i_e = i} v_e · X[j_e]``: rows are selected, scaled
 and added. The indices are constants, as those of any selection; the elements ``v`` are a factor like another.
@@ -7,9 +7,11 @@ and added. The indices are constants, as those of any selection; the elements ``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from ..patterns import UnsupportedOperatorError
 
 aten = torch.ops.aten
 #: For each product, the places of its summand and of its factors among the arguments.
@@ -20,52 +22,90 @@ _FACTORS: dict[Any, tuple[int | None, int, int]] = {
     aten.addmv.default: (0, 1, 2),
     aten._sparse_addmm.default: (0, 1, 2),
 }
-_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 
 
-def is_sparse(value: Any) -> bool:
-    """Whether a value is a tensor that stores some of its elements."""
-    return isinstance(value, torch.Tensor) and value.layout != torch.strided
+class Elements(NamedTuple):
+    """A sparse matrix: row, column and value of each stored element."""
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    values: torch.Tensor
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor) -> Elements:
+        """The elements of a matrix in one of PyTorch's sparse layouts, but for those of blocks."""
+        shape = tuple(matrix.shape)
+        if matrix.layout == torch.sparse_coo and matrix.sparse_dim() == 2 == len(shape):
+            return cls(*matrix._indices().unbind(0), matrix._values(), shape)
+        if matrix.layout == torch.sparse_csr and len(shape) == 2:
+            return cls(_lines(matrix.crow_indices()), matrix.col_indices(), matrix.values(), shape)
+        if matrix.layout == torch.sparse_csc and len(shape) == 2:
+            return cls(matrix.row_indices(), _lines(matrix.ccol_indices()), matrix.values(), shape)
+        raise UnsupportedOperatorError(
+            f"a sparse tensor of shape {shape} has the layout {matrix.layout}; make it a matrix in COO, CSR or CSC form"
+        )
+
+    @property
+    def T(self) -> Elements:
+        return Elements(self.columns, self.rows, self.values, self.shape[::-1])
+
+    def product(self, dense: torch.Tensor, axis: int) -> torch.Tensor:
+        """The matrix times each line of a dense tensor along an axis, of the tensor's two at most."""
+        selected = dense.index_select(axis, self.columns)
+        scaled = selected * (self.values[:, None] if axis == 0 < dense.ndim - 1 else self.values)
+        shape = [self.shape[0] if place == axis else size for place, size in enumerate(dense.shape)]
+        return dense.new_zeros(shape).index_add(axis, self.rows, scaled)
 
 
-def product_of_elements(overload: Any, args: Sequence[Any]) -> Callable[..., torch.Tensor] | None:
-    """The product that a call takes of a sparse and a dense matrix, by its elements; None for any other call."""
-    places = _FACTORS.get(overload)
-    if places is None or not any(map(is_sparse, args)):
-        return None
-    summand, left, right = places
-    sparse, dense = (left, right) if is_sparse(args[left]) else (right, left)
-    if args[sparse].layout not in _LAYOUTS or is_sparse(args[dense]):
-        return None
-
-    def product(*args: Any, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-        rows, columns, values = _elements(args[sparse])
-        into, out, axis = (columns, rows, 0) if sparse == left else (rows, columns, 1)
-        selected = args[dense].index_select(axis, into)
-        scaled = selected * (values[:, None] if axis == 0 and selected.ndim == 2 else values)
-        shape = list(selected.shape)
-        shape[axis] = args[sparse].shape[axis]
-        result = selected.new_zeros(shape).index_add(axis, out, scaled)
-        result = result if alpha == 1 else result * alpha
-        return result if summand is None or beta == 0 else result + (args[summand] if beta == 1 else args[summand] * beta)
-
-    return product
-
-
-def _elements(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Row, column and value of each stored element."""
-    if matrix.layout == torch.sparse_coo:
-        rows, columns = matrix._indices().unbind(0)
-        return rows, columns, matrix._values()
-    if matrix.layout == torch.sparse_csr:
-        return _repeated(matrix.crow_indices()), matrix.col_indices(), matrix.values()
-    return matrix.row_indices(), _repeated(matrix.ccol_indices()), matrix.values()
-
-
-def _repeated(starts: torch.Tensor) -> torch.Tensor:
+def _lines(starts: torch.Tensor) -> torch.Tensor:
     """The line of each element, from the starts of the lines."""
     counts = starts.diff()
     return torch.arange(len(counts), device=starts.device).repeat_interleave(counts)
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether a value is a tensor, or stands for one, that stores some of its elements."""
+    return isinstance(value, Elements) or (isinstance(value, torch.Tensor) and value.layout != torch.strided)
+
+
+def operator_on_elements(overload: Any, args: Sequence[Any]) -> Callable[..., Any]:
+    """What an operator does with a sparse matrix among its arguments, or with the elements of one, by operators on them.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Where it is neither a product with a dense matrix nor a transpose.
+    """
+    if overload in _FACTORS:
+        return _product(*_FACTORS[overload])
+    if overload in _SWAPS and isinstance(args[0], Elements):
+        return lambda matrix, *axes: matrix.T if _SWAPS[overload](*axes) else matrix
+    raise UnsupportedOperatorError(
+        f"{overload} takes a sparse tensor; multiply by it with @, torch.mm, torch.mv or torch.sparse.mm, or make it "
+        "dense before the call"
+    )
+
+
+#: Whether a transpose swaps the two axes.
+_SWAPS: dict[Any, Callable[..., bool]] = {
+    aten.t.default: lambda: True,
+    aten.transpose.int: lambda first, second: first % 2 != second % 2,
+    aten.permute.default: lambda axes: axes[0] % 2 == 1,
+}
+
+
+def _product(summand: int | None, left: int, right: int) -> Callable[..., torch.Tensor]:
+    def product(*args: Any, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+        sparse, dense = (left, right) if is_sparse(args[left]) else (right, left)
+        matrix = args[sparse] if isinstance(args[sparse], Elements) else Elements.of(args[sparse])
+        result = matrix.product(args[dense], 0) if sparse == left else matrix.T.product(args[dense], 1)
+        result = result if alpha == 1 else result * alpha
+        if summand is None or beta == 0:
+            return result
+        return result + (args[summand] if beta == 1 else args[summand] * beta)
+
+    return product
 
 
 def indices_of(matrix: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ..patterns import UnsupportedOperatorError
 from .operators import is_written, operator_name
 from .recording import tensors_in
-from .sparse_products import indices_of, is_sparse, product_of_elements
+from .sparse_products import Elements, indices_of, is_sparse, operator_on_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +104,20 @@ class Tape:
     #: What the calls do that no replay repeats, by the operator's name: they draw, show elements, write elsewhere.
     effects: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def inputs(self) -> list[int]:
+        """The slot of each of the tensors that stand for the externals: a sparse matrix is three of them."""
+        return [slot for slot, form in self.forms.items() for _ in range(1 if form[2] == torch.strided else 3)]
+
     def run(self, x: torch.Tensor, externals: Sequence[torch.Tensor], numbers: Sequence[Any]) -> torch.Tensor:
-        """The output for another tensor, other externals and numbers, which may be tensors without axes."""
-        tensors: dict[int, torch.Tensor] = {0: x, **dict(zip(self.forms, externals, strict=True))}
+        """The output for another tensor, other externals and numbers, which may be tensors without axes.
+
+        Each sparse external is given by the rows, columns and values of its elements.
+        """
+        tensors: dict[int, Any] = {0: x}
+        rest = iter(externals)
+        for slot, (shape, _, layout, *_) in self.forms.items():
+            tensors[slot] = next(rest) if layout == torch.strided else Elements(*islice(rest, 3), tuple(shape))
 
         def argument(value: Any) -> Any:
             if type(value) is Slot:
@@ -119,9 +131,11 @@ class Tape:
             kwargs = {name: argument(value) for name, value in instruction.kwargs.items()}
             if not instruction.seen and not mutates(instruction.overload):
                 args = [value.detach() if isinstance(value, torch.Tensor) else value for value in args]
-            call = product_of_elements(instruction.overload, args) or instruction.overload
+            overload = instruction.overload
+            call = operator_on_elements(overload, args) if any(map(is_sparse, args)) else overload
             result = call(*args, **kwargs)
-            tensors.update(zip(instruction.results, tensors_in(result), strict=True))
+            results = [result] if isinstance(result, Elements) else tensors_in(result)
+            tensors.update(zip(instruction.results, results, strict=True))
         assert self.output is not None
         return tensors[self.output]
 
