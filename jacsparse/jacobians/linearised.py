@@ -114,16 +114,19 @@ def linearised(tape: Tape, x: torch.Tensor, reads: Reads) -> Linearised:
 
 
 def _check_indices(graph: fx.GraphModule, tape: Tape) -> None:
-    """Raise where indices that move elements are computed from the input, an external or a number."""
+    """Raise where indices that move elements are computed from an external or a number, and not from the input."""
     varies: set[fx.Node] = set()
+    of_input: set[fx.Node] = set()
     fixed = {1 + place for place, slot in enumerate(tape.inputs) if slot in tape.contents}
     for place, node in enumerate(graph.graph.nodes):
         if (node.op == "placeholder" and place not in fixed) or varies.intersection(node.all_input_nodes):
             varies.add(node)
+        if not place or of_input.intersection(node.all_input_nodes):
+            of_input.add(node)
         if node.op == "call_function" and moves_by_contents(node.target):
             for operand in node.all_input_nodes:
                 value = operand.meta.get("val")
-                if operand in varies and isinstance(value, torch.Tensor) and not value.is_floating_point():
+                if operand in varies - of_input and isinstance(value, torch.Tensor) and not value.is_floating_point():
                     raise UnsupportedOperatorError(
                         f"{node.target}: its indices are computed from what a tensor holds, so that no pattern holds "
                         "for all inputs; call jacsparse.jacobian, which follows each run"

@@ -31,6 +31,7 @@ from ..patterns import UnsupportedOperatorError, is_pointwise
 from .operators import Facts, facts_of, operator_name
 from .overwrite import Extent, Overwrite, extent_of
 from .recording import Constant, Invocation, Operand, Recording, base_of, memory_of, operand_of, tensors_in
+from .selections import selection
 from .sparse_products import is_sparse, operator_on_elements
 
 
@@ -164,6 +165,8 @@ class _Recorder(TorchDispatchMode):
         parts = facts.parts
         if any(map(is_sparse, tensors.values())):
             parts = operator_on_elements(overload, args)
+        elif facts.contents and any(not tensors[operand.name].is_floating_point() for operand in operands):
+            parts = selection(overload, args)
         if facts.reads and not self.readable and _shows(overload, operands, tensors):
             raise _read_error(overload)
         # The number of the node that autograd made last, in this thread.
@@ -518,8 +521,13 @@ def _asks_for_overwritten(facts: Facts, arguments: dict[str, Any], operands: lis
 
 def _shows(overload: Any, operands: list[Operand], tensors: dict[str, torch.Tensor]) -> bool:
     """Whether a call shows an operand's elements: it does not where a constant mask selects them."""
-    by_mask = operator_name(overload) in ("aten.index", "aten.masked_select", "aten.repeat_interleave")
-    return not by_mask or any(not tensors[operand.name].is_floating_point() for operand in operands)
+    name = operator_name(overload)
+    kinds = [tensors[operand.name].dtype for operand in operands]
+    if name == "aten.index":
+        # Elements are selected by a mask or by numbers, and as many as there are numbers.
+        return torch.bool in kinds or torch.uint8 in kinds
+    by_mask = name in ("aten.masked_select", "aten.repeat_interleave")
+    return not by_mask or not all(kind.is_floating_point for kind in kinds)
 
 
 def _draws(overload: Any, arguments: dict[str, Any]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FLOAT)
-
-
 
 
 def check(f: Function, x: torch.Tensor, batched: bool, exact: torch.Tensor) -> None:
@@ -137,8 +134,70 @@ def test_another_sparse_matrix(layout: str, method: str) -> None:
 
 def test_an_operator_that_takes_no_sparse_tensor() -> None:
     matrix = A.to_sparse()
-    with pytest.raises(jacsparse.UnsupportedOperatorError, match="aten.mul.Tensor takes a sparse tensor; multiply"):
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"aten.mul.Tensor takes a sparse tensor; multiply"):
         jacsparse.jacobian(lambda x: (matrix * x).to_dense(), normal(N, N), batched=False)
+
+
+#: Functions of which one line of three samples is a block, by the numbers of outputs and of inputs in it.
+SELECTIONS: dict[str, Function] = {
+    "gather, argsort": lambda x: (x**2).gather(1, x.argsort(1)),
+    "gather, topk": lambda x: x.sin().gather(1, x.topk(2, 1)[1]),
+    "gather, argmax": lambda x: x.gather(1, x.argmax(1, keepdim=True)),
+    "take_along_dim": lambda x: torch.take_along_dim(x, x.argsort(1, descending=True), 1),
+    "quantile": lambda x: x.quantile(0.3, 1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_computed_indices_select_from_a_line(name: str) -> None:
+    f, x = SELECTIONS[name], normal(SAMPLES, 4, 2)
+    outputs = f(x)[0].numel()
+    exact = torch.eye(2, dtype=torch.bool).repeat(outputs // 2, 4)
+    check(f, x, True, exact)
+    check_prepared(f, x, True, exact)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x[x.argsort()],
+        lambda x: (x**2)[x.sin().argsort()[:3] - len(x)],
+        lambda x: x.index_select(0, torch.searchsorted(x.detach(), x).clamp(max=len(x) - 1)),
+        lambda x: x.reshape(2, 3)[:, x[:4].argsort().reshape(2, 2) % 3],
+    ],
+)
+def test_computed_indices_of_a_tensor(f: Function) -> None:
+    x = normal(6)
+    assert_equal(jacsparse.jacobian(f, x, batched=False), dense(f, x, batched=False))
+    check_prepared(f, x, False)
+
+
+def test_a_gradient_by_computed_indices_of_an_external_is_refused() -> None:
+    order = normal(6)
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="indices are computed from what a tensor holds"):
+        jacsparse.prepare_jacobian(lambda x: x[order.argsort()], normal(6), batched=False)
+
+
+#: Systems of a matrix and of the input, and the exact positions for the tridiagonal matrix.
+SYSTEMS: dict[str, tuple[Function, tuple[int, ...], bool]] = {
+    "vector": (lambda x: torch.linalg.solve(DOMINANT, x), (N,), False),
+    "matrix": (lambda x: torch.linalg.solve(DOMINANT, x.sin()), (SAMPLES, N, M), True),
+    "from the right": (lambda x: torch.linalg.solve(DOMINANT, x, left=False), (M, N), False),
+    "matrix of the input": (lambda x: torch.linalg.solve(DOMINANT + torch.diag_embed(x), x), (SAMPLES, N), True),
+    "triangular": (lambda x: torch.linalg.solve_triangular(DOMINANT, x**2, upper=True), (N, M), False),
+    "inverse": (lambda x: torch.linalg.inv(DOMINANT + torch.diag(x)), (N,), False),
+    "inverse times": (lambda x: torch.linalg.inv(DOMINANT) @ x, (N, M), False),
+    "blocks": (lambda x: torch.linalg.solve(torch.block_diag(DOMINANT[:2, :2], DOMINANT[2:, 2:]), x), (N,), False),
+}
+DOMINANT = A + 8 * torch.eye(N, dtype=FLOAT)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_solutions_of_linear_systems(name: str) -> None:
+    f, shape, batched = SYSTEMS[name]
+    x = normal(*shape)
+    check(f, x, batched, (dense(f, x, batched=batched) != 0).any(0))
+    check_prepared(f, x, batched)
 
 
 def upwind(u: torch.Tensor) -> torch.Tensor:

@@ -168,6 +168,28 @@ def distances(draw: st.DrawFn) -> Case:
 
 
 @st.composite
+def linear_systems(draw: st.DrawFn, kind: str) -> Case:
+    """Systems with dominant diagonals, whose matrix, right side or both are the input."""
+    size, columns, left, upper, ones = draw(sizes), draw(sizes), draw(flags), draw(flags), draw(flags)
+    varies = draw(st.sampled_from(["matrix", "right", "both"]))
+    diagonal = 8 * size * torch.eye(size, dtype=torch.float64)
+
+    def run(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        a = diagonal + (c if varies == "right" else x)[..., :size]
+        b = (c.expand(len(x), *c.shape) if varies == "matrix" else x)[..., size:]
+        b = b if left else b.mT
+        if kind == "solve_triangular":
+            # With ones on the diagonal, other elements are as small.
+            a = a / (8 * size)
+            return torch.linalg.solve_triangular(a, b, upper=upper, left=left, unitriangular=ones)
+        return (
+            torch.linalg.inv(a) if kind == "inv" else torch.linalg.solve(a, b[..., 0] if ones else b, left=left or ones)
+        )
+
+    return Apply(run, constant(size, size + columns)), (size, size + columns)
+
+
+@st.composite
 def bilinears(draw: st.DrawFn) -> Case:
     left, right, out = (draw(st.integers(1, 3)) for _ in range(3))
     layer = nn.Bilinear(left, right, out, dtype=torch.float64)
@@ -793,6 +815,7 @@ OPERATORS: dict[str, Cases] = {
     **{f"aten.max_unpool{axes}d": unpoolings(axes) for axes in (2, 3)},
     **{f"aten.grid_sampler_{axes}d": grid_samples(axes) for axes in (2, 3)},
     "aten._cdist_forward": distances(),
+    **{f"aten.linalg_{kind}": linear_systems(kind) for kind in ("solve", "solve_triangular", "inv")},
     "aten._trilinear": bilinears(),
     "aten.scatter_reduce": scatter_reductions(),
     "aten.cumprod": along_an_axis(torch.cumprod),

@@ -1,0 +1,60 @@
+"""Solutions of linear systems as products with an inverse, whose derivatives are those of the solutions.
+
+With ``X = A⁻¹ B`` and ``X₀``, the solution as a constant, ``A⁻¹ (B - A X₀)`` has the derivative of ``X``::
+
+    dX = A⁻¹ (dB - dA X₀)
+
+(Giles, "Collected matrix derivative results for forward and reverse mode algorithmic differentiation", section 2.3.1).
+Only derivatives count: the values of such a product are not the solution's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def _inverse(matrix: torch.Tensor) -> torch.Tensor:
+    """The inverse of a matrix as a constant."""
+    factors, pivots, _ = torch.linalg.lu_factor_ex(matrix.detach())
+    return torch.linalg.lu_solve(factors, pivots, torch.eye(matrix.shape[-1]).to(matrix).expand(matrix.shape))
+
+
+def _by_inverse(inverse: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, left: bool) -> torch.Tensor:
+    if not left:
+        return (b - b.detach() @ inverse @ a) @ inverse
+    return inverse @ (b - a @ (inverse @ b.detach()))
+
+
+def solve(a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False) -> list[torch.Tensor]:
+    """``torch.linalg.solve_ex``: the solution of ``A X = B``, or of ``X A = B``."""
+    is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    if not is_vector:
+        return [_by_inverse(_inverse(a), a, b, left=left)]
+    return [_by_inverse(_inverse(a), a, b[..., None], left=left)[..., 0]]
+
+
+def solve_triangular(
+    a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> torch.Tensor:
+    """``torch.linalg.solve_triangular``, which reads one triangle of the matrix, or takes its diagonal for ones."""
+    triangle = torch.triu if upper else torch.tril
+    a = triangle(a, (1 if upper else -1) if unitriangular else 0)
+    if unitriangular:
+        a = a + torch.eye(a.shape[-1]).to(a)
+    return _by_inverse(triangle(_inverse(a)), a, b, left=left)
+
+
+def inverse(a: torch.Tensor, *, check_errors: bool = False) -> list[torch.Tensor]:
+    """``torch.linalg.inv_ex``, where ``B`` is the identity."""
+    constant = _inverse(a)
+    return [-constant @ (a @ constant)]
+
+
+aten: Any = torch.ops.aten
+SOLVES = {
+    aten._linalg_solve_ex.default: solve,
+    aten.linalg_solve_triangular.default: solve_triangular,
+    aten.linalg_inv_ex.default: inverse,
+}
