@@ -106,6 +106,31 @@ class _PointwiseRule(_DiagonalRule):
         return derivative
 
 
+@add_rule("aten.where")
+class _WhereRule(_PointwiseRule):
+    """``aten.where``: a constant condition leaves each branch an entry of one wherever it selects that branch."""
+
+    def pruned_arguments(self, call: Call) -> list[str]:
+        return ["condition"]
+
+    def as_weight(self, call: Call, name: str, value: torch.Tensor) -> torch.Tensor:
+        return value.bool() if call.argument == "self" else ~value.bool()
+
+    def shared(self, call: Call) -> bool:
+        return bool(call.masks)
+
+    def pattern(self, call: Call) -> Pattern:
+        mask = call.masks.get("condition")
+        if mask is None:
+            return super().pattern(call)
+        places = np.arange(call.in_size).reshape(call.in_shape)
+        selected = np.broadcast_to(mask.numpy(force=True), call.out_shape)
+        return pattern_from_sources(np.where(selected, places, -1), call.in_size)
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        return call.input.new_ones((pattern.nnz, 1)) if call.masks else super().values(call, pattern)
+
+
 def _aligned(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """``(batch, *shape)`` with axes of size 1 behind the batch, as broadcasting to `rank` axes adds them."""
     return tensor.reshape(len(tensor), *[1] * (rank + 1 - tensor.ndim), *tensor.shape[1:])

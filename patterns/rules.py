@@ -256,6 +256,10 @@ class Rule(ABC):
         """The weights whose zeros the pattern may leave out."""
         return [name for name in self.weights if call.arguments.get(name) is not None]
 
+    def as_weight(self, call: Call, name: str, value: torch.Tensor) -> torch.Tensor:
+        """An argument that `pruned_arguments` names, as a weight whose zeros the pattern may leave out."""
+        return value
+
     def prunes(self, call: Call, mask: torch.Tensor) -> bool:
         """Whether it pays to leave out the entries of pruned weights; the mask is False where they are pruned."""
         return True

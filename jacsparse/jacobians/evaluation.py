@@ -125,7 +125,7 @@ def _jacobian(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Spar
     if isinstance(f, nn.Module) and arguments.is_one_batch:
         # The module itself: its chains are found again, and messages name its parts.
         module, x = f, check_input("x", arguments.leaves[0])
-    recent = recent_jacobians(f)
+    recent = recent_jacobians(f, pruned)
     result = recent.jacobian(f, arguments)
     if result is None:
         with undisturbed(check_module(module)):

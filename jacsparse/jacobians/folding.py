@@ -194,8 +194,9 @@ class _Leaves:
             return terms_at(*entries, monomial=monomial, coefficient=coefficient)
         place = _place(node, edge)
         others = [] if place is None else [other for other in node.all_input_nodes if other is not node.args[place]]
-        moves = edge.call.sources is not None
-        if edge.shared and (moves or (place is not None and not self._varying.intersection(others))):
+        # Programs prune constants alone.
+        selects = edge.call.sources is not None or edge.pruned_weights
+        if edge.shared and (selects or (place is not None and not self._varying.intersection(others))):
             return terms_at(*entries, coefficient=record.values(edge)[:, 0].numpy())
         if not is_pointwise(edge.call.operator) or place is None:
             raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")

@@ -95,15 +95,20 @@ class Linearised:
                 yield edge, record_of_stage
 
 
-def linearised(tape: Tape, x: torch.Tensor, reads: Reads) -> Linearised:
-    """A tape's graph and the chain of its operators, at an input and what the function read there."""
+def linearised(tape: Tape, x: torch.Tensor, reads: Reads, *, pruned: bool = True) -> Linearised:
+    """A tape's graph and the chain of its operators, at an input and what the function read there.
+
+    Patterns omit zeros of constants where `pruned`, but none of what the function reads.
+    """
     inputs = inputs_of(tape, x, reads)
     graph = graph_of_tape(tape, inputs)
     _check_indices(graph, tape)
     run = GraphRun(graph, inputs)
     recording = record(run, inputs[0], readable=False)
     with without_autocast(x.device):
-        chain, records = chain_of(recording, pruned=False).records(recording)
+        # Indices and masks from elsewhere are parts of a program, and a zero computed from them stays one.
+        varying = [t for place, t in enumerate(inputs) if t.is_floating_point() or place > len(tape.inputs)]
+        chain, records = chain_of(recording, pruned=pruned, varying=varying).records(recording)
     vertices = {id(tensor): node for node, tensor in run.nodes}
     nodes = {}
     for vertex, maker in enumerate(recording.makers):

@@ -33,7 +33,8 @@ class RecentJacobians:
     #: The most trials to make a program for one form: a function may make other calls each time.
     trials = 4
 
-    def __init__(self) -> None:
+    def __init__(self, pruned: bool) -> None:
+        self.pruned = pruned
         self._programs: list[TapedJacobian] = []
         self._trials: OrderedDict[Hashable, int] = OrderedDict()
 
@@ -55,17 +56,17 @@ class RecentJacobians:
         if len(self._trials) > self.most:
             self._trials.popitem(last=False)
         try:
-            self._programs = [_program(f, arguments, expected), *self._programs[: self.most - 1]]
+            self._programs = [_program(f, arguments, expected, self.pruned), *self._programs[: self.most - 1]]
         except (UnsupportedOperatorError, NotFoldableError):
             self._trials[form] = self.trials
 
 
-def _program(f: Callable[..., Any], arguments: Arguments, expected: SparseJacobian) -> TapedJacobian:
+def _program(f: Callable[..., Any], arguments: Arguments, expected: SparseJacobian, pruned: bool) -> TapedJacobian:
     with undisturbed(FlatFunction(f, arguments)):
         tape, reads = taped(f, arguments)
     if any("shows" not in effect for effect in tape.effects.values()):
         raise NotFoldableError(f"its calls have effects: {tape.effects}")
-    function = linearised(tape, arguments.flat(), reads)
+    function = linearised(tape, arguments.flat(), reads, pruned=pruned)
     program = TapedJacobian(arguments.form(), tape, Products(function, *folded(function)))
     actual = SparseJacobian(program.evaluator.pattern, program.values(arguments.flat(), reads))
     if not _agree(actual, expected):
@@ -74,8 +75,8 @@ def _program(f: Callable[..., Any], arguments: Arguments, expected: SparseJacobi
 
 
 def _agree(actual: SparseJacobian, expected: SparseJacobian) -> bool:
-    """Whether two Jacobians have one shape, and equal products with a random vector."""
-    if actual.shape != expected.shape or actual.batch != expected.batch:
+    """Whether two Jacobians have one pattern, and equal products with a random vector."""
+    if actual.pattern != expected.pattern or actual.batch != expected.batch:
         return False
     generator = torch.Generator().manual_seed(0)
     v = torch.rand((actual.batch, actual.shape[1]), generator=generator, dtype=torch.float64).to(actual.values)
@@ -90,10 +91,10 @@ _RECENT: OrderedDict[Hashable, RecentJacobians] = OrderedDict()
 _MOST = 32
 
 
-def recent_jacobians(f: Callable[..., Any]) -> RecentJacobians:
-    """The cache of the code that a function runs."""
-    key = _code_of(f)
-    entry = _RECENT.setdefault(key, RecentJacobians())
+def recent_jacobians(f: Callable[..., Any], pruned: bool) -> RecentJacobians:
+    """The cache of the code that a function runs, for patterns with or without pruned weights."""
+    key = _code_of(f), pruned
+    entry = _RECENT.setdefault(key, RecentJacobians(pruned))
     _RECENT.move_to_end(key)
     while len(_RECENT) > _MOST:
         _RECENT.popitem(last=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -190,8 +190,11 @@ def refuse_hooks(records: Sequence[Record]) -> None:
             )
 
 
-def chain_of(recording: Recording, *, pruned: bool = True) -> Chain:
-    """The chain of a recording; UnsupportedOperatorError where the output has no samples along its first axis."""
+def chain_of(recording: Recording, *, pruned: bool = True, varying: Collection[torch.Tensor] = ()) -> Chain:
+    """The chain of a recording; UnsupportedOperatorError where the output has no samples along its first axis.
+
+    No weight is pruned that is among the `varying` tensors or was computed from one.
+    """
     module, x, y = recording.module, recording.input, recording.output
     name, in_shape, out_shape = type(module).__name__, tuple(x.shape[1:]), tuple(y.shape[1:])
     if recording.last is None:
@@ -209,16 +212,18 @@ def chain_of(recording: Recording, *, pruned: bool = True) -> Chain:
         # No derivative passes.
         stage = Stage(name, in_shape, out_shape, (), 0, program.output, program)
         return Chain(module, [stage], in_shape, out_shape)
-    return Chain(module, _stages(program, recording, pruned), in_shape, out_shape)
+    return Chain(module, _stages(program, recording, pruned, varying), in_shape, out_shape)
 
 
-def _stages(program: Program, recording: Recording, pruned: bool) -> list[Stage]:
+def _stages(program: Program, recording: Recording, pruned: bool, varying: Collection[torch.Tensor]) -> list[Stage]:
     stages: list[Stage] = []
     start, *cuts = program.cuts()
     for stop in cuts:
         operations = program.between(start, stop)
         edges = tuple(
-            _edge(program, recording, operation, name, pruned)
+            _pruned(_edge(program, operation, name), recording, operation, varying)
+            if pruned
+            else _edge(program, operation, name)
             for operation in operations
             for name in operation.operands
         )
@@ -255,7 +260,7 @@ def _path(edges: Sequence[Edge], program: Program, taken: set[str]) -> str:
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
-def _edge(program: Program, recording: Recording, operation: Operation, argument: str, pruned: bool) -> Edge:
+def _edge(program: Program, operation: Operation, argument: str) -> Edge:
     source = operation.operands[argument]
     call = Call(
         operation.name,
@@ -272,23 +277,22 @@ def _edge(program: Program, recording: Recording, operation: Operation, argument
     )
     edge = Edge(source, operation.vertex, call)
     edge.rule.check(call)
-    invocation = recording.invocations[operation.place]
-    arguments = invocation.arguments
-    weights = [
-        name
-        for name in edge.rule.pruned_arguments(call)
-        if name not in call.dependent | call.batched
-        # A drawn zero is not guaranteed, nor is one in a tensor that was overwritten.
-        and not recording.drawn(arguments[name])
-        and not invocation.is_stale(name)
-    ]
-    if pruned and weights:
-        edge = edge.without([_pruned_weight(recording, operation, name, arguments[name]) for name in weights])
     return edge
 
 
-def _pruned_weight(recording: Recording, operation: Operation, name: str, weight: torch.Tensor) -> PrunedWeight:
-    """Which elements of a weight are pruned, for one of the samples that share it."""
-    mask = mask_of(recording, weight)
-    of_sample = operation.of_sample(name, weight)
-    return PrunedWeight(name, of_sample, None if mask is None else operation.of_sample(name, mask))
+def _pruned(edge: Edge, recording: Recording, operation: Operation, varying: Collection[torch.Tensor]) -> Edge:
+    """The edge with a pattern that omits the zeros of weights, but for those computed from the `varying` tensors."""
+    call, invocation = edge.call, recording.invocations[operation.place]
+    ids = {id(tensor) for tensor in varying}
+    weights = []
+    for name in edge.rule.pruned_arguments(call):
+        weight = invocation.arguments[name]
+        # A drawn zero is not guaranteed, nor is one in a tensor that was overwritten.
+        if name in call.dependent | call.batched or recording.drawn(weight) or invocation.is_stale(name):
+            continue
+        if ids and recording.made_of(weight, ids):
+            continue
+        mask = mask_of(recording, weight)
+        mask = None if mask is None else operation.of_sample(name, mask)
+        weights.append(PrunedWeight(name, edge.weight(name, operation.of_sample(name, weight)), mask))
+    return edge.without(weights) if weights else edge

@@ -56,20 +56,20 @@ class Record:
         """The same record with patterns that omit only elements that are zero in this forward's weights."""
         replaced: dict[Edge, Edge] = {}
         for edge in self.stage.edges:
-            if not all(weight.holds(self.constant(edge, weight.name)) for weight in edge.pruned_weights):
+            if not all(weight.holds(self.weight(edge, weight.name)) for weight in edge.pruned_weights):
                 # Elements had been zero by chance, not by a mask: the zeros of this forward decide.
                 names = edge.rule.pruned_arguments(edge.call)
-                replaced[edge] = edge.without([PrunedWeight(name, self.constant(edge, name), None) for name in names])
+                replaced[edge] = edge.without([PrunedWeight(name, self.weight(edge, name), None) for name in names])
         if not replaced:
             self._fits = True
             return self
         edges = tuple(replaced.get(edge, edge) for edge in self.stage.edges)
         return Record(replace(self.stage, edges=edges), self.recording, True)
 
-    def constant(self, edge: Edge, name: str) -> torch.Tensor:
-        """An argument of an edge's call that all samples share."""
+    def weight(self, edge: Edge, name: str) -> torch.Tensor:
+        """A weight of an edge in this forward."""
         arguments = self.invocation(edge.target).arguments
-        return self.stage.program.operations[edge.target].of_sample(name, arguments[name])
+        return edge.weight(name, self.stage.program.operations[edge.target].of_sample(name, arguments[name]))
 
     @property
     def batch(self) -> int:
@@ -196,7 +196,7 @@ class Record:
         operation, invocation = self.stage.program.operations[edge.target], self.invocation(edge.target)
         path, argument, layouts = edge.call.path, edge.call.argument, operation.layouts
         for weight in () if self._fits else edge.pruned_weights:
-            if not weight.holds(self.constant(edge, weight.name)):
+            if not weight.holds(self.weight(edge, weight.name)):
                 raise RuntimeError(
                     f"{path}.{weight.name}: weights that were pruned or zero when the pattern was made are not zero "
                     "any more; make the chain again, keep them zero by a mask (torch.nn.utils.prune), or pass "

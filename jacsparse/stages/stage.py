@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from ..patterns import Call, Identity, Pattern, Rule, rule_for
 from ..tracing import Operation, Program, PrunedWeight
 from .accumulation import Accumulation, Region, eliminate, empty_pattern
@@ -45,6 +47,10 @@ class Edge:
     def shared(self) -> bool:
         """Whether all samples share the values."""
         return self.rule.shared(self.call)
+
+    def weight(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A constant argument as a weight, whose zeros the pattern may omit."""
+        return self.rule.as_weight(self.call, name, value)
 
     def without(self, weights: Sequence[PrunedWeight]) -> Edge:
         """The same edge with a pattern that omits the pruned elements of these weights, where that pays."""

@@ -42,7 +42,7 @@ def selection(overload: Any, args: Sequence[Any]) -> Callable[..., torch.Tensor]
     """A selection by computed indices as a sum; None where a call is none, or has several indices."""
     if overload == aten.index.Tensor:
         indices = [index for index in args[1] if index is not None]
-        return _index if len(indices) == 1 and not indices[0].dtype == torch.bool else None
+        return _index if len(indices) == 1 and indices[0].dtype != torch.bool else None
     return _SELECTIONS.get(overload)
 
 

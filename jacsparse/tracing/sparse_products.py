@@ -70,7 +70,7 @@ def is_sparse(value: Any) -> bool:
 
 
 def operator_on_elements(overload: Any, args: Sequence[Any]) -> Callable[..., Any]:
-    """What an operator does with a sparse matrix among its arguments, or with the elements of one, by operators on them.
+    """An operator on a sparse matrix, or on the elements of one, as operators on its elements.
 
     Raises
     ------

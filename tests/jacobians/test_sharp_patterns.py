@@ -172,7 +172,7 @@ def test_computed_indices_of_a_tensor(f: Function) -> None:
     check_prepared(f, x, False)
 
 
-def test_a_gradient_by_computed_indices_of_an_external_is_refused() -> None:
+def test_indices_computed_from_an_external_are_refused() -> None:
     order = normal(6)
     with pytest.raises(jacsparse.UnsupportedOperatorError, match="indices are computed from what a tensor holds"):
         jacsparse.prepare_jacobian(lambda x: x[order.argsort()], normal(6), batched=False)
@@ -220,3 +220,56 @@ def test_branches_by_where_are_a_union(f: Function, offsets: tuple[int, ...]) ->
     for x, batched in ((normal(SAMPLES, 6), True), (normal(6), False)):
         check(f, x, batched, exact)
         check_prepared(f, x, batched, exact)
+
+
+MASK = torch.tensor([True, False, False, True, True, False])
+#: Functions with a constant condition: a mask, and one that is computed from numbers.
+CONSTANT_CONDITIONS: dict[str, Function] = {
+    "mask": lambda u: u * torch.where(MASK, u - u.roll(1, -1), u.roll(-1, -1) - u),
+    "mask of the function": lambda u: torch.where(torch.arange(6) < 2, u.roll(1, -1).sin(), 2 * u),
+    "one branch": lambda u: torch.where(MASK, u.roll(1, -1), 3.0),
+    "broadcast": lambda u: torch.where(MASK[:, None], u[..., None, :] * u[..., None, :], 0.0).sum(-2),
+    "all": lambda u: torch.where(MASK | True, u.roll(1, -1), u**2),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT_CONDITIONS)
+def test_a_constant_condition_selects_branches(name: str) -> None:
+    f = CONSTANT_CONDITIONS[name]
+    for x, batched in ((normal(SAMPLES, 6), True), (normal(6), False)):
+        exact = (dense(f, x, batched=batched) != 0).any(0)
+        check(f, x, batched, exact)
+        check_prepared(f, x, batched, exact)
+        union = jacsparse.jacobian(f, x, batched=batched, pruned=False)
+        assert_equal(union, dense(f, x, batched=batched))
+        assert union.pattern.nnz >= exact.sum()
+
+
+def test_a_condition_of_numbers_that_change() -> None:
+    speed, mask, x = normal(6), MASK.clone(), normal(SAMPLES, 6)
+
+    def by_speed(u: torch.Tensor) -> torch.Tensor:
+        return speed * torch.where(speed > 0, u - u.roll(1, -1), u.roll(-1, -1) - u)
+
+    def by_mask(u: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask, u - u.roll(1, -1), u.roll(-1, -1) - u)
+
+    prepared = jacsparse.prepare_jacobian(by_speed, x), jacsparse.prepare_jacobian(by_mask, x)
+    for _ in range(2):
+        for f in (by_speed, by_mask):
+            check(f, x, True, (dense(f, x) != 0).any(0))
+        assert_equal(prepared[0](x), dense(by_speed, x))
+        speed.neg_()
+        mask.logical_not_()
+    mask.logical_not_()
+    with pytest.raises(ValueError, match=r"mask of .* holds other elements"):
+        prepared[1](x)
+
+
+def test_a_constant_of_the_function_is_pruned_in_programs() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x**2 @ torch.diag(torch.ones(3, dtype=FLOAT), 1)
+
+    x = normal(SAMPLES, 4)
+    check(f, x, True, (dense(f, x) != 0).any(0))
+    check_prepared(f, x, True, (dense(f, x) != 0).any(0))

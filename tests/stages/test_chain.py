@@ -254,7 +254,7 @@ def test_batches_of_other_sizes(batch: int) -> None:
         (Net(lambda self, x: x * x.detach().tolist()[0][0]), "asks what a tensor holds"),
         (Net(lambda self, x: (x, x)), "its output is a tuple; wrap it"),
         (Net(lambda self, x: torch.ones(2, 4)), "no operator that was seen leads from its input to its output"),
-        (Net(lambda self, x: x.gather(1, x.argsort(1))), "index of aten.gather depends on the input"),
+        (Net(lambda self, x: x.scatter(1, x.argsort(1), x)), "index of aten.scatter depends on the input"),
         (Net(lambda self, x: functional.linear(x, x.mean(0, keepdim=True))), "mixes the samples"),
         (Net(lambda self, x: self.bn(x) + x, bn=nn.BatchNorm1d(4)), r"call \.eval\(\) on it first"),
         (Net(lambda self, x: torch.view_as_real(torch.fft.fft(x)).flatten(1)), "aten._fft_r2c gives complex"),
