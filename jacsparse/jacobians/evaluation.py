@@ -27,7 +27,9 @@ def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned:
         Shape of one sample of the input.
     pruned : bool
         Whether the pattern omits pruned weights: those that a mask of ``torch.nn.utils.prune`` removes and, without a
-        mask, those that are exactly zero.
+        mask, those that are exactly zero. So it omits the zeros of any constant factor of a matrix product, and the
+        places at which the constant condition of ``torch.where`` does not select a branch. Elements that a sparse
+        tensor does not store are never in the pattern.
 
     Returns
     -------
@@ -78,7 +80,7 @@ def jacobian(
         Whether these tensors and the outputs have samples along their first axis. Without samples, the result has a
         batch of 1. All other arguments are passed as they are.
     pruned : bool
-        As in `jacobian_pattern`.
+        As in `jacobian_pattern`. Each call looks for the zeros: where one is filled, the pattern has its entries again.
 
     Returns
     -------

@@ -10,6 +10,7 @@ Only derivatives count: the values of such a product are not the solution's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ def _inverse(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _by_inverse(inverse: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, left: bool) -> torch.Tensor:
+    """``A⁻¹ (B - A X₀)``, or ``(B - X₀ A) A⁻¹``."""
     if not left:
         return (b - b.detach() @ inverse @ a) @ inverse
     return inverse @ (b - a @ (inverse @ b.detach()))
@@ -30,9 +32,9 @@ def _by_inverse(inverse: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, left
 def solve(a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False) -> list[torch.Tensor]:
     """``torch.linalg.solve_ex``: the solution of ``A X = B``, or of ``X A = B``."""
     is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
-    if not is_vector:
-        return [_by_inverse(_inverse(a), a, b, left=left)]
-    return [_by_inverse(_inverse(a), a, b[..., None], left=left)[..., 0]]
+    if is_vector:
+        return [_by_inverse(_inverse(a), a, b[..., None], left=left)[..., 0]]
+    return [_by_inverse(_inverse(a), a, b, left=left)]
 
 
 def solve_triangular(
@@ -53,7 +55,7 @@ def inverse(a: torch.Tensor, *, check_errors: bool = False) -> list[torch.Tensor
 
 
 aten: Any = torch.ops.aten
-SOLVES = {
+SOLVES: dict[Any, Callable[..., Any]] = {
     aten._linalg_solve_ex.default: solve,
     aten.linalg_solve_triangular.default: solve_triangular,
     aten.linalg_inv_ex.default: inverse,

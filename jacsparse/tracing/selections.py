@@ -25,10 +25,9 @@ def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tenso
 
 
 def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    dim = len(indices) - 1
-    (index,) = (index for index in indices if index is not None)
-    chosen = _chosen(x.movedim(dim, -1)[..., None, :], index.reshape(-1)).movedim(-1, dim)
-    return chosen.unflatten(dim, index.shape) if index.ndim != 1 else chosen
+    ((dim, index),) = ((dim, index) for dim, index in enumerate(indices) if index is not None)
+    chosen = _index_select(x, dim, index.reshape(-1))
+    return chosen.reshape(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
 
 
 def _chosen(lines: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,8 @@ class Elements(NamedTuple):
         """The elements of a matrix in one of PyTorch's sparse layouts, but for those of blocks."""
         shape = tuple(matrix.shape)
         if matrix.layout == torch.sparse_coo and matrix.sparse_dim() == 2 == len(shape):
-            return cls(*matrix._indices().unbind(0), matrix._values(), shape)
+            rows, columns = matrix._indices().unbind(0)
+            return cls(rows, columns, matrix._values(), shape)
         if matrix.layout == torch.sparse_csr and len(shape) == 2:
             return cls(_lines(matrix.crow_indices()), matrix.col_indices(), matrix.values(), shape)
         if matrix.layout == torch.sparse_csc and len(shape) == 2:

@@ -12,7 +12,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +116,9 @@ class Tape:
         tensors: dict[int, Any] = {0: x}
         rest = iter(externals)
         for slot, (shape, _, layout, *_) in self.forms.items():
-            tensors[slot] = next(rest) if layout == torch.strided else Elements(*islice(rest, 3), tuple(shape))
+            tensors[slot] = next(rest)
+            if layout != torch.strided:
+                tensors[slot] = Elements(tensors[slot], next(rest), next(rest), tuple(shape))
 
         def argument(value: Any) -> Any:
             if type(value) is Slot:

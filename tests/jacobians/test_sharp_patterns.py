@@ -163,6 +163,7 @@ def test_computed_indices_select_from_a_line(name: str) -> None:
         lambda x: x[x.argsort()],
         lambda x: (x**2)[x.sin().argsort()[:3] - len(x)],
         lambda x: x.index_select(0, torch.searchsorted(x.detach(), x).clamp(max=len(x) - 1)),
+        lambda x: x.reshape(3, 2)[x[:3].argsort(), :].sin(),
         lambda x: x.reshape(2, 3)[:, x[:4].argsort().reshape(2, 2) % 3],
     ],
 )
