@@ -260,9 +260,9 @@ def prepare_jacobian(
     Notes
     -----
     Parameters, and all tensors that the function reads, are inputs of the program. So the pattern has entries for the
-    zeros of a constant matrix that the function reads, since they may be filled later; `jacobian` looks for them at each
-    call. Make the matrix a sparse tensor: its indices are parts of the program, and the pattern has its elements alone.
-    Masks are parts of the program too: a branch of ``torch.where`` has entries only where a mask selects it.
+    zeros of a constant matrix that the function reads, since they may be filled later; `jacobian` looks for them at
+    each call. Make the matrix a sparse tensor: its indices are parts of the program, whose pattern has its elements
+    alone. Masks are parts of the program too: a branch of ``torch.where`` has entries only where a mask selects it.
 
     Examples
     --------

@@ -177,14 +177,13 @@ def linear_systems(draw: st.DrawFn, kind: str) -> Case:
     def run(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         a = diagonal + (c if varies == "right" else x)[..., :size]
         b = (c.expand(len(x), *c.shape) if varies == "matrix" else x)[..., size:]
-        b = b if left else b.mT
+        if kind == "inv":
+            return torch.linalg.inv(a) @ b
         if kind == "solve_triangular":
             # With ones on the diagonal, other elements are as small.
-            a = a / (8 * size)
-            return torch.linalg.solve_triangular(a, b, upper=upper, left=left, unitriangular=ones)
-        return (
-            torch.linalg.inv(a) if kind == "inv" else torch.linalg.solve(a, b[..., 0] if ones else b, left=left or ones)
-        )
+            options = {"upper": upper, "left": left, "unitriangular": ones}
+            return torch.linalg.solve_triangular(a / (8 * size), b if left else b.mT, **options)
+        return torch.linalg.solve(a, b[..., 0]) if ones else torch.linalg.solve(a, b if left else b.mT, left=left)
 
     return Apply(run, constant(size, size + columns)), (size, size + columns)
 
