@@ -56,9 +56,12 @@ class Record:
         """The same record with patterns that omit only elements that are zero in this forward's weights."""
         replaced: dict[Edge, Edge] = {}
         for edge in self.stage.edges:
-            if not all(weight.holds(self.weight(edge, weight.name)) for weight in edge.pruned_weights):
+            invocation = self.invocation(edge.target)
+            # A tensor that was overwritten after the call does not tell which elements were zero.
+            stale = {weight.name for weight in edge.pruned_weights if invocation.is_stale(weight.name)}
+            if stale or not all(weight.holds(self.weight(edge, weight.name)) for weight in edge.pruned_weights):
                 # Elements had been zero by chance, not by a mask: the zeros of this forward decide.
-                names = edge.rule.pruned_arguments(edge.call)
+                names = [name for name in edge.rule.pruned_arguments(edge.call) if name not in stale]
                 replaced[edge] = edge.without([PrunedWeight(name, self.weight(edge, name), None) for name in names])
         if not replaced:
             self._fits = True

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 import jacsparse
+from tests.patterns.operators import Apply
 
 from .test_prepared import FLOAT, assert_equal, dense
 
@@ -274,3 +275,22 @@ def test_a_constant_of_the_function_is_pruned_in_programs() -> None:
     x = normal(SAMPLES, 4)
     check(f, x, True, (dense(f, x) != 0).any(0))
     check_prepared(f, x, True, (dense(f, x) != 0).any(0))
+
+
+def test_a_mask_that_is_overwritten_after_its_use() -> None:
+    overwrites, x = [False], normal(SAMPLES, 6)
+
+    def f(u: torch.Tensor) -> torch.Tensor:
+        mask = MASK ^ overwrites[0]
+        y = torch.where(mask, u.roll(1, -1), 2 * u)
+        if overwrites[0]:
+            # It looks as in the first call again.
+            mask.logical_not_()
+        return y
+
+    # Chains are found again for a module.
+    module = Apply(f)
+    assert_equal(jacsparse.jacobian(module, x), dense(f, x))
+    overwrites[0] = True
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        jacsparse.jacobian(module, x)
