@@ -214,9 +214,7 @@ def far_condition(u: torch.Tensor) -> torch.Tensor:
     return torch.where(u.roll(2, -1).sum(-1, keepdim=True) > 0, u.sin(), 2 * u)
 
 
-@pytest.mark.parametrize(
-    ("f", "offsets"), [(upwind, (-1, 0, 1)), (one_sided, (-1, 0, 1)), (far_condition, (0,))], ids=lambda f: str(f)
-)
+@pytest.mark.parametrize(("f", "offsets"), [(upwind, (-1, 0, 1)), (one_sided, (-1, 0, 1)), (far_condition, (0,))])
 def test_branches_by_where_are_a_union(f: Function, offsets: tuple[int, ...]) -> None:
     exact = sum(torch.eye(6).roll(offset, 1) for offset in offsets) != 0
     for x, batched in ((normal(SAMPLES, 6), True), (normal(6), False)):
