@@ -29,7 +29,7 @@ def _numbered(like: torch.Tensor) -> torch.Tensor:
 
 _NAMES = (
     "_unsafe_view alias as_strided cat channel_shuffle clone constant_pad_nd copy diag_embed diagonal "
-    "diagonal_scatter expand fill flip gather im2col index index_copy index_fill index_put index_select "
+    "diagonal_scatter expand fill flip gather im2col index index_copy index_fill index_select "
     "masked_scatter permute pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat "
     "replication_pad1d replication_pad2d replication_pad3d roll rot90 scatter select select_scatter slice "
     "slice_scatter split split_with_sizes squeeze stack t transpose tril triu unbind unfold unsafe_split "
@@ -62,11 +62,10 @@ class _MovementRule(Rule):
                 "when it runs",
                 "take them by a product with zeros and ones, or by torch.where",
             )
-        for name in ("accumulate", "reduce"):
-            if call.arguments.get(name):
-                raise call.unsupported(
-                    f"{call.operator} with {name}={call[name]}", "add a tensor of zeros with the values put in"
-                )
+        if call.arguments.get("reduce"):
+            raise call.unsupported(
+                f"{call.operator} with reduce={call['reduce']}", "add a tensor of zeros with the values put in"
+            )
 
     def placement(self, use: Use) -> Placement:
         if use.operator == "aten.as_strided":
@@ -322,3 +321,24 @@ class _AddedRule(_MovementRule):
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         scale = 1 if call.argument == "self" else call.arguments.get("alpha", 1)
         return call.input.new_full((pattern.nnz, 1), scale)
+
+
+@add_rule("aten.index_put")
+class _IndexPutRule(_AddedRule):
+    """Elements are put at places, or added there with `accumulate`, as the backward pass of ``aten.index`` does."""
+
+    def located(self, use: Use, out: Layout | None = None) -> tuple[Layout, dict[str, np.ndarray]]:
+        return _rule_of_put(use).located(self, use, out)
+
+    def shape_of_places(self, use: Use, name: str, out: Layout) -> tuple[int, ...]:
+        return _rule_of_put(use).shape_of_places(self, use, name, out)
+
+    def pattern(self, call: Call) -> Pattern:
+        return _rule_of_put(call).pattern(self, call)
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        return _rule_of_put(call).values(self, call, pattern)
+
+
+def _rule_of_put(call: Use | Call) -> type[_MovementRule]:
+    return _AddedRule if call.arguments.get("accumulate") else _MovementRule

@@ -36,14 +36,14 @@ class Coloring:
         The pattern of the entries.
     columns, rows : ndarray of int
         The colour of each column and of each row; -1 for those that no entry is taken from.
-    forward : ndarray of bool, (nnz,)
-        Whether an entry is taken from the product with its column's seed, not with its row's.
+    places : ndarray of int64, (nnz,)
+        The place of each entry in the products with all seeds of columns and then of rows, one after the other.
     """
 
     pattern: Pattern
     columns: np.ndarray
     rows: np.ndarray
-    forward: np.ndarray
+    places: np.ndarray
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -52,17 +52,21 @@ class Coloring:
 
     def describe(self) -> dict[str, np.ndarray]:
         """The arrays by name."""
-        return {"columns": self.columns, "rows": self.rows, "forward": self.forward}
+        return {"columns": self.columns, "rows": self.rows, "places": self.places}
 
     @classmethod
     def restore(cls, content: Mapping[str, Any], pattern: Pattern) -> Coloring:
         """The colouring of arrays from outside; ValueError where they do not fit the pattern."""
-        lengths = {"columns": (pattern.shape[1], "i"), "rows": (pattern.shape[0], "i"), "forward": (pattern.nnz, "b")}
-        for name, (length, kind) in lengths.items():
+        lengths = {"columns": pattern.shape[1], "rows": pattern.shape[0], "places": pattern.nnz}
+        for name, length in lengths.items():
             array = content.get(name)
-            if not isinstance(array, np.ndarray) or array.shape != (length,) or array.dtype.kind != kind:
-                raise ValueError(f"{name} is no array of {length} colours or flags")
-        return cls(pattern, *(content[name] for name in lengths))
+            if not isinstance(array, np.ndarray) or array.shape != (length,) or array.dtype.kind != "i":
+                raise ValueError(f"{name} is no array of {length} colours or places")
+        colors = cls(pattern, *(content[name] for name in lengths))
+        size = int(np.dot(colors.counts, pattern.shape))
+        if pattern.nnz and not 0 <= colors.places.min() <= colors.places.max() < size:
+            raise ValueError(f"places do not run from 0 to {size - 1}")
+        return colors
 
     @property
     def cost(self) -> float:
@@ -98,12 +102,20 @@ def _apart(pattern: Pattern, count: int) -> Coloring:
     apart = np.zeros(pattern.shape[0], dtype=np.bool_)
     apart[order[:count]] = True
     forward = ~apart[pattern.rows]
-    rows = np.where(apart, row_colors(_part(pattern, ~forward)) if count else 0, -1)
-    columns = row_colors(_part(pattern, forward).T)
-    return Coloring(pattern, columns if forward.any() else np.full(pattern.shape[1], -1), rows, forward)
+    rows = np.where(apart, row_colors(part(pattern, ~forward)) if count else 0, -1)
+    columns = row_colors(part(pattern, forward).T)
+    return _colored(pattern, columns if forward.any() else np.full(pattern.shape[1], -1), rows, forward)
 
 
-def _part(pattern: Pattern, entries: np.ndarray) -> Pattern:
+def _colored(pattern: Pattern, columns: np.ndarray, rows: np.ndarray, forward: np.ndarray) -> Coloring:
+    """The colouring whose entries are taken from the products with their columns' seeds where `forward`."""
+    height, width = np.int64(pattern.shape[0]), np.int64(pattern.shape[1])
+    of_columns = columns[pattern.indices] * height + pattern.rows
+    of_rows = (columns.max(initial=-1) + 1) * height + rows[pattern.rows] * width + pattern.indices
+    return Coloring(pattern, columns, rows, np.where(forward, of_columns, of_rows))
+
+
+def part(pattern: Pattern, entries: np.ndarray) -> Pattern:
     """The pattern of some of the entries."""
     if entries.all():
         return pattern
@@ -114,8 +126,8 @@ def _part(pattern: Pattern, entries: np.ndarray) -> Pattern:
 def _transposed(pattern: Pattern, of_transpose: Coloring) -> Coloring:
     """The colouring of a pattern from one of its transpose."""
     forward = np.empty(pattern.nnz, dtype=np.bool_)
-    forward[pattern.transposition] = ~of_transpose.forward
-    return Coloring(pattern, of_transpose.rows, of_transpose.columns, forward)
+    forward[pattern.transposition] = of_transpose.places >= of_transpose.counts[0] * np.int64(pattern.shape[1])
+    return _colored(pattern, of_transpose.rows, of_transpose.columns, forward)
 
 
 class Compressed:
@@ -137,7 +149,7 @@ class Compressed:
         self.pattern, self.coloring = colors.pattern, colors
         device = function.inputs[0].device
         self._seeds = [torch.from_numpy(seed).to(function.inputs[0]) for seed in _seeds(self.coloring)]
-        self._places = torch.from_numpy(_places(self.coloring)).to(device)
+        self._places = torch.from_numpy(colors.places).to(device)
         self.graph = graph_of_values(self._products(function), [*self._seeds, self._places, *function.inputs])
         self._run = torch.compile(self.graph.forward, dynamic=False) if compile else self.graph.forward
 
@@ -179,6 +191,8 @@ class Compressed:
                 cotangents = backward[:, None, :].expand(-1, batch, -1)
                 pull_back = torch.func.vjp(f, x)[1]
                 results.append(torch.vmap(lambda cotangent: pull_back(cotangent)[0])(cotangents))
+            if not results:
+                return x.new_empty((0, 1))
             together = torch.cat([result.permute(0, 2, 1).reshape(-1, batch) for result in results])
             return (together[:, :1] if function.shared else together).index_select(0, places)
 
@@ -200,12 +214,3 @@ def _seeds(coloring: Coloring) -> list[np.ndarray]:
     """For columns and for rows: a seed for each colour, one where a column or a row has it."""
     pairs = zip((coloring.columns, coloring.rows), coloring.counts, strict=True)
     return [(colors == np.arange(count)[:, None]).astype(np.float64) for colors, count in pairs]
-
-
-def _places(coloring: Coloring) -> np.ndarray:
-    """The place of each entry in the products with all seeds, one after the other."""
-    pattern = coloring.pattern
-    rows, columns = pattern.shape
-    forward = coloring.columns[pattern.indices] * np.int64(rows) + pattern.rows
-    backward = coloring.counts[0] * np.int64(rows) + coloring.rows[pattern.rows] * np.int64(columns) + pattern.indices
-    return np.where(coloring.forward, forward, backward)

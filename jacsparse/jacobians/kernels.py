@@ -1,6 +1,8 @@
-"""CPU kernels of folded Jacobians: sums of scaled numbers, and of scaled products of two numbers, over a batch."""
+"""CPU kernels: the sums of scaled numbers and of scaled products that make up folded Jacobians, and star colourings."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from ..runtime import kernel
 
@@ -43,3 +45,34 @@ def weighted_products_batch(first, last, indptr, left, right, weight, numbers, o
             factor, a, b = weight[term], left[term], right[term]
             for sample in range(out.shape[1]):
                 out[row, sample] += factor * numbers[a, sample] * numbers[b, sample]
+
+
+@kernel
+def star_colors(first, last, indptr, indices, colors):
+    # The vertex that may not have a colour, and the vertex that has several neighbours of a colour, or one.
+    forbidden = np.full(last - first + 1, -1, np.int64)
+    repeated, seen = forbidden.copy(), forbidden.copy()
+    for vertex in range(first, last):
+        for entry in range(indptr[vertex], indptr[vertex + 1]):
+            color = colors[indices[entry]]
+            if color >= 0:
+                if seen[color] == vertex:
+                    repeated[color] = vertex
+                forbidden[color] = seen[color] = vertex
+        for entry in range(indptr[vertex], indptr[vertex + 1]):
+            middle = indices[entry]
+            color = colors[middle]
+            for next_entry in range(indptr[middle], indptr[middle + 1]):
+                end = indices[next_entry]
+                if middle == vertex or colors[end] < 0 or forbidden[colors[end]] == vertex:
+                    continue
+                if color < 0 or repeated[color] == vertex:
+                    forbidden[colors[end]] = vertex
+                    continue
+                for last_entry in range(indptr[end], indptr[end + 1]):
+                    if indices[last_entry] != middle and colors[indices[last_entry]] == color:
+                        forbidden[colors[end]] = vertex
+        color = 0
+        while forbidden[color] == vertex:
+            color += 1
+        colors[vertex] = color

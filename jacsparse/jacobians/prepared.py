@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -53,6 +53,36 @@ class PreparedJacobian:
         tensors = {id(leaf): place for place, leaf in enumerate(arguments.leaves) if isinstance(leaf, torch.Tensor)}
         self._from_arguments = [tensors.get(id(external)) for external in reads.externals]
         self._contents = [taped.tape.contents.get(slot) for slot in taped.tape.forms]
+
+    @classmethod
+    def prepare(
+        cls,
+        f: Callable[..., Any],
+        args: Sequence[Any],
+        argnums: int | Sequence[int],
+        batched: bool,
+        method: str,
+        compile: bool,
+    ) -> Self:
+        """What `prepare_jacobian` returns."""
+        if not callable(f):
+            raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
+        if method not in METHODS:
+            raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
+        arguments = arguments_of(args, argnums, batched)
+        f = cls._differentiated(f, arguments)
+        function, reads = _traced(f, arguments)
+        evaluator = evaluator_of(function, method, compile, cls._coloring)
+        return cls(f, arguments, function, evaluator, reads)._checked_at(args)
+
+    @staticmethod
+    def _differentiated(f: Callable[..., Any], arguments: Arguments) -> Callable[..., Any]:
+        """The function whose Jacobian this is."""
+        return f
+
+    @staticmethod
+    def _coloring(pattern: Pattern) -> Coloring:
+        return coloring(pattern)
 
     def __call__(self, *args: Any) -> SparseJacobian:
         """The Jacobian at these arguments."""
@@ -128,7 +158,9 @@ class PreparedJacobian:
             y = FlatFunction(self._f, arguments)(x.clone())
         generator = torch.Generator().manual_seed(0)
         g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
-        (expected,) = torch.autograd.grad(y, x, g, materialize_grads=True)
+        expected = torch.zeros_like(x)
+        if y.requires_grad:
+            (expected,) = torch.autograd.grad(y, x, g, materialize_grads=True)
         actual = jacobian.vjp(g)
         scale = SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()).amax().item() if actual.numel() else 0
         error = (actual - expected).abs().amax().item() / (scale or 1.0) if actual.numel() else 0.0
@@ -140,9 +172,13 @@ class PreparedJacobian:
             )
         return error
 
+    def _checked_at(self, args: Sequence[Any]) -> Self:
+        self.check(*args)
+        return self
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all that was decided to an ``.npz`` file, without pickle; the function is no part of it."""
-        taped, pattern = self._taped, self.pattern
+        taped, pattern = self._taped, self._taped.evaluator.pattern
         content = {
             "version": __version__,
             "program": self._program,
@@ -156,9 +192,7 @@ class PreparedJacobian:
         write_archive(path, "prepared Jacobian", {**content, **taped.evaluator.describe()})
 
     @classmethod
-    def load(
-        cls, path: str | os.PathLike[str], f: Callable[..., Any], *args: Any, compile: bool = False
-    ) -> PreparedJacobian:
+    def load(cls, path: str | os.PathLike[str], f: Callable[..., Any], *args: Any, compile: bool = False) -> Self:
         """Read what `save` wrote, for the same function, and check it against the function.
 
         Parameters
@@ -189,6 +223,7 @@ class PreparedJacobian:
         if type(argnums) is not list or type(batched) is not bool:
             raise ValueError(f"{path}: argnums is {argnums!r} and batched {batched!r}; the file is damaged")
         arguments = arguments_of(args, argnums, batched)
+        f = cls._differentiated(f, arguments)
         function, reads = _traced(f, arguments)
         if content.get("program") != _digest(arguments, function):
             raise ValueError(
@@ -199,7 +234,7 @@ class PreparedJacobian:
             evaluator = _restored(content, function, len(reads.numbers), compile)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}: no valid prepared Jacobian: {error}") from error
-        return _checked(cls(f, arguments, function, evaluator, reads), args)
+        return cls(f, arguments, function, evaluator, reads)._checked_at(args)
 
     def __repr__(self) -> str:
         evaluator, arguments = self._taped.evaluator, self._arguments
@@ -207,7 +242,7 @@ class PreparedJacobian:
         others = sum(leaf is None for leaf in self._from_arguments)
         return "\n".join(
             [
-                f"<PreparedJacobian of {name_of(self._f)}: {self.pattern.summary()}",
+                f"<{type(self).__name__} of {name_of(self._f)}: {self.pattern.summary()}",
                 f"  method {self.method}{evaluator.details}: about {evaluator.flop:,} flop, "
                 f"{evaluator.nbytes + moved:,} bytes",
                 f"  inputs: {len(arguments.specs)} arguments, {others} other tensors, "
@@ -271,14 +306,7 @@ def prepare_jacobian(
     >>> differences(torch.tensor([0.0, 1.0, 3.0, 6.0]), 0.5).todense().tolist()
     [[-4.0, 4.0, 0.0, 0.0], [0.0, -8.0, 8.0, 0.0], [0.0, 0.0, -12.0, 12.0]]
     """
-    if not callable(f):
-        raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
-    arguments = arguments_of(args, argnums, batched)
-    function, reads = _traced(f, arguments)
-    evaluator = evaluator_of(function, method, compile)
-    return _checked(PreparedJacobian(f, arguments, function, evaluator, reads), args)
+    return PreparedJacobian.prepare(f, args, argnums, batched, method, compile)
 
 
 def _traced(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised, Reads]:
@@ -294,11 +322,6 @@ def _traced(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised, Re
     return linearised(tape, x, reads), reads
 
 
-def _checked(prepared: PreparedJacobian, args: Sequence[Any]) -> PreparedJacobian:
-    prepared.check(*args)
-    return prepared
-
-
 def _digest(arguments: Arguments, function: Linearised) -> str:
     """A digest of all that a prepared Jacobian depends on besides elements and numbers."""
     digest = hashlib.blake2b(digest_size=16)
@@ -310,7 +333,9 @@ def _digest(arguments: Arguments, function: Linearised) -> str:
     return digest.hexdigest()
 
 
-def evaluator_of(function: Linearised, method: str, compile: bool) -> Evaluator:
+def evaluator_of(
+    function: Linearised, method: str, compile: bool, coloring: Callable[[Pattern], Coloring] = coloring
+) -> Evaluator:
     """The way to the values that was asked for, or the one of less predicted cost."""
     if method == "compressed":
         return Compressed(function, coloring(function.pattern), compile)

@@ -20,6 +20,7 @@ from ..spgemm import SparseJacobian
 from ..tracing import undisturbed
 from .arguments import Arguments, FlatFunction
 from .folding import NotFoldableError, folded
+from .gradients import Gradient
 from .linearised import linearised
 from .products import Products
 from .taped import TapedJacobian, taped
@@ -103,6 +104,8 @@ def recent_jacobians(f: Callable[..., Any], pruned: bool) -> RecentJacobians:
 
 def _code_of(f: Any) -> Hashable:
     """What tells functions apart that probably make other calls."""
+    if isinstance(f, Gradient):
+        return Gradient, _code_of(f.f)
     if isinstance(f, functools.partial):
         return _code_of(f.func)
     if isinstance(f, MethodType):

@@ -11,6 +11,7 @@ import torch
 import torch._decomp
 
 from ..patterns import CONSTANT, RULES, Rule, UnsupportedOperatorError, rule_of
+from .backward_operators import BACKWARD
 from .linear_solves import SOLVES
 from .overwrite import Overwrite
 
@@ -108,8 +109,9 @@ def _decomposition(overload: Any) -> Callable[..., Any] | None:
         return _lstm_layer
     if overload == torch.ops.aten.embedding.default:
         return _embedding
-    if overload in SOLVES:
-        return SOLVES[overload]
+    for decompositions in (SOLVES, BACKWARD):
+        if overload in decompositions:
+            return decompositions[overload]
     if overload._can_decompose():
         # Only within parts of another operator: elsewhere autograd decomposes such an operator before it is seen here.
         return overload.decompose  # type: ignore[no-any-return]

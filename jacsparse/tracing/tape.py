@@ -23,6 +23,8 @@ from .operators import is_written, operator_name
 from .recording import tensors_in
 from .sparse_products import Elements, indices_of, is_sparse, operator_on_elements
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -100,6 +102,8 @@ class Tape:
     dtypes: list[torch.dtype] = field(default_factory=list)
     #: The slot of the output; None where it is no tensor of the tape.
     output: int | None = None
+    #: Slots whose ``aten.detach`` passes derivatives: autograd detaches the results that it saves, and undoes it later.
+    saved: set[int] = field(default_factory=set)
     #: What the calls do that no replay repeats, by the operator's name: they draw, show elements, write elsewhere.
     effects: dict[str, str] = field(default_factory=dict)
 
@@ -134,7 +138,8 @@ class Tape:
                 args = [value.detach() if isinstance(value, torch.Tensor) else value for value in args]
             overload = instruction.overload
             call = operator_on_elements(overload, args) if any(map(is_sparse, args)) else overload
-            result = call(*args, **kwargs)
+            passes = overload is aten.detach.default and instruction.results[0] in self.saved
+            result = args[0] if passes else call(*args, **kwargs)
             results = [result] if isinstance(result, Elements) else tensors_in(result)
             tensors.update(zip(instruction.results, results, strict=True))
         assert self.output is not None
@@ -180,6 +185,8 @@ class Taping(TorchDispatchMode):
         self.numbers: list[float] = []
         # By slot: no other tensor gets the id of one that is alive.
         self.alive: list[torch.Tensor] = list(inputs)
+        # The slot that ``aten.detach`` was called on, by that of its result, until a call uses that.
+        self.detached: dict[int, int] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -195,6 +202,8 @@ class Taping(TorchDispatchMode):
         self.note_effects(overload, args_of_tape, kwargs_of_tape)
         result = overload(*args, **kwargs)
         results = tuple(self.slot_of(tensor) for tensor in tensors_in(result))
+        if overload is aten.detach.default:
+            self.detached[results[0]] = args_of_tape[0].place
         seen = torch.is_grad_enabled()
         self.tape.instructions.append(Instruction(overload, args_of_tape, kwargs_of_tape, results, seen))
         new = len(self.numbers) - len(self.tape.dtypes)
@@ -214,6 +223,9 @@ class Taping(TorchDispatchMode):
             slot = self.slot_of(value)
             if not known:
                 self.take(slot, value)
+            source = self.detached.pop(slot, None)
+            if source is not None and value.grad_fn is not None:
+                self.tape.saved |= {source, slot}
             return Slot(slot)
         if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
             return [self.argument(overload, parameter, part) for part in value]
@@ -348,7 +360,6 @@ def mutates(overload: Any) -> bool:
     return any(is_written(parameter) for parameter in overload._schema.arguments)
 
 
-aten = torch.ops.aten
 #: Operators whose number may be another at each run: a factor or a term. All other numbers are parts of the tape.
 _OF_NUMBERS = frozenset(
     (

@@ -1,0 +1,85 @@
+"""The gradient of a scalar function as a function, whose Jacobian is the Hessian.
+
+Its run is that of the function and of autograd's backward pass. So its operators tell where second derivatives are:
+only where an operator that is not linear joins two elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree
+
+from ..patterns import UnsupportedOperatorError
+from .arguments import Arguments, name_of
+
+
+class Gradient(nn.Module):
+    """The gradient of a scalar function, in each sample, by the tensors that its Hessian is of.
+
+    Parameters
+    ----------
+    f : callable
+        The function. A module is a part, so that its parameters and hooks are found.
+    arguments : Arguments
+        Its arguments: which of them it is differentiated by, and whether they have samples.
+    """
+
+    def __init__(self, f: Callable[..., Any], arguments: Arguments) -> None:
+        super().__init__()
+        self.f, self._argnums, self._batched = f, arguments.argnums, arguments.batched
+        self.__qualname__ = f"the gradient of {name_of(f)}"
+
+    def forward(self, *args: Any) -> Any:
+        leaves = _pytree.tree_leaves([args[number] for number in self._argnums])
+        with torch.enable_grad():
+            y = self.f(*args)
+            self._check_scalar(y, len(leaves[0]) if self._batched else 1)
+            gradients = _gradients(y, leaves)
+        return gradients[0] if len(gradients) == 1 else gradients
+
+    def _check_scalar(self, y: Any, batch: int) -> None:
+        """Raise where the function's result is not one number, or one for each sample."""
+        if not isinstance(y, torch.Tensor) or not y.is_floating_point():
+            what = str(y.dtype) if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
+        elif y.numel() != batch or (self._batched and (not y.ndim or len(y) != batch)):
+            what = f"a tensor of shape {tuple(y.shape)}"
+        else:
+            return
+        expected = f"one for each of {batch} samples" if self._batched else "as by .sum()"
+        raise UnsupportedOperatorError(
+            f"{name_of(self.f)} returns {what}; a Hessian is of a function that returns one number, {expected}"
+        )
+
+
+def _gradients(y: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of a result, with a derivative; zeros where it does not depend on a leaf."""
+    parts: Sequence[torch.Tensor | None] = [None] * len(leaves)
+    if y.requires_grad:
+        parts = torch.autograd.grad(y, leaves, torch.ones_like(y), create_graph=True, allow_unused=True)
+    pairs = zip(parts, leaves, strict=True)
+    gradients = [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]
+    if any(part is not None for part in parts) and not _reach(gradients, leaves):
+        # Of a linear function. A recording asks for an output that depends on the input.
+        everywhere = torch.ones_like(leaves[0], dtype=torch.bool)
+        gradients[0] = torch.where(everywhere, gradients[0], leaves[0].detach())
+    return gradients
+
+
+def _reach(gradients: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether any gradient has a derivative by any leaf."""
+    ends = {get_gradient_edge(leaf).node for leaf in leaves}
+    waiting: list[Any] = [gradient.grad_fn for gradient in gradients]
+    seen = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in ends:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(behind for behind, _ in node.next_functions)
+    return False

@@ -1,0 +1,174 @@
+"""Hessians: symmetric Jacobians of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..patterns import Pattern
+from ..spgemm import SparseJacobian
+from ..stages import chain_of, check_shape, recorded, samples_of
+from ..tracing import check_module, undisturbed, without_autocast
+from .arguments import Arguments, FlatFunction, arguments_of
+from .compressed import Coloring
+from .evaluation import jacobian
+from .gradients import Gradient
+from .prepared import PreparedJacobian
+from .star_coloring import star_coloring, symmetric_part
+
+
+class PreparedHessian(PreparedJacobian):
+    """The Hessian of a scalar function, prepared for arguments of the same shapes; `prepare_hessian` makes it.
+
+    It is the `PreparedJacobian` of the function's gradient, and exactly symmetric.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pattern, self._lower = symmetric_part(self.pattern)
+
+    def values(self, *args: Any) -> torch.Tensor:
+        """The values on the pattern; see `PreparedJacobian.values`."""
+        values = super().values(*args)
+        # A star colouring takes both entries of a pair from one place.
+        return values if self.method == "compressed" else _gathered(values, self._lower)
+
+    @staticmethod
+    def _differentiated(f: Callable[..., Any], arguments: Arguments) -> Callable[..., Any]:
+        return Gradient(f, arguments)
+
+    @staticmethod
+    def _coloring(pattern: Pattern) -> Coloring:
+        return star_coloring(pattern)
+
+
+def prepare_hessian(
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool = False,
+    method: str = "auto",
+    compile: bool = False,
+) -> PreparedHessian:
+    """A scalar function's Hessian, prepared for arguments of the same shapes.
+
+    Parameters
+    ----------
+    f : callable
+        As in `hessian`, and without random numbers and branches on what tensors hold.
+    *args, argnums, batched
+        As in `hessian`.
+    method, compile
+        As in `prepare_jacobian`; ``compressed`` takes a seed for each colour of a star colouring.
+
+    Returns
+    -------
+    PreparedHessian
+        ``prepared(*args)`` is a SparseJacobian.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedOperatorError
+        As `hessian` and `prepare_jacobian`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> energy = prepare_hessian(lambda u, k: k * (u[1:] - u[:-1]).pow(2).sum() / 2, torch.zeros(3), 1.0)
+    >>> energy(torch.zeros(3), 3.0).todense().tolist()
+    [[3.0, -3.0, 0.0], [-3.0, 6.0, -3.0], [0.0, -3.0, 3.0]]
+    """
+    return PreparedHessian.prepare(f, args, argnums, batched, method, compile)
+
+
+def hessian_pattern(f: Callable[..., Any], shape: Sequence[int]) -> Pattern:
+    """The positions of a scalar function's Hessian that are not guaranteed zeros, for all inputs.
+
+    Parameters
+    ----------
+    f : callable
+        A function or a module of one tensor, which returns one number. It runs once, on random numbers of the dtype and
+        on the device of a module's parameters; its changes to itself are undone.
+    shape : sequence of int
+        Shape of the tensor.
+
+    Returns
+    -------
+    Pattern
+        The pattern, symmetric. There is an entry where an operator that is not linear joins two elements: fewer than in
+        the product of a Jacobian with itself.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedOperatorError
+        As in `hessian`, and where the calls depend on what the tensor holds.
+
+    Examples
+    --------
+    >>> hessian_pattern(lambda x: (x[1:] * x[:-1]).sum(), (4,)).indices.tolist()
+    [1, 0, 2, 1, 3, 2]
+    """
+    sample = samples_of(f if isinstance(f, nn.Module) else nn.Module(), check_shape(shape))[0]
+    arguments = arguments_of((sample,), 0, batched=False)
+    function = FlatFunction(_gradient(f, arguments), arguments)
+    with undisturbed(check_module(function)), without_autocast(sample.device):
+        recording = recorded(function, arguments.flat(), readable=False)
+        return symmetric_part(chain_of(recording).pattern)[0]
+
+
+def hessian(
+    f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] = 0, batched: bool = False
+) -> SparseJacobian:
+    """The Hessian of a scalar function.
+
+    Parameters
+    ----------
+    f : callable
+        A function or a module that returns one number, or one for each sample.
+    *args
+        Its arguments, as in `jacobian`.
+    argnums : int or tuple of int
+        The arguments to differentiate by. The elements of their tensors are the rows and the columns, one tensor after
+        the other.
+    batched : bool
+        Whether these tensors, and the result, have samples along their first axis, each worked on by itself. Without
+        samples, the Hessian has a batch of 1.
+
+    Returns
+    -------
+    SparseJacobian
+        The Hessian, exactly symmetric; its batch is 1 where all samples share the values, as for a quadratic function.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedOperatorError
+        Where the input does not fit, `f` is not scalar, or an operator has no rule.
+
+    See Also
+    --------
+    prepare_hessian : for many calls with arguments of the same shapes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> hessian(lambda x: (x[1:] * x[:-1]).sum() + x[0] ** 3, torch.tensor([1.0, 2.0, 3.0])).todense().tolist()
+    [[6.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
+    """
+    gradient = _gradient(f, arguments_of(args, argnums, batched))
+    full = jacobian(gradient, *args, argnums=argnums, batched=batched)
+    pattern, lower = symmetric_part(full.pattern)
+    return SparseJacobian(pattern, _gathered(full.values, lower))
+
+
+def _gradient(f: Callable[..., Any], arguments: Arguments) -> Gradient:
+    if not callable(f):
+        raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
+    return Gradient(f, arguments)
+
+
+def _gathered(values: torch.Tensor, places: np.ndarray) -> torch.Tensor:
+    return values.index_select(0, torch.from_numpy(places).to(values.device))
