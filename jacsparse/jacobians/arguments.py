@@ -50,8 +50,16 @@ class Arguments:
 
     def flat(self) -> torch.Tensor:
         """The tensors that the function is differentiated by, ``(batch, elements)``, in one memory."""
-        pairs = zip(self.tensors, self._sizes, strict=True)
-        parts = [tensor.detach().reshape(self.batch, size) for tensor, size in pairs]
+        return self._joined([tensor.detach() for tensor in self.tensors])
+
+    def flat_with_graph(self) -> torch.Tensor:
+        """A copy of `flat` with gradients to the tensors; it is no leaf, so that it may be written to."""
+        x = self._joined(self.tensors)
+        return (x if x.requires_grad else x.detach().requires_grad_()).clone()
+
+    def _joined(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        pairs = zip(tensors, self._sizes, strict=True)
+        parts = [tensor.reshape(self.batch, size) for tensor, size in pairs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     @property

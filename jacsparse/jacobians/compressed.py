@@ -148,7 +148,7 @@ class Compressed:
     def __init__(self, function: Linearised, colors: Coloring, compile: bool = False) -> None:
         self.pattern, self.coloring = colors.pattern, colors
         device = function.inputs[0].device
-        self._seeds = [torch.from_numpy(seed).to(function.inputs[0]) for seed in _seeds(self.coloring)]
+        self._seeds = [torch.from_numpy(seed).to(function.inputs[0]) for seed in seeds(self.coloring)]
         self._places = torch.from_numpy(colors.places).to(device)
         self.graph = graph_of_values(self._products(function), [*self._seeds, self._places, *function.inputs])
         self._run = torch.compile(self.graph.forward, dynamic=False) if compile else self.graph.forward
@@ -210,7 +210,7 @@ def _elements(node: fx.Node) -> int:
     return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
-def _seeds(coloring: Coloring) -> list[np.ndarray]:
+def seeds(coloring: Coloring) -> list[np.ndarray]:
     """For columns and for rows: a seed for each colour, one where a column or a row has it."""
     pairs = zip((coloring.columns, coloring.rows), coloring.counts, strict=True)
     return [(colors == np.arange(count)[:, None]).astype(np.float64) for colors, count in pairs]

@@ -13,6 +13,7 @@ from ..spgemm import SparseJacobian
 from ..stages import chain, check_input, recent_chains
 from ..tracing import check_module, undisturbed, without_autocast
 from .arguments import Arguments, FlatFunction, arguments_of
+from .differentiable import with_graph
 from .recent import recent_jacobians
 
 
@@ -62,6 +63,7 @@ def jacobian(
     argnums: int | Sequence[int] = 0,
     batched: bool = True,
     pruned: bool = True,
+    create_graph: bool = False,
 ) -> SparseJacobian:
     """The Jacobian of a function or a module at each sample of a batch.
 
@@ -81,6 +83,9 @@ def jacobian(
         batch of 1. All other arguments are passed as they are.
     pruned : bool
         As in `jacobian_pattern`. Each call looks for the zeros: where one is filled, the pattern has its entries again.
+    create_graph : bool
+        Whether the values have gradients, to the arguments and to all tensors that `f` reads, as parameters. Entries
+        that a pattern leaves out have none: pass ``pruned=False`` to train weights that are zero.
 
     Returns
     -------
@@ -91,6 +96,8 @@ def jacobian(
     ------
     TypeError, ValueError, UnsupportedOperatorError
         Where the input does not fit, or an operator has no rule.
+    RuntimeError
+        With `create_graph`, where PyTorch has no second derivative of an operator; it names that.
 
     See Also
     --------
@@ -110,6 +117,9 @@ def jacobian(
     <SparseJacobian 12 × 48, nnz 48, sparsity 0.91667, Pooling, batch 8, torch.float32>
     >>> jacobian(lambda x, t: t * x**2, torch.tensor([1.0, 3.0]), 2.0, batched=False).values.tolist()
     [[4.0], [12.0]]
+    >>> x = torch.tensor([1.0, 3.0], requires_grad=True)
+    >>> torch.autograd.grad(jacobian(torch.exp, x, batched=False, create_graph=True).values.log().sum(), x)[0].tolist()
+    [1.0, 1.0]
     """
     if not callable(f):
         raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
@@ -118,7 +128,8 @@ def jacobian(
         # Two samples show whether all share their values.
         result = _jacobian(f, arguments.with_zeros(2), pruned)
         return result if result.batch == 1 else SparseJacobian(result.pattern, result.values[:, :0])
-    return _jacobian(f, arguments, pruned)
+    result = _jacobian(f, arguments, pruned)
+    return with_graph(f, arguments, result) if create_graph else result
 
 
 def _jacobian(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> SparseJacobian:

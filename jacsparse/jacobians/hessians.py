@@ -121,7 +121,11 @@ def hessian_pattern(f: Callable[..., Any], shape: Sequence[int]) -> Pattern:
 
 
 def hessian(
-    f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] = 0, batched: bool = False
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool = False,
+    create_graph: bool = False,
 ) -> SparseJacobian:
     """The Hessian of a scalar function.
 
@@ -137,6 +141,8 @@ def hessian(
     batched : bool
         Whether these tensors, and the result, have samples along their first axis, each worked on by itself. Without
         samples, the Hessian has a batch of 1.
+    create_graph : bool
+        As in `jacobian`.
 
     Returns
     -------
@@ -159,7 +165,7 @@ def hessian(
     [[6.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
     """
     gradient = _gradient(f, arguments_of(args, argnums, batched))
-    full = jacobian(gradient, *args, argnums=argnums, batched=batched)
+    full = jacobian(gradient, *args, argnums=argnums, batched=batched, create_graph=create_graph)
     pattern, lower = symmetric_part(full.pattern)
     return SparseJacobian(pattern, _gathered(full.values, lower))
 

@@ -6,7 +6,7 @@ differentiates it as if it computed them from the input. So the decomposition co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,8 +70,8 @@ def _batch_norm(gradient: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
     _, _, _, _, _, training, _, _ = rest
     if training:
         raise UnsupportedOperatorError(
-            "aten.native_batch_norm_backward, of a normalisation by the statistics of its input, has no rule; use "
-            "torch.nn.GroupNorm or write it with operators"
+            "aten.native_batch_norm_backward, of a normalisation by the statistics of its input, has no rule; "
+            "write it with operators"
         )
     return _decomposition(aten.native_batch_norm_backward.default)(gradient, x, *rest)
 

@@ -1,0 +1,53 @@
+"""Values with gradients: products of the function with the seeds of all colours, by autograd of the function itself.
+
+Forward mode is backward mode twice: ``u -> Jᵀ u`` is linear, and its product with ``v`` is ``J v``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..spgemm import SparseJacobian
+from ..tracing import undisturbed, without_autocast
+from .arguments import Arguments, FlatFunction
+from .compressed import coloring, seeds
+
+
+def with_graph(f: Callable[..., Any], arguments: Arguments, jacobian: SparseJacobian) -> SparseJacobian:
+    """A function's Jacobian at these arguments with values that have gradients."""
+    if not jacobian.pattern.nnz:
+        return jacobian
+    function = FlatFunction(f, arguments)
+    with torch.enable_grad(), undisturbed(function):
+        x = arguments.flat_with_graph()
+        y = function(x)
+        if not y.requires_grad:
+            return jacobian
+        colors = coloring(jacobian.pattern)
+        forward, backward = (torch.from_numpy(seed).to(x) for seed in seeds(colors))
+        with without_autocast(x.device):
+            products = [_forward_products(y, x, forward), _products(y, x, backward)]
+        together = torch.cat([product.permute(0, 2, 1).reshape(-1, arguments.batch) for product in products])
+        places = torch.from_numpy(colors.places).to(x.device)
+        return SparseJacobian(jacobian.pattern, together[:, : jacobian.batch].index_select(0, places))
+
+
+def _products(y: torch.Tensor, x: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """The products of seeds with the Jacobian of `y` by `x`, ``(seeds, batch, columns)``."""
+    if not len(seeds):
+        return x.new_empty((0, *x.shape))
+    # PyTorch's transforms would do all at once, no faster, and not for all operators.
+    gradients = (seed.expand(len(y), -1) for seed in seeds)
+    return torch.stack([torch.autograd.grad(y, x, g, create_graph=True, materialize_grads=True)[0] for g in gradients])
+
+
+def _forward_products(y: torch.Tensor, x: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """The products of the Jacobian of `y` by `x` with seeds, ``(seeds, batch, rows)``."""
+    if not len(seeds):
+        return y.new_empty((0, *y.shape))
+    u = torch.zeros_like(y).requires_grad_()
+    (pulled_back,) = torch.autograd.grad(y, x, u, create_graph=True, materialize_grads=True)
+    return _products(pulled_back, u, seeds)
