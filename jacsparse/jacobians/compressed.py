@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..patterns import Pattern, row_colors
+from ..patterns import Pattern, UnsupportedOperatorError, row_colors
 from ..tracing import graph_of_values
 from .linearised import Linearised
 
@@ -150,7 +150,7 @@ class Compressed:
         device = function.inputs[0].device
         self._seeds = [torch.from_numpy(seed).to(function.inputs[0]) for seed in seeds(self.coloring)]
         self._places = torch.from_numpy(colors.places).to(device)
-        self.graph = graph_of_values(self._products(function), [*self._seeds, self._places, *function.inputs])
+        self.graph = self._graph(function)
         self._run = torch.compile(self.graph.forward, dynamic=False) if compile else self.graph.forward
 
     def describe(self) -> dict[str, Any]:
@@ -172,6 +172,19 @@ class Compressed:
     def nbytes(self) -> int:
         """Bytes of the seeds and of the places that decompress."""
         return sum(tensor.nbytes for tensor in (*self._seeds, self._places))
+
+    def _graph(self, function: Linearised) -> fx.GraphModule:
+        """The graph of the values; UnsupportedOperatorError where PyTorch's transforms do not take an operator."""
+        try:
+            return graph_of_values(self._products(function), [*self._seeds, self._places, *function.inputs])
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UnsupportedOperatorError(
+                f"no forward mode for all operators, by which method='compressed' works: {reason}; pass "
+                "method='products'"
+            ) from error
 
     def _products(self, function: Linearised) -> Callable[..., torch.Tensor]:
         """A function of the seeds, the places and the graph's inputs: the values on the pattern."""

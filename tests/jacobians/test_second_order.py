@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -57,7 +57,6 @@ def normalised(x: torch.Tensor) -> torch.Tensor:
 SCALARS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rosenbrock": rosenbrock,
     "springs": springs,
-    "in_place": in_place,
     "filtered": filtered,
     "upsampled": upsampled,
     "normalised": normalised,
@@ -70,7 +69,7 @@ SCALARS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "elementwise": lambda x: (x.tanh() / x.sqrt() + nn.functional.gelu(x) * x.log()).sum(-1),
 }
 #: Entries of those whose patterns are known.
-ENTRIES = {"rosenbrock": 16, "springs": 16, "in_place": 16, "linear": 0, "quadratic": 11, "normalised": 18}
+ENTRIES = {"rosenbrock": 16, "springs": 16, "linear": 0, "quadratic": 11, "normalised": 18}
 METHODS = ("hessian", "products", "compressed")
 
 
@@ -79,11 +78,11 @@ def dense(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.T
 
 
 def assert_hessian(actual: jacsparse.SparseJacobian, expected: torch.Tensor) -> None:
-    """Of one sample after another, exactly symmetric."""
+    """Each sample's is exactly symmetric, and near the expected one; elements on the way to it are of order one."""
     for sample, matrix in enumerate(expected):
         result = actual.todense(0 if actual.batch == 1 else sample)
         assert torch.equal(result, result.T)
-        assert (result - matrix).abs().amax() <= BOUND * max(matrix.abs().amax(), BOUND)
+        assert (result - matrix).abs().amax() <= BOUND * max(1.0, matrix.abs().amax())
 
 
 def computed(f: Callable[..., Any], method: str, prepared_for: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
@@ -108,20 +107,47 @@ def test_hessian_equals_autograd(name: str, method: str, batch: int | None) -> N
         assert name not in ENTRIES or pattern.nnz == ENTRIES[name]
 
 
-@given(seed=st.integers(0, 2**31), size=st.integers(1, 7), depth=st.integers(1, 5), method=st.sampled_from(METHODS))
-def test_drawn_functions(seed: int, size: int, depth: int, method: str) -> None:
+@settings(max_examples=40)
+@given(
+    choices=st.lists(st.integers(0, 5), min_size=1, max_size=5), size=st.integers(1, 7), method=st.sampled_from(METHODS)
+)
+def test_drawn_functions(choices: list[int], size: int, method: str) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
-        choices = torch.randint(6, (depth,), generator=torch.Generator().manual_seed(seed)).tolist()
         y = x
         for step, choice in enumerate(choices):
             other = y.roll(step + 1)
-            y = (y * other, y.sin(), y + other**2, y / (1 + other**2), y.flip(0) - x, (y[:1] * y).tanh())[choice]
+            y = (
+                (y * other).sin(),
+                (y + other**2) / 4,
+                y / (1 + other**2),
+                (y.flip(0) + x) / 2,
+                (y[:1] * y).tanh(),
+                torch.cat([y[1:].cos(), y[:1]]),
+            )[choice]
         return y.sum()
 
     x = drawn(size, seed=1)
     expected = dense(f, x)
     assert_hessian(computed(f, method, drawn(size), x), expected[None])
-    assert torch.equal(hessian_pattern(f, (size,)).to_scipy().toarray() * expected, expected)
+    outside = hessian_pattern(f, (size,)).to_scipy().toarray() == 0
+    assert not expected[torch.from_numpy(outside)].any()
+
+
+def test_writes_to_views() -> None:
+    x = drawn(6)
+    assert_hessian(hessian(in_place, x), dense(in_place, x)[None])
+    with pytest.raises(NotImplementedError, match="as_strided_scatter has no rule"):
+        prepare_hessian(in_place, x)
+
+
+def test_compression_needs_forward_mode() -> None:
+    f = lambda x: nn.functional.huber_loss(x[1:], x[:-1], reduction="sum")  # noqa: E731
+    assert_hessian(
+        computed(f, "products", drawn(5), drawn(5, seed=1)),
+        torch.autograd.functional.hessian(f, drawn(5, seed=1))[None],
+    )
+    with pytest.raises(NotImplementedError, match=r"forward AD with huber_loss_backward .*; pass method='products'"):
+        prepare_hessian(f, drawn(5), method="compressed")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -182,7 +208,7 @@ def test_hessians_saved_and_loaded(method: str, tmp_path: Path) -> None:
         (lambda x: x**2, False, r"returns a tensor of shape \(3, 2\); a Hessian is of a function that returns one"),
         (lambda x: (x**2).sum(), True, r"returns a tensor of shape \(\); .* one for each of 3 samples"),
         (lambda x: x.argmax(), False, "returns torch.int64"),
-        (lambda x: float(x.sum()), False, "returns a float"),
+        (lambda x: 3.0, False, "returns a float"),
         (lambda x: x.detach().sum(), False, "no operator that was seen leads from its input"),
         (lambda x: nn.functional.instance_norm(x[None])[0].pow(3).sum(), False, "native_batch_norm_backward"),
     ],
@@ -278,5 +304,5 @@ def test_gradients_of_hessians() -> None:
 
 def test_gradients_that_pytorch_lacks() -> None:
     f = lambda x: nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])  # noqa: E731
-    with pytest.raises(RuntimeError, match="derivative for aten::.* is not implemented"):
+    with pytest.raises(RuntimeError, match=r"derivative for aten::.* is not implemented"):
         jacsparse.jacobian(f, drawn(1, 3, 2), create_graph=True).values.sum().backward()

@@ -527,7 +527,12 @@ def movements(draw: st.DrawFn, kind: str) -> Case:
         "diagonal_scatter": lambda x: aten.diagonal_scatter(
             (y := x.unsqueeze(1).expand(-1, 2, *shape)) * 2, y.diagonal(0, 1, axis + 1) * 3, 0, 1, axis + 1
         ),
-        "index_put": lambda x, i: aten.index_put(x, [*[None] * axis, i[:1]], x.narrow(axis, 0, 1) * 2),
+        "index_put": lambda x, i: aten.index_put(
+            aten.index_put(x, [*[None] * axis, i[:1]], x.narrow(axis, 0, 1) * 2),
+            [*[None] * axis, i],
+            repeated(x, i),
+            accumulate=True,
+        ),
         "gather": lambda x, i: aten.gather(x, axis, along(x, i)),
         "t": lambda x: aten.mul(aten.t(x.flatten(1)), 2.0).movedim(1, 0),
         "mT": lambda x: aten.mT(x.unsqueeze(1)),
