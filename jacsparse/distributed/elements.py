@@ -42,7 +42,8 @@ def with_tensors(element: Any, tensors: Sequence[torch.Tensor]) -> Any:
         rest = iter(tensors)
         matrices, offsets = (None if part is None else next(rest) for part in (element.matrices, element.offsets))
         return element.like(matrices, offsets)
-    return type(element)(tensors)
+    # A named tuple takes its elements one by one.
+    return element._make(tensors) if hasattr(element, "_make") else type(element)(tensors)
 
 
 def kind_of(element: Any) -> str:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from ..affine import AffineMaps
 from ..schedule import EXCHANGES, Message, exchanges
 from .elements import ElementMessages, kind_of, messages_of, tensors_of, with_tensors
-from .ranks import Ranks, ranks_of
+from .ranks import Ranks, described, ranks_of
 
 Combine = Callable[[Any, Any], Any]
 
@@ -32,8 +32,9 @@ def exclusive_scan(
     Parameters
     ----------
     transfer : Tensor, tuple or list of Tensor, or AffineMaps
-        This rank's element. All ranks have the same kind of element; shapes and sparse patterns may differ, as far as
-        `combine` takes them. Affine maps are those of `jacsparse.affine`: `DenseMaps`, `DiagonalMaps`, `SparseMaps`.
+        This rank's element, of at most 8 tensors. All ranks have the same kind of element; shapes and sparse patterns
+        may differ, as far as `combine` takes them. Affine maps are those of `jacsparse.affine`: `DenseMaps`,
+        `DiagonalMaps`, `SparseMaps`.
     combine : callable
         ``combine(earlier, later)``, associative and differentiable; `jacsparse.affine.compose` for affine maps.
     group : ProcessGroup, optional
@@ -61,7 +62,8 @@ def exclusive_scan(
 
     Notes
     -----
-    A backward pass takes the same messages in reverse. Each rank's has to reach its result, also the first one's: add
+    A backward pass takes the same messages in reverse. Where one rank's element or the first one's `initial` requires a
+    gradient, so does each rank's result, and each rank's backward pass has to reach it, also the first one's: add
     ``0 * result.sum()`` to a loss that does not use it. The gradients are those of the sum of all ranks' losses.
     Gradients of gradients raise an error.
 
@@ -77,14 +79,22 @@ def exclusive_scan(
     if exchange not in ("auto", *EXCHANGES):
         raise ValueError(f"exchange is {exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
     tensors, ranks = tensors_of(transfer), ranks_of(group)
-    facts = {"element": kind_of(transfer), "gradients": _wants_gradient(tensors), "reverse": reverse}
-    ranks.check("start of the exclusive scan", {**facts, "exchange": exchange})
+    described(tensors)
+    is_first = ranks.rank == (ranks.size - 1 if reverse else 0)
+    inputs = tensors if initial is None or not is_first else [*tensors, *tensors_of(initial)]
+    facts = {"element": kind_of(transfer), "gradients": torch.is_grad_enabled(), "reverse": reverse}
+    requires_grad = ranks.check(
+        "start of the exclusive scan", {**facts, "exchange": exchange}, any(tensor.requires_grad for tensor in inputs)
+    )
+    if any(differentiated for (differentiated,) in requires_grad):
+        # Every rank takes part in the backward pass, also where nothing of its own has a gradient.
+        transfer = with_tensors(transfer, [_requiring_grad(tensor) for tensor in tensors])
     way = "scan" if exchange == "auto" else exchange
     scan = RankScan(ranks, combine, way, "exclusive scan", reverse=reverse)
-    if not scan.is_first:
+    if not is_first:
         return scan(transfer)
     if initial is not None:
-        return scan(combine(initial, transfer), initial)
+        return scan(scan.combined(initial, transfer), initial)
     first = transfer.identity() if isinstance(transfer, AffineMaps) else _zeros(transfer)
     return scan(transfer, first)
 
@@ -126,6 +136,11 @@ class RankScan:
         """The place of a rank in the scan, or the rank at a place."""
         return self._ranks.size - 1 - rank if self._reverse else rank
 
+    def combined(self, earlier: Any, later: Any) -> Any:
+        """Two elements combined; the other ranks are told where that fails."""
+        with self._ranks.during(self._phase):
+            return self._combine(earlier, later)
+
     def __call__(self, element: Any, first: Any = None) -> Any:
         """What comes before this rank: the combination of all lower ranks' elements, or `first` on the first one."""
         before, block = None, element
@@ -134,13 +149,13 @@ class RankScan:
             others, block = self._exchanged(number, messages, [source for source, *_ in received], block)
             if not others:
                 continue
-            other = functools.reduce(self._combine, others)
+            other = functools.reduce(self.combined, others)
             if received[0].source > self._place:
-                block = self._combine(block, other)
+                block = self.combined(block, other)
                 continue
             if received[0].joined:
-                block = self._combine(other, block)
-            before = other if before is None else self._combine(other, before)
+                block = self.combined(other, block)
+            before = other if before is None else self.combined(other, before)
         self._ranks.flush()
         return _tied(first if before is None else before, block)
 
@@ -221,5 +236,6 @@ def _zeros(element: Any) -> Any:
     return with_tensors(element, [torch.zeros_like(tensor) for tensor in tensors_of(element)])
 
 
-def _wants_gradient(tensors: Sequence[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that requires a gradient, where its dtype has any."""
+    return tensor if tensor.requires_grad or not tensor.is_floating_point() else tensor.detach().requires_grad_()

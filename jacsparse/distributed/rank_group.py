@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from ..schedule import EXCHANGES
-from .ranks import Ranks, ranks_of
+from .ranks import Ranks, checked_group, ranks_of
 
 
 class RankGroup:
@@ -29,11 +29,10 @@ class RankGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup, exchange: str = "auto") -> None:
-        if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-            raise TypeError(f"process_group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup")
+        self.group = checked_group(group)
         if exchange not in ("auto", *EXCHANGES):
             raise ValueError(f"exchange is {exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
-        self.group, self.exchange = group, exchange
+        self.exchange = exchange
 
     @property
     def ranks(self) -> Ranks:

@@ -29,7 +29,7 @@ _DTYPES = (
     torch.bool,
 )
 #: The most tensors of a message, and of axes of each.
-_TENSORS, _AXES = 3, 8
+_TENSORS, _AXES = 8, 8
 #: Numbers in a message's header: iteration, checksum, number of tensors and, for each, dtype, number of axes, lengths.
 _HEADER = 3 + _TENSORS * (2 + _AXES)
 
@@ -56,9 +56,8 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         _check_initialised()
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise ValueError("this process is not part of the process group")
+        self.group = checked_group(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.sent_messages = self.sent_bytes = self._calls = 0
         #: Where messages are: what the back end takes.
         self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
@@ -178,16 +177,8 @@ class Ranks:
         The receiver compares iteration and checksum with its own.
         """
         several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        numbers = [iteration, check, len(several)]
         with self.during(phase):
-            for tensor in several:
-                if tensor.dtype not in _DTYPES or tensor.ndim > _AXES:
-                    raise TypeError(
-                        f"a tensor of {tensor.dtype} with {tensor.ndim} axes cannot be sent; expected real numbers, "
-                        f"and {_AXES} axes at most"
-                    )
-                lengths = [*tensor.shape, *[0] * (_AXES - tensor.ndim)]
-                numbers += [_DTYPES.index(tensor.dtype), tensor.ndim, *lengths]
+            numbers = [iteration, check, len(several), *described(several)]
         header = torch.tensor([*numbers, *[0] * (_HEADER - len(numbers))], device=self._device)
         with self.waiting_for(to, phase):
             for part in (header, *(tensor.detach().contiguous().to(self._device) for tensor in several)):
@@ -276,6 +267,27 @@ class Ranks:
         return entries
 
 
+def described(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The dtype, the number of axes and the lengths of each tensor, as a message's header has them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where they cannot be sent.
+    """
+    if len(tensors) > _TENSORS:
+        raise ValueError(f"{len(tensors)} tensors cannot be sent as one message; stack some to {_TENSORS} at most")
+    numbers = []
+    for tensor in tensors:
+        if tensor.dtype not in _DTYPES or tensor.ndim > _AXES:
+            raise TypeError(
+                f"a tensor of {tensor.dtype} with {tensor.ndim} axes cannot be sent; expected real numbers, "
+                f"and {_AXES} axes at most"
+            )
+        numbers += [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *[0] * (_AXES - tensor.ndim)]
+    return numbers
+
+
 _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
 
 
@@ -283,11 +295,26 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     """The ranks of a group, of all processes where it is None; all of them take part in the first call for a group."""
     _check_initialised()
     group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"process_group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup")
     if group not in _ranks:
         _ranks[group] = Ranks(group)
     return _ranks[group]
+
+
+def checked_group(group: Any) -> dist.ProcessGroup:
+    """The group, where it is one that this process is in.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where it is not.
+    """
+    if dist.is_available():
+        if isinstance(group, dist.ProcessGroup):
+            return group
+        # What new_group returns to all other processes.
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this process is not part of process_group; pass the group on its own processes alone")
+    raise TypeError(f"process_group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup")
 
 
 def _check_initialised() -> None:

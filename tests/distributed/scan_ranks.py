@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +47,20 @@ def together(earlier, later):
     return later[0] @ earlier[0], later[0] @ earlier[1] + later[1]
 
 
+class Five(NamedTuple):
+    """More tensors than affine maps have."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor
+    d: torch.Tensor
+    e: torch.Tensor
+
+
+def added(earlier, later):
+    return Five(*map(torch.add, earlier, later))
+
+
 def rectangular(sizes):
     """An element of each rank from a space of one size to one of another."""
     return [drawn(sizes[rank + 1], sizes[rank]) for rank in range(len(sizes) - 1)]
@@ -74,6 +89,9 @@ def kinds(size):
     yield sparse_maps(sizes), compose, first
     yield sparse_maps(sizes), compose, first.like(None, drawn(sizes[0], 1, 3))
     yield [drawn(0, 3) for _ in range(size)], torch.add, None
+    yield [Five(*map(drawn, range(5))) for _ in range(size)], added, None
+    yield [drawn(3).requires_grad_(number == size - 1) for number in range(size)], torch.mul, None
+    yield [drawn(3).detach() for _ in range(size)], torch.mul, drawn(3)
 
 
 def tensors(element):
@@ -142,23 +160,24 @@ def counted():
 
 
 def differ():
-    """A group that is none, and ways in which rank 1 does not call like the others; all ranks print the errors."""
+    """What is no group or cannot be sent, and ways in which rank 1 does not call like the others; prints the errors."""
     other = dist.get_rank() == 1
-    try:
-        exclusive_scan(torch.ones(1), torch.add, "gloo")
-    except TypeError as error:
-        print(f"TypeError: {error}")
-    for element, options in (
-        (torch.ones(2, dtype=torch.float32 if other else torch.float64), {}),
-        ((torch.ones(2),) * (1 + other), {}),
-        (torch.ones(2, requires_grad=other), {}),
-        (torch.ones(2), {"exchange": "gather" if other else "scan"}),
-        (torch.ones(2), {"reverse": other}),
+    add = functools.partial(exclusive_scan, combine=torch.add)
+    for call in (
+        lambda: add(torch.ones(1), group="gloo"),
+        lambda: add(torch.ones(1), group=dist.GroupMember.NON_GROUP_MEMBER),
+        lambda: add(torch.ones(1, dtype=torch.complex64)),
+        lambda: add((torch.ones(1),) * 9),
+        lambda: add(torch.ones(2, dtype=torch.float32 if other else torch.float64)),
+        lambda: add((torch.ones(2),) * (1 + other)),
+        lambda: (torch.no_grad()(add) if other else add)(torch.ones(2)),
+        lambda: add(torch.ones(2), exchange="gather" if other else "scan"),
+        lambda: add(torch.ones(2), reverse=other),
     ):
         try:
-            exclusive_scan(element, torch.add, **options)
-        except RankError as error:
-            print(f"RankError: {error}")
+            call()
+        except (RankError, TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
 
 
 def fail(kind):
