@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,17 @@ from .solvers import Problem
 class SequenceRanks(RankGroup):
     """The ranks of a process group that have consecutive parts of sequences."""
 
-    def part(self, facts: Mapping[str, Any], steps: int) -> SequencePart:
-        """This rank's part in a call that all ranks make, with so many steps.
+    def part(self, facts: Mapping[str, Any], steps: int, inputs: Iterable[torch.Tensor]) -> SequencePart:
+        """This rank's part in a call that all ranks make.
+
+        Parameters
+        ----------
+        facts : mapping
+            What all ranks have to have in common.
+        steps : int
+            This rank's steps.
+        inputs : iterable of Tensor
+            Those that may require a gradient on some ranks only.
 
         Raises
         ------
@@ -26,29 +35,42 @@ class SequenceRanks(RankGroup):
         ValueError
             Where no rank has a step.
         """
-        ranks = self.ranks
-        lengths = ranks.check("start of the forward pass", {**facts, "exchange": self.exchange}, steps)
-        if not any(length for (length,) in lengths):
+        ranks, facts = self.ranks, {**facts, "gradients": torch.is_grad_enabled(), "exchange": self.exchange}
+        requires_grad = any(tensor.requires_grad for tensor in inputs)
+        numbers = ranks.check("start of the forward pass", facts, steps, requires_grad)
+        lengths, differentiated = zip(*numbers, strict=True)
+        if not any(lengths):
             raise ValueError(f"input has no steps on any of the {ranks.size} ranks; expected at least one")
-        return SequencePart(ranks, [length for (length,) in lengths], self.exchange)
+        return SequencePart(ranks, lengths, self.exchange, differentiated=any(differentiated))
 
 
 class SequencePart:
     """This rank's consecutive steps of sequences, in one call that all ranks make.
 
-    Attributes
+    Parameters
     ----------
     ranks : Ranks
         The ranks.
-    lengths : list of int
+    lengths : sequence of int
         The steps of each.
+    exchange : {"auto", "linear", "gather", "scan"}
+        As `RankGroup` takes it.
+    differentiated : bool
+        Whether an input of any rank requires a gradient.
+
+    Attributes
+    ----------
     initial : Tensor or None
         The states before this rank's steps in the forward pass, where a recurrence is linear.
     """
 
-    def __init__(self, ranks: Ranks, lengths: list[int], exchange: str) -> None:
-        self.ranks, self.lengths, self._exchange = ranks, lengths, exchange
+    def __init__(self, ranks: Ranks, lengths: Sequence[int], exchange: str, *, differentiated: bool) -> None:
+        self.ranks, self.lengths, self._exchange, self._differentiated = ranks, lengths, exchange, differentiated
         self.initial: torch.Tensor | None = None
+
+    def joined(self, state: torch.Tensor) -> torch.Tensor:
+        """The first states, which require a gradient where any rank's inputs do, so that all ranks go backward."""
+        return state if state.requires_grad or not self._differentiated else state.detach().requires_grad_()
 
     def take_over(self, state: torch.Tensor, direction: int, phase: str) -> torch.Tensor:
         """The states before this rank's steps: those after the steps of the rank before, or `state` on the first one.
@@ -153,10 +175,10 @@ class SequencePart:
 
 def _map(problem: Problem) -> AffineMaps:
     """What this rank's steps do to a state."""
-    time, constant = problem.sequences.time, problem.recurrence.constant(problem.edge)
-    if not time:
-        return constant.identity()
-    chunks = problem.sequences.cut(problem.direction, time, backward=problem.backward)
+    sequences = problem.sequences
+    if not sequences.steps:
+        return problem.recurrence.constant(problem.edge).identity()
+    chunks = sequences.cut(problem.direction, sequences.time, backward=problem.backward)
     return problem.recurrence.whole(chunks, problem.edge)
 
 

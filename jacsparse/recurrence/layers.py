@@ -319,6 +319,8 @@ class Recurrent(nn.RNNBase):
         single = packed is None and input.ndim == 2
         states = self._states(hx, x, batch, packed, single)
         part = None if self._across is None else self._part(self._across, x, states, steps, batch, packed)
+        if part is not None:
+            states = [*map(part.joined, states)]
         if warm is None and part is None and (left := self._left_to_torch(x, states, steps, batch)):
             output, *last = self._by_torch(x, states, packed)
             # Module.__setattr__ looks for parameters first.
@@ -361,9 +363,8 @@ class Recurrent(nn.RNNBase):
         names = ("mode", "input_size", "hidden_size", "num_layers", "bias", "bidirectional", "forward_method")
         facts = {name: getattr(self, name) for name in names}
         facts["schedule"] = getattr(self.schedule, "name", self.schedule)
-        tensors = (*self.parameters(), x, *states)
-        facts["gradients"] = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
-        return across.part({**facts, "batch": batch, "dtype": str(x.dtype)}, steps)
+        facts["frozen weights"] = [name for name, weight in self.named_parameters() if not weight.requires_grad]
+        return across.part({**facts, "batch": batch, "dtype": str(x.dtype)}, steps, (x, *states))
 
     def _unrolled(self, input: Any, hx: Any) -> Any:
         """As `_solved`, step after step in PyTorch's operations, which can be recorded, exported and traced."""
@@ -692,9 +693,10 @@ class RNN(Recurrent, nn.RNN):
         Steps of a chunk, forward and, where `schedule` does not say, backward.
     process_group : ProcessGroup, optional
         Ranks that have consecutive parts of the sequences: each passes its steps, perhaps none, and gets theirs back,
-        and the whole sequences' last states. The first states are read where the sequences begin. Gradients are those
-        of the sum of all ranks' losses; those of weights, and of first states, are each rank's share: their sum, or
-        their mean in a model in DistributedDataParallel over all ranks, is that of the whole sequences.
+        and the whole sequences' last states. The first states are read where the sequences begin. Where one rank goes
+        backward, all have to: gradients are those of the sum of all ranks' losses. Those of weights, and of first
+        states, are each rank's share: their sum, or their mean in a model in DistributedDataParallel over all ranks, is
+        that of the whole sequences.
     exchange : {"auto", "linear", "gather", "scan"}
         How gradients get across ranks. ``linear``: from rank to rank, each of which waits for the one behind it.
         ``gather``, ``scan``: each rank first reduces its steps to one affine map of gradients, and the maps are

@@ -182,9 +182,9 @@ def linear_recurrence(
     parse(schedule, "linear")
     part = None
     if process_group is not None:
-        gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (b, start, *A.tensors))
         facts = {"A": type(A).__name__, "size": size, "batch": batch, "dtype": str(b.dtype), "reverse": reverse}
-        part = SequenceRanks(process_group, exchange).part({**facts, "gradients": gradients}, time)
+        part = SequenceRanks(process_group, exchange).part(facts, time, (b, start, *A.tensors))
+        start = part.joined(start)
     direction = -1 if reverse else 1
     states: torch.Tensor = _Recurrence.apply(A.form, direction, schedule, reports, part, b, start, *A.tensors)
     return states

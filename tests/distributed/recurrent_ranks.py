@@ -30,6 +30,30 @@ def equal():
                     batch_first=batch_first)  # fmt: skip
         relu = {"nonlinearity": "relu", "schedule": "chunked:2", "forward": "parallel", "chunk": 2}
         compare("RNN", group, LENGTHS[0][:size], 3, "scan", **relu)
+        for exchange in ("linear", "gather", "scan"):
+            compare("LSTM", group, LENGTHS[1][:size], 0, exchange, bidirectional=True)
+        inputs_of_one_rank(group, size)
+
+
+def inputs_of_one_rank(group, size):
+    """Gradients of the last rank's input and of the first rank's states alone, through a layer of frozen weights."""
+    torch.manual_seed(0)
+    rank, first, last = dist.get_rank(group), dist.get_rank(group) == 0, dist.get_rank(group) == size - 1
+    layer = nn.GRU(3, 4, num_layers=2, dtype=torch.float64)
+    for name, weight in layer.named_parameters():
+        weight.requires_grad_("l1" in name)
+    ours = jacsparse.nn.GRU.of(layer, process_group=group)
+    x, h = drawn(2 * size, 2, 3), drawn(2, 2, 4)
+    d, b = torch.rand(2 * size, 2, 4, dtype=torch.float64), torch.rand(2 * size, 2, 4, dtype=torch.float64)
+    (layer(x, h)[0].square().sum() + linear_recurrence(Diagonal(d), b, h[0]).square().sum()).backward()
+    part, state = (leaf.detach().clone() for leaf in (x.split(2)[rank], h))
+    output, _ = ours(part.requires_grad_(last), state.requires_grad_(first))
+    states = linear_recurrence(Diagonal(d.split(2)[rank]), b.split(2)[rank], state[0], process_group=group)
+    (output.square().sum() + states.square().sum()).backward()
+    if first:
+        close(state.grad, h.grad)
+    if last:
+        close(part.grad, x.grad.split(2)[rank])
 
 
 def linear():
@@ -122,6 +146,7 @@ def differ():
         (lambda: layer(5, schedule="chunked" if other else "linear"), x),
         (lambda: layer(5, dtype=torch.float64 if other else torch.float32), x.double() if other else x),
         (lambda: layer(5), x[:, other:]),
+        (lambda: layer(5).requires_grad_(not other), x),
         (lambda: layer(5), x[:0]),
     ):
         try:

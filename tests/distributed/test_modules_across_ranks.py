@@ -49,6 +49,7 @@ def test_equal_to_one_process(module: str, case: str, count: int) -> None:
                 "RankError: rank 0 has schedule: 'linear', and rank 1: 'chunked'",
                 "RankError: rank 0 has dtype: 'torch.float32', and rank 1: 'torch.float64'",
                 "RankError: rank 0 has batch: 2, and rank 1: 1",
+                "RankError: rank 0 has frozen weights: [], and rank 1: ['weight_ih_l0', 'weight_hh_l0', 'bias_ih_l0', ",
                 "ValueError: input has no steps on any of the 2 ranks",
             ],
         ),
