@@ -172,8 +172,9 @@ class Scan(_OfChain):
         self._scanners: OrderedDict[int, Scanner] = OrderedDict()
 
     def extra_repr(self) -> str:
-        """The schedule."""
-        return f"schedule={getattr(self.schedule, 'name', self.schedule)!r}"
+        """The schedule, and the exchange across ranks."""
+        across = "" if self._across is None else f", exchange={self._across.exchange!r} across ranks"
+        return f"schedule={getattr(self.schedule, 'name', self.schedule)!r}{across}"
 
 
 class Solve(_OfChain):
