@@ -39,7 +39,7 @@ def counted_workload(module: nn.Module, x: torch.Tensor, rate: float) -> Workloa
     if isinstance(module, nn.RNNBase):
         return _recurrent(module, x, rate, rate)
     with undisturbed(check_module(module)):
-        records = Chains(module).of(check_input("x", x))[1].records
+        records = Chains(module).of(_samples(x))[1].records
         stages, seconds = _stages(records, rate), len(x) / rate
         for number, (record, layers) in enumerate(zip(records, layers_of(records), strict=True)):
             elements = math.prod(record.stage.out_shape)
@@ -85,7 +85,7 @@ def measured_workload(
         stages = [replace(s, forward=forward, errors=errors, gradients=gradients) for s in workload.stages]
         return replace(workload, stages=(replace(stages[0], errors=0.0), *stages[1:]))
     with undisturbed(check_module(module)):
-        records = Chains(module).of(check_input("x", x))[1].records
+        records = Chains(module).of(_samples(x))[1].records
         progress("products")
         factors = [record.stage.factor() for record in records]
         rates = _rates(factors, [record.stage.shared for record in records], x, seconds)
@@ -100,6 +100,13 @@ def measured_workload(
                 time = shortest_time(record.transposed_jacobian, seconds)
                 stages[number] = replace(stages[number], jacobian=time)
     return _workload(stages, x, *rates)
+
+
+def _samples(x: torch.Tensor) -> torch.Tensor:
+    """The mini-batch, where it can be worked on and is not empty."""
+    if not check_input("x", x).numel():
+        raise ValueError(f"x has shape {tuple(x.shape)}, which is empty; pass at least one sample")
+    return x
 
 
 def shortest_time(function: Callable[[], object], seconds: float) -> float:
@@ -218,7 +225,7 @@ def _rates(
 def _recurrent(module: nn.RNNBase, x: torch.Tensor, product_rate: float, vector_rate: float) -> Workload:
     """The steps of a recurrent layer, by FLOP."""
     axes = "batch, time" if module.batch_first else "time, batch"
-    if check_input("x", x).ndim != 3:
+    if _samples(x).ndim != 3:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected a padded batch, ({axes}, {module.input_size})")
     time, batch = (x.shape[1], x.shape[0]) if module.batch_first else x.shape[:2]
     subject = sequence_subject(module, (time, x.shape[2]))

@@ -181,7 +181,15 @@ class Simulation:
         return {name: tuple(row for row in self.rows if row.method == name) for name in names}
 
     def figures(self, method: str, workers: int) -> WorkerFigures:
-        """A method on so many workers, of which some may be idle."""
+        """A method on so many workers, of which some may be idle.
+
+        Raises
+        ------
+        ValueError
+            Where there are no figures of the method.
+        """
+        if method not in self.methods:
+            raise ValueError(f"method is {method!r}; expected one of those simulated: {', '.join(self.methods)}")
         rows = self.methods[method]
         return next((row for row in rows if row.workers >= workers), rows[-1])
 
@@ -337,7 +345,7 @@ def plan(
         # The first number of workers of which some are idle is the last that changes anything.
         useful = [number for number in sorted(numbers) if number < most] + sorted(n for n in numbers if n >= most)[:1]
         for number in useful:
-            progress(f"{method.name} on {number:,} workers")
+            progress(f"{method.name} on {number:,} worker{'s' if number > 1 else ''}")
             outcome, choice = method.plan(workload, interconnect, min(number, most))
             step = outcome.seconds / max(1, outcome.steps)
             figures = (outcome.steps, step, outcome.seconds, outcome.memory, outcome.sent)
@@ -389,12 +397,16 @@ def _methods(methods: Sequence[TrainingMethod | str] | None) -> list[TrainingMet
         return [method() for method in TRAINING_METHODS.values()]
     if isinstance(methods, str) or not methods:
         raise ValueError(f"methods is {methods!r}; expected a sequence of methods or names, as in ['gpipe']")
-    return [_method(method) for method in methods]
+    chosen = [_method(method) for method in methods]
+    names = [method.name for method in chosen]
+    if len(set(names)) < len(names):
+        raise ValueError(f"methods are {', '.join(names)}; expected each name once")
+    return chosen
 
 
 def _method(method: TrainingMethod | str) -> TrainingMethod:
     if isinstance(method, TrainingMethod):
         return method
-    if method not in TRAINING_METHODS:
+    if not isinstance(method, str) or method not in TRAINING_METHODS:
         raise ValueError(f"method is {method!r}; expected one of {', '.join(TRAINING_METHODS)}, or a TrainingMethod")
     return TRAINING_METHODS[method]()

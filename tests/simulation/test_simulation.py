@@ -348,6 +348,8 @@ def test_steps_that_share_weights() -> None:
         ({"workers": (0,)}, r"workers is \(0,\); expected integers of at least 1"),
         ({"methods": "gpipe"}, "methods is 'gpipe'; expected a sequence"),
         ({"methods": ["pipe"]}, "method is 'pipe'; expected one of bp, bppsa"),
+        ({"methods": [["gpipe"]]}, r"method is \['gpipe'\]; expected one of bp, bppsa"),
+        ({"methods": ["gpipe", GPipe(2)]}, "methods are gpipe, gpipe; expected each name once"),
         ({"latency": -1.0}, r"latency is -1.0; expected seconds, at least 0"),
         ({"bandwidth": 0.0}, "bandwidth is 0.0; expected bytes per second above 0"),
         ({"rate": 0.0}, "rate is 0.0; expected FLOP per second above 0"),
@@ -371,6 +373,11 @@ def test_options_of_methods() -> None:
         simulate(nn.Flatten(), torch.randn(2, 3))
     with pytest.raises(ValueError, match=r"x has shape \(9, 2\); expected a padded batch"):
         simulate(nn.RNN(2, 3), torch.randn(9, 2))
+    for module, shape in ((nn.Linear(2, 3), (0, 2)), (nn.RNN(2, 3), (9, 0, 2))):
+        with pytest.raises(ValueError, match="which is empty; pass at least one sample"):
+            simulate(module, torch.randn(shape), rate=1e9)
+    with pytest.raises(ValueError, match="method is 'bp'; expected one of those simulated: gpipe"):
+        simulated(methods=["gpipe"]).figures("bp", 1)
 
 
 def test_large_products_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
