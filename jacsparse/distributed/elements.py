@@ -53,13 +53,17 @@ def kind_of(element: Any) -> str:
     return f"{type(element).__name__}{number}, {', '.join(sorted({str(tensor.dtype) for tensor in tensors}))}"
 
 
+#: The patterns that were last sent to each rank, and received from it.
+_patterns: weakref.WeakKeyDictionary[Ranks, tuple[dict[int, Pattern], dict[int, Pattern]]]
+_patterns = weakref.WeakKeyDictionary()
+
+
 class ElementMessages:
     """Messages with elements; a sparse pattern goes only with the first of those that have it, one after another."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._sent: dict[int, Pattern] = {}
-        self._received: dict[int, Pattern] = {}
+        self._sent, self._received = _patterns.setdefault(ranks, ({}, {}))
 
     def send(self, element: Any, to: int, phase: str, number: int) -> None:
         """Send an element, and go on."""
@@ -85,11 +89,3 @@ class ElementMessages:
         if tensors:
             self._received[source] = pickle.loads(tensors[0].cpu().numpy().tobytes())
         return SparseMaps(self._received[source], matrices, offsets)
-
-
-_messages: weakref.WeakKeyDictionary[Ranks, ElementMessages] = weakref.WeakKeyDictionary()
-
-
-def messages_of(ranks: Ranks) -> ElementMessages:
-    """The messages between ranks, which know what patterns went before."""
-    return _messages.setdefault(ranks, ElementMessages(ranks))

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..affine import AffineMaps
 from ..schedule import EXCHANGES, Message, exchanges
-from .elements import ElementMessages, kind_of, messages_of, tensors_of, with_tensors
+from .elements import ElementMessages, kind_of, tensors_of, with_tensors
 from .ranks import Ranks, described, ranks_of
 
 Combine = Callable[[Any, Any], Any]
@@ -167,7 +167,7 @@ class RankScan:
         if not targets and not sources:
             return [], block
         phase = f"{self._phase}, round {number + 1}"
-        pairs = _Partners(messages_of(self._ranks), targets, [*map(self._mirrored, sources)], phase, self._number)
+        pairs = _Partners(ElementMessages(self._ranks), targets, [*map(self._mirrored, sources)], phase, self._number)
         shapes: list[Any] = []
         tensors = list(_Exchange.apply(pairs, shapes, block, *tensors_of(block)))
         others = [with_tensors(shape, [tensors.pop(0) for _ in tensors_of(shape)]) for shape in shapes]

@@ -56,7 +56,8 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         _check_initialised()
-        self.group = checked_group(group)
+        # A group that is destroyed lets go of its threads and connections where nothing else refers to it.
+        self._group = weakref.ref(checked_group(group))
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.sent_messages = self.sent_bytes = self._calls = 0
         #: Where messages are: what the back end takes.
@@ -66,6 +67,14 @@ class Ranks:
         # Making the store takes messages, which ask for it where they fail.
         self._faults: Any = None
         self._faults = self._store()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group; ValueError where it is destroyed."""
+        group = self._group()
+        if group is None:
+            raise ValueError("the process group is destroyed; make another one, and run forward again")
+        return group
 
     def _store(self) -> Any:
         """Where ranks write down why they fail: the launcher's store, which outlives them; None without one."""

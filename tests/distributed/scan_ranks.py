@@ -1,8 +1,10 @@
 """What ranks run in the tests of scans."""
 
 import functools
+import gc
 import os
 import signal
+import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -157,6 +159,17 @@ def counted():
             sent = sum(message.source == rank for round in exchanges(size, way) for message in round)
             assert ranks.sent_messages - messages == sent, (size, way)
             assert ranks.sent_bytes - nbytes == 400 * sent
+
+
+def destroyed():
+    """Nothing refers to a group that is destroyed; what its ranks know goes with it."""
+    group = dist.new_group()
+    exclusive_scan(sparse_maps([2, 3, 4])[0], compose, group)
+    ranks = weakref.ref(ranks_of(group))
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert ranks() is None
 
 
 def differ():

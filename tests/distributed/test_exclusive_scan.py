@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from jacsparse.affine import DenseMaps
-from jacsparse.distributed import exclusive_scan
+from jacsparse.distributed import RankError, Ranks, exclusive_scan
 
 from .launch import run_ranks
 
 MODULE = "tests.distributed.scan_ranks"
 
 
-@pytest.mark.parametrize("case", ["equal", "counted"])
-def test_scans_on_1_to_5_ranks(case: str) -> None:
-    for ended in run_ranks(MODULE, case, count=5):
+@pytest.mark.parametrize(("case", "count"), [("equal", 5), ("counted", 5), ("destroyed", 1)])
+def test_scans_on_1_to_5_ranks(case: str, count: int) -> None:
+    for ended in run_ranks(MODULE, case, count=count):
         assert ended.status == 0, ended.output
+
+
+def test_the_first_failure_stays_the_cause() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ranks = Ranks(dist.group.WORLD)
+    ranks._faults = dist.HashStore()
+    with pytest.raises(ArithmeticError), ranks.during("forward pass"):
+        raise ArithmeticError("made to fail")
+    with pytest.raises(RankError), ranks.waiting_for(None, "backward pass"):
+        raise RuntimeError("closed")
+    dist.destroy_process_group()
+    assert json.loads(ranks._faults.get("0")) == [0, "ArithmeticError in the forward pass: made to fail"]
 
 
 def test_ranks_that_call_differently_are_told_so() -> None:
