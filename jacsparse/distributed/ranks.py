@@ -303,7 +303,7 @@ _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDic
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     """The ranks of a group, of all processes where it is None; all of them take part in the first call for a group."""
     _check_initialised()
-    group = dist.group.WORLD if group is None else group
+    group = checked_group(dist.group.WORLD if group is None else group)
     if group not in _ranks:
         _ranks[group] = Ranks(group)
     return _ranks[group]
