@@ -16,7 +16,7 @@ from jacsparse.spgemm import matvec
 from torch import nn
 
 import jacsparse
-from jacsparse.distributed import JACOBIANS, MATRICES, VECTORS, DenseMaps, Link, Ranks, RankScan, compose, ranks_of
+from jacsparse.distributed import JACOBIANS, MATRICES, VECTORS, DenseMaps, Ranks, RankScan, compose, ranks_of
 from jacsparse.recurrence import Dense, linear_recurrence
 from jacsparse.schedule import EXCHANGES, exchanges
 from jacsparse.simulation import AcrossRanks, Interconnect, Workload, counted_workload, measured_workload
@@ -143,10 +143,10 @@ class ScansAcrossRanks(Experiment):
         """Messages, bytes and times of each way, beside what is predicted."""
         ranks = on_ranks(partial(_scans, sizes=self.sizes, rounds=context.rounds), count, context.say)
         group = f"{count} ranks on {cores()} cores: scans of elements without products"
-        link = _link(ranks[0].one_way)
+        interconnect = _interconnect(ranks[0].one_way)
         rows = [
-            Row.of_value("latency of a message", link.latency, "time", "s", group=group, data={"ranks": count}),
-            Row.of_value("bandwidth of messages", link.bandwidth, "bandwidth", "B/s", group=group),
+            Row.of_value("latency of a message", interconnect.latency, "time", "s", group=group, data={"ranks": count}),
+            Row.of_value("bandwidth of messages", interconnect.bandwidth, "bandwidth", "B/s", group=group),
         ]
         rows = rows if count == 2 else []
         for size in self.sizes:
@@ -156,7 +156,7 @@ class ScansAcrossRanks(Experiment):
                 nbytes = sum(rank.sent[way, size][1] for rank in ranks)
                 predicted = sum(map(len, exchanges(count, way)))
                 timing = Timing(ranks[0].seconds[way, size], len(ranks[0].seconds[way, size]))
-                seconds = link.seconds(count, way, size)
+                seconds = interconnect.scan_seconds(count, way, size)
                 fastest = min(timing.seconds)
                 note = f"{messages} messages and {nbytes:,} B counted, {predicted} and {predicted * size:,} B predicted"
                 row = Row.timed(f"{way}, {amount(size, 'B')}", timing, group=group, note=note)
@@ -174,8 +174,7 @@ class ScansAcrossRanks(Experiment):
         """Training steps on two ranks beside the simulated time."""
         (steps, _) = on_ranks(partial(task, experiment=self, rounds=context.rounds), 2, context.say)
         assert steps is not None
-        link, load = _link(steps.one_way), steps.workload
-        interconnect = Interconnect(link.latency, link.bandwidth)
+        interconnect, load = _interconnect(steps.one_way), steps.workload
         outcome, _ = AcrossRanks("linear", (len(load) // 2,)).plan(load, interconnect, 2)
         fastest = min(steps.measured)
         nearness = Comparison(
@@ -323,10 +322,10 @@ def _draw_memory(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
     axes.set_title("Pruned VGG-11, a step", fontsize=9)
 
 
-def _link(one_way: Mapping[int, Sequence[float]]) -> Link:
+def _interconnect(one_way: Mapping[int, Sequence[float]]) -> Interconnect:
     """The connection by the fastest messages of a few bytes and of many."""
     latency = min(one_way[_SMALL])
-    return Link(latency, _LARGE / max(min(one_way[_LARGE]) - latency, 1e-9))
+    return Interconnect(latency, _LARGE / max(min(one_way[_LARGE]) - latency, 1e-9))
 
 
 def _together(ranks: Ranks, function: Callable[[], object]) -> float:

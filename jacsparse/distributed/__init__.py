@@ -2,9 +2,9 @@
 
 from ..affine import AffineMaps, DenseMaps, DiagonalMaps, SparseMaps, compose
 from .exclusive_scan import RankScan, exclusive_scan
-from .links import JACOBIANS, MATRICES, VECTORS, Link
 from .rank_group import RankGroup
 from .ranks import Incoming, RankError, Ranks, ranks_of
+from .rates import JACOBIANS, MATRICES, VECTORS, interconnect_of
 
 __all__ = [
     "JACOBIANS",
@@ -14,7 +14,6 @@ __all__ = [
     "DenseMaps",
     "DiagonalMaps",
     "Incoming",
-    "Link",
     "RankError",
     "RankGroup",
     "RankScan",
@@ -22,5 +21,6 @@ __all__ = [
     "SparseMaps",
     "compose",
     "exclusive_scan",
+    "interconnect_of",
     "ranks_of",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..affine import AffineMaps, compose
-from ..distributed import MATRICES, VECTORS, Link, RankGroup, Ranks, RankScan
+from ..distributed import MATRICES, VECTORS, RankGroup, Ranks, RankScan, interconnect_of
 from .solvers import Problem
 
 
@@ -138,17 +138,17 @@ class SequencePart:
         if self._exchange != "auto":
             return self._exchange
         (batch, size), count = problem.edge.shape, self.ranks.size
-        link, diagonal = Link.of(self.ranks), problem.recurrence.diagonal
+        interconnect, diagonal = interconnect_of(self.ranks), problem.recurrence.diagonal
         step = batch * size * (1 if diagonal else size)
         vectors = [length * step / VECTORS for length in self.lengths]
         product = step * (1 if diagonal else size) / MATRICES
         passes = max(vectors) + max(max(self.lengths) * product, max(vectors))
         nbytes = 8 * (step + batch * size)
         seconds = {
-            "linear": sum(vectors) + link.seconds(count, "linear", problem.edge.nbytes),
+            "linear": sum(vectors) + interconnect.scan_seconds(count, "linear", problem.edge.nbytes),
             # What the last rank gets begins with a constant map, so that it multiplies vectors alone.
-            "gather": passes + link.seconds(count, "gather", nbytes),
-            "scan": passes + link.seconds(count, "scan", nbytes) + (count - 1).bit_length() * product,
+            "gather": passes + interconnect.scan_seconds(count, "gather", nbytes),
+            "scan": passes + interconnect.scan_seconds(count, "scan", nbytes) + (count - 1).bit_length() * product,
         }
         return min(seconds, key=lambda way: seconds[way])
 

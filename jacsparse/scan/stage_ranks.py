@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..affine import SparseMaps, compose
-from ..distributed import JACOBIANS, VECTORS, Link, RankGroup, Ranks, RankScan
+from ..distributed import JACOBIANS, VECTORS, RankGroup, Ranks, RankScan, interconnect_of
 from ..patterns import Identity, Pattern
 from ..spgemm import SparseJacobian
 from ..stages import Record, Run
@@ -137,14 +137,14 @@ class RankedScanner:
         return self._predicted(self._batch * vectors, int(self._batch * matrices), self._batch * block * itemsize)
 
     def _predicted(self, vectors: int, matrices: int, nbytes: int) -> str:
-        ranks = self._ranks
-        link, costs = Link.of(ranks), ranks.check("start of the backward pass", {}, vectors, matrices, nbytes)
+        count, interconnect = self._ranks.size, interconnect_of(self._ranks)
+        costs = self._ranks.check("start of the backward pass", {}, vectors, matrices, nbytes)
         output = self._run.recording.output
-        linear = sum(each[0] for each in costs) / VECTORS + link.seconds(ranks.size, "linear", output.nbytes)
+        linear = sum(each[0] for each in costs) / VECTORS + interconnect.scan_seconds(count, "linear", output.nbytes)
         largest = [max(column) for column in zip(*costs, strict=True)]
         reduction = max(largest[0] / VECTORS, max(each[1] for each in costs[1:-1]) / JACOBIANS)
         # Unlike a scan, it multiplies no matrices of two ranks, which fill in.
-        others = largest[0] / VECTORS + reduction + link.seconds(ranks.size, "gather", largest[2])
+        others = largest[0] / VECTORS + reduction + interconnect.scan_seconds(count, "gather", largest[2])
         return "gather" if others < linear else "linear"
 
 

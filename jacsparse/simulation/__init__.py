@@ -1,5 +1,6 @@
 """A planner: which way of training in parallel pays for a model, from one worker to a million."""
 
+from ..interconnect import FREE, Interconnect
 from .across_processes import AcrossRanks
 from .costs import counted_workload, measured_workload
 from .leapfrogging import LeapfroggingWorkers
@@ -9,7 +10,7 @@ from .registry import TRAINING_METHODS
 from .scanned import Bppsa, ReducedBackward
 from .simulation import WORKERS, BreakEven, Simulation, WorkerFigures, break_even, plan, simulate
 from .tables import draw_methods
-from .timetable import FREE, Interconnect, Job, Outcome, Timetable, run
+from .timetable import Job, Outcome, Timetable, run
 from .training_method import Prediction, TrainingMethod
 from .workload import ScanCost, StageCost, Workload
 

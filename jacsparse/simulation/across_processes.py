@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..interconnect import Interconnect
 from ..patterns import Pattern
 from ..schedule import EXCHANGES, exchanges
-from .timetable import Interconnect, Job, Outcome, Timetable, run
+from .timetable import Job, Outcome, Timetable, run
 from .training_method import TrainingMethod, exchange, forward_through, sum_shared_gradients
 from .workload import Workload
 

@@ -6,8 +6,9 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
+from ..interconnect import Interconnect
 from ..schedule import Schedule, Step, blelloch, chunked, cyclic_reduction, linear, parse, resolve
-from .timetable import Interconnect, Job, Outcome, Timetable, run
+from .timetable import Job, Outcome, Timetable, run
 from .training_method import Prediction, TrainingMethod, forward_through, sum_shared_gradients
 from .workload import Workload
 

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from .._version import __version__
+from ..interconnect import Interconnect
 from ..runtime import replacing
 from ..schedule import blelloch
 from ..terminal import text
 from .costs import counted_workload, measured_workload
 from .registry import TRAINING_METHODS
 from .tables import WORDS, simulation_figure, tables
-from .timetable import Interconnect
 from .training_method import Prediction, TrainingMethod
 from .workload import Workload
 

@@ -8,35 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-
-@dataclass(frozen=True)
-class Interconnect:
-    """What a message between two workers takes. Messages do not hinder each other, and workers do not wait for them.
-
-    Attributes
-    ----------
-    latency : float
-        Seconds until a message begins to arrive.
-    bandwidth : float
-        Bytes per second; infinity for messages whose size is free.
-    """
-
-    latency: float = 1e-5
-    bandwidth: float = 1e10
-
-    def __post_init__(self) -> None:
-        if not (self.latency >= 0 and math.isfinite(self.latency)):
-            raise ValueError(f"latency is {self.latency}; expected seconds, at least 0, as in 1e-5")
-        if not self.bandwidth > 0:
-            raise ValueError(f"bandwidth is {self.bandwidth}; expected bytes per second above 0, as in 1e10")
-
-    def seconds(self, nbytes: float) -> float:
-        """The time from the end of the job that sends a message to its arrival."""
-        return self.latency + nbytes / self.bandwidth
-
-
-#: An interconnect on which messages take no time.
-FREE = Interconnect(0.0, math.inf)
+from ..interconnect import Interconnect
 
 
 class Job(NamedTuple):

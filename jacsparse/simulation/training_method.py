@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .timetable import Interconnect, Job, Outcome, Timetable, run
+from ..interconnect import Interconnect
+from .timetable import Job, Outcome, Timetable, run
 from .workload import Workload
 
 
