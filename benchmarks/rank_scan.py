@@ -82,6 +82,8 @@ class ScansAcrossRanks(Experiment):
     time: int = 2000
     hidden: int = 20
     samples: int = 16
+    #: Steps in each round; the fastest counts, since two ranks on two cores wait for whatever else runs there.
+    steps: int = 30
     #: The first stages of all ranks but the first, of pruned VGG-11.
     cuts: tuple[tuple[int, ...], ...] = ((11, 13), (11, 13, 14), (11, 13, 14, 16), (8, 11, 14))
     network: str = "vgg11"
@@ -395,7 +397,7 @@ def _chain_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _Ste
     def step() -> None:
         scan(x).sum().backward()
 
-    return _measured_steps(say, module, x, step, rounds)
+    return _measured_steps(say, module, x, step, rounds, experiment.steps)
 
 
 def _layer_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _Steps | None:
@@ -410,11 +412,11 @@ def _layer_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _Ste
         gradients = [parameter.grad.flatten() for parameter in layer.parameters() if parameter.grad is not None]
         dist.all_reduce(torch.cat(gradients))
 
-    return _measured_steps(say, jacsparse.nn.GRU(*size, schedule="linear"), x, step, rounds)
+    return _measured_steps(say, jacsparse.nn.GRU(*size, schedule="linear"), x, step, rounds, experiment.steps)
 
 
 def _measured_steps(
-    say: Say, module: nn.Module, x: torch.Tensor, step: Callable[[], None], rounds: int
+    say: Say, module: nn.Module, x: torch.Tensor, step: Callable[[], None], rounds: int, steps: int
 ) -> _Steps | None:
     """Steps on all ranks and, in turn with them, the stages' passes on the first rank alone."""
     ranks, loads, measured = ranks_of(None), list[Workload](), list[float]()
@@ -423,7 +425,7 @@ def _measured_steps(
     for number in range(rounds):
         if not ranks.rank:
             say(f"round {number + 1} of {rounds}")
-        measured += [_together(ranks, step) for _ in range(5)]
+        measured += [_together(ranks, step) for _ in range(steps)]
         if not ranks.rank:
             loads.append(measured_workload(module, x, 0.05))
         for size, times in _one_way(ranks).items():
