@@ -84,7 +84,7 @@ class WholeJacobian(Experiment):
         timed = [row for row in peers if row.median is not None]
         best = min(timed, key=lambda row: row.median or 0.0) if timed else peers[0]
         chain = chain_of(module, network.input_shape)
-        accumulation, _ = chain._accumulated
+        accumulation = chain.accumulation
         backward = _backward_multiply_adds(chain)
         with FlopCounterMode(display=False) as forward:
             module(x)
@@ -113,7 +113,7 @@ class WholeJacobian(Experiment):
 def _backward_multiply_adds(chain: Chain) -> int:
     """Multiply-adds of the operators' own backward, for all columns that pass through it."""
     total = 0
-    for matrix in chain._accumulated[0].matrices:
+    for matrix in chain.accumulation.matrices:
         if isinstance(matrix, Pulled):
             span: Any = matrix.key
             first, last = span

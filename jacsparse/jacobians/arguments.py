@@ -187,6 +187,11 @@ class FlatFunction(nn.Module):
         super().__init__()
         self.f, self._arguments = f, [arguments]
 
+    def forget(self) -> None:
+        """Let go of the function and its arguments: chains in a cache refer to this module."""
+        del self.f
+        self._arguments.clear()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (arguments,) = self._arguments
         outputs = _pytree.tree_leaves(self.f(*arguments.with_flat(x)))

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..patterns import Pattern
 from ..spgemm import SparseJacobian
-from ..stages import chain, check_input, recent_chains
+from ..stages import ChainCache, chain, check_input, recent_chains
 from ..tracing import check_module, undisturbed, without_autocast
 from .arguments import Arguments, FlatFunction, arguments_of
 from .differentiable import with_graph
@@ -133,24 +133,28 @@ def jacobian(
 
 
 def _jacobian(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> SparseJacobian:
-    module: nn.Module = FlatFunction(f, arguments)
-    x = arguments.flat()
-    if isinstance(f, nn.Module) and arguments.is_one_batch:
-        # The module itself: its chains are found again, and messages name its parts.
-        module, x = f, check_input("x", arguments.leaves[0])
     recent = recent_jacobians(f, pruned)
     result = recent.jacobian(f, arguments)
-    if result is None:
-        with undisturbed(check_module(module)):
-            result = _by_chain(module, x, pruned)
-        recent.add(f, arguments, result)
+    if result is not None:
+        return result
+    if isinstance(f, nn.Module) and arguments.is_one_batch:
+        # The module itself, so that messages name its parts.
+        x = check_input("x", arguments.leaves[0])
+        with undisturbed(check_module(f)):
+            result = _by_chain(recent_chains(f, pruned=pruned), f, x)
+    else:
+        function = FlatFunction(f, arguments)
+        with undisturbed(check_module(function)):
+            result = _by_chain(recent.chains, function, arguments.flat())
+        function.forget()
+    recent.add(f, arguments, result)
     return result
 
 
-def _by_chain(module: nn.Module, x: torch.Tensor, pruned: bool) -> SparseJacobian:
-    """The Jacobian from a recording of this run, by the module's chain."""
+def _by_chain(cache: ChainCache, module: nn.Module, x: torch.Tensor) -> SparseJacobian:
+    """The Jacobian from a recording of this run, by the chain of its calls."""
     # The values are computed before the module's changes are undone: they depend on its state in the run.
-    chain, (_, records) = recent_chains(module, pruned=pruned).of(x)
+    chain, (_, records) = cache.of_run(module, x)
     with without_autocast(x.device):
         result = chain.jacobian(records, x)
         # The values may lie in the memory of a weight or of the forward pass, which may change later.

@@ -14,11 +14,12 @@ from .._version import __version__
 from ..patterns import Pattern
 from ..runtime import read_archive, write_archive
 from ..spgemm import SparseJacobian
-from ..stages import DENSE, chain_of, recorded, refuse_hooks
+from ..stages import chain_of, recorded, refuse_hooks
 from ..tracing import Reads, check_module, check_replays, undisturbed, without_autocast
 from .arguments import Arguments, FlatFunction, arguments_of, name_of
 from .compressed import Coloring, Compressed, coloring
-from .folding import Folded, NotFoldableError, derivatives_of, folded
+from .evaluators import evaluator_of
+from .folding import Folded, derivatives_of
 from .linearised import Linearised, linearised
 from .products import ChainProducts, Products
 from .surroundings import Surroundings
@@ -331,24 +332,6 @@ def _digest(arguments: Arguments, function: Linearised) -> str:
     for contents in tape.contents.values():
         digest.update(contents.copy.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def evaluator_of(
-    function: Linearised, method: str, compile: bool, coloring: Callable[[Pattern], Coloring] = coloring
-) -> Evaluator:
-    """The way to the values that was asked for, or the one of less predicted cost."""
-    if method == "compressed":
-        return Compressed(function, coloring(function.pattern), compile)
-    try:
-        return Products(function, *folded(function), compile)
-    except NotFoldableError:
-        products = ChainProducts(function)
-    if method == "products" or not products.pattern.nnz:
-        return products
-    # A compressed pass costs each sample what the operators' own dense backward does.
-    one_pass = DENSE * sum(stage.backward_work for stage in function.chain)
-    colors = coloring(function.pattern)
-    return products if products.cost < colors.cost * one_pass else Compressed(function, colors, compile)
 
 
 def _restored(content: Mapping[str, Any], function: Linearised, numbers: int, compile: bool) -> Evaluator:

@@ -142,14 +142,9 @@ class ChainProducts:
         return f" ({len(self.chain)} stages)"
 
     @property
-    def cost(self) -> float:
-        """Predicted multiply-adds for one sample."""
-        return self.chain.order.cost if len(self.chain) else 0.0
-
-    @property
     def flop(self) -> int:
-        """Predicted operations of the products for one sample."""
-        return 2 * int(self.cost)
+        """Operations of the products for one sample, without those of the operators' own backward."""
+        return 2 * self.chain.accumulation.multiply_adds if len(self.chain) else 0
 
     @property
     def nbytes(self) -> int:

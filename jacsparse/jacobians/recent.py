@@ -17,12 +17,14 @@ from torch import nn
 
 from ..patterns import UnsupportedOperatorError
 from ..spgemm import SparseJacobian
+from ..stages import ChainCache
 from ..tracing import undisturbed
 from .arguments import Arguments, FlatFunction
-from .folding import NotFoldableError, folded
+from .evaluators import evaluator_of
+from .folding import NotFoldableError
 from .gradients import Gradient
 from .linearised import linearised
-from .products import Products
+from .products import ChainProducts
 from .taped import TapedJacobian, taped
 
 
@@ -36,6 +38,8 @@ class RecentJacobians:
 
     def __init__(self, pruned: bool) -> None:
         self.pruned = pruned
+        #: The chains of functions, which do not fold; a module's belong to the module.
+        self.chains = ChainCache(pruned=pruned)
         self._programs: list[TapedJacobian] = []
         self._trials: OrderedDict[Hashable, int] = OrderedDict()
 
@@ -49,7 +53,7 @@ class RecentJacobians:
         return None
 
     def add(self, f: Callable[..., Any], arguments: Arguments, expected: SparseJacobian) -> None:
-        """Make a program for later calls, where folding applies and this call's Jacobian is the expected one."""
+        """Make a program for later calls, where that pays and this call's Jacobian is the expected one."""
         form = repr(arguments.form())
         if self._trials.get(form, 0) >= self.trials:
             return
@@ -68,7 +72,10 @@ def _program(f: Callable[..., Any], arguments: Arguments, expected: SparseJacobi
     if any("shows" not in effect for effect in tape.effects.values()):
         raise NotFoldableError(f"its calls have effects: {tape.effects}")
     function = linearised(tape, arguments.flat(), reads, pruned=pruned)
-    program = TapedJacobian(arguments.form(), tape, Products(function, *folded(function)))
+    evaluator = evaluator_of(function, "auto", compile=False)
+    if isinstance(evaluator, ChainProducts):
+        raise NotFoldableError("a chain of this run's calls does the same")
+    program = TapedJacobian(arguments.form(), tape, evaluator)
     actual = SparseJacobian(program.evaluator.pattern, program.values(arguments.flat(), reads))
     if not _agree(actual, expected):
         raise NotFoldableError("its values are not those of the operators' own derivatives")

@@ -2,20 +2,22 @@
 
 from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern, matrix_of
 from .balance import boundaries
-from .chain_cache import Chains, Run, recent_chains
+from .chain_cache import ChainCache, Chains, Run, recent_chains
 from .chains import Chain, chain, chain_of, refuse_hooks
 from .checks import check_input, check_limit, check_shape, check_tensor
 from .forward_pass import recorded, samples_of
 from .graph_gradients import has_hooks, pull_back
 from .node_gradients import pull_back_by_nodes, pull_back_input
-from .order import DENSE
+from .order import DENSE, START
 from .record import Record, pull_back_all
 from .stage import Edge, Stage
 
 __all__ = [
     "DENSE",
+    "START",
     "Accumulation",
     "Chain",
+    "ChainCache",
     "Chains",
     "Edge",
     "Pulled",

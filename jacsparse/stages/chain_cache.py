@@ -1,4 +1,4 @@
-"""A cache of a module's chains, by the calls that its forward pass makes."""
+"""Caches of chains, by the calls that forward passes make."""
 
 from __future__ import annotations
 
@@ -26,13 +26,11 @@ class Run(NamedTuple):
     records: list[Record]
 
 
-class Chains:
-    """A cache of one module's chains.
+class ChainCache:
+    """A cache of chains, of which one is used again where a run makes the same calls.
 
     Parameters
     ----------
-    module : Module
-        The module. It runs at each call, and a chain is used again where the module makes the same calls.
     pruned : bool
         As in `chain`.
     """
@@ -40,21 +38,13 @@ class Chains:
     #: The most keys in the cache, and the most chains of each key, which differ in their indices and masks.
     most = 8
 
-    def __init__(self, module: nn.Module, *, pruned: bool = True) -> None:
-        self._module = weakref.ref(module)
+    def __init__(self, *, pruned: bool = True) -> None:
         self.pruned = pruned
         self._chains: OrderedDict[Hashable, list[tuple[list[torch.Tensor], Chain]]] = OrderedDict()
         self._lock = threading.RLock()
 
-    @property
-    def module(self) -> nn.Module | None:
-        """The module; None after its end."""
-        return self._module()
-
-    def of(self, x: torch.Tensor) -> tuple[Chain, Run]:
-        """The chain of the module's calls for a batch, and the forward pass."""
-        module = self._module()
-        assert module is not None
+    def of_run(self, module: nn.Module, x: torch.Tensor) -> tuple[Chain, Run]:
+        """The chain of the calls that a module makes for a batch, and the forward pass."""
         check_shape(x.shape[1:])
         recording = recorded(module, x)
         chain, records = self.matching(recording)
@@ -78,6 +68,33 @@ class Chains:
             chains.append(([tensor.detach().clone() for tensor in contents], chain))
             del chains[: -self.most]
             return chain.records(recording)
+
+
+class Chains(ChainCache):
+    """A cache of one module's chains.
+
+    Parameters
+    ----------
+    module : Module
+        The module, which runs at each call.
+    pruned : bool
+        As in `chain`.
+    """
+
+    def __init__(self, module: nn.Module, *, pruned: bool = True) -> None:
+        super().__init__(pruned=pruned)
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None after its end."""
+        return self._module()
+
+    def of(self, x: torch.Tensor) -> tuple[Chain, Run]:
+        """The chain of the module's calls for a batch, and the forward pass."""
+        module = self._module()
+        assert module is not None
+        return self.of_run(module, x)
 
 
 #: The most modules in `_RECENT`.

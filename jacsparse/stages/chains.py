@@ -90,6 +90,11 @@ class Chain:
         """The order of least predicted cost, in which `jacobian` multiplies; the chain has at least one stage."""
         return best_order(self.stages)
 
+    @property
+    def accumulation(self) -> Accumulation:
+        """The products and sums of `jacobian`; the chain has at least one stage."""
+        return self._accumulated[0]
+
     @functools.cached_property
     def _accumulated(self) -> tuple[Accumulation, int | None]:
         return accumulated(self.stages, self.order)

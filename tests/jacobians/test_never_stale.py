@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 import jacsparse
 from jacsparse.tracing import followed, recorded_tape
 
-from .test_prepared import assert_equal, dense, drawn
+from .test_prepared import assert_equal, dense, drawn, messages
 
 
 class State:
@@ -24,7 +26,7 @@ class State:
         self.number, self.exponent, self.power = 2.0, 2, torch.tensor(3.0, dtype=torch.float64)
         self.weight, self.indices, self.mask = drawn(4), torch.tensor([0, 3, 1, 2]), torch.tensor([True, False] * 2)
         self.branch, self.detaches, self.sees, self.hooks, self.tied = True, False, True, False, True
-        self.other, self.slope, self.fails = self.weight, 0.1, False
+        self.other, self.slope, self.fails, self.matrix = self.weight, 0.1, False, drawn(4, 4)
 
 
 def computed(state: State, x: torch.Tensor) -> torch.Tensor:
@@ -51,6 +53,7 @@ CHANGES: dict[str, Callable[[State], Any]] = {
     "slope": lambda s: setattr(s, "slope", 0.7),
     "tensor without axes": lambda s: setattr(s, "power", torch.tensor(5.0, dtype=torch.float64)),
     "tensor": lambda s: setattr(s, "weight", drawn(4, seed=3)),
+    "matrix": lambda s: setattr(s, "matrix", drawn(4, 4, seed=3)),
     "tensor in place": lambda s: s.weight.mul_(2),
     "elements of a tensor": lambda s: s.weight.data.add_(1),
     "indices": lambda s: setattr(s, "indices", torch.tensor([1, 0, 2, 3])),
@@ -64,10 +67,16 @@ CHANGES: dict[str, Callable[[State], Any]] = {
 }
 
 
+def mixed(state: State, x: torch.Tensor) -> torch.Tensor:
+    """As `computed`, whose entries do not fold, since the output's elements are sums of all."""
+    return computed(state, x) @ state.matrix
+
+
+@pytest.mark.parametrize("function", [computed, mixed])
 @pytest.mark.parametrize("change", CHANGES)
-def test_after_a_change(change: str) -> None:
+def test_after_a_change(change: str, function: Callable[..., Any]) -> None:
     state, x = State(), drawn(2, 4)
-    f = lambda x: computed(state, x)  # noqa: E731
+    f = lambda x: function(state, x)  # noqa: E731
     for _ in range(2):
         assert_equal(jacsparse.jacobian(f, x), dense(f, x))
     CHANGES[change](state)
@@ -91,6 +100,21 @@ def test_hooks_are_refused_after_other_calls() -> None:
     state.hooks = True
     with pytest.raises(jacsparse.UnsupportedOperatorError, match="backward hook"):
         jacsparse.jacobian(f, x)
+
+
+def test_chains_of_functions_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, cache = [], jacsparse.stages.chain_cache
+    chain_of = cache.chain_of
+    monkeypatch.setattr(cache, "chain_of", lambda *args, **options: made.append(1) or chain_of(*args, **options))
+    for calls, edges in ((1, 2000), (1, 2000), (2, 1999)):
+        f, h = messages(300, edges, 6)
+        assert_equal(jacsparse.jacobian(f, h, batched=False), dense(f, h, batched=False))
+        # Other indices need another chain, and no chain keeps the function.
+        assert len(made) == calls
+        function = weakref.ref(f)
+        del f
+        gc.collect()
+        assert function() is None
 
 
 def test_functions_of_one_code() -> None:

@@ -96,6 +96,13 @@ def with_autograd(x: torch.Tensor) -> torch.Tensor:
     return x * torch.stack([x.cos(), x.exp()]).sum(0) / (1 + x**2) - x.clamp(min=1.0)
 
 
+def messages(nodes: int, edges: int, features: int) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """A layer that sends messages along random edges, and features of its nodes."""
+    source, target = torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(0))
+    weight = drawn(2, features, features)
+    return lambda h: (h @ weight[0]).index_add(0, target, h[source] @ weight[1]).tanh(), drawn(nodes, features)
+
+
 FUNCTIONS = {
     "brusselator": (brusselator, (2, 5, 6)),
     "burgers": (burgers, (9,)),
@@ -220,6 +227,16 @@ def test_networks_take_products_of_stages() -> None:
         network[3].bias = nn.Parameter(drawn(4))
         network[3].weight = nn.Parameter(drawn(4, 15) - 1)
         assert_equal(prepared(x), dense(network, x))
+
+
+def test_the_cheaper_way_is_taken() -> None:
+    matrix = drawn(50, 2)
+    assert prepare_jacobian(lambda x: x.sin() @ matrix, drawn(1, 50)).method == "compressed"
+    # Messages along random edges need a colour for almost each neighbour's neighbour.
+    layer, h = messages(300, 2000, 6)
+    prepared = prepare_jacobian(layer, h, batched=False)
+    assert prepared.method == "products"
+    assert_equal(prepared(h), dense(layer, h, batched=False))
 
 
 def test_jacobian_by_parameters() -> None:

@@ -1,0 +1,90 @@
+"""The way to a Jacobian's values of least predicted cost.
+
+Costs are in multiply-adds of sparse products, half a nanosecond each on CPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from ..patterns import Pattern, UnsupportedOperatorError
+from ..stages import DENSE, START
+from .compressed import Coloring, Compressed, coloring
+from .folding import NotFoldableError, folded
+from .linearised import Linearised
+from .products import ChainProducts, Products
+from .taped import Evaluator
+
+#: A value of 8 bytes that a product or sum reads or writes, or that a call computes: about 3 ns.
+VALUE = 6
+#: Fixed cost of a PyTorch call on tangents: about 15 µs.
+CALL = 30_000
+#: The most bytes that a pass with all seeds may compute where nobody asked for it.
+MOST = 2**30
+
+
+def evaluator_of(
+    function: Linearised, method: str, compile: bool, coloring: Callable[[Pattern], Coloring] = coloring
+) -> Evaluator:
+    """The way to the values that was asked for, or the one of less predicted cost."""
+    if method == "compressed":
+        return Compressed(function, coloring(function.pattern), compile)
+    try:
+        return Products(function, *folded(function), compile)
+    except NotFoldableError:
+        products = ChainProducts(function)
+    if method == "products" or not products.pattern.nnz:
+        return products
+    colors = coloring(function.pattern)
+    if _cost_of_products(function) < _cost_of_colors(function, colors):
+        return products
+    try:
+        return Compressed(function, colors, compile)
+    except UnsupportedOperatorError:
+        # An operator has no forward mode, or none for many seeds at once.
+        return products
+
+
+def _cost_of_products(function: Linearised) -> float:
+    """The cost of the products and sums of the operators' matrices."""
+    chain = function.chain
+    if not len(chain):
+        return 0.0
+    accumulation, batch = chain.accumulation, 1 if function.shared else function.batch
+    work = VALUE * _width(function) * accumulation.moved + accumulation.multiply_adds
+    return START * len(accumulation.matrices) + batch * max(work, chain.order.cost)
+
+
+def _cost_of_colors(function: Linearised, colors: Coloring) -> float:
+    """The cost of products of the whole function with a seed for each colour."""
+    elements = [_elements(node) for node in _nodes_of_input(function.graph)]
+    width = _width(function)
+    if 8 * width * sum(elements) * sum(colors.counts) > MOST:
+        return math.inf
+    # Dense operators take a third of the time of a backward pass where many seeds run at once.
+    dense = DENSE / 3 * sum(stage.backward_work for stage in function.chain)
+    return CALL * len(elements) + colors.cost * (VALUE * width * sum(elements) + function.batch * dense)
+
+
+def _width(function: Linearised) -> float:
+    """Bytes of a value, relative to 8."""
+    return function.inputs[0].element_size() / 8
+
+
+def _elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def _nodes_of_input(graph: fx.GraphModule) -> list[fx.Node]:
+    """The calls that compute something from the first input."""
+    first, *rest = graph.graph.nodes
+    dependent = {first}
+    for node in rest:
+        if node.op == "call_function" and dependent.intersection(node.all_input_nodes):
+            dependent.add(node)
+    return [node for node in rest if node in dependent]
