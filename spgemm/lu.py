@@ -2,7 +2,13 @@
 
 SuperLU factors compressed columns, and the CSR arrays of `J` are the columns of Jᵀ. So it factors Jᵀ, and solves with
 `J` by the transposed factors. The order of its columns, which are the rows of `J`, decides how many entries the factors
-have. COLAMD finds it from the pattern alone, so that all samples and later calls share it.
+have. It is found from the pattern alone, so that all samples and later calls share it, in one of two ways:
+
+- COLAMD limits the entries whatever the pivots are.
+- Minimum degree of Jᵀ + J supposes pivots on the diagonal, and then leaves 2 to 25 times fewer entries in implicit
+  steps of discretised equations and in normal equations. It is taken for symmetric patterns whose diagonal, after
+  scaling, is not small; an element of the diagonal is then the pivot unless another is 10 times larger. UMFPACK calls
+  this its symmetric strategy (T. A. Davis, ACM Transactions on Mathematical Software 30, 2004, pages 165 to 195).
 """
 
 from __future__ import annotations
@@ -20,6 +26,9 @@ from ..runtime import frozen, uncompiled
 from .operands import same_device
 from .plan_cache import PLAN_CACHE
 
+#: An element of the diagonal is a pivot where it is at least this share of the largest in its column.
+_LEAST_PIVOT = 0.1
+
 
 class Ordering:
     """The rows of a square pattern in the order of their elimination; SuperLU tells it after a first factorisation.
@@ -30,11 +39,21 @@ class Ordering:
         The pattern alone, (n, n).
     rows : ndarray of int, (n,)
         The rows in their order.
+
+    Parameters
+    ----------
+    pattern, values
+        A square Jacobian.
+    method : str
+        SuperLU's name of the order.
+    least_pivot : float
+        SuperLU's threshold of partial pivoting.
     """
 
-    def __init__(self, pattern: Pattern, values: np.ndarray) -> None:
-        self.patterns = (pattern,)
-        factors = splu(_columns(values, pattern.indices, pattern.indptr), permc_spec="COLAMD")
+    def __init__(self, pattern: Pattern, values: np.ndarray, method: str, least_pivot: float) -> None:
+        self.patterns, self._least_pivot = (pattern,), least_pivot
+        columns = _columns(values, pattern.indices, pattern.indptr)
+        factors = splu(columns, permc_spec=method, diag_pivot_thresh=least_pivot)
         self.rows = frozen(np.argsort(factors.perm_c))
         ordered = pattern.to_scipy(np.arange(pattern.nnz))[self.rows]
         self._places, self._indices, self._indptr = map(frozen, (ordered.data, ordered.indices, ordered.indptr))
@@ -46,7 +65,8 @@ class Ordering:
 
     def factors(self, values: np.ndarray) -> SuperLU:
         """The factors of the transposed matrix with these values ``(nnz,)``, its columns in this order."""
-        return splu(_columns(values[self._places], self._indices, self._indptr), permc_spec="NATURAL")
+        columns = _columns(values[self._places], self._indices, self._indptr)
+        return splu(columns, permc_spec="NATURAL", diag_pivot_thresh=self._least_pivot)
 
 
 def _columns(*arrays: np.ndarray) -> scipy.sparse.csc_array:
@@ -54,12 +74,35 @@ def _columns(*arrays: np.ndarray) -> scipy.sparse.csc_array:
     return scipy.sparse.csc_array(arrays, shape=(size, size))
 
 
+def _diagonal_scale(pattern: Pattern, values: np.ndarray) -> np.ndarray | None:
+    """Powers of 2 for rows and columns, after which any element of the diagonal may be the first pivot.
+
+    They bring the diagonal to [0.5, 2) without rounding. None where the pattern is not symmetric, or no scale does it.
+    """
+    diagonal = np.flatnonzero(pattern.rows == pattern.indices)
+    if len(diagonal) < pattern.shape[0] or not values[diagonal].all() or pattern != pattern.T:
+        return None
+    exponents = np.frexp(values[diagonal])[1] // 2
+    scale = np.ldexp(np.ones_like(values, shape=exponents.shape), -exponents)
+    scaled = _scaled(pattern, values, scale)
+    return scale if (np.abs(scaled) <= 0.5 / _LEAST_PIVOT).all() else None
+
+
+def _scaled(pattern: Pattern, values: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    return values * scale[pattern.rows] * scale[pattern.indices]
+
+
 class Factors:
     """The LU factors of one sample's Jacobian."""
 
     def __init__(self, pattern: Pattern, values: np.ndarray, sample: int) -> None:
+        self._scale = _diagonal_scale(pattern, values)
+        method, least_pivot = "COLAMD", 1.0
+        if self._scale is not None:
+            method, least_pivot, values = "MMD_AT_PLUS_A", _LEAST_PIVOT, _scaled(pattern, values, self._scale)
+        key = ("elimination", pattern.digest, method)
         try:
-            ordering = PLAN_CACHE.get(("elimination", pattern.digest), lambda: Ordering(pattern, values))
+            ordering = PLAN_CACHE.get(key, lambda: Ordering(pattern, values, method, least_pivot))
             self._rows, self._factors = ordering.rows, ordering.factors(values)
         except RuntimeError as error:
             problem = "singular" if np.isfinite(values).all() else "not finite"
@@ -70,6 +113,12 @@ class Factors:
 
     def solve(self, b: np.ndarray, transposed: bool) -> np.ndarray:
         """``x`` with ``J x = b``, or ``Jᵀ x = b``, for each column of `b` ``(n, columns)``."""
+        if self._scale is None:
+            return self._solve(b, transposed)
+        scale = self._scale[:, None]
+        return scale * self._solve(scale * b, transposed)
+
+    def _solve(self, b: np.ndarray, transposed: bool) -> np.ndarray:
         if not transposed:
             return self._factors.solve(b[self._rows], trans="T")  # type: ignore[no-any-return]
         x = np.empty_like(b)

@@ -253,9 +253,11 @@ class SparseJacobian:
         -----
         Each sample costs a sparse LU factorisation with partial pivoting by SciPy's SuperLU, one after the other on one
         thread; samples that share their values share one. The factors have more entries than the matrix, at worst n²;
-        COLAMD's order of elimination limits them, and the cache of plans holds that order for later calls: the first
-        call for a pattern factors its first sample twice. Each right-hand side costs two substitutions, a few
-        operations for each entry of the factors.
+        an order of elimination limits them, and the cache of plans holds that order for later calls: the first call for
+        a pattern factors its first sample twice. The order is COLAMD's or, where the pattern is symmetric and no
+        element of the diagonal is small after scaling, that of minimum degree, with pivots on the diagonal unless
+        others are 10 times larger: implicit time steps and normal equations have far fewer entries so. Each right-hand
+        side costs two substitutions, a few operations for each entry of the factors.
 
         Where the values or `b` require grad, the solution is part of autograd, to any order: the adjoint system is
         solved with the same factors.

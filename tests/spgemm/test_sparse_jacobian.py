@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -176,11 +177,49 @@ def test_plans_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first - eye).pattern == (second - eye).pattern
     assert plan_sum([first.pattern, eye.pattern]) is plan_sum([second.pattern, eye.pattern])
     assert first.gram().pattern is second.gram(torch.ones(12).double()).pattern
-    monkeypatch.setattr(lu, "PLAN_CACHE", plan_cache.PlanCache(2**20))
-    splu, orders = lu.splu, []
-    monkeypatch.setattr(lu, "splu", lambda *arrays, permc_spec: orders.append(permc_spec) or splu(*arrays, permc_spec))
+    factorisations = watched_factorisations(monkeypatch)
     b = torch.randn(3, 12, dtype=torch.float64)
-    assert torch.equal(first.solve(b), second.solve(b)) and orders == ["COLAMD", *["NATURAL"] * 6]
+    assert torch.equal(first.solve(b), second.solve(b))
+    assert [order for order, _ in factorisations] == ["COLAMD", *["NATURAL"] * 6]
+
+
+def watched_factorisations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The order and the number of entries of each factorisation from now on; no order is known yet."""
+    splu, factorisations = lu.splu, []
+
+    def watched(matrix: Any, *, permc_spec: str, diag_pivot_thresh: float) -> Any:
+        factors = splu(matrix, permc_spec=permc_spec, diag_pivot_thresh=diag_pivot_thresh)
+        factorisations.append((permc_spec, factors.nnz))
+        return factors
+
+    monkeypatch.setattr(lu, "PLAN_CACHE", plan_cache.PlanCache(2**20))
+    monkeypatch.setattr(lu, "splu", watched)
+    return factorisations
+
+
+def test_pivots_stay_on_a_diagonal_that_is_not_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = scipy.sparse.diags_array(np.ones((3, 48)), offsets=(-1, 0, 1), shape=(48, 48))
+    pattern, rng = Pattern.from_scipy(scipy.sparse.kronsum(line, line)), np.random.default_rng(0)
+    values = np.where(pattern.rows == pattern.indices, 9.0, rng.uniform(-1, 1, pattern.nnz))
+    scales, b = 2.0 ** rng.integers(-40, 40, 48**2), rng.standard_normal(48**2)
+
+    def solved(values: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return SparseJacobian(pattern, torch.from_numpy(values)[:, None]).solve(torch.from_numpy(b)).numpy()
+
+    factorisations = watched_factorisations(monkeypatch)
+    x, matrix = solved(values, b), pattern.to_scipy(values)
+    # As in test_solutions; a row has at most 13 in sum of magnitudes.
+    assert np.abs(matrix @ x - b).max() <= 6 * 48**4 * np.finfo(float).eps * 13 * np.abs(x).max()
+    (order, entries), again = factorisations
+    assert order == "MMD_AT_PLUS_A" and again == ("NATURAL", entries)
+    assert entries < scipy.sparse.linalg.splu(matrix.tocsc()).nnz
+    # Scales of rows and columns by powers of 2 change no bit.
+    scaled = solved(values * scales[pattern.rows] * scales[pattern.indices], scales * b)
+    assert np.array_equal(scales * scaled, x)
+    # Where an element of the diagonal is small, rows are exchanged.
+    values[0] = 1e-9
+    x, matrix = solved(values, b), pattern.to_scipy(values)
+    assert factorisations[-2][0] == "COLAMD" and np.allclose(matrix @ x, b, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", [*PATTERNS, "zero"])
