@@ -14,6 +14,7 @@ from ..patterns import CONSTANT, RULES, Rule, UnsupportedOperatorError, rule_of
 from .backward_operators import BACKWARD
 from .linear_solves import SOLVES
 from .overwrite import Overwrite
+from .weighted import WEIGHTED
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,6 +39,8 @@ class Facts:
     reshapes: bool
     #: PyTorch's decomposition into other operators, where there is no rule.
     parts: Callable[..., Any] | None
+    #: Other operators that compute its results where its weights, constants to its rule, depend on the input.
+    weighted: Callable[..., Any] | None
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -83,6 +86,7 @@ def _new_facts(overload: Any) -> Facts:
         reshapes=torch.Tag.inplace_view in tags,
         # The parts of a random operator would draw other numbers.
         parts=_decomposition(overload) if rule is None and name not in CONSTANT and not random else None,
+        weighted=WEIGHTED.get(overload),
     )
 
 

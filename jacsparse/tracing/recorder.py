@@ -167,6 +167,8 @@ class _Recorder(TorchDispatchMode):
             parts = operator_on_elements(overload, args)
         elif facts.contents and any(not tensors[operand.name].is_floating_point() for operand in operands):
             parts = selection(overload, args)
+        elif facts.weighted is not None and any(operand.name in ("weight", "bias") for operand in operands):
+            parts = facts.weighted
         if facts.reads and not self.readable and _shows(overload, operands, tensors):
             raise _read_error(overload)
         # The number of the node that autograd made last, in this thread.
@@ -243,7 +245,7 @@ class _Recorder(TorchDispatchMode):
 
     def append_parts(self, parts: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Record the operators of a decomposition instead of the operator."""
-        outer, self.in_parts = self.in_parts, True
+        outer, self.in_parts, constants = self.in_parts, True, self.recording.constants
         try:
             with self:
                 copies = tensors_in(parts(*args, **kwargs))
@@ -256,6 +258,8 @@ class _Recorder(TorchDispatchMode):
             if id(copy) in self.vertices:
                 self.parts[id(copy)], self.parts[id(tensor)] = copy, tensor
                 self.vertices[id(tensor)] = self.vertices[id(copy)]
+            elif id(copy) in constants:
+                constants[id(tensor)] = constants[id(copy)]._replace(tensor=tensor)
 
     def append(self, invocation: Invocation, results: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         """Add an invocation to the recording, and give its results their vertices."""
