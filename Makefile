@@ -49,8 +49,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	rm -rf build/types && mkdir -p build/types/jacsparse
 	cp -R jacsparse/. build/types/jacsparse && cp -R patterns spgemm models build/types/jacsparse
-	cp -R benchmarks tests build/types
-	cd build/types && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p jacsparse -p benchmarks
+	cp -R benchmarks examples tests build/types
+	cd build/types && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p jacsparse -p benchmarks -p examples
 	cd build/types && $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml
 
 bench: $(STAMP)

@@ -19,6 +19,7 @@ from .rnn_sensitivity import RnnSensitivity
 from .simulation import SimulatedTraining
 from .sparse_jacobian import SparseJacobian
 from .spgemm import Spgemm
+from .stiff_equations import StiffEquations
 from .triangular_solvers import TriangularSolvers
 from .whole_jacobian import WholeJacobian
 
@@ -32,6 +33,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         FlopAnalysis(),
         WholeJacobian(),
         SparseJacobian(),
+        StiffEquations(),
         TriangularSolvers(),
         Leapfrog(),
         DdgConvergence(),

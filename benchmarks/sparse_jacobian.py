@@ -15,6 +15,7 @@ import scipy.optimize._numdiff
 import torch
 
 import jacsparse
+from examples import brusselator
 
 from ._context import Context, Timing, one_thread, reason
 from ._experiment import Experiment, Row, compare
@@ -24,17 +25,6 @@ __all__ = ["SparseJacobian"]
 
 #: The variable that names a Python with asdex, and the program that times it.
 ASDEX, _PROGRAM = "JACSPARSE_ASDEX_PYTHON", Path(__file__).with_name("_asdex.py")
-
-
-def brusselator(x: torch.Tensor) -> torch.Tensor:
-    """The Brusselator on a periodic n × n grid: ``(batch, 2, n, n)`` to the same shape."""
-    u, v = x[:, 0], x[:, 1]
-    uuv, n = u * u * v, x.shape[-1]
-
-    def laplacian(w: torch.Tensor) -> torch.Tensor:
-        return (w.roll(1, 1) + w.roll(-1, 1) + w.roll(1, 2) + w.roll(-1, 2) - 4 * w) * n**2
-
-    return torch.stack([1 + uuv - 4.4 * u + 10.0 * laplacian(u), 3.4 * u - uuv + 10.0 * laplacian(v)], 1)
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,22 @@ class SparseJacobian:
             raise ValueError(f"n is {n}; expected a size of at least 0")
         return cls(Pattern.of(Identity(index(n))), torch.ones((index(n), 1), dtype=dtype, device=device))
 
+    @classmethod
+    def from_diagonal(cls, diagonal: torch.Tensor) -> SparseJacobian:
+        """The diagonal matrix of each sample, from its diagonal: ``(n,)`` or ``(n, batch)``, as `diagonal` returns it.
+
+        Examples
+        --------
+        >>> J = SparseJacobian(Pattern((2, 2), [0, 2, 3], [0, 1, 1]), torch.tensor([[1.0], [2.0], [3.0]]))
+        >>> (J.gram() + SparseJacobian.from_diagonal(0.5 * J.gram_diagonal())).todense().tolist()
+        [[1.5, 2.0], [2.0, 19.5]]
+        """
+        if not isinstance(diagonal, torch.Tensor):
+            raise TypeError(f"diagonal is a {type(diagonal).__name__}; expected a torch.Tensor")
+        if diagonal.ndim not in (1, 2):
+            raise ValueError(f"diagonal has shape {tuple(diagonal.shape)}; expected (n,) or (n, batch)")
+        return cls(Pattern.of(Diagonal(len(diagonal))), diagonal[:, None] if diagonal.ndim == 1 else diagonal)
+
     @property
     def shape(self) -> tuple[int, int]:
         """Rows (outputs) and columns (inputs)."""
@@ -373,9 +389,9 @@ def _weights(weights: torch.Tensor, matrix: SparseJacobian) -> SparseJacobian:
         raise TypeError(f"weights is a {type(weights).__name__}; expected a torch.Tensor")
     if weights.ndim not in (1, 2) or weights.shape[0] != size:
         raise ValueError(f"weights has shape {tuple(weights.shape)}; expected ({size},) or ({size}, batch)")
-    diagonal = weights[:, None] if weights.ndim == 1 else weights
-    same_batch("weights", diagonal, "the Jacobian", matrix.values)
-    return SparseJacobian(Pattern.of(Diagonal(size)), diagonal)
+    diagonal = SparseJacobian.from_diagonal(weights)
+    same_batch("weights", diagonal.values, "the Jacobian", matrix.values)
+    return diagonal
 
 
 def _times(matrix: SparseJacobian, name: str, vectors: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,7 @@ from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.simulation import SimulatedTraining
 from benchmarks.sparse_jacobian import SparseJacobian
 from benchmarks.spgemm import Spgemm
+from benchmarks.stiff_equations import StiffEquations
 from benchmarks.triangular_solvers import TriangularSolvers
 from benchmarks.whole_jacobian import Network, WholeJacobian
 from jacsparse import solvers
@@ -64,6 +65,7 @@ SMALL: list[Experiment] = [
     FlopAnalysis(build=lambda _: Trained(small_network(), torch.randn(2, 2, 6, 6), {"retrained": 0.9})),
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
     SparseJacobian(cases=((4, 1), (4, 2)), most=4),
+    StiffEquations(sizes=(3, 4), most=3, end=0.05),
     TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2),
     Leapfrog(depths=(1, 5), widths=(2, 3), batch=2, most=2),
     DdgConvergence(

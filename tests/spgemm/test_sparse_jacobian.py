@@ -90,6 +90,9 @@ def test_sums_and_multiples(left: str, right: str, m: int, n: int, batch: int, o
         near(dense(J / a), A / factor, (A / factor).abs(), 1)
     size = min(m, n)
     assert J.diagonal().shape == (size, batch) and torch.equal(J.diagonal(), A.diagonal(dim1=1, dim2=2).T)
+    for diagonal in (J.diagonal(), J.diagonal()[:, 0]):
+        matrix = dense(SparseJacobian.from_diagonal(diagonal))
+        assert torch.equal(matrix, torch.diag_embed(diagonal.reshape(size, -1).T))
 
 
 @pytest.mark.parametrize("kind", PATTERNS)
@@ -255,6 +258,8 @@ SHARED = SparseJacobian.identity(2)
         (lambda: J.jvp(torch.ones(3)), ValueError, "v has a batch of 1, the Jacobian one of 2"),
         (lambda: SHARED.vjp(torch.ones(3)), ValueError, r"g has shape \(3,\); expected \(2,\), or \(batch, \*shape\)"),
         (lambda: SHARED.jvp(torch.tensor(1.0)), ValueError, r"v has shape \(\)"),
+        (lambda: SparseJacobian.from_diagonal([1.0]), TypeError, "diagonal is a list"),
+        (lambda: SparseJacobian.from_diagonal(torch.ones(1, 2, 3)), ValueError, r"diagonal has shape \(1, 2, 3\)"),
         (lambda: J.solve(torch.ones(2, 2)), ValueError, "the Jacobian is 2 × 3; only a square one"),
         (lambda: S.solve([1.0, 2.0]), TypeError, "b is a list"),
         (lambda: S.solve(torch.ones(2, 2).double()), TypeError, "b is torch.float64 and the Jacobian is torch.float32"),

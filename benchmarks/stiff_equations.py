@@ -1,0 +1,96 @@
+"""A stiff equation solved by SciPy's Radau: with a sparse Jacobian of ours, and by SciPy's own finite differences."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.integrate
+import torch
+
+import jacsparse
+from examples import brusselator, initial_values
+
+from ._context import Context, one_thread
+from ._experiment import Experiment, Row, compare
+from ._figures import bars
+
+__all__ = ["StiffEquations"]
+
+_OURS, _GROUPS = "jac: prepared Jacobian", "jac_sparsity: SciPy's differences by groups"
+_DENSE = "SciPy's default: differences column by column"
+
+
+@dataclass(frozen=True)
+class StiffEquations(Experiment):
+    """The 2-D Brusselator by ``solve_ivp(method="Radau")`` in float64, on one thread of PyTorch's."""
+
+    #: Grids.
+    sizes: tuple[int, ...] = (16, 32, 64)
+    #: The largest grid that SciPy's default takes.
+    most: int = 32
+    #: The time until which each is solved.
+    end: float = 1.0
+
+    name = "stiff_equations"
+    title = "Radau on the 2-D Brusselator"
+    source = "SciPy's solve_ivp, with jac, with jac_sparsity, and with neither"
+
+    def run(self, context: Context) -> list[Row]:
+        with one_thread():
+            return [row for n in self.sizes for row in self._size(n, context)]
+
+    def _size(self, n: int, context: Context) -> list[Row]:
+        group, start = f"N = {n}", initial_values(n)
+        prepared = jacsparse.prepare_jacobian(brusselator, start, batched=False)
+
+        def jacobian(t: float, y: np.ndarray) -> Any:
+            return prepared(torch.from_numpy(y).reshape(start.shape)).to_scipy()
+
+        options = {_OURS: {"jac": jacobian}, _GROUPS: {"jac_sparsity": prepared.pattern.to_scipy()}}
+        if n <= self.most:
+            options[_DENSE] = {"jac": None}
+        solutions: dict[str, Any] = {}
+        ways = {label: functools.partial(self._solve, start, label, each, solutions) for label, each in options.items()}
+        timings = context.under(group).times(ways)
+        rows = {
+            label: Row.timed(
+                label,
+                timing,
+                group=group,
+                role="ours" if label == _OURS else "peer",
+                note=_counts(solutions.get(label)),
+            )
+            for label, timing in timings.items()
+        }
+        ours = rows[_OURS]
+        ratios = [
+            compare(f"{label.partition(':')[0]} / ours", row, ours) for label, row in rows.items() if row is not ours
+        ]
+        rows[_OURS] = replace(ours, comparisons=tuple(ratio for each in ratios for ratio in each))
+        if n > self.most:
+            rows[_DENSE] = Row.missing(_DENSE, "dense factors take an hour", group=group, role="peer")
+        return list(rows.values())
+
+    def _solve(self, start: torch.Tensor, label: str, options: dict[str, Any], solutions: dict[str, Any]) -> None:
+        def f(t: float, y: np.ndarray) -> np.ndarray:
+            return brusselator(torch.from_numpy(y).reshape(start.shape)).flatten().numpy()
+
+        solutions[label] = scipy.integrate.solve_ivp(
+            f, (0.0, self.end), start.flatten().numpy(), method="Radau", rtol=1e-4, atol=1e-6, **options
+        )
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        bars(rows, path, self.title)
+
+
+def _counts(solution: Any) -> str:
+    """What a solution took, for the reader who asks whether steps are the same."""
+    if solution is None:
+        return ""
+    counts = f"{len(solution.t) - 1} steps, {solution.nfev} calls of f"
+    return f"{counts}, {solution.njev} Jacobians, {solution.nlu} factorisations"
