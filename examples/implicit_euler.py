@@ -13,7 +13,7 @@ import torch
 import jacsparse
 from jacsparse.terminal import console, new_table, short_time
 
-from .brusselator import brusselator, initial_values
+from .equations import brusselator, initial_values
 from .radau import solve_by_radau, sparse_jacobian
 
 

@@ -42,8 +42,8 @@ class Uncertainty:
             images[:1],
             batched=False,
         )
-        precision = sum(self._at(image).gram_diagonal()[:, 0] for image in images) / noise**2 + prior
-        self.covariance = 1 / precision
+        diagonals = [self._at(image).gram_diagonal()[:, 0] for image in images]
+        self.covariance = 1 / (torch.stack(diagonals).sum(0) / noise**2 + prior)
 
     def variance(self, image: torch.Tensor) -> torch.Tensor:
         """The variance of each pixel of the output for one image, ``(pixels,)``, without the noise."""

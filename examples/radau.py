@@ -19,7 +19,7 @@ import torch
 import jacsparse
 from jacsparse.terminal import console, new_table, short_time
 
-from .brusselator import brusselator, initial_values
+from .equations import brusselator, initial_values
 
 
 def _right_hand_side(shape: tuple[int, ...]) -> Callable[[float, np.ndarray], np.ndarray]:

@@ -15,8 +15,8 @@ import torch
 from scipy.spatial.transform import Rotation
 
 import examples
-from examples.brusselator import brusselator, initial_values
 from examples.bundle_adjustment import Scene, by_scipy, synthetic
+from examples.equations import brusselator, initial_values
 from examples.implicit_euler import implicit_euler
 from examples.least_squares import levenberg_marquardt
 from examples.physics_informed import by_gauss_newton, exact, network, solution
@@ -140,4 +140,4 @@ def test_main_prints_a_table(name: str, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_each_example_runs_here() -> None:
     modules = {module.name for module in pkgutil.iter_modules(examples.__path__)}
-    assert modules - {"brusselator", "least_squares"} == set(SMALL)
+    assert modules - {"equations", "least_squares"} == set(SMALL)
