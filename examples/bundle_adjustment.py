@@ -62,8 +62,8 @@ def _cross(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.roll(-1, 1) * b.roll(1, 1) - a.roll(1, 1) * b.roll(-1, 1)
 
 
-def synthetic(cameras: int, points: int, *, noise: float = 0.5, seed: int = 0) -> Scene:
-    """A cloud of points that each camera sees three quarters of, with noise in pixels, and a poor first guess."""
+def synthetic(cameras: int, points: int, *, views: int = 4, noise: float = 0.5, seed: int = 0) -> Scene:
+    """A cloud of points, each seen by as many cameras as `views`, with noise in pixels, and a poor first guess."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -72,7 +72,8 @@ def synthetic(cameras: int, points: int, *, noise: float = 0.5, seed: int = 0) -
     depth = torch.tensor([0.0, 0.0, 6.0], dtype=torch.float64)
     truth = torch.cat([0.3 * normal(cameras, 3), depth + 0.3 * normal(cameras, 3), 500 + 20 * normal(cameras, 1)], 1)
     cloud = normal(points, 3).clamp(-2, 2)
-    camera, point = (torch.rand((cameras, points), generator=generator) < 0.75).nonzero().unbind(1)
+    camera = torch.rand((points, cameras), generator=generator).argsort(1)[:, :views].flatten()
+    point = torch.arange(points).repeat_interleave(views)
     blank = Scene(truth, cloud, camera, point, torch.zeros(len(camera), 2, dtype=torch.float64))
     pixels = blank.residuals(truth, cloud) + noise * normal(len(camera), 2)
     guess = truth + torch.cat([0.02 * normal(cameras, 6), 5 * normal(cameras, 1)], 1)

@@ -5,7 +5,7 @@ SuperLU factors compressed columns, and the CSR arrays of `J` are the columns of
 have. It is found from the pattern alone, so that all samples and later calls share it, in one of two ways:
 
 - COLAMD limits the entries whatever the pivots are.
-- Minimum degree of Jᵀ + J supposes pivots on the diagonal, and then leaves 2 to 25 times fewer entries in implicit
+- Minimum degree of Jᵀ + J supposes pivots on the diagonal, and then leaves 2 to 50 times fewer entries in implicit
   steps of discretised equations and in normal equations. It is taken for symmetric patterns whose diagonal, after
   scaling, is not small; an element of the diagonal is then the pivot unless another is 10 times larger. UMFPACK calls
   this its symmetric strategy (T. A. Davis, ACM Transactions on Mathematical Software 30, 2004, pages 165 to 195).
