@@ -167,7 +167,7 @@ class _Recorder(TorchDispatchMode):
             parts = operator_on_elements(overload, args)
         elif facts.contents and any(not tensors[operand.name].is_floating_point() for operand in operands):
             parts = selection(overload, args)
-        elif facts.weighted is not None and any(operand.name in ("weight", "bias") for operand in operands):
+        elif facts.weighted is not None and any(o.active and o.name in ("weight", "bias") for o in operands):
             parts = facts.weighted
         if facts.reads and not self.readable and _shows(overload, operands, tensors):
             raise _read_error(overload)

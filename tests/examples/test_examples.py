@@ -126,7 +126,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "bundle_adjustment": {"cameras": 4, "points": 12},
     "implicit_euler": {"n": 4, "end": 0.02},
     "posterior_variance": {"size": 4, "steps": 2},
-    "physics_informed": {"counts": {"Gauss-Newton": (0, 2), "Adam": (2,)}},
+    "physics_informed": {"steps": 4, "adam_steps": 2},
     "radau": {"n": 4, "end": 0.1},
 }
 
