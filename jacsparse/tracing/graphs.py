@@ -121,8 +121,8 @@ def _traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.
         if returns_one_tensor(instruction.overload):
             compute(instruction.results[0], node)
         else:
-            for number, slot in enumerate(instruction.results):
-                compute(slot, graph.call_function(operator.getitem, (node, number)))
+            for place, slot in zip(instruction.places, instruction.results, strict=True):
+                compute(slot, graph.call_function(operator.getitem, (node, place)))
     graph.output(tree_map(lambda tensor: nodes[taping.slots[id(tensor)]], output))
     return fx.GraphModule(constants, graph)
 

@@ -50,6 +50,8 @@ class Instruction:
     results: tuple[int, ...]
     #: Whether autograd saw the call: where it did not, no derivative passes.
     seen: bool
+    #: Where the results are in what it returns, if that is a list or a tuple: backward operators leave some out.
+    places: tuple[int, ...] = (0,)
 
 
 #: How a tensor lies in memory: all that a call may depend on besides its elements.
@@ -205,7 +207,9 @@ class Taping(TorchDispatchMode):
         if overload is aten.detach.default:
             self.detached[results[0]] = args_of_tape[0].place
         seen = torch.is_grad_enabled()
-        self.tape.instructions.append(Instruction(overload, args_of_tape, kwargs_of_tape, results, seen))
+        parts = enumerate(result if isinstance(result, (list, tuple)) else [result])
+        places = tuple(place for place, part in parts if isinstance(part, torch.Tensor))
+        self.tape.instructions.append(Instruction(overload, args_of_tape, kwargs_of_tape, results, seen, places))
         new = len(self.numbers) - len(self.tape.dtypes)
         self.tape.dtypes.extend([tensors_in(result)[0].dtype] * new if new else [])
         return result
