@@ -1,4 +1,4 @@
-"""Times asdex's Jacobian of the Brusselator; runs in a process and an environment of its own, which has asdex."""
+"""Times asdex's Jacobians; runs in a process and an environment of its own, which has asdex."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -13,29 +14,95 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_paralleli
 import asdex
 import jax
 import jax.numpy as jnp
+import numpy as np
+from _problem_data import field, graph, scene  # type: ignore[import-not-found]
 
 jax.config.update("jax_enable_x64", True)
 
+#: A function of a flat vector, and samples of it.
+Flat = tuple[Callable[[Any], Any], Any]
 
-def brusselator(x: Any, n: int) -> Any:
-    """The right-hand side on an n × n grid with periodic boundaries, flat."""
-    u, v = x.reshape(2, n, n)
-    uuv = u * u * v
 
-    def laplacian(w: Any) -> Any:
-        near = jnp.roll(w, 1, 0) + jnp.roll(w, -1, 0) + jnp.roll(w, 1, 1) + jnp.roll(w, -1, 1)
-        return (near - 4 * w) * n**2
+def brusselator(size: int, batch: int) -> Flat:
+    """The right-hand side on a size × size grid with periodic boundaries."""
 
-    rows = [1 + uuv - 4.4 * u + 10.0 * laplacian(u), 3.4 * u - uuv + 10.0 * laplacian(v)]
-    return jnp.stack(rows).reshape(-1)
+    def f(x: Any) -> Any:
+        u, v = x.reshape(2, size, size)
+        uuv = u * u * v
+
+        def laplacian(w: Any) -> Any:
+            near = jnp.roll(w, 1, 0) + jnp.roll(w, -1, 0) + jnp.roll(w, 1, 1) + jnp.roll(w, -1, 1)
+            return (near - 4 * w) * size**2
+
+        rows = [1 + uuv - 4.4 * u + 10.0 * laplacian(u), 3.4 * u - uuv + 10.0 * laplacian(v)]
+        return jnp.stack(rows).reshape(-1)
+
+    return f, _samples((2, size, size), batch)
+
+
+def burgers(size: int, batch: int) -> Flat:
+    """Central differences on a periodic line."""
+
+    def f(u: Any) -> Any:
+        ahead, behind = jnp.roll(u, -1), jnp.roll(u, 1)
+        return 0.01 * (ahead - 2 * u + behind) * size**2 - u * (ahead - behind) * (size / 2)
+
+    return f, _samples((size,), batch)
+
+
+def heat(size: int, batch: int) -> Flat:
+    """Heat in a square whose conductivity depends on the temperature; the border is at 0."""
+
+    def f(x: Any) -> Any:
+        u = jnp.pad(x.reshape(size, size), 1)
+        k = 1 + u * u
+        across = (k[1:-1, 1:] + k[1:-1, :-1]) * (u[1:-1, 1:] - u[1:-1, :-1])
+        along = (k[1:, 1:-1] + k[:-1, 1:-1]) * (u[1:, 1:-1] - u[:-1, 1:-1])
+        return (across[:, 1:] - across[:, :-1] + along[1:] - along[:-1]).reshape(-1)
+
+    return f, _samples((size, size), batch)
+
+
+def bundle(size: int, batch: int) -> Flat:
+    """Residuals of a bundle adjustment, of 4 observations of each point, by all cameras and points."""
+    data = scene(max(4, size // 25), size, 4)
+    camera_of, point_of, seen, count = data["camera_of"], data["point_of"], data["seen"], data["cameras"].size
+
+    def f(x: Any) -> Any:
+        camera, point = x[:count].reshape(-1, 7)[camera_of], x[count:].reshape(-1, 3)[point_of]
+        axis = camera[:, :3]
+        angle = jnp.sqrt((axis**2).sum(1, keepdims=True))
+        unit = axis / angle
+        turned = point * jnp.cos(angle) + jnp.cross(unit, point) * jnp.sin(angle)
+        turned = turned + unit * (unit * point).sum(1, keepdims=True) * (1 - jnp.cos(angle)) + camera[:, 3:6]
+        return (camera[:, 6:] * turned[:, :2] / turned[:, 2:] - seen).reshape(-1)
+
+    return f, jnp.asarray(np.concatenate([data["cameras"].reshape(-1), data["points"].reshape(-1)]))[None]
+
+
+def graph_network(size: int, batch: int) -> Flat:
+    """A layer of messages on a graph of four edges a node, 8 features each."""
+    data = graph(size, 4 * size, 8)
+    source, target, (own, sent) = data["source"], data["target"], data["weights"]
+
+    def f(x: Any) -> Any:
+        h = x.reshape(size, 8)
+        return h.at[target].add(jnp.tanh(h[target] @ own + h[source] @ sent)).reshape(-1)
+
+    return f, jnp.asarray(data["features"].reshape(1, -1))
+
+
+def _samples(shape: tuple[int, ...], batch: int) -> Any:
+    return jnp.asarray(np.stack([field(shape, sample) for sample in range(batch)]))
 
 
 def main() -> None:
-    """Print the seconds of the first call and of later ones as JSON; arguments: n, the batch, the seconds to take."""
-    n, batch, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    x = jnp.asarray([[(7 * i + 3 * sample) % 11 / 11 for i in range(2 * n * n)] for sample in range(batch)])
+    """Print the seconds of the first call and of later ones as JSON; arguments: problem, size, batch, seconds."""
+    name, size, batch, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    problems = {function.__name__: function for function in (brusselator, burgers, heat, bundle, graph_network)}
+    f, x = problems[name](size, batch)
     start = time.perf_counter()
-    of_one = asdex.jacobian(lambda x: brusselator(x, n), x[0])
+    of_one = asdex.jacobian(f, x[0])
     jacobian = jax.jit((lambda x: of_one(x[0]).data) if batch == 1 else jax.vmap(lambda x: of_one(x).data))
     jacobian(x).block_until_ready()
     first = time.perf_counter() - start

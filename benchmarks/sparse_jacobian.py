@@ -1,4 +1,4 @@
-"""Jacobians of discretised equations: prepared ones, against asdex, autograd's, and finite differences by groups."""
+"""Jacobians of equations, least squares and networks: prepared ones, against asdex, autograd's, and differences."""
 
 from __future__ import annotations
 
@@ -6,99 +6,216 @@ import functools
 import json
 import os
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import scipy.optimize._numdiff
 import torch
 
 import jacsparse
-from examples import brusselator
 
 from ._context import Context, Timing, one_thread, reason
-from ._experiment import Experiment, Row, compare
+from ._experiment import Comparison, Experiment, Row, compare
 from ._figures import bars
+from ._memory import peak_memory
+from ._problems import PROBLEMS, Problem, elements
 
-__all__ = ["SparseJacobian"]
+__all__ = ["Case", "SparseJacobian"]
 
-#: The variable that names a Python with asdex, and the program that times it.
-ASDEX, _PROGRAM = "JACSPARSE_ASDEX_PYTHON", Path(__file__).with_name("_asdex.py")
+#: The variable that names a Python with asdex; the programs that time it, and the first call of ours.
+ASDEX, _PEER, _FIRST = "JACSPARSE_ASDEX_PYTHON", "_asdex.py", "_first_call.py"
+#: The problems that are written in JAX too.
+_IN_JAX = ("brusselator", "burgers", "heat", "bundle", "graph_network")
+#: Those whose Jacobians SciPy estimates by differences of groups of columns.
+_EQUATIONS = ("brusselator", "burgers", "heat")
+#: Bytes of values from which the memory of a call has a target.
+_FEW = 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem of a size, and what its later calls should reach."""
+
+    problem: str
+    size: int
+    batch: int = 1
+    #: The least ratio of asdex's time to that of a prepared Jacobian.
+    asdex: float | None = None
+    #: The most seconds of a prepared Jacobian.
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.problem}, {self.size}" + (f", batch {self.batch}" if self.batch > 1 else "")
 
 
 @dataclass(frozen=True)
 class SparseJacobian(Experiment):
-    """The Jacobian of the 2-D Brusselator in float64 on one thread, later calls."""
+    """Jacobians in float64 (ResNet-8 in float32) on one thread: later calls, first calls and memory."""
 
-    #: Grids, and the number of samples.
-    cases: tuple[tuple[int, int], ...] = ((16, 1), (32, 1), (64, 1), (256, 1), (512, 1), (16, 16), (32, 16), (64, 16))
-    #: The largest grid that peers with a cost for each row take.
-    most: int = 32
+    cases: tuple[Case, ...] = (
+        Case("brusselator", 16, seconds=0.8e-3),
+        Case("brusselator", 32, seconds=0.8e-3),
+        Case("brusselator", 64, asdex=1 / 3),
+        Case("brusselator", 256, asdex=1 / 1.5),
+        Case("brusselator", 512, asdex=1 / 1.5),
+        Case("brusselator", 16, 16),
+        Case("brusselator", 32, 16),
+        Case("brusselator", 64, 16, asdex=1.0),
+        Case("burgers", 10_000),
+        Case("heat", 100),
+        Case("graph_network", 500),
+        Case("bundle", 500),
+        Case("autoencoder", 32),
+        Case("resnet8", 32),
+    )
+    #: The most elements of a dense Jacobian that peers with a cost for each row take.
+    most: int = 2**22
+    #: Whether Jacobians are timed under ``torch.compile``, which takes a compiler, and seconds for each.
+    compiled: bool = True
+    #: Processes whose first call is timed, of which the last counts: an earlier one compiles kernels.
+    processes: int = 2
 
     name = "sparse_jacobian"
-    title = "Jacobians of the 2-D Brusselator"
+    title = "Sparse Jacobians"
     source = "asdex (adrhill/asdex); torch.func.jacrev; SciPy's finite differences by groups of columns"
 
     def run(self, context: Context) -> list[Row]:
         with one_thread():
-            return [row for n, batch in self.cases for row in self._case(n, batch, context)]
+            return [row for case in self.cases for row in self._case(case, context)]
 
-    def _case(self, n: int, batch: int, context: Context) -> list[Row]:
-        group = f"N = {n}, batch {batch}"
-        values = [[(7 * i + 3 * sample) % 11 / 11 for i in range(2 * n * n)] for sample in range(batch)]
-        x = torch.tensor(values, dtype=torch.float64).reshape(batch, 2, n, n)
-        prepared = {
-            method: jacsparse.prepare_jacobian(brusselator, x, method=method) for method in ("products", "compressed")
-        }
+    def _case(self, case: Case, context: Context) -> list[Row]:
+        group, problem = str(case), PROBLEMS[case.problem](case.size, case.batch)
+        options: dict[str, Any] = {"argnums": problem.argnums, "batched": problem.batched}
+        prepared = jacsparse.prepare_jacobian(problem.f, *problem.args, **options)
         functions: dict[str, Callable[[], object]] = {
-            f"prepared, {method}": functools.partial(jacobian.values, x) for method, jacobian in prepared.items()
+            "prepared": functools.partial(prepared.values, *problem.args),
+            "jacobian": lambda: jacsparse.jacobian(problem.f, *problem.args, **options),
+            "f alone": lambda: problem.f(*problem.args),
         }
-        functions["jacobian"] = lambda: jacsparse.jacobian(brusselator, x)
-        functions["f alone"] = lambda: brusselator(x)
-        if n <= self.most and batch == 1:
-            functions["torch.func.jacrev"] = lambda: torch.func.jacrev(brusselator)(x)
-            functions["SciPy, differences by groups"] = _differences(prepared["products"].pattern, x)
+        if self.compiled:
+            under = jacsparse.prepare_jacobian(problem.f, *problem.args, **options, compile=True)
+            functions["prepared, compiled"] = functools.partial(under.values, *problem.args)
+        if any(type(argument) is float for argument in problem.args):
+            functions["prepared, another number at each call"] = _other_numbers(prepared, problem)
+        if case.batch == 1 and elements(problem) <= self.most:
+            functions["torch.func.jacrev"] = lambda: torch.func.jacrev(problem.f, problem.argnums)(*problem.args)
+            if case.problem in _EQUATIONS:
+                functions["SciPy, differences by groups"] = _differences(prepared.pattern, problem)
         timings = context.under(group).times(functions)
-        timings["asdex"] = _asdex(n, batch, context.seconds)
+        later, first = _asdex(case, context.seconds)
+        if case.problem in _IN_JAX:
+            timings["asdex"] = later
         rows = {label: Row.timed(label, timing, group=group, role=_role(label)) for label, timing in timings.items()}
-        if timings["asdex"].seconds:
-            ours = rows["prepared, products"]
-            ratio = compare("asdex / prepared", rows["asdex"], ours)
-            rows["prepared, products"] = Row(**{**vars(ours), "comparisons": ratio})
-        return list(rows.values())
+        rows["prepared"] = replace(rows["prepared"], note=f"{prepared.method}, nnz {prepared.pattern.nnz:,}")
+        _compare(rows, case)
+        return [*rows.values(), *self._first_calls(case, first), _memory(group, prepared, problem)]
+
+    def _first_calls(self, case: Case, asdex: float | None) -> list[Row]:
+        """Seconds of the first call in a new process, which has imported all, with kernels compiled before."""
+        seconds, problem = None, ""
+        for _ in range(self.processes):
+            seconds, problem = _timed_program([sys.executable, "-m", f"{__package__}.{_FIRST[:-3]}"], case, 0.0)
+        if seconds is None:
+            return [Row.missing("first call", problem, group=str(case))]
+        compared = () if asdex is None else (Comparison("asdex / ours", asdex / seconds["first"], at_least=1.0),)
+        rows = [Row.of_value("first call", seconds["first"], "time", "s", group=str(case), comparisons=compared)]
+        if asdex is not None:
+            rows.append(Row.of_value("asdex, first call", asdex, "time", "s", group=str(case), role="peer"))
+        return rows
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
-        bars(rows, path, self.title)
+        bars([row for row in rows if "first call" not in row.label], path, self.title)
 
 
-def _role(label: str) -> str:
+def _role(label: str) -> Any:
     if label == "f alone":
         return "reference"
     return "ours" if label.startswith(("prepared", "jacobian")) else "peer"
 
 
-def _differences(pattern: jacsparse.Pattern, x: torch.Tensor) -> Callable[[], object]:
+def _compare(rows: dict[str, Row], case: Case) -> None:
+    """Add the ratios of peers' times to ours."""
+    for label, least in (("prepared", case.asdex), ("prepared, compiled", 1 / 1.25)):
+        if label not in rows:
+            continue
+        comparisons = list(rows[label].comparisons)
+        if "asdex" in rows:
+            targets = {} if least is None else {"at_least": least}
+            comparisons += compare("asdex / ours", rows["asdex"], rows[label], **targets)
+        if label == "prepared" and case.seconds is not None and rows[label].median is not None:
+            comparisons.append(
+                Comparison(f"time / {1e3 * case.seconds} ms", (rows[label].median or 0.0) / case.seconds, at_most=1.0)
+            )
+        rows[label] = replace(rows[label], comparisons=tuple(comparisons))
+    for label in ("prepared", "jacobian"):
+        if "torch.func.jacrev" in rows:
+            ratio = compare("jacrev / ours", rows["torch.func.jacrev"], rows[label], at_least=0.95)
+            rows[label] = replace(rows[label], comparisons=(*rows[label].comparisons, *ratio))
+    changed = "prepared, another number at each call"
+    if changed in rows:
+        rows[changed] = replace(
+            rows[changed], comparisons=compare("changed / prepared", rows[changed], rows["prepared"])
+        )
+
+
+def _other_numbers(prepared: jacsparse.PreparedJacobian, problem: Problem) -> Callable[[], object]:
+    """Calls whose numbers are others than at the call before."""
+    state = [0]
+
+    def call() -> torch.Tensor:
+        state[0] += 1
+        args = [argument * (1 + state[0] % 2) if type(argument) is float else argument for argument in problem.args]
+        return prepared.values(*args)
+
+    return call
+
+
+def _differences(pattern: jacsparse.Pattern, problem: Problem) -> Callable[[], object]:
     """SciPy's finite differences with columns in groups."""
+    x, *others = problem.args
     groups = scipy.optimize._numdiff.group_columns(pattern.to_scipy())
 
     def f(flat: np.ndarray) -> np.ndarray:
-        return brusselator(torch.from_numpy(flat).reshape(x.shape)).flatten().numpy()
+        y: np.ndarray = problem.f(torch.from_numpy(flat).reshape(x.shape), *others).flatten().numpy()
+        return y
 
-    sparsity = (pattern.to_scipy(), groups)
-    start = x.flatten().numpy()
+    sparsity, start = (pattern.to_scipy(), groups), x.flatten().numpy()
     return lambda: scipy.optimize._numdiff.approx_derivative(f, start, method="2-point", sparsity=sparsity)
 
 
-def _asdex(n: int, batch: int, seconds: float) -> Timing:
-    """The timing of asdex, which another Python runs."""
-    python = os.environ.get(ASDEX)
-    if python is None:
-        return Timing([], 0, f"set {ASDEX} to a Python that has asdex")
-    command = [python, str(_PROGRAM), str(n), str(batch), str(seconds)]
+def _memory(group: str, prepared: jacsparse.PreparedJacobian, problem: Problem) -> Row:
+    """The memory of a call at its peak, with its result, beside the values themselves."""
+    values = prepared.values(*problem.args).nbytes
     try:
-        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+        peak = min(peak_memory(functools.partial(prepared.values, *problem.args)) for _ in range(3))
+    except (OSError, AttributeError) as error:
+        return Row.missing("prepared: memory of a call", reason(error), group=group)
+    # Less cannot be told from what else the process does.
+    ratio = Comparison("memory / values", peak / values, at_most=3.0 if values > _FEW else None)
+    return Row.of_value("prepared: memory of a call", peak / 2**20, "memory", "MiB", group=group, comparisons=(ratio,))
+
+
+def _asdex(case: Case, seconds: float) -> tuple[Timing, float | None]:
+    """The timing of asdex, which another Python runs, and the seconds of its first call."""
+    python = os.environ.get(ASDEX)
+    if python is None or case.problem not in _IN_JAX:
+        return Timing([], 0, f"set {ASDEX} to a Python that has asdex"), None
+    result, problem = _timed_program([python, str(Path(__file__).with_name(_PEER))], case, seconds)
+    if result is None:
+        return Timing([], 0, problem), None
+    return Timing(result["times"], len(result["times"])), result["first"]
+
+
+def _timed_program(command: Sequence[str], case: Case, seconds: float) -> tuple[Mapping[str, Any] | None, str]:
+    """What a program prints as JSON, or None and why."""
+    arguments = [case.problem, str(case.size), str(case.batch), str(seconds)]
+    try:
+        run = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True, timeout=600)
     except (OSError, subprocess.SubprocessError) as error:
-        return Timing([], 0, reason(error))
-    times = json.loads(run.stdout.splitlines()[-1])["times"]
-    return Timing(times, len(times))
+        return None, reason(error)
+    result: Mapping[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return result, ""

@@ -40,7 +40,7 @@ from benchmarks.recurrent_convergence import RecurrentConvergence, Task
 from benchmarks.recurrent_shapes import RecurrentShapes
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.simulation import SimulatedTraining
-from benchmarks.sparse_jacobian import SparseJacobian
+from benchmarks.sparse_jacobian import Case, SparseJacobian
 from benchmarks.spgemm import Spgemm
 from benchmarks.stiff_equations import StiffEquations
 from benchmarks.triangular_solvers import TriangularSolvers
@@ -64,7 +64,7 @@ SMALL: list[Experiment] = [
     Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
     FlopAnalysis(build=lambda _: Trained(small_network(), torch.randn(2, 2, 6, 6), {"retrained": 0.9})),
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
-    SparseJacobian(cases=((4, 1), (4, 2)), most=4),
+    SparseJacobian(cases=(Case("burgers", 8, asdex=1.0, seconds=1.0),), compiled=False, processes=1),
     StiffEquations(sizes=(3, 4), most=3, end=0.05),
     TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2),
     Leapfrog(depths=(1, 5), widths=(2, 3), batch=2, most=2),
