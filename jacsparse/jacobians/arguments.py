@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -85,8 +86,29 @@ class Arguments:
 
     def form(self) -> tuple[Any, ...]:
         """All that a prepared program depends on besides elements and numbers."""
-        forms = tuple([_form(leaf) for leaf in self.leaves])
-        return self.argnums, self.batched, self.specs, torch.get_default_dtype(), forms
+        return self.argnums, self.batched, self.specs, torch.get_default_dtype(), self._forms
+
+    @functools.cached_property
+    def _forms(self) -> tuple[Any, ...]:
+        return tuple([_form(leaf) for leaf in self.leaves])
+
+    def with_args(self, args: Sequence[Any]) -> Arguments | None:
+        """Other arguments of the same forms, where none of them holds several leaves; else None."""
+        if not len(args) == len(self.specs) == len(self.leaves):
+            return None
+        for number, (arg, form) in enumerate(zip(args, self._forms, strict=True)):
+            if _form(arg) != form:
+                return None
+            if number in self.places:
+                check_tensor("x" if len(args) == 1 else f"argument {number}", arg)
+        return replace(self, leaves=list(args))
+
+    def laid_out_as(self, other: Arguments) -> Arguments:
+        """The same arguments, whose tensors lie in memory as another call's do where they have their shapes."""
+        if len(self.leaves) != len(other.leaves):
+            return self
+        pairs = zip(self.leaves, other.leaves, strict=True)
+        return replace(self, leaves=[_laid_out(leaf, like) for leaf, like in pairs])
 
     @property
     def plain(self) -> list[Any]:
@@ -98,6 +120,16 @@ class Arguments:
             f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             for leaf in self.leaves
         )
+
+
+def _laid_out(leaf: Any, like: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or not isinstance(like, torch.Tensor):
+        return leaf
+    if leaf.layout != torch.strided or like.layout != torch.strided or leaf.shape != like.shape:
+        return leaf
+    if leaf.stride() == like.stride():
+        return leaf
+    return torch.empty_strided(like.shape, like.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf.detach())
 
 
 def _form(leaf: Any) -> Any:

@@ -146,7 +146,7 @@ class _Leaves:
         self.algebra = Algebra()
         #: The edges whose local derivatives are variables, in the order of these.
         self.derivatives: list[Edge] = []
-        #: Computes the variables, ``(variables, batch)``, from the function's inputs; None where there are none.
+        #: Computes the distinct local derivatives, a list of ``(batch, elements)``; None where there are none.
         self.graph: fx.GraphModule | None = None
         self.count = 0
         self._varying = _varying(function)
@@ -220,7 +220,8 @@ class _Leaves:
             firsts[part] = first
             first += part.meta["val"].shape[1]
         self.algebra.variables = self.count = first
-        put_together(self.graph, list(firsts))
+        self.graph.graph.output_node().args = (list(firsts),)
+        self.graph.recompile()
         return {
             edge: self._of_derivative(edge, firsts[part]) for edge, part in zip(self.derivatives, parts, strict=True)
         }
@@ -264,20 +265,6 @@ class _Leaves:
             return [parts[edge] for edge in self.derivatives]
 
         return graph_of_values(derivatives, function.inputs)
-
-
-def put_together(graph: fx.GraphModule, parts: list[fx.Node]) -> None:
-    """Let a graph return its parts, each ``(batch, elements)``, as one tensor, ``(elements, batch)``."""
-    aten, output, batch = torch.ops.aten, graph.graph.output_node(), parts[0].meta["val"].shape[0]
-    with graph.graph.inserting_before(output):
-        together = graph.graph.call_function(aten.cat.default, (parts, 1))
-        if batch == 1:
-            columns = graph.graph.call_function(aten.reshape.default, (together, [-1, 1]))
-        else:
-            rows = graph.graph.call_function(aten.t.default, (together,))
-            columns = graph.graph.call_function(aten.clone.default, (rows,), {"memory_format": torch.contiguous_format})
-    output.args = (columns,)
-    graph.recompile()
 
 
 def _varying(function: Linearised) -> set[fx.Node]:

@@ -6,42 +6,58 @@ import numpy as np
 
 from ..runtime import kernel
 
+# Indices are unsigned: Numba checks signed ones for being negative, which takes longer than the arithmetic.
+
 
 @kernel
-def weighted_sums(first, last, indptr, source, weight, constant, numbers, out):
-    for row in range(first, last):
-        total = constant[row]
-        for term in range(indptr[row], indptr[row + 1]):
+def add_weighted_sums(first, last, rows, indptr, source, weight, numbers, out):
+    for place in range(first, last):
+        row = rows[place]
+        total = out[row]
+        for term in range(indptr[place], indptr[place + 1]):
             total += weight[term] * numbers[source[term]]
         out[row] = total
 
 
 @kernel
-def weighted_sums_batch(first, last, indptr, source, weight, constant, numbers, out):
-    for row in range(first, last):
-        for sample in range(out.shape[1]):
-            out[row, sample] = constant[row]
-        for term in range(indptr[row], indptr[row + 1]):
-            factor, place = weight[term], source[term]
+def add_weighted_sums_batch(first, last, rows, indptr, source, weight, numbers, out):
+    for place in range(first, last):
+        row = rows[place]
+        for term in range(indptr[place], indptr[place + 1]):
+            factor, number = weight[term], source[term]
             for sample in range(out.shape[1]):
-                out[row, sample] += factor * numbers[place, sample]
+                out[row, sample] += factor * numbers[number, sample]
 
 
 @kernel
-def weighted_products(first, last, indptr, left, right, weight, numbers, out):
+def weighted_products(first, last, left, right, weight, numbers, out):
     for row in range(first, last):
-        total = out.dtype.type(0)
-        for term in range(indptr[row], indptr[row + 1]):
+        out[row] = weight[row] * numbers[left[row]] * numbers[right[row]]
+
+
+@kernel
+def weighted_products_batch(first, last, left, right, weight, numbers, out):
+    for row in range(first, last):
+        factor, a, b = weight[row], left[row], right[row]
+        for sample in range(out.shape[1]):
+            out[row, sample] = factor * numbers[a, sample] * numbers[b, sample]
+
+
+@kernel
+def add_weighted_products(first, last, rows, indptr, left, right, weight, numbers, out):
+    for place in range(first, last):
+        row = rows[place]
+        total = out[row]
+        for term in range(indptr[place], indptr[place + 1]):
             total += weight[term] * numbers[left[term]] * numbers[right[term]]
         out[row] = total
 
 
 @kernel
-def weighted_products_batch(first, last, indptr, left, right, weight, numbers, out):
-    for row in range(first, last):
-        for sample in range(out.shape[1]):
-            out[row, sample] = 0
-        for term in range(indptr[row], indptr[row + 1]):
+def add_weighted_products_batch(first, last, rows, indptr, left, right, weight, numbers, out):
+    for place in range(first, last):
+        row = rows[place]
+        for term in range(indptr[place], indptr[place + 1]):
             factor, a, b = weight[term], left[term], right[term]
             for sample in range(out.shape[1]):
                 out[row, sample] += factor * numbers[a, sample] * numbers[b, sample]

@@ -115,7 +115,11 @@ class PreparedJacobian:
         return self._taped.values(arguments.flat(), Reads(externals, self._reads.numbers))
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
+        alike = self._arguments.with_args(args)
+        if alike is not None and torch.get_default_dtype() == self._taped.form[3]:
+            return alike
         arguments = arguments_of(args, self._arguments.argnums, self._arguments.batched)
+        arguments = arguments.laid_out_as(self._arguments)
         if arguments.form() != self._taped.form:
             raise ValueError(
                 f"the arguments are {arguments}; this Jacobian is prepared for {self._arguments}: prepare one for these"

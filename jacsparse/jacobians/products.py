@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..runtime import run_rows
+from ..runtime import row_starts, run_rows
 from ..tracing import record
 from . import kernels
 from .folding import Folded
@@ -45,6 +45,7 @@ class Products:
         self._graph = (
             None if graph is None else torch.compile(graph.forward, dynamic=False) if compile else graph.forward
         )
+        self._passes = [_Pass(step) for step in folded.steps]
         self._weights: tuple[tuple[float, ...], list[np.ndarray]] | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -86,39 +87,49 @@ class Products:
         constant, *weights = self.weights(numbers)
         if self._graph is None:
             return torch.from_numpy(constant.copy())[:, None]
-        variables = self._graph(*inputs)
-        *steps, last = self.folded.steps
-        if steps:
-            computed = variables.new_empty((last.first, self.batch))
-            computed[: len(variables)] = variables
-            variables = computed
-        for step, weight in zip(steps, weights, strict=False):
-            self._run(step, weight, variables, variables[step.first : step.stop])
+        *passes, last = self._passes
+        variables = inputs[0].new_empty((last.step.first, self.batch))
+        torch.cat([part.T for part in self._graph(*inputs)], out=variables[: self.folded.derivatives])
         out = variables.new_empty((self.pattern.nnz, self.batch))
-        self._run(last, weights[-1], variables, out, constant)
+        computed, entries, constant = variables.numpy(), out.numpy(), constant[:, None]
+        if self.batch == 1:
+            computed, entries, constant = computed[:, 0], entries[:, 0], constant[:, 0]
+        for each, weight in zip(passes, weights, strict=False):
+            each.run(weight, computed, computed[each.step.first : each.step.stop], 0)
+        last.run(weights[-1], computed, entries, constant)
         return out
 
-    def _run(
-        self,
-        step: Step,
-        weight: np.ndarray,
-        variables: torch.Tensor,
-        out: torch.Tensor,
-        constant: np.ndarray | None = None,
-    ) -> None:
-        arrays = [variables.numpy(), out.numpy()]
-        suffix = "_batch"
-        if self.batch == 1:
-            arrays, suffix = [array.reshape(-1) for array in arrays], ""
-        if step.right is None:
-            if constant is None:
-                constant = np.zeros(len(out), dtype=weight.dtype)
-            kernel = getattr(kernels, f"weighted_sums{suffix}")
-            args: tuple[Any, ...] = (step.indptr, step.left, weight, constant)
-        else:
-            kernel = getattr(kernels, f"weighted_products{suffix}")
-            args = (step.indptr, step.left, step.right, weight)
-        run_rows(kernel, step.indptr, *args, *arrays, lanes=self.batch)
+
+class _Pass:
+    """A step as a kernel runs it, with unsigned indices, over the rows that have terms."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        counts = np.diff(step.indptr)
+        factors = [step.left] if step.right is None else [step.left, step.right]
+        rows = np.flatnonzero(counts)
+        self._work: np.ndarray | int = row_starts(counts[rows], step.indptr.dtype)
+        self._arrays = [_unsigned(array) for array in (rows, self._work, *factors)]
+        self._kernel = "add_weighted_sums" if step.right is None else "add_weighted_products"
+        self._adds = True
+        if step.right is not None and (counts == 1).all():
+            self._kernel, self._work, self._arrays, self._adds = (
+                "weighted_products",
+                len(counts),
+                self._arrays[2:],
+                False,
+            )
+
+    def run(self, weight: np.ndarray, variables: np.ndarray, out: np.ndarray, constant: np.ndarray | int) -> None:
+        """Compute the step's variables, ``(variables,)`` or ``(variables, batch)``, from those before it."""
+        if self._adds:
+            out[...] = constant
+        kernel, lanes = (self._kernel, 1) if out.ndim == 1 else (f"{self._kernel}_batch", out.shape[1])
+        run_rows(getattr(kernels, kernel), self._work, *self._arrays, weight, variables, out, lanes=lanes)
+
+
+def _unsigned(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.uint32 if array.max(initial=0) < 2**32 else np.uint64)
 
 
 class ChainProducts:

@@ -239,6 +239,16 @@ def test_the_cheaper_way_is_taken() -> None:
     assert_equal(prepared(h), dense(layer, h, batched=False))
 
 
+def test_arguments_that_lie_otherwise_in_memory() -> None:
+    def f(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x[:, 1:] * x[:, :-1] * scale.view(-1)[:3]
+
+    x, scale = drawn(3, 4), drawn(2, 3)
+    prepared = prepare_jacobian(f, x, scale)
+    for other, factor in ((drawn(4, 3).T, scale), (drawn(3, 8)[:, ::2], drawn(3, 2).T), (x[:1].expand(3, 4), scale)):
+        assert_equal(prepared(other, factor), dense(lambda x: f(x, factor.contiguous()), other.contiguous()))  # noqa: B023
+
+
 def test_jacobian_by_parameters() -> None:
     network = nn.Linear(3, 2).double()
     f = lambda parameters, x: torch.func.functional_call(network, parameters, x).tanh()  # noqa: E731
