@@ -48,9 +48,11 @@ def with_tensors(element: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 def kind_of(element: Any) -> str:
     """What all ranks' elements have to have in common, in words."""
-    tensors = tensors_of(element)
-    number = "" if isinstance(element, AffineMaps) else f" of {len(tensors)}"
-    return f"{type(element).__name__}{number}, {', '.join(sorted({str(tensor.dtype) for tensor in tensors}))}"
+    dtypes = [str(tensor.dtype) for tensor in tensors_of(element)]
+    # A parameter is a tensor, and affine maps may lack one of theirs.
+    name = "Tensor" if isinstance(element, torch.Tensor) else type(element).__name__
+    number = "" if isinstance(element, AffineMaps) else f" of {len(dtypes)}"
+    return f"{name}{number}, {', '.join(dict.fromkeys(dtypes))}"
 
 
 #: The patterns that were last sent to each rank, and received from it.

@@ -36,12 +36,13 @@ def exclusive_scan(
         may differ, as far as `combine` takes them. Affine maps are those of `jacsparse.affine`: `DenseMaps`,
         `DiagonalMaps`, `SparseMaps`.
     combine : callable
-        ``combine(earlier, later)``, associative and differentiable; `jacsparse.affine.compose` for affine maps.
+        ``combine(earlier, later)``, associative and differentiable; `jacsparse.affine.compose` for affine maps. Where it
+        reads tensors that require a gradient, elements have to require one; each rank gets its share of those gradients.
     group : ProcessGroup, optional
         The ranks; all of them call this function. By default all processes.
     initial : as `transfer`, optional
-        What comes before the first rank; only the first one's is read. By default nothing does: the first rank's result
-        is the identity for affine maps, and zeros for tensors.
+        What comes before the first rank; only the first one's values are read. By default nothing does: the first
+        rank's result is the identity for affine maps, and zeros for tensors.
     reverse : bool
         Whether the last rank is the first one of the scan.
     exchange : {"auto", "scan", "gather", "linear"}
@@ -78,11 +79,13 @@ def exclusive_scan(
     """
     if exchange not in ("auto", *EXCHANGES):
         raise ValueError(f"exchange is {exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
-    tensors, ranks = tensors_of(transfer), ranks_of(group)
+    tensors, ranks, kind = tensors_of(transfer), ranks_of(group), kind_of(transfer)
     described(tensors)
+    if initial is not None and kind_of(initial) != kind:
+        raise TypeError(f"initial is a {kind_of(initial)}; expected what the element is: {kind}")
     is_first = ranks.rank == (ranks.size - 1 if reverse else 0)
     inputs = tensors if initial is None or not is_first else [*tensors, *tensors_of(initial)]
-    facts = {"element": kind_of(transfer), "gradients": torch.is_grad_enabled(), "reverse": reverse}
+    facts = {"element": kind, "gradients": torch.is_grad_enabled(), "reverse": reverse}
     requires_grad = ranks.check(
         "start of the exclusive scan", {**facts, "exchange": exchange}, any(tensor.requires_grad for tensor in inputs)
     )
@@ -139,7 +142,9 @@ class RankScan:
     def combined(self, earlier: Any, later: Any) -> Any:
         """Two elements combined; the other ranks are told where that fails."""
         with self._ranks.during(self._phase):
-            return self._combine(earlier, later)
+            result = self._combine(earlier, later)
+            _check_combined(result, earlier, later)
+        return result
 
     def __call__(self, element: Any, first: Any = None) -> Any:
         """What comes before this rank: the combination of all lower ranks' elements, or `first` on the first one."""
@@ -172,6 +177,21 @@ class RankScan:
         tensors = list(_Exchange.apply(pairs, shapes, block, *tensors_of(block)))
         others = [with_tensors(shape, [tensors.pop(0) for _ in tensors_of(shape)]) for shape in shapes]
         return others, with_tensors(block, tensors)
+
+
+def _check_combined(result: Any, *elements: Any) -> None:
+    """TypeError or ValueError where a combination is of another kind than the elements, or its gradient would be lost."""
+    kind = kind_of(elements[0])
+    if kind_of(result) != kind:
+        raise TypeError(f"combine returned a {kind_of(result)}; expected what the elements are: {kind}")
+    before, after = (
+        any(tensor.requires_grad for each in group for tensor in tensors_of(each)) for group in (elements, [result])
+    )
+    if after and not before:
+        raise ValueError(
+            "combine reads a tensor that requires a gradient, and no element requires one; call requires_grad_() on "
+            "the elements, so that gradients go from rank to rank"
+        )
 
 
 class _Partners(NamedTuple):

@@ -49,6 +49,13 @@ def together(earlier, later):
     return later[0] @ earlier[0], later[0] @ earlier[1] + later[1]
 
 
+class Counted(NamedTuple):
+    """A sum, and of how many elements."""
+
+    sum: torch.Tensor
+    count: torch.Tensor
+
+
 class Five(NamedTuple):
     """More tensors than affine maps have."""
 
@@ -60,7 +67,7 @@ class Five(NamedTuple):
 
 
 def added(earlier, later):
-    return Five(*map(torch.add, earlier, later))
+    return type(earlier)(*map(torch.add, earlier, later))
 
 
 def rectangular(sizes):
@@ -92,6 +99,7 @@ def kinds(size):
     yield sparse_maps(sizes), compose, first.like(None, drawn(sizes[0], 1, 3))
     yield [drawn(0, 3) for _ in range(size)], torch.add, None
     yield [Five(*map(drawn, range(5))) for _ in range(size)], added, None
+    yield [Counted(torch.nn.Parameter(drawn(3)), torch.ones(2, dtype=torch.int64)) for _ in range(size)], added, None
     yield [drawn(3).requires_grad_(number == size - 1) for number in range(size)], torch.mul, None
     yield [drawn(3).detach() for _ in range(size)], torch.mul, drawn(3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from jacsparse.distributed import RankError, Ranks, exclusive_scan
 from .launch import run_ranks
 
 MODULE = "tests.distributed.scan_ranks"
+WEIGHT = torch.ones(2, requires_grad=True)
 
 
 @pytest.mark.parametrize(("case", "count"), [("equal", 5), ("counted", 5), ("destroyed", 1)])
@@ -79,6 +81,26 @@ def test_all_other_ranks_end_and_name_the_one_that_failed(kind: str, rank: int) 
 def test_wrong_arguments(element: object, options: dict[str, object], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         exclusive_scan(element, torch.add, **options)
+
+
+@pytest.mark.parametrize(
+    ("combine", "initial", "message"),
+    [
+        (torch.add, torch.ones(2).double(), "initial is a Tensor of 1, torch.float64; expected what the element is"),
+        (torch.add, (torch.ones(2),), "initial is a tuple of 1, torch.float32; expected"),
+        (lambda earlier, later: (earlier, later), torch.ones(2), "combine returned a tuple of 2, torch.float32"),
+        (lambda earlier, later: earlier.double(), torch.ones(2), "combine returned a Tensor of 1, torch.float64"),
+        (lambda earlier, later: 3, torch.ones(2), "an element of the scan is a int"),
+        (lambda earlier, later: earlier * WEIGHT, torch.ones(2), "combine reads a tensor that requires a gradient"),
+    ],
+)
+def test_elements_and_combinations_of_other_kinds(combine: Any, initial: Any, message: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises((TypeError, ValueError), match=message):
+            exclusive_scan(torch.ones(2), combine, initial=initial)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_maps_without_matrices_and_offsets() -> None:
