@@ -71,10 +71,7 @@ class Ranks:
     @property
     def group(self) -> dist.ProcessGroup:
         """The group; ValueError where it is destroyed."""
-        group = self._group()
-        if group is None:
-            raise ValueError("the process group is destroyed; make another one, and run forward again")
-        return group
+        return _registered(self._group())
 
     def _store(self) -> Any:
         """Where ranks write down why they fail: the launcher's store, which outlives them; None without one."""
@@ -319,11 +316,20 @@ def checked_group(group: Any) -> dist.ProcessGroup:
     """
     if dist.is_available():
         if isinstance(group, dist.ProcessGroup):
-            return group
+            return _registered(group)
         # What new_group returns to all other processes.
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("this process is not part of process_group; pass the group on its own processes alone")
     raise TypeError(f"process_group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup")
+
+
+def _registered(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group; ValueError where it is destroyed."""
+    if group is not None:
+        with contextlib.suppress(ValueError):
+            dist.get_global_rank(group, 0)
+            return group
+    raise ValueError("the process group is destroyed; make another one, and run forward again")
 
 
 def _check_initialised() -> None:

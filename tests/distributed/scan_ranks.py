@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import jacsparse
 from jacsparse import Pattern
 from jacsparse.distributed import (
     DenseMaps,
@@ -170,12 +171,25 @@ def counted():
 
 
 def destroyed():
-    """Nothing refers to a group that is destroyed; what its ranks know goes with it."""
+    """A group that is destroyed is named as such; nothing refers to it, and what its ranks know goes with it."""
     group = dist.new_group()
     exclusive_scan(sparse_maps([2, 3, 4])[0], compose, group)
     ranks = weakref.ref(ranks_of(group))
+    layer = jacsparse.nn.GRU(3, 4, process_group=group)
+    output = layer(torch.ones(2, 1, 3))[0]
     dist.destroy_process_group(group)
-    del group
+    for use in (
+        lambda: layer(torch.ones(2, 1, 3)),
+        output.sum().backward,
+        lambda: exclusive_scan(output, added, group),
+    ):
+        try:
+            use()
+        except ValueError as error:
+            assert "the process group is destroyed; make another one" in str(error), error
+        else:
+            raise AssertionError("a destroyed group was used")
+    del group, layer, output, use
     gc.collect()
     assert ranks() is None
 
