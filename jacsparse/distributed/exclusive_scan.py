@@ -36,8 +36,8 @@ def exclusive_scan(
         may differ, as far as `combine` takes them. Affine maps are those of `jacsparse.affine`: `DenseMaps`,
         `DiagonalMaps`, `SparseMaps`.
     combine : callable
-        ``combine(earlier, later)``, associative and differentiable; `jacsparse.affine.compose` for affine maps. Where it
-        reads tensors that require a gradient, elements have to require one; each rank gets its share of those gradients.
+        ``combine(earlier, later)``, associative and differentiable; `jacsparse.affine.compose` for affine maps. Where
+        it reads weights that require a gradient, elements have to require one; each rank gets its share of it.
     group : ProcessGroup, optional
         The ranks; all of them call this function. By default all processes.
     initial : as `transfer`, optional
@@ -180,7 +180,7 @@ class RankScan:
 
 
 def _check_combined(result: Any, *elements: Any) -> None:
-    """TypeError or ValueError where a combination is of another kind than the elements, or its gradient would be lost."""
+    """TypeError or ValueError where a combination is of another kind than its elements, or a gradient would be lost."""
     kind = kind_of(elements[0])
     if kind_of(result) != kind:
         raise TypeError(f"combine returned a {kind_of(result)}; expected what the elements are: {kind}")
@@ -204,16 +204,41 @@ class _Partners(NamedTuple):
     number: int
 
 
+def in_turns(
+    rank: int,
+    targets: Sequence[int],
+    sources: Sequence[int],
+    send: Callable[[int], None],
+    receive: Callable[[int], Any],
+) -> list[Any]:
+    """What a rank receives from others, to some of which it sends.
+
+    Of two ranks that send to each other the lower sends first: with NCCL both sends could wait for each other.
+    """
+    last = [target for target in targets if target in sources and target < rank]
+    for target in targets:
+        if target not in last:
+            send(target)
+    received = [receive(source) for source in sources]
+    for target in last:
+        send(target)
+    return received
+
+
 class _Exchange(torch.autograd.Function):
     """Send a block to some ranks and receive those of others; back, send gradients to those, and add up the block's."""
 
     @staticmethod
     def forward(ctx: Any, partners: _Partners, shapes: list[Any], block: Any, *tensors: torch.Tensor) -> Any:
         messages, targets, sources, phase, number = partners
-        for target in targets:
-            messages.send(block, target, phase, number)
         # The list is filled for the caller, since a Function returns tensors alone.
-        shapes.extend(messages.receive(block, source, phase, number) for source in sources)
+        shapes += in_turns(
+            messages.ranks.rank,
+            targets,
+            sources,
+            lambda target: messages.send(block, target, phase, number),
+            lambda source: messages.receive(block, source, phase, number),
+        )
         ctx.partners, ctx.counts = partners, [len(tensors_of(shape)) for shape in shapes]
         return (*(tensor for shape in shapes for tensor in tensors_of(shape)), *tensors)
 
@@ -221,13 +246,19 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         messages, targets, sources, phase, number = ctx.partners
-        rest, phase = list(gradients), f"backward pass of the {phase}"
-        for source, count in zip(sources, ctx.counts, strict=True):
-            messages.ranks.send([rest.pop(0) for _ in range(count)], source, phase, number)
-        for target in targets:
-            received, _ = messages.ranks.expect(target, phase).message(number)
+        ranks, rest, phase = messages.ranks, list(gradients), f"backward pass of the {phase}"
+        of_others = {
+            source: [rest.pop(0) for _ in range(count)] for source, count in zip(sources, ctx.counts, strict=True)
+        }
+        for received in in_turns(
+            ranks.rank,
+            sources,
+            targets,
+            lambda source: ranks.send(of_others[source], source, phase, number),
+            lambda target: ranks.expect(target, phase).message(number)[0],
+        ):
             rest = [gradient + other.to(gradient.device) for gradient, other in zip(rest, received, strict=True)]
-        messages.ranks.flush()
+        ranks.flush()
         return (None, None, None, *rest)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from jacsparse.affine import DenseMaps
 from jacsparse.distributed import RankError, Ranks, exclusive_scan
+from jacsparse.distributed.exclusive_scan import in_turns
 
 from .launch import run_ranks
 
@@ -22,6 +23,28 @@ WEIGHT = torch.ones(2, requires_grad=True)
 def test_scans_on_1_to_5_ranks(case: str, count: int) -> None:
     for ended in run_ranks(MODULE, case, count=count):
         assert ended.status == 0, ended.output
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets", "sources", "calls"),
+    [
+        (0, [1], [1], ["send 1", "receive 1"]),
+        (1, [0], [0], ["receive 0", "send 0"]),
+        (2, [3, 4], [0, 1], ["send 3", "send 4", "receive 0", "receive 1"]),
+        (2, [1, 3], [1, 3], ["send 3", "receive 1", "receive 3", "send 1"]),
+    ],
+)
+def test_the_lower_of_two_ranks_sends_first(
+    rank: int, targets: list[int], sources: list[int], calls: list[str]
+) -> None:
+    log: list[str] = []
+
+    def receive(source: int) -> int:
+        log.append(f"receive {source}")
+        return source
+
+    assert in_turns(rank, targets, sources, lambda target: log.append(f"send {target}"), receive) == sources
+    assert log == calls
 
 
 def test_the_first_failure_stays_the_cause() -> None:
