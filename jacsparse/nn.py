@@ -10,6 +10,7 @@ from torch import nn
 
 from .patterns import UnsupportedOperatorError
 from .recurrence import GRU, LSTM, RNN, Recurrent, convert
+from .runtime import uncompiled
 from .scan import Puller, Scanner, StageRanks, scanned
 from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
@@ -131,15 +132,19 @@ class Scan(_OfChain):
         super().__init__(module, pruned)
         self.schedule = schedule
         self.memory_limit = memory_limit
-        self._across = None if process_group is None else StageRanks(process_group, exchange)
+        self._across = StageRanks.of(process_group, exchange)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``module(x)``, or the whole chain's output where it goes across ranks."""
         if self._across is None:
             return super().forward(x)
+        return self._forward_across(self._across, x)
+
+    @uncompiled
+    def _forward_across(self, across: StageRanks, x: torch.Tensor) -> torch.Tensor:
         if is_recording() or torch.compiler.is_compiling():
-            raise UnsupportedOperatorError("a Scan across ranks cannot be recorded, exported or compiled; call it")
-        return self._across.output(self.module, check_input("x", x), self._run_part)
+            raise UnsupportedOperatorError("a Scan across ranks cannot be recorded or exported; call it")
+        return across.output(self.module, check_input("x", x), self._run_part)
 
     def _run_part(self, x: torch.Tensor) -> tuple[Scanner, Run]:
         chain, run = self._chains_of_module().of(x)

@@ -607,6 +607,13 @@ class Message(NamedTuple):
 EXCHANGES = ("linear", "gather", "scan")
 
 
+def check_exchange(exchange: str) -> str:
+    """The name of an exchange, ``auto`` or one of `EXCHANGES`; ValueError where it is none."""
+    if exchange not in ("auto", *EXCHANGES):
+        raise ValueError(f"exchange is {exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
+    return exchange
+
+
 def exchanges(ranks: int, way: str = "scan") -> tuple[tuple[Message, ...], ...]:
     """The rounds of messages of an exclusive scan across ranks that hold one element each.
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ..affine import AffineMaps
-from ..schedule import EXCHANGES, Message, exchanges
+from ..schedule import Message, check_exchange, exchanges
 from .elements import ElementMessages, kind_of, tensors_of, with_tensors
 from .ranks import Ranks, described, ranks_of
 
@@ -77,8 +77,7 @@ def exclusive_scan(
     tensor([5.])
     >>> dist.destroy_process_group()
     """
-    if exchange not in ("auto", *EXCHANGES):
-        raise ValueError(f"exchange is {exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
+    check_exchange(exchange)
     tensors, ranks, kind = tensors_of(transfer), ranks_of(group), kind_of(transfer)
     described(tensors)
     if initial is not None and kind_of(initial) != kind:

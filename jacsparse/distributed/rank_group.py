@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from ..schedule import EXCHANGES
+from ..schedule import check_exchange
 from .ranks import Ranks, checked_group, ranks_of
 
 
@@ -30,9 +30,13 @@ class RankGroup:
 
     def __init__(self, group: dist.ProcessGroup, exchange: str = "auto") -> None:
         self.group = checked_group(group)
-        if exchange not in ("auto", *EXCHANGES):
-            raise ValueError(f"exchange is {exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
-        self.exchange = exchange
+        self.exchange = check_exchange(exchange)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, exchange: str) -> Self | None:
+        """The ranks of a group; None without one, where the exchange has to be one all the same."""
+        check_exchange(exchange)
+        return None if group is None else cls(group, exchange)
 
     @property
     def ranks(self) -> Ranks:

@@ -189,7 +189,7 @@ class Recurrent(nn.RNNBase):
             )
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
         _check_options(schedule, forward, chunk)
-        self._across = None if process_group is None else SequenceRanks(process_group, exchange)
+        self._across = SequenceRanks.of(process_group, exchange)
         self._pass: _Pass | _LeftToTorch = _Pass([], [])
 
     @property

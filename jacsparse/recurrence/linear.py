@@ -180,10 +180,10 @@ def linear_recurrence(
         if tensor.dtype != b.dtype:
             raise TypeError(f"{name} is {tensor.dtype} and b is {b.dtype}; convert one of them")
     parse(schedule, "linear")
-    part = None
-    if process_group is not None:
+    part, across = None, SequenceRanks.of(process_group, exchange)
+    if across is not None:
         facts = {"A": type(A).__name__, "size": size, "batch": batch, "dtype": str(b.dtype), "reverse": reverse}
-        part = SequenceRanks(process_group, exchange).part(facts, time, (b, start, *A.tensors))
+        part = across.part(facts, time, (b, start, *A.tensors))
         start = part.joined(start)
     direction = -1 if reverse else 1
     states: torch.Tensor = _Recurrence.apply(A.form, direction, schedule, reports, part, b, start, *A.tensors)

@@ -108,8 +108,8 @@ def backward(
     ValueError
         Where the module draws random numbers, or a shape does not fit.
     """
-    if process_group is not None:
-        across = StageRanks(process_group, exchange)
+    across = StageRanks.of(process_group, exchange)
+    if across is not None:
         return _backward(lambda leaf: _across(across, schedule, check_module(module), leaf), x, grad_output)
     return backward_by(lambda chain: Scanner(chain, schedule), module, x, grad_output)
 

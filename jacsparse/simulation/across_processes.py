@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..interconnect import Interconnect
 from ..patterns import Pattern
-from ..schedule import EXCHANGES, exchanges
+from ..schedule import EXCHANGES, check_exchange, exchanges
 from .timetable import Job, Outcome, Timetable, run
 from .training_method import TrainingMethod, exchange, forward_through, sum_shared_gradients
 from .workload import Workload
@@ -40,8 +40,7 @@ class AcrossRanks(TrainingMethod):
     cuts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.exchange not in ("auto", *EXCHANGES):
-            raise ValueError(f"exchange is {self.exchange!r}; expected one of auto, {', '.join(EXCHANGES)}")
+        check_exchange(self.exchange)
 
     def most(self, workload: Workload) -> int:
         return len(workload) if self.cuts is None else len(self.cuts) + 1

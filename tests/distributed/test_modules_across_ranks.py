@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,9 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from jacsparse.models import default_settings, train
+from jacsparse.patterns import UnsupportedOperatorError
 
 import jacsparse
+from jacsparse.recurrence import Diagonal, linear_recurrence
 
 from .launch import ROOT, run_ranks
 
@@ -92,6 +96,35 @@ def test_what_is_no_process_group() -> None:
         with pytest.raises(TypeError, match="process_group is a str; expected a"):
             make("gloo")
     assert pickle.loads(pickle.dumps(jacsparse.nn.GRU(3, 4))).hidden_size == 4
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: jacsparse.nn.GRU(3, 4, exchange="ring"),
+        lambda: jacsparse.nn.Scan(torch.nn.ReLU(), exchange="ring"),
+        lambda: jacsparse.backward(torch.nn.ReLU(), torch.ones(1, 2), torch.ones(1, 2), exchange="ring"),
+        lambda: linear_recurrence(Diagonal(torch.ones(2, 1, 1)), torch.ones(2, 1, 1), exchange="ring"),
+    ],
+)
+def test_an_exchange_is_checked_without_a_group(call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="exchange is 'ring'; expected one of auto, linear, gather, scan"):
+        call()
+
+
+def test_compiled_and_recorded() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
+        scan = jacsparse.nn.Scan(module, process_group=dist.group.WORLD)
+        y = torch.compile(torch.nn.Sequential(scan, torch.nn.Tanh()), backend="eager")(x)
+        y.sum().backward()
+        torch.testing.assert_close(y, module(x).tanh())
+        assert module.weight.grad is not None
+        with pytest.raises(UnsupportedOperatorError, match="a Scan across ranks cannot be recorded or exported"):
+            jacsparse.jacobian(scan, x)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_bitstream_trained_by_torchrun(tmp_path: Path) -> None:
