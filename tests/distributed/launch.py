@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -81,6 +82,16 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
     case, *values = (int(value) if value.isdecimal() else value for value in arguments)
     getattr(importlib.import_module(module), case)(*values)
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    """A context with a group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def impatient_group(kind: str) -> dist.ProcessGroup:

@@ -13,7 +13,7 @@ from jacsparse.affine import DenseMaps
 from jacsparse.distributed import RankError, Ranks, exclusive_scan
 from jacsparse.distributed.exclusive_scan import in_turns
 
-from .launch import run_ranks
+from .launch import one_rank, run_ranks
 
 MODULE = "tests.distributed.scan_ranks"
 WEIGHT = torch.ones(2, requires_grad=True)
@@ -48,14 +48,13 @@ def test_the_lower_of_two_ranks_sends_first(
 
 
 def test_the_first_failure_stays_the_cause() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    ranks = Ranks(dist.group.WORLD)
-    ranks._faults = dist.HashStore()
-    with pytest.raises(ArithmeticError), ranks.during("forward pass"):
-        raise ArithmeticError("made to fail")
-    with pytest.raises(RankError), ranks.waiting_for(None, "backward pass"):
-        raise RuntimeError("closed")
-    dist.destroy_process_group()
+    with one_rank() as group:
+        ranks = Ranks(group)
+        ranks._faults = dist.HashStore()
+        with pytest.raises(ArithmeticError), ranks.during("forward pass"):
+            raise ArithmeticError("made to fail")
+        with pytest.raises(RankError), ranks.waiting_for(None, "backward pass"):
+            raise RuntimeError("closed")
     assert json.loads(ranks._faults.get("0")) == [0, "ArithmeticError in the forward pass: made to fail"]
 
 
@@ -118,12 +117,8 @@ def test_wrong_arguments(element: object, options: dict[str, object], message: s
     ],
 )
 def test_elements_and_combinations_of_other_kinds(combine: Any, initial: Any, message: str) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises((TypeError, ValueError), match=message):
-            exclusive_scan(torch.ones(2), combine, initial=initial)
-    finally:
-        dist.destroy_process_group()
+    with one_rank() as group, pytest.raises((TypeError, ValueError), match=message):
+        exclusive_scan(torch.ones(2), combine, group, initial=initial)
 
 
 def test_maps_without_matrices_and_offsets() -> None:

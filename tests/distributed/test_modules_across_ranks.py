@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from jacsparse.models import default_settings, train
 from jacsparse.patterns import UnsupportedOperatorError
 
 import jacsparse
 from jacsparse.recurrence import Diagonal, linear_recurrence
 
-from .launch import ROOT, run_ranks
+from .launch import ROOT, one_rank, run_ranks
 
 RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stage_ranks"
 
@@ -113,18 +112,15 @@ def test_an_exchange_is_checked_without_a_group(call: Callable[[], object]) -> N
 
 
 def test_compiled_and_recorded() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        module, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
-        scan = jacsparse.nn.Scan(module, process_group=dist.group.WORLD)
+    module, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
+    with one_rank() as group:
+        scan = jacsparse.nn.Scan(module, process_group=group)
         y = torch.compile(torch.nn.Sequential(scan, torch.nn.Tanh()), backend="eager")(x)
         y.sum().backward()
         torch.testing.assert_close(y, module(x).tanh())
         assert module.weight.grad is not None
         with pytest.raises(UnsupportedOperatorError, match="a Scan across ranks cannot be recorded or exported"):
             jacsparse.jacobian(scan, x)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_bitstream_trained_by_torchrun(tmp_path: Path) -> None:
