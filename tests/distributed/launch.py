@@ -97,5 +97,5 @@ def one_rank() -> Iterator[dist.ProcessGroup]:
 def impatient_group(kind: str) -> dist.ProcessGroup:
     """A group of all ranks, which have begun, for a kind of fault: some are noticed by the group's timeout alone."""
     dist.barrier()
-    group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=12 if kind in ("stop", "more") else 60))
+    group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=6 if kind in ("stop", "more") else 60))
     return group

@@ -16,22 +16,22 @@ from .launch import impatient_group
 from .scan_ranks import drawn, fail, groups
 
 LAYERS = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
+EXCHANGES = ("linear", "gather", "scan", "auto")
 #: Steps of each of five ranks, of which as many are taken as there are ranks.
 LENGTHS = ((4, 7, 1, 6, 3), (3, 0, 5, 0, 2), (0, 2, 0, 3, 1))
 
 
 def equal():
     """Layers across ranks against torch.nn's in this process: outputs, last states and all gradients."""
-    cases = itertools.cycle(itertools.product(("linear", "gather", "scan", "auto"), LENGTHS, (1, 16)))
+    layers = list(itertools.product(LAYERS, (1, 3), (False, True), (False, True)))
     for size, group in groups():
-        for name, layers, both, batch_first in itertools.product(LAYERS, (1, 3), (False, True), (False, True)):
-            exchange, lengths, batch = next(cases)
-            compare(name, group, lengths[:size], batch, exchange, num_layers=layers, bidirectional=both,
+        for number, (name, num_layers, both, batch_first) in enumerate(layers[size % 3 :: 3], 8 * size):
+            # Four, three and five have no common divisor, so that each option meets each other one.
+            exchange, lengths, batch = EXCHANGES[number % 4], LENGTHS[number % 3], (1, 16, 3, 0, 2)[number % 5]
+            compare(name, group, lengths[:size], batch, exchange, num_layers=num_layers, bidirectional=both,
                     batch_first=batch_first)  # fmt: skip
         relu = {"nonlinearity": "relu", "schedule": "chunked:2", "forward": "parallel", "chunk": 2}
         compare("RNN", group, LENGTHS[0][:size], 3, "scan", **relu)
-        for exchange in ("linear", "gather", "scan"):
-            compare("LSTM", group, LENGTHS[1][:size], 0, exchange, bidirectional=True)
         inputs_of_one_rank(group, size)
 
 
@@ -65,11 +65,13 @@ def linear():
         "scaled": lambda time, batch: (Scaled, (drawn(3, 3), drawn(time, batch, 3))),
         "sparse": lambda time, batch: (functools.partial(Sparse, pattern), (drawn(time, 4, batch),)),
     }
-    exchanges = itertools.cycle(("linear", "gather", "scan", "auto"))
+    calls = list(itertools.product(EXCHANGES[:3], LENGTHS))
     for size, group in groups():
-        for name, lengths, reverse in itertools.product(forms, LENGTHS, (False, True)):
+        for number, (name, reverse) in enumerate(itertools.product(forms, (False, True)), 8 * size):
             torch.manual_seed(size)
-            rank, lengths, exchange = dist.get_rank(group), lengths[:size], next(exchanges)
+            # Nine and eight have no common divisor, so that each form meets each call.
+            exchange, lengths = calls[number % 9]
+            rank, lengths = dist.get_rank(group), lengths[:size]
             form, tensors = forms[name](sum(lengths), 2)
             b, h0, weights = drawn(sum(lengths), 2, 3), drawn(2, 3), drawn(sum(lengths), 2, 3).detach()
             leaves = [*tensors, b, h0]
