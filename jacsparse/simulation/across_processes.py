@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -120,10 +121,11 @@ class _Passes:
         # Nobody asks for the product of the first rank's stages.
         blocks += [self._product(rank) for rank in reversed(range(1, count - 1))] + [blocks[0]] * (count > 1)
         before: list[_Map | None] = [None] * count
+        target = operator.attrgetter("target")
         for messages in exchanges(count, way):
             sent = list(blocks)
-            for place in dict.fromkeys(message.target for message in messages):
-                received = [message for message in messages if message.target == place]
+            for place, incoming in itertools.groupby(sorted(messages, key=target), target):
+                received = list(incoming)
                 combine = functools.partial(self._combined, count - 1 - place)
                 other = functools.reduce(combine, [sent[message.source] for message in received])
                 if received[0].source > place:
