@@ -55,8 +55,8 @@ def tables(simulation: Simulation) -> Iterator[Any]:
 def _methods(simulation: Simulation) -> Any:
     """A table with a line for each method and number of workers."""
     table = new_table(
-        f"{simulation.name}: {simulation.stages:,} stages, batch {simulation.samples:,}, {simulation.costs}; messages "
-        f"{short_time(simulation.latency)}, {short(simulation.bandwidth)}B/s"
+        f"{simulation.name}: {_sizes(simulation)}, {simulation.costs}; "
+        f"messages {short_time(simulation.latency)}, {short(simulation.bandwidth)}B/s"
     )
     table.add_column("", overflow="fold")
     for column in ("p", "steps", "per step", "total", "memory", "sent"):
@@ -74,6 +74,10 @@ def _methods(simulation: Simulation) -> Any:
                 end_section=number == len(rows) - 1,
             )
     return table
+
+
+def _sizes(simulation: Simulation) -> str:
+    return f"{simulation.stages:,} stage{'s' if simulation.stages > 1 else ''}, batch {simulation.samples:,}"
 
 
 def _idle(simulation: Simulation) -> str:
@@ -95,7 +99,7 @@ def _choices(simulation: Simulation) -> Iterator[str]:
 
 def _predictions(simulation: Simulation) -> Any:
     """A table with a line for each formula."""
-    table = new_table("the papers' formulas without constants, and what is simulated, on the most workers")
+    table = new_table("The papers' formulas without constants, and what is simulated, on the most workers")
     for column in ("", "formula", ""):
         table.add_column(column, no_wrap=True)
     for column in ("p", "paper", "simulated"):
@@ -122,16 +126,15 @@ def _conclusions(simulation: Simulation) -> Iterator[str]:
         ratio = simulation.largest_product / max(1, simulation.largest_factor)
         most = "at most " if simulation.bounded else ""
         yield (
-            f"Fill-in: the largest product of a full scan has {most}{simulation.largest_product:,} entries, "
-            f"{ratio:.3g} times those of the largest Jacobian, {simulation.largest_factor:,}, which is the bound of "
-            "section 3.6."
+            f"Fill-in: the largest product of a full scan has {most}{simulation.largest_product:,} entries; section "
+            f"3.6 expects no more than the largest Jacobian's {simulation.largest_factor:,}, a ratio of {ratio:.3g}."
         )
     each = simulation.break_even
     if each is not None:
         yield (
-            f"C_BPPSA / C_Base = {short_time(each.scan_step)} / {short_time(each.base_step)} = "
-            f"{each.scan_step / each.base_step:.3g} < n / log2 n, the poster's break-even, "
-            f"{'holds' if each.holds else 'fails'} for these n = {each.n:,}: it holds from n = {each.starts:,} on."
+            f"The poster's break-even, C_BPPSA / C_Base < n / log2 n, {'holds' if each.holds else 'fails'} at n = "
+            f"{each.n:,}: the left side is {short_time(each.scan_step)} / {short_time(each.base_step)} = "
+            f"{each.scan_step / each.base_step:.3g}. It holds from n = {each.starts:,} on."
         )
 
 
@@ -148,7 +151,7 @@ def simulation_figure(simulation: Simulation, path: str | os.PathLike[str]) -> N
         for name, rows in simulation.methods.items()
     }
     draw_methods(lines, max(simulation.workers), panels)
-    names = f"{simulation.name}, {simulation.stages:,} stages, batch {simulation.samples:,}"
+    names = f"{simulation.name}, {_sizes(simulation)}"
     figure.suptitle(f"{names}; {simulation.costs}. Dotted: further workers are idle", fontsize=9)
     save_figure(figure, path)
 
