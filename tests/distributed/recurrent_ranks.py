@@ -25,8 +25,8 @@ def equal():
     """Layers across ranks against torch.nn's in this process: outputs, last states and all gradients."""
     layers = list(itertools.product(LAYERS, (1, 3), (False, True), (False, True)))
     for size, group in groups():
-        for number, (name, num_layers, both, batch_first) in enumerate(layers[size % 3 :: 3], 8 * size):
-            # Four, three and five have no common divisor, so that each option meets each other one.
+        for number, (name, num_layers, both, batch_first) in enumerate(layers[size % 3 :: 3], 9 * size):
+            # Nine more at each size, so that each value of an option meets each of any other one.
             exchange, lengths, batch = EXCHANGES[number % 4], LENGTHS[number % 3], (1, 16, 3, 0, 2)[number % 5]
             compare(name, group, lengths[:size], batch, exchange, num_layers=num_layers, bidirectional=both,
                     batch_first=batch_first)  # fmt: skip
@@ -67,9 +67,9 @@ def linear():
     }
     calls = list(itertools.product(EXCHANGES[:3], LENGTHS))
     for size, group in groups():
-        for number, (name, reverse) in enumerate(itertools.product(forms, (False, True)), 8 * size):
+        for number, (name, reverse) in enumerate(itertools.product(forms, (False, True)), 7 * size):
             torch.manual_seed(size)
-            # Nine and eight have no common divisor, so that each form meets each call.
+            # Seven more at each size, so that each form meets each exchange, and each of the lengths.
             exchange, lengths = calls[number % 9]
             rank, lengths = dist.get_rank(group), lengths[:size]
             form, tensors = forms[name](sum(lengths), 2)
