@@ -12,6 +12,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
 from .coloring import row_colors
 from .convolution import Convolution, Sliding
 from .drawing import picture
+from .engine import gradient_of
 from .layout import WHOLE, Layout, MixedSamplesError
 from .pattern import Pattern
 from .pooling import Adaptive, Pooling
@@ -57,6 +58,7 @@ __all__ = [
     "any_nonzero_at",
     "batch_last",
     "gathered",
+    "gradient_of",
     "is_pointwise",
     "picture",
     "register_rule",

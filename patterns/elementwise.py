@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from .engine import gradient_of
 from .layout import Labels
 from .pattern import Pattern
 from .rules import POINTWISE, Call, Rule, Use, add_rule
@@ -102,8 +103,7 @@ class _PointwiseRule(_DiagonalRule):
             arguments[name] = _aligned(other, rank)
         with torch.enable_grad():
             y = call.function({**arguments, call.argument: operand})
-        (derivative,) = torch.autograd.grad(y, operand, torch.ones_like(y), materialize_grads=True)
-        return derivative
+        return gradient_of(y, operand, torch.ones_like(y))
 
 
 @add_rule("aten.where")

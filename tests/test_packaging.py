@@ -131,4 +131,4 @@ def test_what_is_imported_is_declared() -> None:
                 elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
                     imported.add(node.module.partition(".")[0])
     others = imported - sys.stdlib_module_names - {"jacsparse"}
-    assert {known.get(name, name) for name in others} <= names and "networkx" in others
+    assert {known.get(name, name) for name in others} <= names and "matplotlib" in others

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..patterns import Identity, Pattern, is_pointwise
+from ..patterns import Identity, Pattern, gradient_of, is_pointwise
 from ..stages import Accumulation, Edge, Record, eliminate
 from ..tracing import graph_of_values
 from .linearised import Linearised, evaluated
@@ -294,5 +294,4 @@ def _derivative(node: fx.Node, args: tuple[Any, ...], place: int, result: torch.
     with torch.enable_grad():
         operand = args[place].expand(result.shape).detach().requires_grad_()
         y = node.target(*args[:place], operand, *args[place + 1 :])  # type: ignore[operator]
-        (derivative,) = torch.autograd.grad(y, operand, torch.ones_like(y), materialize_grads=True)
-    return derivative
+        return gradient_of(y, operand, torch.ones_like(y))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from ..patterns import Call, Diagonal, Identity, Layout, Pattern
+from ..patterns import Call, Diagonal, Identity, Layout, Pattern, gradient_of
 from ..spgemm import SparseJacobian, matvec
 from ..tracing import Invocation, Operation, PrunedWeight, Recording, apply_node, with_all_gradients
 from .stage import Edge, Stage
@@ -339,8 +339,7 @@ class _Derivative:
             return self.record.in_input_dtype(torch.zeros_like(x)).expand(count, *x.shape)
         gradients = gradients.reshape(count, *y.shape).to(y.dtype)
         if count == 1:
-            (pulled,) = torch.autograd.grad(y, x, gradients[0], materialize_grads=True)
-            return self.record.in_input_dtype(pulled)[None]
+            return self.record.in_input_dtype(gradient_of(y, x, gradients[0]))[None]
         (pulled,) = torch.autograd.grad(y, x, gradients, is_grads_batched=True, allow_unused=True)
         return self.record.in_input_dtype(torch.zeros_like(x).expand(count, *x.shape) if pulled is None else pulled)
 

@@ -114,25 +114,26 @@ class Program:
 
         Each inner one has the samples where the input has them, and a gradient that autograd computes.
         """
-        import networkx
-
-        graph = networkx.DiGraph()
-        graph.add_node(0)
-        for vertex, operation in self.operations.items():
-            graph.add_edges_from((operand, vertex) for operand in operation.operands.values())
-        dominators = networkx.immediate_dominators(graph, 0)
-        passed = [self.output]
-        while passed[-1] != 0:
-            passed.append(dominators[passed[-1]])
+        if not self.output:
+            return [0]
+        operations = self.between(0, self.output)
+        # The last vertex that is computed from each one: operands come before what is computed from them.
+        last = {operand: operation.vertex for operation in operations for operand in operation.operands.values()}
+        # A path passes by a vertex where one before it leads to one after it.
+        passed, furthest = [], last.get(0, self.output)
+        for operation in operations[:-1]:
+            if furthest == operation.vertex:
+                passed.append(operation.vertex)
+            furthest = max(furthest, last[operation.vertex])
         inner = [
             vertex
-            for vertex in reversed(passed[1:-1])
+            for vertex in passed
             if self.layouts[vertex] == self.layouts[0]
             and self.shapes[vertex][:1] == (1,)
             and vertex not in self.uncut
             and not isinstance(self.operations[vertex].overload, Overwrite)
         ]
-        return [0, *inner, self.output] if self.output else [0]
+        return [0, *inner, self.output]
 
 
 def key_of(recording: Recording) -> Hashable:

@@ -249,6 +249,12 @@ def test_arguments_that_lie_otherwise_in_memory() -> None:
         assert_equal(prepared(other, factor), dense(lambda x: f(x, factor.contiguous()), other.contiguous()))  # noqa: B023
 
 
+def test_tangents_that_are_zero() -> None:
+    bias, weight = drawn(2), drawn(3, 2)
+    f = lambda x: torch.addmm(bias, x, weight, beta=0.5)  # noqa: E731
+    assert_equal(prepare_jacobian(f, drawn(4, 3), method="compressed")(drawn(4, 3)), dense(f, drawn(4, 3)))
+
+
 def test_jacobian_by_parameters() -> None:
     network = nn.Linear(3, 2).double()
     f = lambda parameters, x: torch.func.functional_call(network, parameters, x).tanh()  # noqa: E731
