@@ -90,6 +90,13 @@ def _new_facts(overload: Any) -> Facts:
     )
 
 
+def draws(overload: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a call of an operator that may draw random numbers does so: its switches are on."""
+    parameters = {p.name: p.default_value for p in overload._schema.arguments}
+    switches = parameters.keys() & {"train", "training", "p", "dropout_p"}
+    return all(arguments.get(name, parameters[name]) for name in switches)
+
+
 def is_written(parameter: Any) -> bool:
     """Whether an operator writes to a parameter."""
     return parameter.alias_info is not None and parameter.alias_info.is_write

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..patterns import UnsupportedOperatorError, is_pointwise
-from .operators import Facts, facts_of, operator_name
+from .operators import Facts, draws, facts_of, operator_name
 from .overwrite import Extent, Overwrite, extent_of
 from .recording import Constant, Invocation, Operand, Recording, base_of, memory_of, operand_of, tensors_in
 from .selections import selection
@@ -144,7 +144,7 @@ class _Recorder(TorchDispatchMode):
         tensors = {name: tensor for name in facts.tensors if isinstance(tensor := arguments.get(name), torch.Tensor)}
         if facts.lists:
             tensors |= _spread(facts.lists, arguments)
-        if facts.random and _draws(overload, arguments):
+        if facts.random and draws(overload, arguments):
             self.recording.draws.append(_place_of_call()[0])
         if not tensors and not facts.random:
             return overload(*args, **kwargs)
@@ -532,13 +532,6 @@ def _shows(overload: Any, operands: list[Operand], tensors: dict[str, torch.Tens
         return torch.bool in kinds or torch.uint8 in kinds
     by_mask = name in ("aten.masked_select", "aten.repeat_interleave")
     return not by_mask or not all(kind.is_floating_point for kind in kinds)
-
-
-def _draws(overload: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a call of an operator that may draw random numbers does so: its switches are on."""
-    parameters = {p.name: p.default_value for p in overload._schema.arguments}
-    switches = parameters.keys() & {"train", "training", "p", "dropout_p"}
-    return all(arguments.get(name, parameters[name]) for name in switches)
 
 
 _DETACH = torch.ops.aten.detach.default

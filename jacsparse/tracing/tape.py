@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from ..patterns import UnsupportedOperatorError
-from .operators import is_written, operator_name
+from .operators import draws, is_written, operator_name
 from .recording import tensors_in
 from .sparse_products import Elements, indices_of, is_sparse, operator_on_elements
 
@@ -255,7 +255,8 @@ class Taping(TorchDispatchMode):
     def note_effects(self, overload: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Record what the call does besides computing its results."""
         name, effects = operator_name(overload), self.tape.effects
-        if torch.Tag.nondeterministic_seeded in overload.tags:
+        arguments = dict(zip((parameter.name for parameter in overload._schema.arguments), args, strict=False)) | kwargs
+        if torch.Tag.nondeterministic_seeded in overload.tags and draws(overload, arguments):
             effects[name] = "draws random numbers"
         elif torch.Tag.data_dependent_output in overload.tags:
             effects[name] = "shows Python what a tensor holds"

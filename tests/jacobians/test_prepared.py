@@ -249,6 +249,15 @@ def test_arguments_that_lie_otherwise_in_memory() -> None:
         assert_equal(prepared(other, factor), dense(lambda x: f(x, factor.contiguous()), other.contiguous()))  # noqa: B023
 
 
+def test_operators_that_could_draw() -> None:
+    attention = nn.functional.scaled_dot_product_attention
+    x = drawn(2, 1, 4, 3)
+    f = lambda x: nn.functional.dropout(attention(x, x, x), 0.3, training=False)  # noqa: E731
+    assert_equal(prepare_jacobian(f, drawn(2, 1, 4, 3))(x), dense(f, x))
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="draws random numbers"):
+        prepare_jacobian(lambda x: attention(x, x, x, dropout_p=0.5), x)
+
+
 def test_tangents_that_are_zero() -> None:
     bias, weight = drawn(2), drawn(3, 2)
     f = lambda x: torch.addmm(bias, x, weight, beta=0.5)  # noqa: E731
