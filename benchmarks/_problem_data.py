@@ -7,7 +7,7 @@ import numpy as np
 
 def field(shape: tuple[int, ...], sample: int = 0) -> np.ndarray:
     """Values between 0 and 1 on a grid."""
-    return (7 * np.arange(np.prod(shape)) + 3 * sample) % 11 / 11 * np.ones(1)
+    return (7 * np.arange(np.prod(shape)) + 3 * sample) % 11 / 11
 
 
 def scene(cameras: int, points: int, views: int) -> dict[str, np.ndarray]:

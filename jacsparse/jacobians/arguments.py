@@ -84,24 +84,27 @@ class Arguments:
         rest = iter(leaves)
         return [_pytree.tree_unflatten(list(islice(rest, spec.num_leaves)), spec) for spec in self.specs]
 
+    @functools.cached_property
     def form(self) -> tuple[Any, ...]:
         """All that a prepared program depends on besides elements and numbers."""
-        return self.argnums, self.batched, self.specs, torch.get_default_dtype(), self._forms
+        forms = tuple([_form(leaf) for leaf in self.leaves])
+        return self.argnums, self.batched, self.specs, torch.get_default_dtype(), forms
 
     @functools.cached_property
-    def _forms(self) -> tuple[Any, ...]:
-        return tuple([_form(leaf) for leaf in self.leaves])
+    def _are_leaves(self) -> bool:
+        """Whether no argument is a tuple, a list or a dict."""
+        return all(spec.is_leaf() for spec in self.specs)
 
     def with_args(self, args: Sequence[Any]) -> Arguments | None:
-        """Other arguments of the same forms, where none of them holds several leaves; else None."""
-        if not len(args) == len(self.specs) == len(self.leaves):
+        """The arguments of another call where they are leaves of this form, which is found sooner; else None."""
+        if not self._are_leaves or len(args) != len(self.leaves):
             return None
-        for number, (arg, form) in enumerate(zip(args, self._forms, strict=True)):
-            if _form(arg) != form:
-                return None
-            if number in self.places:
-                check_tensor("x" if len(args) == 1 else f"argument {number}", arg)
-        return replace(self, leaves=list(args))
+        other = replace(self, leaves=list(args))
+        if other.form != self.form:
+            return None
+        for place in self.places:
+            check_tensor("x" if len(args) == 1 else f"argument {place}", args[place])
+        return other
 
     def laid_out_as(self, other: Arguments) -> Arguments:
         """The same arguments, whose tensors lie in memory as another call's do where they have their shapes."""

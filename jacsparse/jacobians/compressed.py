@@ -166,7 +166,7 @@ class Compressed:
     @property
     def flop(self) -> int:
         """Elements that the calls of one run compute."""
-        return sum(_elements(node) for node in self.graph.graph.nodes if node.op == "call_function")
+        return sum(elements(node) for node in self.graph.graph.nodes if node.op == "call_function")
 
     @property
     def nbytes(self) -> int:
@@ -218,7 +218,8 @@ class Compressed:
         return cast(torch.Tensor, self._run(*self._seeds, self._places, *inputs))
 
 
-def _elements(node: fx.Node) -> int:
+def elements(node: fx.Node) -> int:
+    """The number of elements of the tensor that a call computes."""
     value = node.meta.get("val")
     return value.numel() if isinstance(value, torch.Tensor) else 0
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
 from torch import fx
 
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import DENSE, START
-from .compressed import Coloring, Compressed, coloring
+from .compressed import Coloring, Compressed, coloring, elements
 from .folding import NotFoldableError, folded
 from .linearised import Linearised
 from .products import ChainProducts, Products
@@ -61,23 +60,18 @@ def _cost_of_products(function: Linearised) -> float:
 
 def _cost_of_colors(function: Linearised, colors: Coloring) -> float:
     """The cost of products of the whole function with a seed for each colour."""
-    elements = [_elements(node) for node in _nodes_of_input(function.graph)]
+    computed = [elements(node) for node in _nodes_of_input(function.graph)]
     width = _width(function)
-    if 8 * width * sum(elements) * sum(colors.counts) > MOST:
+    if 8 * width * sum(computed) * sum(colors.counts) > MOST:
         return math.inf
     # Dense operators take a third of the time of a backward pass where many seeds run at once.
     dense = DENSE / 3 * sum(stage.backward_work for stage in function.chain)
-    return CALL * len(elements) + colors.cost * (VALUE * width * sum(elements) + function.batch * dense)
+    return CALL * len(computed) + colors.cost * (VALUE * width * sum(computed) + function.batch * dense)
 
 
 def _width(function: Linearised) -> float:
     """Bytes of a value, relative to 8."""
     return function.inputs[0].element_size() / 8
-
-
-def _elements(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def _nodes_of_input(graph: fx.GraphModule) -> list[fx.Node]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..runtime import row_starts, run_rows
+from ..runtime import index_dtype, row_starts, run_rows
 from ..tracing import record
 from . import kernels
 from .folding import Folded
@@ -107,7 +107,7 @@ class _Pass:
         self.step = step
         counts = np.diff(step.indptr)
         factors = [step.left] if step.right is None else [step.left, step.right]
-        rows = np.flatnonzero(counts)
+        rows = np.flatnonzero(counts).astype(index_dtype(0, len(counts), 0))
         self._work: np.ndarray | int = row_starts(counts[rows], step.indptr.dtype)
         self._arrays = [_unsigned(array) for array in (rows, self._work, *factors)]
         self._kernel = "add_weighted_sums" if step.right is None else "add_weighted_products"
@@ -129,7 +129,8 @@ class _Pass:
 
 
 def _unsigned(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.uint32 if array.max(initial=0) < 2**32 else np.uint64)
+    """The same memory as unsigned numbers: none is negative."""
+    return array.view(f"u{array.itemsize}")
 
 
 class ChainProducts:

@@ -55,7 +55,7 @@ class RecentJacobians:
 
     def add(self, f: Callable[..., Any], arguments: Arguments, expected: SparseJacobian) -> None:
         """Make a program for later calls, where that pays and this call's Jacobian is the expected one."""
-        form = repr(arguments.form())
+        form = repr(arguments.form)
         if self._trials.get(form, 0) >= self.trials:
             return
         self._trials[form] = self._trials.get(form, 0) + 1
@@ -82,7 +82,7 @@ def _program(f: Callable[..., Any], arguments: Arguments, expected: SparseJacobi
     evaluator = evaluator_of(function, method, compile=False, coloring=lambda _: coloring(expected.pattern))
     if isinstance(evaluator, ChainProducts):
         raise NotFoldableError("a chain of this run's calls does the same")
-    program = TapedJacobian(arguments.form(), tape, evaluator)
+    program = TapedJacobian(arguments.form, tape, evaluator)
     actual = SparseJacobian(program.evaluator.pattern, program.values(arguments.flat(), reads))
     if not _agree(actual, expected):
         raise NotFoldableError("its values are not those of the operators' own derivatives")

@@ -54,5 +54,5 @@ def star_coloring(pattern: Pattern) -> Coloring:
     _, inverse, counts = np.unique(places, return_inverse=True, return_counts=True)
     alone = counts[inverse] == 1
     mirror = symmetric.transposition
-    own = alone & ((symmetric.rows >= symmetric.indices) | ~alone[mirror])
-    return Coloring(symmetric, colors, np.full(size, -1), np.where(own, places, places[mirror]))
+    direct = alone & ((symmetric.rows >= symmetric.indices) | ~alone[mirror])
+    return Coloring(symmetric, colors, np.full(size, -1), np.where(direct, places, places[mirror]))

@@ -50,7 +50,7 @@ class TapedJacobian:
 
     def followed(self, f: Callable[..., Any], arguments: Arguments) -> Reads | None:
         """What a function reads now; it runs. None where its calls are not the tape's."""
-        if arguments.form() != self.form:
+        if arguments.form != self.form:
             return None
         return followed(self.tape, FlatFunction(f, arguments), arguments.flat().requires_grad_().clone())
 

@@ -255,9 +255,10 @@ class Taping(TorchDispatchMode):
     def note_effects(self, overload: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Record what the call does besides computing its results."""
         name, effects = operator_name(overload), self.tape.effects
-        arguments = dict(zip((parameter.name for parameter in overload._schema.arguments), args, strict=False)) | kwargs
-        if torch.Tag.nondeterministic_seeded in overload.tags and draws(overload, arguments):
-            effects[name] = "draws random numbers"
+        if torch.Tag.nondeterministic_seeded in overload.tags:
+            names = (parameter.name for parameter in overload._schema.arguments)
+            if draws(overload, dict(zip(names, args, strict=False)) | kwargs):
+                effects[name] = "draws random numbers"
         elif torch.Tag.data_dependent_output in overload.tags:
             effects[name] = "shows Python what a tensor holds"
         for place, parameter in enumerate(overload._schema.arguments):

@@ -249,6 +249,14 @@ def test_arguments_that_lie_otherwise_in_memory() -> None:
         assert_equal(prepared(other, factor), dense(lambda x: f(x, factor.contiguous()), other.contiguous()))  # noqa: B023
 
 
+def test_a_tensor_is_no_list_of_one() -> None:
+    x = drawn(2, 3)
+    prepared = prepare_jacobian(lambda parts: parts[0] * parts[0], [x])
+    assert_equal(prepared([x + 1]), dense(lambda x: x * x, x + 1))
+    with pytest.raises(ValueError, match="prepare one for these"):
+        prepared(x)
+
+
 def test_operators_that_could_draw() -> None:
     attention = nn.functional.scaled_dot_product_attention
     x = drawn(2, 1, 4, 3)
