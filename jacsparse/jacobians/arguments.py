@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from operator import index
+from operator import index, ne
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Arguments:
         """The tensors that the function is differentiated by."""
         return [self.leaves[place] for place in self.places]
 
-    @property
+    @functools.cached_property
     def batch(self) -> int:
         """The number of samples; 1 where there are none."""
         return len(self.tensors[0]) if self.batched else 1
@@ -63,7 +64,7 @@ class Arguments:
         parts = [tensor.reshape(self.batch, size) for tensor, size in pairs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    @property
+    @functools.cached_property
     def _sizes(self) -> list[int]:
         """Elements of a sample of each tensor."""
         return [math.prod(tensor.shape[1:] if self.batched else tensor.shape) for tensor in self.tensors]
@@ -99,12 +100,15 @@ class Arguments:
         """The arguments of another call where they are leaves of this form, which is found sooner; else None."""
         if not self._are_leaves or len(args) != len(self.leaves):
             return None
-        other = replace(self, leaves=list(args))
-        if other.form != self.form:
+        *_, default_dtype, forms = self.form
+        if default_dtype is not torch.get_default_dtype() or any(map(ne, map(_form, args), forms)):
             return None
         for place in self.places:
             check_tensor("x" if len(args) == 1 else f"argument {place}", args[place])
-        return other
+        alike = copy.copy(self)
+        # All that it caches depends on the form alone.
+        alike.__dict__["leaves"] = list(args)
+        return alike
 
     def laid_out_as(self, other: Arguments) -> Arguments:
         """The same arguments, whose tensors lie in memory as another call's do where they have their shapes."""

@@ -20,6 +20,7 @@ from torch import fx
 
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors
 from ..tracing import graph_of_values
+from .compilation import runner
 from .linearised import Linearised
 
 #: Cost of a backward pass relative to a forward pass.
@@ -140,7 +141,7 @@ class Compressed:
     colors : Coloring
         The colours of its pattern.
     compile : bool
-        Whether the products run under ``torch.compile``.
+        Whether TorchInductor compiles the products.
     """
 
     name = "compressed"
@@ -151,7 +152,7 @@ class Compressed:
         self._seeds = [torch.from_numpy(seed).to(function.inputs[0]) for seed in seeds(self.coloring)]
         self._places = torch.from_numpy(colors.places).to(device)
         self.graph = self._graph(function)
-        self._run = torch.compile(self.graph.forward, dynamic=False) if compile else self.graph.forward
+        self._run = runner(self.graph, [*self._seeds, self._places, *function.inputs], compile)
 
     def describe(self) -> dict[str, Any]:
         """The colouring as arrays."""
@@ -186,11 +187,13 @@ class Compressed:
                 "method='products'"
             ) from error
 
-    def _products(self, function: Linearised) -> Callable[..., torch.Tensor]:
+    def _products(self, function: Linearised) -> Callable[..., tuple[torch.Tensor]]:
         """A function of the seeds, the places and the graph's inputs: the values on the pattern."""
         batch, (columns, rows) = function.batch, self.coloring.counts
 
-        def values(forward: torch.Tensor, backward: torch.Tensor, places: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        def values(
+            forward: torch.Tensor, backward: torch.Tensor, places: torch.Tensor, *inputs: Any
+        ) -> tuple[torch.Tensor]:
             x, *others = inputs
             results = []
 
@@ -205,9 +208,9 @@ class Compressed:
                 pull_back = torch.func.vjp(f, x)[1]
                 results.append(torch.vmap(lambda cotangent: pull_back(cotangent)[0])(cotangents))
             if not results:
-                return x.new_empty((0, 1))
+                return (x.new_empty((0, 1)),)
             together = torch.cat([result.permute(0, 2, 1).reshape(-1, batch) for result in results])
-            return (together[:, :1] if function.shared else together).index_select(0, places)
+            return ((together[:, :1] if function.shared else together).index_select(0, places),)
 
         return values
 
@@ -215,7 +218,7 @@ class Compressed:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         if not self.pattern.nnz:
             return inputs[0].new_empty((0, 1))
-        return cast(torch.Tensor, self._run(*self._seeds, self._places, *inputs))
+        return cast(torch.Tensor, self._run([*self._seeds, self._places, *inputs])[0])
 
 
 def elements(node: fx.Node) -> int:

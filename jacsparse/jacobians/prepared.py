@@ -283,7 +283,7 @@ def prepare_jacobian(
         ``products`` multiplies local Jacobians along paths; ``compressed`` takes products of the whole function with a
         seed for each colour; ``auto`` takes the one of less predicted cost.
     compile : bool
-        Whether the program runs under ``torch.compile``.
+        Whether TorchInductor, the compiler of ``torch.compile``, compiles the program; that takes seconds.
 
     Returns
     -------

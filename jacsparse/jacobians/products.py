@@ -6,18 +6,29 @@ entries; else it multiplies the matrices of the operators in the order of least 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import fx
 
 from ..runtime import index_dtype, row_starts, run_rows
-from ..tracing import record
+from ..tracing import graph_of_values, record
 from . import kernels
+from .calls_of_terms import MOST, CallsOfTerms
+from .compilation import Runner, runner
 from .folding import Folded
 from .linearised import GraphRun, Linearised
 from .terms import Step
+
+
+class Weights(NamedTuple):
+    """What the numbers that a function reads decide: the constants of the entries, and the weights of all terms."""
+
+    constant: np.ndarray
+    steps: list[np.ndarray]
+    #: Both as compiled calls take them.
+    tensors: list[torch.Tensor]
 
 
 class Products:
@@ -32,7 +43,7 @@ class Products:
     graph : GraphModule or None
         The graph of its local derivatives.
     compile : bool
-        Whether that runs under ``torch.compile``.
+        Whether TorchInductor compiles that, together with the sums where they are not too many.
     """
 
     name = "products"
@@ -42,11 +53,24 @@ class Products:
     ) -> None:
         self.pattern, self.folded = folded.pattern, folded
         self.batch, self.dtype = 1 if function.shared else function.batch, function.inputs[0].dtype
-        self._graph = (
-            None if graph is None else torch.compile(graph.forward, dynamic=False) if compile else graph.forward
-        )
-        self._passes = [_Pass(step) for step in folded.steps]
-        self._weights: tuple[tuple[float, ...], list[np.ndarray]] | None = None
+        self._weights: tuple[tuple[float, ...], Weights] | None = None
+        calls = CallsOfTerms(folded) if compile and graph is not None else None
+        self._calls = calls if calls is not None and calls.count <= MOST else None
+        self._passes = [] if self._calls is not None else [_Pass(step) for step in folded.steps]
+        self._run = None if graph is None else self._runner(graph, function, compile)
+
+    def _runner(self, graph: fx.GraphModule, function: Linearised, compile: bool) -> Runner:
+        """What computes the local derivatives from a graph's inputs or, from the weights too, the values."""
+        if self._calls is None:
+            return runner(graph, function.inputs, compile)
+        weights = self.weights((1.0,) * len(function.numbers)).tensors
+        calls, count = self._calls, len(weights)
+
+        def values(*tensors: torch.Tensor) -> tuple[torch.Tensor]:
+            return (calls.values(graph(*tensors[count:]), tensors[:count]),)
+
+        inputs = [*weights, *function.inputs]
+        return runner(graph_of_values(values, inputs), inputs, compile)
 
     def describe(self) -> dict[str, Any]:
         """All of the plan as plain numbers and arrays."""
@@ -70,33 +94,36 @@ class Products:
         """Bytes of the plan's arrays."""
         return sum(array.nbytes for step in self.folded.steps for array in step.describe().values())
 
-    def weights(self, numbers: tuple[float, ...]) -> list[np.ndarray]:
+    def weights(self, numbers: tuple[float, ...]) -> Weights:
         """The constants of the entries, and the weights of each step's terms, for the function's numbers."""
-        weights = self._weights
-        if weights is None or weights[0] != numbers:
+        if self._weights is None or self._weights[0] != numbers:
             monomials = self.folded.monomials.values(numbers)
             entry, monomial, coefficient = self.folded.constants
             constant = np.bincount(entry, coefficient * monomials[monomial], minlength=self.pattern.nnz)
             steps = [step.coefficient * monomials[step.monomial] for step in self.folded.steps]
             dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
-            weights = self._weights = numbers, [array.astype(dtype, copy=False) for array in (constant, *steps)]
-        return weights[1]
+            constant, *steps = [array.astype(dtype, copy=False) for array in (constant, *steps)]
+            tensors = [] if self._calls is None else self._calls.weights(constant, steps)
+            self._weights = numbers, Weights(constant, steps, tensors)
+        return self._weights[1]
 
     def values(self, inputs: list[torch.Tensor], numbers: tuple[float, ...]) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where none depends on a tensor."""
-        constant, *weights = self.weights(numbers)
-        if self._graph is None:
-            return torch.from_numpy(constant.copy())[:, None]
+        weights = self.weights(numbers)
+        if self._run is None:
+            return torch.from_numpy(weights.constant.copy())[:, None]
+        if self._calls is not None:
+            return cast(torch.Tensor, self._run([*weights.tensors, *inputs])[0])
         *passes, last = self._passes
         variables = inputs[0].new_empty((last.step.first, self.batch))
-        torch.cat([part.T for part in self._graph(*inputs)], out=variables[: self.folded.derivatives])
+        torch.cat([part.T for part in self._run(inputs)], out=variables[: self.folded.derivatives])
         out = variables.new_empty((self.pattern.nnz, self.batch))
-        computed, entries, constant = variables.numpy(), out.numpy(), constant[:, None]
+        computed, entries, constant = variables.numpy(), out.numpy(), weights.constant[:, None]
         if self.batch == 1:
             computed, entries, constant = computed[:, 0], entries[:, 0], constant[:, 0]
-        for each, weight in zip(passes, weights, strict=False):
+        for each, weight in zip(passes, weights.steps, strict=False):
             each.run(weight, computed, computed[each.step.first : each.step.stop], 0)
-        last.run(weights[-1], computed, entries, constant)
+        last.run(weights.steps[-1], computed, entries, constant)
         return out
 
 

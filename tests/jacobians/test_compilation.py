@@ -1,0 +1,72 @@
+"""Compiled programs against the same programs as PyTorch calls and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from jacsparse.jacobians import compilation, products
+from jacsparse.jacobians.calls_of_terms import MOST
+from torch import nn
+
+from jacsparse import SparseJacobian, prepare_jacobian
+from tests.cuda.fibers import COMPILER
+from tests.jacobians.test_prepared import FUNCTIONS, assert_equal, brusselator, dense, drawn, heat
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ that TorchInductor could use")
+
+
+def uneven(x: torch.Tensor) -> torch.Tensor:
+    """Rows of no term, a constant, and one to three terms."""
+    rows = [x[:, :2] ** 2, x[:, 1:4].sin().cumsum(1), x[:, 2:] * 3.0, 0 * x[:, :1]]
+    return torch.cat(rows, 1)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("f", "shape", "method", "dtype"),
+    [
+        (brusselator, (3, 2, 5, 4), "products", torch.float64),
+        (brusselator, (1, 2, 3, 4), "products", torch.float32),
+        (uneven, (2, 5), "products", torch.float64),
+        (heat, (2, 9), "compressed", torch.float64),
+        (nn.Conv1d(2, 3, 3, dtype=torch.float64), (2, 2, 6), "compressed", torch.float64),
+    ],
+    ids=["brusselator", "one sample in float32", "uneven", "compressed", "shared"],
+)
+def test_equals_the_program(
+    f: Callable[..., torch.Tensor], shape: tuple[int, ...], method: str, dtype: torch.dtype
+) -> None:
+    x = drawn(*shape).to(dtype)
+    prepared, compiled = (prepare_jacobian(f, x, method=method, compile=flag) for flag in (False, True))
+    for x in (x, x + 0.3):
+        expected, actual = prepared.values(x), compiled.values(x)
+        assert actual.shape == expected.shape
+        assert actual.dtype == dtype
+        # Roundings of a few dozen operators.
+        assert (actual - expected).abs().amax() <= 1e2 * torch.finfo(dtype).eps * expected.abs().amax()
+
+
+@needs_compiler
+def test_takes_what_the_function_reads_now() -> None:
+    scale = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    compiled = prepare_jacobian(lambda x, step: (x * scale).sin() * step / 3.0, drawn(2, 3), 1.0, compile=True)
+    for step in (1.0, 2.5):
+        scale *= step
+        expected = dense(lambda x, step=step: (x * scale).sin() * step / 3.0, drawn(2, 3, seed=1))
+        assert_equal(compiled(drawn(2, 3, seed=1), step), expected)
+
+
+@pytest.mark.parametrize("most", [0, MOST])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_calls_that_are_compiled_equal_autograd(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "_compiled", lambda graph, inputs: graph.forward)
+    monkeypatch.setattr(products, "MOST", most)
+    f, shape = FUNCTIONS[name]
+    compiled = prepare_jacobian(f, drawn(2, *shape), compile=True)
+    for seed in (1, 2):
+        x = drawn(2, *shape, seed=seed)
+        jacobian = compiled(x)
+        values = jacobian.values.expand(-1, len(x))
+        assert_equal(SparseJacobian(jacobian.pattern, values), dense(f, x))
