@@ -20,6 +20,9 @@ from .taped import Evaluator
 
 #: A value of 8 bytes that a product or sum reads or writes, or that a call computes: about 3 ns.
 VALUE = 6
+#: A term of a folded entry: about 2 ns; and the most terms of weights, which take microseconds each to prepare.
+TERM = 4
+MOST_TERMS = 2**20
 #: Fixed cost of a PyTorch call on tangents: about 15 µs.
 CALL = 30_000
 #: The most bytes that a pass with all seeds may compute where nobody asked for it.
@@ -36,16 +39,30 @@ def evaluator_of(
         return Products(function, *folded(function), compile)
     except NotFoldableError:
         products = ChainProducts(function)
-    if method == "products" or not products.pattern.nnz:
+    if not products.pattern.nnz:
         return products
+    cost = _cost_of_products(function)
+    if method == "products":
+        return _folded_with_weights(function, cost, compile) or products
     colors = coloring(function.pattern)
-    if _cost_of_products(function) < _cost_of_colors(function, colors):
-        return products
+    cost_of_colors = _cost_of_colors(function, colors)
+    cheaper = _folded_with_weights(function, min(cost, cost_of_colors), compile)
+    if cheaper is not None or cost < cost_of_colors:
+        return cheaper or products
     try:
         return Compressed(function, colors, compile)
     except UnsupportedOperatorError:
         # An operator has no forward mode, or none for many seeds at once.
         return products
+
+
+def _folded_with_weights(function: Linearised, cost: float, compile: bool) -> Products | None:
+    """Sums of products of elements of weights and of local derivatives; None where they may cost more than that."""
+    most = cost / (TERM * (1 if function.shared else function.batch))
+    try:
+        return Products(function, *folded(function, min(most, MOST_TERMS)), compile)
+    except NotFoldableError:
+        return None
 
 
 def _cost_of_products(function: Linearised) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -105,16 +105,24 @@ def _check_range(name: str, array: np.ndarray, stop: int) -> None:
         raise ValueError(f"{name} does not run from 0 to {stop - 1}")
 
 
-def folded(function: Linearised) -> tuple[Folded, fx.GraphModule | None]:
+def folded(function: Linearised, most: float | None = None) -> tuple[Folded, fx.GraphModule | None]:
     """The entries of a function's Jacobian as terms, and the graph of its local derivatives, if any.
+
+    Parameters
+    ----------
+    function : Linearised
+        The function.
+    most : float, optional
+        The most terms of all products where elements of weights are variables too; by default none are.
 
     Raises
     ------
     NotFoldableError
-        Where an operator's local Jacobian is neither constant nor elementwise, or there are too many paths.
+        Where a local Jacobian is neither constant nor elementwise, and no selection of a weight's elements where these
+        are variables, or there are too many paths.
     """
-    leaves = _Leaves(function)
-    terms = leaves.folded()
+    leaves = _Leaves(function, weights=most is not None)
+    terms = leaves.folded(most)
     constant = terms.variable == NONE
     constants, others = terms[constant], merged(terms[~constant])
     entries = np.searchsorted(function.pattern.places, constants.place)
@@ -131,7 +139,7 @@ def folded(function: Linearised) -> tuple[Folded, fx.GraphModule | None]:
 
 def derivatives_of(function: Linearised) -> tuple[int, fx.GraphModule | None]:
     """The number of a function's local derivatives, and the graph that computes them, if any."""
-    leaves = _Leaves(function)
+    leaves = _Leaves(function, weights=True)
     leaves.matrices()
     return leaves.count, leaves.graph
 
@@ -139,23 +147,28 @@ def derivatives_of(function: Linearised) -> tuple[int, fx.GraphModule | None]:
 class _Leaves:
     """The local Jacobians of a function as matrices of terms, transposed as the edges' patterns are."""
 
-    def __init__(self, function: Linearised) -> None:
-        self.function, self.numbers = function, function.numbers
+    def __init__(self, function: Linearised, weights: bool) -> None:
+        self.function, self.numbers, self.weights = function, function.numbers, weights
         if function.inputs[0].is_cuda:
             raise NotFoldableError("its kernels run on the CPU")
         self.algebra = Algebra()
         #: The edges whose local derivatives are variables, in the order of these.
         self.derivatives: list[Edge] = []
+        #: For those that are selections of a weight's elements: its place among the node's arguments, and the elements.
+        self.selections: dict[Edge, tuple[int, np.ndarray]] = {}
         #: Computes the distinct local derivatives, a list of ``(batch, elements)``; None where there are none.
         self.graph: fx.GraphModule | None = None
         self.count = 0
         self._varying = _varying(function)
 
-    def folded(self) -> Terms:
-        """The function's Jacobian as terms."""
-        # First of all, so that what does not fold costs no pattern.
+    def folded(self, most: float | None) -> Terms:
+        """The function's Jacobian as terms, of which all products may have so many."""
+        if most is not None and sum(edge.pattern.nnz for edge, _ in self.function.edges()) > most:
+            raise NotFoldableError("its local Jacobians have more elements of weights than pay")
+        # Before the limit, so that what does not fold costs no pattern.
         matrices = self.matrices()
-        self.algebra.limit = TERMS_PER_ENTRY * (self.function.pattern.nnz + sum(self.function.pattern.shape))
+        limit = TERMS_PER_ENTRY * (self.function.pattern.nnz + sum(self.function.pattern.shape))
+        self.algebra.limit = limit if most is None else min(limit, most)
         accumulation, edges, chain = Accumulation(patterns_only=True), self.function.edges(), self.function.chain
         leaves = {accumulation.leaf(edge, edge.pattern): (edge, record) for edge, record in edges}
         rows, columns = self.function.pattern.shape
@@ -199,13 +212,41 @@ class _Leaves:
         if edge.shared and (selects or (place is not None and not self._varying.intersection(others))):
             return terms_at(*entries, coefficient=record.values(edge)[:, 0].numpy())
         if not is_pointwise(edge.call.operator) or place is None:
-            raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")
+            selection = self._selection(edge, record, node) if self.weights else None
+            if selection is None:
+                raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")
+            self.selections[edge] = selection
         self.derivatives.append(edge)
         return None
 
+    def _selection(self, edge: Edge, record: Record, node: fx.Node) -> tuple[int, np.ndarray] | None:
+        """The place of a weight among a node's arguments, and which of its elements an edge's entries are.
+
+        None where the entries are no elements of a weight.
+        """
+        call, names = record.call(edge), edge.rule.pruned_arguments(edge.call)
+        if not edge.shared or len(names) != 1 or names[0] in call.dependent or edge.pruned_weights:
+            return None
+        (name,) = names
+        place, weight = _place_of(node, name), call.arguments[name]
+        operand = None if place is None else node.args[place]
+        if not isinstance(operand, fx.Node) or operand.meta["val"].numel() != weight.numel():
+            return None
+        # The rule itself tells where the elements of a weight of consecutive numbers come to lie.
+        numbered = torch.arange(weight.numel(), dtype=torch.float64).reshape(weight.shape)
+        of_numbers = replace(call, arguments={**call.arguments, name: numbered})
+        numbers = edge.rule.transposed_values(of_numbers, edge.pattern)[:, 0]
+        elements = numbers.long().clamp(0, max(0, weight.numel() - 1))
+        if not torch.equal(weight.reshape(-1)[elements], record.values(edge)[:, 0]):
+            return None
+        return (place, elements.numpy()) if torch.equal(elements.to(numbers), numbers) else None
+
     def _of_derivative(self, edge: Edge, first: int) -> Terms:
-        """The transposed local Jacobian of an edge, whose entries are consecutive variables."""
+        """The transposed local Jacobian of an edge, whose entries are variables from the first one on."""
         pattern, jacobian = edge.pattern, edge.pattern.T
+        if edge in self.selections:
+            leaf = terms_at(pattern.shape, pattern.rows, pattern.indices)
+            return replace(leaf, variable=first + self.selections[edge][1])
         leaf = terms_at(jacobian.shape, jacobian.rows, jacobian.indices, first_variable=first)
         return Terms(pattern.shape, leaf.column, leaf.row, leaf.variable, leaf.monomial, leaf.coefficient)
 
@@ -254,6 +295,10 @@ class _Leaves:
 
             def visit(node: fx.Node, args: tuple[Any, ...], result: Any) -> None:
                 for edge in wanted.get(node, ()):
+                    if edge in self.selections:
+                        weight = args[self.selections[edge][0]].reshape(1, -1)
+                        parts[edge] = weight if function.shared else weight.expand(function.batch, -1)
+                        continue
                     place = _place(node, edge)
                     assert place is not None
                     derivative = _derivative(node, args, place, result)
@@ -283,10 +328,13 @@ def _place(node: fx.Node, edge: Edge) -> int | None:
 
     None where it is within a list, or where the node is one of several results.
     """
-    if node.target is operator.getitem:
-        return None
+    return None if node.target is operator.getitem else _place_of(node, edge.call.argument)
+
+
+def _place_of(node: fx.Node, name: str) -> int | None:
+    """The place of an argument among a call's positional ones, if it is there."""
     names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
-    return names.index(edge.call.argument) if edge.call.argument in names[: len(node.args)] else None
+    return names.index(name) if name in names[: len(node.args)] else None
 
 
 def _derivative(node: fx.Node, args: tuple[Any, ...], place: int, result: torch.Tensor) -> torch.Tensor:

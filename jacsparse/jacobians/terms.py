@@ -251,10 +251,12 @@ class Algebra:
     def _summed(self, terms: Terms) -> Terms:
         """The same matrix with at most one term for each entry."""
         terms = merged(terms)
-        places = np.unique(terms.place)
-        if len(places) == len(terms):
+        _, entry, counts = np.unique(terms.place, return_inverse=True, return_counts=True)
+        several = counts[entry] > 1
+        if not several.any():
             return terms
-        return self._step(terms.shape, terms.place, terms.variable, None, terms.monomial, terms.coefficient)
+        t = terms[several]
+        return joined([terms[~several], self._step(t.shape, t.place, t.variable, None, t.monomial, t.coefficient)])
 
     def _step(
         self,

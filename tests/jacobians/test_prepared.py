@@ -230,13 +230,37 @@ def test_networks_take_products_of_stages() -> None:
 
 
 def test_the_cheaper_way_is_taken() -> None:
-    matrix = drawn(50, 2)
-    assert prepare_jacobian(lambda x: x.sin() @ matrix, drawn(1, 50)).method == "compressed"
+    inner, outer = drawn(200, 200), drawn(200, 1)
+    assert prepare_jacobian(lambda x: (x @ inner).tanh() @ outer, drawn(1, 200)).method == "compressed"
     # Messages along random edges need a colour for almost each neighbour's neighbour.
     layer, h = messages(300, 2000, 6)
     prepared = prepare_jacobian(layer, h, batched=False)
     assert prepared.method == "products"
     assert_equal(prepared(h), dense(layer, h, batched=False))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(6, 4),
+        nn.Conv1d(2, 4, 2, stride=2, groups=2),
+        nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)),
+        nn.Sequential(nn.Conv1d(2, 3, 2), nn.Softplus(), nn.Conv1d(3, 1, 2)),
+    ],
+    ids=str,
+)
+def test_elements_of_weights_fold(layer: nn.Module, batch: int) -> None:
+    layer = layer.double()
+    shape = (6,) if next(layer.parameters()).ndim == 2 else (2, 3)
+    prepared = prepare_jacobian(layer, drawn(batch, *shape), method="products")
+    assert "local derivatives" in repr(prepared)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter += 0.5
+    x = drawn(batch, *shape, seed=1)
+    actual, expected = prepared(x), dense(layer, x)
+    assert_equal(jacsparse.SparseJacobian(actual.pattern, actual.values.expand(-1, batch)), expected)
 
 
 def test_arguments_that_lie_otherwise_in_memory() -> None:
