@@ -11,13 +11,14 @@ from itertools import islice
 from operator import index, ne
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
 from ..stages import check_tensor
-from ..tracing import form_of
+from ..tracing import form_of, name_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +143,9 @@ def _laid_out(leaf: Any, like: Any) -> Any:
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return form_of(leaf)
-    return float if type(leaf) is int else type(leaf)
+    # SciPy's solvers pass NumPy's numbers.
+    is_number = type(leaf) is int or isinstance(leaf, (np.integer, np.floating))
+    return float if is_number else type(leaf)
 
 
 def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: bool) -> Arguments:
@@ -168,9 +171,12 @@ def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: boo
     names = {number: "x" if len(args) == 1 else f"argument {number}" for number in numbers}
     for number in numbers:
         if not all(isinstance(leaves[place], torch.Tensor) for place in ranges[number]):
+            remedy = (
+                "pass torch.from_numpy of it" if isinstance(args[number], np.ndarray) else "leave it out of argnums"
+            )
             raise TypeError(
                 f"{names[number]} is a {type(args[number]).__name__}; expected a torch.Tensor, or a tuple, list or "
-                "dict of tensors: leave it out of argnums"
+                f"dict of tensors: {remedy}"
             )
     owners = [number for number in numbers for _ in ranges[number]]
     for number, tensor in zip(owners, arguments.tensors, strict=True):
@@ -225,6 +231,7 @@ class FlatFunction(nn.Module):
     def __init__(self, f: Callable[..., Any], arguments: Arguments) -> None:
         super().__init__()
         self.f, self._arguments = f, [arguments]
+        self.__qualname__ = name_of(f)
 
     def forget(self) -> None:
         """Let go of the function and its arguments: chains in a cache refer to this module."""
@@ -256,8 +263,3 @@ class FlatFunction(nn.Module):
                 "them along its first axis; permute it, or pass batched=False for arguments without samples"
             )
         return y.reshape(arguments.batch, math.prod(y.shape[1:]))
-
-
-def name_of(f: Any) -> str:
-    """The name of a function, or the class of a module or of another callable."""
-    return getattr(f, "__qualname__", None) or type(f).__name__

@@ -15,7 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
-from .arguments import Arguments, name_of
+from ..tracing import name_of
+from .arguments import Arguments
 
 
 class Gradient(nn.Module):

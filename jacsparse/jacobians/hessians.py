@@ -112,7 +112,7 @@ def hessian_pattern(f: Callable[..., Any], shape: Sequence[int]) -> Pattern:
     >>> hessian_pattern(lambda x: (x[1:] * x[:-1]).sum(), (4,)).indices.tolist()
     [1, 0, 2, 1, 3, 2]
     """
-    sample = samples_of(f if isinstance(f, nn.Module) else nn.Module(), check_shape(shape))[0]
+    sample = samples_of(f if isinstance(f, nn.Module) else nn.Module(), check_shape(shape, "shape"))[0]
     arguments = arguments_of((sample,), 0, batched=False)
     function = FlatFunction(_gradient(f, arguments), arguments)
     with undisturbed(check_module(function)), without_autocast(sample.device):

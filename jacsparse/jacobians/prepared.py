@@ -15,8 +15,8 @@ from ..patterns import Pattern, gradient_of
 from ..runtime import read_archive, write_archive
 from ..spgemm import SparseJacobian
 from ..stages import chain_of, recorded, refuse_hooks
-from ..tracing import Reads, check_module, check_replays, undisturbed, without_autocast
-from .arguments import Arguments, FlatFunction, arguments_of, name_of
+from ..tracing import Reads, check_module, check_replays, name_of, undisturbed, without_autocast
+from .arguments import Arguments, FlatFunction, arguments_of
 from .compressed import Coloring, Compressed, coloring
 from .evaluators import evaluator_of
 from .folding import Folded, derivatives_of

@@ -19,6 +19,7 @@ from ..tracing import (
     Recording,
     check_module,
     mask_of,
+    name_of,
     program_of,
     undisturbed,
     without_autocast,
@@ -201,12 +202,15 @@ def chain_of(recording: Recording, *, pruned: bool = True, varying: Collection[t
     No weight is pruned that is among the `varying` tensors or was computed from one.
     """
     module, x, y = recording.module, recording.input, recording.output
-    name, in_shape, out_shape = type(module).__name__, tuple(x.shape[1:]), tuple(y.shape[1:])
+    name, in_shape, out_shape = name_of(module), tuple(x.shape[1:]), tuple(y.shape[1:])
     if recording.last is None:
-        raise UnsupportedOperatorError(f"{name}: no operator that was seen leads from its input to its output")
+        raise UnsupportedOperatorError(
+            f"{name}: no operator that was seen leads from its input to its output; compute it by PyTorch's operators, "
+            "without .item(), NumPy or a new torch.tensor between"
+        )
     without_samples = UnsupportedOperatorError(
         f"{name}: its output of shape {tuple(y.shape)} for {len(x)} samples does not have them along its first axis; "
-        "permute it"
+        "permute it; a Jacobian by arguments without samples takes batched=False"
     )
     if not y.ndim or y.shape[0] != len(x):
         raise without_samples

@@ -12,7 +12,7 @@ from torch import nn
 MEMORY_LIMIT = 2**30
 
 
-def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def check_shape(shape: Sequence[int], name: str = "input_shape") -> tuple[int, ...]:
     """Return `shape` as a tuple where it is the shape of a sample.
 
     Raises
@@ -29,7 +29,7 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
             text = f"a tensor: give x.shape[1:] of {tuple(shape.shape)}"
         else:
             text = repr(tuple(shape) if isinstance(shape, torch.Size) else shape)
-        raise ValueError(f"input_shape is {text}; expected the sizes of one sample, without the batch, each at least 1")
+        raise ValueError(f"{name} is {text}; expected the sizes of one sample, without the batch, each at least 1")
     return sizes
 
 
@@ -47,7 +47,7 @@ def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> t
     """
     x = check_tensor(name, x)
     if x.ndim < 2:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, *sample)")
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, *sample): {name}[None] for one sample")
     if shape is not None and tuple(x.shape[1:]) != shape:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, {', '.join(map(str, shape))})")
     return x
@@ -64,11 +64,14 @@ def check_tensor(name: str, x: object) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
     if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
-        raise TypeError(f"{name} is within a transform of torch.func, as grad or vmap; call the module itself there")
+        raise TypeError(
+            f"{name} is within a transform of torch.func, as grad or vmap; call the function or module itself there, "
+            "or take gradients by torch.autograd"
+        )
     if type(x) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a plain tensor: {name}.as_subclass(torch.Tensor)")
     if x.dtype not in (torch.float32, torch.float64):
-        remedy = "give real and imaginary parts" if x.is_complex() else f"convert it with {name}.float()"
+        remedy = "give real and imaginary parts" if x.is_complex() else "convert it with .float()"
         if not x.is_floating_point() and not x.is_complex():
             remedy += ", or give, in the place of indices, what their embedding makes of them"
         raise TypeError(f"{name} is {x.dtype}; expected float32 or float64: {remedy}")

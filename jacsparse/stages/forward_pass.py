@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..patterns import UnsupportedOperatorError
-from ..tracing import Recording, is_users, record, tensors_of
+from ..tracing import Recording, is_users, name_of, record, tensors_of
 
 #: Random samples that a module runs on where there is no input: a single one would not show how samples stay apart.
 SAMPLES = 3
@@ -41,7 +41,7 @@ def recorded(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Re
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             _check_alike(module, name, tensor, x, error)
         where, shape, part = _failed(module, error, x)
-        what = type(part).__name__ if part._modules else str(part)
+        what = name_of(part) if part._modules or "__qualname__" in vars(part) else str(part)
         raise ValueError(
             f"{where}: an input of shape {shape} does not fit {what}{_source_of(error)}: {error}"
         ) from error
@@ -49,7 +49,7 @@ def recorded(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Re
 
 def _check_alike(module: nn.Module, name: str, tensor: torch.Tensor, x: torch.Tensor, error: Exception) -> None:
     """Raise where a forward pass failed because a parameter or buffer has another dtype or device than the input."""
-    where = name if "." in name else f"{type(module).__name__}.{name}"
+    where = name if "." in name else f"{name_of(module)}.{name}"
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{where} is on {tensor.device}; this runs on CPUs and CUDA: move it with .cpu()") from error
     if tensor.device != x.device:
@@ -61,12 +61,12 @@ def _check_alike(module: nn.Module, name: str, tensor: torch.Tensor, x: torch.Te
 def _failed(module: nn.Module, error: BaseException, x: torch.Tensor) -> tuple[str, tuple[int, ...], nn.Module]:
     """The path of the innermost module in which an error was raised, the shape of its sample, and the module."""
     paths = {id(part): name for name, part in module.named_modules()}
-    where, shape, innermost = type(module).__name__, tuple(x.shape[1:]), module
+    where, shape, innermost = name_of(module), tuple(x.shape[1:]), module
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is nn.Module._call_impl.__code__:
             part, args = frame.f_locals["self"], frame.f_locals["args"]
             if id(part) in paths and args and isinstance(args[0], torch.Tensor):
-                where, shape, innermost = paths[id(part)] or type(part).__name__, tuple(args[0].shape[1:]), part
+                where, shape, innermost = paths[id(part)] or name_of(part), tuple(args[0].shape[1:]), part
     return where, shape, innermost
 
 

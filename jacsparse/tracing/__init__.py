@@ -5,6 +5,7 @@ from .graphs import graph_of_tape, graph_of_values, inputs_of, number_tensors, t
 from .modules import (
     check_initialised,
     check_module,
+    name_of,
     refresh_weights,
     set_weights,
     sets_weights,
@@ -44,6 +45,7 @@ __all__ = [
     "is_users",
     "key_of",
     "mask_of",
+    "name_of",
     "number_tensors",
     "operator_name",
     "program_of",

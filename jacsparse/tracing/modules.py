@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,11 @@ def check_module(module: object) -> nn.Module:
     if any(isinstance(part, torch.jit.ScriptModule) for part in parts_of(module)):
         raise TypeError("module is, or holds, a torch.jit.ScriptModule; give the module that it was compiled from")
     return module
+
+
+def name_of(f: Any) -> str:
+    """The name of a function, or the class of a module or of another callable."""
+    return getattr(f, "__qualname__", None) or type(f).__name__
 
 
 def check_initialised(module: nn.Module) -> None:

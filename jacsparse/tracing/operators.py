@@ -97,6 +97,15 @@ def draws(overload: Any, arguments: dict[str, Any]) -> bool:
     return all(arguments.get(name, parameters[name]) for name in switches)
 
 
+def with_memory(overload: Any) -> Any:
+    """The operator that makes the same zeros in memory, for one that makes them without; else the operator itself.
+
+    Forward-mode derivatives begin with such zeros. Products with them call nothing that a mode sees, and scaling one
+    within a mode ends the process, in torch 2.13.
+    """
+    return torch.ops.aten.zeros.default if overload is torch.ops.aten._efficientzerotensor.default else overload
+
+
 def is_written(parameter: Any) -> bool:
     """Whether an operator writes to a parameter."""
     return parameter.alias_info is not None and parameter.alias_info.is_write
@@ -174,4 +183,6 @@ def operator_name(overload: Any) -> str:
 _OF_SHAPE = {
     *(f"aten.{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")),
     *(f"aten.new_{name}" for name in ("empty", "empty_strided", "full", "ones", "zeros")),
+    # Forward-mode derivatives of writes begin with it.
+    "aten._new_zeros_with_same_feature_meta",
 }

@@ -28,6 +28,7 @@ from ..patterns import (
     is_pointwise,
     rule_of,
 )
+from .modules import name_of
 from .operators import is_written, operator_name
 from .overwrite import Overwrite
 from .recording import Invocation, Recording
@@ -212,7 +213,7 @@ def program_of(recording: Recording) -> Program:
     for vertex in _needed(recording):
         invocation = recording.makers[vertex]
         assert invocation is not None
-        where = paths.get(id(invocation.module), "") or type(invocation.module or recording.module).__name__
+        where = paths.get(id(invocation.module), "") or name_of(invocation.module or recording.module)
         result = invocation.results[vertex - invocation.first]
         if result.is_complex():
             raise UnsupportedOperatorError(
@@ -292,7 +293,7 @@ def _operation(program: Program, invocation: Invocation, vertex: int, where: str
     except MixedSamplesError as error:
         what, remedy = error.args or (
             f"{invocation.name} mixes the samples of a batch{invocation.source}",
-            "each sample must be worked on by itself",
+            "each sample must be worked on by itself; a Jacobian by arguments without samples takes batched=False",
         )
         raise UnsupportedOperatorError(f"{where}: {what}; {remedy}") from None
     layouts = placement.layouts

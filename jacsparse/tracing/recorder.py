@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..patterns import UnsupportedOperatorError, is_pointwise
-from .operators import Facts, draws, facts_of, operator_name
+from .modules import name_of
+from .operators import Facts, draws, facts_of, operator_name, with_memory
 from .overwrite import Extent, Overwrite, extent_of
 from .recording import Constant, Invocation, Operand, Recording, base_of, memory_of, operand_of, tensors_in
 from .selections import selection
@@ -147,7 +148,7 @@ class _Recorder(TorchDispatchMode):
         if facts.random and draws(overload, arguments):
             self.recording.draws.append(_place_of_call()[0])
         if not tensors and not facts.random:
-            return overload(*args, **kwargs)
+            return with_memory(overload)(*args, **kwargs)
         self.time += 1
         operands: list[Operand] = []
         constants: list[torch.Tensor] = []
@@ -465,7 +466,7 @@ class _Recorder(TorchDispatchMode):
         """The recording, after the module has returned its output."""
         if not isinstance(output, torch.Tensor):
             raise UnsupportedOperatorError(
-                f"{type(self.recording.module).__name__}: its output is a {type(output).__name__}; wrap it in a module "
+                f"{name_of(self.recording.module)}: its output is a {type(output).__name__}; wrap it in a module "
                 "that returns one tensor"
             )
         self.recording.output = output
@@ -581,7 +582,7 @@ def _unrecorded() -> Invocation:
 
 def _unsupported(invocation: Invocation, what: str, remedy: str) -> UnsupportedOperatorError:
     """An error that names the class of the calling module, whose path is not looked up during the run."""
-    return UnsupportedOperatorError(f"{type(invocation.module).__name__}: {what}{invocation.source}; {remedy}")
+    return UnsupportedOperatorError(f"{name_of(invocation.module)}: {what}{invocation.source}; {remedy}")
 
 
 def _read_error(overload: Any) -> UnsupportedOperatorError:
@@ -591,6 +592,6 @@ def _read_error(overload: Any) -> UnsupportedOperatorError:
         remedy = "take elements by their numbers, or keep the shape, with torch.where"
         return _unsupported(invocation, "a size depends on what a tensor holds", remedy)
     return UnsupportedOperatorError(
-        f"{type(invocation.module).__name__}: its code asks what a tensor holds{invocation.source}, so that no pattern "
+        f"{name_of(invocation.module)}: its code asks what a tensor holds{invocation.source}, so that no pattern "
         "holds for all inputs; use torch.where in the place of a branch, or give the input"
     )

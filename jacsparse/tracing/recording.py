@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
+from .modules import name_of
 from .operators import Facts, operator_name
 
 
@@ -135,7 +136,7 @@ class Recording:
         if not self.draws:
             return None
         paths = {id(part): path for path, part in self.module.named_modules()}
-        return paths.get(id(self.draws[0])) or type(self.draws[0] or self.module).__name__
+        return paths.get(id(self.draws[0])) or name_of(self.draws[0] or self.module)
 
     def externals_of(self, invocation: Invocation, through: Collection[str] = ()) -> set[int]:
         """The externals that the arguments of a call were computed from, except the arguments in `through`."""

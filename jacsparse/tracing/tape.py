@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from ..patterns import UnsupportedOperatorError
-from .operators import draws, is_written, operator_name
+from .operators import draws, is_written, operator_name, with_memory
 from .recording import tensors_in
 from .sparse_products import Elements, indices_of, is_sparse, operator_on_elements
 
@@ -104,7 +104,8 @@ class Tape:
     dtypes: list[torch.dtype] = field(default_factory=list)
     #: The slot of the output; None where it is no tensor of the tape.
     output: int | None = None
-    #: Slots whose ``aten.detach`` passes derivatives: autograd detaches the results that it saves, and undoes it later.
+    #: Slots whose ``aten.detach`` passes derivatives: autograd detaches the results that it saves, and undoes it later;
+    #: a tensor without derivatives has none to stop.
     saved: set[int] = field(default_factory=set)
     #: What the calls do that no replay repeats, by the operator's name: they draw, show elements, write elsewhere.
     effects: dict[str, str] = field(default_factory=dict)
@@ -196,10 +197,7 @@ class Taping(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if overload is aten._efficientzerotensor.default:
-            # Scaling one within a mode ends the process, in torch 2.13.
-            overload = aten.zeros.default
+        overload, kwargs = with_memory(overload), kwargs or {}
         parameters = overload._schema.arguments
         args_of_tape = tuple(self.argument(overload, p, value) for p, value in zip(parameters, args, strict=False))
         by_name = {parameter.name: parameter for parameter in parameters}
@@ -209,6 +207,9 @@ class Taping(TorchDispatchMode):
         results = tuple(self.slot_of(tensor) for tensor in tensors_in(result))
         if overload is aten.detach.default:
             self.detached[results[0]] = args_of_tape[0].place
+            if not args[0].requires_grad:
+                # PyTorch detaches what torch.zeros makes, into which a function may write what has derivatives.
+                self.tape.saved.add(results[0])
         seen = torch.is_grad_enabled()
         parts = enumerate(result if isinstance(result, (list, tuple)) else [result])
         places = tuple(place for place, part in parts if isinstance(part, torch.Tensor))
@@ -305,6 +306,8 @@ class _Following(TorchDispatchMode):
             raise _OtherCallsError
         instruction = self.instructions[self.count]
         self.count += 1
+        if overload is not instruction.overload:
+            overload = with_memory(overload)
         same = overload is instruction.overload and len(args) == len(instruction.args)
         if not same or torch.is_grad_enabled() is not instruction.seen:
             raise _OtherCallsError

@@ -86,6 +86,11 @@ def in_place(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def into_zeros(x: torch.Tensor) -> torch.Tensor:
+    sums = torch.zeros(x.shape, dtype=FLOAT).index_add_(1, torch.tensor([0, 2, 2, 1]), x**2)
+    return sums / torch.zeros(4, dtype=FLOAT).add_(2.0) * x.detach()
+
+
 def detached(x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         factor = x.sin()
@@ -109,6 +114,7 @@ FUNCTIONS = {
     "heat": (heat, (7,)),
     "upwind": (upwind, (8,)),
     "in_place": (in_place, (6,)),
+    "into_zeros": (into_zeros, (4,)),
     "detached": (detached, (4,)),
     "elementwise": (with_autograd, (3, 2)),
     "constant": (lambda x: x.cumsum(1).flip(1) * 3.0, (5,)),
@@ -296,6 +302,35 @@ def test_tangents_that_are_zero() -> None:
     assert_equal(prepare_jacobian(f, drawn(4, 3), method="compressed")(drawn(4, 3)), dense(f, drawn(4, 3)))
 
 
+def padded(x: torch.Tensor) -> torch.Tensor:
+    y = x.new_zeros(len(x), 6)
+    y[:, 1:-1] = x
+    return (y[:, 1:] - y[:, :-1]) ** 2
+
+
+DIRECTIONAL = {
+    "quotient": lambda x: x / (1 + x**2) / 0.3,
+    "linear": nn.Linear(4, 4, dtype=FLOAT).requires_grad_(False),
+    "write": padded,
+}
+
+
+@pytest.mark.parametrize("name", DIRECTIONAL)
+def test_derivatives_along_a_direction(name: str) -> None:
+    f = lambda x, scale: torch.func.jvp(lambda x: scale * DIRECTIONAL[name](x), (x,), (x**2,))[1]  # noqa: E731
+    for scale in (2.0, 3.0):
+        assert_equal(jacsparse.jacobian(f, drawn(2, 4), scale), dense(f, drawn(2, 4), scale))
+    if name != "write":
+        assert_equal(prepare_jacobian(f, drawn(2, 4), 2.0)(drawn(2, 4), 3.0), dense(f, drawn(2, 4), 3.0))
+
+
+def test_numbers_of_numpy() -> None:
+    f = lambda t, y: t * y**2  # noqa: E731
+    prepared = prepare_jacobian(f, 0.0, drawn(1, 3), argnums=1)
+    for number in (2, np.float64(0.5), np.float32(0.5), np.int64(3)):
+        assert_equal(prepared(number, drawn(1, 3)), dense(f, float(number), drawn(1, 3), argnums=1))
+
+
 def test_jacobian_by_parameters() -> None:
     network = nn.Linear(3, 2).double()
     f = lambda parameters, x: torch.func.functional_call(network, parameters, x).tanh()  # noqa: E731
@@ -328,7 +363,10 @@ class Hidden:
         ),
         (lambda x: (x, 3), (drawn(2, 3),), {}, NotImplementedError, "returns a int"),
         (lambda x: x.mul_(2), (drawn(2, 3),), {}, NotImplementedError, "writes to a tensor from before the call"),
-        (lambda x: x - x.mean(0), (drawn(2, 3),), {}, NotImplementedError, "mixes the samples"),
+        (lambda x: x - x.mean(0), (drawn(2, 3),), {}, NotImplementedError, "^<lambda>: .* samples takes batched=False"),
+        (lambda x, y: x, (drawn(2, 3),), {}, ValueError, "^<lambda>: .* does not fit <lambda>.*'y'"),
+        (lambda x: torch.tensor(2.0), (drawn(3),), {"batched": False}, NotImplementedError, r"without .item\(\)"),
+        (lambda x: x, (np.ones((2, 3)),), {}, TypeError, "x is a ndarray.*: pass torch.from_numpy of it"),
         (lambda x: x * torch.rand(3, dtype=FLOAT), (drawn(2, 3),), {}, NotImplementedError, "draws random numbers"),
         (lambda x: x if x.sum() > 0 else -x, (drawn(2, 3),), {}, NotImplementedError, "what a tensor holds"),
         (lambda x: x[:, x[0] > 1], (drawn(2, 3),), {}, NotImplementedError, "depends on what a tensor holds"),
