@@ -23,7 +23,7 @@ from scipy.sparse.linalg import SuperLU, splu
 
 from ..patterns import Pattern, gathered
 from ..runtime import frozen, uncompiled
-from .operands import same_device
+from .operands import by_sample, same_device
 from .plan_cache import PLAN_CACHE
 
 #: An element of the diagonal is a pivot where it is at least this share of the largest in its column.
@@ -171,11 +171,8 @@ def solve(pattern: Pattern, values: torch.Tensor, b: torch.Tensor) -> torch.Tens
     same_device("the Jacobian", values, "b", b)
     if b.dtype != values.dtype:
         raise TypeError(f"b is {b.dtype} and the Jacobian is {values.dtype}; convert one of them")
-    sides = torch.atleast_3d(b)
-    if not 1 <= b.ndim <= 3 or sides.shape[1] != size:
-        raise ValueError(
-            f"b has shape {tuple(b.shape)}; expected ({size},), (batch, {size}) or (batch, {size}, columns)"
-        )
+    has_columns = b.ndim == 3 and b.shape[1] == size
+    sides = b if has_columns else by_sample("b", b, size)[0][:, :, None]
     if batch not in (1, len(sides)):
         raise ValueError(f"b has a batch of {len(sides)}, the Jacobian one of {batch}")
     rows_first = sides.movedim(1, 0)

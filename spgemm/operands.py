@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,24 @@ def same_batch(left_name: str, left: Any, right_name: str, right: Any) -> int:
     if a != b and 1 not in (a, b):
         raise ValueError(f"{left_name} has a batch of {a} and {right_name} one of {b}; they must agree, or one be 1")
     return b if a == 1 else a
+
+
+def by_sample(name: str, x: Any, size: int) -> tuple[torch.Tensor, bool]:
+    """A tensor as ``(batch, size)``, and whether it had no axis of samples: it is ``(batch, *shape)`` or one sample."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
+        raise TypeError(
+            f"{name} is within a transform of torch.func, as grad or vmap; pass (batch, *shape) instead of vmap, and "
+            "take gradients by torch.autograd"
+        )
+    has_samples = x.ndim > 0 and math.prod(x.shape[1:]) == size
+    if x.numel() == size and (x.ndim < 2 or not has_samples):
+        return x.reshape(1, size), True
+    if not has_samples:
+        expected = f"{size} elements, or (batch, *shape) with {size} elements a sample"
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
+    return x.reshape(len(x), size), False
 
 
 def result(what: str, out: Any, operands: tuple[Any, ...], rows: int, batch: int, like: Any) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ import torch
 from ..patterns import Diagonal, Full, Identity, Pattern, gathered
 from ..runtime import cupy_stream, gpu_extra
 from .lu import solve
-from .operands import same_batch
+from .operands import by_sample, same_batch
 from .plan import plan_product
 from .sums import plan_sum
 from .vectors import matvec
@@ -114,6 +114,21 @@ class SparseJacobian:
         return int(self.values.shape[1])
 
     @property
+    def nnz(self) -> int:
+        """The number of entries of a sample."""
+        return self.pattern.nnz
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the values."""
+        return self.values.device
+
+    @property
     def T(self) -> SparseJacobian:
         """The transposed Jacobian, its values in the transposed pattern's order."""
         if isinstance(self.pattern.structure, Full):
@@ -136,6 +151,7 @@ class SparseJacobian:
         if not isinstance(other, SparseJacobian):
             return NotImplemented
         plan = plan_sum([self.pattern, other.pattern])
+        same_batch("the left term", self.values, "the right term", other.values)
         return SparseJacobian(plan.pattern, plan.add([self.values, other.values]))
 
     def __sub__(self, other: Any) -> SparseJacobian:
@@ -249,9 +265,9 @@ class SparseJacobian:
 
         Parameters
         ----------
-        b : Tensor, (batch, n), (batch, n, columns) or (n,)
-            The right-hand sides, one or several for each sample, with the dtype and device of the values; ``(n,)``
-            where the Jacobian has one sample.
+        b : Tensor, (batch, n), (batch, *shape), (batch, n, columns) or (n,)
+            The right-hand sides, one or several for each sample, with the dtype and device of the values; ``(n,)``, or
+            the shape of one sample, where the Jacobian has one.
 
         Returns
         -------
@@ -291,14 +307,20 @@ class SparseJacobian:
     def jvp(self, v: torch.Tensor) -> torch.Tensor:
         """``J v`` of each sample, ``(batch, out_size)``, for `v` of ``(batch, in_size)`` or ``(batch, *shape)``.
 
-        Where the Jacobian has one sample, also ``(out_size,)`` for `v` of ``(in_size,)``.
+        Where the Jacobian has one sample, also ``(out_size,)`` for `v` of ``(in_size,)`` or of the input's shape.
+
+        Examples
+        --------
+        >>> J = jacsparse.jacobian(lambda u: u.diff(dim=1) ** 2, torch.tensor([[1.0, 2.0, 4.0]]), batched=False)
+        >>> J.jvp(torch.tensor([[0.0, 0.0, 1.0]])), J.vjp(torch.tensor([1.0, 1.0]))
+        (tensor([0., 4.]), tensor([-2., -2.,  4.]))
         """
         return _times(self, "v", v)
 
     def vjp(self, g: torch.Tensor) -> torch.Tensor:
         """``Jᵀ g`` of each sample, ``(batch, in_size)``, for `g` of ``(batch, out_size)`` or ``(batch, *shape)``.
 
-        Where the Jacobian has one sample, also ``(in_size,)`` for `g` of ``(out_size,)``.
+        Where the Jacobian has one sample, also ``(in_size,)`` for `g` of ``(out_size,)`` or of the output's shape.
         """
         return _times(self.T, "g", g)
 
@@ -312,15 +334,15 @@ class SparseJacobian:
 
     def to_scipy(self, sample: int | None = None) -> scipy.sparse.csr_array:
         """One sample's Jacobian as a SciPy matrix; `sample` is optional where there is only one."""
-        return self.pattern.to_scipy(self._sample(sample).cpu().numpy())
+        return self.pattern.to_scipy(self._sample(sample).detach().cpu().numpy())
 
     def to_torch(self, sample: int | None = None) -> torch.Tensor:
-        """One sample's Jacobian as a PyTorch CSR tensor."""
+        """One sample's Jacobian as a PyTorch CSR tensor, part of autograd where the values are."""
         values = self._sample(sample)
         indptr, indices = (
             torch.from_numpy(array.copy()).to(values.device) for array in (self.pattern.indptr, self.pattern.indices)
         )
-        return torch.sparse_csr_tensor(indptr, indices, values, size=self.shape)
+        return torch.sparse_csr_tensor(indptr, indices, values, size=self.shape, check_invariants=False)
 
     def to_cupy(self, sample: int | None = None) -> Any:
         """A copy of one sample's Jacobian as a CuPy matrix, made on PyTorch's current stream.
@@ -337,7 +359,7 @@ class SparseJacobian:
             import cupyx.scipy.sparse
         except ImportError as error:
             raise ImportError(f"to_cupy needs CuPy: {gpu_extra()}") from error
-        values = self._sample(sample)
+        values = self._sample(sample).detach()
         if not values.is_cuda:
             return cupyx.scipy.sparse.csr_matrix(scipy.sparse.csr_matrix(self.to_scipy(sample)))
         number = values.device.index
@@ -346,11 +368,15 @@ class SparseJacobian:
             return cupyx.scipy.sparse.csr_matrix(tuple(arrays), shape=self.shape)
 
     def todense(self, sample: int | None = None) -> torch.Tensor:
-        """One sample's Jacobian as a dense tensor, ``(out_size, in_size)``."""
-        return torch.from_numpy(self.to_scipy(sample).toarray()).to(self.values.device)
+        """One sample's Jacobian as a dense tensor, ``(out_size, in_size)``, part of autograd where the values are."""
+        values = self._sample(sample)
+        if isinstance(self.pattern.structure, Full):
+            return values.reshape(self.shape).clone()
+        places = torch.from_numpy(self.pattern.places.copy()).to(values.device)
+        return values.new_zeros(self.shape).view(-1).index_copy(0, places, values).view(self.shape)
 
     def _sample(self, sample: int | None) -> torch.Tensor:
-        values = self.values.detach()
+        values = self.values
         if sample is None:
             if self.batch != 1:
                 remedy = f"say which one: sample=0 to {self.batch - 1}" if self.batch else "there is none to be had"
@@ -396,17 +422,8 @@ def _weights(weights: torch.Tensor, matrix: SparseJacobian) -> SparseJacobian:
 
 def _times(matrix: SparseJacobian, name: str, vectors: torch.Tensor) -> torch.Tensor:
     """The matrix of each sample times its vector."""
-    columns = matrix.shape[1]
-    if not isinstance(vectors, torch.Tensor):
-        raise TypeError(f"{name} is a {type(vectors).__name__}; expected a torch.Tensor")
-    batched = vectors[None] if vectors.ndim == 1 else vectors
-    if batched.ndim < 2 or batched[:1].numel() != columns * min(1, len(batched)):
-        raise ValueError(
-            f"{name} has shape {tuple(vectors.shape)}; expected ({columns},), or (batch, *shape) with "
-            f"{columns} elements a sample"
-        )
-    if matrix.batch not in (1, len(batched)):
-        raise ValueError(f"{name} has a batch of {len(batched)}, the Jacobian one of {matrix.batch}")
-    x = batched.reshape(len(batched), columns).T.contiguous()
-    product = matvec(matrix.pattern, matrix.values, x).T.contiguous()
-    return product[0] if vectors.ndim == 1 else product
+    x, is_one = by_sample(name, vectors, matrix.shape[1])
+    if matrix.batch not in (1, len(x)):
+        raise ValueError(f"{name} has a batch of {len(x)}, the Jacobian one of {matrix.batch}")
+    product = matvec(matrix.pattern, matrix.values, x.T.contiguous()).T.contiguous()
+    return product[0] if is_one else product

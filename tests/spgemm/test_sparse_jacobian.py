@@ -103,6 +103,19 @@ def test_one_vector(kind: str) -> None:
     assert (J @ v).shape == J.jvp(v).shape == (J.shape[0],)
 
 
+@pytest.mark.parametrize("kind", PATTERNS)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_conversions_are_differentiable(kind: str, batch: int) -> None:
+    J = jacobian_of(PATTERNS[kind](4, 3), batch)
+    values = J.values.detach().requires_grad_()
+    for convert in (SparseJacobian.todense, lambda J, sample: J.to_torch(sample).to_dense()):
+        for sample in range(batch):
+            matrix = convert(SparseJacobian(J.pattern, values), sample)
+            assert np.array_equal(matrix.detach().numpy(), J.to_scipy(sample).toarray())
+            (gradient,) = torch.autograd.grad(matrix.pow(3).sum(), values)
+            assert torch.equal(gradient[:, sample], 3 * values[:, sample] ** 2)
+
+
 def dominant(kind: str, n: int, batch: int, dtype: torch.dtype) -> SparseJacobian:
     """A square matrix whose diagonal outweighs the rest of its row and of its column."""
     J = jacobian_of(PATTERNS[kind](n, n), batch, dtype)
@@ -127,6 +140,18 @@ def test_solutions(kind: str, n: int, batch: int, columns: int | None, samples: 
         assert bool(((A @ X - B).abs() <= 6 * n**2 * torch.finfo(dtype).eps * magnitude).all())
     if samples and columns is None and batch == 1:
         assert torch.equal(J.solve(b[0]), J.solve(b)[0])
+
+
+def test_vectors_in_the_shape_of_a_sample() -> None:
+    one, several, shared = (dominant("csr", 4, batch, torch.float64) for batch in (1, 3, 1))
+    v = torch.randn(3, 2, 2, dtype=torch.float64)
+    for product in (SparseJacobian.jvp, SparseJacobian.vjp, SparseJacobian.solve):
+        assert torch.equal(product(one, v[0]).flatten(), product(one, v[0].flatten()))
+        for J in (several, shared):
+            assert torch.equal(product(J, v).flatten(), product(J, v.flatten(1)).flatten())
+    numbers = jacobian_of(PATTERNS["csr"](1, 4), 3)
+    assert torch.equal(numbers.vjp(v[:, 0, 0]), numbers.vjp(v[:, :1, 0]))
+    assert one.vjp(v[0]).shape == (4,) and one.solve(v[0]).shape == (2, 2) and numbers.vjp(v[:, 0, 0]).shape == (3, 4)
 
 
 def test_rows_are_exchanged_where_the_diagonal_is_empty() -> None:
@@ -251,12 +276,14 @@ SHARED = SparseJacobian.identity(2)
         (lambda: J * J, TypeError, "unsupported operand"),
         (lambda: J / "x", TypeError, "unsupported operand"),
         (lambda: J + S, ValueError, "must agree"),
+        (lambda: J.to(torch.float64) + J, TypeError, "the left term is torch.float64 and the right term is"),
+        (lambda: torch.vmap(SHARED.jvp)(torch.ones(3, 2)), TypeError, "v is within a transform of torch.func"),
         (lambda: torch.ones(2, 3) * J, ValueError, r"the factor has shape \(2, 3\).*Products of matrices are J @ K"),
         (lambda: torch.ones(3) * J, ValueError, "the factor has a batch of 3 and the Jacobian one of 2"),
         (lambda: torch.ones(2).double() * J, TypeError, "the factor is torch.float64 and the Jacobian is"),
         (lambda: SparseJacobian.identity(-1), ValueError, "n is -1"),
         (lambda: J.jvp(torch.ones(3)), ValueError, "v has a batch of 1, the Jacobian one of 2"),
-        (lambda: SHARED.vjp(torch.ones(3)), ValueError, r"g has shape \(3,\); expected \(2,\), or \(batch, \*shape\)"),
+        (lambda: SHARED.vjp(torch.ones(3)), ValueError, r"g has shape \(3,\); expected 2 elements, or \(batch"),
         (lambda: SHARED.jvp(torch.tensor(1.0)), ValueError, r"v has shape \(\)"),
         (lambda: SparseJacobian.from_diagonal([1.0]), TypeError, "diagonal is a list"),
         (lambda: SparseJacobian.from_diagonal(torch.ones(1, 2, 3)), ValueError, r"diagonal has shape \(1, 2, 3\)"),
@@ -264,7 +291,7 @@ SHARED = SparseJacobian.identity(2)
         (lambda: S.solve([1.0, 2.0]), TypeError, "b is a list"),
         (lambda: S.solve(torch.ones(2, 2).double()), TypeError, "b is torch.float64 and the Jacobian is torch.float32"),
         (lambda: S.solve(torch.ones(2)), ValueError, "b has a batch of 1, the Jacobian one of 2"),
-        (lambda: S.solve(torch.ones(2, 3)), ValueError, r"b has shape \(2, 3\); expected \(2,\), \(batch, 2\) or"),
+        (lambda: S.solve(torch.ones(2, 3)), ValueError, r"b has shape \(2, 3\); expected 2 elements, or"),
         (lambda: S.solve(torch.tensor(1.0)), ValueError, r"b has shape \(\)"),
         (lambda: S.solve(torch.ones(2, 2)), ValueError, "sample 1 of the Jacobian is singular"),
         (lambda: (SHARED * torch.nan).solve(torch.ones(2)), ValueError, "sample 0 of the Jacobian is not finite"),
