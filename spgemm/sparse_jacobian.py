@@ -311,9 +311,9 @@ class SparseJacobian:
 
         Examples
         --------
-        >>> J = jacsparse.jacobian(lambda u: u.diff(dim=1) ** 2, torch.tensor([[1.0, 2.0, 4.0]]), batched=False)
-        >>> J.jvp(torch.tensor([[0.0, 0.0, 1.0]])), J.vjp(torch.tensor([1.0, 1.0]))
-        (tensor([0., 4.]), tensor([-2., -2.,  4.]))
+        >>> J = SparseJacobian(Pattern((1, 4), [0, 3], [0, 1, 3]), torch.tensor([[1.0], [2.0], [3.0]]))
+        >>> J.jvp(torch.ones(2, 2)), J.jvp(torch.ones(5, 2, 2)).shape
+        (tensor([6.]), torch.Size([5, 1]))
         """
         return _times(self, "v", v)
 
