@@ -75,6 +75,7 @@ def jacobian(
     *args
         Its arguments: tensors, tuples, lists and dicts of them, numbers and anything else. Those that `argnums` names
         hold tensors of float32 or float64, on the CPU or a CUDA device. Parameters must have the same dtype and device.
+        Keyword arguments go into ``functools.partial(f, key=value)``.
     argnums : int or tuple of int
         The arguments to differentiate by. The elements of their tensors are the columns, one tensor after the other,
         and those of the outputs the rows.
@@ -106,6 +107,9 @@ def jacobian(
     Notes
     -----
     Thesis, section 3.4.
+
+    A call runs `f` once; the first calls with arguments of new shapes run it several times, to make a program for later
+    ones, so that what it prints or counts is seen as often.
 
     Where an operator's derivative is infinite, as that of a root at 0, its product with a 0 is NaN by the rules of
     floating-point numbers. Autograd may give 0 there, because its backward passes of ReLU and of masks do not multiply.

@@ -158,6 +158,11 @@ def hessian(
     --------
     prepare_hessian : for many calls with arguments of the same shapes.
 
+    Notes
+    -----
+    ``scipy.optimize.minimize`` takes ``to_scipy()`` as `hess` with the methods Newton-CG and trust-constr; trust-ncg
+    and trust-krylov take products alone, by `hessp`.
+
     Examples
     --------
     >>> import torch

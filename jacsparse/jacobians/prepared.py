@@ -182,7 +182,18 @@ class PreparedJacobian:
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all that was decided to an ``.npz`` file, without pickle; the function is no part of it."""
+        """Write all that was decided to an ``.npz`` file, without pickle; the function is no part of it.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> f, x = lambda x: x[1:] * x[:-1], torch.tensor([1.0, 2.0, 3.0])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     prepare_jacobian(f, x, batched=False).save(f"{folder}/products.npz")
+        ...     prepared = PreparedJacobian.load(f"{folder}/products.npz", f, x)
+        >>> prepared(x).todense().tolist()
+        [[2.0, 1.0, 0.0], [0.0, 3.0, 2.0]]
+        """
         taped, pattern = self._taped, self._taped.evaluator.pattern
         content = {
             "version": __version__,
@@ -240,6 +251,12 @@ class PreparedJacobian:
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}: no valid prepared Jacobian: {error}") from error
         return cls(f, arguments, function, evaluator, reads)._checked_at(args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            f"a {type(self).__name__} is neither pickled nor copied, for its function is no data: save(path) writes "
+            f"it, and {type(self).__name__}.load(path, f, *args) reads it in another process"
+        )
 
     def __repr__(self) -> str:
         evaluator, arguments = self._taped.evaluator, self._arguments
@@ -304,12 +321,26 @@ def prepare_jacobian(
     each call. Make the matrix a sparse tensor: its indices are parts of the program, whose pattern has its elements
     alone. Masks are parts of the program too: a branch of ``torch.where`` has entries only where a mask selects it.
 
+    Values have no gradients; ``jacobian(..., create_graph=True)`` gives values that have.
+
     Examples
     --------
     >>> import torch
     >>> differences = prepare_jacobian(lambda u, h: (u[1:] - u[:-1]) ** 2 / h, torch.zeros(4), 1.0, batched=False)
     >>> differences(torch.tensor([0.0, 1.0, 3.0, 6.0]), 0.5).todense().tolist()
     [[-4.0, 4.0, 0.0, 0.0], [0.0, -8.0, 8.0, 0.0], [0.0, 0.0, -12.0, 12.0]]
+
+    A stiff equation by SciPy, whose `jac` gets a time and a state:
+
+    >>> import scipy.integrate
+    >>> decay = lambda t, y: torch.cat([-1000 * (y[:1] - torch.cos(y[1:])), -y[1:] / (1 + t)])
+    >>> state = torch.ones(2, dtype=torch.float64)
+    >>> prepared = prepare_jacobian(decay, 0.0, state, argnums=1, batched=False)
+    >>> f = lambda t, y: decay(t, torch.from_numpy(y)).numpy()
+    >>> jac = lambda t, y: prepared(t, torch.from_numpy(y)).to_scipy()
+    >>> solution = scipy.integrate.solve_ivp(f, (0.0, 1.0), state.numpy(), method="Radau", jac=jac)
+    >>> solution.success, round(float(solution.y[1, -1]), 2)
+    (True, 0.5)
     """
     return PreparedJacobian.prepare(f, args, argnums, batched, method, compile)
 

@@ -21,7 +21,8 @@ def check_module(module: object) -> nn.Module:
         Where it is no Module, or has parts that TorchScript has compiled.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
+        remedy = ": jacobian, prepare_jacobian and hessian take functions" if callable(module) else ""
+        raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module{remedy}")
     if any(isinstance(part, torch.jit.ScriptModule) for part in parts_of(module)):
         raise TypeError("module is, or holds, a torch.jit.ScriptModule; give the module that it was compiled from")
     return module

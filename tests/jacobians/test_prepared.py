@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -472,6 +473,12 @@ def test_damaged_files(field: str, value: Any, message: str, tmp_path: Path) -> 
     write_archive(path, "prepared Jacobian", content)
     with pytest.raises(ValueError, match=message):
         PreparedJacobian.load(path, brusselator, x)
+
+
+def test_is_not_pickled() -> None:
+    prepared = prepare_jacobian(torch.sin, drawn(2, 3))
+    with pytest.raises(TypeError, match=r"PreparedJacobian.load\(path, f, \*args\)"):
+        pickle.dumps(prepared)
 
 
 def test_shows_itself() -> None:
