@@ -172,7 +172,7 @@ def solve(pattern: Pattern, values: torch.Tensor, b: torch.Tensor) -> torch.Tens
     if b.dtype != values.dtype:
         raise TypeError(f"b is {b.dtype} and the Jacobian is {values.dtype}; convert one of them")
     has_columns = b.ndim == 3 and b.shape[1] == size
-    sides = b if has_columns else by_sample("b", b, size)[0][:, :, None]
+    sides = b if has_columns else by_sample("b", b, size, f", or (batch, {size}, columns)")[0][:, :, None]
     if batch not in (1, len(sides)):
         raise ValueError(f"b has a batch of {len(sides)}, the Jacobian one of {batch}")
     rows_first = sides.movedim(1, 0)

@@ -72,8 +72,11 @@ def same_batch(left_name: str, left: Any, right_name: str, right: Any) -> int:
     return b if a == 1 else a
 
 
-def by_sample(name: str, x: Any, size: int) -> tuple[torch.Tensor, bool]:
-    """A tensor as ``(batch, size)``, and whether it had no axis of samples: it is ``(batch, *shape)`` or one sample."""
+def by_sample(name: str, x: Any, size: int, also: str = "") -> tuple[torch.Tensor, bool]:
+    """A tensor as ``(batch, size)``, and whether it had no axis of samples: it is ``(batch, *shape)`` or one sample.
+
+    `also` tells errors which other shapes the caller takes.
+    """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
     if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
@@ -85,7 +88,7 @@ def by_sample(name: str, x: Any, size: int) -> tuple[torch.Tensor, bool]:
     if x.numel() == size and (x.ndim < 2 or not has_samples):
         return x.reshape(1, size), True
     if not has_samples:
-        expected = f"{size} elements, or (batch, *shape) with {size} elements a sample"
+        expected = f"{size} elements, or (batch, *shape) with {size} elements a sample{also}"
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
     return x.reshape(len(x), size), False
 

@@ -63,6 +63,10 @@ class SparseJacobian:
     __array_ufunc__: ClassVar[None] = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pattern, Pattern):
+            raise TypeError(
+                f"pattern is a {type(self.pattern).__name__}; expected a Pattern, as Pattern.from_scipy makes"
+            )
         if not isinstance(self.values, torch.Tensor):
             raise TypeError(f"values is a {type(self.values).__name__}; expected a torch.Tensor")
         if self.values.dtype not in (torch.float32, torch.float64):
@@ -72,7 +76,8 @@ class SparseJacobian:
                 f"values is on {self.values.device}; this runs on CPUs and CUDA: move it with values.cpu()"
             )
         if self.values.ndim != 2 or self.values.shape[0] != self.pattern.nnz:
-            raise ValueError(f"values has shape {tuple(self.values.shape)}; expected ({self.pattern.nnz}, batch)")
+            expected = f"({self.pattern.nnz}, batch): values[:, None] for one sample"
+            raise ValueError(f"values has shape {tuple(self.values.shape)}; expected {expected}")
 
     @classmethod
     def identity(cls, n: int, *, dtype: torch.dtype | None = None, device: Any = None) -> SparseJacobian:
@@ -102,6 +107,20 @@ class SparseJacobian:
         if diagonal.ndim not in (1, 2):
             raise ValueError(f"diagonal has shape {tuple(diagonal.shape)}; expected (n,) or (n, batch)")
         return cls(Pattern.of(Diagonal(len(diagonal))), diagonal[:, None] if diagonal.ndim == 1 else diagonal)
+
+    @classmethod
+    def from_scipy(cls, matrix: Any) -> SparseJacobian:
+        """A SciPy matrix of float32 or float64, the same for all samples: a mass matrix `M` in ``M - h * J``.
+
+        Examples
+        --------
+        >>> SparseJacobian.from_scipy(scipy.sparse.diags_array([1.0, 2.0], offsets=1))
+        <SparseJacobian 3 × 3, nnz 2, sparsity 0.77778, Csr, batch 1, torch.float64>
+        """
+        pattern = Pattern.from_scipy(matrix)
+        matrix = scipy.sparse.csr_array(matrix, copy=True)
+        matrix.sum_duplicates()
+        return cls(pattern, torch.from_numpy(matrix.data)[:, None])
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -116,6 +116,14 @@ def test_conversions_are_differentiable(kind: str, batch: int) -> None:
             assert torch.equal(gradient[:, sample], 3 * values[:, sample] ** 2)
 
 
+def test_from_scipy() -> None:
+    rows, columns, values = [2, 0, 2, 1], [1, 0, 1, 3], [1.0, 2.0, 3.0, 0.0]
+    for make in (scipy.sparse.coo_array, lambda *args, **shape: scipy.sparse.coo_matrix(*args, **shape).tocsc()):
+        matrix = make((values, (rows, columns)), shape=(3, 4))
+        J = SparseJacobian.from_scipy(matrix)
+        assert J.nnz == 3 and J.dtype == torch.float64 and np.array_equal(J.to_scipy().toarray(), matrix.toarray())
+
+
 def dominant(kind: str, n: int, batch: int, dtype: torch.dtype) -> SparseJacobian:
     """A square matrix whose diagonal outweighs the rest of its row and of its column."""
     J = jacobian_of(PATTERNS[kind](n, n), batch, dtype)
@@ -285,13 +293,17 @@ SHARED = SparseJacobian.identity(2)
         (lambda: J.jvp(torch.ones(3)), ValueError, "v has a batch of 1, the Jacobian one of 2"),
         (lambda: SHARED.vjp(torch.ones(3)), ValueError, r"g has shape \(3,\); expected 2 elements, or \(batch"),
         (lambda: SHARED.jvp(torch.tensor(1.0)), ValueError, r"v has shape \(\)"),
+        (lambda: SparseJacobian(scipy.sparse.eye_array(2), torch.ones(2, 1)), TypeError, "pattern is a .*from_scipy"),
+        (lambda: SparseJacobian(S.pattern, torch.ones(4)), ValueError, r"expected \(4, batch\): values\[:, None\]"),
+        (lambda: SparseJacobian.from_scipy(np.eye(2)), TypeError, "matrix is a ndarray"),
+        (lambda: SparseJacobian.from_scipy(scipy.sparse.eye_array(2, dtype=int)), TypeError, "dtype torch.int64"),
         (lambda: SparseJacobian.from_diagonal([1.0]), TypeError, "diagonal is a list"),
         (lambda: SparseJacobian.from_diagonal(torch.ones(1, 2, 3)), ValueError, r"diagonal has shape \(1, 2, 3\)"),
         (lambda: J.solve(torch.ones(2, 2)), ValueError, "the Jacobian is 2 × 3; only a square one"),
         (lambda: S.solve([1.0, 2.0]), TypeError, "b is a list"),
         (lambda: S.solve(torch.ones(2, 2).double()), TypeError, "b is torch.float64 and the Jacobian is torch.float32"),
         (lambda: S.solve(torch.ones(2)), ValueError, "b has a batch of 1, the Jacobian one of 2"),
-        (lambda: S.solve(torch.ones(2, 3)), ValueError, r"b has shape \(2, 3\); expected 2 elements, or"),
+        (lambda: S.solve(torch.ones(2, 3)), ValueError, r"b has shape \(2, 3\).*\(batch, 2, columns\)"),
         (lambda: S.solve(torch.tensor(1.0)), ValueError, r"b has shape \(\)"),
         (lambda: S.solve(torch.ones(2, 2)), ValueError, "sample 1 of the Jacobian is singular"),
         (lambda: (SHARED * torch.nan).solve(torch.ones(2)), ValueError, "sample 0 of the Jacobian is not finite"),
