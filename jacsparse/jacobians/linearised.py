@@ -39,6 +39,8 @@ class GraphRun(nn.Module):
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
+        # For messages, which name modules.
+        self.__qualname__ = "the prepared program"
         # In a tuple, so that they are neither parts nor buffers.
         self._graph_and_inputs = graph, inputs
         self.nodes: list[tuple[fx.Node, torch.Tensor]] = []

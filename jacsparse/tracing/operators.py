@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch._decomp
 from ..patterns import CONSTANT, RULES, Rule, UnsupportedOperatorError, rule_of
 from .backward_operators import BACKWARD
 from .linear_solves import SOLVES
-from .overwrite import Overwrite
+from .overwrite import Overwrite, extent_of
 from .weighted import WEIGHTED
 
 
@@ -129,6 +129,8 @@ def _decomposition(overload: Any) -> Callable[..., Any] | None:
         return _lstm_layer
     if overload == torch.ops.aten.embedding.default:
         return _embedding
+    if overload == torch.ops.prims.as_strided_scatter.default:
+        return _as_strided_scatter
     for decompositions in (SOLVES, BACKWARD):
         if overload in decompositions:
             return decompositions[overload]
@@ -157,6 +159,13 @@ def _lstm_layer(
         h = o.sigmoid() * c.tanh()
         states.append(h)
     return [torch.stack(states[::-1] if reverse else states), h, c]
+
+
+def _as_strided_scatter(
+    x: torch.Tensor, source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """What a forward-mode derivative of a write to a view writes, in graphs without writes."""
+    return Overwrite(extent_of(x), (torch.Size(size), tuple(stride), offset))(x, source)
 
 
 def _embedding(
