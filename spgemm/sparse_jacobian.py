@@ -231,7 +231,7 @@ class SparseJacobian:
         ----------
         weights : Tensor, (rows,) or (rows, batch), optional
             The diagonal of `D`, of any sign, with the dtype and device of the values; ones by default. A batch of 1 is
-            shared by all samples.
+            shared by all samples, and may have the shape of a sample's output.
 
         Returns
         -------
@@ -432,6 +432,8 @@ def _weights(weights: torch.Tensor, matrix: SparseJacobian) -> SparseJacobian:
     size = matrix.shape[1]
     if not isinstance(weights, torch.Tensor):
         raise TypeError(f"weights is a {type(weights).__name__}; expected a torch.Tensor")
+    if weights.numel() == size and weights.shape[:1] != (size,):
+        weights = weights.reshape(size)
     if weights.ndim not in (1, 2) or weights.shape[0] != size:
         raise ValueError(f"weights has shape {tuple(weights.shape)}; expected ({size},) or ({size}, batch)")
     diagonal = SparseJacobian.from_diagonal(weights)

@@ -157,6 +157,7 @@ def test_vectors_in_the_shape_of_a_sample() -> None:
         assert torch.equal(product(one, v[0]).flatten(), product(one, v[0].flatten()))
         for J in (several, shared):
             assert torch.equal(product(J, v).flatten(), product(J, v.flatten(1)).flatten())
+    assert torch.equal(several.gram(v[0]).values, several.gram(v[0].flatten()).values)
     numbers = jacobian_of(PATTERNS["csr"](1, 4), 3)
     assert torch.equal(numbers.vjp(v[:, 0, 0]), numbers.vjp(v[:, :1, 0]))
     assert one.vjp(v[0]).shape == (4,) and one.solve(v[0]).shape == (2, 2) and numbers.vjp(v[:, 0, 0]).shape == (3, 4)
