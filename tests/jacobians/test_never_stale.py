@@ -102,7 +102,9 @@ def test_hooks_are_refused_after_other_calls() -> None:
         jacsparse.jacobian(f, x)
 
 
-def test_chains_of_functions_are_found_again() -> None:
+def test_chains_of_functions_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where elements of weights fold, a program does the same.
+    monkeypatch.setattr("jacsparse.jacobians.evaluators.MOST_TERMS", 0)
     patterns = []
     for edges in (2000, 2000, 1999):
         f, h = messages(300, edges, 6)
