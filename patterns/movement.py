@@ -316,11 +316,16 @@ class _AddedRule(_MovementRule):
         assert call.sources is not None
         if call.sources.rows > 1:
             raise call.unsupported("indices that differ between the samples", "use the same for all")
-        return _pattern(call.sources, call.out_size).T
+        pattern = _pattern(call.sources, call.out_size).T
+        return pattern if _scale(call) == 1 else pattern.scaled()
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        scale = 1 if call.argument == "self" else call.arguments.get("alpha", 1)
-        return call.input.new_full((pattern.nnz, 1), scale)
+        return call.input.new_full((pattern.nnz, 1), _scale(call))
+
+
+def _scale(call: Call) -> float:
+    """The number by which the elements are multiplied before they are added."""
+    return 1 if call.argument == "self" else call.arguments.get("alpha", 1)
 
 
 @add_rule("aten.index_put")

@@ -48,6 +48,9 @@ def _forward_products(y: torch.Tensor, x: torch.Tensor, seeds: torch.Tensor) -> 
     """The products of the Jacobian of `y` by `x` with seeds, ``(seeds, batch, rows)``."""
     if not len(seeds):
         return y.new_empty((0, *y.shape))
-    u = torch.zeros_like(y).requires_grad_()
+    # Any `u` would do. That of logcumsumexp takes logarithms of it.
+    u = torch.ones_like(y).requires_grad_()
     (pulled_back,) = torch.autograd.grad(y, x, u, create_graph=True, materialize_grads=True)
+    if not pulled_back.requires_grad:
+        return y.new_zeros((len(seeds), *y.shape))
     return _products(pulled_back, u, seeds)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..patterns import Identity, Pattern, gradient_of, is_pointwise
+from ..patterns import Identity, Pattern, gradient_of
 from ..stages import Accumulation, Edge, Record, eliminate
 from ..tracing import graph_of_values
 from .linearised import Linearised, evaluated
@@ -211,7 +211,7 @@ class _Leaves:
         selects = edge.call.sources is not None or edge.pruned_weights
         if edge.shared and (selects or (place is not None and not self._varying.intersection(others))):
             return terms_at(*entries, coefficient=record.values(edge)[:, 0].numpy())
-        if not is_pointwise(edge.call.operator) or place is None:
+        if place is None or torch.Tag.pointwise not in node.target.tags:  # type: ignore[union-attr]
             selection = self._selection(edge, record, node) if self.weights else None
             if selection is None:
                 raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")
@@ -293,7 +293,7 @@ class _Leaves:
         def derivatives(*inputs: torch.Tensor) -> list[torch.Tensor]:
             parts: dict[Edge, torch.Tensor] = {}
 
-            def visit(node: fx.Node, args: tuple[Any, ...], result: Any) -> None:
+            def visit(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
                 for edge in wanted.get(node, ()):
                     if edge in self.selections:
                         weight = args[self.selections[edge][0]].reshape(1, -1)
@@ -301,7 +301,7 @@ class _Leaves:
                         continue
                     place = _place(node, edge)
                     assert place is not None
-                    derivative = _derivative(node, args, place, result)
+                    derivative = _derivative(node, args, kwargs, place, result.shape)
                     of_samples = layouts[edge].split(derivative).reshape(function.batch, -1)
                     parts[edge] = of_samples[:1] if function.shared else of_samples
 
@@ -337,9 +337,11 @@ def _place_of(node: fx.Node, name: str) -> int | None:
     return names.index(name) if name in names[: len(node.args)] else None
 
 
-def _derivative(node: fx.Node, args: tuple[Any, ...], place: int, result: torch.Tensor) -> torch.Tensor:
+def _derivative(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], place: int, shape: torch.Size
+) -> torch.Tensor:
     """The derivative of an elementwise operator at each place of its result, by its own backward on ones."""
     with torch.enable_grad():
-        operand = args[place].expand(result.shape).detach().requires_grad_()
-        y = node.target(*args[:place], operand, *args[place + 1 :])  # type: ignore[operator]
+        operand = args[place].expand(shape).detach().requires_grad_()
+        y = node.target(*args[:place], operand, *args[place + 1 :], **kwargs)  # type: ignore[operator]
         return gradient_of(y, operand, torch.ones_like(y))

@@ -15,9 +15,11 @@ from ..tracing import Reads, Tape, facts_of, graph_of_tape, inputs_of, record, w
 
 
 def evaluated(
-    graph: fx.GraphModule, inputs: Sequence[Any], visit: Callable[[fx.Node, tuple[Any, ...], Any], None]
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    visit: Callable[[fx.Node, tuple[Any, ...], dict[str, Any], Any], None],
 ) -> Any:
-    """Run a graph on its inputs; ``visit(node, args, result)`` sees each call."""
+    """Run a graph on its inputs; ``visit(node, args, kwargs, result)`` sees each call."""
     values: dict[fx.Node, Any] = {}
     rest = iter(inputs)
     for node in graph.graph.nodes:
@@ -26,9 +28,9 @@ def evaluated(
         elif node.op == "get_attr":
             values[node] = getattr(graph, node.target)
         elif node.op == "call_function":
-            args = fx.map_arg(node.args, values.__getitem__)
-            values[node] = node.target(*args, **fx.map_arg(node.kwargs, values.__getitem__))
-            visit(node, args, values[node])
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+            visit(node, args, kwargs, values[node])
         else:
             (result,) = fx.map_arg(node.args, values.__getitem__)
     return result
@@ -48,7 +50,7 @@ class GraphRun(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         graph, inputs = self._graph_and_inputs
 
-        def visit(node: fx.Node, args: Any, result: Any) -> None:
+        def visit(node: fx.Node, args: Any, kwargs: Any, result: Any) -> None:
             if isinstance(result, torch.Tensor):
                 self.nodes.append((node, result))
 

@@ -121,6 +121,8 @@ FUNCTIONS = {
     "constant": (lambda x: x.cumsum(1).flip(1) * 3.0, (5,)),
     "softmax": (lambda x: (x[:, 1:] - x[:, :-1]).softmax(1) * x[:, :1], (5,)),
     "norms": (lambda x: (x[:, 1:] - x[:, :-1]).pow(2).reshape(len(x), -1, 2).sum(2).sqrt(), (5,)),
+    "keywords": (lambda x: torch.addcmul(x, x, x.sin(), value=0.3) - x.div(x**2, rounding_mode="floor"), (4,)),
+    "scaled terms": (lambda x: x.index_add(1, torch.arange(3), x.sin(), alpha=0.7), (3,)),
 }
 
 
@@ -162,7 +164,7 @@ def test_arguments_of_any_kind(argnums: int | tuple[int, ...], method: str) -> N
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
 def test_scalars_without_samples(shape: tuple[int, ...]) -> None:
     x = drawn(*shape)
-    for f in (lambda x: (x**3).sum(), lambda x: x.sin() * x):
+    for f in (lambda x: (x**3).sum(), lambda x: x.sin() * x, lambda x: x.max() * x):
         assert_equal(prepare_jacobian(f, x, batched=False)(x), dense(f, x, batched=False))
 
 

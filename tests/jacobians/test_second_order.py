@@ -261,6 +261,8 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ..
     "in_place": (lambda x: x.clone().mul_(x).cumsum(1).exp_(), (3,)),
     "linear": (lambda x: x.flip(1) * 2.0, (3,)),
     "pooled": (lambda x: nn.functional.max_pool1d(x.sin()[:, None], 2), (4,)),
+    "logarithms": (lambda x: x.logcumsumexp(1), (3,)),
+    "constant": (lambda x: x.angle(), (3,)),
 }
 
 
@@ -277,7 +279,8 @@ def test_values_with_gradients(name: str, batch: int) -> None:
     def values(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return jacsparse.jacobian(f, x, create_graph=True).values
 
-    if actual.values.requires_grad and name != "linear":
+    # The second derivative of logcumsumexp's backward is NaN in PyTorch.
+    if actual.values.requires_grad and name not in ("linear", "logarithms"):
         assert torch.autograd.gradcheck(values, (x, *parameters))
 
 

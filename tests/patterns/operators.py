@@ -547,7 +547,7 @@ def movements(draw: st.DrawFn, kind: str) -> Case:
         "atleast_3d": lambda x: aten.atleast_3d(x),
         "scatter": lambda x, i: aten.scatter(x, axis, along(x, i[:1]), 2 * x.narrow(axis, 0, 1)),
         "scatter_add": lambda x, i: aten.scatter_add(x, axis, along(x, i), repeated(x, i)),
-        "index_add": lambda x, i: aten.index_add(x, axis, i, repeated(x, i)),
+        "index_add": lambda x, i: aten.index_add(x, axis, i, repeated(x, i), alpha=0.5),
         "index_copy": lambda x, i: aten.index_copy(x, axis, i[:1], x.narrow(axis, 0, 1) * 2),
         "index_fill": lambda x, i: aten.index_fill(x, axis, i, filling),
         "tril": lambda x: aten.tril(x.unsqueeze(-1).expand(*x.shape, count), last - 1),
