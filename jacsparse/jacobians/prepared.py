@@ -128,13 +128,14 @@ class PreparedJacobian:
 
     def _follow(self, arguments: Arguments) -> None:
         """Take the tensors and the numbers that the function reads now."""
+        surroundings = Surroundings(self._f)
         reads = self._taped.followed(self._f, arguments)
         if reads is None:
             raise RuntimeError(
                 f"{name_of(self._f)} makes other calls than when it was prepared; prepare it again, or call "
                 "jacsparse.jacobian, which follows each run"
             )
-        self._plain, self._reads = arguments.plain, reads
+        self._plain, self._reads, self._surroundings = arguments.plain, reads, surroundings
 
     def check(self, *args: Any, tolerance: float | None = None) -> float:
         """Compare with the function itself, by products with random vectors.

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, MethodType
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from operator import getitem
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -20,11 +25,11 @@ MOST = 10_000
 
 
 class Surroundings:
-    """The places that a function reads, and what they held at the last look.
+    """The places that a function reads, and what they held when this was made.
 
-    The attributes, parameters and buffers of modules, the attributes of other objects of the user's classes, elements
-    of lists and dicts, closures, defaults and those globals that the code names: followed from the function through the
-    user's code. What a library's own code reads is not among them.
+    The attributes, parameters, buffers and hooks of modules, the attributes of other objects, of Python modules and of
+    classes, elements of lists and dicts, closures, defaults and globals: followed from the function through the user's
+    code. What a library's own code reads is not among them, nor are the elements of arrays.
 
     Examples
     --------
@@ -38,88 +43,114 @@ class Surroundings:
     """
 
     def __init__(self, f: Callable[..., Any]) -> None:
-        self._f = f
-        self._look()
-
-    def _look(self) -> None:
-        self._places: list[tuple[Any, Any, Any]] = []
-        seen: set[int] = set()
-        waiting = [self._f]
-        while waiting and len(self._places) < MOST:
-            value = waiting.pop()
-            if id(value) in seen or isinstance(value, (torch.Tensor, *_PLAIN)):
-                continue
-            seen.add(id(value))
-            for container, key, part in _places_in(value):
-                self._places.append((container, key, part))
-                waiting.append(part)
+        # The names in code tell which attributes of classes and Python modules it reads, where there is more code.
+        names, known = {"forward", "__call__"}, 0
+        while known < len(names):
+            known = len(names)
+            self._places = list(islice(_places_from(f, names), MOST))
 
     def changed(self) -> bool:
-        """Whether any place holds another tensor, object or number than at the last look; looks again if so."""
-        for container, key, before in self._places:
-            now = _read(container, key)
-            if now is not before and not (type(now) is type(before) and isinstance(now, _PLAIN) and now == before):
-                self._look()
-                return True
+        """Whether any place holds another tensor, object or number."""
+        try:
+            for read, before in self._places:
+                now = read()
+                if now is not before and not (type(now) is type(before) and isinstance(now, _PLAIN) and now == before):
+                    return True
+        except _GONE:
+            return True
         return False
 
 
-_MISSING = object()
+#: How a place says that there is nothing.
+_GONE = (LookupError, ValueError, AttributeError)
+
+#: What returns the content of a place.
+Read = Callable[[], Any]
 
 
-def _read(container: Any, key: Any) -> Any:
-    try:
-        return container.cell_contents if key is None else container[key]
-    except (KeyError, IndexError, ValueError):
-        return _MISSING
+def _places_from(f: Any, names: set[str]) -> Iterator[tuple[Read, Any]]:
+    """The places behind a function and what they hold; the names in its code are added to `names`."""
+    seen: set[int] = set()
+    waiting = [f]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, (torch.Tensor, *_PLAIN)):
+            continue
+        seen.add(id(value))
+        for read in _places_in(value, names):
+            with suppress(*_GONE):
+                part = read()
+                yield read, part
+                waiting.append(part)
 
 
-def _places_in(value: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """The places within a value: container, key and content; the key of a closure's cell is None."""
+def _places_in(value: Any, names: set[str]) -> Iterator[Read]:
+    """The places within a value."""
     if isinstance(value, FunctionType):
-        yield from _places_of_function(value)
-    elif isinstance(value, MethodType):
-        yield {0: value.__self__}, 0, value.__self__
-        yield {0: value.__func__}, 0, value.__func__
-    elif isinstance(value, functools.partial):
-        parts = [value.func, *value.args, *value.keywords.values()]
-        yield from ((parts, place, part) for place, part in enumerate(parts))
+        yield from _places_of_function(value, names)
+    elif isinstance(value, (MethodType, functools.partial, property, staticmethod, classmethod)):
+        yield from _attributes(value, _PARTS)
     elif isinstance(value, nn.Module):
-        for container in (value.__dict__, value._parameters, value._buffers, value._modules):
-            yield from ((container, name, part) for name, part in list(container.items()) if not name.startswith("_"))
-        yield from _places_of_class(value)
+        for container in (value._parameters, value._buffers, value._modules):
+            yield from _elements(container, container)
+        yield from _elements(value.__dict__, value.__dict__.keys() - _INTERNALS)
+        yield functools.partial(type, value)
+    elif isinstance(value, (ModuleType, type)):
+        yield from _places_of_names(value, names)
     elif isinstance(value, dict):
-        yield from ((value, key, part) for key, part in list(value.items()))
-    elif isinstance(value, (list, tuple)):
-        yield from ((value, place, part) for place, part in enumerate(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and _is_users_class(type(value)):
-        yield from ((value.__dict__, name, part) for name, part in list(value.__dict__.items()))
-        yield from _places_of_class(value)
+        yield from _elements(value, value)
+    elif isinstance(value, (list, tuple, deque)):
+        yield from _elements(value, range(len(value)))
+    elif _is_users_class(type(value)):
+        if hasattr(value, "__dict__"):
+            yield from _elements(value.__dict__, value.__dict__)
+        yield from _attributes(
+            value, (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
+        )
+        yield functools.partial(type, value)
 
 
-def _places_of_function(function: FunctionType) -> Iterator[tuple[Any, Any, Any]]:
-    for cell in function.__closure__ or ():
-        yield cell, None, _read(cell, None)
+#: What methods, partial functions and descriptors are made of.
+_PARTS = ("__self__", "__func__", "func", "args", "keywords", "fget")
+
+#: What a module has of PyTorch's own, besides its mode and its hooks.
+_INTERNALS = vars(nn.Module()).keys() - {
+    "training",
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+}
+
+
+def _elements(container: Any, keys: Iterable[Any]) -> Iterator[Read]:
+    yield functools.partial(len, container)
+    yield from [functools.partial(getitem, container, key) for key in keys]
+
+
+def _attributes(value: Any, names: Iterable[str]) -> Iterator[Read]:
+    yield from [functools.partial(getattr, value, name) for name in names]
+
+
+def _places_of_function(function: FunctionType, names: set[str]) -> Iterator[Read]:
+    yield from (functools.partial(getattr, cell, "cell_contents") for cell in function.__closure__ or ())
     if not is_users(function.__code__.co_filename):
         return
-    for place, default in enumerate(function.__defaults__ or ()):
-        yield function.__defaults__, place, default
-    for name in _names(function.__code__):
-        if name in function.__globals__:
-            yield function.__globals__, name, function.__globals__[name]
+    yield from _attributes(function, ("__code__", "__defaults__", "__kwdefaults__", "__dict__"))
+    of_code = set(_names(function.__code__))
+    names |= of_code
+    yield from (functools.partial(getitem, function.__globals__, name) for name in of_code)
 
 
-def _places_of_class(value: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """The functions of an object's class that may run when it is called."""
-    for name in ("forward", "__call__"):
-        function = getattr(type(value), name, None)
-        if isinstance(function, FunctionType) and is_users(function.__code__.co_filename):
-            yield {0: function}, 0, function
+def _places_of_names(value: ModuleType | type, names: set[str]) -> Iterator[Read]:
+    """The attributes of a Python module or a class that code names, and the bases of a class."""
+    if isinstance(value, type):
+        if not _is_users_class(value):
+            return
+        yield functools.partial(getattr, value, "__bases__")
+    yield from (functools.partial(getitem, vars(value), name) for name in names & vars(value).keys())
 
 
 def _is_users_class(kind: type) -> bool:
-    functions = (part for part in vars(kind).values() if isinstance(part, FunctionType))
-    return any(is_users(function.__code__.co_filename) for function in functions)
+    module = sys.modules.get(kind.__module__)
+    return kind.__module__ != "builtins" and is_users(getattr(module, "__file__", None) or "")
 
 
 def _names(code: CodeType) -> Iterator[str]:

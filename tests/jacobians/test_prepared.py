@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import pickle
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import jacsparse
 from jacsparse import PreparedJacobian, prepare_jacobian
@@ -208,19 +211,99 @@ def test_what_a_module_reads_is_an_input(change: str, method: str) -> None:
     assert_equal(call(drawn(2, 4, seed=3)), dense(module, drawn(2, 4, seed=3)))
 
 
+class Slotted:
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 2.0
+
+
+class Described:
+    factor = 2.0
+
+    @property
+    def number(self) -> float:
+        return self.factor + OUTER.number
+
+    def times(self, x: torch.Tensor, *, shift: float = 1.0) -> torch.Tensor:
+        return self._shifted(x, shift) * self.number
+
+    @staticmethod
+    def _shifted(x: torch.Tensor, shift: float) -> torch.Tensor:
+        return x * (x + shift) * OUTER.scale
+
+
+class Private(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._scale, self.inner = 2.0, nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self._scale
+
+
+OUTER = types.SimpleNamespace(number=1.0, scale=2.0)
+OUTSIDE = types.ModuleType("outside")
+OUTSIDE.number = 2.0
+SLOTTED, DESCRIBED, PRIVATE, QUEUE = Slotted(), Described(), Private(), collections.deque([2.0])
+
+
+def more(thing: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(thing, name, getattr(thing, name) + 1, raising=False)
+
+
+def attributed(x: torch.Tensor) -> torch.Tensor:
+    return x * x * attributed.number
+
+
+attributed.number = 2.0
+
+
+@pytest.mark.parametrize(
+    ("f", "change"),
+    [
+        (lambda x: x * x * SLOTTED.number, more(SLOTTED, "number")),
+        (lambda x: x * x * OUTSIDE.number, more(OUTSIDE, "number")),
+        (lambda x: x * x * sum(QUEUE), lambda patch: QUEUE.append(2.0)),
+        (attributed, more(attributed, "number")),
+        (DESCRIBED.times, more(OUTER, "number")),
+        (DESCRIBED.times, more(OUTER, "scale")),
+        (DESCRIBED.times, more(Described, "factor")),
+        (DESCRIBED.times, more(DESCRIBED, "factor")),
+        (DESCRIBED.times, lambda patch: patch.setitem(Described.times.__kwdefaults__, "shift", 3.0)),
+        (PRIVATE, more(PRIVATE, "_scale")),
+        (PRIVATE, lambda patch: PRIVATE.register_forward_hook(lambda module, args, y: y + 0.0 * args[0])),
+        (lambda x: functional.softplus(x), lambda patch: patch.setattr(functional, "softplus", torch.sin)),
+    ],
+)
+def test_whatever_a_function_reads_is_followed(
+    f: Callable[..., Any], change: Callable[[pytest.MonkeyPatch], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = drawn(2, 3)
+    prepared = prepare_jacobian(f, x)
+    change(monkeypatch)
+    try:
+        assert_equal(prepared(x), dense(f, x))
+    except RuntimeError as error:
+        assert "makes other calls" in str(error)
+
+
 def test_other_calls_than_prepared() -> None:
     switch = [True]
     f = lambda x: x.sin() if switch[0] else x.cos()  # noqa: E731
     x = drawn(2, 3)
     prepared = prepare_jacobian(f, x)
     switch[0] = False
-    with pytest.raises(RuntimeError, match="makes other calls than when it was prepared; prepare it again"):
-        prepared(x)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="makes other calls than when it was prepared; prepare it again"):
+            prepared(x)
+    switch[0] = True
+    assert_equal(prepared(x), dense(f, x))
     with pytest.raises(jacsparse.VerificationError, match="differs from autograd's"):
         # What is hidden from a look at the function's surroundings, its check finds.
         hidden = Hidden()
         prepared = prepare_jacobian(hidden, x)
-        hidden.count = 100
+        hidden.count[0] = 100
         prepared.check(x)
 
 
@@ -346,13 +429,11 @@ def test_jacobian_by_parameters() -> None:
 
 
 class Hidden:
-    __slots__ = ("count",)
-
     def __init__(self) -> None:
-        self.count = 1
+        self.count = np.ones(1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x * x * self.count
+        return x * x * float(self.count[0])
 
 
 @pytest.mark.parametrize(
