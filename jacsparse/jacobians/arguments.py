@@ -246,6 +246,9 @@ class FlatFunction(nn.Module):
             raise UnsupportedOperatorError(f"{name_of(self.f)} returns no tensor")
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
+    # The hooks of all modules are not for this one.
+    __call__ = forward
+
     def _flat_output(self, y: Any, arguments: Arguments) -> torch.Tensor:
         if not isinstance(y, torch.Tensor):
             raise UnsupportedOperatorError(

@@ -198,7 +198,7 @@ class Compressed:
             results = []
 
             def f(x: torch.Tensor) -> torch.Tensor:
-                return cast(torch.Tensor, function.graph(x, *others))
+                return cast(torch.Tensor, function.graph.forward(x, *others))
 
             if columns:
                 tangents = forward[:, None, :].expand(-1, batch, -1)

@@ -43,6 +43,9 @@ class Gradient(nn.Module):
             gradients = _gradients(y, leaves)
         return gradients[0] if len(gradients) == 1 else gradients
 
+    # The hooks of all modules are not for this one.
+    __call__ = forward
+
     def _check_scalar(self, y: Any, batch: int) -> None:
         """Raise where the function's result is not one number, or one for each sample."""
         if not isinstance(y, torch.Tensor) or not y.is_floating_point():

@@ -56,6 +56,9 @@ class GraphRun(nn.Module):
 
         return evaluated(graph, [x, *inputs[1:]], visit)
 
+    # The hooks of all modules are not for this one.
+    __call__ = forward
+
 
 @dataclass(eq=False)
 class Linearised:

@@ -67,7 +67,7 @@ class Products:
         calls, count = self._calls, len(weights)
 
         def values(*tensors: torch.Tensor) -> tuple[torch.Tensor]:
-            return (calls.values(graph(*tensors[count:]), tensors[:count]),)
+            return (calls.values(graph.forward(*tensors[count:]), tensors[:count]),)
 
         inputs = [*weights, *function.inputs]
         return runner(graph_of_values(values, inputs), inputs, compile)

@@ -114,7 +114,7 @@ class Chain:
         refuse_hooks(records)
         if len(self):
             batch = 1 if all(stage.shared for stage in self.stages) else len(x)
-            check_size(type(self.module).__name__, self.stages, batch * x.element_size(), x.device)
+            check_size(name_of(self.module), self.stages, batch * x.element_size(), x.device)
         if len(records) == 1:
             return records[0].jacobian()
         if not len(self):

@@ -171,7 +171,7 @@ class _Recorder(TorchDispatchMode):
         elif facts.weighted is not None and any(o.active and o.name in ("weight", "bias") for o in operands):
             parts = facts.weighted
         if facts.reads and not self.readable and _shows(overload, operands, tensors):
-            raise _read_error(overload)
+            raise self.read_error(overload)
         # The number of the node that autograd made last, in this thread.
         sequence = -1 if self.in_parts else _next_node() - 1
         written: list[torch.Tensor] = []
@@ -372,7 +372,21 @@ class _Recorder(TorchDispatchMode):
 
     def refuse(self, invocation: Invocation, what: str, remedy: str) -> None:
         """Set the error that the recording ends with, unless one is set."""
-        self.problem = self.problem or _unsupported(invocation, what, remedy)
+        self.problem = self.problem or self.unsupported(invocation, what, remedy)
+
+    def unsupported(self, invocation: Invocation, what: str, remedy: str) -> UnsupportedOperatorError:
+        """An error that names the calling module or function; the path of a module is not looked up during the run."""
+        name = name_of(invocation.module or self.recording.module)
+        return UnsupportedOperatorError(f"{name}: {what}{invocation.source}; {remedy}")
+
+    def read_error(self, overload: Any) -> UnsupportedOperatorError:
+        """The error where elements are read that may not be."""
+        invocation = _unrecorded()
+        if overload is not None and torch.Tag.dynamic_output_shape in overload.tags:
+            remedy = "take elements by their numbers, or keep the shape, with torch.where"
+            return self.unsupported(invocation, "a size depends on what a tensor holds", remedy)
+        remedy = "no pattern holds for all inputs: use torch.where in the place of a branch, or give the input"
+        return self.unsupported(invocation, "its code asks what a tensor holds", remedy)
 
     def unseen_leaves(self, node: Any, invocation: Invocation) -> list[torch.Tensor]:
         """The parameters that a node of this run leads to; the error is set where it leads to the input as well."""
@@ -491,7 +505,7 @@ class _Unreadable(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in self.READS and self.recorder.dependence(args[0]) is not None:
-            raise _read_error(None)
+            raise self.recorder.read_error(None)
         result = function(*args, **(kwargs or {}))
         if function is self.DATA and (operand := self.recorder.dependence(args[0])) is not None:
             self.recorder.alias(result, operand.vertex)
@@ -578,20 +592,3 @@ def _place_of_call() -> tuple[nn.Module | None, CodeType | None, int]:
 def _unrecorded() -> Invocation:
     """A call that runs and is in no recording, for messages."""
     return Invocation(None, None, {}, [], {}, -1, *_place_of_call())
-
-
-def _unsupported(invocation: Invocation, what: str, remedy: str) -> UnsupportedOperatorError:
-    """An error that names the class of the calling module, whose path is not looked up during the run."""
-    return UnsupportedOperatorError(f"{name_of(invocation.module)}: {what}{invocation.source}; {remedy}")
-
-
-def _read_error(overload: Any) -> UnsupportedOperatorError:
-    """The error where elements are read that may not be."""
-    invocation = _unrecorded()
-    if overload is not None and torch.Tag.dynamic_output_shape in overload.tags:
-        remedy = "take elements by their numbers, or keep the shape, with torch.where"
-        return _unsupported(invocation, "a size depends on what a tensor holds", remedy)
-    return UnsupportedOperatorError(
-        f"{name_of(invocation.module)}: its code asks what a tensor holds{invocation.source}, so that no pattern "
-        "holds for all inputs; use torch.where in the place of a branch, or give the input"
-    )

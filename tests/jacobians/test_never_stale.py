@@ -144,6 +144,22 @@ def test_empty_batch(shared: bool) -> None:
     assert jacobian.shape == (4, 4) and jacobian.values.shape == (jacobian.pattern.nnz, 1 if shared else 0)
 
 
+def test_hooks_of_all_modules() -> None:
+    linear, x = nn.Linear(4, 4).double(), drawn(2, 4)
+    functions = linear, lambda x: linear(x) ** 2
+    expected = [2 * dense(f, x) for f in functions]
+    expected[1] *= 2
+    with nn.modules.module.register_module_forward_hook(lambda module, args, y: 2 * y):
+        for f, value in zip(functions, expected, strict=True):
+            for _ in range(2):
+                assert_equal(expanded(jacsparse.jacobian(f, x), 2), value)
+            assert_equal(expanded(jacsparse.prepare_jacobian(f, x)(x), 2), value)
+
+
+def expanded(jacobian: jacsparse.SparseJacobian, batch: int) -> jacsparse.SparseJacobian:
+    return jacsparse.SparseJacobian(jacobian.pattern, jacobian.values.expand(-1, batch))
+
+
 def test_a_module_that_counts_its_calls() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
