@@ -71,10 +71,19 @@ class PreparedJacobian:
         if method not in METHODS:
             raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
         arguments = arguments_of(args, argnums, batched)
-        f = cls._differentiated(f, arguments)
-        function, reads = _traced(f, arguments)
+        if not arguments.batch:
+            raise ValueError(f"the arguments are {arguments}, without any sample; give one or more to prepare for")
+        differentiated = cls._differentiated(f, arguments)
+        function, reads = _traced(differentiated, arguments)
         evaluator = evaluator_of(function, method, compile, cls._coloring)
-        return cls(f, arguments, function, evaluator, reads)._checked_at(args)
+        prepared = cls(differentiated, arguments, function, evaluator, reads)
+        try:
+            return prepared._checked_at(args)
+        except VerificationError:
+            if method != "auto" or prepared.method != "compressed":
+                raise
+            # PyTorch's own tangents may be wrong, as those of scatter_reduce's products.
+            return cls.prepare(f, args, argnums, batched, "products", compile)
 
     @staticmethod
     def _differentiated(f: Callable[..., Any], arguments: Arguments) -> Callable[..., Any]:
@@ -120,6 +129,11 @@ class PreparedJacobian:
             return alike
         arguments = arguments_of(args, self._arguments.argnums, self._arguments.batched)
         arguments = arguments.laid_out_as(self._arguments)
+        if torch.get_default_dtype() != self._taped.default_dtype:
+            raise ValueError(
+                f"the default dtype is {torch.get_default_dtype()}; this Jacobian is prepared for "
+                f"{self._taped.default_dtype}: call torch.set_default_dtype, or prepare one for this"
+            )
         if arguments.form != self._taped.form:
             raise ValueError(
                 f"the arguments are {arguments}; this Jacobian is prepared for {self._arguments}: prepare one for these"
@@ -163,18 +177,19 @@ class PreparedJacobian:
         with torch.enable_grad():
             y = FlatFunction(self._f, arguments)(x.clone())
         generator = torch.Generator().manual_seed(0)
-        g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
+        g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y).to(x.dtype)
         expected = torch.zeros_like(x)
         if y.requires_grad:
-            expected = gradient_of(y, x, g)
+            expected = gradient_of(y, x, g.to(y.dtype))
         actual = jacobian.vjp(g)
         scale = SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()).amax().item() if actual.numel() else 0
         error = (actual - expected).abs().amax().item() / (scale or 1.0) if actual.numel() else 0.0
-        limit = tolerance if tolerance is not None else (1e-9 if x.dtype == torch.float64 else 1e-4)
+        limit = tolerance if tolerance is not None else (1e-9 if x.dtype == y.dtype == torch.float64 else 1e-4)
         if not error <= limit:
+            way = " with method='products'" if self.method == "compressed" else ""
             raise VerificationError(
                 f"{name_of(self._f)}: the prepared Jacobian differs from autograd's by {error:.1e} of the largest "
-                f"element, more than {limit:.0e}; prepare it again, or call jacsparse.jacobian"
+                f"element, more than {limit:.0e}; prepare it again{way}, or call jacsparse.jacobian"
             )
         return error
 

@@ -48,6 +48,11 @@ class TapedJacobian:
     evaluator: Evaluator
     _number_tensors: tuple[tuple[float, ...], list[torch.Tensor]] | None = field(default=None, repr=False)
 
+    @property
+    def default_dtype(self) -> torch.dtype:
+        """PyTorch's default dtype when it was made."""
+        return self.form[3]  # type: ignore[no-any-return]
+
     def followed(self, f: Callable[..., Any], arguments: Arguments) -> Reads | None:
         """What a function reads now; it runs. None where its calls are not the tape's."""
         if arguments.form != self.form:

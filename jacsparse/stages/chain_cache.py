@@ -45,7 +45,6 @@ class ChainCache:
 
     def of_run(self, module: nn.Module, x: torch.Tensor) -> tuple[Chain, Run]:
         """The chain of the calls that a module makes for a batch, and the forward pass."""
-        check_shape(x.shape[1:])
         recording = recorded(module, x)
         chain, records = self.matching(recording)
         return chain, Run(recording, records)
@@ -94,6 +93,7 @@ class Chains(ChainCache):
         """The chain of the module's calls for a batch, and the forward pass."""
         module = self._module()
         assert module is not None
+        check_shape(x.shape[1:])
         return self.of_run(module, x)
 
 

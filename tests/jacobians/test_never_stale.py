@@ -144,6 +144,13 @@ def test_empty_batch(shared: bool) -> None:
     assert jacobian.shape == (4, 4) and jacobian.values.shape == (jacobian.pattern.nnz, 1 if shared else 0)
 
 
+@pytest.mark.parametrize("f", [_squares, lambda x: x.sum(1), lambda x: torch.cat([x, x.new_ones(len(x), 3)], 1)])
+def test_samples_without_elements(f: Callable[..., Any]) -> None:
+    for _ in range(2):
+        jacobian = jacsparse.jacobian(f, drawn(2, 0))
+        assert jacobian.shape == (f(drawn(2, 0)).numel() // 2, 0) and jacobian.pattern.nnz == 0
+
+
 def test_hooks_of_all_modules() -> None:
     linear, x = nn.Linear(4, 4).double(), drawn(2, 4)
     functions = linear, lambda x: linear(x) ** 2

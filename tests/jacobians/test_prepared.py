@@ -466,6 +466,7 @@ class Hidden:
         (lambda x: x, (drawn(2, 3).int(),), {}, TypeError, "x is torch.int32"),
         (lambda x: x, ([drawn(2, 3), drawn(3, 3)],), {}, ValueError, "expected 2 samples along its first axis"),
         (3, (drawn(2, 3),), {}, TypeError, "f is a int; expected a function"),
+        (lambda x: x, (drawn(0, 3),), {}, ValueError, r"torch.float64 \(0, 3\), without any sample; give one or more"),
     ],
 )
 def test_bad_input(f: Any, args: Any, options: Any, error: type[Exception], message: str) -> None:
@@ -482,6 +483,29 @@ def test_arguments_of_other_shapes() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             prepared(*args)
+
+
+def test_another_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare_jacobian(lambda x: x**2, drawn(2, 3))
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: FLOAT)
+    with pytest.raises(ValueError, match=r"the default dtype is torch.float64; .* prepared for torch.float32: call"):
+        prepared(drawn(2, 3))
+
+
+def test_outputs_of_another_dtype() -> None:
+    x = drawn(2, 3)
+    prepared = prepare_jacobian(lambda x: (x**2).float(), x)
+    assert_equal(prepared(x), dense(lambda x: x**2, x))
+
+
+def test_a_wrong_derivative_of_pytorch() -> None:
+    # That of its forward mode.
+    f, x = lambda x: x.scatter_reduce(0, torch.tensor([0, 0, 1]), x, "prod"), drawn(3)
+    with pytest.raises(jacsparse.VerificationError, match="prepare it again with method='products'"):
+        prepare_jacobian(f, x, batched=False, method="compressed")
+    prepared = prepare_jacobian(f, x, batched=False)
+    assert prepared.method == "products"
+    assert_equal(prepared(x), dense(f, x, batched=False))
 
 
 @pytest.mark.parametrize(
