@@ -339,6 +339,9 @@ def prepare_jacobian(
 
     Values have no gradients; ``jacobian(..., create_graph=True)`` gives values that have.
 
+    Numbers that Python takes out of arrays and sets, as ``float(array[0])`` and ``tensor.tolist()``, are not followed:
+    pass them as arguments.
+
     Examples
     --------
     >>> import torch
