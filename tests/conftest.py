@@ -42,6 +42,14 @@ def _seeded() -> None:
     warnings.filterwarnings("ignore", message="Using padding='same'")
 
 
+@pytest.fixture(autouse=True)
+def _without_recent_programs() -> None:
+    # Tests whose functions have one code would share programs, and the trials to make them.
+    from jacsparse.jacobians import recent
+
+    recent._RECENT.clear()
+
+
 # Test workers share the cores, and OpenMP's threads wait by spinning. Tests of threads ask for more themselves.
 _THREADS = int(os.environ.get("JACSPARSE_TEST_THREADS", "1"))
 

@@ -9,7 +9,6 @@ function reads now. So a tape that was followed computes what the function compu
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..patterns import UnsupportedOperatorError
 from .operators import draws, is_written, operator_name, with_memory
-from .recording import tensors_in
+from .recording import base_of, memory_of, tensors_in
 from .sparse_products import Elements, indices_of, is_sparse, operator_on_elements
 
 aten = torch.ops.aten
@@ -74,21 +73,17 @@ class Reads(NamedTuple):
 class Contents:
     """The elements of an index or a mask, or the indices of a sparse tensor, which patterns may depend on."""
 
-    tensor: weakref.ref[torch.Tensor]
-    version: int
     copy: torch.Tensor
 
     @classmethod
     def of(cls, value: torch.Tensor) -> Contents:
         """Those of a tensor now."""
-        copy = indices_of(value) if is_sparse(value) else value.detach()
-        return cls(weakref.ref(value), value._version, copy.clone())
+        return cls((indices_of(value) if is_sparse(value) else value.detach()).clone())
 
     def equal(self, value: torch.Tensor) -> bool:
         """Whether a tensor of the same form has these elements."""
-        if is_sparse(value):
-            return torch.equal(indices_of(value), self.copy)
-        return (self.tensor() is value and value._version == self.version) or torch.equal(value, self.copy)
+        # Writes through NumPy or ``.data`` do not change a tensor's version.
+        return torch.equal(indices_of(value) if is_sparse(value) else value, self.copy)
 
 
 @dataclass(eq=False)
@@ -135,11 +130,13 @@ class Tape:
             return [argument(part) for part in value] if type(value) is list else value
 
         for instruction in self.instructions:
+            overload = instruction.overload
             args = [argument(value) for value in instruction.args]
             kwargs = {name: argument(value) for name, value in instruction.kwargs.items()}
-            if not instruction.seen and not mutates(instruction.overload):
-                args = [value.detach() if isinstance(value, torch.Tensor) else value for value in args]
-            overload = instruction.overload
+            if not instruction.seen:
+                constant = {p.name: not is_written(p) for p in overload._schema.arguments}
+                args = [_detached(value) if c else value for value, c in zip(args, constant.values(), strict=False)]
+                kwargs = {name: _detached(value) if constant[name] else value for name, value in kwargs.items()}
             call = operator_on_elements(overload, args) if any(map(is_sparse, args)) else overload
             passes = overload is aten.detach.default and instruction.results[0] in self.saved
             result = args[0] if passes else call(*args, **kwargs)
@@ -147,6 +144,13 @@ class Tape:
             tensors.update(zip(instruction.results, results, strict=True))
         assert self.output is not None
         return tensors[self.output]
+
+
+def _detached(value: Any) -> Any:
+    """An argument, or a list of arguments, through which no derivative passes."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return [_detached(part) for part in value] if type(value) is list else value
 
 
 def recorded_tape(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> tuple[Tape, Reads]:
@@ -255,19 +259,30 @@ class Taping(TorchDispatchMode):
 
     def note_effects(self, overload: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Record what the call does besides computing its results."""
-        name, effects = operator_name(overload), self.tape.effects
+        name, effects, parameters = operator_name(overload), self.tape.effects, overload._schema.arguments
+        arguments = {p.name: value for p, value in zip(parameters, args, strict=False)} | kwargs
         if torch.Tag.nondeterministic_seeded in overload.tags:
-            names = (parameter.name for parameter in overload._schema.arguments)
-            if draws(overload, dict(zip(names, args, strict=False)) | kwargs):
+            if draws(overload, arguments):
                 effects[name] = "draws random numbers"
         elif torch.Tag.data_dependent_output in overload.tags:
             effects[name] = "shows Python what a tensor holds"
-        for place, parameter in enumerate(overload._schema.arguments):
-            value = args[place] if place < len(args) else kwargs.get(parameter.name)
-            if not is_written(parameter) or not isinstance(value, Slot):
+        for parameter in filter(is_written, parameters):
+            value = arguments.get(parameter.name)
+            for slot in value if isinstance(value, list) else [value]:
+                if isinstance(slot, Slot):
+                    self.note_write(name, slot.place)
+
+    def note_write(self, name: str, slot: int) -> None:
+        """Record a write that no replay repeats: to a tensor from elsewhere, or one that autograd does not see."""
+        written = self.alive[slot]
+        for place, tensor in enumerate(self.alive):
+            if memory_of(tensor) != memory_of(written):
                 continue
-            if self._memories([value.place]) & self._memories([0, *self.tape.forms]):
-                effects[name] = "writes to a tensor from before the call"
+            seen = torch.is_grad_enabled() and base_of(tensor) is base_of(written)
+            if place == 0 or place in self.tape.forms:
+                self.tape.effects[name] = "writes to a tensor from before the call"
+            elif tensor.requires_grad and not seen:
+                self.tape.effects.setdefault(name, "changes a tensor unseen by autograd")
 
     def written(self) -> set[int]:
         """The slots of the tensors in whose memory a call writes."""

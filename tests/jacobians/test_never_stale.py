@@ -58,7 +58,9 @@ CHANGES: dict[str, Callable[[State], Any]] = {
     "elements of a tensor": lambda s: s.weight.data.add_(1),
     "indices": lambda s: setattr(s, "indices", torch.tensor([1, 0, 2, 3])),
     "indices in place": lambda s: s.indices.copy_(torch.tensor([1, 0, 2, 3])),
+    "indices by NumPy": lambda s: s.indices.numpy().sort(),
     "mask in place": lambda s: s.mask.logical_not_(),
+    "elements of a mask": lambda s: s.mask.data.logical_not_(),
     "branch": lambda s: setattr(s, "branch", False),
     "detach": lambda s: setattr(s, "detaches", True),
     "no_grad": lambda s: setattr(s, "sees", False),
@@ -83,6 +85,59 @@ def test_after_a_change(change: str, function: Callable[..., Any]) -> None:
     for seed in range(2):
         x = drawn(2, 4, seed=seed)
         assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+
+
+def clamped(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1.0
+    with torch.no_grad():
+        y.clamp_(max=1.0)
+    return y * y
+
+
+def clamped_by_alias(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1.0
+    y.detach().clamp_(max=1.0)
+    return y + y.relu()
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    y = (x - 1.0).relu()
+    with torch.no_grad():
+        z = torch.zeros_like(x).copy_(y)
+    return x * z
+
+
+def stacked(x: torch.Tensor) -> torch.Tensor:
+    y = (x - 1.0).relu()
+    with torch.no_grad():
+        z = torch.stack([y, y])
+    return x * z.sum(0)
+
+
+@pytest.mark.parametrize(
+    ("f", "replayed"), [(clamped, False), (clamped_by_alias, False), (copied, True), (stacked, True)]
+)
+def test_what_autograd_does_not_see(f: Callable[..., Any], replayed: bool) -> None:
+    # At the first input, a derivative that passes where it should not is zero or the same.
+    inputs = drawn(2, 4) / 2, drawn(2, 4, seed=1) + 1
+    for x in inputs:
+        assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+    if replayed:
+        assert_equal(jacsparse.prepare_jacobian(f, inputs[0])(inputs[1]), dense(f, inputs[1]))
+        return
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="changes a tensor unseen by autograd"):
+        jacsparse.prepare_jacobian(f, inputs[0])
+
+
+def test_a_list_that_is_written_to() -> None:
+    counts = [torch.zeros(2), torch.zeros(2)]
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        torch._foreach_add_(counts, 1.0)
+        return x * x
+
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="writes to a tensor from before the call"):
+        jacsparse.prepare_jacobian(f, drawn(2, 4))
 
 
 def test_memory_of_numpy() -> None:
