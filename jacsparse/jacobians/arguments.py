@@ -51,6 +51,13 @@ class Arguments:
         """Whether there is one argument, a tensor with samples along its first axis."""
         return self.batched and len(self.leaves) == 1 and len(self.specs) == 1 and self.specs[0].is_leaf()
 
+    def apart(self) -> Arguments:
+        """The same arguments as new tensors on the same memory: no closure of the function holds one of them."""
+        leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        for place in self.places:
+            leaves[place] = leaves[place].contiguous()
+        return replace(self, leaves=leaves)
+
     def flat(self) -> torch.Tensor:
         """The tensors that the function is differentiated by, ``(batch, elements)``, in one memory."""
         return self._joined([tensor.detach() for tensor in self.tensors])
@@ -121,12 +128,15 @@ class Arguments:
     @property
     def plain(self) -> list[Any]:
         """The leaves that are no tensors."""
-        return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
+        return [self.leaves[place] for place in self._plain_places]
+
+    @functools.cached_property
+    def _plain_places(self) -> list[int]:
+        return [place for place, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor)]
 
     def __str__(self) -> str:
         return ", ".join(
-            f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-            for leaf in self.leaves
+            _described(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__ for leaf in self.leaves
         )
 
 
@@ -135,9 +145,24 @@ def _laid_out(leaf: Any, like: Any) -> Any:
         return leaf
     if leaf.layout != torch.strided or like.layout != torch.strided or leaf.shape != like.shape:
         return leaf
-    if leaf.stride() == like.stride():
+    if leaf.stride() == like.stride() or _overlaps(like):
         return leaf
     return torch.empty_strided(like.shape, like.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf.detach())
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie in one place, as after ``expand``."""
+    last = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= last:
+            return True
+        last += step * (size - 1)
+    return False
+
+
+def _described(tensor: torch.Tensor) -> str:
+    overlapping = tensor.layout == torch.strided and _overlaps(tensor)
+    return f"{tensor.dtype} {tuple(tensor.shape)}" + (f" of strides {tensor.stride()}" if overlapping else "")
 
 
 def _form(leaf: Any) -> Any:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 
 from .._version import __version__
@@ -24,16 +26,28 @@ from .linearised import Linearised, linearised
 from .products import ChainProducts, Products
 from .surroundings import Surroundings
 from .taped import Evaluator, TapedJacobian, taped
-from .verification import VerificationError
+from .verification import VerificationError, difference_of, largest_finite, magnitude
 
 METHODS = ("auto", "products", "compressed")
+#: Arguments that nobody can change; a call with any other that is no tensor runs the function.
+_CONSTANT = (bool, int, float, np.number, str, type(None), torch.dtype, torch.device)
+
+
+class _Run(NamedTuple):
+    """What a run of the function read, and all that it depends on besides tensors among the arguments."""
+
+    #: The arguments that are no tensors.
+    plain: list[Any]
+    surroundings: Surroundings
+    reads: Reads
 
 
 class PreparedJacobian:
     """The Jacobian of a function, prepared for arguments of the same shapes; `prepare_jacobian` makes it.
 
     It trusts its program: a call does not run the function, unless a number among the arguments, or what the function
-    reads besides them, has changed. `check` compares with the function itself.
+    reads besides them, has changed, or an argument is an object that may have. `check` compares with the function
+    itself. Any number of threads may call it.
 
     Attributes
     ----------
@@ -48,12 +62,14 @@ class PreparedJacobian:
     ) -> None:
         self.pattern, self.method = evaluator.pattern, evaluator.name
         self._program, taped = _digest(arguments, function), TapedJacobian(arguments.form, function.tape, evaluator)
-        self._f, self._arguments, self._taped, self._reads = f, arguments, taped, reads
-        self._plain, self._surroundings = arguments.plain, Surroundings(f)
+        self._f, self._arguments, self._taped = f, arguments, taped
+        # Replaced as a whole, so that threads take all of one run.
+        self._run, self._lock = _Run(arguments.plain, Surroundings(f), reads), threading.RLock()
         # Externals that are arguments, by the place of the leaf.
         tensors = {id(leaf): place for place, leaf in enumerate(arguments.leaves) if isinstance(leaf, torch.Tensor)}
         self._from_arguments = [tensors.get(id(external)) for external in reads.externals]
-        self._contents = [taped.tape.contents.get(slot) for slot in taped.tape.forms]
+        contents = [taped.tape.contents.get(slot) for slot in taped.tape.forms]
+        self._contents = [(place, each) for place, each in enumerate(contents) if each is not None]
 
     @classmethod
     def prepare(
@@ -70,7 +86,7 @@ class PreparedJacobian:
             raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
         if method not in METHODS:
             raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
-        arguments = arguments_of(args, argnums, batched)
+        arguments = arguments_of(args, argnums, batched).apart()
         if not arguments.batch:
             raise ValueError(f"the arguments are {arguments}, without any sample; give one or more to prepare for")
         differentiated = cls._differentiated(f, arguments)
@@ -109,19 +125,18 @@ class PreparedJacobian:
             Where the function makes other calls than when it was prepared.
         """
         arguments = self._checked(args)
-        if arguments.plain != self._plain or self._surroundings.changed():
-            self._follow(arguments)
+        reads = self._current(arguments)
         externals = [
             external if leaf is None else arguments.leaves[leaf]
-            for external, leaf in zip(self._reads.externals, self._from_arguments, strict=True)
+            for external, leaf in zip(reads.externals, self._from_arguments, strict=True)
         ]
-        for contents, external in zip(self._contents, externals, strict=True):
-            if contents is not None and not contents.equal(external):
+        for place, contents in self._contents:
+            if not contents.equal(externals[place]):
                 raise ValueError(
-                    f"an index or a mask of {tuple(external.shape)} holds other elements than when this Jacobian was "
-                    "prepared, and patterns depend on them: prepare one for these"
+                    f"an index or a mask of {tuple(externals[place].shape)} holds other elements than when this "
+                    "Jacobian was prepared, and patterns depend on them: prepare one for these"
                 )
-        return self._taped.values(arguments.flat(), Reads(externals, self._reads.numbers))
+        return self._taped.values(arguments.flat(), Reads(externals, reads.numbers))
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
         alike = self._arguments.with_args(args)
@@ -140,16 +155,24 @@ class PreparedJacobian:
             )
         return arguments
 
-    def _follow(self, arguments: Arguments) -> None:
-        """Take the tensors and the numbers that the function reads now."""
-        surroundings = Surroundings(self._f)
-        reads = self._taped.followed(self._f, arguments)
+    def _current(self, arguments: Arguments) -> Reads:
+        """The tensors and the numbers that the function reads now; it runs where they may have changed."""
+        run = self._run
+        if run.surroundings.changed() or not _same(run.plain, arguments.plain):
+            run = self._run = self._followed(arguments.apart())
+        return run.reads
+
+    def _followed(self, arguments: Arguments) -> _Run:
+        # One run at a time: what it changes in a module is undone when it ends.
+        with self._lock, undisturbed(FlatFunction(self._f, arguments)):
+            surroundings = Surroundings(self._f)
+            reads = self._taped.followed(self._f, arguments)
         if reads is None:
             raise RuntimeError(
                 f"{name_of(self._f)} makes other calls than when it was prepared; prepare it again, or call "
                 "jacsparse.jacobian, which follows each run"
             )
-        self._plain, self._reads, self._surroundings = arguments.plain, reads, surroundings
+        return _Run(arguments.plain, surroundings, reads)
 
     def check(self, *args: Any, tolerance: float | None = None) -> float:
         """Compare with the function itself, by products with random vectors.
@@ -173,17 +196,15 @@ class PreparedJacobian:
         """
         arguments = self._checked(args)
         jacobian = self(*args)
-        x = arguments.flat().requires_grad_()
-        with torch.enable_grad():
-            y = FlatFunction(self._f, arguments)(x.clone())
-        generator = torch.Generator().manual_seed(0)
-        g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y).to(x.dtype)
-        expected = torch.zeros_like(x)
-        if y.requires_grad:
-            expected = gradient_of(y, x, g.to(y.dtype))
-        actual = jacobian.vjp(g)
-        scale = SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()).amax().item() if actual.numel() else 0
-        error = (actual - expected).abs().amax().item() / (scale or 1.0) if actual.numel() else 0.0
+        x, function = arguments.flat().requires_grad_(), FlatFunction(self._f, arguments)
+        with torch.enable_grad(), undisturbed(function):
+            y = function(x.clone())
+            generator = torch.Generator().manual_seed(0)
+            g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
+            expected = gradient_of(y, x, g) if y.requires_grad else torch.zeros_like(x)
+        g = g.to(x.dtype)
+        scale = largest_finite(SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()))
+        error = magnitude(difference_of(jacobian.vjp(g), expected)) / (scale or 1.0)
         limit = tolerance if tolerance is not None else (1e-9 if x.dtype == y.dtype == torch.float64 else 1e-4)
         if not error <= limit:
             way = " with method='products'" if self.method == "compressed" else ""
@@ -254,7 +275,7 @@ class PreparedJacobian:
         argnums, batched = content.get("argnums"), content.get("batched")
         if type(argnums) is not list or type(batched) is not bool:
             raise ValueError(f"{path}: argnums is {argnums!r} and batched {batched!r}; the file is damaged")
-        arguments = arguments_of(args, argnums, batched)
+        arguments = arguments_of(args, argnums, batched).apart()
         f = cls._differentiated(f, arguments)
         function, reads = _traced(f, arguments)
         if content.get("program") != _digest(arguments, function):
@@ -284,7 +305,7 @@ class PreparedJacobian:
                 f"  method {self.method}{evaluator.details}: about {evaluator.flop:,} flop, "
                 f"{evaluator.nbytes + moved:,} bytes",
                 f"  inputs: {len(arguments.specs)} arguments, {others} other tensors, "
-                f"{len(self._reads.numbers)} numbers",
+                f"{len(self._run.reads.numbers)} numbers",
                 f"  baked in: shapes, {len(self._taped.tape.contents)} indices or masks, branches, other numbers>",
             ]
         )
@@ -364,6 +385,11 @@ def prepare_jacobian(
     return PreparedJacobian.prepare(f, args, argnums, batched, method, compile)
 
 
+def _same(before: list[Any], now: list[Any]) -> bool:
+    """Whether arguments are what they were; of an object that may have changed inside, this is unknown."""
+    return all(isinstance(b, _CONSTANT) and a == b for a, b in zip(before, now, strict=True))
+
+
 def _traced(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised, Reads]:
     """A function's program, and what it reads, with errors in the user's words."""
     function, x = FlatFunction(f, arguments), arguments.flat()
@@ -372,6 +398,8 @@ def _traced(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised, Re
         recording = recorded(function, x, readable=False)
         with without_autocast(x.device):
             refuse_hooks(chain_of(recording, pruned=False).records(recording)[1])
+    # Apart, since the second run is to find what the first one found.
+    with undisturbed(function):
         tape, reads = taped(f, arguments)
     check_replays(tape, name_of(f))
     return linearised(tape, x, reads), reads

@@ -96,7 +96,9 @@ class Products:
 
     def weights(self, numbers: tuple[float, ...]) -> Weights:
         """The constants of the entries, and the weights of each step's terms, for the function's numbers."""
-        if self._weights is None or self._weights[0] != numbers:
+        # Other threads may replace it meanwhile.
+        current = self._weights
+        if current is None or current[0] != numbers:
             monomials = self.folded.monomials.values(numbers)
             entry, monomial, coefficient = self.folded.constants
             constant = np.bincount(entry, coefficient * monomials[monomial], minlength=self.pattern.nnz)
@@ -104,8 +106,8 @@ class Products:
             dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
             constant, *steps = [array.astype(dtype, copy=False) for array in (constant, *steps)]
             tensors = [] if self._calls is None else self._calls.weights(constant, steps)
-            self._weights = numbers, Weights(constant, steps, tensors)
-        return self._weights[1]
+            current = self._weights = numbers, Weights(constant, steps, tensors)
+        return current[1]
 
     def values(self, inputs: list[torch.Tensor], numbers: tuple[float, ...]) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where none depends on a tensor."""

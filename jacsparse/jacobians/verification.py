@@ -373,12 +373,12 @@ def _check_edge(
     pulled, products = _products(matrix, _seeds(call.input, call.out_size, exact), gradients)
     for number, (seed, product) in enumerate(products):
         expected = _vjp(call, seed)
-        difference = _difference(product, expected)
-        largest = max(largest, _largest(expected))
-        worst = max(worst, _size(difference))
+        difference = difference_of(product, expected)
+        largest = max(largest, largest_finite(expected))
+        worst = max(worst, magnitude(difference))
         # A later expected gradient may have a larger element: then some suspects are no errors.
         over = _over(difference, max(limit * largest, rounding))[:NAMED].tolist()
-        suspects += [(number, *place, _size(difference[tuple(place)])) for place in over]
+        suspects += [(number, *place, magnitude(difference[tuple(place)])) for place in over]
     for number, sample, column, size in suspects:
         if size > max(limit * largest, rounding) and len(entries) < NAMED:
             row = number if exact else _row(matrix, call, sample, column, limit)
@@ -413,24 +413,24 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(len(tensor), -1)
 
 
-def _largest(tensor: torch.Tensor) -> float:
+def largest_finite(tensor: torch.Tensor) -> float:
     """The largest finite absolute value; 0 where there is none."""
     return tensor.nan_to_num(0, 0, 0).abs().max().item() if tensor.numel() else 0.0
 
 
-def _size(difference: torch.Tensor) -> float:
+def magnitude(difference: torch.Tensor) -> float:
     """The largest absolute value, infinite where an element is NaN."""
     return difference.abs().nan_to_num(math.inf, math.inf).max().item() if difference.numel() else 0.0
 
 
-def _difference(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def difference_of(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """The difference; zero where autograd's element is NaN, or both are the same infinity."""
     return torch.where(expected.isnan() | (actual == expected), 0.0, actual - expected)
 
 
 def _rounding(x: torch.Tensor, y: torch.Tensor | None) -> float:
     """The rounding error of a derivative that is zero: 100 units in the last place of output over input."""
-    scale = 0.0 if y is None else _largest(y) / max(_largest(x), 1e-300)
+    scale = 0.0 if y is None else largest_finite(y) / max(largest_finite(x), 1e-300)
     return 100 * torch.finfo(x.dtype).eps * scale
 
 
@@ -496,7 +496,7 @@ def _check_whole(
     entries = []
     rounding = _rounding(x, y)
     fits = output.shape == y.shape
-    if not fits or _over(_difference(_flat(output), _flat(y)), limit * _largest(y)).numel():
+    if not fits or _over(difference_of(_flat(output), _flat(y)), limit * largest_finite(y)).numel():
         entries.append("the output is another than the module's own")
     worst = 0.0
     for number, seed in enumerate(pulled_back.seeds.unbind(1) if fits else ()):
@@ -508,8 +508,8 @@ def _check_whole(
         for how, gradients in (("the gradient", pulled_back.gradients), ("by jacobian, the gradient", jacobian)):
             if gradients is None:
                 continue
-            difference, largest = _difference(gradients[:, number].T, expected), _largest(expected)
-            worst = max(worst, _share(_size(difference), largest, rounding, limit))
+            difference, largest = difference_of(gradients[:, number].T, expected), largest_finite(expected)
+            worst = max(worst, _share(magnitude(difference), largest, rounding, limit))
             over = _over(difference, max(limit * largest, rounding))
             for sample, column in over[: max(0, NAMED - len(entries))].tolist():
                 entries.append(f"sample {sample}: {how} of x[{column}] is another than autograd's")

@@ -8,6 +8,7 @@ import math
 import pickle
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -371,6 +372,72 @@ def test_a_tensor_is_no_list_of_one() -> None:
     assert_equal(prepared([x + 1]), dense(lambda x: x * x, x + 1))
     with pytest.raises(ValueError, match="prepare one for these"):
         prepared(x)
+
+
+def test_one_tensor_in_several_places() -> None:
+    start, scale = drawn(4), drawn(4, seed=1)
+    f = lambda x, a, b: (x - start) ** 2 * a * scale + x * b  # noqa: E731
+    prepared = prepare_jacobian(f, start, scale, scale, batched=False)
+    for args in ((drawn(4, seed=2), drawn(4, seed=3), drawn(4, seed=4)), (start, scale, start), (scale, start, start)):
+        assert_equal(prepared(*args), dense(f, *args, batched=False))
+
+
+def test_objects_as_arguments() -> None:
+    f = lambda x, s: x * s["scale"].factor * torch.tensor(s["array"])  # noqa: E731
+    settings = {"scale": types.SimpleNamespace(factor=2.0), "array": np.ones(3)}
+    prepared, x = prepare_jacobian(f, drawn(3), settings, batched=False), drawn(3, seed=1)
+    settings["scale"].factor = 5.0
+    assert_equal(prepared(x, settings), dense(f, x, settings, batched=False))
+    settings["array"] *= 2
+    assert_equal(prepared(x, settings), dense(f, x, settings, batched=False))
+    other = {"scale": types.SimpleNamespace(factor=3.0), "array": np.zeros(3) + 7}
+    assert_equal(prepared(x, other), dense(f, x, other, batched=False))
+
+
+def test_threads_with_numbers_of_their_own() -> None:
+    f = lambda x, t: x * x * t  # noqa: E731
+    x = drawn(3)
+    prepared = prepare_jacobian(f, x, 1.0, batched=False)
+
+    def differs(t: float) -> bool:
+        return not torch.equal(prepared.values(x, t)[:, 0], 2 * t * x)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert not any(pool.map(differs, [float(2**power) for power in range(8)] * 50))
+
+
+def test_a_module_is_as_before() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x * x * self.calls
+
+    module, x = Counts(), drawn(2, 3)
+    prepared = prepare_jacobian(module, x)
+    for calls in (0, 5):
+        module.calls = calls
+        jacobian = prepared(x)
+        assert module.calls == calls
+        assert_equal(jacobian, dense(lambda x: x * x * (calls + 1), x))  # noqa: B023
+
+
+def test_samples_of_other_shapes_in_memory_to_prepare_with() -> None:
+    f = lambda x, scale: x * x * scale  # noqa: E731
+    one = torch.ones(1, dtype=FLOAT).expand(3)
+    prepared = prepare_jacobian(f, one, drawn(3), batched=False)
+    assert_equal(prepared(drawn(3), drawn(3, seed=1)), dense(f, drawn(3), drawn(3, seed=1), batched=False))
+    with pytest.raises(ValueError, match=r"prepared for .* \(3,\) of strides \(0,\)"):
+        prepare_jacobian(f, drawn(3), one, batched=False)(drawn(3), drawn(3))
+
+
+def test_infinite_derivatives_where_it_is_prepared() -> None:
+    f = lambda x: (x[1:] - x[:-1]).sqrt() * x[1:] ** 2  # noqa: E731
+    prepared, x = prepare_jacobian(f, torch.zeros(4, dtype=FLOAT), batched=False), drawn(4).cumsum(0)
+    assert_equal(prepared(x), dense(f, x, batched=False))
 
 
 def test_operators_that_could_draw() -> None:
