@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
+from ..patterns import Pattern
 from ..spgemm import SparseJacobian
 from ..tracing import undisturbed, without_autocast
 from .arguments import Arguments, FlatFunction
 from .compressed import coloring, seeds
 
 
-def with_graph(f: Callable[..., Any], arguments: Arguments, jacobian: SparseJacobian) -> SparseJacobian:
-    """A function's Jacobian at these arguments with values that have gradients."""
+def with_graph(
+    f: Callable[..., Any], arguments: Arguments, jacobian: SparseJacobian, entries: Pattern
+) -> SparseJacobian:
+    """A function's Jacobian at these arguments with gradients of its values; `entries` has the pruned ones too."""
     if not jacobian.pattern.nnz:
         return jacobian
     function = FlatFunction(f, arguments)
@@ -26,12 +30,12 @@ def with_graph(f: Callable[..., Any], arguments: Arguments, jacobian: SparseJaco
         y = function(x)
         if not y.requires_grad:
             return jacobian
-        colors = coloring(jacobian.pattern)
+        colors = coloring(entries)
         forward, backward = (torch.from_numpy(seed).to(x) for seed in seeds(colors))
         with without_autocast(x.device):
             products = [_forward_products(y, x, forward), _products(y, x, backward)]
         together = torch.cat([product.permute(0, 2, 1).reshape(-1, arguments.batch) for product in products])
-        places = torch.from_numpy(colors.places).to(x.device)
+        places = torch.from_numpy(colors.places[np.searchsorted(entries.places, jacobian.pattern.places)]).to(x.device)
         return SparseJacobian(jacobian.pattern, together[:, : jacobian.batch].index_select(0, places))
 
 

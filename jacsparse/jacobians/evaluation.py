@@ -133,7 +133,11 @@ def jacobian(
         result = _jacobian(f, arguments.with_zeros(2), pruned)
         return result if result.batch == 1 else SparseJacobian(result.pattern, result.values[:, :0])
     result = _jacobian(f, arguments, pruned)
-    return with_graph(f, arguments, result) if create_graph else result
+    if not create_graph:
+        return result
+    # A pruned entry adds zero to a sum, but its gradient to the sum's: colours have to separate it from the others.
+    entries = _jacobian(f, arguments, pruned=False).pattern if pruned else result.pattern
+    return with_graph(f, arguments, result, entries)
 
 
 def _jacobian(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> SparseJacobian:

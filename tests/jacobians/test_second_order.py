@@ -299,6 +299,16 @@ def test_gradients_of_arguments_without_samples() -> None:
     assert torch.equal(gradient, torch.ones(4, dtype=FLOAT))
 
 
+@pytest.mark.parametrize("pruned", [False, True])
+def test_gradients_of_weights_that_are_zero(pruned: bool) -> None:
+    weight, x = torch.diag(drawn(3)).requires_grad_(), drawn(2, 3)
+    jacobian = jacsparse.jacobian(lambda x: x.sin() @ weight, x, pruned=pruned, create_graph=True)
+    (gradient,) = torch.autograd.grad(jacobian.values.sum(), weight)
+    # An entry of the Jacobian is a weight times a cosine; those that the pattern leaves out have no gradient.
+    expected = x.cos().sum(0)[:, None] * (torch.eye(3) if pruned else torch.ones(3, 3))
+    assert (gradient - expected).abs().amax() <= BOUND
+
+
 def test_gradients_of_hessians() -> None:
     scale = drawn(5).requires_grad_()
     values = lambda x, s: hessian(lambda x: (s * (x[1:] * x[:-1]).exp()).sum(), x, create_graph=True).values  # noqa: E731
