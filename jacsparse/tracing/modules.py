@@ -107,8 +107,14 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
                     current.update(before)
                     for name in current.keys() - before.keys():
                         del current[name]
-            for part, name, buffer, version, copy in buffers:
-                _restore(part, name, buffer, version, copy)
+            lost = [
+                f"{type(part).__name__}.{name}" for part, name, *state in buffers if not _restored(part, name, *state)
+            ]
+            if lost:
+                raise RuntimeError(
+                    f"{', '.join(lost)}: a forward pass has written to this mask of pruning, as none had before, "
+                    "which was not undone; call again"
+                )
 
 
 # Modules whose forward passes have not written to their pruning masks.
@@ -119,22 +125,20 @@ def _is_mask(part: nn.Module, name: str) -> bool:
     return name.endswith("_mask") and f"{name[:-5]}_orig" in part._parameters
 
 
-def _restore(part: nn.Module, name: str, buffer: torch.Tensor, version: int, copy: torch.Tensor | None) -> None:
-    """Undo writes to a buffer since a version of it."""
+def _restored(part: nn.Module, name: str, buffer: torch.Tensor, version: int, copy: torch.Tensor | None) -> bool:
+    """Undo writes to a buffer since a version of it; False where there is no copy of what was overwritten."""
     # Batch normalisation writes to its statistics without a new version of them.
     silent = copy is not None and buffer.layout == torch.strided and not torch.equal(buffer, copy)
     if buffer._version == version and not silent:
         if _is_mask(part, name):
             _LEAVE_MASKS.add(part)
-    elif copy is not None:
-        with torch.no_grad():
-            buffer.copy_(copy)
-    else:
+        return True
+    if copy is None:
         _LEAVE_MASKS.discard(part)
-        raise RuntimeError(
-            f"{type(part).__name__}.{name}: a forward pass has written to this mask of pruning, as none had before, "
-            "which was not undone; call again"
-        )
+        return False
+    with torch.no_grad():
+        buffer.copy_(copy)
+    return True
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

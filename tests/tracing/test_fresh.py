@@ -945,11 +945,21 @@ class Drifting(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.drifts:
             self.weight_mask.copy_(1 - self.weight_mask)
-        return super().forward(x)
+        return super().forward(self.norm(x))
+
+
+class Counting(nn.BatchNorm1d):
+    """It counts its batches."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_batches_tracked.add_(1)
+        return x
 
 
 def test_masks_that_a_forward_pass_writes_to() -> None:
     module = prune.random_unstructured(Drifting(4, 4).double(), "weight", 0.5)
+    # Its statistics come behind the mask.
+    module.norm = Counting(4).double()
     before = module.weight_mask.clone()
     module.drifts = True
     jacsparse.jacobian(module, samples())
@@ -959,6 +969,7 @@ def test_masks_that_a_forward_pass_writes_to() -> None:
     module.drifts = True
     with pytest.raises(RuntimeError, match=r"Drifting.weight_mask: a forward pass has written to this mask of pruning"):
         jacsparse.jacobian(module, samples())
+    assert module.norm.num_batches_tracked == 0
     before = module.weight_mask.clone()
     jacsparse.jacobian(module, samples())
     assert torch.equal(module.weight_mask, before)
