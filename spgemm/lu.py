@@ -74,13 +74,18 @@ def _columns(*arrays: np.ndarray) -> scipy.sparse.csc_array:
     return scipy.sparse.csc_array(arrays, shape=(size, size))
 
 
-def _diagonal_scale(pattern: Pattern, values: np.ndarray) -> np.ndarray | None:
+def _symmetric_diagonal(pattern: Pattern) -> np.ndarray | None:
+    """The place of each element of the diagonal; None where one is no entry, or the pattern is not symmetric."""
+    diagonal = np.flatnonzero(pattern.rows == pattern.indices)
+    return diagonal if len(diagonal) == pattern.shape[0] and pattern == pattern.T else None
+
+
+def _diagonal_scale(pattern: Pattern, diagonal: np.ndarray, values: np.ndarray) -> np.ndarray | None:
     """Powers of 2 for rows and columns, after which any element of the diagonal may be the first pivot.
 
-    They bring the diagonal to [0.5, 2) without rounding. None where the pattern is not symmetric, or no scale does it.
+    They bring the diagonal to [0.5, 2) without rounding. None where no scale does it.
     """
-    diagonal = np.flatnonzero(pattern.rows == pattern.indices)
-    if len(diagonal) < pattern.shape[0] or not values[diagonal].all() or pattern != pattern.T:
+    if not values[diagonal].all():
         return None
     exponents = np.frexp(values[diagonal])[1] // 2
     scale = np.ldexp(np.ones_like(values, shape=exponents.shape), -exponents)
@@ -93,10 +98,10 @@ def _scaled(pattern: Pattern, values: np.ndarray, scale: np.ndarray) -> np.ndarr
 
 
 class Factors:
-    """The LU factors of one sample's Jacobian."""
+    """The LU factors of one sample's Jacobian; `diagonal` are the places of the diagonal in a symmetric pattern."""
 
-    def __init__(self, pattern: Pattern, values: np.ndarray, sample: int) -> None:
-        self._scale = _diagonal_scale(pattern, values)
+    def __init__(self, pattern: Pattern, diagonal: np.ndarray | None, values: np.ndarray, sample: int) -> None:
+        self._scale = None if diagonal is None else _diagonal_scale(pattern, diagonal, values)
         method, least_pivot = "COLAMD", 1.0
         if self._scale is not None:
             method, least_pivot, values = "MMD_AT_PLUS_A", _LEAST_PIVOT, _scaled(pattern, values, self._scale)
@@ -179,6 +184,7 @@ def solve(pattern: Pattern, values: torch.Tensor, b: torch.Tensor) -> torch.Tens
     # A matrix that all samples share is factored once, and their right-hand sides are columns of one system.
     systems = rows_first.flatten(1)[:, None] if batch == 1 else rows_first
     samples = np.ascontiguousarray(values.detach().numpy().T)
-    factors = [Factors(pattern, sample, number) for number, sample in enumerate(samples)]
+    diagonal = _symmetric_diagonal(pattern)
+    factors = [Factors(pattern, diagonal, sample, number) for number, sample in enumerate(samples)]
     x = _Solution.apply(pattern, factors, False, values, systems.contiguous())
     return x.reshape(rows_first.shape).movedim(0, 1).reshape(b.shape)  # type: ignore[no-any-return]
