@@ -110,7 +110,7 @@ PROBLEMS: dict[str, Callable[[int, int], Problem]] = {
 
 
 def elements(problem: Problem) -> int:
-    """Columns of the Jacobian of one sample, times its rows where it is square: what a dense one would hold."""
+    """The number of elements of one sample's dense Jacobian."""
     argnums = problem.argnums if isinstance(problem.argnums, tuple) else (problem.argnums,)
     columns = sum(problem.args[number].numel() for number in argnums)
     batch = len(problem.args[0]) if problem.batched else 1

@@ -18,6 +18,7 @@ import torch
 
 import jacsparse
 
+from ._calls import in_mode
 from ._context import Context, Timing, one_thread, reason
 from ._experiment import Comparison, Experiment, Row, compare
 from ._figures import bars
@@ -74,7 +75,7 @@ class SparseJacobian(Experiment):
     )
     #: The most elements of a dense Jacobian that peers with a cost for each row take.
     most: int = 2**22
-    #: Whether Jacobians are timed under ``torch.compile``, which takes a compiler, and seconds for each.
+    #: Whether compiled Jacobians are timed, which take a compiler, and seconds for each.
     compiled: bool = True
     #: Processes whose first call is timed, of which the last counts: an earlier one compiles kernels.
     processes: int = 2
@@ -97,8 +98,7 @@ class SparseJacobian(Experiment):
             "f alone": lambda: problem.f(*problem.args),
         }
         if self.compiled:
-            under = jacsparse.prepare_jacobian(problem.f, *problem.args, **options, compile=True)
-            functions["prepared, compiled"] = functools.partial(under.values, *problem.args)
+            functions["prepared, compiled"] = in_mode(lambda: _compiled(problem, options), "")
         if any(type(argument) is float for argument in problem.args):
             functions["prepared, another number at each call"] = _other_numbers(prepared, problem)
         if case.batch == 1 and elements(problem) <= self.most:
@@ -129,6 +129,12 @@ class SparseJacobian(Experiment):
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
         bars([row for row in rows if "first call" not in row.label], path, self.title)
+
+
+def _compiled(problem: Problem, options: dict[str, Any]) -> Callable[[], object]:
+    """Calls of a compiled program; ValueError where it cannot be compiled."""
+    prepared = jacsparse.prepare_jacobian(problem.f, *problem.args, **options, compile=True)
+    return functools.partial(prepared.values, *problem.args)
 
 
 def _role(label: str) -> Any:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import scipy.sparse
 import torch
 from jacsparse.patterns import Pattern
+from jacsparse.spgemm import SparseJacobian
 from torch import nn
+from torch.utils import _pytree
 
 REFERENCE = Path(__file__).parent / "reference"
+FLOAT = torch.float64
+#: Roundings of a few dozen operators, of which none here cancels all but a thousandth of its operands.
+BOUND = 1e-12
 
 
 def reference_rows(name: str) -> list[dict[str, str]]:
@@ -58,3 +65,35 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> Non
     difference = (actual - expected).abs().max().item() if expected.numel() else 0.0
     assert difference <= tolerance * largest, f"difference {difference}, largest {largest}"
     assert bool(((expected != 0) | (actual == 0)).all()), "an exact zero of the reference is not zero"
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Numbers between 0.5 and 1.5."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=FLOAT) + 0.5
+
+
+def dense(f: Callable[..., Any], *args: Any, argnums: int | tuple[int, ...] = 0, batched: bool = True) -> torch.Tensor:
+    """The Jacobian of each sample by autograd, ``(batch, rows, columns)``."""
+    numbers = (argnums,) if isinstance(argnums, int) else argnums
+    leaves = [leaf for number in numbers for leaf in _pytree.tree_leaves(args[number])]
+
+    def flat(*tensors: torch.Tensor) -> torch.Tensor:
+        rest, full = iter(tensors), list(args)
+        for number in numbers:
+            full[number] = _pytree.tree_map(lambda _: next(rest), args[number])
+        outputs = _pytree.tree_leaves(f(*full))
+        batch = len(outputs[0]) if batched else 1
+        return torch.cat([y.reshape(batch, -1) for y in outputs], 1)
+
+    blocks = torch.autograd.functional.jacobian(flat, tuple(leaves))
+    batch, rows = flat(*leaves).shape
+    blocks = [block.reshape(batch, rows, batch if batched else 1, -1) for block in blocks]
+    together = torch.cat(blocks, 3)
+    return torch.stack([together[sample, :, sample] for sample in range(batch)])
+
+
+def assert_equal(jacobian: SparseJacobian, expected: torch.Tensor) -> None:
+    """Assert that each sample's Jacobian is the expected one, ``(batch, rows, columns)``."""
+    actual = torch.stack([jacobian.todense(sample) for sample in range(len(expected))])
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().amax() <= BOUND * expected.abs().amax()

@@ -92,6 +92,7 @@ class PreparedJacobian:
         differentiated = cls._differentiated(f, arguments)
         function, reads = _traced(differentiated, arguments)
         evaluator = evaluator_of(function, method, compile, cls._coloring)
+        _check_compiles(f, evaluator, compile)
         prepared = cls(differentiated, arguments, function, evaluator, reads)
         try:
             return prepared._checked_at(args)
@@ -287,6 +288,7 @@ class PreparedJacobian:
             evaluator = _restored(content, function, len(reads.numbers), compile)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}: no valid prepared Jacobian: {error}") from error
+        _check_compiles(f, evaluator, compile)
         return cls(f, arguments, function, evaluator, reads)._checked_at(args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -347,7 +349,8 @@ def prepare_jacobian(
     Raises
     ------
     TypeError, ValueError
-        Where arguments or outputs are not of this kind, or the method is unknown or does not apply.
+        Where arguments or outputs are not of this kind, the method is unknown or does not apply, or with `compile`,
+        where the program multiplies matrices of operators, as for large networks.
     UnsupportedOperatorError
         Where an operator has no rule, or the calls depend on what tensors hold.
 
@@ -403,6 +406,15 @@ def _traced(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised, Re
         tape, reads = taped(f, arguments)
     check_replays(tape, name_of(f))
     return linearised(tape, x, reads), reads
+
+
+def _check_compiles(f: Callable[..., Any], evaluator: Evaluator, compile: bool) -> None:
+    """Raise where a program is to be compiled and cannot be."""
+    if compile and isinstance(evaluator, ChainProducts):
+        raise ValueError(
+            f"{name_of(f)}: compile is True, and products of operators' matrices cannot be compiled; leave it out, or "
+            "pass method='compressed'"
+        )
 
 
 def _digest(arguments: Arguments, function: Linearised) -> str:

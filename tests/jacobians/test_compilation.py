@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from jacsparse.jacobians import compilation, products
-from jacsparse.jacobians.calls_of_terms import MOST
-from torch import nn
+from torch import fx, nn
 
 from jacsparse import SparseJacobian, prepare_jacobian
+from jacsparse.jacobians import compilation, products
+from jacsparse.jacobians.calls_of_terms import MOST
 from tests.cuda.fibers import COMPILER
-from tests.jacobians.test_prepared import FUNCTIONS, assert_equal, brusselator, dense, drawn, heat
+from tests.helpers import assert_equal, dense, drawn
+
+from .test_prepared import FUNCTIONS, brusselator, heat
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ that TorchInductor could use")
 
@@ -40,8 +43,8 @@ def test_equals_the_program(
 ) -> None:
     x = drawn(*shape).to(dtype)
     prepared, compiled = (prepare_jacobian(f, x, method=method, compile=flag) for flag in (False, True))
-    for x in (x, x + 0.3):
-        expected, actual = prepared.values(x), compiled.values(x)
+    for shift in (0.0, 0.3):
+        expected, actual = prepared.values(x + shift), compiled.values(x + shift)
         assert actual.shape == expected.shape
         assert actual.dtype == dtype
         # Roundings of a few dozen operators.
@@ -51,11 +54,11 @@ def test_equals_the_program(
 @needs_compiler
 def test_takes_what_the_function_reads_now() -> None:
     scale = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    compiled = prepare_jacobian(lambda x, step: (x * scale).sin() * step / 3.0, drawn(2, 3), 1.0, compile=True)
+    f = lambda x, step: (x * scale).sin() * step / 3.0  # noqa: E731
+    compiled, x = prepare_jacobian(f, drawn(2, 3), 1.0, compile=True), drawn(2, 3, seed=1)
     for step in (1.0, 2.5):
         scale *= step
-        expected = dense(lambda x, step=step: (x * scale).sin() * step / 3.0, drawn(2, 3, seed=1))
-        assert_equal(compiled(drawn(2, 3, seed=1), step), expected)
+        assert_equal(compiled(x, step), dense(f, x, step))
 
 
 @pytest.mark.parametrize("most", [0, MOST])
@@ -70,3 +73,23 @@ def test_calls_that_are_compiled_equal_autograd(name: str, most: int, monkeypatc
         jacobian = compiled(x)
         values = jacobian.values.expand(-1, len(x))
         assert_equal(SparseJacobian(jacobian.pattern, values), dense(f, x))
+
+
+@pytest.mark.parametrize("method", ["products", "compressed"])
+def test_one_program_is_compiled(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def compiled(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(compilation, "_compiled", compiled)
+    x = drawn(2, 7)
+    assert_equal(prepare_jacobian(heat, drawn(2, 7), method=method, compile=True)(x), dense(heat, x))
+    assert len(graphs) == 1
+
+
+def test_products_of_stages_are_not_compiled() -> None:
+    network = nn.Sequential(nn.Linear(7, 7), nn.Softmax(1)).double()
+    with pytest.raises(ValueError, match=r"Sequential: compile is True, and products of .* pass method='compressed'"):
+        prepare_jacobian(network, drawn(2, 7), method="products", compile=True)

@@ -21,40 +21,7 @@ from torch.nn import functional
 import jacsparse
 from jacsparse import PreparedJacobian, prepare_jacobian
 from jacsparse.runtime import read_archive, write_archive
-
-FLOAT = torch.float64
-#: Roundings of a few dozen operators, of which none here cancels all but a thousandth of its operands.
-BOUND = 1e-12
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=FLOAT) + 0.5
-
-
-def dense(f: Callable[..., Any], *args: Any, argnums: int | tuple[int, ...] = 0, batched: bool = True) -> torch.Tensor:
-    """The Jacobian of each sample by autograd, ``(batch, rows, columns)``."""
-    numbers = (argnums,) if isinstance(argnums, int) else argnums
-    leaves = [leaf for number in numbers for leaf in torch.utils._pytree.tree_leaves(args[number])]
-
-    def flat(*tensors: torch.Tensor) -> torch.Tensor:
-        rest, full = iter(tensors), list(args)
-        for number in numbers:
-            full[number] = torch.utils._pytree.tree_map(lambda _: next(rest), args[number])
-        outputs = torch.utils._pytree.tree_leaves(f(*full))
-        batch = len(outputs[0]) if batched else 1
-        return torch.cat([y.reshape(batch, -1) for y in outputs], 1)
-
-    blocks = torch.autograd.functional.jacobian(flat, tuple(leaves))
-    batch, rows = flat(*leaves).shape
-    blocks = [block.reshape(batch, rows, batch if batched else 1, -1) for block in blocks]
-    together = torch.cat(blocks, 3)
-    return torch.stack([together[sample, :, sample] for sample in range(batch)])
-
-
-def assert_equal(jacobian: jacsparse.SparseJacobian, expected: torch.Tensor) -> None:
-    actual = torch.stack([jacobian.todense(sample) for sample in range(len(expected))])
-    assert actual.shape == expected.shape
-    assert (actual - expected).abs().amax() <= BOUND * expected.abs().amax()
+from tests.helpers import FLOAT, assert_equal, dense, drawn
 
 
 def brusselator(x: torch.Tensor) -> torch.Tensor:
