@@ -12,7 +12,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
 from .coloring import row_colors
 from .convolution import Convolution, Sliding
 from .drawing import picture
-from .engine import gradient_of
+from .engine import gradient_of, requiring_gradient
 from .layout import WHOLE, Layout, MixedSamplesError
 from .pattern import Pattern
 from .pooling import Adaptive, Pooling
@@ -62,6 +62,7 @@ __all__ = [
     "is_pointwise",
     "picture",
     "register_rule",
+    "requiring_gradient",
     "row_colors",
     "rule_for",
     "rule_of",

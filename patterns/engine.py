@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def requiring_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where it requires a gradient, else another one on its memory that does."""
+    return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+
+
 def gradient_of(y: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """``Jᵀ g`` for the Jacobian of `y` by `x`, as ``torch.autograd.grad`` computes it; zeros without a path.
 

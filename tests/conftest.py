@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -43,11 +44,9 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _without_recent_programs() -> None:
+def _without_recent_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     # Tests whose functions have one code would share programs, and the trials to make them.
-    from jacsparse.jacobians import recent
-
-    recent._RECENT.clear()
+    monkeypatch.setattr("jacsparse.jacobians.recent._RECENT", OrderedDict())
 
 
 # Test workers share the cores, and OpenMP's threads wait by spinning. Tests of threads ask for more themselves.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ..affine import AffineMaps
+from ..patterns import requiring_gradient
 from ..schedule import Message, check_exchange, exchanges
 from .elements import ElementMessages, kind_of, tensors_of, with_tensors
 from .ranks import Ranks, described, ranks_of
@@ -90,7 +91,9 @@ def exclusive_scan(
     )
     if any(differentiated for (differentiated,) in requires_grad):
         # Every rank takes part in the backward pass, also where nothing of its own has a gradient.
-        transfer = with_tensors(transfer, [_requiring_grad(tensor) for tensor in tensors])
+        transfer = with_tensors(
+            transfer, [requiring_gradient(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
+        )
     way = "scan" if exchange == "auto" else exchange
     scan = RankScan(ranks, combine, way, "exclusive scan", reverse=reverse)
     if not is_first:
@@ -284,8 +287,3 @@ def _tied(element: Any, block: Any) -> Any:
 
 def _zeros(element: Any) -> Any:
     return with_tensors(element, [torch.zeros_like(tensor) for tensor in tensors_of(element)])
-
-
-def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that requires a gradient, where its dtype has any."""
-    return tensor if tensor.requires_grad or not tensor.is_floating_point() else tensor.detach().requires_grad_()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from ..patterns import UnsupportedOperatorError
+from ..patterns import UnsupportedOperatorError, requiring_gradient
 from ..stages import check_tensor
 from ..tracing import form_of, name_of
 
@@ -64,8 +64,7 @@ class Arguments:
 
     def flat_with_graph(self) -> torch.Tensor:
         """A copy of `flat` with gradients to the tensors; it is no leaf, so that it may be written to."""
-        x = self._joined(self.tensors)
-        return (x if x.requires_grad else x.detach().requires_grad_()).clone()
+        return requiring_gradient(self._joined(self.tensors)).clone()
 
     def _joined(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         pairs = zip(tensors, self._sizes, strict=True)

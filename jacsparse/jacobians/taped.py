@@ -57,7 +57,7 @@ class TapedJacobian:
         """What a function reads now; it runs. None where its calls are not the tape's."""
         if arguments.form != self.form:
             return None
-        return followed(self.tape, FlatFunction(f, arguments), arguments.flat().requires_grad_().clone())
+        return followed(self.tape, FlatFunction(f, arguments), _input(arguments))
 
     def values(self, x: torch.Tensor, reads: Reads) -> torch.Tensor:
         """The values at a flat tensor and at what the function reads."""
@@ -71,4 +71,9 @@ class TapedJacobian:
 
 def taped(f: Callable[..., Any], arguments: Arguments) -> tuple[Tape, Reads]:
     """The tape of a function's run, and what the run read."""
-    return recorded_tape(FlatFunction(f, arguments), arguments.flat().requires_grad_().clone())
+    return recorded_tape(FlatFunction(f, arguments), _input(arguments))
+
+
+def _input(arguments: Arguments) -> torch.Tensor:
+    """A flat copy of the arguments that requires a gradient; it is no leaf, so that it may be written to."""
+    return arguments.flat().requires_grad_().clone()

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ..affine import AffineMaps, compose
 from ..distributed import MATRICES, VECTORS, RankGroup, Ranks, RankScan, interconnect_of
+from ..patterns import requiring_gradient
 from .solvers import Problem
 
 
@@ -70,7 +71,7 @@ class SequencePart:
 
     def joined(self, state: torch.Tensor) -> torch.Tensor:
         """The first states, which require a gradient where any rank's inputs do, so that all ranks go backward."""
-        return state if state.requires_grad or not self._differentiated else state.detach().requires_grad_()
+        return requiring_gradient(state) if self._differentiated else state
 
     def take_over(self, state: torch.Tensor, direction: int, phase: str) -> torch.Tensor:
         """The states before this rank's steps: those after the steps of the rank before, or `state` on the first one.

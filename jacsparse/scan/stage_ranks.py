@@ -11,7 +11,7 @@ from torch import nn
 
 from ..affine import SparseMaps, compose
 from ..distributed import JACOBIANS, VECTORS, RankGroup, Ranks, RankScan, interconnect_of
-from ..patterns import Identity, Pattern
+from ..patterns import Identity, Pattern, requiring_gradient
 from ..spgemm import SparseJacobian
 from ..stages import Record, Run
 from .autograd_scan import scanned
@@ -58,8 +58,8 @@ class StageRanks(RankGroup):
         if part is None:
             return y if not wanted else y + 0 * sum(each.sum() for each in (x, *module.parameters()))
         # Every rank takes part in the backward pass, also where nothing of its own has a gradient.
-        leaf = x if x.requires_grad else x.detach().requires_grad_()
-        return scanned(RankedScanner(self.exchange, ranks, *part, for_x=x.requires_grad), part[1], leaf, y)
+        scanner = RankedScanner(self.exchange, ranks, *part, for_x=x.requires_grad)
+        return scanned(scanner, part[1], requiring_gradient(x), y)
 
 
 class RankedScanner:

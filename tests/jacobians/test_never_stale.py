@@ -15,8 +15,9 @@ from torch import nn
 
 import jacsparse
 from jacsparse.tracing import followed, recorded_tape
+from tests.helpers import assert_equal, dense, drawn
 
-from .test_prepared import assert_equal, dense, drawn, messages
+from .test_prepared import messages
 
 
 class State:

@@ -17,8 +17,9 @@ from torch import nn
 import jacsparse
 from jacsparse import PreparedHessian, hessian, hessian_pattern, prepare_hessian
 from jacsparse.jacobians.star_coloring import star_coloring
+from tests.helpers import BOUND, FLOAT, drawn
 
-from .test_prepared import BOUND, FLOAT, brusselator, drawn
+from .test_prepared import brusselator
 
 
 def rosenbrock(x: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,8 @@ import torch
 from torch.nn import functional
 
 import jacsparse
+from tests.helpers import FLOAT, assert_equal, dense
 from tests.patterns.operators import Apply
-
-from .test_prepared import FLOAT, assert_equal, dense
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
