@@ -98,7 +98,7 @@ def _traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.
     def compute(slot: int, node: fx.Node) -> None:
         # An operator may return its argument itself, whose slot then has another node.
         nodes[slot] = node
-        node.meta["val"] = taping.alive[slot].to("meta")
+        node.meta["val"] = taping.alive[slot].detach().to("meta")
         node.meta["written"] = slot in written
 
     for slot in range(len(inputs)):

@@ -176,6 +176,15 @@ def test_chains_of_functions_are_found_again(monkeypatch: pytest.MonkeyPatch) ->
     assert patterns[1] is patterns[0] and patterns[2] is not patterns[0]
 
 
+def test_programs_hold_no_numbers_of_a_run() -> None:
+    x = drawn(2, 3001)
+    for f in (_squares, lambda x: _squares(x).sin() @ drawn(3001, 1)):
+        jacsparse.jacobian(f, x)
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+    assert all(tensor is x or tensor.is_meta or tensor.numel() != x.numel() for tensor in tensors)
+
+
 def test_functions_of_one_code() -> None:
     x = drawn(2, 4)
     for factor in (2.0, 3.0, drawn(4), drawn(2, 1), 1):
