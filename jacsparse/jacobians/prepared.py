@@ -26,7 +26,7 @@ from .linearised import Linearised, linearised
 from .products import ChainProducts, Products
 from .surroundings import Surroundings
 from .taped import Evaluator, TapedJacobian, taped
-from .verification import VerificationError, difference_of, largest_finite, magnitude
+from .verification import ROUNDINGS, VerificationError, difference_of, largest_finite, magnitude
 
 METHODS = ("auto", "products", "compressed")
 #: Arguments that nobody can change; a call with any other that is no tensor runs the function.
@@ -62,7 +62,7 @@ class PreparedJacobian:
     ) -> None:
         self.pattern, self.method = evaluator.pattern, evaluator.name
         self._program, taped = _digest(arguments, function), TapedJacobian(arguments.form, function.tape, evaluator)
-        self._f, self._arguments, self._taped = f, arguments, taped
+        self._f, self._arguments, self._taped, self._tolerance = f, arguments, taped, _tolerance(function)
         # Replaced as a whole, so that threads take all of one run.
         self._run, self._lock = _Run(arguments.plain, Surroundings(f), reads), threading.RLock()
         # Externals that are arguments, by the place of the leaf.
@@ -183,7 +183,8 @@ class PreparedJacobian:
         *args
             Arguments of the function.
         tolerance : float, optional
-            The largest difference; by default 1e-9 for float64 and 1e-4 for float32.
+            The largest difference; by default 1e-9 for float64 and 1e-4 for float32, or 16 units in the last place of
+            the coarsest dtype that the function works in, where that is more.
 
         Returns
         -------
@@ -206,7 +207,7 @@ class PreparedJacobian:
         g = g.to(x.dtype)
         scale = largest_finite(SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()))
         error = magnitude(difference_of(jacobian.vjp(g), expected)) / (scale or 1.0)
-        limit = tolerance if tolerance is not None else (1e-9 if x.dtype == y.dtype == torch.float64 else 1e-4)
+        limit = tolerance if tolerance is not None else self._tolerance
         if not error <= limit:
             way = " with method='products'" if self.method == "compressed" else ""
             raise VerificationError(
@@ -286,7 +287,7 @@ class PreparedJacobian:
             )
         try:
             evaluator = _restored(content, function, len(reads.numbers), compile)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, MemoryError) as error:
             raise ValueError(f"{path}: no valid prepared Jacobian: {error}") from error
         _check_compiles(f, evaluator, compile)
         return cls(f, arguments, function, evaluator, reads)._checked_at(args)
@@ -406,6 +407,14 @@ def _traced(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised, Re
         tape, reads = taped(f, arguments)
     check_replays(tape, name_of(f))
     return linearised(tape, x, reads), reads
+
+
+def _tolerance(function: Linearised) -> float:
+    """The largest difference that `PreparedJacobian.check` takes for rounding."""
+    values = (node.meta.get("val") for node in function.graph.graph.nodes)
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    least = 1e-9 if function.inputs[0].dtype == torch.float64 else 1e-4
+    return max(least, *(ROUNDINGS * torch.finfo(dtype).eps for dtype in dtypes))
 
 
 def _check_compiles(f: Callable[..., Any], evaluator: Evaluator, compile: bool) -> None:

@@ -76,9 +76,11 @@ class Monomials:
     def values(self, numbers: Sequence[float]) -> np.ndarray:
         """The value of each monomial."""
         values = np.ones(len(self._powers))
-        for place, powers in enumerate(self._powers):
-            for number, power in powers:
-                values[place] *= np.float64(numbers[number]) ** power
+        # As PyTorch, which divides by zero without a warning.
+        with np.errstate(divide="ignore"):
+            for place, powers in enumerate(self._powers):
+                for number, power in powers:
+                    values[place] *= np.float64(numbers[number]) ** power
         return values
 
 

@@ -107,12 +107,11 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
                     current.update(before)
                     for name in current.keys() - before.keys():
                         del current[name]
-            lost = [
-                f"{type(part).__name__}.{name}" for part, name, *state in buffers if not _restored(part, name, *state)
-            ]
+            lost = [state for state in buffers if not _restored(*state)]
             if lost:
+                names = ", ".join(f"{type(part).__name__}.{name}" for part, name, *_ in lost)
                 raise RuntimeError(
-                    f"{', '.join(lost)}: a forward pass has written to this mask of pruning, as none had before, "
+                    f"{names}: a forward pass has written to this mask of pruning, as none had before, "
                     "which was not undone; call again"
                 )
 

@@ -452,6 +452,24 @@ def test_numbers_of_numpy() -> None:
         assert_equal(prepared(number, drawn(1, 3)), dense(f, float(number), drawn(1, 3), argnums=1))
 
 
+@pytest.mark.parametrize("method", ["products", "compressed"])
+def test_coarser_numbers_on_the_way(method: str) -> None:
+    x, network = drawn(2, 4).float(), nn.Linear(4, 4)
+    expected = dense(network, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        prepared = prepare_jacobian(network, drawn(2, 4).float(), method=method)
+        values = prepared(x)
+    assert values.values.dtype == torch.float32
+    # Weights and the result are rounded to 8 bits.
+    assert (values.todense(0) - expected[0]).abs().amax() <= 2**-7 * expected.abs().amax()
+
+
+def test_no_warning_where_a_number_is_zero(recwarn: pytest.WarningsRecorder) -> None:
+    prepared = prepare_jacobian(lambda x, t: x / t, drawn(2), 1.0, batched=False)
+    recwarn.clear()
+    assert prepared.values(drawn(2), 0.0).tolist() == [[math.inf]] * 2 and not recwarn.list
+
+
 def test_jacobian_by_parameters() -> None:
     network = nn.Linear(3, 2).double()
     f = lambda parameters, x: torch.func.functional_call(network, parameters, x).tanh()  # noqa: E731
