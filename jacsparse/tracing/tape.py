@@ -102,6 +102,9 @@ class Tape:
     #: Slots whose ``aten.detach`` passes derivatives: autograd detaches the results that it saves, and undoes it later;
     #: a tensor without derivatives has none to stop.
     saved: set[int] = field(default_factory=set)
+    #: Slots of results that autograd did not see computed and that have a derivative, by a ``torch.autograd.Function``
+    #: or by a later write.
+    attached: set[int] = field(default_factory=set)
     #: What the calls do that no replay repeats, by the operator's name: they draw, show elements, write elsewhere.
     effects: dict[str, str] = field(default_factory=dict)
 
@@ -159,6 +162,8 @@ def recorded_tape(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> t
     with torch.enable_grad(), taping:
         output = function(x)
     taping.tape.output = taping.slots.get(id(output))
+    unseen = (slot for call in taping.tape.instructions if not call.seen for slot in call.results)
+    taping.tape.attached = {slot for slot in unseen if taping.alive[slot].grad_fn is not None}
     if hooks != RemovableHandle.next_id:
         taping.tape.effects["register_hook"] = "changes gradients"
     return taping.tape, Reads(taping.externals, tuple(taping.numbers))
@@ -176,6 +181,7 @@ def followed(tape: Tape, function: Callable[[torch.Tensor], Any], x: torch.Tenso
         hooks != RemovableHandle.next_id
         or following.count != len(tape.instructions)
         or following.slots.get(id(output)) != tape.output
+        or {slot for slot, tensor in following.unseen if tensor.grad_fn is not None} != tape.attached
     ):
         return None
     return Reads([following.externals[slot] for slot in tape.forms], tuple(following.numbers))
@@ -270,18 +276,20 @@ class Taping(TorchDispatchMode):
             value = arguments.get(parameter.name)
             for slot in value if isinstance(value, list) else [value]:
                 if isinstance(slot, Slot):
-                    self.note_write(name, slot.place)
+                    self.note_write(overload, slot.place)
 
-    def note_write(self, name: str, slot: int) -> None:
+    def note_write(self, overload: Any, slot: int) -> None:
         """Record a write that no replay repeats: to a tensor from elsewhere, or one that autograd does not see."""
-        written = self.alive[slot]
+        name, written = operator_name(overload), self.alive[slot]
+        # These change a shape and no elements.
+        shapes = torch.Tag.inplace_view in overload.tags
         for place, tensor in enumerate(self.alive):
             if memory_of(tensor) != memory_of(written):
                 continue
             seen = torch.is_grad_enabled() and base_of(tensor) is base_of(written)
             if place == 0 or place in self.tape.forms:
                 self.tape.effects[name] = "writes to a tensor from before the call"
-            elif tensor.requires_grad and not seen:
+            elif tensor.requires_grad and not seen and not shapes:
                 self.tape.effects.setdefault(name, "changes a tensor unseen by autograd")
 
     def written(self) -> set[int]:
@@ -311,6 +319,8 @@ class _Following(TorchDispatchMode):
         self.externals: dict[int, torch.Tensor] = {}
         self.numbers: list[float] = []
         self.alive: list[Any] = []
+        # Results that autograd did not see computed, with their slots.
+        self.unseen: list[tuple[int, torch.Tensor]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -341,6 +351,8 @@ class _Following(TorchDispatchMode):
         else:
             for slot, tensor in zip(instruction.results, tensors_in(result), strict=True):
                 self.slots[id(tensor)] = slot
+        if not instruction.seen:
+            self.unseen += zip(instruction.results, tensors_in(result), strict=True)
         return result
 
     def compare(self, expected: Any, value: Any) -> None:

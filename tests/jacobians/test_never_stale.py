@@ -130,6 +130,47 @@ def test_what_autograd_does_not_see(f: Callable[..., Any], replayed: bool) -> No
         jacsparse.prepare_jacobian(f, inputs[0])
 
 
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize("function", [StraightThrough, Reversed])
+def test_a_derivative_of_its_own_after_other_calls(function: Any) -> None:
+    straight, x = [False], drawn(2, 4)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        if straight[0]:
+            return x * function.apply(x)
+        with torch.no_grad():
+            y = function.forward(None, x)
+        return x * y
+
+    prepared = jacsparse.prepare_jacobian(f, x)
+    for _ in range(2):
+        assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+    straight[0] = True
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"is a torch\.autograd\.Function"):
+        jacsparse.jacobian(f, x)
+    with pytest.raises(RuntimeError, match="makes other calls than when it was prepared"):
+        prepared(x)
+
+
 def test_a_list_that_is_written_to() -> None:
     counts = [torch.zeros(2), torch.zeros(2)]
 

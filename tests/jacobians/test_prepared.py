@@ -445,13 +445,6 @@ def test_derivatives_along_a_direction(name: str) -> None:
     assert_equal(prepared(drawn(2, 4), 3.0), dense(f, drawn(2, 4), 3.0, batched=batched))
 
 
-def test_numbers_of_numpy() -> None:
-    f = lambda t, y: t * y**2  # noqa: E731
-    prepared = prepare_jacobian(f, 0.0, drawn(1, 3), argnums=1)
-    for number in (2, np.float64(0.5), np.float32(0.5), np.int64(3)):
-        assert_equal(prepared(number, drawn(1, 3)), dense(f, float(number), drawn(1, 3), argnums=1))
-
-
 @pytest.mark.parametrize("method", ["products", "compressed"])
 def test_coarser_numbers_on_the_way(method: str) -> None:
     x, network = drawn(2, 4).float(), nn.Linear(4, 4)
@@ -462,6 +455,16 @@ def test_coarser_numbers_on_the_way(method: str) -> None:
     assert values.values.dtype == torch.float32
     # Weights and the result are rounded to 8 bits.
     assert (values.todense(0) - expected[0]).abs().amax() <= 2**-7 * expected.abs().amax()
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(1.0, np.float64(3.0)), (np.float64(1.0), 3), (2, 0.5), (0.0, np.float32(0.5)), (0.0, np.int64(3)), (0.0, 2)],
+)
+def test_numbers_of_any_kind(numbers: tuple[Any, Any]) -> None:
+    f = lambda x, t: x**2 * t  # noqa: E731
+    prepared = prepare_jacobian(f, drawn(3), numbers[0], batched=False)
+    assert_equal(prepared(drawn(3), numbers[1]), dense(f, drawn(3), float(numbers[1]), batched=False))
 
 
 def test_no_warning_where_a_number_is_zero(recwarn: pytest.WarningsRecorder) -> None:
