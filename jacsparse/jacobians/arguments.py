@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -112,9 +111,9 @@ class Arguments:
             return None
         for place in self.places:
             check_tensor("x" if len(args) == 1 else f"argument {place}", args[place])
-        alike = copy.copy(self)
+        alike = object.__new__(Arguments)
         # All that it caches depends on the form alone.
-        alike.__dict__["leaves"] = list(args)
+        alike.__dict__.update(self.__dict__, leaves=list(args))
         return alike
 
     def laid_out_as(self, other: Arguments) -> Arguments:

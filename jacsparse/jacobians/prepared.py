@@ -65,9 +65,11 @@ class PreparedJacobian:
         self._f, self._arguments, self._taped, self._tolerance = f, arguments, taped, _tolerance(function)
         # Replaced as a whole, so that threads take all of one run.
         self._run, self._lock = _Run(arguments.plain, Surroundings(f), reads), threading.RLock()
-        # Externals that are arguments, by the place of the leaf.
-        tensors = {id(leaf): place for place, leaf in enumerate(arguments.leaves) if isinstance(leaf, torch.Tensor)}
-        self._from_arguments = [tensors.get(id(external)) for external in reads.externals]
+        leaves = {id(leaf): place for place, leaf in enumerate(arguments.leaves) if isinstance(leaf, torch.Tensor)}
+        #: The places of externals that are arguments, and of the leaves that they are.
+        self._from_arguments = [
+            (place, leaves[id(external)]) for place, external in enumerate(reads.externals) if id(external) in leaves
+        ]
         contents = [taped.tape.contents.get(slot) for slot in taped.tape.forms]
         self._contents = [(place, each) for place, each in enumerate(contents) if each is not None]
 
@@ -127,17 +129,14 @@ class PreparedJacobian:
         """
         arguments = self._checked(args)
         reads = self._current(arguments)
-        externals = [
-            external if leaf is None else arguments.leaves[leaf]
-            for external, leaf in zip(reads.externals, self._from_arguments, strict=True)
-        ]
         for place, contents in self._contents:
-            if not contents.equal(externals[place]):
+            external = reads.externals[place]
+            if not contents.equal(external):
                 raise ValueError(
-                    f"an index or a mask of {tuple(externals[place].shape)} holds other elements than when this "
-                    "Jacobian was prepared, and patterns depend on them: prepare one for these"
+                    f"an index or a mask of {tuple(external.shape)} holds other elements than when this Jacobian was "
+                    "prepared, and patterns depend on them: prepare one for these"
                 )
-        return self._taped.values(arguments.flat(), Reads(externals, reads.numbers))
+        return self._taped.values(arguments.flat(), reads)
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
         alike = self._arguments.with_args(args)
@@ -158,10 +157,15 @@ class PreparedJacobian:
 
     def _current(self, arguments: Arguments) -> Reads:
         """The tensors and the numbers that the function reads now; it runs where they may have changed."""
-        run = self._run
-        if run.surroundings.changed() or not _same(run.plain, arguments.plain):
+        run, plain = self._run, arguments.plain
+        if run.surroundings.changed() or (plain and not _same(run.plain, plain)):
             run = self._run = self._followed(arguments.apart())
-        return run.reads
+        if not self._from_arguments:
+            return run.reads
+        externals = list(run.reads.externals)
+        for place, leaf in self._from_arguments:
+            externals[place] = arguments.leaves[leaf]
+        return Reads(externals, run.reads.numbers)
 
     def _followed(self, arguments: Arguments) -> _Run:
         # One run at a time: what it changes in a module is undone when it ends.
@@ -301,7 +305,7 @@ class PreparedJacobian:
     def __repr__(self) -> str:
         evaluator, arguments = self._taped.evaluator, self._arguments
         moved = self.pattern.nnz * arguments.batch * arguments.tensors[0].element_size()
-        others = sum(leaf is None for leaf in self._from_arguments)
+        others = len(self._run.reads.externals) - len(self._from_arguments)
         return "\n".join(
             [
                 f"<{type(self).__name__} of {name_of(self._f)}: {self.pattern.summary()}",

@@ -91,7 +91,8 @@ def _places_in(value: Any, names: set[str]) -> Iterator[Read]:
     elif isinstance(value, (MethodType, functools.partial, property, staticmethod, classmethod)):
         yield from _attributes(value, _PARTS)
     elif isinstance(value, nn.Module):
-        for container in (value._parameters, value._buffers, value._modules):
+        hooks = value._forward_hooks, value._forward_pre_hooks, value._backward_hooks, value._backward_pre_hooks
+        for container in (value._parameters, value._buffers, value._modules, *hooks):
             yield from _elements(container, container)
         yield from _elements(value.__dict__, value.__dict__.keys() - _INTERNALS)
         yield functools.partial(type, value)
@@ -113,11 +114,8 @@ def _places_in(value: Any, names: set[str]) -> Iterator[Read]:
 #: What methods, partial functions and descriptors are made of.
 _PARTS = ("__self__", "__func__", "func", "args", "keywords", "fget")
 
-#: What a module has of PyTorch's own, besides its mode and its hooks.
-_INTERNALS = vars(nn.Module()).keys() - {
-    "training",
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-}
+#: What a module has of PyTorch's own, besides its mode.
+_INTERNALS = vars(nn.Module()).keys() - {"training"}
 
 
 def _elements(container: Any, keys: Iterable[Any]) -> Iterator[Read]:

@@ -66,8 +66,9 @@ class TapedJacobian:
             numbers = self._number_tensors = reads.numbers, number_tensors(self.tape, reads.numbers, x.device)
         with torch.no_grad(), without_autocast(x.device):
             inputs = [x, *tensors_of_externals(reads), *numbers[1]]
+            values = self.evaluator.values(inputs, reads.numbers)
             # A function may return coarser numbers, as under ``torch.autocast``.
-            return self.evaluator.values(inputs, reads.numbers).to(x.dtype)
+            return values if values.dtype is x.dtype else values.to(x.dtype)
 
 
 def taped(f: Callable[..., Any], arguments: Arguments) -> tuple[Tape, Reads]:
