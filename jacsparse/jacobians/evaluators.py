@@ -58,9 +58,9 @@ def evaluator_of(
 
 def _folded_with_weights(function: Linearised, cost: float, compile: bool) -> Products | None:
     """Sums of products of elements of weights and of local derivatives; None where they may cost more than that."""
-    most = cost / (TERM * (1 if function.shared else function.batch))
+    most = min(MOST_TERMS, cost / (TERM * (1 if function.shared else function.batch)))
     try:
-        return Products(function, *folded(function, min(most, MOST_TERMS)), compile)
+        return Products(function, *folded(function, int(most)), compile)
     except NotFoldableError:
         return None
 

@@ -105,14 +105,14 @@ def _check_range(name: str, array: np.ndarray, stop: int) -> None:
         raise ValueError(f"{name} does not run from 0 to {stop - 1}")
 
 
-def folded(function: Linearised, most: float | None = None) -> tuple[Folded, fx.GraphModule | None]:
+def folded(function: Linearised, most: int | None = None) -> tuple[Folded, fx.GraphModule | None]:
     """The entries of a function's Jacobian as terms, and the graph of its local derivatives, if any.
 
     Parameters
     ----------
     function : Linearised
         The function.
-    most : float, optional
+    most : int, optional
         The most terms of all products where elements of weights are variables too; by default none are.
 
     Raises
@@ -161,7 +161,7 @@ class _Leaves:
         self.count = 0
         self._varying = _varying(function)
 
-    def folded(self, most: float | None) -> Terms:
+    def folded(self, most: int | None) -> Terms:
         """The function's Jacobian as terms, of which all products may have so many."""
         if most is not None and sum(edge.pattern.nnz for edge, _ in self.function.edges()) > most:
             raise NotFoldableError("its local Jacobians have more elements of weights than pay")
@@ -229,7 +229,9 @@ class _Leaves:
             return None
         (name,) = names
         place, weight = _place_of(node, name), call.arguments[name]
-        operand = None if place is None else node.args[place]
+        if place is None:
+            return None
+        operand = node.args[place]
         if not isinstance(operand, fx.Node) or operand.meta["val"].numel() != weight.numel():
             return None
         # The rule itself tells where the elements of a weight of consecutive numbers come to lie.
