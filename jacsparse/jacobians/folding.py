@@ -6,7 +6,6 @@ Vertex elimination multiplies their local Jacobians along paths; here it multipl
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from torch import fx
 from ..patterns import Identity, Pattern, gradient_of
 from ..stages import Accumulation, Edge, Record, eliminate
 from ..tracing import graph_of_values
-from .linearised import Linearised, evaluated
+from .linearised import Linearised, evaluated, place_of
 from .terms import NONE, Algebra, Monomials, Step, Terms, TooManyTermsError, joined, merged, step_of, terms_at
 
 #: Terms of all products, for each entry of the Jacobian, beyond which its products are not folded.
@@ -168,7 +167,7 @@ class _Leaves:
         # Before the limit, so that what does not fold costs no pattern.
         matrices = self.matrices()
         limit = TERMS_PER_ENTRY * (self.function.pattern.nnz + sum(self.function.pattern.shape))
-        self.algebra.limit = limit if most is None else min(limit, most)
+        self.algebra.limit = limit if most is None else min(limit, int(most))
         accumulation, edges, chain = Accumulation(patterns_only=True), self.function.edges(), self.function.chain
         leaves = {accumulation.leaf(edge, edge.pattern): (edge, record) for edge, record in edges}
         rows, columns = self.function.pattern.shape
@@ -205,7 +204,7 @@ class _Leaves:
             number, power, coefficient = factor
             monomial = self.algebra.monomials.index({} if number is None else {number: power})
             return terms_at(*entries, monomial=monomial, coefficient=coefficient)
-        place = _place(node, edge)
+        place = place_of(node, edge.call.argument)
         others = [] if place is None else [other for other in node.all_input_nodes if other is not node.args[place]]
         # Programs prune constants alone.
         selects = edge.call.sources is not None or edge.pruned_weights
@@ -228,7 +227,7 @@ class _Leaves:
         if not edge.shared or len(names) != 1 or names[0] in call.dependent or edge.pruned_weights:
             return None
         (name,) = names
-        place, weight = _place_of(node, name), call.arguments[name]
+        place, weight = place_of(node, name), call.arguments[name]
         if place is None:
             return None
         operand = node.args[place]
@@ -301,7 +300,7 @@ class _Leaves:
                         weight = args[self.selections[edge][0]].reshape(1, -1)
                         parts[edge] = weight if function.shared else weight.expand(function.batch, -1)
                         continue
-                    place = _place(node, edge)
+                    place = place_of(node, edge.call.argument)
                     assert place is not None
                     derivative = _derivative(node, args, kwargs, place, result.shape)
                     of_samples = layouts[edge].split(derivative).reshape(function.batch, -1)
@@ -323,20 +322,6 @@ def _varying(function: Linearised) -> set[fx.Node]:
         ):
             varying.add(node)
     return varying
-
-
-def _place(node: fx.Node, edge: Edge) -> int | None:
-    """The place of an edge's operand among its operator's positional arguments.
-
-    None where it is within a list, or where the node is one of several results.
-    """
-    return None if node.target is operator.getitem else _place_of(node, edge.call.argument)
-
-
-def _place_of(node: fx.Node, name: str) -> int | None:
-    """The place of an argument among a call's positional ones, if it is there."""
-    names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
-    return names.index(name) if name in names[: len(node.args)] else None
 
 
 def _derivative(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from torch import fx, nn
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import Chain, Edge, Record, chain_of
 from ..tracing import Reads, Tape, facts_of, graph_of_tape, inputs_of, record, without_autocast
+
+aten = torch.ops.aten
 
 
 def evaluated(
@@ -34,6 +37,26 @@ def evaluated(
         else:
             (result,) = fx.map_arg(node.args, values.__getitem__)
     return result
+
+
+_VIEWS = (
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.detach.default,
+)
+
+
+def place_of(node: fx.Node, name: str) -> int | None:
+    """The place of an argument among a call's positional ones, if it is there."""
+    if node.target is operator.getitem:
+        return None
+    names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
+    return names.index(name) if name in names[: len(node.args)] else None
 
 
 class GraphRun(nn.Module):
@@ -91,9 +114,29 @@ class Linearised:
     @property
     def numbers(self) -> dict[fx.Node, int]:
         """The place of each number among the tape's, by its placeholder."""
-        placeholders = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
         first = 1 + len(self.tape.inputs)
-        return {node: place for place, node in enumerate(placeholders[first:])}
+        return {node: place for place, node in enumerate(self._placeholders[first:])}
+
+    @property
+    def externals(self) -> list[fx.Node | None]:
+        """The placeholder of each external; None for those of sparse matrices, which have three."""
+        rest = iter(self._placeholders[1:])
+        forms = self.tape.forms.values()
+        nodes = [[next(rest) for _ in range(1 if form[2] == torch.strided else 3)] for form in forms]
+        return [parts[0] if len(parts) == 1 else None for parts in nodes]
+
+    @property
+    def _placeholders(self) -> list[fx.Node]:
+        return [node for node in self.graph.graph.nodes if node.op == "placeholder"]
+
+    def argument(self, edge: Edge, name: str) -> fx.Node | None:
+        """The node that computes an argument of an edge's operator; views of it, if any, have its elements."""
+        node = self.nodes.get(edge.target)
+        place = None if node is None else place_of(node, name)
+        value = None if node is None or place is None else node.args[place]
+        while isinstance(value, fx.Node) and value.target in _VIEWS:
+            value = value.args[0]
+        return value if isinstance(value, fx.Node) else None
 
     def edges(self) -> Iterator[tuple[Edge, Record]]:
         """The edges of all stages in order, with their stages' records."""

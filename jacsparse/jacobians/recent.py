@@ -24,9 +24,9 @@ from .compressed import coloring
 from .evaluators import evaluator_of
 from .folding import NotFoldableError
 from .gradients import Gradient
-from .linearised import linearised
+from .linearised import Linearised, linearised
 from .products import ChainProducts
-from .taped import TapedJacobian, taped
+from .taped import TapedJacobian, has_zeros, taped
 
 
 class RecentJacobians:
@@ -75,18 +75,42 @@ def _program(f: Callable[..., Any], arguments: Arguments, expected: SparseJacobi
     function = linearised(tape, arguments.flat(), reads, pruned=pruned)
     if function.pattern != expected.pattern:
         raise NotFoldableError("its pattern has entries that this call's does not")
-    # A chain leaves out the zeros of another call's weights.
-    weights = pruned and any(edge.rule.pruned_arguments(edge.call) for edge, _ in function.edges())
-    method = "products" if weights else "auto"
+    weights = _weights(function) if pruned else ()
+    if any(has_zeros(reads.externals[place]) for place in weights):
+        raise NotFoldableError("its weights have zeros, which a chain leaves out")
     # The same pattern may have been coloured before.
-    evaluator = evaluator_of(function, method, compile=False, coloring=lambda _: coloring(expected.pattern))
+    evaluator = evaluator_of(function, "auto", compile=False, coloring=lambda _: coloring(expected.pattern))
     if isinstance(evaluator, ChainProducts):
         raise NotFoldableError("a chain of this run's calls does the same")
-    program = TapedJacobian(arguments.form, tape, evaluator)
+    program = TapedJacobian(arguments.form, tape, evaluator, weights)
     actual = SparseJacobian(program.evaluator.pattern, program.values(arguments.flat(), reads))
     if not _agree(actual, expected):
         raise NotFoldableError("its values are not those of the operators' own derivatives")
     return program
+
+
+def _weights(function: Linearised) -> tuple[int, ...]:
+    """The places of the externals whose zeros a chain leaves out.
+
+    Raises
+    ------
+    NotFoldableError
+        Where a weight is computed from others: its zeros are not those of an external.
+    """
+    places = {node: place for place, node in enumerate(function.externals)}
+    weights = set()
+    for edge, _ in function.edges():
+        for name in edge.rule.pruned_arguments(edge.call):
+            if name in edge.call.dependent | edge.call.batched:
+                continue
+            node = function.argument(edge, name)
+            if node is not None and not node.meta["val"].is_floating_point():
+                # The elements of a mask are compared in each run.
+                continue
+            if node not in places:
+                raise NotFoldableError(f"{edge.call.path}.{name} is computed from what the function reads")
+            weights.add(places[node])
+    return tuple(sorted(weights))
 
 
 def _agree(actual: SparseJacobian, expected: SparseJacobian) -> bool:

@@ -46,6 +46,8 @@ class TapedJacobian:
     form: tuple[Any, ...]
     tape: Tape
     evaluator: Evaluator
+    #: The externals that have no zeros, which a pattern would leave out.
+    weights: tuple[int, ...] = ()
     _number_tensors: tuple[tuple[float, ...], list[torch.Tensor]] | None = field(default=None, repr=False)
 
     @property
@@ -54,10 +56,13 @@ class TapedJacobian:
         return self.form[3]  # type: ignore[no-any-return]
 
     def followed(self, f: Callable[..., Any], arguments: Arguments) -> Reads | None:
-        """What a function reads now; it runs. None where its calls are not the tape's."""
+        """What a function reads now; it runs. None where its calls are not the tape's, or a weight has zeros."""
         if arguments.form != self.form:
             return None
-        return followed(self.tape, FlatFunction(f, arguments), _input(arguments))
+        reads = followed(self.tape, FlatFunction(f, arguments), _input(arguments))
+        if reads is None or any(has_zeros(reads.externals[place]) for place in self.weights):
+            return None
+        return reads
 
     def values(self, x: torch.Tensor, reads: Reads) -> torch.Tensor:
         """The values at a flat tensor and at what the function reads."""
@@ -69,6 +74,11 @@ class TapedJacobian:
             values = self.evaluator.values(inputs, reads.numbers)
             # A function may return coarser numbers, as under ``torch.autocast``.
             return values if values.dtype is x.dtype else values.to(x.dtype)
+
+
+def has_zeros(tensor: torch.Tensor) -> bool:
+    """Whether an element is zero."""
+    return int(tensor.count_nonzero()) < tensor.numel()
 
 
 def taped(f: Callable[..., Any], arguments: Arguments) -> tuple[Tape, Reads]:

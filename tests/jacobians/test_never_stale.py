@@ -313,3 +313,16 @@ def test_calls_are_compared(now: Callable[..., Any], same: bool) -> None:
     if followed_reads is not None:
         assert followed_reads.numbers == (2.0,) and followed_reads.externals[0] is other
         assert torch.equal(tape.run(x, [other], [2.0]), x * other + 2.0)
+
+
+@pytest.mark.parametrize(("layer", "zeros", "nnz"), [(0, (slice(None), 0), 12), (2, (0, slice(None)), 10)])
+def test_no_program_of_another_module_fills_zeros_of_weights(layer: int, zeros: Any, nnz: int) -> None:
+    x = drawn(2, 5)
+    for expected in (15, nnz, 15):
+        network = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        if expected == nnz:
+            network[layer].weight.data[zeros] = 0
+        for _ in range(3):
+            result = jacsparse.jacobian(network, x)
+            assert result.pattern.nnz == expected
+            assert_equal(result, dense(network, x))
