@@ -13,7 +13,7 @@ import torch
 from ..patterns import Full
 from ..runtime import SIMD, frozen, kernel, memory_for, row_starts, run_rows
 from . import products_cuda
-from .lanes import accumulate_row, block_width
+from .lanes import accumulate_row, block_width, write_sum_of_rows
 from .methods import Method, Product
 from .operands import flat, matrices
 
@@ -36,42 +36,34 @@ def _sparse_full(first, last, indptr, indices, columns, order, c_indptr, a, a_ba
 
 
 @kernel
-def _scan_rows(first, last, b, live, finite):
+def _scan_rows(first, last, bits, magnitude, infinity, live, finite):
     for row in range(first, last):
-        entries = b[row]
-        nonzero, difference = False, entries.dtype.type(0)
-        for q in range(len(entries)):
-            nonzero |= entries[q] != 0
-            # Stays zero as long as all entries are finite.
-            difference += entries[q] - entries[q]
-        live[row], finite[row] = nonzero, difference == 0
+        # Numbers without their signs are ordered as their bits are, which compare several at once.
+        largest = bits[row, 0] & magnitude
+        for q in range(1, bits.shape[1]):
+            number = bits[row, q] & magnitude
+            largest = number if number > largest else largest
+        live[row], finite[row] = largest != 0, largest < infinity
 
 
 @kernel
 def _sparse_full_one(first, last, indptr, indices, live, columns, c_indptr, a, b, c):
-    values, starts = np.empty(4, c.dtype), np.empty(4, np.int64)
+    most = np.int64(0)
     for row in range(first, last):
-        out = c[c_indptr[row] : c_indptr[row + 1]]
-        out[:] = 0
+        terms = np.int64(indptr[row + 1]) - np.int64(indptr[row])
+        most = terms if terms > most else most
+    values, starts = np.empty(most, c.dtype), np.empty(most, np.int64)
+    zeros_count = not live[len(live) - 1]
+    for row in range(first, last):
+        if c_indptr[row + 1] == c_indptr[row]:
+            continue
         count = 0
         for p in range(indptr[row], indptr[row + 1]):
-            if (a[p] == 0 and live[len(live) - 1]) or not live[indices[p]]:
-                continue
             values[count] = a[p]
             starts[count] = np.int64(indices[p]) * columns
-            count += 1
-            if count == 4:
-                count = 0
-                one, two = b[starts[0] : starts[0] + columns], b[starts[1] : starts[1] + columns]
-                three, four = b[starts[2] : starts[2] + columns], b[starts[3] : starts[3] + columns]
-                v, w, x, y = values[0], values[1], values[2], values[3]
-                # Four terms at once read and write the sums a quarter as often, in the same order.
-                for q in range(len(out)):
-                    out[q] = (((out[q] + v * one[q]) + w * two[q]) + x * three[q]) + y * four[q]
-        for term in range(count):
-            one, v = b[starts[term] : starts[term] + columns], values[term]
-            for q in range(len(out)):
-                out[q] += v * one[q]
+            # Without a branch, which would be guessed wrongly for every other element.
+            count += ((a[p] != 0) | zeros_count) & live[indices[p]]
+        write_sum_of_rows(c, np.int64(c_indptr[row]), columns, values, starts, count, b)
 
 
 @kernel
@@ -98,7 +90,10 @@ def _live_rows(a: np.ndarray, b: np.ndarray, rows: int) -> np.ndarray:
     # Zero times a finite number adds nothing, not even a sign, to a sum that began with zero.
     live, finite = np.empty(rows + 1, dtype=np.bool_), np.empty(rows, dtype=np.bool_)
     columns = b.size // max(1, rows)
-    run_rows(_scan_rows, np.arange(rows + 1) * (columns // SIMD), b.reshape(rows, columns), live, finite)
+    bits = np.dtype(f"u{b.itemsize}").type
+    magnitude, infinity = np.array([-0.0, np.inf], b.dtype).view(bits)
+    work = np.arange(rows + 1) * (columns // SIMD)
+    run_rows(_scan_rows, work, b.reshape(rows, columns).view(bits), ~magnitude, infinity, live, finite)
     live[-1] = finite.all()
     if not np.isfinite(a).all():
         live[:-1] = True

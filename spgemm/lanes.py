@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ..runtime import inlined
@@ -71,6 +71,48 @@ def _add_scaled(typing_context, c, c_place, scale, b, b_place, lanes):
         return context.get_dummy_value()
 
     return types.void(c, types.intp, scale, b, types.intp, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def _write_sum_of_scaled(typing_context, c, c_place, values, starts, count, b, shift, lanes):
+    """``c[c_place + l] = sum of values[t] * b[starts[t] + shift + l]``, in order, for a literal number of lanes.
+
+    The sums stay in registers.
+    """
+    width = lanes.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        c_type, _, values_type, starts_type, _, b_type, _, _ = signature.args
+        vector = ir.VectorType(context.get_data_type(b_type.dtype), width)
+        sums = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * width))
+        with cgutils.for_range(builder, args[4]) as term:
+            value = _load(context, builder, values_type, args[2], term.index, 1)
+            start = _load(context, builder, starts_type, args[3], term.index, 1)
+            place = builder.extract_element(start, context.get_constant(types.int32, 0))
+            right = _load(context, builder, b_type, args[5], builder.add(place, args[6]), width)
+            order = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
+            spread = builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), order)
+            builder.store(builder.fadd(builder.load(sums), builder.fmul(spread, right)), sums)
+        pointer, alignment = _place(context, builder, c_type, args[0], args[1], width)
+        builder.store(builder.load(sums), pointer).align = alignment
+        return context.get_dummy_value()
+
+    return types.void(c, types.intp, values, starts, types.intp, b, types.intp, lanes), generate
+
+
+@inlined
+def write_sum_of_rows(c, at_c, columns, values, starts, count, b):
+    """``c[at_c + q] = sum of values[t] * b[starts[t] + q]`` over the first `count` terms, for `columns` elements."""
+    q = np.int64(0)
+    while columns - q >= 64:
+        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, q, 64)
+        q += 64
+    while columns - q >= 8:
+        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, q, 8)
+        q += 8
+    while columns - q >= 1:
+        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, q, 1)
+        q += 1
 
 
 def unsigned(indices: np.ndarray) -> np.ndarray:
