@@ -56,11 +56,15 @@ class RecentJacobians:
     def add(self, f: Callable[..., Any], arguments: Arguments, expected: SparseJacobian) -> None:
         """Make a program for later calls, where that pays and this call's Jacobian is the expected one."""
         form = repr(arguments.form)
-        if self._trials.get(form, 0) >= self.trials:
+        # The first call is no trial: many a function is called once.
+        trial = self._trials.get(form, -1) + 1
+        if trial > self.trials:
             return
-        self._trials[form] = self._trials.get(form, 0) + 1
+        self._trials[form] = trial
         if len(self._trials) > self.most:
             self._trials.popitem(last=False)
+        if not trial:
+            return
         try:
             self._programs = [_program(f, arguments, expected, self.pruned), *self._programs[: self.most - 1]]
         except (UnsupportedOperatorError, NotFoldableError):
