@@ -91,6 +91,7 @@ FUNCTIONS = {
     "elementwise": (with_autograd, (3, 2)),
     "constant": (lambda x: x.cumsum(1).flip(1) * 3.0, (5,)),
     "softmax": (lambda x: (x[:, 1:] - x[:, :-1]).softmax(1) * x[:, :1], (5,)),
+    "cross": (lambda x: torch.linalg.cross(x[:, :2], x[:, 2:], dim=2), (4, 3)),
     "norms": (lambda x: (x[:, 1:] - x[:, :-1]).pow(2).reshape(len(x), -1, 2).sum(2).sqrt(), (5,)),
     "keywords": (lambda x: torch.addcmul(x, x, x.sin(), value=0.3) - x.div(x**2, rounding_mode="floor"), (4,)),
     "scaled terms": (lambda x: x.index_add(1, torch.arange(3), x.sin(), alpha=0.7), (3,)),
