@@ -4,15 +4,15 @@ Columns that share no row are summed into one seed of forward mode; each of thei
 the result. Rows that share no column are summed in the same way for backward mode (Curtis, Powell and Reid, 1974).
 Where a few rows, or columns, are much fuller than the others, they are taken the one way and the rest the other way
 (Coleman and Verma, 1998: *The efficient computation of sparse Jacobian matrices using automatic differentiation*,
-section 3). The seeds of all colours run as more samples of one pass over the program, and one gather decompresses the
-result.
+section 3). The seeds of all colours, or of as many as fit in memory, run as more samples of one pass over the program,
+and one gather decompresses the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from .linearised import Linearised
 
 #: Cost of a backward pass relative to a forward pass.
 BACKWARD = 1.5
+#: Bytes that a pass with many seeds may compute at once: tangents of all operators, if none were freed.
+PART = 2**27
 
 
 @dataclass(frozen=True)
@@ -147,12 +149,13 @@ class Compressed:
     name = "compressed"
 
     def __init__(self, function: Linearised, colors: Coloring, compile: bool = False) -> None:
-        self.pattern, self.coloring = colors.pattern, colors
-        device = function.inputs[0].device
-        self._seeds = [torch.from_numpy(seed).to(function.inputs[0]) for seed in seeds(self.coloring)]
-        self._places = torch.from_numpy(colors.places).to(device)
-        self.graph = self._graph(function)
-        self._run = runner(self.graph, [*self._seeds, self._places, *function.inputs], compile)
+        self.pattern, self.coloring, self.shared = colors.pattern, colors, function.shared
+        self._places = torch.from_numpy(colors.places).to(function.inputs[0].device)
+        self._passes = [
+            _Pass(function, torch.from_numpy(of_colors).to(function.inputs[0]), products, compile)
+            for of_colors, products in zip(seeds(colors), (_push_forward, _pull_back), strict=True)
+            if len(of_colors)
+        ]
 
     def describe(self) -> dict[str, Any]:
         """The colouring as arrays."""
@@ -167,58 +170,78 @@ class Compressed:
     @property
     def flop(self) -> int:
         """Elements that the calls of one run compute."""
-        return sum(elements(node) for node in self.graph.graph.nodes if node.op == "call_function")
+        return sum(each.flop for each in self._passes)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the seeds and of the places that decompress."""
-        return sum(tensor.nbytes for tensor in (*self._seeds, self._places))
-
-    def _graph(self, function: Linearised) -> fx.GraphModule:
-        """The graph of the values; UnsupportedOperatorError where PyTorch's transforms do not take an operator."""
-        try:
-            return graph_of_values(self._products(function), [*self._seeds, self._places, *function.inputs])
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise UnsupportedOperatorError(
-                f"no forward mode for all operators, by which method='compressed' works: {reason}; pass "
-                "method='products'"
-            ) from error
-
-    def _products(self, function: Linearised) -> Callable[..., tuple[torch.Tensor]]:
-        """A function of the seeds, the places and the graph's inputs: the values on the pattern."""
-        batch, (columns, rows) = function.batch, self.coloring.counts
-
-        def values(
-            forward: torch.Tensor, backward: torch.Tensor, places: torch.Tensor, *inputs: Any
-        ) -> tuple[torch.Tensor]:
-            x, *others = inputs
-            results = []
-
-            def f(x: torch.Tensor) -> torch.Tensor:
-                return cast(torch.Tensor, function.graph.forward(x, *others))
-
-            if columns:
-                tangents = forward[:, None, :].expand(-1, batch, -1)
-                results.append(torch.vmap(lambda tangent: torch.func.jvp(f, (x,), (tangent,))[1])(tangents))
-            if rows:
-                cotangents = backward[:, None, :].expand(-1, batch, -1)
-                pull_back = torch.func.vjp(f, x)[1]
-                results.append(torch.vmap(lambda cotangent: pull_back(cotangent)[0])(cotangents))
-            if not results:
-                return (x.new_empty((0, 1)),)
-            together = torch.cat([result.permute(0, 2, 1).reshape(-1, batch) for result in results])
-            return ((together[:, :1] if function.shared else together).index_select(0, places),)
-
-        return values
+        return sum(seeds.nbytes for each in self._passes for seeds in each.parts) + self._places.nbytes
 
     def values(self, inputs: list[torch.Tensor], numbers: tuple[float, ...]) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         if not self.pattern.nnz:
             return inputs[0].new_empty((0, 1))
-        return cast(torch.Tensor, self._run([*self._seeds, self._places, *inputs])[0])
+        products = [each.run(inputs) for each in self._passes]
+        together = torch.cat(products) if len(products) > 1 else products[0]
+        return (together[:, :1] if self.shared else together).index_select(0, self._places)
+
+
+class _Pass:
+    """The products of a function's Jacobian with seeds, some of them at a time where all would take much memory."""
+
+    def __init__(self, function: Linearised, seeds: torch.Tensor, products: _Products, compile: bool) -> None:
+        width = seeds.element_size() * sum(map(elements, function.graph.graph.nodes))
+        most = max(1, PART // max(1, width))
+        count = -(-len(seeds) // most)
+        # Parts of equal lengths, so that one graph takes all of them.
+        length = -(-len(seeds) // count)
+        padded = torch.cat([seeds, seeds.new_zeros((count * length - len(seeds), seeds.shape[1]))])
+        self.parts: list[torch.Tensor] = list(padded.split(length))
+        self._count = len(seeds)
+
+        def run(seeds: torch.Tensor, x: torch.Tensor, *others: Any) -> tuple[torch.Tensor]:
+            many = seeds[:, None, :].expand(-1, len(x), -1)
+            return (products(lambda x: function.graph.forward(x, *others), x, many).permute(0, 2, 1).reshape(-1, len(x)),)
+
+        self._graph = _graph_of(run, [self.parts[0], *function.inputs])
+        self._run = runner(self._graph, [self.parts[0], *function.inputs], compile)
+
+    @property
+    def flop(self) -> int:
+        """Elements that the calls of all parts compute."""
+        return len(self.parts) * sum(map(elements, self._graph.graph.nodes))
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The products with all seeds, ``(seeds · elements, batch)``."""
+        products = [self._run([seeds, *inputs])[0] for seeds in self.parts]
+        if len(products) == 1:
+            return products[0]
+        return torch.cat(products)[: self._count * (len(products[0]) // len(self.parts[0]))]
+
+
+_Products = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _push_forward(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tangents: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda tangent: torch.func.jvp(f, (x,), (tangent,))[1])(tangents)
+
+
+def _pull_back(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, cotangents: torch.Tensor) -> torch.Tensor:
+    pull_back = torch.func.vjp(f, x)[1]
+    return torch.vmap(lambda cotangent: pull_back(cotangent)[0])(cotangents)
+
+
+def _graph_of(run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The graph of a function; UnsupportedOperatorError where PyTorch's transforms do not take an operator."""
+    try:
+        return graph_of_values(run, inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise UnsupportedOperatorError(
+            f"no forward mode for all operators, by which method='compressed' works: {reason}; pass method='products'"
+        ) from error
 
 
 def elements(node: fx.Node) -> int:

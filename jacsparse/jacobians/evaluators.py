@@ -5,7 +5,6 @@ Costs are in multiply-adds of sparse products, half a nanosecond each on CPUs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from torch import fx
@@ -25,8 +24,6 @@ TERM = 4
 MOST_TERMS = 2**20
 #: Fixed cost of a PyTorch call on tangents: about 15 µs.
 CALL = 30_000
-#: The most bytes that a pass with all seeds may compute where nobody asked for it.
-MOST = 2**30
 
 
 def evaluator_of(
@@ -79,8 +76,6 @@ def _cost_of_colors(function: Linearised, colors: Coloring) -> float:
     """The cost of products of the whole function with a seed for each colour."""
     computed = [elements(node) for node in _nodes_of_input(function.graph)]
     width = _width(function)
-    if 8 * width * sum(computed) * sum(colors.counts) > MOST:
-        return math.inf
     # Dense operators take a third of the time of a backward pass where many seeds run at once.
     dense = DENSE / 3 * sum(stage.backward_work for stage in function.chain)
     return CALL * len(computed) + colors.cost * (VALUE * width * sum(computed) + function.batch * dense)

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 import jacsparse
 from jacsparse import PreparedJacobian, prepare_jacobian
+from jacsparse.jacobians import compressed
 from jacsparse.runtime import read_archive, write_archive
 from tests.helpers import FLOAT, assert_equal, dense, drawn
 
@@ -112,6 +113,17 @@ def test_equals_autograd(name: str, method: str, batch: int) -> None:
         if jacobian.batch == 1 < batch:
             jacobian = jacsparse.SparseJacobian(jacobian.pattern, jacobian.values.expand(-1, batch))
         assert_equal(jacobian, expected)
+
+
+@pytest.mark.parametrize("most", [1, 2000])
+@pytest.mark.parametrize("name", [*FUNCTIONS, "both ways"])
+def test_seeds_in_parts(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "PART", most)
+    both_ways = (lambda x: torch.cat([x**2 * x[:, :1], x.sin().sum(1, keepdim=True)], 1), (20,))
+    f, shape = FUNCTIONS.get(name, both_ways)
+    prepared, x = prepare_jacobian(f, drawn(3, *shape), method="compressed"), drawn(3, *shape, seed=1)
+    actual = prepared(x)
+    assert_equal(jacsparse.SparseJacobian(actual.pattern, actual.values.expand(-1, 3)), dense(f, x))
 
 
 def pair(x: dict[str, torch.Tensor], t: float, p: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
