@@ -201,7 +201,9 @@ class _Pass:
 
         def run(seeds: torch.Tensor, x: torch.Tensor, *others: Any) -> tuple[torch.Tensor]:
             many = seeds[:, None, :].expand(-1, len(x), -1)
-            return (products(lambda x: function.graph.forward(x, *others), x, many).permute(0, 2, 1).reshape(-1, len(x)),)
+            return (
+                products(lambda x: function.graph.forward(x, *others), x, many).permute(0, 2, 1).reshape(-1, len(x)),
+            )
 
         self._graph = _graph_of(run, [self.parts[0], *function.inputs])
         self._run = runner(self._graph, [self.parts[0], *function.inputs], compile)
