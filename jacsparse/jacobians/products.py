@@ -1,7 +1,8 @@
 """Values by products of local Jacobians along paths.
 
-Where the entries fold into sums of local derivatives, a call runs the graph of these and one pass of a kernel over the
-entries; else it multiplies the matrices of the operators in the order of least cost.
+Where the entries fold into sums of local derivatives, and of their products with elements of weights, a call runs the
+graph of these and one pass of a kernel over the entries; else it multiplies the matrices of the operators in the order
+of least cost.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Weights(NamedTuple):
 
 
 class Products:
-    """The values of a function's Jacobian from the local derivatives of its elementwise operators.
+    """The values of a function's Jacobian from local derivatives of elementwise operators and elements of weights.
 
     Parameters
     ----------
@@ -41,7 +42,7 @@ class Products:
     folded : Folded
         The entries of its Jacobian.
     graph : GraphModule or None
-        The graph of its local derivatives.
+        The graph of its local derivatives and of these elements.
     compile : bool
         Whether TorchInductor compiles that, together with the sums where they are not too many.
     """

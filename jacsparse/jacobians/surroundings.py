@@ -20,7 +20,7 @@ from ..tracing import is_users
 #: Values that are compared by equality; all others by identity.
 _PLAIN = (bool, int, float, str, type(None))
 
-#: The most places that are watched.
+#: The most places that are watched; where there are more, something may always have changed.
 MOST = 10_000
 
 
@@ -47,10 +47,12 @@ class Surroundings:
         names, known = {"forward", "__call__"}, 0
         while known < len(names):
             known = len(names)
-            self._places = list(islice(_places_from(f, names), MOST))
+            self._places = list(islice(_places_from(f, names), MOST + 1))
 
     def changed(self) -> bool:
-        """Whether any place holds another tensor, object or number."""
+        """Whether any place holds another tensor, object or number, or may do so without being watched."""
+        if len(self._places) > MOST:
+            return True
         try:
             for read, before in self._places:
                 now = read()

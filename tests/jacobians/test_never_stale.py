@@ -326,3 +326,16 @@ def test_no_program_of_another_module_fills_zeros_of_weights(layer: int, zeros: 
             result = jacsparse.jacobian(network, x)
             assert result.pattern.nnz == expected
             assert_equal(result, dense(network, x))
+
+
+def test_more_places_than_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jacsparse.jacobians.surroundings.MOST", 3)
+    factors, x = [1.0, 2.0, 3.0, 4.0, 5.0], drawn(2, 5)
+
+    def weighted(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([factor * x[:, place] ** 2 for place, factor in enumerate(factors)], 1)
+
+    prepared = jacsparse.prepare_jacobian(weighted, x)
+    for place in range(5):
+        factors[place] += 0.5
+        assert_equal(prepared(x), dense(weighted, x))
