@@ -50,7 +50,7 @@ class WholeJacobian(Experiment):
     """Jacobians of one sample, with plans made beforehand; autograd computes as many rows at once as is fastest."""
 
     networks: tuple[Network, ...] = (
-        Network("pruned VGG-11 features, 512 × 3072", pruned_vgg11, at_least=5),
+        Network("pruned VGG-11 features, 512 × 3072", pruned_vgg11, at_least=12),
         Network("ResNet-8, 10 × 3072", _resnet8),
     )
     #: Numbers of rows that autograd may compute at once.

@@ -13,17 +13,19 @@ Runner = Callable[[Sequence[torch.Tensor]], Any]
 
 
 def runner(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], compile: bool) -> Runner:
-    """A function of all inputs of a graph, which passes it those that it uses.
+    """A function of all inputs of a graph.
 
     Compiled, it takes tensors of the forms of `inputs` alone, and the caller sees to that.
     """
+    if not compile:
+        return lambda inputs: graph.forward(*inputs)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     used = [place for place, node in enumerate(placeholders) if node.users]
     for node in placeholders:
         if not node.users:
             graph.graph.erase_node(node)
     graph.recompile()
-    call = _compiled(graph, [inputs[place] for place in used]) if compile else graph.forward
+    call = _compiled(graph, [inputs[place] for place in used])
     return lambda inputs: call(*[inputs[place] for place in used])
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ import torch
 from torch import fx
 
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors
-from ..tracing import graph_of_values
+from ..tracing import Tape, graph_of_values
 from .compilation import runner
 from .linearised import Linearised
+from .results_of_runs import take_results
+from .scaling import with_scaling
 
 #: Cost of a backward pass relative to a forward pass.
 BACKWARD = 1.5
@@ -177,11 +180,24 @@ class Compressed:
         """Bytes of the seeds and of the places that decompress."""
         return sum(seeds.nbytes for each in self._passes for seeds in each.parts) + self._places.nbytes
 
-    def values(self, inputs: list[torch.Tensor], numbers: tuple[float, ...]) -> torch.Tensor:
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The slots of the results of a run that `values` takes."""
+        return tuple(slot for each in self._passes for slot in each.results)
+
+    def take_results(self, tape: Tape) -> None:
+        """Take results of the tape's calls from now on."""
+        for each in self._passes:
+            each.take_results(tape)
+
+    def values(
+        self, inputs: list[torch.Tensor], numbers: tuple[float, ...], results: tuple[torch.Tensor, ...] = ()
+    ) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         if not self.pattern.nnz:
             return inputs[0].new_empty((0, 1))
-        products = [each.run(inputs) for each in self._passes]
+        rest = iter(results)
+        products = [each.run([*inputs, *islice(rest, len(each.results))]) for each in self._passes]
         together = torch.cat(products) if len(products) > 1 else products[0]
         return (together[:, :1] if self.shared else together).index_select(0, self._places)
 
@@ -198,20 +214,25 @@ class _Pass:
         padded = torch.cat([seeds, seeds.new_zeros((count * length - len(seeds), seeds.shape[1]))])
         self.parts: list[torch.Tensor] = list(padded.split(length))
         self._count = len(seeds)
+        forward = with_scaling(function.graph).forward
 
         def run(seeds: torch.Tensor, x: torch.Tensor, *others: Any) -> tuple[torch.Tensor]:
             many = seeds[:, None, :].expand(-1, len(x), -1)
-            return (
-                products(lambda x: function.graph.forward(x, *others), x, many).permute(0, 2, 1).reshape(-1, len(x)),
-            )
+            return (products(lambda x: forward(x, *others), x, many).permute(0, 2, 1).reshape(-1, len(x)),)
 
         self._graph = _graph_of(run, [self.parts[0], *function.inputs])
         self._run = runner(self._graph, [self.parts[0], *function.inputs], compile)
+        #: The slots of the results of a run that it takes.
+        self.results: tuple[int, ...] = ()
 
     @property
     def flop(self) -> int:
         """Elements that the calls of all parts compute."""
         return len(self.parts) * sum(map(elements, self._graph.graph.nodes))
+
+    def take_results(self, tape: Tape) -> None:
+        """Take results of the tape's calls, after the inputs, from now on."""
+        self.results = take_results(self._graph, tape, first=1)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The products with all seeds, ``(seeds · elements, batch)``."""

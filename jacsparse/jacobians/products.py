@@ -14,12 +14,13 @@ import torch
 from torch import fx
 
 from ..runtime import index_dtype, row_starts, run_rows
-from ..tracing import graph_of_values, record
+from ..tracing import Tape, graph_of_values, record
 from . import kernels
 from .calls_of_terms import MOST, CallsOfTerms
 from .compilation import Runner, runner
 from .folding import Folded
 from .linearised import GraphRun, Linearised
+from .results_of_runs import take_results
 from .terms import Step
 
 
@@ -58,7 +59,8 @@ class Products:
         calls = CallsOfTerms(folded) if compile and graph is not None else None
         self._calls = calls if calls is not None and calls.count <= MOST else None
         self._passes = [] if self._calls is not None else [_Pass(step) for step in folded.steps]
-        self._run = None if graph is None else self._runner(graph, function, compile)
+        self._graph, self._run = graph, None if graph is None else self._runner(graph, function, compile)
+        self.results: tuple[int, ...] = ()
 
     def _runner(self, graph: fx.GraphModule, function: Linearised, compile: bool) -> Runner:
         """What computes the local derivatives from a graph's inputs or, from the weights too, the values."""
@@ -110,7 +112,14 @@ class Products:
             current = self._weights = numbers, Weights(constant, steps, tensors)
         return current[1]
 
-    def values(self, inputs: list[torch.Tensor], numbers: tuple[float, ...]) -> torch.Tensor:
+    def take_results(self, tape: Tape) -> None:
+        """Take results of the tape's calls from now on."""
+        if self._graph is not None and self._calls is None:
+            self.results = take_results(self._graph, tape, first=0)
+
+    def values(
+        self, inputs: list[torch.Tensor], numbers: tuple[float, ...], results: tuple[torch.Tensor, ...] = ()
+    ) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where none depends on a tensor."""
         weights = self.weights(numbers)
         if self._run is None:
@@ -119,7 +128,7 @@ class Products:
             return cast(torch.Tensor, self._run([*weights.tensors, *inputs])[0])
         *passes, last = self._passes
         variables = inputs[0].new_empty((last.step.first, self.batch))
-        torch.cat([part.T for part in self._run(inputs)], out=variables[: self.folded.derivatives])
+        torch.cat([part.T for part in self._run([*inputs, *results])], out=variables[: self.folded.derivatives])
         out = variables.new_empty((self.pattern.nnz, self.batch))
         computed, entries, constant = variables.numpy(), out.numpy(), weights.constant[:, None]
         if self.batch == 1:
@@ -173,6 +182,7 @@ class ChainProducts:
 
     def __init__(self, function: Linearised) -> None:
         self.pattern, self.chain, self._graph = function.pattern, function.chain, function.graph
+        self.results: tuple[int, ...] = ()
 
     def describe(self) -> dict[str, Any]:
         """Nothing: its plans are made at the first call."""
@@ -193,7 +203,12 @@ class ChainProducts:
         """Bytes of the pattern's indices."""
         return self.pattern.index_nbytes
 
-    def values(self, inputs: list[torch.Tensor], numbers: tuple[float, ...]) -> torch.Tensor:
+    def take_results(self, tape: Tape) -> None:
+        """Nothing: its calls run as they are."""
+
+    def values(
+        self, inputs: list[torch.Tensor], numbers: tuple[float, ...], results: tuple[torch.Tensor, ...] = ()
+    ) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         recording = record(GraphRun(self._graph, inputs), inputs[0])
         values = self.chain.jacobian(self.chain.records(recording)[1], inputs[0]).values

@@ -18,7 +18,7 @@ from torch import nn
 from ..patterns import UnsupportedOperatorError
 from ..spgemm import SparseJacobian
 from ..stages import ChainCache
-from ..tracing import undisturbed
+from ..tracing import parts_of, undisturbed
 from .arguments import Arguments, FlatFunction
 from .compressed import coloring
 from .evaluators import evaluator_of
@@ -86,8 +86,13 @@ def _program(f: Callable[..., Any], arguments: Arguments, expected: SparseJacobi
     evaluator = evaluator_of(function, "auto", compile=False, coloring=lambda _: coloring(expected.pattern))
     if isinstance(evaluator, ChainProducts):
         raise NotFoldableError("a chain of this run's calls does the same")
+    evaluator.take_results(tape)
     program = TapedJacobian(arguments.form, tape, evaluator, weights)
-    actual = SparseJacobian(program.evaluator.pattern, program.values(arguments.flat(), reads))
+    with undisturbed(FlatFunction(f, arguments)):
+        reads_of_run = program.followed(f, arguments)
+    if reads_of_run is None:
+        raise NotFoldableError("another run makes other calls")
+    actual = SparseJacobian(evaluator.pattern, program.values(arguments.flat(), reads_of_run))
     if not _agree(actual, expected):
         raise NotFoldableError("its values are not those of the operators' own derivatives")
     return program
@@ -155,5 +160,5 @@ def _code_of(f: Any) -> Hashable:
     if isinstance(f, FunctionType):
         return f.__code__
     if isinstance(f, nn.Module):
-        return type(f), tuple(map(type, f.modules()))
+        return type(f), tuple(map(type, parts_of(f)))
     return f"{type(f).__module__}.{type(f).__qualname__}"

@@ -28,6 +28,10 @@ class Evaluator(Protocol):
         """What the method took, in words."""
 
     @property
+    def results(self) -> tuple[int, ...]:
+        """The slots of the results of a run that `values` takes."""
+
+    @property
     def flop(self) -> int:
         """Operations of one call."""
 
@@ -35,7 +39,12 @@ class Evaluator(Protocol):
     def nbytes(self) -> int:
         """Bytes of its arrays."""
 
-    def values(self, inputs: list[torch.Tensor], numbers: tuple[float, ...]) -> torch.Tensor:
+    def take_results(self, tape: Tape) -> None:
+        """Take results of the tape's calls from now on, where it would compute them."""
+
+    def values(
+        self, inputs: list[torch.Tensor], numbers: tuple[float, ...], results: tuple[torch.Tensor, ...] = ()
+    ) -> torch.Tensor:
         """The values on the pattern from the inputs of the tape's graph, ``(nnz, batch)`` or ``(nnz, 1)``."""
 
 
@@ -59,7 +68,7 @@ class TapedJacobian:
         """What a function reads now; it runs. None where its calls are not the tape's, or a weight has zeros."""
         if arguments.form != self.form:
             return None
-        reads = followed(self.tape, FlatFunction(f, arguments), _input(arguments))
+        reads = followed(self.tape, FlatFunction(f, arguments), _input(arguments), self.evaluator.results)
         if reads is None or any(has_zeros(reads.externals[place]) for place in self.weights):
             return None
         return reads
@@ -71,7 +80,7 @@ class TapedJacobian:
             numbers = self._number_tensors = reads.numbers, number_tensors(self.tape, reads.numbers, x.device)
         with torch.no_grad(), without_autocast(x.device):
             inputs = [x, *tensors_of_externals(reads), *numbers[1]]
-            values = self.evaluator.values(inputs, reads.numbers)
+            values = self.evaluator.values(inputs, reads.numbers, reads.results)
             # A function may return coarser numbers, as under ``torch.autocast``.
             return values if values.dtype is x.dtype else values.to(x.dtype)
 

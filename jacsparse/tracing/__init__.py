@@ -1,11 +1,19 @@
 """Recordings of forward passes as ATen calls, and the programs that they run."""
 
 from .autograd_nodes import apply_node, has_node_hooks, with_all_gradients
-from .graphs import graph_of_tape, graph_of_values, inputs_of, number_tensors, tensors_of_externals
+from .graphs import (
+    graph_of_tape,
+    graph_of_values,
+    inputs_of,
+    number_tensors,
+    returns_one_tensor,
+    tensors_of_externals,
+)
 from .modules import (
     check_initialised,
     check_module,
     name_of,
+    parts_of,
     refresh_weights,
     set_weights,
     sets_weights,
@@ -19,15 +27,17 @@ from .program import Operation, Program, contents_of, key_of, program_of
 from .pruned_weights import PrunedWeight, mask_of
 from .recorder import is_recording, is_users, record
 from .recording import Invocation, Recording
-from .tape import Reads, Tape, check_replays, followed, form_of, recorded_tape
+from .tape import Number, Reads, Slot, Tape, check_replays, followed, form_of, mutates, recorded_tape
 
 __all__ = [
     "Invocation",
+    "Number",
     "Operation",
     "Program",
     "PrunedWeight",
     "Reads",
     "Recording",
+    "Slot",
     "Tape",
     "apply_node",
     "check_initialised",
@@ -45,13 +55,16 @@ __all__ = [
     "is_users",
     "key_of",
     "mask_of",
+    "mutates",
     "name_of",
     "number_tensors",
     "operator_name",
+    "parts_of",
     "program_of",
     "record",
     "recorded_tape",
     "refresh_weights",
+    "returns_one_tensor",
     "set_weights",
     "sets_weights",
     "tensors_of",

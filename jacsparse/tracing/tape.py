@@ -67,6 +67,8 @@ class Reads(NamedTuple):
 
     externals: list[torch.Tensor]
     numbers: tuple[float, ...]
+    #: Those of the run's results that were asked for.
+    results: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,8 +171,10 @@ def recorded_tape(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> t
     return taping.tape, Reads(taping.externals, tuple(taping.numbers))
 
 
-def followed(tape: Tape, function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Reads | None:
-    """What a function reads now; None where its calls are not the tape's."""
+def followed(
+    tape: Tape, function: Callable[[torch.Tensor], Any], x: torch.Tensor, slots: Sequence[int] = ()
+) -> Reads | None:
+    """What a function reads now, and the results in these slots; None where its calls are not the tape's."""
     following, hooks = _Following(tape, x), RemovableHandle.next_id
     try:
         with torch.enable_grad(), following:
@@ -184,7 +188,7 @@ def followed(tape: Tape, function: Callable[[torch.Tensor], Any], x: torch.Tenso
         or {slot for slot, tensor in following.unseen if tensor.grad_fn is not None} != tape.attached
     ):
         return None
-    return Reads([following.externals[slot] for slot in tape.forms], tuple(following.numbers))
+    return Reads([following.externals[slot] for slot in tape.forms], tuple(following.numbers), following.results(slots))
 
 
 class Taping(TorchDispatchMode):
@@ -336,8 +340,10 @@ class _Following(TorchDispatchMode):
         same = overload is instruction.overload and len(args) == len(instruction.args)
         if not same or torch.is_grad_enabled() is not instruction.seen:
             raise _OtherCallsError
+        slots = self.slots
         for expected, value in zip(instruction.args, args, strict=True):
-            self.compare(expected, value)
+            if type(expected) is not Slot or slots.get(id(value)) != expected.place:
+                self.compare(expected, value)
         if not kwargs:
             kwargs = {}
         if kwargs.keys() != instruction.kwargs.keys():
@@ -354,6 +360,13 @@ class _Following(TorchDispatchMode):
         if not instruction.seen:
             self.unseen += zip(instruction.results, tensors_in(result), strict=True)
         return result
+
+    def results(self, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """The results of the run in these slots."""
+        if not slots:
+            return ()
+        results = {self.slots[id(tensor)]: tensor for result in self.alive for tensor in tensors_in(result)}
+        return tuple([results[slot] for slot in slots])
 
     def compare(self, expected: Any, value: Any) -> None:
         """Raise where an argument is not the tape's; collect it where it is an external or a number."""

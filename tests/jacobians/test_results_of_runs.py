@@ -1,0 +1,129 @@
+"""Jacobians that take what the function's own run computed instead of computing it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import jacsparse
+from jacsparse.jacobians.arguments import arguments_of
+from jacsparse.jacobians.evaluators import evaluator_of
+from jacsparse.jacobians.linearised import linearised
+from jacsparse.jacobians.taped import TapedJacobian, taped
+from tests.helpers import assert_equal, dense, drawn
+
+W = drawn(6, 6)
+SPARSE = W.relu().to_sparse()
+
+
+def network() -> nn.Module:
+    module = nn.Sequential(
+        *(
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 3),
+            nn.BatchNorm2d(4, affine=False),
+        ),
+        *(nn.Tanh(), nn.Flatten(), nn.Linear(16, 3), nn.Softmax(1)),
+    )
+    for part in module:
+        if isinstance(part, nn.BatchNorm2d):
+            part.running_mean, part.running_var = drawn(4), drawn(4, seed=1).abs() + 0.5
+    return module.double().eval()
+
+
+def unseen(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = (x @ W).exp()
+    return (x @ W).sigmoid() * scale + x.detach().cos() * x
+
+
+def written(x: torch.Tensor) -> torch.Tensor:
+    y = (x @ W).cos()
+    y.mul_(2).add_(x)
+    return y.sin()
+
+
+FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]] = {
+    "network": (network(), (2, 4, 4)),
+    "elementwise": (lambda x: (x.exp() * 3.0).sigmoid().cumsum(1) / 2.0, (6,)),
+    "numbers": (lambda x: ((x @ W) * 2.0).tanh() + ((x @ W) * 3.0).tanh(), (6,)),
+    "results of one call": (lambda x: torch.cat(x.exp().split(2, 1)[::-1], 1).tanh().max(1, keepdim=True)[0] * x, (6,)),
+    "unseen by autograd": (unseen, (6,)),
+    "written to": (written, (6,)),
+    "sparse matrix": (lambda x: torch.sparse.mm(SPARSE, x.exp().T).T.sin(), (6,)),
+}
+
+
+def followed(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, method: str) -> TapedJacobian:
+    arguments = arguments_of((x,), 0, True)
+    tape, reads = taped(f, arguments)
+    function = linearised(tape, arguments.flat(), reads)
+    evaluator = evaluator_of(function, method, compile=False)
+    evaluator.take_results(tape)
+    return TapedJacobian(arguments.form, tape, evaluator)
+
+
+@pytest.mark.parametrize("method", ["products", "compressed"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_are_those_of_autograd(name: str, method: str) -> None:
+    f, shape = FUNCTIONS[name]
+    program = followed(f, drawn(3, *shape), method)
+    for seed in (1, 2):
+        x = drawn(3, *shape, seed=seed)
+        arguments = arguments_of((x,), 0, True)
+        reads = program.followed(f, arguments)
+        assert reads is not None
+        assert len(reads.results) == len(program.evaluator.results)
+        values = program.values(arguments.flat(), reads)
+        assert_equal(jacsparse.SparseJacobian(program.evaluator.pattern, values), dense(f, x))
+
+
+def test_a_network_is_not_computed_again() -> None:
+    f, shape = FUNCTIONS["network"]
+    program = followed(f, drawn(1, *shape), "compressed")
+    (only,) = program.evaluator._passes
+    names = [str(node.target) for node in only._graph.graph.nodes if node.op == "call_function"]
+    assert not [
+        name for name in names if name in ("aten.convolution.default", "aten.relu.default", "aten.addmm.default")
+    ]
+    # A derivative of batch normalisation for all modes would copy its input for each seed.
+    assert not [name for name in names if "batch_norm" in name]
+
+
+@pytest.mark.parametrize("name", ["written to", "sparse matrix"])
+def test_results_that_may_be_others_are_computed(name: str) -> None:
+    f, shape = FUNCTIONS[name]
+    assert followed(f, drawn(2, *shape), "compressed").evaluator.results == ()
+
+
+def test_no_program_holds_results() -> None:
+    f, shape = FUNCTIONS["network"]
+    prepared = jacsparse.prepare_jacobian(f, drawn(1, *shape))
+    prepared(drawn(1, *shape, seed=1))
+    assert prepared._run.reads.results == ()
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(5), nn.BatchNorm2d(5, affine=False), nn.BatchNorm3d(5)])
+@pytest.mark.parametrize("columns", [True, False])
+def test_batch_normalisation_by_running_statistics_scales(layer: Any, columns: bool) -> None:
+    layer = layer.double().eval()
+    layer.running_mean, layer.running_var = drawn(5), drawn(5, seed=1).abs() + 0.5
+    axes = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}[type(layer)]
+    few, many = nn.Linear(2, 5, dtype=torch.float64), nn.Linear(5, 2, dtype=torch.float64)
+
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        return layer(few(x).tanh().reshape(-1, 5, *[1] * axes)).flatten(1).exp()
+
+    def narrow(x: torch.Tensor) -> torch.Tensor:
+        return many(layer(x.tanh().reshape(-1, 5, *[1] * axes)).flatten(1).exp())
+
+    f, x = (wide, drawn(3, 2)) if columns else (narrow, drawn(3, 5))
+    prepared = jacsparse.prepare_jacobian(f, x, method="compressed")
+    assert_equal(prepared(x + 1), dense(f, x + 1))
+    assert bool(prepared._taped.evaluator.coloring.counts[0]) is columns  # type: ignore[attr-defined]
