@@ -119,7 +119,8 @@ def take(source: torch.Tensor, place: np.ndarray) -> torch.Tensor:
     if on_device(source):
         return value_kernels_cuda.take(source, place)
     out = torch.empty((len(place), 1), dtype=source.dtype)
-    run_rows(_take, len(place), _flat(source), place, out.numpy().reshape(-1))
+    # Elements are looked up one by one.
+    run_rows(_take, len(place), _flat(source), place, out.numpy().reshape(-1), lanes=SIMD)
     return out
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..patterns import Diagonal, Full, Pattern
-from ..runtime import kernel, run_rows
+from ..runtime import SIMD, kernel, run_rows
 from . import products_cuda
 from .methods import Method, Product
 
@@ -61,7 +61,9 @@ class Scale(Method):
         elif self.left:
             run_rows(_scale_rows, self.other.indptr, self.other.indptr, diagonal, values, c, lanes=c.shape[1])
         else:
-            run_rows(_scale_columns, self.other.nnz, self.other.indices, diagonal, values, c, lanes=c.shape[1])
+            # Elements of the diagonal are looked up one by one.
+            lanes = SIMD * c.shape[1]
+            run_rows(_scale_columns, self.other.nnz, self.other.indices, diagonal, values, c, lanes=lanes)
 
     def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
         diagonal, values = (a, b) if self.left else (b, a)

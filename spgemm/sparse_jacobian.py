@@ -152,8 +152,10 @@ class SparseJacobian:
         """The transposed Jacobian, its values in the transposed pattern's order."""
         if isinstance(self.pattern.structure, Full):
             # A full matrix is transposed without its indices.
-            matrix = self.values.reshape(*self.shape, self.batch)
-            return SparseJacobian(self.pattern.T, matrix.transpose(0, 1).reshape(self.values.shape))
+            # PyTorch copies to a transposed matrix in blocks, but one of a batch element by element.
+            sizes = self.shape if self.batch == 1 else (*self.shape, self.batch)
+            transposed = self.values.reshape(sizes).transpose(0, 1)
+            return SparseJacobian(self.pattern.T, transposed.reshape(self.values.shape))
         return SparseJacobian(self.pattern.T, gathered(self.values, self.pattern.transposition))
 
     def __matmul__(self, other: Any) -> Any:
