@@ -123,6 +123,13 @@ class Arguments:
         pairs = zip(self.leaves, other.leaves, strict=True)
         return replace(self, leaves=[_laid_out(leaf, like) for leaf, like in pairs])
 
+    def with_plain(self, plain: Sequence[Any]) -> Arguments:
+        """The same arguments with other leaves that are no tensors."""
+        leaves = list(self.leaves)
+        for place, leaf in zip(self._plain_places, plain, strict=True):
+            leaves[place] = leaf
+        return replace(self, leaves=leaves)
+
     @property
     def plain(self) -> list[Any]:
         """The leaves that are no tensors."""

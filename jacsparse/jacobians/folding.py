@@ -273,11 +273,10 @@ class _Leaves:
         name, argument = edge.call.operator, edge.call.argument
         if name == "aten.neg":
             return None, 0, -1.0
-        if name in ("aten.add", "aten.sub"):
-            scale = float(node.kwargs.get("alpha", 1)) * (-1 if name == "aten.sub" else 1)  # type: ignore[arg-type]
-            return None, 0, 1.0 if argument == "self" else scale
-        if name == "aten.rsub" and argument == "self":
-            return None, 0, -1.0 if len(node.args) < 3 else -float(node.args[2])  # type: ignore[arg-type]
+        if name in ("aten.add", "aten.sub", "aten.rsub"):
+            alpha = float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
+            scaled = argument == ("self" if name == "aten.rsub" else "other")
+            return None, 0, (alpha if name == "aten.add" else -alpha) if scaled else 1.0
         if name not in ("aten.mul", "aten.div") or argument != "self":
             return None
         number = self.numbers.get(node.args[1])  # type: ignore[arg-type]

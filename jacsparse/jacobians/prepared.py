@@ -17,7 +17,7 @@ from ..patterns import Pattern, gradient_of
 from ..runtime import read_archive, write_archive
 from ..spgemm import SparseJacobian
 from ..stages import chain_of, recorded, refuse_hooks
-from ..tracing import Reads, check_module, check_replays, name_of, undisturbed, without_autocast
+from ..tracing import Arithmetic, Reads, check_module, check_replays, name_of, undisturbed, without_autocast
 from .arguments import Arguments, FlatFunction, arguments_of
 from .compressed import Coloring, Compressed, coloring
 from .evaluators import evaluator_of
@@ -40,14 +40,31 @@ class _Run(NamedTuple):
     plain: list[Any]
     surroundings: Surroundings
     reads: Reads
+    #: How its numbers come from those among the arguments; None where that is not known.
+    arithmetic: Arithmetic | None = None
+
+    def with_numbers(self, plain: list[Any]) -> _Run | None:
+        """A run with other numbers among the arguments; None where that is not known."""
+        if self.arithmetic is None or not _differ_in_numbers(self.plain, plain):
+            return None
+        try:
+            results = self.arithmetic.evaluate([value for value in plain if isinstance(value, float)])
+        except ArithmeticError:
+            # The function says what is wrong.
+            return None
+        numbers = list(self.reads.numbers)
+        for place, source in self.arithmetic.sources.items():
+            numbers[place] = results[source]
+        return self._replace(plain=plain, reads=self.reads._replace(numbers=tuple(numbers)))
 
 
 class PreparedJacobian:
     """The Jacobian of a function, prepared for arguments of the same shapes; `prepare_jacobian` makes it.
 
     It trusts its program: a call does not run the function, unless a number among the arguments, or what the function
-    reads besides them, has changed, or an argument is an object that may have. `check` compares with the function
-    itself. Any number of threads may call it.
+    reads besides them, has changed, or an argument is an object that may have. The first change of a number also shows
+    what arithmetic the function does with it; where that is all, later changes do not run the function. `check`
+    compares with the function itself. Any number of threads may call it.
 
     Attributes
     ----------
@@ -65,6 +82,8 @@ class PreparedJacobian:
         self._f, self._arguments, self._taped, self._tolerance = f, arguments, taped, _tolerance(function)
         # Replaced as a whole, so that threads take all of one run.
         self._run, self._lock = _Run(arguments.plain, Surroundings(f), reads), threading.RLock()
+        #: Whether the arithmetic of numbers among the arguments may still be told.
+        self._follows_numbers = True
         leaves = {id(leaf): place for place, leaf in enumerate(arguments.leaves) if isinstance(leaf, torch.Tensor)}
         #: The places of externals that are arguments, and of the leaves that they are.
         self._from_arguments = [
@@ -158,8 +177,10 @@ class PreparedJacobian:
     def _current(self, arguments: Arguments) -> Reads:
         """The tensors and the numbers that the function reads now; it runs where they may have changed."""
         run, plain = self._run, arguments.plain
-        if run.surroundings.changed() or (plain and not _same(run.plain, plain)):
+        if run.surroundings.changed():
             run = self._run = self._followed(arguments.apart())
+        elif plain and not _same(run.plain, plain):
+            run = self._run = run.with_numbers(plain) or self._with_arithmetic(run, arguments.apart())
         if not self._from_arguments:
             return run.reads
         externals = list(run.reads.externals)
@@ -178,6 +199,31 @@ class PreparedJacobian:
                 "jacsparse.jacobian, which follows each run"
             )
         return _Run(arguments.plain, surroundings, reads)
+
+    def _with_arithmetic(self, before: _Run, arguments: Arguments) -> _Run:
+        """The function's run, with how its numbers come from those among the arguments, where that can be told."""
+        run = self._followed(arguments)
+        if not self._follows_numbers or not _differ_in_numbers(before.plain, run.plain):
+            return run
+        values = [value for value in run.plain if isinstance(value, float)]
+        arithmetic = Arithmetic(values)
+        numbers = iter(arithmetic.numbers)
+        traced = arguments.with_plain([next(numbers) if isinstance(value, float) else value for value in run.plain])
+        with self._lock, undisturbed(FlatFunction(self._f, traced)):
+            reads = self._taped.followed_numbers(self._f, traced, arithmetic)
+        # Both runs tell whether it holds.
+        known = run._replace(arithmetic=arithmetic)
+        again = known.with_numbers(before.plain)
+        externals = zip(before.reads.externals, run.reads.externals, strict=True)
+        if (
+            reads is None
+            or again is None
+            or again.reads.numbers != before.reads.numbers
+            or any(one is not other for one, other in externals)
+        ):
+            self._follows_numbers = False
+            return run
+        return known
 
     def check(self, *args: Any, tolerance: float | None = None) -> float:
         """Compare with the function itself, by products with random vectors.
@@ -366,6 +412,10 @@ def prepare_jacobian(
     each call. Make the matrix a sparse tensor: its indices are parts of the program, whose pattern has its elements
     alone. Masks are parts of the program too: a branch of ``torch.where`` has entries only where a mask selects it.
 
+    Numbers among the arguments may change. Where a function only adds, multiplies and divides them, takes powers or
+    calls NumPy's functions of them, a change costs no more than their new values. Where it compares or rounds them, or
+    calls ``math.sin`` of them, it runs at each change; pass a tensor without axes instead.
+
     Values have no gradients; ``jacobian(..., create_graph=True)`` gives values that have.
 
     Numbers that Python takes out of arrays and sets, as ``float(array[0])`` and ``tensor.tolist()``, are not followed:
@@ -391,6 +441,14 @@ def prepare_jacobian(
     (True, 0.5)
     """
     return PreparedJacobian.prepare(f, args, argnums, batched, method, compile)
+
+
+def _differ_in_numbers(before: list[Any], now: list[Any]) -> bool:
+    """Whether arguments are what they were but for floating-point numbers."""
+    pairs = list(zip(before, now, strict=True))
+    return any(isinstance(b, float) for b, _ in pairs) and all(
+        isinstance(a, float) if isinstance(b, float) else isinstance(b, _CONSTANT) and a == b for b, a in pairs
+    )
 
 
 def _same(before: list[Any], now: list[Any]) -> bool:

@@ -56,6 +56,12 @@ class Products:
         self.pattern, self.folded = folded.pattern, folded
         self.batch, self.dtype = 1 if function.shared else function.batch, function.inputs[0].dtype
         self._weights: tuple[tuple[float, ...], Weights] | None = None
+        dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+        entry, monomial, coefficient = folded.constants
+        self._scaled = [
+            _Scaled(monomial, coefficient, dtype, _unsigned(entry), self.pattern.nnz),
+            *(_Scaled(step.monomial, step.coefficient, dtype) for step in folded.steps),
+        ]
         calls = CallsOfTerms(folded) if compile and graph is not None else None
         self._calls = calls if calls is not None and calls.count <= MOST else None
         self._passes = [] if self._calls is not None else [_Pass(step) for step in folded.steps]
@@ -103,11 +109,7 @@ class Products:
         current = self._weights
         if current is None or current[0] != numbers:
             monomials = self.folded.monomials.values(numbers)
-            entry, monomial, coefficient = self.folded.constants
-            constant = np.bincount(entry, coefficient * monomials[monomial], minlength=self.pattern.nnz)
-            steps = [step.coefficient * monomials[step.monomial] for step in self.folded.steps]
-            dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
-            constant, *steps = [array.astype(dtype, copy=False) for array in (constant, *steps)]
+            constant, *steps = [scaled.values(monomials) for scaled in self._scaled]
             tensors = [] if self._calls is None else self._calls.weights(constant, steps)
             current = self._weights = numbers, Weights(constant, steps, tensors)
         return current[1]
@@ -137,6 +139,34 @@ class Products:
             each.run(weight, computed, computed[each.step.first : each.step.stop], 0)
         last.run(weights.steps[-1], computed, entries, constant)
         return out
+
+
+class _Scaled:
+    """Coefficients times monomials of the function's numbers, added up by places if there are any."""
+
+    def __init__(
+        self,
+        monomial: np.ndarray,
+        coefficient: np.ndarray,
+        dtype: np.dtype,
+        places: np.ndarray | None = None,
+        count: int = 0,
+    ) -> None:
+        self._monomial, self._coefficient, self._dtype = _unsigned(monomial), coefficient, dtype
+        self._places, self._count, self._used = places, count, np.unique(monomial)
+        self._before: tuple[np.ndarray, np.ndarray] | None = None
+
+    def values(self, monomials: np.ndarray) -> np.ndarray:
+        """The sums or products, computed again only where a monomial of theirs has changed; do not write to them."""
+        used, before = monomials[self._used], self._before
+        if before is None or not np.array_equal(before[0], used):
+            if self._places is None:
+                values = self._coefficient * monomials[self._monomial]
+            else:
+                values = np.zeros(self._count)
+                kernels.add_scaled(self._places, self._monomial, self._coefficient, monomials, values)
+            before = self._before = used, values.astype(self._dtype, copy=False)
+        return before[1]
 
 
 class _Pass:

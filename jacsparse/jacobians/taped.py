@@ -9,7 +9,17 @@ from typing import Any, Protocol
 import torch
 
 from ..patterns import Pattern
-from ..tracing import Reads, Tape, followed, number_tensors, recorded_tape, tensors_of_externals, without_autocast
+from ..tracing import (
+    Arithmetic,
+    Reads,
+    Tape,
+    followed,
+    number_tensors,
+    numbers_followed,
+    recorded_tape,
+    tensors_of_externals,
+    without_autocast,
+)
 from .arguments import Arguments, FlatFunction
 
 
@@ -73,11 +83,15 @@ class TapedJacobian:
             return None
         return reads
 
+    def followed_numbers(self, f: Callable[..., Any], arguments: Arguments, arithmetic: Arithmetic) -> Reads | None:
+        """As `followed`, of arguments with numbers of an arithmetic; None also where these cannot be followed."""
+        return numbers_followed(self.tape, FlatFunction(f, arguments), _input(arguments), arithmetic)
+
     def values(self, x: torch.Tensor, reads: Reads) -> torch.Tensor:
         """The values at a flat tensor and at what the function reads."""
         numbers = self._number_tensors
         if numbers is None or numbers[0] != reads.numbers:
-            numbers = self._number_tensors = reads.numbers, number_tensors(self.tape, reads.numbers, x.device)
+            numbers = self._number_tensors = reads.numbers, number_tensors(self.tape, reads.numbers, x.device, numbers)
         with torch.no_grad(), without_autocast(x.device):
             inputs = [x, *tensors_of_externals(reads), *numbers[1]]
             values = self.evaluator.values(inputs, reads.numbers, reads.results)

@@ -1,5 +1,6 @@
 """Recordings of forward passes as ATen calls, and the programs that they run."""
 
+from .arithmetic import Arithmetic
 from .autograd_nodes import apply_node, has_node_hooks, with_all_gradients
 from .graphs import (
     graph_of_tape,
@@ -27,9 +28,10 @@ from .program import Operation, Program, contents_of, key_of, program_of
 from .pruned_weights import PrunedWeight, mask_of
 from .recorder import is_recording, is_users, record
 from .recording import Invocation, Recording
-from .tape import Number, Reads, Slot, Tape, check_replays, followed, form_of, mutates, recorded_tape
+from .tape import Number, Reads, Slot, Tape, check_replays, followed, form_of, mutates, numbers_followed, recorded_tape
 
 __all__ = [
+    "Arithmetic",
     "Invocation",
     "Number",
     "Operation",
@@ -58,6 +60,7 @@ __all__ = [
     "mutates",
     "name_of",
     "number_tensors",
+    "numbers_followed",
     "operator_name",
     "parts_of",
     "program_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,10 +33,21 @@ def tensors_of_externals(reads: Reads) -> list[torch.Tensor]:
     return tensors
 
 
-def number_tensors(tape: Tape, numbers: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
-    """Each number of a tape as a tensor without axes, in the dtype in which its operator works."""
-    pairs = zip(numbers, tape.dtypes, strict=True)
-    return [torch.tensor(number, dtype=dtype, device=device) for number, dtype in pairs]
+def number_tensors(
+    tape: Tape,
+    numbers: Sequence[Any],
+    device: torch.device,
+    before: tuple[Sequence[Any], Sequence[torch.Tensor]] | None = None,
+) -> list[torch.Tensor]:
+    """Each number of a tape as a tensor without axes, in the dtype in which its operator works.
+
+    `before` has other numbers and their tensors, which are taken again where numbers are equal.
+    """
+    earlier = zip(*before, strict=True) if before is not None else itertools.repeat((None, None))
+    return [
+        tensor if number == other and tensor is not None else torch.tensor(number, dtype=dtype, device=device)
+        for number, dtype, (other, tensor) in zip(numbers, tape.dtypes, earlier, strict=False)
+    ]
 
 
 def graph_of_tape(tape: Tape, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from ..patterns import UnsupportedOperatorError
+from .arithmetic import Arithmetic, NotFollowedError
 from .operators import draws, is_written, operator_name, with_memory
 from .recording import base_of, memory_of, tensors_in
 from .sparse_products import Elements, indices_of, is_sparse, operator_on_elements
@@ -138,6 +139,10 @@ class Tape:
             overload = instruction.overload
             args = [argument(value) for value in instruction.args]
             kwargs = {name: argument(value) for name, value in instruction.kwargs.items()}
+            if overload is aten.rsub.Scalar:
+                # Numbers may be tensors here, of which this takes none.
+                overload, kwargs = aten.rsub.Tensor, dict(zip(["alpha"], args[2:], strict=False)) | kwargs
+                args = args[:2]
             if not instruction.seen:
                 constant = {p.name: not is_written(p) for p in overload._schema.arguments}
                 args = [_detached(value) if c else value for value, c in zip(args, constant.values(), strict=False)]
@@ -175,12 +180,31 @@ def followed(
     tape: Tape, function: Callable[[torch.Tensor], Any], x: torch.Tensor, slots: Sequence[int] = ()
 ) -> Reads | None:
     """What a function reads now, and the results in these slots; None where its calls are not the tape's."""
-    following, hooks = _Following(tape, x), RemovableHandle.next_id
     try:
-        with torch.enable_grad(), following:
-            output = function(x)
+        return _followed(_Following(tape, x), function, x, slots)
     except _OtherCallsError:
         return None
+
+
+def numbers_followed(
+    tape: Tape, function: Callable[[torch.Tensor], Any], x: torch.Tensor, arithmetic: Arithmetic
+) -> Reads | None:
+    """As `followed`, of a function that takes the numbers of an arithmetic, which learns which of them the tape reads.
+
+    None also where the function does not take such numbers, or where other arguments of calls depend on them.
+    """
+    try:
+        return _followed(_FollowingNumbers(tape, x, arithmetic), function, x, ())
+    except (_OtherCallsError, NotFollowedError, Exception):
+        return None
+
+
+def _followed(
+    following: _Following, function: Callable[[torch.Tensor], Any], x: torch.Tensor, slots: Sequence[int]
+) -> Reads | None:
+    tape, hooks = following.tape, RemovableHandle.next_id
+    with torch.enable_grad(), following:
+        output = function(x)
     if (
         hooks != RemovableHandle.next_id
         or following.count != len(tape.instructions)
@@ -406,6 +430,28 @@ class _Following(TorchDispatchMode):
         self.alive.append(value)
 
 
+class _FollowingNumbers(_Following):
+    """Also notes which numbers of the tape are those of an arithmetic."""
+
+    def __init__(self, tape: Tape, x: torch.Tensor, arithmetic: Arithmetic) -> None:
+        super().__init__(tape, x)
+        self.arithmetic = arithmetic
+
+    def compare(self, expected: Any, value: Any) -> None:
+        passed = self.arithmetic.passed
+        if passed is not None:
+            if type(expected) is Number and value == passed.value:
+                self.arithmetic.sources[expected.place] = passed.place
+            elif type(expected) is not list and _has_number(value):
+                # It may depend on the number that was passed.
+                raise _OtherCallsError
+        super().compare(expected, value)
+
+
+def _has_number(value: Any) -> bool:
+    return any(map(_has_number, value)) if isinstance(value, (list, tuple)) else isinstance(value, float)
+
+
 @functools.cache
 def mutates(overload: Any) -> bool:
     """Whether an operator writes to an argument."""
@@ -416,7 +462,7 @@ def mutates(overload: Any) -> bool:
 _OF_NUMBERS = frozenset(
     (
         *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor),
-        *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
+        *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.rsub.Scalar),
     )
 )
 

@@ -1,0 +1,209 @@
+"""Prepared Jacobians at other numbers: always those of the function, which runs where its arithmetic cannot be told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jacsparse
+from jacsparse.tracing import Arithmetic
+from tests.helpers import assert_equal, dense, drawn
+
+X = drawn(5)
+WEIGHT = drawn(5, seed=1)
+
+
+class Counted:
+    """A function that counts its runs, in an array, whose elements are not watched for changes."""
+
+    def __init__(self, f: Callable[..., torch.Tensor]) -> None:
+        self.f, self.runs = f, np.zeros(1, dtype=int)
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        self.runs[0] += 1
+        return self.f(*args)
+
+
+def steps(x: torch.Tensor, c: float) -> torch.Tensor:
+    for _ in range(1500):
+        c = 0.999 * c + 0.001
+    return x * x * c
+
+
+def shifted(x: torch.Tensor, *, by: float) -> torch.Tensor:
+    return x.sin() * by
+
+
+#: Functions of a vector and a number whose arithmetic is followed.
+FOLLOWED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "factor": lambda x, c: c * x**2,
+    "term": lambda x, c: (x + c) ** 2 - (c - x).exp(),
+    "divisor": lambda x, c: x.sin() / c,
+    "in place": lambda x, c: (x * 1.0).mul_(c).sin(),
+    "arithmetic": lambda x, c: (1 - c) ** 2 / (abs(-c) + 3) * x**2 + 2**c * x + c // 0.7 * x + c % 0.3 * x,
+    "other numbers": lambda x, c: x * 2.0 * c + (x * 3.0).exp() * (c + c * c),
+    "weights": lambda x, c: (WEIGHT * c) * x**2,
+    "NumPy": lambda x, c: x * np.exp(-c) + np.float64(2.0) * c * x**2 + x * np.sin(c) ** 2,
+    "called by name": lambda x, c: torch.mul(x**2, other=c) + shifted(x, by=c),
+    "steps": steps,
+    "two tensors": lambda x, c: torch.cat([x * c, x**2 * (c + 1)]),
+}
+
+#: Those that run at each change.
+RUN: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "math": lambda x, c: x**2 * math.sin(c),
+    "branch": lambda x, c: x**2 * (c if c > 1 else 3 * c),
+    "checked branch": lambda x, c: x**2 * (c if isinstance(c, float) and c > 1 else 3 * c),
+    "maximum": lambda x, c: x**2 * max(c, 1.0),
+    "tensor": lambda x, c: x**2 * torch.tensor(c, dtype=x.dtype),
+    "array": lambda x, c: x**2 * torch.from_numpy(np.full(5, c)),
+    "array times number": lambda x, c: x**2 * torch.from_numpy(np.ones(5) * c),
+    "text": lambda x, c: x**2 * float(f"{c}"),
+    "key": lambda x, c: x**2 * {2.0: 5.0}.get(c, 7.0),
+    "rounded": lambda x, c: x**2 * round(c, 1),
+    "converted": lambda x, c: x**2 * float(c),
+    "method": lambda x, c: x**2 * c.real,
+    "complex": lambda x, c: x**2 * abs((c - 3) ** 0.5),
+}
+
+NUMBERS = (2.0, 0.5, 2.5, -1.5, 2.0, 1.0, 0.25)
+
+
+@pytest.mark.parametrize("name", [*FOLLOWED, *RUN])
+def test_values_are_the_functions(name: str) -> None:
+    f = (FOLLOWED | RUN)[name]
+    counted = Counted(f)
+    prepared = jacsparse.prepare_jacobian(counted, X, NUMBERS[0], batched=False)
+    runs = []
+    for c in NUMBERS:
+        before = counted.runs[0]
+        assert_equal(prepared(X + c, c), dense(f, X + c, c, batched=False))
+        runs.append(counted.runs[0] - before)
+    # The first change runs it twice; what cannot be followed then runs once at each change.
+    if name in FOLLOWED:
+        assert runs == [0, 2, *[0] * (len(NUMBERS) - 2)]
+    else:
+        assert runs[0] == 0
+        assert all(runs[1:])
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, c: x**c,
+        lambda x, c: x**2 * torch.full((5,), c, dtype=x.dtype),
+        lambda x, c: x**2 * torch.zeros(5, dtype=x.dtype).fill_(c),
+        lambda x, c: torch.where(x > 0, x**2, c),
+        lambda x, c: torch.nn.functional.leaky_relu(x, c),
+        lambda x, c: (x**2).clamp(max=c),
+        lambda x, c: torch.add(x, x**2, alpha=c),
+    ],
+)
+def test_numbers_that_are_parts_of_the_program(f: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
+    prepared = jacsparse.prepare_jacobian(f, X.abs(), 2.0, batched=False)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="makes other calls than when it was prepared"):
+            prepared(X.abs(), 3.0)
+        assert_equal(prepared(X.abs(), 2.0), dense(f, X.abs(), 2.0, batched=False))
+
+
+@settings(max_examples=30)
+@given(st.floats(-5, 5), st.floats(-5, 5))
+def test_two_numbers(a: float, b: float) -> None:
+    def f(x: torch.Tensor, p: dict[str, Any]) -> torch.Tensor:
+        return p["a"] * x**2 + x.exp() * (p["b"] - p["a"] * p["b"]) + p["scale"] * x
+
+    prepared = jacsparse.prepare_jacobian(f, X, {"a": 1.0, "b": 1.0, "scale": 3}, batched=False)
+    for p in ((1.0, 2.0), (b, a), (a, b), (a, a), (b, b)):
+        arguments = {"a": p[0], "b": p[1], "scale": 3}
+        assert_equal(prepared(X, arguments), dense(f, X, arguments, batched=False))
+    arguments = {"a": a, "b": b, "scale": 4}
+    assert_equal(prepared(X, arguments), dense(f, X, arguments, batched=False))
+
+
+def test_an_error_of_the_function_is_raised() -> None:
+    def f(x: torch.Tensor, c: float) -> torch.Tensor:
+        return x**2 * (1 / c)
+
+    prepared = jacsparse.prepare_jacobian(f, X, 1.0, batched=False)
+    prepared(X, 2.0), prepared(X, 4.0)
+    with pytest.raises(ZeroDivisionError):
+        prepared(X, 0.0)
+    assert_equal(prepared(X, 0.5), dense(f, X, 0.5, batched=False))
+
+
+def test_what_a_function_checks_is_checked() -> None:
+    def f(x: torch.Tensor, step: float) -> torch.Tensor:
+        if isinstance(step, float) and step <= 0:
+            raise ValueError(f"step is {step}; expected a positive number")
+        return x**2 * step
+
+    prepared = jacsparse.prepare_jacobian(f, X, 1.0, batched=False)
+    prepared(X, 2.0), prepared(X, 4.0)
+    with pytest.raises(ValueError, match=r"step is -1.0; expected a positive number"):
+        prepared(X, -1.0)
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 0.0])
+def test_numbers_that_are_none(number: float) -> None:
+    prepared = jacsparse.prepare_jacobian(FOLLOWED["factor"], X, 1.0, batched=False)
+    for c in (2.0, number, 3.0, number):
+        expected = (2 * X * c).tolist()
+        torch.testing.assert_close(
+            prepared(X, c).values[:, 0], torch.tensor(expected, dtype=X.dtype), equal_nan=True, rtol=1e-12, atol=0
+        )
+
+
+def test_what_else_the_function_reads_may_change() -> None:
+    state = {"scale": 2.0, "weight": WEIGHT}
+
+    def f(x: torch.Tensor, c: float) -> torch.Tensor:
+        return x**2 * c * state["scale"] * state["weight"]
+
+    prepared = jacsparse.prepare_jacobian(f, X, 1.0, batched=False)
+    changes: list[tuple[str, Any]] = [("scale", 3.0), ("weight", WEIGHT + 1), ("scale", 0.5), ("weight", WEIGHT)]
+    for number, (key, value) in enumerate(changes):
+        for c in (number + 0.5, number + 0.75, number + 0.25):
+            assert_equal(prepared(X, c), dense(f, X, c, batched=False))
+        state[key] = value
+        assert_equal(prepared(X, 2.0), dense(f, X, 2.0, batched=False))
+
+
+def test_hessians_too() -> None:
+    counted = Counted(lambda x, c: (c * (x[1:] - x[:-1] ** 2) ** 2).sum())
+    prepared = jacsparse.prepare_hessian(counted, X, 1.0)
+    for c in (2.0, 3.0, -3.0, 4.0):
+        expected = torch.func.hessian(lambda x, c=c: counted.f(x, c))(X)
+        assert_equal(prepared(X, c), expected[None])
+
+
+def test_operands_of_all_kinds() -> None:
+    arithmetic = Arithmetic([2.0, 3.0])
+    a, b = arithmetic.numbers
+    results: list[Any] = [
+        a + 1,
+        1 + a,
+        a - b,
+        5 - a,
+        a * b,
+        2 * a,
+        a / b,
+        1 / a,
+        a // b,
+        7 // a,
+        a % b,
+        7 % a,
+        a**b,
+        2**b,
+    ]
+    results += [-a, +a, abs(a), np.float64(2) * a, a * np.int64(3), np.add(a, b), np.hypot(a, 4.0)]
+    values = arithmetic.evaluate([5.0, 4.0])
+    expected = [6, 6, 1, 0, 20, 10, 1.25, 0.2, 1, 1, 1, 2, 625, 16, -5, 5, 5, 10, 15, 9, math.hypot(5, 4)]
+    assert [values[result.place] for result in results] == pytest.approx(expected)
