@@ -11,8 +11,8 @@ import torch
 from .folding import Folded
 from .terms import Step
 
-#: The most calls that read variables: beyond, compiling them takes long.
-MOST = 128
+#: The most calls that read variables: of more, a compiler computes again what several of them read.
+MOST = 8
 
 #: Consecutive places, or others.
 Places = slice | torch.Tensor

@@ -124,7 +124,7 @@ def _without_optional(kind: Any) -> Any:
     return _without_optional(kind.getElementType()) if isinstance(kind, torch.OptionalType) else kind
 
 
-def _cross(a: torch.Tensor, b: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
+def cross(a: torch.Tensor, b: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
     """``aten.linalg_cross`` by other operators; PyTorch's decomposition loads SymPy, which takes half a second."""
     a, b = torch.broadcast_tensors(a, b)
     return a.roll(-1, dim) * b.roll(-2, dim) - a.roll(-2, dim) * b.roll(-1, dim)
@@ -138,7 +138,7 @@ def _decomposition(overload: Any) -> Callable[..., Any] | None:
     if overload == torch.ops.prims.as_strided_scatter.default:
         return _as_strided_scatter
     if overload == torch.ops.aten.linalg_cross.default:
-        return _cross
+        return cross
     for decompositions in (SOLVES, BACKWARD):
         if overload in decompositions:
             return decompositions[overload]

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..patterns import UnsupportedOperatorError
 from .arithmetic import Arithmetic, NotFollowedError
-from .operators import draws, is_written, operator_name, with_memory
+from .operators import cross, draws, is_written, operator_name, with_memory
 from .recording import base_of, memory_of, tensors_in
 from .sparse_products import Elements, indices_of, is_sparse, operator_on_elements
 
@@ -147,7 +147,13 @@ class Tape:
                 constant = {p.name: not is_written(p) for p in overload._schema.arguments}
                 args = [_detached(value) if c else value for value, c in zip(args, constant.values(), strict=False)]
                 kwargs = {name: _detached(value) if constant[name] else value for name, value in kwargs.items()}
-            call = operator_on_elements(overload, args) if any(map(is_sparse, args)) else overload
+            if any(map(is_sparse, args)):
+                call = operator_on_elements(overload, args)
+            elif overload is aten.linalg_cross.default:
+                # By operators whose derivatives are elementwise.
+                call = cross
+            else:
+                call = overload
             passes = overload is aten.detach.default and instruction.results[0] in self.saved
             result = args[0] if passes else call(*args, **kwargs)
             results = [result] if isinstance(result, Elements) else tensors_in(result)

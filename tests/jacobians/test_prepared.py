@@ -336,6 +336,17 @@ def test_elements_of_weights_fold(layer: nn.Module, batch: int) -> None:
     assert_equal(jacsparse.SparseJacobian(actual.pattern, actual.values.expand(-1, batch)), expected)
 
 
+def test_cross_products_fold() -> None:
+    x, axis = drawn(2, 3), drawn(3, seed=1)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.cross(torch.linalg.cross(x, axis.expand_as(x)), x.sin(), dim=-1)
+
+    prepared = prepare_jacobian(turned, x, batched=False)
+    assert "local derivatives" in repr(prepared)
+    assert_equal(prepared(x + 1), dense(turned, x + 1, batched=False))
+
+
 def test_arguments_that_lie_otherwise_in_memory() -> None:
     def f(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return x[:, 1:] * x[:, :-1] * scale.view(-1)[:3]
