@@ -49,8 +49,11 @@ class _Run(NamedTuple):
             return None
         try:
             results = self.arithmetic.evaluate([value for value in plain if isinstance(value, float)])
-        except ArithmeticError:
+        except (ArithmeticError, TypeError):
             # The function says what is wrong.
+            return None
+        if any(isinstance(result, complex) for result in results):
+            # The root of a negative number.
             return None
         numbers = list(self.reads.numbers)
         for place, source in self.arithmetic.sources.items():
@@ -202,28 +205,32 @@ class PreparedJacobian:
 
     def _with_arithmetic(self, before: _Run, arguments: Arguments) -> _Run:
         """The function's run, with how its numbers come from those among the arguments, where that can be told."""
-        run = self._followed(arguments)
-        if not self._follows_numbers or not _differ_in_numbers(before.plain, run.plain):
-            return run
-        values = [value for value in run.plain if isinstance(value, float)]
-        arithmetic = Arithmetic(values)
+        if not self._follows_numbers or not _differ_in_numbers(before.plain, arguments.plain):
+            return self._followed(arguments)
+        arithmetic = Arithmetic([value for value in arguments.plain if isinstance(value, float)])
         numbers = iter(arithmetic.numbers)
-        traced = arguments.with_plain([next(numbers) if isinstance(value, float) else value for value in run.plain])
+        plain = [next(numbers) if isinstance(value, float) else value for value in arguments.plain]
+        traced = arguments.with_plain(plain)
         with self._lock, undisturbed(FlatFunction(self._f, traced)):
             reads = self._taped.followed_numbers(self._f, traced, arithmetic)
-        # Both runs tell whether it holds.
-        known = run._replace(arithmetic=arithmetic)
-        again = known.with_numbers(before.plain)
-        externals = zip(before.reads.externals, run.reads.externals, strict=True)
-        if (
-            reads is None
-            or again is None
-            or again.reads.numbers != before.reads.numbers
-            or any(one is not other for one, other in externals)
-        ):
-            self._follows_numbers = False
-            return run
-        return known
+        # This run comes last, so that the function leaves no traced number behind.
+        run = self._followed(arguments)._replace(arithmetic=arithmetic)
+        # Two runs tell whether it holds.
+        again = run.with_numbers(before.plain)
+        self._follows_numbers = (
+            reads is not None
+            and reads.numbers == run.reads.numbers
+            and again is not None
+            and again.reads.numbers == before.reads.numbers
+            and self._reads_same_tensors(before.reads, run.reads)
+        )
+        return run if self._follows_numbers else run._replace(arithmetic=None)
+
+    def _reads_same_tensors(self, before: Reads, now: Reads) -> bool:
+        """Whether two runs read the same tensors besides those among the arguments."""
+        of_arguments = {place for place, _ in self._from_arguments}
+        pairs = enumerate(zip(before.externals, now.externals, strict=True))
+        return all(one is other for place, (one, other) in pairs if place not in of_arguments)
 
     def check(self, *args: Any, tolerance: float | None = None) -> float:
         """Compare with the function itself, by products with random vectors.

@@ -25,6 +25,12 @@ _TELLING = (
 class NotFollowedError(BaseException):
     """A function does with a number what cannot be followed; no handler of the function's catches it."""
 
+    def __init__(self) -> None:
+        # Nobody sees it, unless the function has stored such a number where others use it.
+        super().__init__(
+            "this number is of one run of a prepared function, which stored it; store float(number) instead"
+        )
+
 
 class Arithmetic:
     """The arithmetic that a function does with its numbers, which can be done again with others.
@@ -54,7 +60,7 @@ class Arithmetic:
 
     def call(self, function: Callable[..., Any], *operands: Any) -> FollowedNumber:
         """The result of a function of numbers; the call is noted."""
-        value = function(*[part.value if type(part) is FollowedNumber else part for part in operands])
+        value = function(*map(_value, operands))
         if not isinstance(value, float):
             raise NotFollowedError
         number = FollowedNumber(self, self._count + len(self._calls), value)
@@ -62,7 +68,7 @@ class Arithmetic:
         return number
 
     def evaluate(self, values: Sequence[float]) -> list[float]:
-        """The numbers to begin with, and the results of all calls, in order."""
+        """The numbers to begin with, and the results of all calls, in order; a power may be complex."""
         results = list(values)
         for function, operands in self._calls:
             results.append(function(*[results[o.place] if type(o) is FollowedNumber else o for o in operands]))

@@ -61,6 +61,7 @@ RUN: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "math": lambda x, c: x**2 * math.sin(c),
     "branch": lambda x, c: x**2 * (c if c > 1 else 3 * c),
     "checked branch": lambda x, c: x**2 * (c if isinstance(c, float) and c > 1 else 3 * c),
+    "type": lambda x, c: x**2 * (c * c if type(c) is float else 2 * c),
     "maximum": lambda x, c: x**2 * max(c, 1.0),
     "tensor": lambda x, c: x**2 * torch.tensor(c, dtype=x.dtype),
     "array": lambda x, c: x**2 * torch.from_numpy(np.full(5, c)),
@@ -128,15 +129,42 @@ def test_two_numbers(a: float, b: float) -> None:
     assert_equal(prepared(X, arguments), dense(f, X, arguments, batched=False))
 
 
-def test_an_error_of_the_function_is_raised() -> None:
-    def f(x: torch.Tensor, c: float) -> torch.Tensor:
-        return x**2 * (1 / c)
-
+@pytest.mark.parametrize(
+    ("f", "number", "error"),
+    [
+        (lambda x, c: x**2 * (1 / c), 0.0, pytest.raises(ZeroDivisionError)),
+        # A root of a negative number is complex.
+        (lambda x, c: x**2 * (c + 1) ** 0.5, -2.0, pytest.raises(RuntimeError, match="makes other calls")),
+    ],
+)
+def test_an_error_of_the_function_is_raised(f: Callable[..., torch.Tensor], number: float, error: Any) -> None:
     prepared = jacsparse.prepare_jacobian(f, X, 1.0, batched=False)
     prepared(X, 2.0), prepared(X, 4.0)
-    with pytest.raises(ZeroDivisionError):
-        prepared(X, 0.0)
+    with error:
+        prepared(X, number)
     assert_equal(prepared(X, 0.5), dense(f, X, 0.5, batched=False))
+
+
+def test_other_tensors_among_the_arguments() -> None:
+    counted = Counted(lambda x, y, c: x**2 * y * c)
+    prepared = jacsparse.prepare_jacobian(counted, X, WEIGHT, 1.0, batched=False)
+    before = counted.runs[0]
+    for c in (2.0, 3.0, 4.0):
+        assert_equal(prepared(X, WEIGHT + c, c), dense(counted.f, X, WEIGHT + c, c, batched=False))
+    assert counted.runs[0] - before == 2
+
+
+def test_a_function_stores_numbers() -> None:
+    last = {}
+
+    def f(x: torch.Tensor, c: float) -> torch.Tensor:
+        last["c"] = c
+        return x**2 * c
+
+    prepared = jacsparse.prepare_jacobian(f, X, 1.0, batched=False)
+    for c in (2.0, 3.0):
+        prepared(X, c)
+        assert type(last["c"]) is float
 
 
 def test_what_a_function_checks_is_checked() -> None:
