@@ -70,7 +70,9 @@ def _results(graph: fx.GraphModule, tape: Tape, first: int) -> dict[fx.Node, int
     #: A slot, a number or, for a call of several results, their slots by their places.
     values: dict[fx.Node, Any] = dict(zip(islice(graph.graph.nodes, first, None), inputs, strict=False))
     for node in graph.graph.nodes:
-        if node.op == "call_function" and all(operand in values for operand in node.all_input_nodes):
+        if node.op != "call_function" or node.meta.get("written"):
+            continue
+        if all(operand in values for operand in node.all_input_nodes):
             result = _result(node, values, calls)
             if result is not None:
                 values[node] = result

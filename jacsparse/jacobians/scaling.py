@@ -19,15 +19,20 @@ _NORMALISATIONS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default
 
 def with_scaling(graph: fx.GraphModule) -> fx.GraphModule:
     """The same graph, whose batch normalisations by running statistics have the derivatives of a scaling."""
-    nodes = [node for node in graph.graph.nodes if node.target in _NORMALISATIONS and not node.args[5]]
-    if not nodes:
+    if not any(map(_scales, graph.graph.nodes)):
         return graph
     graph = copy.deepcopy(graph)
-    for node in graph.graph.nodes:
-        if node.target in _NORMALISATIONS and not node.args[5]:
-            node.args, node.target = (node.target, *node.args), _normalised
+    for node in filter(_scales, graph.graph.nodes):
+        node.args, node.target = (node.target, *node.args), _normalised
     graph.recompile()
     return graph
+
+
+def _scales(node: fx.Node) -> bool:
+    """Whether a call normalises by running statistics, which, as its weights, do not depend on the function's input."""
+    if node.target not in _NORMALISATIONS or node.args[5]:
+        return False
+    return all(part is None or part.op in ("placeholder", "get_attr") for part in node.args[1:5])  # type: ignore[union-attr]
 
 
 def _normalised(overload: Any, x: torch.Tensor, weight: torch.Tensor | None, *others: Any) -> tuple[Any, ...]:

@@ -67,7 +67,8 @@ class TapedJacobian:
     evaluator: Evaluator
     #: The externals that have no zeros, which a pattern would leave out.
     weights: tuple[int, ...] = ()
-    _number_tensors: tuple[tuple[float, ...], list[torch.Tensor]] | None = field(default=None, repr=False)
+    #: The numbers of the last run as tensors. Replaced as a whole, so that threads take all of one run.
+    _number_tensors: tuple[tuple[float, ...], list[torch.Tensor]] = field(default=((), []), repr=False)
 
     @property
     def default_dtype(self) -> torch.dtype:
@@ -90,7 +91,7 @@ class TapedJacobian:
     def values(self, x: torch.Tensor, reads: Reads) -> torch.Tensor:
         """The values at a flat tensor and at what the function reads."""
         numbers = self._number_tensors
-        if numbers is None or numbers[0] != reads.numbers:
+        if numbers[0] != reads.numbers:
             numbers = self._number_tensors = reads.numbers, number_tensors(self.tape, reads.numbers, x.device, numbers)
         with torch.no_grad(), without_autocast(x.device):
             inputs = [x, *tensors_of_externals(reads), *numbers[1]]

@@ -37,16 +37,15 @@ def number_tensors(
     tape: Tape,
     numbers: Sequence[Any],
     device: torch.device,
-    before: tuple[Sequence[Any], Sequence[torch.Tensor]] | None = None,
+    before: tuple[Sequence[Any], Sequence[torch.Tensor]] = ((), ()),
 ) -> list[torch.Tensor]:
     """Each number of a tape as a tensor without axes, in the dtype in which its operator works.
 
-    `before` has other numbers and their tensors, which are taken again where numbers are equal.
+    `before` has earlier numbers and their tensors, which are taken again where numbers are equal.
     """
-    earlier = zip(*before, strict=True) if before is not None else itertools.repeat((None, None))
     return [
-        tensor if number == other and tensor is not None else torch.tensor(number, dtype=dtype, device=device)
-        for number, dtype, (other, tensor) in zip(numbers, tape.dtypes, earlier, strict=False)
+        tensor if number == earlier else torch.tensor(number, dtype=dtype, device=device)
+        for number, dtype, earlier, tensor in itertools.zip_longest(numbers, tape.dtypes, *before)
     ]
 
 

@@ -13,7 +13,9 @@ import jacsparse
 from jacsparse.jacobians.arguments import arguments_of
 from jacsparse.jacobians.evaluators import evaluator_of
 from jacsparse.jacobians.linearised import linearised
+from jacsparse.jacobians.results_of_runs import take_results
 from jacsparse.jacobians.taped import TapedJacobian, taped
+from jacsparse.tracing import graph_of_values, recorded_tape
 from tests.helpers import assert_equal, dense, drawn
 
 W = drawn(6, 6)
@@ -102,6 +104,13 @@ def test_results_that_may_be_others_are_computed(name: str) -> None:
     assert followed(f, drawn(2, *shape), "compressed").evaluator.results == ()
 
 
+def test_results_that_a_graph_writes_to_are_computed() -> None:
+    x = drawn(2, 3)
+    tape, _ = recorded_tape(torch.exp, x)
+    assert take_results(graph_of_values(torch.exp, [x]), tape, first=0)
+    assert not take_results(graph_of_values(lambda x: x.exp().mul_(2), [x]), tape, first=0)
+
+
 def test_no_program_holds_results() -> None:
     f, shape = FUNCTIONS["network"]
     prepared = jacsparse.prepare_jacobian(f, drawn(1, *shape))
@@ -127,3 +136,16 @@ def test_batch_normalisation_by_running_statistics_scales(layer: Any, columns: b
     prepared = jacsparse.prepare_jacobian(f, x, method="compressed")
     assert_equal(prepared(x + 1), dense(f, x + 1))
     assert bool(prepared._taped.evaluator.coloring.counts[0]) is columns  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_batch_normalisation_by_weights_that_depend_on_the_input(part: str) -> None:
+    mean, variance = drawn(3), drawn(3, seed=1).abs() + 0.5
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.reshape(1, 3, 2)
+        return nn.functional.batch_norm(y, mean, variance, **{part: y.sin().mean((0, 2))}).flatten()
+
+    x = drawn(6)
+    prepared = jacsparse.prepare_jacobian(f, x, batched=False, method="compressed")
+    assert_equal(prepared(x + 1), dense(f, x + 1, batched=False))
