@@ -30,10 +30,11 @@ def uneven(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("f", "shape", "method", "dtype"),
     [
-        (brusselator, (3, 2, 5, 4), "products", torch.float64),
+        # What the two cases for make test-full have, others have too.
+        pytest.param(brusselator, (3, 2, 5, 4), "products", torch.float64, marks=pytest.mark.full),
         (brusselator, (1, 2, 3, 4), "products", torch.float32),
         (uneven, (2, 5), "products", torch.float64),
-        (heat, (2, 9), "compressed", torch.float64),
+        pytest.param(heat, (2, 9), "compressed", torch.float64, marks=pytest.mark.full),
         (nn.Conv1d(2, 3, 3, dtype=torch.float64), (2, 2, 6), "compressed", torch.float64),
     ],
     ids=["brusselator", "one sample in float32", "uneven", "compressed", "shared"],
