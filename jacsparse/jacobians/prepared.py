@@ -419,9 +419,9 @@ def prepare_jacobian(
     each call. Make the matrix a sparse tensor: its indices are parts of the program, whose pattern has its elements
     alone. Masks are parts of the program too: a branch of ``torch.where`` has entries only where a mask selects it.
 
-    Numbers among the arguments may change. Where a function only adds, multiplies and divides them, takes powers or
-    calls NumPy's functions of them, a change costs no more than their new values. Where it compares or rounds them, or
-    calls ``math.sin`` of them, it runs at each change; pass a tensor without axes instead.
+    Numbers among the arguments may change. Where they are floats, and a function only adds, multiplies and divides
+    them, takes powers or calls NumPy's functions of them, a change costs no more than their new values. Where it
+    compares or rounds them, or calls ``math.sin`` of them, it runs at each change; pass a tensor without axes instead.
 
     Values have no gradients; ``jacobian(..., create_graph=True)`` gives values that have.
 

@@ -7,6 +7,8 @@ of least cost.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -57,10 +59,9 @@ class Products:
         self.batch, self.dtype = 1 if function.shared else function.batch, function.inputs[0].dtype
         self._weights: tuple[tuple[float, ...], Weights] | None = None
         dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
-        entry, monomial, coefficient = folded.constants
-        self._scaled = [
-            _Scaled(monomial, coefficient, dtype, _unsigned(entry), self.pattern.nnz),
-            *(_Scaled(step.monomial, step.coefficient, dtype) for step in folded.steps),
+        self._from_monomials = [
+            _OfMonomials(partial(_constants_of, folded), folded.constants[1], dtype),
+            *(_OfMonomials(partial(_weights_of, step), step.monomial, dtype) for step in folded.steps),
         ]
         calls = CallsOfTerms(folded) if compile and graph is not None else None
         self._calls = calls if calls is not None and calls.count <= MOST else None
@@ -109,7 +110,7 @@ class Products:
         current = self._weights
         if current is None or current[0] != numbers:
             monomials = self.folded.monomials.values(numbers)
-            constant, *steps = [scaled.values(monomials) for scaled in self._scaled]
+            constant, *steps = [each.values(monomials) for each in self._from_monomials]
             tensors = [] if self._calls is None else self._calls.weights(constant, steps)
             current = self._weights = numbers, Weights(constant, steps, tensors)
         return current[1]
@@ -141,32 +142,33 @@ class Products:
         return out
 
 
-class _Scaled:
-    """Coefficients times monomials of the function's numbers, added up by places if there are any."""
+class _OfMonomials:
+    """An array that depends on some monomials of a function's numbers, those in `places`."""
 
-    def __init__(
-        self,
-        monomial: np.ndarray,
-        coefficient: np.ndarray,
-        dtype: np.dtype,
-        places: np.ndarray | None = None,
-        count: int = 0,
-    ) -> None:
-        self._monomial, self._coefficient, self._dtype = _unsigned(monomial), coefficient, dtype
-        self._places, self._count, self._used = places, count, np.unique(monomial)
+    def __init__(self, compute: Callable[[np.ndarray], np.ndarray], places: np.ndarray, dtype: np.dtype) -> None:
+        self._compute, self._places, self._dtype = compute, np.unique(places), dtype
+        # Replaced as a whole, so that threads take both of one call.
         self._before: tuple[np.ndarray, np.ndarray] | None = None
 
     def values(self, monomials: np.ndarray) -> np.ndarray:
-        """The sums or products, computed again only where a monomial of theirs has changed; do not write to them."""
-        used, before = monomials[self._used], self._before
+        """The array, computed again only where a monomial has changed; do not write to it."""
+        used, before = monomials[self._places], self._before
         if before is None or not np.array_equal(before[0], used):
-            if self._places is None:
-                values = self._coefficient * monomials[self._monomial]
-            else:
-                values = np.zeros(self._count)
-                kernels.add_scaled(self._places, self._monomial, self._coefficient, monomials, values)
-            before = self._before = used, values.astype(self._dtype, copy=False)
+            before = self._before = used, self._compute(monomials).astype(self._dtype, copy=False)
         return before[1]
+
+
+def _constants_of(folded: Folded, monomials: np.ndarray) -> np.ndarray:
+    """The constants of the entries."""
+    entry, monomial, coefficient = folded.constants
+    constants = np.zeros(folded.pattern.nnz)
+    kernels.add_scaled(_unsigned(entry), _unsigned(monomial), coefficient, monomials, constants)
+    return constants
+
+
+def _weights_of(step: Step, monomials: np.ndarray) -> np.ndarray:
+    """The weights of a step's terms."""
+    return np.asarray(step.coefficient * monomials[_unsigned(step.monomial)])
 
 
 class _Pass:

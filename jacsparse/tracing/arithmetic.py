@@ -2,7 +2,7 @@
 
 A function that is called with another number often passes that number on, or a factor of it. It runs once on numbers
 that note each sum, product and power. Whatever else a function does with a number, as comparing it, rounding it or
-calling ``math.sin`` of it, stops that run: what comes of it could not be told for other numbers.
+calling ``math.sin`` of it, stops that run: its results for other numbers would be unknown.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _UNARY = ("neg", "pos", "abs")
-#: What tells a number's value, by which a function may decide what it does.
-_TELLING = (
+#: What shows a number's value, by which a function may decide what it does.
+_SHOWING = (
     *("bool", "int", "float", "complex", "index", "round", "trunc", "floor", "ceil", "hash", "str", "repr", "format"),
     *("eq", "ne", "lt", "le", "gt", "ge", "divmod", "rdivmod", "array", "reduce_ex", "copy", "deepcopy", "getattr"),
 )
@@ -85,7 +85,7 @@ class FollowedNumber:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # For isinstance: a function may take another way where it gets no number.
+        # A function that asks isinstance goes the way of numbers; one that asks type() may not.
         return float
 
     @classmethod
@@ -128,7 +128,7 @@ def _unary(function: Callable[[Any], Any]) -> Callable[[FollowedNumber], Followe
     return lambda self: self.arithmetic.call(function, self)
 
 
-def _tells(self: FollowedNumber, *args: Any) -> NoReturn:
+def _stop(self: FollowedNumber, *args: Any) -> NoReturn:
     raise NotFollowedError
 
 
@@ -137,5 +137,5 @@ for _name in _BINARY:
     setattr(FollowedNumber, f"__r{_name}__", _binary(getattr(operator, _name), reflected=True))
 for _name in _UNARY:
     setattr(FollowedNumber, f"__{_name}__", _unary(getattr(operator, _name)))
-for _name in _TELLING:
-    setattr(FollowedNumber, f"__{_name}__", _tells)
+for _name in _SHOWING:
+    setattr(FollowedNumber, f"__{_name}__", _stop)
