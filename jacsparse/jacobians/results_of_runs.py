@@ -57,18 +57,11 @@ def _results(graph: fx.GraphModule, tape: Tape, first: int) -> dict[fx.Node, int
     if any(mutates(call.overload) for call in tape.instructions) or len(tape.inputs) > len(tape.forms):
         # What is written to is no result any longer; a sparse tensor has several inputs.
         return {}
-    calls: dict[Hashable, dict[int, Slot]] = {}
-    sources: dict[Slot, Hashable] = {}
-    for call in tape.instructions:
-        args, kwargs = _key(call.args, sources), _key(call.kwargs, sources)
-        if call.overload in _ALIASES:
-            sources[Slot(call.results[0])] = _key(call.args[0], sources)
-        elif torch.Tag.nondeterministic_seeded not in call.overload.tags:
-            slots = dict(zip(call.places, map(Slot, call.results), strict=True))
-            calls.setdefault((_SAME.get(call.overload, call.overload), args, kwargs), slots)
     inputs = [*map(Slot, (0, *tape.inputs)), *map(Number, range(len(tape.dtypes)))]
     #: A slot, a number or, for a call of several results, their slots by their places.
     values: dict[fx.Node, Any] = dict(zip(islice(graph.graph.nodes, first, None), inputs, strict=False))
+    shapes = {value: tuple(node.meta["val"].shape) for node, value in values.items()}
+    calls = _calls(tape, shapes)
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.meta.get("written"):
             continue
@@ -78,6 +71,22 @@ def _results(graph: fx.GraphModule, tape: Tape, first: int) -> dict[fx.Node, int
                 values[node] = result
     slots_of_calls = {node: value for node, value in values.items() if node.op == "call_function"}
     return {node: value.place for node, value in slots_of_calls.items() if type(value) is Slot}
+
+
+def _calls(tape: Tape, shapes: Mapping[Any, tuple[int, ...]]) -> dict[Hashable, dict[int, Slot]]:
+    """The slots of the results of each call by their places; `shapes` has those of inputs."""
+    calls: dict[Hashable, dict[int, Slot]] = {}
+    sources: dict[Slot, Hashable] = {}
+    for call in tape.instructions:
+        args, kwargs = _key(call.args, sources), _key(call.kwargs, sources)
+        # Graphs leave out views of the same shape, as that of an input which is flat already.
+        same = call.overload is aten.view.default and shapes.get(call.args[0]) == call.args[1]
+        if same or call.overload in _ALIASES:
+            sources[Slot(call.results[0])] = _key(call.args[0], sources)
+        elif torch.Tag.nondeterministic_seeded not in call.overload.tags:
+            slots = dict(zip(call.places, map(Slot, call.results), strict=True))
+            calls.setdefault((_SAME.get(call.overload, call.overload), args, kwargs), slots)
+    return calls
 
 
 def _result(node: fx.Node, values: Mapping[fx.Node, Any], calls: Mapping[Hashable, dict[int, Slot]]) -> Any:
