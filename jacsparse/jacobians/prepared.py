@@ -85,7 +85,7 @@ class PreparedJacobian:
         self._f, self._arguments, self._taped, self._tolerance = f, arguments, taped, _tolerance(function)
         # Replaced as a whole, so that threads take all of one run.
         self._run, self._lock = _Run(arguments.plain, Surroundings(f), reads), threading.RLock()
-        #: Whether the arithmetic of numbers among the arguments may still be told.
+        #: Whether the arithmetic of numbers among the arguments may be followed; False once that has failed.
         self._follows_numbers = True
         leaves = {id(leaf): place for place, leaf in enumerate(arguments.leaves) if isinstance(leaf, torch.Tensor)}
         #: The places of externals that are arguments, and of the leaves that they are.
@@ -204,7 +204,7 @@ class PreparedJacobian:
         return _Run(arguments.plain, surroundings, reads)
 
     def _with_arithmetic(self, before: _Run, arguments: Arguments) -> _Run:
-        """The function's run, with how its numbers come from those among the arguments, where that can be told."""
+        """The function's run, with its arithmetic of numbers among the arguments where that can be followed."""
         if not self._follows_numbers or not _differ_in_numbers(before.plain, arguments.plain):
             return self._followed(arguments)
         arithmetic = Arithmetic([value for value in arguments.plain if isinstance(value, float)])
