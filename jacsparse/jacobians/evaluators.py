@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import fx
-
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import DENSE, START
 from .compressed import Coloring, Compressed, coloring, elements
 from .folding import NotFoldableError, folded
-from .linearised import Linearised
+from .linearised import Linearised, calls_of_input
 from .products import ChainProducts, Products
 from .taped import Evaluator
 
@@ -74,7 +72,7 @@ def _cost_of_products(function: Linearised) -> float:
 
 def _cost_of_colors(function: Linearised, colors: Coloring) -> float:
     """The cost of products of the whole function with a seed for each colour."""
-    computed = [elements(node) for node in _nodes_of_input(function.graph)]
+    computed = [elements(node) for node in calls_of_input(function.graph)]
     width = _width(function)
     # Dense operators take a third of the time of a backward pass where many seeds run at once.
     dense = DENSE / 3 * sum(stage.backward_work for stage in function.chain)
@@ -84,13 +82,3 @@ def _cost_of_colors(function: Linearised, colors: Coloring) -> float:
 def _width(function: Linearised) -> float:
     """Bytes of a value, relative to 8."""
     return function.inputs[0].element_size() / 8
-
-
-def _nodes_of_input(graph: fx.GraphModule) -> list[fx.Node]:
-    """The calls that compute something from the first input."""
-    first, *rest = graph.graph.nodes
-    dependent = {first}
-    for node in rest:
-        if node.op == "call_function" and dependent.intersection(node.all_input_nodes):
-            dependent.add(node)
-    return [node for node in rest if node in dependent]

@@ -39,6 +39,16 @@ def evaluated(
     return result
 
 
+def calls_of_input(graph: fx.GraphModule) -> list[fx.Node]:
+    """The calls that compute something from the first input."""
+    first, *rest = graph.graph.nodes
+    dependent = {first}
+    for node in rest:
+        if node.op == "call_function" and dependent.intersection(node.all_input_nodes):
+            dependent.add(node)
+    return [node for node in rest if node in dependent]
+
+
 _VIEWS = (
     aten.t.default,
     aten.transpose.int,

@@ -17,7 +17,16 @@ from ..patterns import Pattern, gradient_of
 from ..runtime import read_archive, write_archive
 from ..spgemm import SparseJacobian
 from ..stages import chain_of, recorded, refuse_hooks
-from ..tracing import Arithmetic, Reads, check_module, check_replays, name_of, undisturbed, without_autocast
+from ..tracing import (
+    Arithmetic,
+    Reads,
+    check_module,
+    check_replays,
+    name_of,
+    same_number,
+    undisturbed,
+    without_autocast,
+)
 from .arguments import Arguments, FlatFunction, arguments_of
 from .compressed import Coloring, Compressed, coloring
 from .evaluators import evaluator_of
@@ -59,6 +68,11 @@ class _Run(NamedTuple):
         for place, source in self.arithmetic.sources.items():
             numbers[place] = results[source]
         return self._replace(plain=plain, reads=self.reads._replace(numbers=tuple(numbers)))
+
+    def tells(self, other: _Run) -> bool:
+        """Whether the arithmetic gives what another run read."""
+        told = self.with_numbers(other.plain)
+        return told is not None and told.reads.numbers == other.reads.numbers
 
 
 class PreparedJacobian:
@@ -204,33 +218,33 @@ class PreparedJacobian:
         return _Run(arguments.plain, surroundings, reads)
 
     def _with_arithmetic(self, before: _Run, arguments: Arguments) -> _Run:
-        """The function's run, with its arithmetic of numbers among the arguments where that can be followed."""
-        if not self._follows_numbers or not _differ_in_numbers(before.plain, arguments.plain):
-            return self._followed(arguments)
-        arithmetic = Arithmetic([value for value in arguments.plain if isinstance(value, float)])
+        """The function's run, with how its numbers come from those among the arguments, where that can be told."""
+        run = self._followed(arguments)
+        if (
+            not self._follows_numbers
+            or not _differ_in_numbers(before.plain, run.plain)
+            # The function runs at each call, and it may store what it is called with.
+            or run.surroundings.changed()
+        ):
+            return run
+        arithmetic = Arithmetic([value for value in run.plain if isinstance(value, float)])
         numbers = iter(arithmetic.numbers)
-        plain = [next(numbers) if isinstance(value, float) else value for value in arguments.plain]
-        traced = arguments.with_plain(plain)
+        traced = arguments.with_plain([next(numbers) if isinstance(value, float) else value for value in run.plain])
         with self._lock, undisturbed(FlatFunction(self._f, traced)):
             reads = self._taped.followed_numbers(self._f, traced, arithmetic)
-        # This run comes last, so that the function leaves no traced number behind.
-        run = self._followed(arguments)._replace(arithmetic=arithmetic)
-        # Two runs tell whether it holds.
-        again = run.with_numbers(before.plain)
-        self._follows_numbers = (
-            reads is not None
-            and reads.numbers == run.reads.numbers
-            and again is not None
-            and again.reads.numbers == before.reads.numbers
-            and self._reads_same_tensors(before.reads, run.reads)
-        )
-        return run if self._follows_numbers else run._replace(arithmetic=None)
-
-    def _reads_same_tensors(self, before: Reads, now: Reads) -> bool:
-        """Whether two runs read the same tensors besides those among the arguments."""
-        of_arguments = {place for place, _ in self._from_arguments}
-        pairs = enumerate(zip(before.externals, now.externals, strict=True))
-        return all(one is other for place, (one, other) in pairs if place not in of_arguments)
+        # Once more, so that the last number that the function may have stored is the one of this call.
+        run = self._followed(arguments)
+        if (
+            reads is None
+            # A call of `type` does not take it for a number.
+            or "type" in run.surroundings.names
+            # Its other numbers would differ from those of the runs if they depended on the arguments.
+            or not all(map(run._replace(reads=reads, arithmetic=arithmetic).tells, (before, run)))
+            or any(one is not other for one, other in zip(run.reads.externals, reads.externals, strict=True))
+        ):
+            self._follows_numbers = False
+            return run
+        return run._replace(arithmetic=arithmetic)
 
     def check(self, *args: Any, tolerance: float | None = None) -> float:
         """Compare with the function itself, by products with random vectors.
@@ -421,7 +435,8 @@ def prepare_jacobian(
 
     Numbers among the arguments may change. Where they are floats, and a function only adds, multiplies and divides
     them, takes powers or calls NumPy's functions of them, a change costs no more than their new values. Where it
-    compares or rounds them, or calls ``math.sin`` of them, it runs at each change; pass a tensor without axes instead.
+    compares or rounds them, or calls ``math.sin`` or ``type``, it runs at each change; pass a tensor without axes
+    instead.
 
     Values have no gradients; ``jacobian(..., create_graph=True)`` gives values that have.
 
@@ -454,13 +469,14 @@ def _differ_in_numbers(before: list[Any], now: list[Any]) -> bool:
     """Whether arguments are what they were but for floating-point numbers."""
     pairs = list(zip(before, now, strict=True))
     return any(isinstance(b, float) for b, _ in pairs) and all(
-        isinstance(a, float) if isinstance(b, float) else isinstance(b, _CONSTANT) and a == b for b, a in pairs
+        isinstance(a, float) if isinstance(b, float) else isinstance(b, _CONSTANT) and same_number(a, b)
+        for b, a in pairs
     )
 
 
 def _same(before: list[Any], now: list[Any]) -> bool:
     """Whether arguments are what they were; of an object that may have changed inside, this is unknown."""
-    return all(isinstance(b, _CONSTANT) and a == b for a, b in zip(before, now, strict=True))
+    return all(isinstance(b, _CONSTANT) and same_number(a, b) for a, b in zip(before, now, strict=True))
 
 
 def _traced(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised, Reads]:

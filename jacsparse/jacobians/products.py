@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..runtime import index_dtype, row_starts, run_rows
-from ..tracing import Tape, graph_of_values, record
+from ..tracing import Tape, graph_of_values, record, same_numbers
 from . import kernels
 from .calls_of_terms import MOST, CallsOfTerms
 from .compilation import Runner, runner
@@ -108,7 +108,7 @@ class Products:
         """The constants of the entries, and the weights of each step's terms, for the function's numbers."""
         # Other threads may replace it meanwhile.
         current = self._weights
-        if current is None or current[0] != numbers:
+        if current is None or not same_numbers(current[0], numbers):
             monomials = self.folded.monomials.values(numbers)
             constant, *steps = [each.values(monomials) for each in self._from_monomials]
             tensors = [] if self._calls is None else self._calls.weights(constant, steps)

@@ -114,4 +114,5 @@ def _key(value: Any, names: Mapping[Any, Hashable]) -> Hashable:
         return tuple(_key(part, names) for part in value)
     if isinstance(value, (fx.Node, Slot, Number)):
         return names.get(value, value)
-    return type(value), value
+    # By its text: zeros have signs.
+    return type(value), repr(value)

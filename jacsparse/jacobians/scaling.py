@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .linearised import calls_of_input
+
 aten = torch.ops.aten
 
 #: All have the arguments input, weight, bias, mean, variance, training, momentum, eps.
@@ -19,20 +21,23 @@ _NORMALISATIONS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default
 
 def with_scaling(graph: fx.GraphModule) -> fx.GraphModule:
     """The same graph, whose batch normalisations by running statistics have the derivatives of a scaling."""
-    if not any(map(_scales, graph.graph.nodes)):
+    if not any(node.target in _NORMALISATIONS for node in graph.graph.nodes):
         return graph
     graph = copy.deepcopy(graph)
-    for node in filter(_scales, graph.graph.nodes):
-        node.args, node.target = (node.target, *node.args), _normalised
+    dependent = set(calls_of_input(graph))
+    for node in dependent:
+        if node.target in _NORMALISATIONS and _scales(node, dependent):
+            node.args, node.target = (node.target, *node.args), _normalised
     graph.recompile()
     return graph
 
 
-def _scales(node: fx.Node) -> bool:
-    """Whether a call normalises by running statistics, which, as its weights, do not depend on the function's input."""
-    if node.target not in _NORMALISATIONS or node.args[5]:
-        return False
-    return all(part is None or part.op in ("placeholder", "get_attr") for part in node.args[1:5])  # type: ignore[union-attr]
+def _scales(node: fx.Node, dependent: set[fx.Node]) -> bool:
+    """Whether a batch normalisation is by running statistics, and nothing but its first result has derivatives."""
+    _, *others, training, _, _ = node.args
+    # A backward pass reads the other results.
+    alone = all(user.args[1] == 0 for user in node.users)
+    return not training and alone and dependent.isdisjoint(others)  # type: ignore[arg-type]
 
 
 def _normalised(overload: Any, x: torch.Tensor, weight: torch.Tensor | None, *others: Any) -> tuple[Any, ...]:
@@ -44,7 +49,10 @@ def _normalised(overload: Any, x: torch.Tensor, weight: torch.Tensor | None, *ot
 
 
 class _Scaling(torch.autograd.Function):
-    """A linear operator that scales, by its own kernel; `scale` has the shape of one sample or broadcasts to it."""
+    """A linear operator that scales, by its own kernel; `scale` has the shape of one sample or broadcasts to it.
+
+    Elements may be of fewer bits than weights and statistics, as under ``torch.autocast``, and so are the derivatives.
+    """
 
     generate_vmap_rule = True
 
@@ -60,8 +68,8 @@ class _Scaling(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return (gradient * ctx.saved_tensors[0], *[None] * ctx.others)
+        return ((gradient * ctx.saved_tensors[0]).to(gradient.dtype), *[None] * ctx.others)
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *others: Any) -> Any:  # type: ignore[override]
-        return tangent * ctx.saved_tensors[0]
+        return (tangent * ctx.saved_tensors[0]).to(tangent.dtype)

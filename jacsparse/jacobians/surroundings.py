@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tracing import is_users
+from ..tracing import is_users, same_number
 
 #: Values that are compared by equality; all others by identity.
 _PLAIN = (bool, int, float, str, type(None))
@@ -48,6 +48,8 @@ class Surroundings:
         while known < len(names):
             known = len(names)
             self._places = list(islice(_places_from(f, names), MOST + 1))
+        #: The names of globals and attributes in the user's code.
+        self.names = frozenset(names)
 
     def changed(self) -> bool:
         """Whether any place holds another tensor, object or number, or may do so without being watched."""
@@ -56,7 +58,7 @@ class Surroundings:
         try:
             for read, before in self._places:
                 now = read()
-                if now is not before and not (type(now) is type(before) and isinstance(now, _PLAIN) and now == before):
+                if now is not before and not (isinstance(now, _PLAIN) and same_number(now, before)):
                     return True
         except _GONE:
             return True

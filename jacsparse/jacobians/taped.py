@@ -17,6 +17,7 @@ from ..tracing import (
     number_tensors,
     numbers_followed,
     recorded_tape,
+    same_numbers,
     tensors_of_externals,
     without_autocast,
 )
@@ -91,7 +92,7 @@ class TapedJacobian:
     def values(self, x: torch.Tensor, reads: Reads) -> torch.Tensor:
         """The values at a flat tensor and at what the function reads."""
         numbers = self._number_tensors
-        if numbers[0] != reads.numbers:
+        if not same_numbers(numbers[0], reads.numbers):
             numbers = self._number_tensors = reads.numbers, number_tensors(self.tape, reads.numbers, x.device, numbers)
         with torch.no_grad(), without_autocast(x.device):
             inputs = [x, *tensors_of_externals(reads), *numbers[1]]

@@ -28,7 +28,20 @@ from .program import Operation, Program, contents_of, key_of, program_of
 from .pruned_weights import PrunedWeight, mask_of
 from .recorder import is_recording, is_users, record
 from .recording import Invocation, Recording
-from .tape import Number, Reads, Slot, Tape, check_replays, followed, form_of, mutates, numbers_followed, recorded_tape
+from .tape import (
+    Number,
+    Reads,
+    Slot,
+    Tape,
+    check_replays,
+    followed,
+    form_of,
+    mutates,
+    numbers_followed,
+    recorded_tape,
+    same_number,
+    same_numbers,
+)
 
 __all__ = [
     "Arithmetic",
@@ -68,6 +81,8 @@ __all__ = [
     "recorded_tape",
     "refresh_weights",
     "returns_one_tensor",
+    "same_number",
+    "same_numbers",
     "set_weights",
     "sets_weights",
     "tensors_of",

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from .sparse_products import Elements, is_sparse
-from .tape import Number, Reads, Slot, Tape, Taping, mutates
+from .tape import Number, Reads, Slot, Tape, Taping, mutates, same_number
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def number_tensors(
     `before` has earlier numbers and their tensors, which are taken again where numbers are equal.
     """
     return [
-        tensor if number == earlier else torch.tensor(number, dtype=dtype, device=device)
+        tensor if same_number(number, earlier) else torch.tensor(number, dtype=dtype, device=device)
         for number, dtype, earlier, tensor in itertools.zip_longest(numbers, tape.dtypes, *before)
     ]
 

@@ -200,9 +200,12 @@ def numbers_followed(
     None also where the function does not take such numbers, or where other arguments of calls depend on them.
     """
     try:
-        return _followed(_FollowingNumbers(tape, x, arithmetic), function, x, ())
+        reads = _followed(_FollowingNumbers(tape, x, arithmetic), function, x, ())
     except (_OtherCallsError, NotFollowedError, Exception):
         return None
+    finally:
+        arithmetic.running = False
+    return None if arithmetic.refused else reads
 
 
 def _followed(
@@ -417,7 +420,10 @@ class _Following(TorchDispatchMode):
                 raise _OtherCallsError
             for part, other in zip(expected, value, strict=True):
                 self.compare(part, other)
-        elif (tuple(value) if type(value) is list else value) != expected or type(expected) is bool is not type(value):
+        elif (tuple(value) if type(value) is list else value) != expected:
+            raise _OtherCallsError
+        elif kind in (bool, float) and str(value) != str(expected):
+            # A bool equals a number, and 0.0 equals -0.0.
             raise _OtherCallsError
 
     def take(self, place: int, value: Any) -> None:
@@ -444,18 +450,25 @@ class _FollowingNumbers(_Following):
         self.arithmetic = arithmetic
 
     def compare(self, expected: Any, value: Any) -> None:
-        passed = self.arithmetic.passed
-        if passed is not None:
-            if type(expected) is Number and value == passed.value:
-                self.arithmetic.sources[expected.place] = passed.place
-            elif type(expected) is not list and _has_number(value):
-                # It may depend on the number that was passed.
-                raise _OtherCallsError
+        passed = type(expected) is Number and self.arithmetic.take(expected.place, value)
+        if self.arithmetic.passed is not None and not passed and type(expected) is not list and _has_number(value):
+            # It may depend on the number that was passed.
+            raise _OtherCallsError
         super().compare(expected, value)
 
 
 def _has_number(value: Any) -> bool:
     return any(map(_has_number, value)) if isinstance(value, (list, tuple)) else isinstance(value, float)
+
+
+def same_number(one: Any, other: Any) -> bool:
+    """Whether two numbers are equal, of one type, zeros with their signs: the inverses of 0.0 and -0.0 differ."""
+    return type(one) is type(other) and one == other and (one != 0 or str(one) == str(other))
+
+
+def same_numbers(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether all of two tuples' numbers are equal, zeros with their signs."""
+    return some == others and (0 not in some or all(map(same_number, some, others)))
 
 
 @functools.cache

@@ -52,12 +52,17 @@ def written(x: torch.Tensor) -> torch.Tensor:
     return y.sin()
 
 
+def angle(y: float) -> torch.Tensor:
+    return torch.atan2(torch.full((6,), y, dtype=W.dtype), torch.full((6,), -1.0, dtype=W.dtype))
+
+
 FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]] = {
     "network": (network(), (2, 4, 4)),
     "elementwise": (lambda x: (x.exp() * 3.0).sigmoid().cumsum(1) / 2.0, (6,)),
     "numbers": (lambda x: ((x @ W) * 2.0).tanh() + ((x @ W) * 3.0).tanh(), (6,)),
     "results of one call": (lambda x: torch.cat(x.exp().split(2, 1)[::-1], 1).tanh().max(1, keepdim=True)[0] * x, (6,)),
     "unseen by autograd": (unseen, (6,)),
+    "zeros with signs": (lambda x: (x.sin() * angle(0.0)).exp() + (x.exp() * angle(-0.0)).sin(), (6,)),
     "written to": (written, (6,)),
     "sparse matrix": (lambda x: torch.sparse.mm(SPARSE, x.exp().T).T.sin(), (6,)),
 }
@@ -91,6 +96,16 @@ def test_values_are_those_of_autograd(name: str, method: str) -> None:
         assert len(reads.results) == len(program.evaluator.results)
         values = program.values(arguments.flat(), reads)
         assert_equal(jacsparse.SparseJacobian(program.evaluator.pattern, values), dense(f, x))
+
+
+def test_zeros_of_both_signs_are_other_calls() -> None:
+    def f(x: torch.Tensor, y: float) -> torch.Tensor:
+        return (x.sin() * angle(y)).exp()
+
+    x = drawn(3, 6)
+    for y in (0.0, -0.0):
+        for _ in range(4):
+            assert_equal(jacsparse.jacobian(f, x, y), dense(f, x, y))
 
 
 def test_a_network_is_not_computed_again() -> None:
@@ -150,3 +165,30 @@ def test_batch_normalisation_by_weights_that_depend_on_the_input(part: str) -> N
     x = drawn(6)
     prepared = jacsparse.prepare_jacobian(f, x, batched=False, method="compressed")
     assert_equal(prepared(x + 1), dense(f, x + 1, batched=False))
+
+
+def test_hessians_through_batch_normalisation() -> None:
+    layer = nn.BatchNorm1d(4).double().eval()
+    layer.running_mean, layer.running_var = drawn(4), drawn(4, seed=1)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (layer(x.exp()) ** 3).sum()
+
+    prepared = jacsparse.prepare_hessian(f, drawn(3, 4), method="compressed")
+    expected = torch.func.hessian(f)(drawn(3, 4, seed=1)).reshape(1, 12, 12)
+    assert_equal(prepared(drawn(3, 4, seed=1)), expected)
+
+
+def test_batch_normalisation_of_few_bits() -> None:
+    first, layer, last = nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 4)
+    first.weight.data, last.weight.data = drawn(4, 4).float(), drawn(4, 4, seed=1).float()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return last(layer(first(x))).float()
+
+    x = drawn(3, 4).float()
+    expected = drawn(4, 4, seed=1) @ drawn(4, 4) / (1 + layer.eps) ** 0.5
+    actual = jacsparse.prepare_jacobian(f, x, method="compressed")(x).todense(0)
+    # Each weight, result of a layer and sum of positive terms is rounded to 8 bits.
+    torch.testing.assert_close(actual.double(), expected, rtol=8 * 2**-9, atol=0)
