@@ -4,6 +4,7 @@ from .dense import Dense
 from .estimate import KEYS, counts, fresh_keys, spread
 from .merge import Merge
 from .methods import METHODS, Method, Product
+from .operands import check_tensor_itself
 from .plan import ProductPlan, plan_product, planned
 from .rowwise import Rowwise
 from .scale import Scale
@@ -21,6 +22,7 @@ __all__ = [
     "ProductPlan",
     "SparseJacobian",
     "SumPlan",
+    "check_tensor_itself",
     "counts",
     "fresh_keys",
     "matvec",

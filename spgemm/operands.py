@@ -72,18 +72,21 @@ def same_batch(left_name: str, left: Any, right_name: str, right: Any) -> int:
     return b if a == 1 else a
 
 
+def check_tensor_itself(name: str, x: object, remedy: str) -> torch.Tensor:
+    """Return `x` where it is a tensor, and none that stands for others within a transform of ``torch.func``."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
+        raise TypeError(f"{name} is within a transform of torch.func, as grad or vmap; {remedy}")
+    return x
+
+
 def by_sample(name: str, x: Any, size: int, also: str = "") -> tuple[torch.Tensor, bool]:
     """A tensor as ``(batch, size)``, and whether it had no axis of samples: it is ``(batch, *shape)`` or one sample.
 
     `also` tells errors which other shapes the caller takes.
     """
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
-        raise TypeError(
-            f"{name} is within a transform of torch.func, as grad or vmap; pass (batch, *shape) instead of vmap, and "
-            "take gradients by torch.autograd"
-        )
+    x = check_tensor_itself(name, x, "pass (batch, *shape) instead of vmap, and take gradients by torch.autograd")
     has_samples = x.ndim > 0 and math.prod(x.shape[1:]) == size
     if x.numel() == size and (x.ndim < 2 or not has_samples):
         return x.reshape(1, size), True

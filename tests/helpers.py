@@ -67,6 +67,30 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> Non
     assert bool(((expected != 0) | (actual == 0)).all()), "an exact zero of the reference is not zero"
 
 
+class Straight(torch.autograd.Function):
+    """Rounds, and passes its gradient on."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Counts(nn.Module):
+    """A function times the number of its calls."""
+
+    def __init__(self, f: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.f, self.calls = f, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.f(x) * self.calls
+
+
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     """Numbers between 0.5 and 1.5."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=FLOAT) + 0.5

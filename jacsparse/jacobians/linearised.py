@@ -130,10 +130,10 @@ class Linearised:
     @property
     def externals(self) -> list[fx.Node | None]:
         """The placeholder of each external; None for those of sparse matrices, which have three."""
-        rest = iter(self._placeholders[1:])
-        forms = self.tape.forms.values()
-        nodes = [[next(rest) for _ in range(1 if form[2] == torch.strided else 3)] for form in forms]
-        return [parts[0] if len(parts) == 1 else None for parts in nodes]
+        nodes: dict[int, list[fx.Node]] = {}
+        for slot, node in zip(self.tape.inputs, self._placeholders[1:], strict=False):
+            nodes.setdefault(slot, []).append(node)
+        return [parts[0] if len(parts) == 1 else None for parts in nodes.values()]
 
     @property
     def _placeholders(self) -> list[fx.Node]:

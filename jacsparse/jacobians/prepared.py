@@ -207,7 +207,7 @@ class PreparedJacobian:
 
     def _followed(self, arguments: Arguments) -> _Run:
         # One run at a time: what it changes in a module is undone when it ends.
-        with self._lock, undisturbed(FlatFunction(self._f, arguments)):
+        with self._lock:
             surroundings = Surroundings(self._f)
             reads = self._taped.followed(self._f, arguments)
         if reads is None:
@@ -225,19 +225,19 @@ class PreparedJacobian:
             or not _differ_in_numbers(before.plain, run.plain)
             # The function runs at each call, and it may store what it is called with.
             or run.surroundings.changed()
+            # A call of `type` would not take a followed number for a number.
+            or "type" in run.surroundings.names
         ):
             return run
         arithmetic = Arithmetic([value for value in run.plain if isinstance(value, float)])
         numbers = iter(arithmetic.numbers)
         traced = arguments.with_plain([next(numbers) if isinstance(value, float) else value for value in run.plain])
-        with self._lock, undisturbed(FlatFunction(self._f, traced)):
+        with self._lock:
             reads = self._taped.followed_numbers(self._f, traced, arithmetic)
         # Once more, so that the last number that the function may have stored is the one of this call.
         run = self._followed(arguments)
         if (
             reads is None
-            # A call of `type` does not take it for a number.
-            or "type" in run.surroundings.names
             # Its other numbers would differ from those of the runs if they depended on the arguments.
             or not all(map(run._replace(reads=reads, arithmetic=arithmetic).tells, (before, run)))
             or any(one is not other for one, other in zip(run.reads.externals, reads.externals, strict=True))
@@ -488,8 +488,7 @@ def _traced(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised, Re
         with without_autocast(x.device):
             refuse_hooks(chain_of(recording, pruned=False).records(recording)[1])
     # Apart, since the second run is to find what the first one found.
-    with undisturbed(function):
-        tape, reads = taped(f, arguments)
+    tape, reads = taped(f, arguments)
     check_replays(tape, name_of(f))
     return linearised(tape, x, reads), reads
 

@@ -18,8 +18,8 @@ from torch import nn
 from ..patterns import UnsupportedOperatorError
 from ..spgemm import SparseJacobian
 from ..stages import ChainCache
-from ..tracing import parts_of, undisturbed
-from .arguments import Arguments, FlatFunction
+from ..tracing import parts_of
+from .arguments import Arguments
 from .compressed import coloring
 from .evaluators import evaluator_of
 from .folding import NotFoldableError
@@ -47,8 +47,7 @@ class RecentJacobians:
     def jacobian(self, f: Callable[..., Any], arguments: Arguments) -> SparseJacobian | None:
         """The Jacobian by a program of this run's calls; None where there is none."""
         for program in list(self._programs):
-            with undisturbed(FlatFunction(f, arguments)):
-                reads = program.followed(f, arguments)
+            reads = program.followed(f, arguments)
             if reads is not None:
                 return SparseJacobian(program.evaluator.pattern, program.values(arguments.flat(), reads))
         return None
@@ -72,8 +71,7 @@ class RecentJacobians:
 
 
 def _program(f: Callable[..., Any], arguments: Arguments, expected: SparseJacobian, pruned: bool) -> TapedJacobian:
-    with undisturbed(FlatFunction(f, arguments)):
-        tape, reads = taped(f, arguments)
+    tape, reads = taped(f, arguments)
     if any("shows" not in effect for effect in tape.effects.values()):
         raise NotFoldableError(f"its calls have effects: {tape.effects}")
     function = linearised(tape, arguments.flat(), reads, pruned=pruned)
@@ -88,8 +86,7 @@ def _program(f: Callable[..., Any], arguments: Arguments, expected: SparseJacobi
         raise NotFoldableError("a chain of this run's calls does the same")
     evaluator.take_results(tape)
     program = TapedJacobian(arguments.form, tape, evaluator, weights)
-    with undisturbed(FlatFunction(f, arguments)):
-        reads_of_run = program.followed(f, arguments)
+    reads_of_run = program.followed(f, arguments)
     if reads_of_run is None:
         raise NotFoldableError("another run makes other calls")
     actual = SparseJacobian(evaluator.pattern, program.values(arguments.flat(), reads_of_run))

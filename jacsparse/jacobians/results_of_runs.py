@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..tracing import Number, Slot, Tape, mutates, returns_one_tensor
+from ..tracing import Number, Slot, Tape, in_graphs, mutates, returns_one_tensor
 
 aten = torch.ops.aten
 
@@ -85,7 +85,7 @@ def _calls(tape: Tape, shapes: Mapping[Any, tuple[int, ...]]) -> dict[Hashable, 
             sources[Slot(call.results[0])] = _key(call.args[0], sources)
         elif torch.Tag.nondeterministic_seeded not in call.overload.tags:
             slots = dict(zip(call.places, map(Slot, call.results), strict=True))
-            calls.setdefault((_SAME.get(call.overload, call.overload), args, kwargs), slots)
+            calls.setdefault((in_graphs(call.overload), args, kwargs), slots)
     return calls
 
 
@@ -97,13 +97,11 @@ def _result(node: fx.Node, values: Mapping[fx.Node, Any], calls: Mapping[Hashabl
     if node.target in _ALIASES:
         return values[node.args[0]]  # type: ignore[index]
     target: Any = node.target
-    slots = calls.get((_SAME.get(target, target), _key(node.args, values), _key(node.kwargs, values)))
+    slots = calls.get((in_graphs(target), _key(node.args, values), _key(node.kwargs, values)))
     return slots[0] if slots is not None and returns_one_tensor(target) else slots
 
 
 _ALIASES = (aten.alias.default, aten.detach.default)
-#: Operators that graphs have in place of others of the same result.
-_SAME = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
 
 def _key(value: Any, names: Mapping[Any, Hashable]) -> Hashable:

@@ -19,6 +19,7 @@ from ..tracing import (
     recorded_tape,
     same_numbers,
     tensors_of_externals,
+    undisturbed,
     without_autocast,
 )
 from .arguments import Arguments, FlatFunction
@@ -80,14 +81,18 @@ class TapedJacobian:
         """What a function reads now; it runs. None where its calls are not the tape's, or a weight has zeros."""
         if arguments.form != self.form:
             return None
-        reads = followed(self.tape, FlatFunction(f, arguments), _input(arguments), self.evaluator.results)
+        function = FlatFunction(f, arguments)
+        with undisturbed(function):
+            reads = followed(self.tape, function, _input(arguments), self.evaluator.results)
         if reads is None or any(has_zeros(reads.externals[place]) for place in self.weights):
             return None
         return reads
 
     def followed_numbers(self, f: Callable[..., Any], arguments: Arguments, arithmetic: Arithmetic) -> Reads | None:
         """As `followed`, of arguments with numbers of an arithmetic; None also where these cannot be followed."""
-        return numbers_followed(self.tape, FlatFunction(f, arguments), _input(arguments), arithmetic)
+        function = FlatFunction(f, arguments)
+        with undisturbed(function):
+            return numbers_followed(self.tape, function, _input(arguments), arithmetic)
 
     def values(self, x: torch.Tensor, reads: Reads) -> torch.Tensor:
         """The values at a flat tensor and at what the function reads."""
@@ -108,7 +113,9 @@ def has_zeros(tensor: torch.Tensor) -> bool:
 
 def taped(f: Callable[..., Any], arguments: Arguments) -> tuple[Tape, Reads]:
     """The tape of a function's run, and what the run read."""
-    return recorded_tape(FlatFunction(f, arguments), _input(arguments))
+    function = FlatFunction(f, arguments)
+    with undisturbed(function):
+        return recorded_tape(function, _input(arguments))
 
 
 def _input(arguments: Arguments) -> torch.Tensor:

@@ -8,6 +8,8 @@ from operator import index
 import torch
 from torch import nn
 
+from ..spgemm import check_tensor_itself
+
 #: Default limit on the bytes of values that a scan holds at once, and on the bytes of its plans' index arrays.
 MEMORY_LIMIT = 2**30
 
@@ -61,13 +63,8 @@ def check_tensor(name: str, x: object) -> torch.Tensor:
     TypeError, ValueError, RuntimeError
         As `check_input`.
     """
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
-        raise TypeError(
-            f"{name} is within a transform of torch.func, as grad or vmap; call the function or module itself there, "
-            "or take gradients by torch.autograd"
-        )
+    remedy = "call the function or module itself there, or take gradients by torch.autograd"
+    x = check_tensor_itself(name, x, remedy)
     if type(x) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a plain tensor: {name}.as_subclass(torch.Tensor)")
     if x.dtype not in (torch.float32, torch.float64):

@@ -5,6 +5,7 @@ from .autograd_nodes import apply_node, has_node_hooks, with_all_gradients
 from .graphs import (
     graph_of_tape,
     graph_of_values,
+    in_graphs,
     inputs_of,
     number_tensors,
     returns_one_tensor,
@@ -65,6 +66,7 @@ __all__ = [
     "graph_of_tape",
     "graph_of_values",
     "has_node_hooks",
+    "in_graphs",
     "inputs_of",
     "is_recording",
     "is_users",

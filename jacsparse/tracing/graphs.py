@@ -160,6 +160,11 @@ def _without_repeats(graph: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
+def in_graphs(overload: Any) -> Any:
+    """The operator that a graph has for another one: ``reshape`` for views, as results may lie otherwise in memory."""
+    return aten.reshape.default if overload in (aten.view.default, aten._unsafe_view.default) else overload
+
+
 def _simplified(graph: fx.GraphModule) -> fx.GraphModule:
     """The same graph without calls that return one of their arguments, whose results may lie otherwise in memory."""
     graph = _without_repeats(graph)
@@ -168,8 +173,7 @@ def _simplified(graph: fx.GraphModule) -> fx.GraphModule:
     while True:
         replaced = 0
         for node in list(graph.graph.nodes):
-            if node.target in (aten.view.default, aten._unsafe_view.default):
-                node.target = aten.reshape.default
+            node.target = in_graphs(node.target)
             other = _simpler(graph.graph, node) if node.op == "call_function" else None
             if other is not None:
                 node.replace_all_uses_with(other)

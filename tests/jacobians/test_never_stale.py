@@ -15,7 +15,7 @@ from torch import nn
 
 import jacsparse
 from jacsparse.tracing import followed, recorded_tape
-from tests.helpers import assert_equal, dense, drawn
+from tests.helpers import Counts, Straight, assert_equal, dense, drawn
 
 from .test_prepared import messages
 
@@ -140,17 +140,7 @@ class Reversed(torch.autograd.Function):
         return -gradient
 
 
-class StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-@pytest.mark.parametrize("function", [StraightThrough, Reversed])
+@pytest.mark.parametrize("function", [Straight, Reversed])
 def test_a_derivative_of_its_own_after_other_calls(function: Any) -> None:
     straight, x = [False], drawn(2, 4)
 
@@ -274,16 +264,7 @@ def expanded(jacobian: jacsparse.SparseJacobian, batch: int) -> jacsparse.Sparse
 
 
 def test_a_module_that_counts_its_calls() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return x * self.calls
-
-    module, x = Counts(), drawn(2, 3)
+    module, x = Counts(lambda x: x), drawn(2, 3)
     for calls in (0, 0, 4):
         module.calls = calls
         assert jacsparse.jacobian(module, x).values.unique().tolist() == [calls + 1]

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import jacsparse
 from jacsparse import UnsupportedOperatorError
-from tests.helpers import autograd_jacobian
+from tests.helpers import Straight, autograd_jacobian
 
 
 class Net(nn.Module):
@@ -579,18 +579,6 @@ class Minor(nn.Module):
 def test_samples_behind_positions(inner: nn.Module) -> None:
     x = 60 * torch.randn(2, 3, 2, 3, dtype=torch.float64)
     assert not jacsparse.verify(Minor(inner), x).failed
-
-
-class Straight(torch.autograd.Function):
-    """Rounds, and passes its gradient on."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
 
 
 def hooked(self: Net, x: torch.Tensor) -> torch.Tensor:
