@@ -7,6 +7,8 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
+from jacsparse.runtime import MEMORY_POOL
+
 __all__ = ["peak_memory"]
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -18,7 +20,8 @@ def peak_memory(function: Callable[[], object]) -> int:
     Linux with the GNU C library shows it, and lets a process reset its peak.
     """
     gc.collect()
-    # The function could use freed memory that the C library has not returned, which would not be counted.
+    # The function could use freed memory that the pool or the C library holds, which would not be counted.
+    MEMORY_POOL.clear()
     ctypes.CDLL(None).malloc_trim(0)
     _CLEAR.write_text("5")
     before = _kibibytes("VmRSS")

@@ -11,11 +11,17 @@ import numpy as np
 import torch
 
 from ..patterns import Full
-from ..runtime import SIMD, frozen, kernel, memory_for, row_starts, run_rows
+from ..runtime import frozen, inlined, kernel, memory_for, row_starts, run_rows
 from . import products_cuda
-from .lanes import accumulate_row, block_width, write_sum_of_rows
+from .lanes import accumulate_row, block_width, unsigned, write_sum_of_rows
 from .methods import Method, Product
 from .operands import flat, matrices
+
+#: What is known of a row of the right factor while a product is computed.
+UNKNOWN, ZERO, LIVE, NOT_FINITE = range(4)
+
+#: Terms that are listed before they are added; a longer row has room too.
+LISTED = 2048
 
 
 @kernel
@@ -35,35 +41,64 @@ def _sparse_full(first, last, indptr, indices, columns, order, c_indptr, a, a_ba
             lane += width
 
 
-@kernel
-def _scan_rows(first, last, bits, magnitude, infinity, live, finite):
-    for row in range(first, last):
-        # Numbers without their signs are ordered as their bits are, which compare several at once.
-        largest = bits[row, 0] & magnitude
-        for q in range(1, bits.shape[1]):
-            number = bits[row, q] & magnitude
-            largest = number if number > largest else largest
-        live[row], finite[row] = largest != 0, largest < infinity
+@inlined
+def _row_state(row, magnitude, infinity):
+    """Of a row of numbers, given as their bits: `ZERO`, `LIVE` or `NOT_FINITE`."""
+    # Numbers without their signs are ordered as their bits are, which compare several at once.
+    largest = row[0] & magnitude
+    for q in range(1, len(row)):
+        number = row[q] & magnitude
+        largest = number if number > largest else largest
+    if largest >= infinity:
+        return NOT_FINITE
+    return LIVE if largest != 0 else ZERO
+
+
+@inlined
+def _list_terms(indices, a, states, bits, magnitude, infinity, columns, values, starts, count):
+    """Append the terms of a row of A that must be added, as values and as starts of rows of B; return their number.
+
+    `count` and `indices` are unsigned, so that none is checked for being negative.
+    """
+    for p in range(len(indices)):
+        inner, value = indices[p], a[p]
+        start = np.int64(inner) * columns
+        if states[inner] == UNKNOWN:
+            # The row is read from memory once, here. Other threads may find the same at the same time.
+            states[inner] = _row_state(bits[start : start + columns], magnitude, infinity)
+        state = states[inner]
+        values[count], starts[count] = value, start
+        # Zero times a finite number adds nothing, not even a sign, to a sum that began with zero. It is left out
+        # without a branch, which would be guessed wrongly for every other element.
+        count += np.uint64(((value != 0) | (state == NOT_FINITE)) & ((state != ZERO) | (value - value != 0)))
+    return count
 
 
 @kernel
-def _sparse_full_one(first, last, indptr, indices, live, columns, c_indptr, a, b, c):
-    most = np.int64(0)
+def _sparse_full_one(first, last, indptr, indices, states, bits, magnitude, infinity, columns, c_indptr, a, b, c):
+    room = np.int64(LISTED)
     for row in range(first, last):
-        terms = np.int64(indptr[row + 1]) - np.int64(indptr[row])
-        most = terms if terms > most else most
-    values, starts = np.empty(most, c.dtype), np.empty(most, np.int64)
-    zeros_count = not live[len(live) - 1]
-    for row in range(first, last):
-        if c_indptr[row + 1] == c_indptr[row]:
-            continue
-        count = 0
-        for p in range(indptr[row], indptr[row + 1]):
-            values[count] = a[p]
-            starts[count] = np.int64(indices[p]) * columns
-            # Without a branch, which would be guessed wrongly for every other element.
-            count += ((a[p] != 0) | zeros_count) & live[indices[p]]
-        write_sum_of_rows(c, np.int64(c_indptr[row]), columns, values, starts, count, b)
+        room = max(room, np.int64(indptr[row + 1]) - np.int64(indptr[row]))
+    values, starts, stops = np.empty(room, c.dtype), np.empty(room, np.int64), np.empty(room, np.int64)
+    row = first
+    while row < last:
+        # The terms of several rows are listed before the first is added, so that the processor adds one row while it
+        # fetches the next one's.
+        begin, count = row, np.uint64(0)
+        while row < last and row - begin < room and np.int64(indptr[row + 1]) - np.int64(indptr[begin]) <= room:
+            entries = slice(indptr[row], indptr[row + 1])
+            count = _list_terms(
+                indices[entries], a[entries], states, bits, magnitude, infinity, columns, values, starts, count
+            )
+            stops[row - begin] = count
+            row += 1
+        term = np.int64(0)
+        for listed in range(begin, row):
+            stop = stops[listed - begin]
+            if c_indptr[listed + 1] > c_indptr[listed]:
+                at_c = np.int64(c_indptr[listed])
+                write_sum_of_rows(c, at_c, columns, values[term:stop], starts[term:stop], stop - term, b)
+            term = stop
 
 
 @kernel
@@ -83,21 +118,6 @@ def _full_sparse(first, last, inner, columns, indptr, place, a, a_batch, b, b_ba
                     c, start + lane, batch, place, indptr[k], indptr[k + 1], a, at_a, a_batch, b, at_b, b_batch, width
                 )
             lane += width
-
-
-def _live_rows(a: np.ndarray, b: np.ndarray, rows: int) -> np.ndarray:
-    """Whether each row of `b` must be added; and, as the last element, whether zeros of `a` may be skipped."""
-    # Zero times a finite number adds nothing, not even a sign, to a sum that began with zero.
-    live, finite = np.empty(rows + 1, dtype=np.bool_), np.empty(rows, dtype=np.bool_)
-    columns = b.size // max(1, rows)
-    bits = np.dtype(f"u{b.itemsize}").type
-    magnitude, infinity = np.array([-0.0, np.inf], b.dtype).view(bits)
-    work = np.arange(rows + 1) * (columns // SIMD)
-    run_rows(_scan_rows, work, b.reshape(rows, columns).view(bits), ~magnitude, infinity, live, finite)
-    live[-1] = finite.all()
-    if not np.isfinite(a).all():
-        live[:-1] = True
-    return live
 
 
 class Dense(Method):
@@ -140,9 +160,11 @@ class Dense(Method):
             # PyTorch's product runs on as many threads as everything else.
             self._multiply_full(*map(torch.from_numpy, (a, b, c)))
         elif self.full_b and batch == 1:
-            pattern = (left.indptr, left.indices, _live_rows(a, b, inner))
-            one = (a.reshape(-1), b.reshape(-1), c.reshape(-1))
-            run_rows(_sparse_full_one, self.work, *pattern, columns, self.c_indptr, *one)
+            bits = np.dtype(f"u{b.itemsize}").type
+            magnitude, infinity = np.array([-0.0, np.inf], b.dtype).view(bits)
+            states = (np.full(inner, UNKNOWN, dtype=np.uint8), b.reshape(-1).view(bits), ~magnitude, infinity)
+            pattern = (left.indptr, unsigned(left.indices), *states, columns, self.c_indptr)
+            run_rows(_sparse_full_one, self.work, *pattern, a.reshape(-1), b.reshape(-1), c.reshape(-1))
         elif self.full_b:
             indices = (left.indptr, left.indices, columns, np.arange(columns, dtype=np.uint32), self.c_indptr)
             run_rows(_sparse_full, self.work, *indices, *flat(a, b, c), lanes=batch)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime import allocated, on_device
+from ..runtime import MEMORY_POOL, allocated, on_device
 
 _CPU = torch.device("cpu")
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
@@ -109,7 +109,7 @@ def result(what: str, out: Any, operands: tuple[Any, ...], rows: int, batch: int
         if isinstance(like, torch.Tensor):
             tensor = allocated(what, shape, like.dtype, like.device, batch)
             return tensor, tensor.reshape(rows, batch)
-        array = np.empty(shape, dtype=like.dtype)
+        array = MEMORY_POOL.empty(shape, like.dtype)
         return torch.from_numpy(array) if all(tensors) else array, array.reshape(rows, batch)
     if isinstance(out, torch.Tensor) and out.requires_grad:
         raise ValueError("out requires grad, but it is only written to; pass out.detach()")

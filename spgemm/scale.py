@@ -11,6 +11,7 @@ import torch
 from ..patterns import Diagonal, Full, Pattern
 from ..runtime import SIMD, kernel, run_rows
 from . import products_cuda
+from .lanes import unsigned
 from .methods import Method, Product
 
 
@@ -32,6 +33,20 @@ def _scale_columns(first, last, indices, diagonal, values, c):
         for sample in range(batch):
             d = diagonal[column, sample if diagonal.shape[1] > 1 else 0]
             c[entry, sample] = values[entry, sample if values.shape[1] > 1 else 0] * d
+
+
+@kernel
+def _scale_rows_one(first, last, indptr, diagonal, values, c):
+    for row in range(first, last):
+        d = diagonal[row]
+        for entry in range(indptr[row], indptr[row + 1]):
+            c[entry] = d * values[entry]
+
+
+@kernel
+def _scale_columns_one(first, last, indices, diagonal, values, c):
+    for entry in range(first, last):
+        c[entry] = values[entry] * diagonal[indices[entry]]
 
 
 class Scale(Method):
@@ -58,12 +73,17 @@ class Scale(Method):
         diagonal, values = (a, b) if self.left else (b, a)
         if isinstance(self.other.structure, Full):
             self._scale_full(*map(torch.from_numpy, (diagonal, values, c)))
-        elif self.left:
-            run_rows(_scale_rows, self.other.indptr, self.other.indptr, diagonal, values, c, lanes=c.shape[1])
+            return
+        batch = c.shape[1]
+        one = batch == 1
+        arrays = (array.reshape(-1) if one else array for array in (diagonal, values, c))
+        if self.left:
+            indptr = self.other.indptr
+            run_rows(_scale_rows_one if one else _scale_rows, indptr, indptr, *arrays, lanes=batch)
         else:
             # Elements of the diagonal are looked up one by one.
-            lanes = SIMD * c.shape[1]
-            run_rows(_scale_columns, self.other.nnz, self.other.indices, diagonal, values, c, lanes=lanes)
+            scale_columns, indices = (_scale_columns_one if one else _scale_columns), unsigned(self.other.indices)
+            run_rows(scale_columns, self.other.nnz, indices, *arrays, lanes=SIMD * batch)
 
     def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
         diagonal, values = (a, b) if self.left else (b, a)

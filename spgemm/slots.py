@@ -15,7 +15,7 @@ import torch
 from ..patterns import Pooling
 from ..runtime import frozen, kernel, run_rows
 from . import products_cuda
-from .lanes import accumulate_row, block_width
+from .lanes import accumulate_row, block_width, unsigned
 from .methods import Method, Product
 from .operands import flat
 
@@ -49,6 +49,18 @@ def _multiply_one(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, sl
             t += len(b_row)
             for q in range(len(b_row)):
                 c_row[slots[q]] += value * b_row[q]
+
+
+@kernel
+def _multiply_single(first, last, a_indptr, a_indices, c_indptr, slot, a, b, c):
+    # Entry k is all of B's row k, so that the multiply-adds are numbered as A's entries.
+    for row in range(first, last):
+        c_row = c[c_indptr[row] : c_indptr[row + 1]]
+        c_row[:] = 0
+        entries = slice(a_indptr[row], a_indptr[row + 1])
+        values, inner, slots = a[entries], a_indices[entries], slot[entries]
+        for p in range(len(values)):
+            c_row[slots[p]] += values[p] * b[inner[p]]
 
 
 @kernel
@@ -96,10 +108,16 @@ class Slots(Method):
         self.slot = frozen(slot)
         self.indices = (self.work, a.indptr, a.indices, b.indptr, c.indptr, self.slot)
         self.kernels_on_device = products_cuda.RowKernels(product, self.slot)
+        self._single = bool((b.structure.row_counts() == 1).all())
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
-        if c.shape[1] == 1:
-            run_rows(_multiply_one, self.work, *self.indices, a.reshape(-1), b.reshape(-1), c.reshape(-1))
+        one = (a.reshape(-1), b.reshape(-1), c.reshape(-1))
+        if c.shape[1] == 1 and self._single:
+            left = self.product.a
+            indices = (left.indptr, unsigned(left.indices), self.product.c.indptr, self.slot)
+            run_rows(_multiply_single, self.work, *indices, *one)
+        elif c.shape[1] == 1:
+            run_rows(_multiply_one, self.work, *self.indices, *one)
         else:
             run_rows(_multiply, self.work, *self.indices, *flat(a, b, c), lanes=c.shape[1])
 

@@ -11,6 +11,7 @@ import torch
 from ..patterns import Csr, Diagonal, Full, Pattern
 from ..runtime import frozen, index_dtype, kernel, run_rows, uncompiled, uploaded
 from .gradients import graph_operands, wants_gradient
+from .lanes import unsigned
 from .operands import result, same_batch, view
 from .plan_cache import PLAN_CACHE
 from .symbolic import product_pattern
@@ -32,6 +33,12 @@ def _add(first, last, indptr, place, values, out):
         for entry in range(indptr[row], indptr[row + 1]):
             for sample in range(out.shape[1]):
                 out[place[entry], sample] += values[entry, sample if values.shape[1] > 1 else 0]
+
+
+@kernel
+def _add_one(first, last, indptr, place, values, out):
+    for entry in range(indptr[first], indptr[last]):
+        out[place[entry]] += values[entry]
 
 
 def sum_pattern(terms: Sequence[Pattern]) -> Pattern:
@@ -150,6 +157,9 @@ class SumPlan:
                 c += part
             elif isinstance(c, torch.Tensor):
                 c[uploaded(place, c.device)] += part
+            elif batch == 1:
+                indptr = term.indptr
+                run_rows(_add_one, indptr, indptr, unsigned(place), part.reshape(-1), c.reshape(-1))
             else:
                 run_rows(_add, term.indptr, term.indptr, place, part, c, lanes=batch)
         return returned

@@ -23,11 +23,13 @@ from .dynamo import uncompiled
 from .files import check_writable, replacing
 from .interception import intercept
 from .kernels import flushing, inlined, kernel, kernel_cache
+from .memory_pool import MEMORY_POOL
 from .threads import SIMD, run_rows, split, thread_count
 
 __all__ = [
     "INDEX",
     "KERNEL_FILES",
+    "MEMORY_POOL",
     "REAL",
     "SIMD",
     "SYMBOLIC",

@@ -17,6 +17,7 @@ from jacsparse.patterns import Diagonal, Full, Identity, Pooling, Sliding
 from jacsparse.spgemm import METHODS, Method, Product, matvec, meeting, multiply_adds, product_meeting, product_pattern
 from jacsparse.spgemm import plan as _plan
 from jacsparse.spgemm import plan_cache as _cache
+from jacsparse.spgemm.dense import LISTED
 
 import jacsparse
 from jacsparse import Pattern, ProductPlan, plan_product
@@ -34,7 +35,9 @@ def factors(draw: st.DrawFn) -> tuple[Pattern, Pattern]:
 
     def factor(rows: int, columns: int) -> Pattern:
         kinds = ["csr", "csr", "full"] + (["diagonal", "identity"] if rows == columns else [])
-        kind = draw(st.sampled_from(kinds))
+        kind = draw(st.sampled_from(kinds + (["one entry a row"] if columns else [])))
+        if kind == "one entry a row":
+            return Pattern((rows, columns), np.arange(rows + 1), rng.integers(0, columns, rows))
         if kind == "csr":
             return random_pattern(rows, columns, draw(st.sampled_from([0.0, 0.2, 0.6, 1.0])), rng)
         return Pattern.of({"full": Full(rows, columns), "diagonal": Diagonal(rows), "identity": Identity(rows)}[kind])
@@ -493,6 +496,21 @@ def test_left_out_zeros_change_no_bit(dtype: torch.dtype) -> None:
         for entry in range(left.indptr[row], left.indptr[row + 1]):
             sums[row] += a[entry] * b.view(40, 50)[left.indices[entry]]
     assert torch.equal(plan.multiply(a, b), sums[left.structure.row_counts() > 0].flatten())
-    b[0] = math.inf
+    # Zero times infinity is no number, whichever factor is infinite.
+    b[0] = a[int(np.flatnonzero(left.indices == 2)[0])] = math.inf
     actual, lanes = plan.multiply(a, b), plan.multiply(a[:, None].expand(-1, 4), b[:, None].expand(-1, 4))
-    assert torch.equal(actual.isnan(), lanes[:, 0].isnan()) and bool(actual.isnan().any())
+    assert torch.equal(actual.nan_to_num(7.0), lanes[:, 0].nan_to_num(7.0)) and bool(actual.isnan().any())
+
+
+@pytest.mark.parametrize("columns", [1, 9, 130])
+def test_rows_of_any_length_times_a_full_matrix(columns: int) -> None:
+    """Rows that are listed together, alone, or that are longer than the list."""
+    counts = [0, 1, LISTED, 1, LISTED - 1, LISTED + 5, 0, *[300] * 20, 2 * LISTED, 0]
+    indices = np.concatenate([np.arange(count) * 4096 // max(1, count) for count in counts])
+    left = Pattern((len(counts), 4096), np.cumsum([0, *counts]), indices)
+    a, b = torch.randn(left.nnz, dtype=torch.float64), torch.randn(4096 * columns, dtype=torch.float64)
+    a[::2] = 0
+    plan = jacsparse.plan_product(left, Pattern.of(Full(4096, columns)))
+    expected = torch.from_numpy(left.to_scipy(a.numpy()) @ b.view(4096, columns).numpy())
+    actual = plan.multiply(a, b).reshape(-1, columns)
+    torch.testing.assert_close(actual, expected[left.structure.row_counts() > 0], rtol=1e-12, atol=1e-12)

@@ -13,18 +13,19 @@ import jacsparse
 from tests.helpers import random_pattern
 
 
-def test_sums_of_patterns() -> None:
+@pytest.mark.parametrize("batch", [1, 3])
+def test_sums_of_patterns(batch: int) -> None:
     matrices = [random_pattern(6, 7, density, seed) for seed, density in enumerate((0.2, 0.4, 0.0))]
     plan = jacsparse.plan_sum(matrices)
-    values = [torch.randn(matrix.nnz, 3, dtype=torch.float64) for matrix in matrices]
+    values = [torch.randn(matrix.nnz, batch, dtype=torch.float64) for matrix in matrices]
     expected = sum(
-        torch.from_numpy(matrix.to_scipy(each[:, 1].numpy()).toarray())
+        torch.from_numpy(matrix.to_scipy(each[:, -1].numpy()).toarray())
         for matrix, each in zip(matrices, values, strict=True)
     )
-    actual = torch.from_numpy(plan.pattern.to_scipy(plan.add(values)[:, 1].numpy()).toarray())
+    actual = torch.from_numpy(plan.pattern.to_scipy(plan.add(values)[:, -1].numpy()).toarray())
     assert torch.equal(actual, expected) and "3 terms" in repr(plan)
     shared = plan.add([values[0], values[1][:, :1].contiguous(), values[2]])
-    assert shared.shape == (plan.pattern.nnz, 3)
+    assert shared.shape == (plan.pattern.nnz, batch)
     assert isinstance(jacsparse.plan_sum([matrices[0], Pattern.of(Full(6, 7))]).pattern.structure, Full)
     assert isinstance(plan.pattern.structure, Csr)
 
