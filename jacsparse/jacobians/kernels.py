@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..runtime import kernel
+from ..runtime import inlined, kernel
+
+#: The most rows of a run.
+LONGEST = 1024
 
 # Indices are unsigned: Numba checks signed ones for being negative, which takes longer than the arithmetic.
 
@@ -67,6 +70,63 @@ def add_weighted_products_batch(first, last, rows, indptr, left, right, weight, 
             factor, a, b = weight[term], left[term], right[term]
             for sample in range(out.shape[1]):
                 out[row, sample] += factor * numbers[a, sample] * numbers[b, sample]
+
+
+@inlined
+def _add_run(totals, out, start, stride):
+    if stride == 1:
+        values = out[start : start + len(totals)]
+        for row in range(len(totals)):
+            values[row] += totals[row]
+    else:
+        at, step = np.uint64(start), np.uint64(stride)
+        for row in range(len(totals)):
+            out[at] += totals[row]
+            at += step
+
+
+# Distances of factors may be negative, so that places along runs are signed.
+
+
+@kernel
+def add_sums_of_runs(first, last, stride, start, length, indptr, source, distance, weight, numbers, out):
+    memory = np.empty(LONGEST, out.dtype)
+    for run in range(first, last):
+        rows = length[run]
+        totals = memory[:rows]
+        totals[:] = 0
+        for term in range(indptr[run], indptr[run + 1]):
+            factor, at, step = weight[term], source[term], distance[term]
+            if step == 1:
+                values = numbers[at : at + rows]
+                for row in range(len(totals)):
+                    totals[row] += factor * values[row]
+            else:
+                for row in range(len(totals)):
+                    totals[row] += factor * numbers[at + row * step]
+        _add_run(totals, out, start[run], stride)
+
+
+@kernel
+def add_products_of_runs(
+    first, last, stride, start, length, indptr, left, left_distance, right, right_distance, weight, numbers, out
+):
+    memory = np.empty(LONGEST, out.dtype)
+    for run in range(first, last):
+        rows = length[run]
+        totals = memory[:rows]
+        totals[:] = 0
+        for term in range(indptr[run], indptr[run + 1]):
+            factor, a, b = weight[term], left[term], right[term]
+            a_step, b_step = left_distance[term], right_distance[term]
+            if a_step == 1 and b_step == 1:
+                lefts, rights = numbers[a : a + rows], numbers[b : b + rows]
+                for row in range(len(totals)):
+                    totals[row] += factor * lefts[row] * rights[row]
+            else:
+                for row in range(len(totals)):
+                    totals[row] += factor * numbers[a + row * a_step] * numbers[b + row * b_step]
+        _add_run(totals, out, start[run], stride)
 
 
 @kernel

@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..runtime import index_dtype, row_starts, run_rows
 from ..tracing import Tape, graph_of_values, record, same_numbers
 from . import kernels
 from .calls_of_terms import MOST, CallsOfTerms
 from .compilation import Runner, runner
 from .folding import Folded
 from .linearised import GraphRun, Linearised
+from .passes import Pass, unsigned
 from .results_of_runs import take_results
-from .terms import Step
 
 
 class Weights(NamedTuple):
@@ -59,13 +58,14 @@ class Products:
         self.batch, self.dtype = 1 if function.shared else function.batch, function.inputs[0].dtype
         self._weights: tuple[tuple[float, ...], Weights] | None = None
         dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
-        self._from_monomials = [
-            _OfMonomials(partial(_constants_of, folded), folded.constants[1], dtype),
-            *(_OfMonomials(partial(_weights_of, step), step.monomial, dtype) for step in folded.steps),
-        ]
         calls = CallsOfTerms(folded) if compile and graph is not None else None
         self._calls = calls if calls is not None and calls.count <= MOST else None
-        self._passes = [] if self._calls is not None else [_Pass(step) for step in folded.steps]
+        self._passes = [] if self._calls is not None else [Pass(step, self.batch) for step in folded.steps]
+        self._constant = _OfMonomials(partial(_constants_of, folded), folded.constants[1], dtype)
+        self._of_steps = [
+            _OfMonomials(partial(_weights_of, each.coefficient, each.monomial), each.monomial, dtype)
+            for each in self._passes or folded.steps
+        ]
         self._graph, self._run = graph, None if graph is None else self._runner(graph, function, compile)
         self.results: tuple[int, ...] = ()
 
@@ -110,7 +110,7 @@ class Products:
         current = self._weights
         if current is None or not same_numbers(current[0], numbers):
             monomials = self.folded.monomials.values(numbers)
-            constant, *steps = [each.values(monomials) for each in self._from_monomials]
+            constant, *steps = [each.values(monomials) for each in (self._constant, *self._of_steps)]
             tensors = [] if self._calls is None else self._calls.weights(constant, steps)
             current = self._weights = numbers, Weights(constant, steps, tensors)
         return current[1]
@@ -162,46 +162,13 @@ def _constants_of(folded: Folded, monomials: np.ndarray) -> np.ndarray:
     """The constants of the entries."""
     entry, monomial, coefficient = folded.constants
     constants = np.zeros(folded.pattern.nnz)
-    kernels.add_scaled(_unsigned(entry), _unsigned(monomial), coefficient, monomials, constants)
+    kernels.add_scaled(unsigned(entry), unsigned(monomial), coefficient, monomials, constants)
     return constants
 
 
-def _weights_of(step: Step, monomials: np.ndarray) -> np.ndarray:
-    """The weights of a step's terms."""
-    return np.asarray(step.coefficient * monomials[_unsigned(step.monomial)])
-
-
-class _Pass:
-    """A step as a kernel runs it, with unsigned indices, over the rows that have terms."""
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
-        counts = np.diff(step.indptr)
-        factors = [step.left] if step.right is None else [step.left, step.right]
-        rows = np.flatnonzero(counts).astype(index_dtype(0, len(counts), 0))
-        self._work: np.ndarray | int = row_starts(counts[rows], step.indptr.dtype)
-        self._arrays = [_unsigned(array) for array in (rows, self._work, *factors)]
-        self._kernel = "add_weighted_sums" if step.right is None else "add_weighted_products"
-        self._adds = True
-        if step.right is not None and (counts == 1).all():
-            self._kernel, self._work, self._arrays, self._adds = (
-                "weighted_products",
-                len(counts),
-                self._arrays[2:],
-                False,
-            )
-
-    def run(self, weight: np.ndarray, variables: np.ndarray, out: np.ndarray, constant: np.ndarray | int) -> None:
-        """Compute the step's variables, ``(variables,)`` or ``(variables, batch)``, from those before it."""
-        if self._adds:
-            out[...] = constant
-        kernel, lanes = (self._kernel, 1) if out.ndim == 1 else (f"{self._kernel}_batch", out.shape[1])
-        run_rows(getattr(kernels, kernel), self._work, *self._arrays, weight, variables, out, lanes=lanes)
-
-
-def _unsigned(array: np.ndarray) -> np.ndarray:
-    """The same memory as unsigned numbers: none is negative."""
-    return array.view(f"u{array.itemsize}")
+def _weights_of(coefficient: np.ndarray, monomial: np.ndarray, monomials: np.ndarray) -> np.ndarray:
+    """The weights of terms."""
+    return np.asarray(coefficient * monomials[monomial])
 
 
 class ChainProducts:

@@ -270,11 +270,17 @@ class Algebra:
         coefficient: np.ndarray,
     ) -> Terms:
         """Add a step whose variables are the entries at distinct places, and return their matrix."""
-        order = np.argsort(place, kind="stable")
-        places, counts = np.unique(place, return_counts=True)
-        right = None if right is None else right[order]
-        self.steps.append(step_of(self.variables, counts, left[order], right, monomial[order], coefficient[order]))
-        matrix = terms_at(shape, *divmod(places, np.int64(max(1, shape[1]))), first_variable=self.variables)
+        places, entry, counts = np.unique(place, return_inverse=True, return_counts=True)
+        row, column = divmod(places, np.int64(max(1, shape[1])))
+        # The first entries of all rows come first, then the second ones: on a grid, neighbours have the same terms.
+        begins = np.searchsorted(row, row)
+        sequence = np.argsort(np.arange(len(row)) - begins, kind="stable")
+        variable = np.empty(len(row), dtype=np.int64)
+        variable[sequence] = np.arange(len(row))
+        order = np.argsort(variable[entry], kind="stable")
+        factors = (left[order], None if right is None else right[order])
+        self.steps.append(step_of(self.variables, counts[sequence], *factors, monomial[order], coefficient[order]))
+        matrix = terms_at(shape, row[sequence], column[sequence], first_variable=self.variables)
         self.variables += len(places)
         return matrix
 
