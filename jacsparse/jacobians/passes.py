@@ -90,10 +90,10 @@ def _stride_of(step: Step) -> int:
     for stride in range(1, FARTHEST + 1):
         row, second, third = sample, sample + stride, sample + 2 * stride
         alike = (counts[row] == counts[second]) & (factor[second] - factor[row] == factor[third] - factor[second])
-        found = int((alike & (counts[row] > 0)).sum())
+        count = int((alike & (counts[row] > 0)).sum())
         # Rows repeat at multiples of a distance too.
-        if found > 1.05 * most:
-            best, most = stride, found
+        if count > 1.05 * most:
+            best, most = stride, count
     return best
 
 

@@ -36,13 +36,13 @@ class MemoryPool:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._lock = threading.Lock()
-        # What was given back last is at the end.
-        self._kept: list[np.ndarray] = []
+        # What was returned last is at the end.
+        self._free: list[np.ndarray] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the pool holds."""
-        return sum(memory.nbytes for memory in tuple(self._kept))
+        return sum(memory.nbytes for memory in tuple(self._free))
 
     def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         """An uninitialised array, as of ``np.empty``, in memory of an earlier one of as many bytes if there is any."""
@@ -59,27 +59,27 @@ class MemoryPool:
     def clear(self) -> None:
         """Free all memory that the pool holds."""
         with self._lock:
-            self._kept.clear()
+            self._free.clear()
 
     def _taken(self, nbytes: int) -> np.ndarray | None:
         # It does without rather than wait: in a forked child, a lock may never be released.
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            places = [place for place, memory in enumerate(self._kept) if memory.nbytes == nbytes]
-            return self._kept.pop(places[-1]) if places else None
+            places = [place for place, memory in enumerate(self._free) if memory.nbytes == nbytes]
+            return self._free.pop(places[-1]) if places else None
         finally:
             self._lock.release()
 
-    def give_back(self, memory: np.ndarray) -> None:
-        """Keep memory, and free what was given back longest ago until all is within the limit."""
+    def reclaim(self, memory: np.ndarray) -> None:
+        """Keep memory, and free what was returned longest ago until all is within the limit."""
         # The collector of garbage may call this at any point, even while this thread holds the lock.
         if not self._lock.acquire(blocking=False):
             return
         try:
-            self._kept.append(memory)
+            self._free.append(memory)
             while self.nbytes > self.limit:
-                del self._kept[0]
+                del self._free[0]
         finally:
             self._lock.release()
 
@@ -92,7 +92,7 @@ class _Loan:
         self.__array_interface__ = memory.__array_interface__
 
     def __del__(self) -> None:
-        self._pool.give_back(self._memory)
+        self._pool.reclaim(self._memory)
 
 
 #: The memory of values of products and sums.

@@ -49,7 +49,7 @@ def test_arrays_are_as_asked_for() -> None:
         assert all(array.ctypes.data % ALIGNMENT == 0 for array in arrays if array.nbytes >= SMALLEST)
 
 
-def test_what_was_given_back_longest_ago_goes_first() -> None:
+def test_what_was_returned_longest_ago_goes_first() -> None:
     """The pool holds at most its limit; larger arrays leave it as it is."""
     pool = MemoryPool(3 * SMALLEST)
     for size in (1, 2, 4):
@@ -57,7 +57,7 @@ def test_what_was_given_back_longest_ago_goes_first() -> None:
     assert pool.nbytes == 3 * SMALLEST
     one, other = pool.empty((SMALLEST,), np.uint8), pool.empty((SMALLEST,), np.uint8)
     del one, other
-    assert [memory.nbytes for memory in pool._kept] == [SMALLEST, SMALLEST]
+    assert [memory.nbytes for memory in pool._free] == [SMALLEST, SMALLEST]
     pool.clear()
     assert pool.nbytes == 0
 
