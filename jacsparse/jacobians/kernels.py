@@ -23,7 +23,7 @@ def add_weighted_sums(first, last, rows, indptr, source, weight, numbers, out):
     for place in range(first, last):
         row = rows[place]
         total = out[row]
-        for term in range(indptr[place], indptr[place + 1]):
+        for term in range(indptr[row], indptr[row + 1]):
             total += weight[term] * numbers[source[term]]
         out[row] = total
 
@@ -32,7 +32,7 @@ def add_weighted_sums(first, last, rows, indptr, source, weight, numbers, out):
 def add_weighted_sums_batch(first, last, rows, indptr, source, weight, numbers, out):
     for place in range(first, last):
         row = rows[place]
-        for term in range(indptr[place], indptr[place + 1]):
+        for term in range(indptr[row], indptr[row + 1]):
             factor, number = weight[term], source[term]
             for sample in range(out.shape[1]):
                 out[row, sample] += factor * numbers[number, sample]
@@ -57,7 +57,7 @@ def add_weighted_products(first, last, rows, indptr, left, right, weight, number
     for place in range(first, last):
         row = rows[place]
         total = out[row]
-        for term in range(indptr[place], indptr[place + 1]):
+        for term in range(indptr[row], indptr[row + 1]):
             total += weight[term] * numbers[left[term]] * numbers[right[term]]
         out[row] = total
 
@@ -66,7 +66,7 @@ def add_weighted_products(first, last, rows, indptr, left, right, weight, number
 def add_weighted_products_batch(first, last, rows, indptr, left, right, weight, numbers, out):
     for place in range(first, last):
         row = rows[place]
-        for term in range(indptr[place], indptr[place + 1]):
+        for term in range(indptr[row], indptr[row + 1]):
             factor, a, b = weight[term], left[term], right[term]
             for sample in range(out.shape[1]):
                 out[row, sample] += factor * numbers[a, sample] * numbers[b, sample]
@@ -76,57 +76,59 @@ def add_weighted_products_batch(first, last, rows, indptr, left, right, weight, 
 def _add_run(totals, out, start, stride):
     if stride == 1:
         values = out[start : start + len(totals)]
-        for row in range(len(totals)):
-            values[row] += totals[row]
+        for place in range(len(totals)):
+            values[place] += totals[place]
     else:
-        at, step = np.uint64(start), np.uint64(stride)
-        for row in range(len(totals)):
-            out[at] += totals[row]
-            at += step
+        row, step = np.uint64(start), np.uint64(stride)
+        for place in range(len(totals)):
+            out[row] += totals[place]
+            row += step
 
 
-# Distances of factors may be negative, so that places along runs are signed.
+# A run has the terms of its first row. Those of the next row tell how far the factors move from row to row: a distance
+# may be negative, so that places along runs are signed.
 
 
 @kernel
-def add_sums_of_runs(first, last, stride, start, length, indptr, source, distance, weight, numbers, out):
+def add_sums_of_runs(first, last, stride, start, length, indptr, source, weight, numbers, out):
     memory = np.empty(LONGEST, out.dtype)
     for run in range(first, last):
-        rows = length[run]
+        row, rows = start[run], length[run]
         totals = memory[:rows]
         totals[:] = 0
-        for term in range(indptr[run], indptr[run + 1]):
-            factor, at, step = weight[term], source[term], distance[term]
+        next_terms = indptr[row + stride] - indptr[row]
+        for term in range(indptr[row], indptr[row + 1]):
+            factor, at = weight[term], np.int64(source[term])
+            step = np.int64(source[term + next_terms]) - at
             if step == 1:
                 values = numbers[at : at + rows]
-                for row in range(len(totals)):
-                    totals[row] += factor * values[row]
+                for place in range(len(totals)):
+                    totals[place] += factor * values[place]
             else:
-                for row in range(len(totals)):
-                    totals[row] += factor * numbers[at + row * step]
-        _add_run(totals, out, start[run], stride)
+                for place in range(len(totals)):
+                    totals[place] += factor * numbers[at + place * step]
+        _add_run(totals, out, row, stride)
 
 
 @kernel
-def add_products_of_runs(
-    first, last, stride, start, length, indptr, left, left_distance, right, right_distance, weight, numbers, out
-):
+def add_products_of_runs(first, last, stride, start, length, indptr, left, right, weight, numbers, out):
     memory = np.empty(LONGEST, out.dtype)
     for run in range(first, last):
-        rows = length[run]
+        row, rows = start[run], length[run]
         totals = memory[:rows]
         totals[:] = 0
-        for term in range(indptr[run], indptr[run + 1]):
-            factor, a, b = weight[term], left[term], right[term]
-            a_step, b_step = left_distance[term], right_distance[term]
+        next_terms = indptr[row + stride] - indptr[row]
+        for term in range(indptr[row], indptr[row + 1]):
+            factor, a, b = weight[term], np.int64(left[term]), np.int64(right[term])
+            a_step, b_step = np.int64(left[term + next_terms]) - a, np.int64(right[term + next_terms]) - b
             if a_step == 1 and b_step == 1:
                 lefts, rights = numbers[a : a + rows], numbers[b : b + rows]
-                for row in range(len(totals)):
-                    totals[row] += factor * lefts[row] * rights[row]
+                for place in range(len(totals)):
+                    totals[place] += factor * lefts[place] * rights[place]
             else:
-                for row in range(len(totals)):
-                    totals[row] += factor * numbers[a + row * a_step] * numbers[b + row * b_step]
-        _add_run(totals, out, start[run], stride)
+                for place in range(len(totals)):
+                    totals[place] += factor * numbers[a + place * a_step] * numbers[b + place * b_step]
+        _add_run(totals, out, row, stride)
 
 
 @kernel

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..runtime import SIMD, row_starts, run_rows
+from ..runtime import SIMD, index_dtype, row_starts, run_rows
 from . import kernels
 from .terms import Step
 
@@ -36,46 +36,47 @@ class Runs:
 
 
 def runs_of(step: Step) -> Runs:
-    """The runs of a step; none where most of its terms would be in none."""
-    counts = np.diff(step.indptr)
-    stride = _stride_of(step)
-    order = np.argsort(np.arange(len(counts)) % stride, kind="stable")
-    first = np.append(0, np.flatnonzero(~_continues(step, order, stride)) + 1)[: len(order)]
-    length = np.diff(np.append(first, len(order)))
+    """The runs of a step; none where it is small, or most of its terms would be in none."""
+    if len(step.left) < FEWEST:
+        return no_runs(step)
+    counts, stride = np.diff(step.indptr), _stride_of(step)
+    place = np.arange(len(counts))
+    order = np.argsort(place % stride, kind="stable")
+    begin = np.maximum.accumulate(np.where(_continues(step, order, stride), 0, place))
     # Long runs become several, which several threads may share.
-    parts = -(-length // kernels.LONGEST)
-    earlier = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * kernels.LONGEST
-    first = np.repeat(first, parts) + earlier
-    length = np.minimum(np.repeat(length, parts) - earlier, kernels.LONGEST)
-    long = (length >= SHORTEST) & (counts[order[first]] > 0)
-    if 2 * (counts[order[first]] * length)[long].sum() < len(step.left):
-        long[:] = False
+    first = np.flatnonzero((place - begin) % kernels.LONGEST == 0)
+    start, length = order[first], np.diff(np.append(first, len(order)))
+    long = (length >= SHORTEST) & (counts[start] > 0)
+    if 2 * (counts[start] * length)[long].sum() < len(step.left):
+        return no_runs(step)
     others = np.sort(order[np.repeat(~long, length)])
-    start, length = order[first[long]], length[long]
     # Neighbouring runs read and write the same memory.
-    by_start = np.argsort(start)
-    return Runs(stride, start[by_start], length[by_start], others[counts[others] > 0])
+    runs = np.flatnonzero(long)[np.argsort(start[long])]
+    return Runs(stride, start[runs], length[runs], others[counts[others] > 0])
+
+
+def no_runs(step: Step) -> Runs:
+    """All rows that have terms, and no run."""
+    rows = np.flatnonzero(np.diff(step.indptr))
+    return Runs(1, rows[:0], rows[:0], rows)
 
 
 def _continues(step: Step, order: np.ndarray, stride: int) -> np.ndarray:
-    """Whether each row of an order but the last belongs to a run with the row after it, which lies `stride` further."""
+    """Whether each row of an order belongs to a run with the row before it, which lies `stride` before."""
     counts = np.diff(step.indptr)
-    here, after = order[:-1], order[1:]
-    continues = (after == here + stride) & (counts[here] == counts[after])
-    pairs = np.flatnonzero(continues)
-    here, after = here[pairs], after[pairs]
-    terms, pair = _terms_of(step, here)
-    next_terms = terms + (step.indptr[after] - step.indptr[here])[pair]
-    alike = (step.monomial[next_terms] == step.monomial[terms]) & (
-        step.coefficient[next_terms] == step.coefficient[terms]
-    )
-    # Distances are those between the two rows before, where these belong together too.
-    chained = np.append(False, np.diff(pairs) == 1)[: len(pairs)]
-    before = np.arange(len(terms)) - (counts[here] * chained)[pair]
+    continues = np.append(False, (np.diff(order) == stride) & (np.diff(counts[order]) == 0))[: len(order)]
+    places = np.flatnonzero(continues)
+    before, row = order[places - 1], order[places]
+    terms, pair = _terms_of(step, before)
+    next_terms = terms + (step.indptr[row] - step.indptr[before])[pair]
+    alike = step.monomial[next_terms] == step.monomial[terms]
+    alike &= step.coefficient[next_terms] == step.coefficient[terms]
+    # Each distance equals the one that led to the row before, unless that row begins a run.
+    earlier = np.arange(len(terms)) - (counts[before] * continues[places - 1])[pair]
     for factor in _factors_of(step):
         distance = factor[next_terms] - factor[terms]
-        alike &= distance == distance[before]
-    continues[pairs[pair[~alike]]] = False
+        alike &= distance == distance[earlier]
+    continues[places[pair[~alike]]] = False
     return continues
 
 
@@ -109,12 +110,11 @@ def _terms_of(step: Step, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Call(NamedTuple):
-    """A kernel, what `run_rows` takes as its work, its other arguments, and its part of the weights."""
+    """A kernel, what `run_rows` takes as its work, and its arguments before the weights."""
 
     kernel: str
     work: np.ndarray | int
     arguments: list[Any]
-    weights: slice
 
 
 class Pass:
@@ -126,40 +126,25 @@ class Pass:
         The step.
     batch : int
         The number of samples; runs are for one alone.
-
-    Attributes
-    ----------
-    coefficient, monomial : ndarray
-        Those of the step's terms, in the order in which `run` takes their weights.
     """
 
     def __init__(self, step: Step, batch: int) -> None:
         self.step = step
-        counts = np.diff(step.indptr)
-        others = np.flatnonzero(counts)
-        runs = Runs(1, others[:0], others[:0], others)
-        if batch == 1 and len(step.left) >= FEWEST:
-            runs = runs_of(step)
-        of_runs, of_others = (_terms_of(step, rows)[0] for rows in (runs.start, runs.others))
-        terms = np.concatenate([of_runs, of_others])
-        self.coefficient, self.monomial = step.coefficient[terms], step.monomial[terms]
-        self._adds = step.right is None or len(of_runs) > 0 or bool((counts != 1).any())
-        kind = "sums" if step.right is None else "products"
-        self._calls: list[_Call] = []
-        if len(of_runs):
-            # Loops along runs are vectorised, but not what reads and writes their results.
-            work = row_starts(runs.length * (counts[runs.start] // SIMD + 2), np.int64)
-            arguments = [runs.stride, *_along(step, runs)]
-            self._calls.append(_Call(f"add_{kind}_of_runs", work, arguments, slice(0, len(of_runs))))
-        if len(of_others):
-            factors = [unsigned(factor[of_others]) for factor in _factors_of(step)]
-            starts, weights = row_starts(counts[runs.others], step.indptr.dtype), slice(len(of_runs), None)
-            arguments = [unsigned(runs.others.astype(starts.dtype)), unsigned(starts), *factors]
-            self._calls.append(
-                _Call(f"add_weighted_{kind}", starts, arguments, weights)
-                if self._adds
-                else _Call("weighted_products", len(counts), factors, weights)
-            )
+        counts, runs = np.diff(step.indptr), runs_of(step) if batch == 1 else no_runs(step)
+        factors = [unsigned(factor) for factor in _factors_of(step)]
+        self._adds = step.right is None or len(runs.start) > 0 or bool((counts != 1).any())
+        if not self._adds:
+            self._calls = [_Call("weighted_products", len(counts), factors)]
+            return
+        kind, terms = "sums" if step.right is None else "products", [unsigned(step.indptr), *factors]
+        # Loops along runs are vectorised, but not what reads and writes their results.
+        work_of_runs = row_starts(runs.length * (counts[runs.start] // SIMD + 2), np.int64)
+        others = runs.others.astype(index_dtype(0, len(counts), 0))
+        calls = [
+            _Call(f"add_{kind}_of_runs", work_of_runs, [runs.stride, runs.start, runs.length, *terms]),
+            _Call(f"add_weighted_{kind}", row_starts(counts[others], step.indptr.dtype), [unsigned(others), *terms]),
+        ]
+        self._calls = [call for call in calls if np.size(call.work) > 1]
 
     def run(self, weight: np.ndarray, variables: np.ndarray, out: np.ndarray, constant: np.ndarray | int) -> None:
         """Compute the step's variables, ``(variables,)`` or ``(variables, batch)``, from those before it."""
@@ -168,17 +153,7 @@ class Pass:
         suffix, lanes = ("", 1) if out.ndim == 1 else ("_batch", out.shape[1])
         for call in self._calls:
             kernel = getattr(kernels, call.kernel + suffix)
-            run_rows(kernel, call.work, *call.arguments, weight[call.weights], variables, out, lanes=lanes)
-
-
-def _along(step: Step, runs: Runs) -> list[np.ndarray]:
-    """The first row and the length of each run, where its terms start, and each factor's first place and distance."""
-    terms, _ = _terms_of(step, runs.start)
-    next_terms, _ = _terms_of(step, runs.start + runs.stride)
-    arrays = [runs.start, runs.length, row_starts(np.diff(step.indptr)[runs.start], np.int64)]
-    for factor in _factors_of(step):
-        arrays += [factor[terms], factor[next_terms].astype(np.int64) - factor[terms]]
-    return [array.astype(np.int64) for array in arrays]
+            run_rows(kernel, call.work, *call.arguments, weight, variables, out, lanes=lanes)
 
 
 def unsigned(array: np.ndarray) -> np.ndarray:

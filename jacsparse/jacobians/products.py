@@ -23,6 +23,7 @@ from .folding import Folded
 from .linearised import GraphRun, Linearised
 from .passes import Pass, unsigned
 from .results_of_runs import take_results
+from .terms import Step
 
 
 class Weights(NamedTuple):
@@ -58,14 +59,13 @@ class Products:
         self.batch, self.dtype = 1 if function.shared else function.batch, function.inputs[0].dtype
         self._weights: tuple[tuple[float, ...], Weights] | None = None
         dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+        self._from_monomials = [
+            _OfMonomials(partial(_constants_of, folded), folded.constants[1], dtype),
+            *(_OfMonomials(partial(_weights_of, step), step.monomial, dtype) for step in folded.steps),
+        ]
         calls = CallsOfTerms(folded) if compile and graph is not None else None
         self._calls = calls if calls is not None and calls.count <= MOST else None
         self._passes = [] if self._calls is not None else [Pass(step, self.batch) for step in folded.steps]
-        self._constant = _OfMonomials(partial(_constants_of, folded), folded.constants[1], dtype)
-        self._of_steps = [
-            _OfMonomials(partial(_weights_of, each.coefficient, each.monomial), each.monomial, dtype)
-            for each in self._passes or folded.steps
-        ]
         self._graph, self._run = graph, None if graph is None else self._runner(graph, function, compile)
         self.results: tuple[int, ...] = ()
 
@@ -110,7 +110,7 @@ class Products:
         current = self._weights
         if current is None or not same_numbers(current[0], numbers):
             monomials = self.folded.monomials.values(numbers)
-            constant, *steps = [each.values(monomials) for each in (self._constant, *self._of_steps)]
+            constant, *steps = [each.values(monomials) for each in self._from_monomials]
             tensors = [] if self._calls is None else self._calls.weights(constant, steps)
             current = self._weights = numbers, Weights(constant, steps, tensors)
         return current[1]
@@ -166,9 +166,9 @@ def _constants_of(folded: Folded, monomials: np.ndarray) -> np.ndarray:
     return constants
 
 
-def _weights_of(coefficient: np.ndarray, monomial: np.ndarray, monomials: np.ndarray) -> np.ndarray:
-    """The weights of terms."""
-    return np.asarray(coefficient * monomials[monomial])
+def _weights_of(step: Step, monomials: np.ndarray) -> np.ndarray:
+    """The weights of a step's terms."""
+    return np.asarray(step.coefficient * monomials[unsigned(step.monomial)])
 
 
 class ChainProducts:

@@ -45,7 +45,7 @@ def looped(step: Step, monomials: np.ndarray, variables: np.ndarray, constant: n
 
 @given(
     seed=st.integers(0, 2**31),
-    rows=st.sampled_from([0, 1, 17, 300, 1000]),
+    rows=st.sampled_from([0, 1, 17, 300, 1000, 2500]),
     stride=st.integers(1, FARTHEST + 2),
     products=st.booleans(),
     broken=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
@@ -60,7 +60,7 @@ def test_passes_equal_loops(seed: int, rows: int, stride: int, products: bool, b
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "FEWEST", 0)
         prepared = Pass(step, batch)
-    weight, out = prepared.coefficient * monomials[prepared.monomial], np.full((rows, batch), np.nan)
+    weight, out = step.coefficient * monomials[step.monomial], np.full((rows, batch), np.nan)
     if batch == 1:
         prepared.run(weight, variables[:, 0], out[:, 0], constant)
     else:
@@ -81,8 +81,20 @@ def test_runs_hold_each_row_once() -> None:
     assert len(runs.others) < 0.1 * len(rows)
 
 
-def test_drawn_terms_have_no_runs() -> None:
+def test_indices_narrower_than_rows() -> None:
+    """A step from outside may have indices of a type that cannot number its rows."""
+    counts = np.zeros(1000, dtype=np.int64)
+    counts[[5, 300, 999]] = 1
+    indptr = np.append(0, np.cumsum(counts)).astype(np.int8)
+    step = Step(3, indptr, np.arange(3, dtype=np.int8), None, np.zeros(3, dtype=np.int8), np.ones(3))
+    out = np.full(1000, np.nan)
+    Pass(step, 1).run(step.coefficient, np.array([1.0, 2.0, 3.0]), out, 0)
+    assert np.array_equal(np.flatnonzero(out), [5, 300, 999]) and out.sum() == 6
+
+
+def test_drawn_terms_have_no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where little repeats, everything goes row by row."""
+    monkeypatch.setattr(passes, "FEWEST", 0)
     rng = np.random.default_rng(1)
     indptr = (2 * np.arange(5001)).astype(np.int32)
     left = rng.integers(0, 10_000, 10_000, dtype=np.int32)
