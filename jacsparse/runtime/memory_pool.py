@@ -54,20 +54,21 @@ class MemoryPool:
             more = np.empty(nbytes + ALIGNMENT, np.uint8)
             begin = -more.ctypes.data % ALIGNMENT
             memory = more[begin : begin + nbytes]
-        return np.asarray(_Loan(memory, self)).view(dtype).reshape(shape)
+        return np.asarray(_Buffer(memory, self)).view(dtype).reshape(shape)
 
     def clear(self) -> None:
         """Free all memory that the pool holds."""
-        with self._lock:
-            self._free.clear()
+        # A new list needs no lock, which in a forked child may never be released.
+        self._free = []
 
     def _taken(self, nbytes: int) -> np.ndarray | None:
         # It does without rather than wait: in a forked child, a lock may never be released.
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            places = [place for place, memory in enumerate(self._free) if memory.nbytes == nbytes]
-            return self._free.pop(places[-1]) if places else None
+            free = self._free
+            places = [place for place, memory in enumerate(free) if memory.nbytes == nbytes]
+            return free.pop(places[-1]) if places else None
         finally:
             self._lock.release()
 
@@ -79,13 +80,13 @@ class MemoryPool:
         try:
             self._free.append(memory)
             while self.nbytes > self.limit:
-                del self._free[0]
+                del self._free[:1]
         finally:
             self._lock.release()
 
 
-class _Loan:
-    """Owns the memory of an array and its views, and gives it back to the pool after the last of them."""
+class _Buffer:
+    """The memory of an array and of its views, which returns to the pool after the last of them."""
 
     def __init__(self, memory: np.ndarray, pool: MemoryPool) -> None:
         self._memory, self._pool = memory, pool
