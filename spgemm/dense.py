@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ..patterns import Full
-from ..runtime import frozen, inlined, kernel, memory_for, row_starts, run_rows
+from ..runtime import frozen, inlined, kernel, memory_for, row_starts, run_rows, unsigned
 from . import products_cuda
-from .lanes import accumulate_row, block_width, unsigned, write_sum_of_rows
+from .lanes import accumulate_row, block_width, write_sum_of_rows
 from .methods import Method, Product
 from .operands import flat, matrices
 
@@ -56,15 +56,15 @@ def _row_state(row, magnitude, infinity):
 
 @inlined
 def _list_terms(indices, a, states, bits, magnitude, infinity, columns, values, starts, count):
-    """Append the terms of a row of A that must be added, as values and as starts of rows of B; return their number.
+    """Append the terms of a row of A that must be added, as values and as starts of rows of B; return the new count.
 
-    `count` and `indices` are unsigned, so that none is checked for being negative.
+    `count` and `indices` are unsigned.
     """
     for p in range(len(indices)):
         inner, value = indices[p], a[p]
         start = np.int64(inner) * columns
         if states[inner] == UNKNOWN:
-            # The row is read from memory once, here. Other threads may find the same at the same time.
+            # The row is read from memory once, here. Other threads may write the same byte at the same time.
             states[inner] = _row_state(bits[start : start + columns], magnitude, infinity)
         state = states[inner]
         values[count], starts[count] = value, start
@@ -96,8 +96,7 @@ def _sparse_full_one(first, last, indptr, indices, states, bits, magnitude, infi
         for listed in range(begin, row):
             stop = stops[listed - begin]
             if c_indptr[listed + 1] > c_indptr[listed]:
-                at_c = np.int64(c_indptr[listed])
-                write_sum_of_rows(c, at_c, columns, values[term:stop], starts[term:stop], stop - term, b)
+                write_sum_of_rows(c, np.int64(c_indptr[listed]), columns, values[term:stop], starts[term:stop], b)
             term = stop
 
 

@@ -101,9 +101,9 @@ def _write_sum_of_scaled(typing_context, c, c_place, values, starts, count, b, s
 
 
 @inlined
-def write_sum_of_rows(c, at_c, columns, values, starts, count, b):
-    """``c[at_c + q] = sum of values[t] * b[starts[t] + q]`` over the first `count` terms, for `columns` elements."""
-    q = np.int64(0)
+def write_sum_of_rows(c, at_c, columns, values, starts, b):
+    """``c[at_c + q] = sum of values[t] * b[starts[t] + q]`` over all terms, for each ``q`` of `columns` elements."""
+    q, count = np.int64(0), len(values)
     while columns - q >= 64:
         _write_sum_of_scaled(c, at_c + q, values, starts, count, b, q, 64)
         q += 64
@@ -113,11 +113,6 @@ def write_sum_of_rows(c, at_c, columns, values, starts, count, b):
     while columns - q >= 1:
         _write_sum_of_scaled(c, at_c + q, values, starts, count, b, q, 1)
         q += 1
-
-
-def unsigned(indices: np.ndarray) -> np.ndarray:
-    """The same indices as unsigned integers, as `accumulate_row` takes them; none may be negative."""
-    return indices.view(f"u{indices.itemsize}")
 
 
 @inlined

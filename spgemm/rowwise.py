@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..runtime import kernel, run_rows
+from ..runtime import kernel, run_rows, unsigned
 from . import products_cuda
-from .lanes import accumulate_row, block_width, unsigned
+from .lanes import accumulate_row, block_width
 from .methods import Method, Product
 from .operands import flat
 

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from ..patterns import Diagonal, Full, Pattern
-from ..runtime import SIMD, kernel, run_rows
+from ..runtime import SIMD, kernel, run_rows, unsigned
 from . import products_cuda
-from .lanes import unsigned
 from .methods import Method, Product
 
 
@@ -75,15 +74,14 @@ class Scale(Method):
             self._scale_full(*map(torch.from_numpy, (diagonal, values, c)))
             return
         batch = c.shape[1]
-        one = batch == 1
-        arrays = (array.reshape(-1) if one else array for array in (diagonal, values, c))
+        arrays = [array.reshape(-1) if batch == 1 else array for array in (diagonal, values, c)]
         if self.left:
-            indptr = self.other.indptr
-            run_rows(_scale_rows_one if one else _scale_rows, indptr, indptr, *arrays, lanes=batch)
+            scale, indptr = _scale_rows_one if batch == 1 else _scale_rows, self.other.indptr
+            run_rows(scale, indptr, indptr, *arrays, lanes=batch)
         else:
+            scale, indices = _scale_columns_one if batch == 1 else _scale_columns, unsigned(self.other.indices)
             # Elements of the diagonal are looked up one by one.
-            scale_columns, indices = (_scale_columns_one if one else _scale_columns), unsigned(self.other.indices)
-            run_rows(scale_columns, self.other.nnz, indices, *arrays, lanes=SIMD * batch)
+            run_rows(scale, self.other.nnz, indices, *arrays, lanes=SIMD * batch)
 
     def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
         diagonal, values = (a, b) if self.left else (b, a)

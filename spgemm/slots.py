@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from ..patterns import Pooling
-from ..runtime import frozen, kernel, run_rows
+from ..runtime import frozen, kernel, run_rows, unsigned
 from . import products_cuda
-from .lanes import accumulate_row, block_width, unsigned
+from .lanes import accumulate_row, block_width
 from .methods import Method, Product
 from .operands import flat
 
@@ -52,8 +52,8 @@ def _multiply_one(first, last, work, a_indptr, a_indices, b_indptr, c_indptr, sl
 
 
 @kernel
-def _multiply_single(first, last, a_indptr, a_indices, c_indptr, slot, a, b, c):
-    # Entry k is all of B's row k, so that the multiply-adds are numbered as A's entries.
+def _multiply_one_entry_rows(first, last, a_indptr, a_indices, c_indptr, slot, a, b, c):
+    # B's row k is its entry k, so that the multiply-adds are numbered as A's entries.
     for row in range(first, last):
         c_row = c[c_indptr[row] : c_indptr[row + 1]]
         c_row[:] = 0
@@ -108,18 +108,19 @@ class Slots(Method):
         self.slot = frozen(slot)
         self.indices = (self.work, a.indptr, a.indices, b.indptr, c.indptr, self.slot)
         self.kernels_on_device = products_cuda.RowKernels(product, self.slot)
-        self._single = bool((b.structure.row_counts() == 1).all())
+        self._one_entry_rows = bool((b.structure.row_counts() == 1).all())
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+        if c.shape[1] > 1:
+            run_rows(_multiply, self.work, *self.indices, *flat(a, b, c), lanes=c.shape[1])
+            return
         one = (a.reshape(-1), b.reshape(-1), c.reshape(-1))
-        if c.shape[1] == 1 and self._single:
+        if self._one_entry_rows:
             left = self.product.a
             indices = (left.indptr, unsigned(left.indices), self.product.c.indptr, self.slot)
-            run_rows(_multiply_single, self.work, *indices, *one)
-        elif c.shape[1] == 1:
-            run_rows(_multiply_one, self.work, *self.indices, *one)
+            run_rows(_multiply_one_entry_rows, self.work, *indices, *one)
         else:
-            run_rows(_multiply, self.work, *self.indices, *flat(a, b, c), lanes=c.shape[1])
+            run_rows(_multiply_one, self.work, *self.indices, *one)
 
     def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
         self.kernels_on_device.multiply(a, b, c)

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from ..patterns import Csr, Diagonal, Full, Pattern
-from ..runtime import frozen, index_dtype, kernel, run_rows, uncompiled, uploaded
+from ..runtime import SIMD, frozen, index_dtype, kernel, run_rows, uncompiled, unsigned, uploaded
 from .gradients import graph_operands, wants_gradient
-from .lanes import unsigned
 from .operands import result, same_batch, view
 from .plan_cache import PLAN_CACHE
 from .symbolic import product_pattern
@@ -28,16 +27,16 @@ def _find(first, last, indptr, indices, c_indptr, c_indices, place):
 
 
 @kernel
-def _add(first, last, indptr, place, values, out):
-    for row in range(first, last):
-        for entry in range(indptr[row], indptr[row + 1]):
-            for sample in range(out.shape[1]):
-                out[place[entry], sample] += values[entry, sample if values.shape[1] > 1 else 0]
+def _add(first, last, place, values, out):
+    for entry in range(first, last):
+        at = place[entry]
+        for sample in range(out.shape[1]):
+            out[at, sample] += values[entry, sample if values.shape[1] > 1 else 0]
 
 
 @kernel
-def _add_one(first, last, indptr, place, values, out):
-    for entry in range(indptr[first], indptr[last]):
+def _add_one(first, last, place, values, out):
+    for entry in range(first, last):
         out[place[entry]] += values[entry]
 
 
@@ -158,10 +157,10 @@ class SumPlan:
             elif isinstance(c, torch.Tensor):
                 c[uploaded(place, c.device)] += part
             elif batch == 1:
-                indptr = term.indptr
-                run_rows(_add_one, indptr, indptr, unsigned(place), part.reshape(-1), c.reshape(-1))
+                run_rows(_add_one, term.nnz, unsigned(place), part.reshape(-1), c.reshape(-1), lanes=SIMD)
             else:
-                run_rows(_add, term.indptr, term.indptr, place, part, c, lanes=batch)
+                # Elements of the sum are looked up one by one.
+                run_rows(_add, term.nnz, unsigned(place), part, c, lanes=SIMD * batch)
         return returned
 
     def _differentiated(self, values: Sequence[Any], batch: int, out: Any) -> Any:

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from ..patterns import Diagonal, Full, Pattern, gathered
-from ..runtime import kernel, run_rows, uncompiled
+from ..runtime import kernel, run_rows, uncompiled, unsigned
 from . import products_cuda
 from .gradients import Form, differentiable_product, wants_gradient
-from .lanes import unsigned
 from .operands import flat, result, same_batch, view
 
 

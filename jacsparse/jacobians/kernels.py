@@ -9,7 +9,7 @@ from ..runtime import inlined, kernel
 #: The most rows of a run.
 LONGEST = 1024
 
-# Indices are unsigned: Numba checks signed ones for being negative, which takes longer than the arithmetic.
+# Indices are unsigned.
 
 
 @kernel

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..runtime import SIMD, index_dtype, row_starts, run_rows
+from ..runtime import SIMD, index_dtype, row_starts, run_rows, unsigned
 from . import kernels
 from .terms import Step
 
@@ -154,8 +154,3 @@ class Pass:
         for call in self._calls:
             kernel = getattr(kernels, call.kernel + suffix)
             run_rows(kernel, call.work, *call.arguments, weight, variables, out, lanes=lanes)
-
-
-def unsigned(array: np.ndarray) -> np.ndarray:
-    """The same memory as unsigned numbers: none is negative."""
-    return array.view(f"u{array.itemsize}")

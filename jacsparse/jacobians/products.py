@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import fx
 
+from ..runtime import unsigned
 from ..tracing import Tape, graph_of_values, record, same_numbers
 from . import kernels
 from .calls_of_terms import MOST, CallsOfTerms
 from .compilation import Runner, runner
 from .folding import Folded
 from .linearised import GraphRun, Linearised
-from .passes import Pass, unsigned
+from .passes import Pass
 from .results_of_runs import take_results
 from .terms import Step
 

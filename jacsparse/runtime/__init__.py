@@ -1,7 +1,7 @@
 """What runs the numbers: compiled kernels, threads, devices, and files. Knows nothing of the packages above it."""
 
 from .archive import read_archive, write_archive
-from .arrays import frozen, index_dtype, row_starts
+from .arrays import frozen, index_dtype, row_starts, unsigned
 from .cuda import (
     INDEX,
     KERNEL_FILES,
@@ -68,6 +68,7 @@ __all__ = [
     "symbolic_limit",
     "thread_count",
     "uncompiled",
+    "unsigned",
     "uploaded",
     "write_archive",
 ]

@@ -23,3 +23,11 @@ def row_starts(counts: np.ndarray, dtype: Any) -> np.ndarray:
     starts = np.zeros(len(counts) + 1, dtype=dtype)
     np.cumsum(counts, out=starts[1:])
     return starts
+
+
+def unsigned(indices: np.ndarray) -> np.ndarray:
+    """The same memory as unsigned integers; none may be negative.
+
+    Numba checks whether a signed index is negative, which takes a kernel longer than its arithmetic.
+    """
+    return indices.view(f"u{indices.itemsize}")
