@@ -273,8 +273,8 @@ class Algebra:
         places, entry, counts = np.unique(place, return_inverse=True, return_counts=True)
         row, column = divmod(places, np.int64(max(1, shape[1])))
         # The first entries of all rows come first, then the second ones: on a grid, neighbours have the same terms.
-        begins = np.searchsorted(row, row)
-        sequence = np.argsort(np.arange(len(row)) - begins, kind="stable")
+        place_in_row = np.arange(len(row)) - np.searchsorted(row, row)
+        sequence = np.argsort(place_in_row, kind="stable")
         variable = np.empty(len(row), dtype=np.int64)
         variable[sequence] = np.arange(len(row))
         order = np.argsort(variable[entry], kind="stable")
