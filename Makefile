@@ -11,7 +11,7 @@ GPU_TESTS := $(patsubst %,tests/cuda/test_%.py,products values recurrent linear_
 SSE42 := +sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+sahf
 AVX2 := $(SSE42),+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe
 NUMERIC := tests/patterns tests/spgemm tests/stages/test_order.py tests/jacobians/test_jacobian.py \
-	tests/recurrence/test_linear_recurrence.py
+	tests/jacobians/test_passes.py tests/recurrence/test_linear_recurrence.py
 
 .PHONY: setup demo test test-full test-portable test-gpu lint bench clean
 
