@@ -52,7 +52,8 @@ class MemoryPool:
         memory = self._taken(nbytes)
         if memory is None:
             more = np.empty(nbytes + ALIGNMENT, np.uint8)
-            begin = -more.ctypes.data % ALIGNMENT
+            # `more.ctypes` imports a module, which fails while the interpreter shuts down.
+            begin = -more.__array_interface__["data"][0] % ALIGNMENT
             memory = more[begin : begin + nbytes]
         return np.asarray(_Buffer(memory, self)).view(dtype).reshape(shape)
 

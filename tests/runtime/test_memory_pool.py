@@ -1,6 +1,8 @@
 """Memory that goes from result to result."""
 
 import gc
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -93,6 +95,24 @@ def test_threads_never_share_memory() -> None:
         thread.join()
     assert not wrong
     assert pool.nbytes <= 4 * SMALLEST
+
+
+def test_while_the_interpreter_shuts_down() -> None:
+    """Finalizers may compute large results when no module can be imported any more."""
+    program = """
+import sys
+import numpy as np
+from jacsparse.runtime.memory_pool import SMALLEST, MemoryPool
+
+class Last:
+    pool, shape, dtype = MemoryPool(SMALLEST), (SMALLEST,), np.uint8
+    def __del__(self):
+        print(self.pool.empty(self.shape, self.dtype).shape)
+
+sys.modules["last"] = Last()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"({SMALLEST},)\n", "")
 
 
 @pytest.mark.parametrize("kind", ["tensors", "arrays"])
