@@ -90,7 +90,6 @@ def _with_sums(
 
 def _groups_of(step: Step) -> list[_Group]:
     counts = np.diff(step.indptr)
-    arrays = [step.left] if step.right is None else [step.left, step.right]
     groups = []
     for count in np.unique(counts[counts > 0]):
         rows = np.flatnonzero(counts == count)
@@ -98,7 +97,7 @@ def _groups_of(step: Step) -> list[_Group]:
         for number in range(count):
             term = step.indptr[rows] + number
             alike = all((array[term] == array[term[0]]).all() for array in (step.monomial, step.coefficient))
-            factors = tuple(_places(array[term]) for array in arrays)
+            factors = tuple(_places(array[term]) for array in step.factors)
             terms.append(_Term(factors, term[:1] if alike else term))
         groups.append(_Group(_places(rows), tuple(terms)))
     return groups

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..runtime import SIMD, index_dtype, row_starts, run_rows, unsigned
+from ..runtime import SIMD, index_dtype, row_starts, run_rows, unsigned, within_rows
 from . import kernels
 from .terms import Step
 
@@ -73,7 +73,7 @@ def _continues(step: Step, order: np.ndarray, stride: int) -> np.ndarray:
     alike &= step.coefficient[next_terms] == step.coefficient[terms]
     # Each distance equals the one that led to the row before, unless that row begins a run.
     earlier = np.arange(len(terms)) - (counts[before] * continues[places - 1])[pair]
-    for factor in _factors_of(step):
+    for factor in step.factors:
         distance = factor[next_terms] - factor[terms]
         alike &= distance == distance[earlier]
     continues[places[pair[~alike]]] = False
@@ -98,15 +98,11 @@ def _stride_of(step: Step) -> int:
     return best
 
 
-def _factors_of(step: Step) -> list[np.ndarray]:
-    return [step.left] if step.right is None else [step.left, step.right]
-
-
 def _terms_of(step: Step, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The terms of rows of a step, one row after the other; and for each the place of its row among `rows`."""
     counts = np.diff(step.indptr)[rows]
     row = np.repeat(np.arange(len(rows)), counts)
-    return np.arange(len(row)) + (step.indptr[rows] - (np.cumsum(counts) - counts))[row], row
+    return step.indptr[rows][row] + within_rows(counts), row
 
 
 class _Call(NamedTuple):
@@ -131,7 +127,7 @@ class Pass:
     def __init__(self, step: Step, batch: int) -> None:
         self.step = step
         counts, runs = np.diff(step.indptr), runs_of(step) if batch == 1 else no_runs(step)
-        factors = [unsigned(factor) for factor in _factors_of(step)]
+        factors = [unsigned(factor) for factor in step.factors]
         self._adds = step.right is None or len(runs.start) > 0 or bool((counts != 1).any())
         if not self._adds:
             self._calls = [_Call("weighted_products", len(counts), factors)]

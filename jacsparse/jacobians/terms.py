@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..runtime import index_dtype, row_starts
+from ..runtime import index_dtype, row_starts, within_rows
 
 #: The variable of a term that has none, and the monomial of a term without numbers.
 NONE = -1
@@ -154,6 +154,11 @@ class Step:
         """The variable after the last one."""
         return self.first + len(self.indptr) - 1
 
+    @property
+    def factors(self) -> list[np.ndarray]:
+        """The factors of all terms: one array, or two."""
+        return [self.left] if self.right is None else [self.left, self.right]
+
     def describe(self) -> dict[str, np.ndarray]:
         """The arrays by name."""
         names = ("indptr", "left", "right", "monomial", "coefficient")
@@ -240,8 +245,7 @@ class Algebra:
         if self.terms > self.limit:
             raise TooManyTermsError
         i = np.repeat(np.arange(len(a)), repeats)
-        within = np.arange(len(i)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-        return i, order[starts[a.column[i]] + within]
+        return i, order[starts[a.column[i]] + within_rows(repeats)]
 
     def _of_variables(self, shape: tuple[int, int], a: Terms, b: Terms) -> Terms:
         """The product of two matrices whose terms all have variables: each of its entries is a new variable."""

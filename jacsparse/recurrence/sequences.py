@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 
-from ..runtime import frozen, on_device, thread_count, uploaded
+from ..runtime import frozen, on_device, thread_count, uploaded, within_rows
 from .vector import ROWS
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -116,7 +116,7 @@ class Sequences:
         """Runs of `length` steps, each sample's last one perhaps shorter; the longest runs first."""
         counts = -(-self.lengths // length)
         sample = np.repeat(np.arange(self.batch), counts)
-        chunk = np.arange(len(sample)) - np.repeat(np.cumsum(counts) - counts, counts)
+        chunk = within_rows(counts)
         size = np.minimum(length, self.lengths[sample] - chunk * length)
         # Runs of equal length at the same time are side by side, as they are in memory.
         order = np.lexsort((sample, chunk, -size))

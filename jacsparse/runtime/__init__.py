@@ -1,7 +1,7 @@
 """What runs the numbers: compiled kernels, threads, devices, and files. Knows nothing of the packages above it."""
 
 from .archive import read_archive, write_archive
-from .arrays import frozen, index_dtype, row_starts, unsigned
+from .arrays import frozen, index_dtype, row_starts, unsigned, within_rows
 from .cuda import (
     INDEX,
     KERNEL_FILES,
@@ -70,5 +70,6 @@ __all__ = [
     "uncompiled",
     "unsigned",
     "uploaded",
+    "within_rows",
     "write_archive",
 ]

@@ -25,6 +25,11 @@ def row_starts(counts: np.ndarray, dtype: Any) -> np.ndarray:
     return starts
 
 
+def within_rows(counts: np.ndarray) -> np.ndarray:
+    """The place of each entry in its row, for rows with `counts` entries, one row after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def unsigned(indices: np.ndarray) -> np.ndarray:
     """The same memory as unsigned integers; none may be negative.
 
