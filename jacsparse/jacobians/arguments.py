@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from ..patterns import UnsupportedOperatorError, requiring_gradient
+from ..patterns import UnsupportedOperatorError
 from ..stages import check_tensor
 from ..tracing import form_of, name_of
 
@@ -62,8 +62,8 @@ class Arguments:
         return self._joined([tensor.detach() for tensor in self.tensors])
 
     def flat_with_graph(self) -> torch.Tensor:
-        """A copy of `flat` with gradients to the tensors; it is no leaf, so that it may be written to."""
-        return requiring_gradient(self._joined(self.tensors)).clone()
+        """As `flat`, with the tensors' graphs."""
+        return self._joined(self.tensors)
 
     def _joined(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         pairs = zip(tensors, self._sizes, strict=True)

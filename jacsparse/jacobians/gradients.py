@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
-from ..tracing import name_of
+from ..tracing import leads_to, name_of
 from .arguments import Arguments
 
 
@@ -77,13 +77,5 @@ def _gradients(y: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Te
 def _reach(gradients: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> bool:
     """Whether any gradient has a derivative by any leaf."""
     ends = {get_gradient_edge(leaf).node for leaf in leaves}
-    waiting: list[Any] = [gradient.grad_fn for gradient in gradients]
-    seen = {None}
-    while waiting:
-        node = waiting.pop()
-        if node in ends:
-            return True
-        if node not in seen:
-            seen.add(node)
-            waiting.extend(behind for behind, _ in node.next_functions)
-    return False
+    nodes = (gradient.grad_fn for gradient in gradients if gradient.grad_fn is not None)
+    return any(node in ends or leads_to(node, ends) for node in nodes)

@@ -43,9 +43,9 @@ class ChainCache:
         self._chains: OrderedDict[Hashable, list[tuple[list[torch.Tensor], Chain]]] = OrderedDict()
         self._lock = threading.RLock()
 
-    def of_run(self, module: nn.Module, x: torch.Tensor) -> tuple[Chain, Run]:
-        """The chain of the calls that a module makes for a batch, and the forward pass."""
-        recording = recorded(module, x)
+    def of_run(self, module: nn.Module, x: torch.Tensor, *, connected: bool = False) -> tuple[Chain, Run]:
+        """The chain of the calls that a module makes for a batch, and the forward pass, as `record` makes it."""
+        recording = recorded(module, x, connected=connected)
         chain, records = self.matching(recording)
         return chain, Run(recording, records)
 

@@ -1,7 +1,7 @@
 """Recordings of forward passes as ATen calls, and the programs that they run."""
 
 from .arithmetic import Arithmetic
-from .autograd_nodes import apply_node, has_node_hooks, with_all_gradients
+from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients
 from .graphs import (
     graph_of_tape,
     graph_of_values,
@@ -17,6 +17,7 @@ from .modules import (
     name_of,
     parts_of,
     refresh_weights,
+    saved_buffers,
     set_weights,
     sets_weights,
     tensors_of,
@@ -60,6 +61,7 @@ __all__ = [
     "check_module",
     "check_replays",
     "contents_of",
+    "ending_at",
     "facts_of",
     "followed",
     "form_of",
@@ -71,6 +73,7 @@ __all__ = [
     "is_recording",
     "is_users",
     "key_of",
+    "leads_to",
     "mask_of",
     "mutates",
     "name_of",
@@ -83,6 +86,7 @@ __all__ = [
     "recorded_tape",
     "refresh_weights",
     "returns_one_tensor",
+    "saved_buffers",
     "same_number",
     "same_numbers",
     "set_weights",

@@ -116,6 +116,24 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
                 )
 
 
+@contextlib.contextmanager
+def saved_buffers(module: nn.Module) -> Iterator[None]:
+    """A context in which autograd saves copies of a module's buffers, so that what it saves outlives `undisturbed`."""
+    masks = {id(b) for part in parts_of(module) if part in _LEAVE_MASKS for n, b in part._buffers.items() if _is_mask(part, n)}
+    buffers = (buffer for part in parts_of(module) for buffer in part._buffers.values() if buffer is not None)
+    memories = {b.untyped_storage()._cdata for b in buffers if id(b) not in masks and b.layout == torch.strided}
+    if not memories or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        yield
+        return
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        is_buffer = tensor.layout == torch.strided and tensor.untyped_storage()._cdata in memories
+        return tensor.clone() if is_buffer else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
 # Modules whose forward passes have not written to their pruning masks.
 _LEAVE_MASKS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

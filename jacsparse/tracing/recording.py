@@ -120,6 +120,8 @@ class Recording:
     constants: dict[int, Constant] = field(default_factory=dict)
     #: By memory, the last write that did not depend on the input, with the externals of all such writes.
     written: dict[int, Constant] = field(default_factory=dict)
+    #: Whether a call wrote to a tensor from before the run, as an argument or a buffer.
+    writes_outside: bool = False
     #: The module of each call that drew random numbers.
     draws: list[nn.Module | None] = field(default_factory=list)
     #: The number of hooks that PyTorch had numbered before the run.
