@@ -57,6 +57,14 @@ class Arguments:
             leaves[place] = leaves[place].contiguous()
         return replace(self, leaves=leaves)
 
+    def dense(self) -> Arguments:
+        """The same arguments where no two elements of one lie in one place, as they do after ``expand``."""
+        overlapping = [isinstance(leaf, torch.Tensor) and _overlaps(leaf) for leaf in self.leaves]
+        if not any(overlapping):
+            return self
+        pairs = zip(self.leaves, overlapping, strict=True)
+        return replace(self, leaves=[leaf.contiguous() if each else leaf for leaf, each in pairs])
+
     def flat(self) -> torch.Tensor:
         """The tensors that the function is differentiated by, ``(batch, elements)``, in one memory."""
         return self._joined([tensor.detach() for tensor in self.tensors])
@@ -68,7 +76,8 @@ class Arguments:
     def _joined(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         pairs = zip(tensors, self._sizes, strict=True)
         parts = [tensor.reshape(self.batch, size) for tensor, size in pairs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        # An expanded tensor has less memory than elements.
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
 
     @functools.cached_property
     def _sizes(self) -> list[int]:
@@ -157,6 +166,8 @@ def _laid_out(leaf: Any, like: Any) -> Any:
 
 def _overlaps(tensor: torch.Tensor) -> bool:
     """Whether two elements may lie in one place, as after ``expand``."""
+    if tensor.layout != torch.strided:
+        return False
     last = 0
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and step <= last:
@@ -166,8 +177,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _described(tensor: torch.Tensor) -> str:
-    overlapping = tensor.layout == torch.strided and _overlaps(tensor)
-    return f"{tensor.dtype} {tuple(tensor.shape)}" + (f" of strides {tensor.stride()}" if overlapping else "")
+    return f"{tensor.dtype} {tuple(tensor.shape)}" + (f" of strides {tensor.stride()}" if _overlaps(tensor) else "")
 
 
 def _form(leaf: Any) -> Any:

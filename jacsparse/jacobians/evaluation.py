@@ -12,7 +12,7 @@ from torch import nn
 
 from ..patterns import Pattern, requiring_gradient
 from ..spgemm import SparseJacobian
-from ..stages import Chain, ChainCache, Record, chain, check_input, recent_chains
+from ..stages import Chain, ChainCache, Record, chain, check_input, recent_chains, refuse_other_derivatives
 from ..tracing import Recording, check_module, saved_buffers, undisturbed, without_autocast
 from .arguments import Arguments, FlatFunction, arguments_of
 from .differentiable import with_graph, wrong_third_derivative
@@ -133,12 +133,13 @@ def jacobian(
     arguments = arguments_of(args, argnums, batched)
     if not arguments.batch:
         # Two samples show whether all share their values.
-        result = _jacobian(f, arguments.with_zeros(2), pruned)
+        result = jacobian_at(f, arguments.with_zeros(2), pruned)
         return result if result.batch == 1 else SparseJacobian(result.pattern, result.values[:, :0])
-    return _jacobian(f, arguments, pruned) if not create_graph else _with_graph(f, arguments, pruned)
+    return _with_graph(f, arguments, pruned) if create_graph else jacobian_at(f, arguments, pruned)
 
 
-def _jacobian(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> SparseJacobian:
+def jacobian_at(f: Callable[..., Any], arguments: Arguments, pruned: bool = True) -> SparseJacobian:
+    """The Jacobian of a function at checked arguments, without a graph."""
     recent = recent_jacobians(f, pruned)
     result = recent.jacobian(f, arguments)
     if result is None:
@@ -154,6 +155,8 @@ def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Sp
     result = recent.jacobian(f, arguments)
     with _run(f, arguments, pruned, connected=True) as run:
         values = run.jacobian() if result is None else result
+        if run.chain.replaces_derivatives:
+            refuse_other_derivatives(run.records, "the gradient of values")
         problem = wrong_third_derivative(run.recording, "gradients of a Hessian's values")
         if isinstance(f, Gradient) and problem is not None:
             raise problem
@@ -196,9 +199,7 @@ class _ChainRun:
 
 
 @contextlib.contextmanager
-def _run(
-    f: Callable[..., Any], arguments: Arguments, pruned: bool, *, connected: bool = False
-) -> Iterator[_ChainRun]:
+def _run(f: Callable[..., Any], arguments: Arguments, pruned: bool, *, connected: bool = False) -> Iterator[_ChainRun]:
     """A run of a function, whose changes to a module are undone on exit."""
     function: nn.Module
     if isinstance(f, nn.Module) and arguments.is_one_batch:
@@ -212,6 +213,8 @@ def _run(
         x = requiring_gradient(x)
     with undisturbed(check_module(function)), saved_buffers(function) if connected else contextlib.nullcontext():
         chain, (recording, records) = caches[0].of_run(function, x, connected=connected)
+        if isinstance(f, Gradient):
+            f.check_derivatives(recording, arguments)
         yield _ChainRun(*caches, x, chain, recording, records)
     if isinstance(function, FlatFunction):
         function.forget()

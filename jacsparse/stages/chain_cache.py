@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..tracing import Recording, contents_of, key_of, without_autocast
-from .chains import Chain, chain_of
+from .chains import Chain, chain_of, refuse_other_derivatives
 from .checks import check_shape
 from .forward_pass import recorded
 from .record import Record
@@ -89,12 +89,20 @@ class Chains(ChainCache):
         """The module; None after its end."""
         return self._module()
 
-    def of(self, x: torch.Tensor) -> tuple[Chain, Run]:
-        """The chain of the module's calls for a batch, and the forward pass."""
+    def of(self, x: torch.Tensor, *, by_autograd: bool = True) -> tuple[Chain, Run]:
+        """The chain of the module's calls for a batch, and the forward pass.
+
+        UnsupportedOperatorError is raised where autograd would take other derivatives in it than registered ones,
+        unless it takes none.
+        """
         module = self._module()
         assert module is not None
         check_shape(x.shape[1:])
-        return self.of_run(module, x)
+        chain, run = self.of_run(module, x)
+        if by_autograd and chain.replaces_derivatives:
+            with without_autocast(x.device):
+                refuse_other_derivatives(run.records, "a product by autograd")
+        return chain, run
 
 
 #: The most modules in `_RECENT`.

@@ -173,6 +173,12 @@ class Record:
                 pass
             elif isinstance(edge.pattern.structure, Diagonal):
                 gradient = gradient.times(self.values(edge).T)
+            elif edge.rule.replaces_derivative:
+                values, of_output = self.values(edge), gradient.product()
+                vectors = of_output.reshape(math.prod(columns), -1).T.contiguous()
+                if values.shape[1] > 1:
+                    values = values.repeat(1, columns[0])
+                gradient = Scaled(matvec(edge.pattern, values, vectors).T.reshape(*columns, -1))
             else:
                 of_output = gradient.product().reshape(*columns, *edge.call.out_shape)
                 pulled = edge.rule.pull_back(self.call(edge), edge.pattern.T, of_output)

@@ -28,8 +28,8 @@ from .modules import (
 from .operators import facts_of, operator_name
 from .program import Operation, Program, contents_of, key_of, program_of
 from .pruned_weights import PrunedWeight, mask_of
-from .recorder import is_recording, is_users, record
-from .recording import Invocation, Recording
+from .recorder import is_users, record
+from .recording import Invocation, Recording, is_recording
 from .tape import (
     Number,
     Reads,
@@ -86,9 +86,9 @@ __all__ = [
     "recorded_tape",
     "refresh_weights",
     "returns_one_tensor",
-    "saved_buffers",
     "same_number",
     "same_numbers",
+    "saved_buffers",
     "set_weights",
     "sets_weights",
     "tensors_of",

@@ -119,9 +119,15 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def saved_buffers(module: nn.Module) -> Iterator[None]:
     """A context in which autograd saves copies of a module's buffers, so that what it saves outlives `undisturbed`."""
-    masks = {id(b) for part in parts_of(module) if part in _LEAVE_MASKS for n, b in part._buffers.items() if _is_mask(part, n)}
-    buffers = (buffer for part in parts_of(module) for buffer in part._buffers.values() if buffer is not None)
-    memories = {b.untyped_storage()._cdata for b in buffers if id(b) not in masks and b.layout == torch.strided}
+    memories = {
+        buffer.untyped_storage()._cdata
+        for part in parts_of(module)
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+        and buffer.layout == torch.strided
+        # Masks are as large as all weights.
+        and not (part in _LEAVE_MASKS and _is_mask(part, name))
+    }
     if not memories or not torch._C._autograd._saved_tensors_hooks_is_enabled():
         yield
         return

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,28 +30,22 @@ from ..patterns import UnsupportedOperatorError, is_pointwise, requiring_gradien
 from .modules import name_of
 from .operators import Facts, draws, facts_of, operator_name, with_memory
 from .overwrite import Extent, Overwrite, extent_of
-from .recording import Constant, Invocation, Operand, Recording, base_of, memory_of, operand_of, tensors_in
+from .recording import (
+    Constant,
+    Invocation,
+    Operand,
+    Recording,
+    base_of,
+    memory_of,
+    observing,
+    operand_of,
+    tensors_in,
+)
 from .selections import selection
 from .sparse_products import is_sparse, operator_on_elements
 
 
-class _State(threading.local):
-    """The number of nested recordings that run in a thread."""
-
-    depth = 0
-
-
-_STATE = _State()
-
-
-def is_recording() -> bool:
-    """Whether this thread is recording a forward pass."""
-    return _STATE.depth > 0
-
-
-def record(
-    module: nn.Module, x: torch.Tensor, *, readable: bool = True, connected: bool = False
-) -> Recording:
+def record(module: nn.Module, x: torch.Tensor, *, readable: bool = True, connected: bool = False) -> Recording:
     """Run a module on a batch, and record its calls.
 
     Parameters
@@ -76,19 +69,15 @@ def record(
         # No leaf, so that the module may write to it.
         copy = requiring_gradient(x if connected else x.detach()).clone()
         recorder = _Recorder(Recording(module, copy), readable)
-        _STATE.depth += 1
-        try:
-            with contextlib.ExitStack() as contexts:
-                contexts.enter_context(recorder)
-                if "torch._dynamo" in sys.modules:
-                    # Functions given to torch.compile run as they are written, operator by operator.
-                    contexts.enter_context(torch.compiler.set_stance("force_eager"))
-                if not readable:
-                    contexts.enter_context(_Unreadable(recorder))
-                output = module(copy)
-            return recorder.finished(output)
-        finally:
-            _STATE.depth -= 1
+        with observing(), contextlib.ExitStack() as contexts:
+            contexts.enter_context(recorder)
+            if "torch._dynamo" in sys.modules:
+                # Functions given to torch.compile run as they are written, operator by operator.
+                contexts.enter_context(torch.compiler.set_stance("force_eager"))
+            if not readable:
+                contexts.enter_context(_Unreadable(recorder))
+            output = module(copy)
+        return recorder.finished(output)
 
 
 class _Write(NamedTuple):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
@@ -188,6 +190,30 @@ class Recording:
         if self.written and (written := self.written.get(memory_of(tensor))) is not None:
             constants.append(written)
         return constants
+
+
+class _State(threading.local):
+    """The number of nested observations that run in a thread."""
+
+    depth = 0
+
+
+_STATE = _State()
+
+
+def is_recording() -> bool:
+    """Whether this thread observes the calls of a function, as those of a forward pass."""
+    return _STATE.depth > 0
+
+
+@contextlib.contextmanager
+def observing() -> Iterator[None]:
+    """A context in which the calls of a function are observed: what replaces them steps aside."""
+    _STATE.depth += 1
+    try:
+        yield
+    finally:
+        _STATE.depth -= 1
 
 
 def memory_of(tensor: torch.Tensor) -> int:
