@@ -495,9 +495,9 @@ def _traced(f: Callable[..., Any], arguments: Arguments) -> tuple[Arguments, Lin
     dense = arguments.dense()
     function, reads = _traced_at(f, dense)
     reads_memory = any(call.overload is torch.ops.aten.as_strided.default for call in function.tape.instructions)
-    return (
-        (arguments, *_traced_at(f, arguments)) if reads_memory and dense is not arguments else (dense, function, reads)
-    )
+    if reads_memory and dense is not arguments:
+        return arguments, *_traced_at(f, arguments)
+    return dense, function, reads
 
 
 def _traced_at(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised, Reads]:

@@ -216,8 +216,8 @@ def refuse_other_derivatives(records: Sequence[Record], what: str) -> None:
         if not torch.allclose(registered, expected, rtol=limit, atol=limit * scale, equal_nan=True):
             raise UnsupportedOperatorError(
                 f"{call.path}: the values registered for {call.operator} are not those of PyTorch's derivative, which "
-                f"{what} would take besides{call.source}; make it an operator of your own whose derivative they are, by "
-                "torch.library.custom_op and register_autograd"
+                f"{what} would take besides{call.source}; make it an operator of your own whose derivative they are, "
+                "by torch.library.custom_op and register_autograd"
             )
 
 
