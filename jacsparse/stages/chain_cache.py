@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..tracing import Recording, contents_of, key_of, without_autocast
+from ..tracing import Recording, contents_of, key_of, without_autocast, without_saving_hooks
 from .chains import Chain, chain_of
 from .checks import check_shape
 from .forward_pass import recorded
@@ -46,7 +46,9 @@ class ChainCache:
     def of_run(self, module: nn.Module, x: torch.Tensor) -> tuple[Chain, Run]:
         """The chain of the calls that a module makes for a batch, and the forward pass."""
         recording = recorded(module, x)
-        chain, records = self.matching(recording)
+        # A checkpoint counts what is saved, which is to be as much where the chain is found as where it is made.
+        with without_saving_hooks():
+            chain, records = self.matching(recording)
         return chain, Run(recording, records)
 
     def matching(self, recording: Recording) -> tuple[Chain, list[Record]]:

@@ -29,6 +29,7 @@ from .program import Operation, Program, contents_of, key_of, program_of
 from .pruned_weights import PrunedWeight, mask_of
 from .recorder import is_recording, is_users, record
 from .recording import Invocation, Recording
+from .saved_tensors import saves_objects, without_saving_hooks
 from .tape import (
     Number,
     Reads,
@@ -85,6 +86,7 @@ __all__ = [
     "returns_one_tensor",
     "same_number",
     "same_numbers",
+    "saves_objects",
     "set_weights",
     "sets_weights",
     "tensors_of",
@@ -93,4 +95,5 @@ __all__ = [
     "undisturbed",
     "with_all_gradients",
     "without_autocast",
+    "without_saving_hooks",
 ]

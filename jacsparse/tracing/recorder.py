@@ -32,6 +32,7 @@ from .modules import name_of
 from .operators import Facts, draws, facts_of, operator_name, with_memory
 from .overwrite import Extent, Overwrite, extent_of
 from .recording import Constant, Invocation, Operand, Recording, base_of, memory_of, operand_of, tensors_in
+from .saved_tensors import saves_by_hooks
 from .selections import selection
 from .sparse_products import is_sparse, operator_on_elements
 
@@ -150,6 +151,8 @@ class _Recorder(TorchDispatchMode):
         if not tensors and not facts.random:
             return with_memory(overload)(*args, **kwargs)
         self.time += 1
+        if not self.recording.saved_by_hooks and saves_by_hooks():
+            self.recording.saved_by_hooks = True
         operands: list[Operand] = []
         constants: list[torch.Tensor] = []
         for name, tensor in tensors.items():

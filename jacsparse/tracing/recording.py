@@ -122,6 +122,8 @@ class Recording:
     written: dict[int, Constant] = field(default_factory=dict)
     #: The module of each call that drew random numbers.
     draws: list[nn.Module | None] = field(default_factory=list)
+    #: Whether hooks change or compute anew what operators of the run have saved, as those of a checkpoint do.
+    saved_by_hooks: bool = False
     #: The number of hooks that PyTorch had numbered before the run.
     hooks: int = field(default_factory=lambda: RemovableHandle.next_id)
 
