@@ -53,10 +53,10 @@ class _Scanned(torch.autograd.Function):
         x: torch.Tensor,
         *externals: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.puller, ctx.places = puller, places
-        # Autograd saves tensors: the run is an attribute of one.
+        ctx.puller = puller
+        # Autograd saves tensors alone: the run is an attribute of one.
         handle = torch.empty(0)
-        handle.run = run  # type: ignore[attr-defined]
+        handle.saved = run, places  # type: ignore[attr-defined]
         ctx.save_for_backward(handle)
         # A copy, because later operators may overwrite it, and the last stage may need the output.
         return output.clone()
@@ -69,8 +69,9 @@ class _Scanned(torch.autograd.Function):
                 "call the module inside it for those"
             )
         (handle,) = ctx.saved_tensors
+        run, places = handle.saved
         for_input = ctx.needs_input_grad[4]
-        needed = [place for place, wants in zip(ctx.places, ctx.needs_input_grad[5:], strict=True) if wants]
+        needed = [place for place, wants in zip(places, ctx.needs_input_grad[5:], strict=True) if wants]
         with without_saving_hooks():
-            of_input, of_externals = ctx.puller.pull_back(handle.run.records, gradient, needed, for_input=for_input)
-        return (None, None, None, None, of_input, *(of_externals.get(place) for place in ctx.places))
+            of_input, of_externals = ctx.puller.pull_back(run.records, gradient, needed, for_input=for_input)
+        return (None, None, None, None, of_input, *(of_externals.get(place) for place in places))

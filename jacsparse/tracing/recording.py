@@ -122,7 +122,7 @@ class Recording:
     written: dict[int, Constant] = field(default_factory=dict)
     #: The module of each call that drew random numbers.
     draws: list[nn.Module | None] = field(default_factory=list)
-    #: Whether hooks change or compute anew what operators of the run have saved, as those of a checkpoint do.
+    #: Whether what its operators saved passed through hooks, as those of a checkpoint within the module.
     saved_by_hooks: bool = False
     #: The number of hooks that PyTorch had numbered before the run.
     hooks: int = field(default_factory=lambda: RemovableHandle.next_id)
