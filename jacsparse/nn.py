@@ -15,7 +15,7 @@ from .scan import Puller, Scanner, StageRanks, scanned
 from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
 from .stages import Chain, Chains, Run, chain, check_input, check_limit
-from .tracing import check_module, is_recording
+from .tracing import check_module, is_recording, without_saving_hooks
 from .training import Leapfrogger, check_threads
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ class _OfChain(nn.Module):
         if not len(x):
             return self.module(x)
         chain, run = self._chains_of_module().of(x)
-        return scanned(self._puller(chain, run), run, x)
+        with without_saving_hooks():
+            puller = self._puller(chain, run)
+        return scanned(puller, run, x)
 
     def _chains_of_module(self) -> Chains:
         if self._chains.module is not self.module:

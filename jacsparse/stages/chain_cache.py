@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..tracing import Recording, contents_of, key_of, without_autocast
+from ..tracing import Recording, contents_of, key_of, saves_objects, without_autocast, without_saving_hooks
 from .chains import Chain, chain_of, refuse_other_derivatives
 from .checks import check_shape
 from .forward_pass import recorded
@@ -45,8 +46,12 @@ class ChainCache:
 
     def of_run(self, module: nn.Module, x: torch.Tensor, *, connected: bool = False) -> tuple[Chain, Run]:
         """The chain of the calls that a module makes for a batch, and the forward pass, as `record` makes it."""
-        recording = recorded(module, x, connected=connected)
-        chain, records = self.matching(recording)
+        # A checkpoint around the call lets go of the whole run, and needs no part of it. It counts what is saved, which
+        # is to be as much where the chain is found as where it is made.
+        with without_saving_hooks() if saves_objects() else contextlib.nullcontext():
+            recording = recorded(module, x, connected=connected)
+        with without_saving_hooks():
+            chain, records = self.matching(recording)
         return chain, Run(recording, records)
 
     def matching(self, recording: Recording) -> tuple[Chain, list[Record]]:

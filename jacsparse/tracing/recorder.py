@@ -41,6 +41,7 @@ from .recording import (
     operand_of,
     tensors_in,
 )
+from .saved_tensors import saves_by_hooks
 from .selections import selection
 from .sparse_products import is_sparse, operator_on_elements
 
@@ -148,6 +149,8 @@ class _Recorder(TorchDispatchMode):
             self.fresh.update(map(memory_of, tensors_in(result)))
             return result
         self.time += 1
+        if not self.recording.saved_by_hooks and saves_by_hooks():
+            self.recording.saved_by_hooks = True
         operands: list[Operand] = []
         constants: list[torch.Tensor] = []
         for name, tensor in tensors.items():

@@ -126,6 +126,8 @@ class Recording:
     writes_outside: bool = False
     #: The module of each call that drew random numbers.
     draws: list[nn.Module | None] = field(default_factory=list)
+    #: Whether what its operators saved passed through hooks, as those of a checkpoint within the module.
+    saved_by_hooks: bool = False
     #: The number of hooks that PyTorch had numbered before the run.
     hooks: int = field(default_factory=lambda: RemovableHandle.next_id)
 
