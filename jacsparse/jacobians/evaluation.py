@@ -13,7 +13,7 @@ from torch import nn
 from ..patterns import Pattern, requiring_gradient
 from ..spgemm import SparseJacobian
 from ..stages import Chain, ChainCache, Record, chain, check_input, recent_chains, refuse_other_derivatives
-from ..tracing import Recording, check_module, saved_buffers, undisturbed, without_autocast
+from ..tracing import Recording, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments, FlatFunction, arguments_of
 from .differentiable import with_graph, wrong_third_derivative
 from .gradients import Gradient
@@ -138,6 +138,7 @@ def jacobian(
     return _with_graph(f, arguments, pruned) if create_graph else jacobian_at(f, arguments, pruned)
 
 
+@without_saving_hooks()
 def jacobian_at(f: Callable[..., Any], arguments: Arguments, pruned: bool = True) -> SparseJacobian:
     """The Jacobian of a function at checked arguments, without a graph."""
     recent = recent_jacobians(f, pruned)
@@ -150,6 +151,7 @@ def jacobian_at(f: Callable[..., Any], arguments: Arguments, pruned: bool = True
     return result
 
 
+@without_saving_hooks()
 def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> SparseJacobian:
     recent = recent_jacobians(f, pruned)
     result = recent.jacobian(f, arguments)

@@ -26,6 +26,7 @@ from ..tracing import (
     same_number,
     undisturbed,
     without_autocast,
+    without_saving_hooks,
 )
 from .arguments import Arguments, FlatFunction, arguments_of
 from .compressed import Coloring, Compressed, coloring
@@ -113,6 +114,7 @@ class PreparedJacobian:
         self._contents = [(place, each) for place, each in enumerate(contents) if each is not None]
 
     @classmethod
+    @without_saving_hooks()
     def prepare(
         cls,
         f: Callable[..., Any],
@@ -208,6 +210,7 @@ class PreparedJacobian:
             externals[place] = arguments.leaves[leaf]
         return Reads(externals, run.reads.numbers)
 
+    @without_saving_hooks()
     def _followed(self, arguments: Arguments) -> _Run:
         # One run at a time: what it changes in a module is undone when it ends.
         with self._lock:
@@ -249,6 +252,7 @@ class PreparedJacobian:
             return run
         return run._replace(arithmetic=arithmetic)
 
+    @without_saving_hooks()
     def check(self, *args: Any, tolerance: float | None = None) -> float:
         """Compare with the function itself, by products with random vectors.
 

@@ -17,7 +17,7 @@ from ..patterns import Blocks, Call, Diagonal, Full, Pattern
 from ..runtime import row_starts
 from ..spgemm import matvec
 from ..stages import Chain, Edge, Record, Run, check_input, check_limit, recent_chains, refuse_hooks
-from ..tracing import check_module, saved_buffers, undisturbed, without_autocast
+from ..tracing import check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,6 +108,7 @@ class Verification:
         return "\n".join(map(str, self.checks))
 
 
+@without_saving_hooks()
 def verify(
     module: nn.Module,
     x: torch.Tensor,

@@ -119,7 +119,10 @@ class Record:
         operator = self.stage.operator
         if operator is None:
             return self.transposed_jacobian().T
-        call, pattern = self.call(operator), self.stage.pattern.T
+        pattern = self.stage.pattern.T
+        if not pattern.nnz:
+            return self.transposed_jacobian().T
+        call = self.call(operator)
         return self._jacobian(pattern, lambda: operator.rule.values(call, pattern))
 
     def transposed_jacobian(self, samples: slice = slice(None)) -> SparseJacobian:
@@ -148,6 +151,8 @@ class Record:
 
     def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
+        if not edge.pattern.nnz:
+            return self.recording.input.detach().new_empty((0, 1 if edge.shared else len(range(self.batch)[samples])))
         return edge.rule.transposed_values(self.call(edge, samples), edge.pattern)
 
     def pull_back_sparse(self, vectors: torch.Tensor, samples: slice = slice(None)) -> torch.Tensor:
