@@ -31,7 +31,6 @@ def scanned(puller: Puller, run: Run, x: torch.Tensor, output: torch.Tensor | No
     that autograd saves: until the backward pass, unless the graph is retained. Within ``torch.utils.checkpoint`` it ends
     with the forward pass, and the backward pass takes the run that is made anew.
     """
-
     # Only externals that stages read: autograd would call the hooks of the others too.
     places = sorted(set().union(*(record.externals for record in run.records)))
     externals = [run.recording.externals[place] for place in places]
