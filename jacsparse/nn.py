@@ -273,8 +273,8 @@ class Leapfrog(_OfChain):
     -----
     Saraiya, Algorithm 1: each thread computes the gradients of the parameters of every k-th layer.
 
-    ``torch.utils.checkpoint(..., use_reentrant=False)`` around it runs the module anew once in a backward pass, and then
-    the threads go back (PyTorch 2.8 or later). Where tensors within the module are saved by hooks, as those of a
+    ``torch.utils.checkpoint(..., use_reentrant=False)`` around it runs the module anew once in a backward pass, and
+    then the threads go back (PyTorch 2.8 or later). Where tensors within the module are saved by hooks, as those of a
     checkpoint within it, of ``save_on_cpu`` or of ``allow_mutation_on_saved_tensors``, one pass of autograd on the
     calling thread computes all gradients instead of the threads: each hook is then called once for each tensor, and a
     checkpoint draws the random numbers that it drew before.

@@ -94,6 +94,7 @@ names_hooks = pytest.mark.skipif(
     reason="PyTorch before 2.8 does not tell whose hooks are in force",
 )
 
+
 def layer(dropout: Callable[[float], nn.Module] = nn.Dropout) -> Counted:
     return Counted(nn.Linear(6, 6), dropout(0.4), nn.SiLU())
 
@@ -377,5 +378,6 @@ def test_which_hooks_give_back_the_object() -> None:
     with disable_saved_tensors_hooks("no hooks here"), without_saving_hooks():
         assert saves_objects()
     states: list[bool] = []
-    checkpointed(lambda x: (states.append(saves_objects()), x.exp())[1], torch.ones(2, requires_grad=True)).sum().backward()
+    x = torch.ones(2, requires_grad=True)
+    checkpointed(lambda x: (states.append(saves_objects()), x.exp())[1], x).sum().backward()
     assert states == [True, True]
