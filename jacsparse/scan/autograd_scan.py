@@ -28,8 +28,8 @@ def scanned(puller: Puller, run: Run, x: torch.Tensor, output: torch.Tensor | No
     """The output of a forward pass as one node of autograd's graph, whose backward pass is the scan.
 
     Its output is that of the run or, of a chain that goes on elsewhere, `output`. The run lives as long as the tensors
-    that autograd saves: until the backward pass, unless the graph is retained. Within ``torch.utils.checkpoint`` it ends
-    with the forward pass, and the backward pass takes the run that is made anew.
+    that autograd saves: until the backward pass, unless the graph is retained. Within ``torch.utils.checkpoint`` it
+    ends with the forward pass, and the backward pass takes the run that is made anew.
     """
     # Only externals that stages read: autograd would call the hooks of the others too.
     places = sorted(set().union(*(record.externals for record in run.records)))

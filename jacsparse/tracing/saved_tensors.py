@@ -16,7 +16,8 @@ _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 def saves_by_hooks() -> bool:
     """Whether what an operator saves here passes through hooks, which may change it or compute it anew."""
     if _innermost is not None:
-        return _packing() not in (None, _same)
+        pack = _packing()
+        return pack is not None and pack is not _same
     try:
         # Refused where there are hooks; nothing else is done.
         with disable_saved_tensors_hooks("hooks of saved tensors are in force"):
@@ -33,8 +34,8 @@ def saves_objects() -> bool:
     if not saves_by_hooks():
         return True
     pack = _packing()
-    of_checkpoint = getattr(pack, "__module__", None) == "torch.utils.checkpoint"
-    return of_checkpoint and pack.__qualname__.partition(".")[0] in ("_checkpoint_hook", "_recomputation_hook")
+    module, name = getattr(pack, "__module__", None), getattr(pack, "__qualname__", "")
+    return module == "torch.utils.checkpoint" and name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
 
 
 @contextlib.contextmanager
@@ -48,7 +49,7 @@ def without_saving_hooks() -> Iterator[None]:
 
 
 def _packing() -> Any:
-    """The innermost hook that a tensor passes through as it is saved; None where there is none, or it cannot be told."""
+    """The innermost hook that packs a tensor as it is saved; None where there is none, or it cannot be told."""
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None if _innermost is None else _innermost(False)
     return None if hooks is None else hooks[0]
 
