@@ -85,10 +85,10 @@ class Arguments:
         return [math.prod(tensor.shape[1:] if self.batched else tensor.shape) for tensor in self.tensors]
 
     def with_zeros(self, samples: int) -> Arguments:
-        """The same arguments with samples of zeros."""
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.places, self.tensors, strict=True):
-            leaves[place] = tensor.new_zeros((samples, *tensor.shape[1:]))
+        """The same arguments with samples of zeros, also those that it is not differentiated by and that have none."""
+        is_empty = [isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and not len(leaf) for leaf in self.leaves]
+        pairs = zip(self.leaves, is_empty, strict=True)
+        leaves = [leaf.new_zeros((samples, *leaf.shape[1:])) if empty else leaf for leaf, empty in pairs]
         return replace(self, leaves=leaves)
 
     def with_flat(self, x: torch.Tensor) -> list[Any]:
