@@ -22,7 +22,7 @@ from torch import fx
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors
 from ..tracing import Tape, graph_of_values
 from .compilation import runner
-from .linearised import Linearised
+from .linearised import Linearised, calls_of_input
 from .results_of_runs import take_results
 from .scaling import with_scaling
 
@@ -206,7 +206,8 @@ class _Pass:
     """The products of a function's Jacobian with seeds, some of them at a time where all would take much memory."""
 
     def __init__(self, function: Linearised, seeds: torch.Tensor, products: _Products, compile: bool) -> None:
-        width = seeds.element_size() * sum(map(elements, function.graph.graph.nodes))
+        # What does not depend on the input is computed once for all seeds.
+        width = seeds.element_size() * sum(map(elements, calls_of_input(function.graph)))
         most = max(1, PART // max(1, width))
         count = -(-len(seeds) // most)
         # Parts of equal lengths, so that one graph takes all of them.

@@ -17,7 +17,7 @@ from ..tracing import Recording, check_module, saved_buffers, undisturbed, witho
 from .arguments import Arguments, FlatFunction, arguments_of
 from .differentiable import with_graph, wrong_third_derivative
 from .gradients import Gradient
-from .recent import recent_jacobians
+from .recent import RecentJacobians, recent_jacobians
 
 
 def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned: bool = True) -> Pattern:
@@ -146,8 +146,7 @@ def jacobian_at(f: Callable[..., Any], arguments: Arguments, pruned: bool = True
     if result is None:
         with _run(f, arguments, pruned) as run:
             result = run.jacobian()
-        if not run.recording.writes_outside:
-            recent.add(f, arguments, result)
+        run.remember(recent, f, arguments, result)
     return result
 
 
@@ -163,8 +162,8 @@ def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Sp
         if isinstance(f, Gradient) and problem is not None:
             raise problem
         jacobian = with_graph(values, run.recording, run.x, run.entries())
-    if result is None and not run.recording.writes_outside:
-        recent.add(f, arguments, values)
+    if result is None:
+        run.remember(recent, f, arguments, values)
     return jacobian
 
 
@@ -172,7 +171,7 @@ def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Sp
 class _ChainRun:
     """A run of a function, and the chain of its calls."""
 
-    cache: ChainCache
+    #: The chains of the same function without pruned weights.
     unpruned: ChainCache
     #: What the function is differentiated by, ``(batch, *shape)``.
     x: torch.Tensor
@@ -194,10 +193,15 @@ class _ChainRun:
 
     def entries(self) -> Pattern:
         """All entries, those of pruned weights that have gradients too."""
-        chain = self.chain
-        if self.cache is not self.unpruned and any(e.pruned_weights for stage in chain for e in stage.edges):
-            chain, _ = self.unpruned.matching(self.recording)
+        chain = self.chain if not self.chain.pruned_weights else self.unpruned.matching(self.recording)[0]
         return chain.pattern.T
+
+    def remember(
+        self, recent: RecentJacobians, f: Callable[..., Any], arguments: Arguments, jacobian: SparseJacobian
+    ) -> None:
+        """Make a program for later calls, unless it would write again, or have entries for pruned weights."""
+        if not self.recording.writes_outside and not self.chain.pruned_weights:
+            recent.add(f, arguments, jacobian)
 
 
 @contextlib.contextmanager
@@ -217,6 +221,6 @@ def _run(f: Callable[..., Any], arguments: Arguments, pruned: bool, *, connected
         chain, (recording, records) = caches[0].of_run(function, x, connected=connected)
         if isinstance(f, Gradient):
             f.check_derivatives(recording, arguments)
-        yield _ChainRun(*caches, x, chain, recording, records)
+        yield _ChainRun(caches[1], x, chain, recording, records)
     if isinstance(function, FlatFunction):
         function.forget()

@@ -206,8 +206,8 @@ class _Leaves:
             return terms_at(*entries, monomial=monomial, coefficient=coefficient)
         place = place_of(node, edge.call.argument)
         others = [] if place is None else [other for other in node.all_input_nodes if other is not node.args[place]]
-        # Programs prune constants alone.
-        selects = edge.call.sources is not None or edge.pruned_weights
+        # A pruned weight varies where it is not zero; a mask that selects is a part of the program.
+        selects = edge.call.sources is not None or any(not weight.floating for weight in edge.pruned_weights)
         if edge.shared and (selects or (place is not None and not self._varying.intersection(others))):
             return terms_at(*entries, coefficient=record.values(edge)[:, 0].numpy())
         if place is None or torch.Tag.pointwise not in node.target.tags:  # type: ignore[union-attr]
@@ -224,7 +224,7 @@ class _Leaves:
         None where the entries are no elements of a weight.
         """
         call, names = record.call(edge), edge.rule.pruned_arguments(edge.call)
-        if not edge.shared or len(names) != 1 or names[0] in call.dependent or edge.pruned_weights:
+        if not edge.shared or len(names) != 1 or names[0] in call.dependent:
             return None
         (name,) = names
         place, weight = place_of(node, name), call.arguments[name]

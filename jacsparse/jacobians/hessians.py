@@ -53,6 +53,7 @@ def prepare_hessian(
     batched: bool = False,
     method: str = "auto",
     compile: bool = False,
+    pruned: bool = True,
 ) -> PreparedHessian:
     """A scalar function's Hessian, prepared for arguments of the same shapes.
 
@@ -62,7 +63,7 @@ def prepare_hessian(
         As in `hessian`, and without random numbers and branches on what tensors hold.
     *args, argnums, batched
         As in `hessian`.
-    method, compile
+    method, compile, pruned
         As in `prepare_jacobian`; ``compressed`` takes a seed for each colour of a star colouring.
 
     Returns
@@ -82,7 +83,7 @@ def prepare_hessian(
     >>> energy(torch.zeros(3), 3.0).todense().tolist()
     [[3.0, -3.0, 0.0], [-3.0, 6.0, -3.0], [0.0, -3.0, 3.0]]
     """
-    return PreparedHessian.prepare(f, args, argnums, batched, method, compile)
+    return PreparedHessian.prepare(f, args, argnums, batched, method, compile, pruned)
 
 
 def hessian_pattern(f: Callable[..., Any], shape: Sequence[int]) -> Pattern:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,18 +125,19 @@ class Linearised:
     def numbers(self) -> dict[fx.Node, int]:
         """The place of each number among the tape's, by its placeholder."""
         first = 1 + len(self.tape.inputs)
-        return {node: place for place, node in enumerate(self._placeholders[first:])}
+        return {node: place for place, node in enumerate(self.placeholders[first:])}
 
     @property
     def externals(self) -> list[fx.Node | None]:
         """The placeholder of each external; None for those of sparse matrices, which have three."""
         nodes: dict[int, list[fx.Node]] = {}
-        for slot, node in zip(self.tape.inputs, self._placeholders[1:], strict=False):
+        for slot, node in zip(self.tape.inputs, self.placeholders[1:], strict=False):
             nodes.setdefault(slot, []).append(node)
         return [parts[0] if len(parts) == 1 else None for parts in nodes.values()]
 
     @property
-    def _placeholders(self) -> list[fx.Node]:
+    def placeholders(self) -> list[fx.Node]:
+        """The nodes of the inputs."""
         return [node for node in self.graph.graph.nodes if node.op == "placeholder"]
 
     def argument(self, edge: Edge, name: str) -> fx.Node | None:
@@ -155,10 +156,13 @@ class Linearised:
                 yield edge, record_of_stage
 
 
-def linearised(tape: Tape, x: torch.Tensor, reads: Reads, *, pruned: bool = True) -> Linearised:
+def linearised(
+    tape: Tape, x: torch.Tensor, reads: Reads, *, pruned: bool = True, watched: Collection[int] = ()
+) -> Linearised:
     """A tape's graph and the chain of its operators, at an input and what the function read there.
 
-    Patterns omit zeros of constants where `pruned`, but none of what the function reads.
+    Patterns omit zeros of constants where `pruned`, but of what the function reads those of the `watched` externals
+    alone, which whoever evaluates the graph has to watch: `PrunedWeights` does.
     """
     inputs = inputs_of(tape, x, reads)
     graph = graph_of_tape(tape, inputs)
@@ -167,8 +171,15 @@ def linearised(tape: Tape, x: torch.Tensor, reads: Reads, *, pruned: bool = True
     recording = record(run, inputs[0], readable=False)
     with without_autocast(x.device):
         # Indices and masks from elsewhere are parts of a program, and a zero computed from them stays one.
-        varying = [t for place, t in enumerate(inputs) if t.is_floating_point() or place > len(tape.inputs)]
-        chain, records = chain_of(recording, pruned=pruned, varying=varying).records(recording)
+        externals = list(tape.forms)
+        slots = {externals[place] for place in watched}
+        is_watched = [False, *(slot in slots for slot in tape.inputs), *[False] * len(tape.dtypes)]
+        varies = [t.is_floating_point() or place > len(tape.inputs) for place, t in enumerate(inputs)]
+        varying, weights = (
+            [t for t, watches, each in zip(inputs, is_watched, varies, strict=True) if each and watches is which]
+            for which in (False, True)
+        )
+        chain, records = chain_of(recording, pruned=pruned, varying=varying, watched=weights).records(recording)
     vertices = {id(tensor): node for node, tensor in run.nodes}
     nodes = {}
     for vertex, maker in enumerate(recording.makers):

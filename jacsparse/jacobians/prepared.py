@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from torch import nn
 
 from .._version import __version__
 from ..patterns import Pattern, gradient_of
@@ -39,6 +40,7 @@ from .products import ChainProducts, Products
 from .surroundings import Surroundings
 from .taped import Evaluator, TapedJacobian, taped
 from .verification import ROUNDINGS, VerificationError, difference_of, largest_finite, magnitude
+from .watched_weights import FilledWeightError, WatchedWeights, can_be_watched
 
 METHODS = ("auto", "products", "compressed")
 #: Arguments that nobody can change; a call with any other that is no tensor runs the function.
@@ -95,10 +97,18 @@ class PreparedJacobian:
     """
 
     def __init__(
-        self, f: Callable[..., Any], arguments: Arguments, function: Linearised, evaluator: Evaluator, reads: Reads
+        self,
+        f: Callable[..., Any],
+        arguments: Arguments,
+        function: Linearised,
+        evaluator: Evaluator,
+        reads: Reads,
+        pruned: bool,
     ) -> None:
-        self.pattern, self.method = evaluator.pattern, evaluator.name
-        self._program, taped = _digest(arguments, function), TapedJacobian(arguments.form, function.tape, evaluator)
+        self.pattern, self.method, self._pruned = evaluator.pattern, evaluator.name, pruned
+        watched = WatchedWeights(function) if function.chain.pruned_weights else None
+        taped = TapedJacobian(arguments.form, function.tape, evaluator, watched=watched)
+        self._program = _digest(arguments, function)
         self._f, self._arguments, self._taped, self._tolerance = f, arguments, taped, _tolerance(function)
         self._replaces_derivatives = function.chain.replaces_derivatives
         # Replaced as a whole, so that threads take all of one run.
@@ -123,6 +133,7 @@ class PreparedJacobian:
         batched: bool,
         method: str,
         compile: bool,
+        pruned: bool,
     ) -> Self:
         """What `prepare_jacobian` returns."""
         if not callable(f):
@@ -133,17 +144,17 @@ class PreparedJacobian:
         if not arguments.batch:
             raise ValueError(f"the arguments are {arguments}, without any sample; give one or more to prepare for")
         differentiated = cls._differentiated(f, arguments)
-        arguments, function, reads = _traced(differentiated, arguments)
+        arguments, function, reads = _traced(differentiated, arguments, pruned)
         evaluator = evaluator_of(function, method, compile, cls._coloring)
         _check_compiles(f, evaluator, compile)
-        prepared = cls(differentiated, arguments, function, evaluator, reads)
+        prepared = cls(differentiated, arguments, function, evaluator, reads, pruned)
         try:
             return prepared._checked_at(args)
         except VerificationError:
             if method != "auto" or prepared.method != "compressed":
                 raise
             # PyTorch's own tangents may be wrong, as those of scatter_reduce's products.
-            return cls.prepare(f, args, argnums, batched, "products", compile)
+            return cls.prepare(f, args, argnums, batched, "products", compile, pruned)
 
     @staticmethod
     def _differentiated(f: Callable[..., Any], arguments: Arguments) -> Callable[..., Any]:
@@ -166,7 +177,8 @@ class PreparedJacobian:
         ValueError
             Where the arguments have other shapes, dtypes or indices than those that it was prepared for.
         RuntimeError
-            Where the function makes other calls than when it was prepared.
+            Where the function makes other calls than when it was prepared, or a weight that the pattern leaves out is
+            not zero.
         """
         arguments = self._checked(args)
         reads = self._current(arguments)
@@ -177,7 +189,28 @@ class PreparedJacobian:
                     f"an index or a mask of {tuple(external.shape)} holds other elements than when this Jacobian was "
                     "prepared, and patterns depend on them: prepare one for these"
                 )
-        return self._taped.values(arguments.flat(), reads)
+        try:
+            return self._taped.values(arguments.flat(), reads)
+        except FilledWeightError as error:
+            weight = self._name_of_weight(error.places, reads)
+            raise RuntimeError(
+                f"{name_of(self._f)}: {weight} was zero where the pattern leaves it out, and is not any more: "
+                "prepare it again, keep the weight zero by a mask (torch.nn.utils.prune), or pass pruned=False"
+            ) from None
+
+    def _name_of_weight(self, places: Sequence[int], reads: Reads) -> str:
+        """The parameters or buffers that a weight is computed from, at these places of the graph's inputs."""
+        slots = list(self._taped.tape.forms)
+        tensors = [
+            reads.externals[slots.index(self._taped.tape.inputs[place - 1])]
+            for place in places
+            if 0 < place <= len(self._taped.tape.inputs)
+        ]
+        module = self._f if isinstance(self._f, nn.Module) else nn.Module()
+        names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+        found = [names[id(tensor)] for tensor in tensors if id(tensor) in names]
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        return " and ".join(found) or f"a weight that is computed from what it reads, of shape {shapes},"
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
         alike = self._arguments.with_args(args)
@@ -322,6 +355,7 @@ class PreparedJacobian:
             "program": self._program,
             "argnums": list(self._arguments.argnums),
             "batched": self._arguments.batched,
+            "pruned": self._pruned,
             "evaluator": type(taped.evaluator).__name__,
             "shape": list(pattern.shape),
             "indptr": pattern.indptr,
@@ -357,12 +391,14 @@ class PreparedJacobian:
                 f"{path} is of version {content.get('version')!r} of jacsparse, and this is {__version__}; prepare the "
                 "Jacobian and save it again"
             )
-        argnums, batched = content.get("argnums"), content.get("batched")
-        if type(argnums) is not list or type(batched) is not bool:
-            raise ValueError(f"{path}: argnums is {argnums!r} and batched {batched!r}; the file is damaged")
+        argnums, batched, pruned = (content.get(name) for name in ("argnums", "batched", "pruned"))
+        if type(argnums) is not list or type(batched) is not bool or type(pruned) is not bool:
+            raise ValueError(
+                f"{path}: argnums is {argnums!r}, batched {batched!r} and pruned {pruned!r}; the file is damaged"
+            )
         arguments = arguments_of(args, argnums, batched).apart()
         f = cls._differentiated(f, arguments)
-        arguments, function, reads = _traced(f, arguments)
+        arguments, function, reads = _traced(f, arguments, pruned)
         if content.get("program") != _digest(arguments, function):
             raise ValueError(
                 f"{path} is not of this function at arguments of these shapes: {name_of(f)}, {arguments}; prepare its "
@@ -373,7 +409,7 @@ class PreparedJacobian:
         except (ValueError, TypeError, KeyError, MemoryError) as error:
             raise ValueError(f"{path}: no valid prepared Jacobian: {error}") from error
         _check_compiles(f, evaluator, compile)
-        return cls(f, arguments, function, evaluator, reads)._checked_at(args)
+        return cls(f, arguments, function, evaluator, reads, pruned)._checked_at(args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -404,6 +440,7 @@ def prepare_jacobian(
     batched: bool = True,
     method: str = "auto",
     compile: bool = False,
+    pruned: bool = True,
 ) -> PreparedJacobian:
     """A function's Jacobian, prepared for arguments of the same shapes.
 
@@ -424,6 +461,9 @@ def prepare_jacobian(
         seed for each colour; ``auto`` takes the one of less predicted cost.
     compile : bool
         Whether TorchInductor, the compiler of ``torch.compile``, compiles the program; that takes seconds.
+    pruned : bool
+        Whether the pattern omits the elements of weights that are zero when it is prepared, of parameters and all other
+        tensors that `f` reads, but not of its arguments. A call in which one of them is filled raises RuntimeError.
 
     Returns
     -------
@@ -440,10 +480,10 @@ def prepare_jacobian(
 
     Notes
     -----
-    Parameters, and all tensors that the function reads, are inputs of the program. So the pattern has entries for the
-    zeros of a constant matrix that the function reads, since they may be filled later; `jacobian` looks for them at
-    each call. Make the matrix a sparse tensor: its indices are parts of the program, whose pattern has its elements
-    alone. Masks are parts of the program too: a branch of ``torch.where`` has entries only where a mask selects it.
+    Parameters, and all tensors that the function reads, are inputs of the program. With ``pruned=False`` the pattern
+    has entries for the zeros of a constant matrix that the function reads, since they may be filled later. A sparse
+    tensor's indices are parts of the program, whose pattern has its elements alone. Masks are parts of the program too:
+    a branch of ``torch.where`` has entries only where a mask selects it.
 
     Numbers among the arguments may change. Where they are floats, and a function only adds, multiplies and divides
     them, takes powers or calls NumPy's functions of them, a change costs no more than their new values. Where it
@@ -474,7 +514,7 @@ def prepare_jacobian(
     >>> solution.success, round(float(solution.y[1, -1]), 2)
     (True, 0.5)
     """
-    return PreparedJacobian.prepare(f, args, argnums, batched, method, compile)
+    return PreparedJacobian.prepare(f, args, argnums, batched, method, compile, pruned)
 
 
 def _differ_in_numbers(before: list[Any], now: list[Any]) -> bool:
@@ -491,20 +531,20 @@ def _same(before: list[Any], now: list[Any]) -> bool:
     return all(isinstance(b, _CONSTANT) and same_number(a, b) for a, b in zip(before, now, strict=True))
 
 
-def _traced(f: Callable[..., Any], arguments: Arguments) -> tuple[Arguments, Linearised, Reads]:
+def _traced(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> tuple[Arguments, Linearised, Reads]:
     """A function's program, and what it reads, with errors in the user's words.
 
     The program is for arguments whose elements are apart in memory, unless the function may read elements beside them.
     """
     dense = arguments.dense()
-    function, reads = _traced_at(f, dense)
+    function, reads = _traced_at(f, dense, pruned)
     reads_memory = any(call.overload is torch.ops.aten.as_strided.default for call in function.tape.instructions)
     if reads_memory and dense is not arguments:
-        return arguments, *_traced_at(f, arguments)
+        return arguments, *_traced_at(f, arguments, pruned)
     return dense, function, reads
 
 
-def _traced_at(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised, Reads]:
+def _traced_at(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> tuple[Linearised, Reads]:
     function, x = FlatFunction(f, arguments), arguments.flat()
     check_module(function)
     with undisturbed(function):
@@ -516,6 +556,12 @@ def _traced_at(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised,
     # Apart, since the second run is to find what the first one found.
     tape, reads = taped(f, arguments)
     check_replays(tape, name_of(f))
+    if pruned:
+        leaves = set(map(id, arguments.leaves))
+        watched = [place for place, external in enumerate(reads.externals) if id(external) not in leaves]
+        linear = linearised(tape, x, reads, watched=watched)
+        if can_be_watched(linear):
+            return linear, reads
     return linearised(tape, x, reads), reads
 
 
@@ -544,6 +590,8 @@ def _digest(arguments: Arguments, function: Linearised) -> str:
         digest.update(repr(part).encode())
     for contents in tape.contents.values():
         digest.update(contents.copy.cpu().contiguous().numpy().tobytes())
+    for weight in function.chain.pruned_weights:
+        digest.update(weight.mask.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -25,6 +25,7 @@ from .linearised import GraphRun, Linearised
 from .passes import Pass
 from .results_of_runs import take_results
 from .terms import Step
+from .watched_weights import FilledWeightError
 
 
 class Weights(NamedTuple):
@@ -212,7 +213,11 @@ class ChainProducts:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         with without_saving_hooks():
             recording = record(GraphRun(self._graph, inputs), inputs[0])
-            values = self.chain.jacobian(self.chain.records(recording)[1], inputs[0]).values
+            chain, records = self.chain.records(recording)
+            if chain is not self.chain:
+                # It is of another pattern.
+                raise FilledWeightError
+            values = chain.jacobian(records, inputs[0]).values
         # They may lie in the memory of an input.
         memories = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         return values.clone() if values.untyped_storage().data_ptr() in memories else values

@@ -23,6 +23,8 @@ from ..tracing import (
     without_autocast,
 )
 from .arguments import Arguments, FlatFunction
+from .products import ChainProducts
+from .watched_weights import FilledWeightError, WatchedWeights
 
 
 class Evaluator(Protocol):
@@ -69,6 +71,8 @@ class TapedJacobian:
     evaluator: Evaluator
     #: The externals that have no zeros, which a pattern would leave out.
     weights: tuple[int, ...] = ()
+    #: The weights whose zeros the pattern leaves out, if any.
+    watched: WatchedWeights | None = None
     #: The numbers of the last run as tensors. Replaced as a whole, so that threads take all of one run.
     _number_tensors: tuple[tuple[float, ...], list[torch.Tensor]] = field(default=((), []), repr=False)
 
@@ -101,7 +105,15 @@ class TapedJacobian:
             numbers = self._number_tensors = reads.numbers, number_tensors(self.tape, reads.numbers, x.device, numbers)
         with torch.no_grad(), without_autocast(x.device):
             inputs = [x, *tensors_of_externals(reads), *numbers[1]]
-            values = self.evaluator.values(inputs, reads.numbers, reads.results)
+            if self.watched is not None and not isinstance(self.evaluator, ChainProducts):
+                self.watched.check(inputs)
+            try:
+                values = self.evaluator.values(inputs, reads.numbers, reads.results)
+            except FilledWeightError:
+                # The error that tells which weight it is.
+                assert self.watched is not None
+                self.watched.check(inputs)
+                raise
             # A function may return coarser numbers, as under ``torch.autocast``.
             return values if values.dtype is x.dtype else values.to(x.dtype)
 

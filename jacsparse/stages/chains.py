@@ -78,6 +78,12 @@ class Chain:
             return chain_of(recording).records(recording)[1]
 
     @functools.cached_property
+    def pruned_weights(self) -> tuple[PrunedWeight, ...]:
+        """The weights from which patterns omit elements; masks that select are none."""
+        weights = (weight for stage in self.stages for edge in stage.edges for weight in edge.pruned_weights)
+        return tuple(weight for weight in weights if weight.floating)
+
+    @functools.cached_property
     def replaces_derivatives(self) -> bool:
         """Whether values of an operator were registered, which may be others than those of PyTorch's derivative."""
         return any(edge.rule.replaces_derivative for stage in self.stages for edge in stage.edges)
@@ -221,10 +227,17 @@ def refuse_other_derivatives(records: Sequence[Record], what: str) -> None:
             )
 
 
-def chain_of(recording: Recording, *, pruned: bool = True, varying: Collection[torch.Tensor] = ()) -> Chain:
+def chain_of(
+    recording: Recording,
+    *,
+    pruned: bool = True,
+    varying: Collection[torch.Tensor] = (),
+    watched: Collection[torch.Tensor] = (),
+) -> Chain:
     """The chain of a recording; UnsupportedOperatorError where the output has no samples along its first axis.
 
-    No weight is pruned that is among the `varying` tensors or was computed from one.
+    No weight is pruned that is among the `varying` tensors or was computed from one. Weights of the `watched` tensors
+    may vary too: their zeros are pruned, but the truth values of a selection that was computed from them are not.
     """
     module, x, y = recording.module, recording.input, recording.output
     name, in_shape, out_shape = name_of(module), tuple(x.shape[1:]), tuple(y.shape[1:])
@@ -246,10 +259,15 @@ def chain_of(recording: Recording, *, pruned: bool = True, varying: Collection[t
         # No derivative passes.
         stage = Stage(name, in_shape, out_shape, (), 0, program.output, program)
         return Chain(module, [stage], in_shape, out_shape)
-    return Chain(module, _stages(program, recording, pruned, varying), in_shape, out_shape)
+    ids = frozenset(map(id, varying)), frozenset(map(id, watched))
+    return Chain(module, _stages(program, recording, pruned, ids), in_shape, out_shape)
 
 
-def _stages(program: Program, recording: Recording, pruned: bool, varying: Collection[torch.Tensor]) -> list[Stage]:
+#: The tensors, by ``id``, whose zeros are not pruned, and those of which selections are not.
+_Varying = tuple[frozenset[int], frozenset[int]]
+
+
+def _stages(program: Program, recording: Recording, pruned: bool, varying: _Varying) -> list[Stage]:
     stages: list[Stage] = []
     start, *cuts = program.cuts()
     for stop in cuts:
@@ -314,16 +332,16 @@ def _edge(program: Program, operation: Operation, argument: str) -> Edge:
     return edge
 
 
-def _pruned(edge: Edge, recording: Recording, operation: Operation, varying: Collection[torch.Tensor]) -> Edge:
-    """The edge with a pattern that omits the zeros of weights, but for those computed from the `varying` tensors."""
+def _pruned(edge: Edge, recording: Recording, operation: Operation, varying: _Varying) -> Edge:
+    """The edge with a pattern that omits the zeros of weights, but for those that vary."""
     call, invocation = edge.call, recording.invocations[operation.place]
-    ids = {id(tensor) for tensor in varying}
     weights = []
     for name in edge.rule.pruned_arguments(call):
         weight = invocation.arguments[name]
         # A drawn zero is not guaranteed, nor is one in a tensor that was overwritten.
         if name in call.dependent | call.batched or recording.drawn(weight) or invocation.is_stale(name):
             continue
+        ids = varying[0] if weight.is_floating_point() else varying[0] | varying[1]
         if ids and recording.made_of(weight, ids):
             continue
         mask = mask_of(recording, weight)

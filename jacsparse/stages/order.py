@@ -75,7 +75,7 @@ class _Estimates:
         # the interval on their right, by the stage and the last one; and on their left, by the stage and the first one.
         self.entries, self.through, self.onward = np.zeros((3, n, n))
         largest = max((max(edge.pattern.shape) for stage in stages for edge in stage.edges), default=1)
-        width = max(1, AT_ONCE // (4 * KEYS * int(largest)))
+        width = max(1, AT_ONCE // max(1, 4 * KEYS * int(largest)))
         chunks = [range(first, min(first + width, n)) for first in range(0, n, width)]
         # The number of elements of each later stage's output, where keys begin, that depend on an element of a tensor.
         ahead = [np.zeros((min(size, SAMPLED), n - place), dtype=np.float32) for place, size in enumerate(sizes)]

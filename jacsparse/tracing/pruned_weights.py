@@ -26,6 +26,8 @@ class PrunedWeight:
 
     def __init__(self, name: str, weight: torch.Tensor, mask: torch.Tensor | None) -> None:
         self.name = name
+        #: Whether it holds numbers that may be filled later, and not the truth values of a selection.
+        self.floating = weight.is_floating_point()
         self.mask = (weight != 0).detach()
         # A mask that is zero where the weight is not was written to after its use.
         if mask is not None and not bool((self.mask & (mask == 0)).any()):

@@ -64,8 +64,9 @@ def check(f: Function, x: torch.Tensor, *, smooth: bool) -> None:
     plain = jacobian(f, x)
     with_graph = jacobian(f, x, create_graph=True)
     assert with_graph.pattern == plain.pattern
-    scale = plain.values.nan_to_num(0, 0, 0).abs().amax() if plain.values.numel() else 0.0
-    assert torch.allclose(with_graph.values, plain.values, rtol=BOUND, atol=float(BOUND * scale), equal_nan=True)
+    # Some derivatives are small differences of numbers around one.
+    scale = max(1.0, plain.values.nan_to_num(0, 0, 0).abs().amax().item() if plain.values.numel() else 0.0)
+    assert torch.allclose(with_graph.values, plain.values, rtol=BOUND, atol=BOUND * scale, equal_nan=True)
     weights = torch.randn((len(x), *plain.shape), generator=generator, dtype=FLOAT)
     leaf = x.detach().clone().requires_grad_()
     try:
