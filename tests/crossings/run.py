@@ -1,0 +1,43 @@
+"""Draw many cases, and print the faults by subject, features and kind: ``python -m tests.crossings.run --seed 1``."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter, defaultdict
+
+import torch
+
+from .draws import Verdict, drawn, judged, smallest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--refusals", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    counts: Counter[str] = Counter()
+    faults: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
+    refusals: Counter[str] = Counter()
+    for seed in range(arguments.seed, arguments.seed + arguments.draws):
+        verdict = judged(drawn(seed, arguments.full))
+        counts[verdict.kind] += 1
+        if verdict.is_fault:
+            small = smallest(verdict)
+            faults[small.draw.subject, small.kind, *sorted(small.draw.features)].append(small)
+        if verdict.kind == "refused":
+            refusals[f"{verdict.draw.subject}: {verdict.detail}"] += 1
+    print(dict(counts))
+    for group, verdicts in sorted(faults.items()):
+        print(f"\n{len(verdicts)} × {' | '.join(group)}")
+        for verdict in verdicts[:4]:
+            print(f"  {verdict.draw}: {verdict.detail}")
+    if arguments.refusals:
+        for text, count in refusals.most_common():
+            print(count, text)
+
+
+if __name__ == "__main__":
+    main()
