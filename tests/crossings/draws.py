@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jacsparse
 import torch
-from jacsparse import VerificationError
 from torch import Tensor
+
+import jacsparse
+from jacsparse import VerificationError
 
 from .features import FEATURES, weighted
 from .known import KNOWN
@@ -87,6 +88,7 @@ def world_of(draw: Draw, ours: bool) -> World:
         torch.manual_seed(draw.seed)
         FEATURES[name].apply(world)
     world.program.to(world.dtype)
+    world.as_module |= draw.core == "batch statistics"
     return world
 
 
@@ -94,7 +96,7 @@ def observed(draw: Draw, world: World, number: int, called: Any) -> dict[str, An
     """What a call shows: its result, its gradients, and what it changed."""
     subject = SUBJECTS[draw.subject]
     leaves = world.arguments(number)
-    given = world.given(leaves)
+    given = world.given(leaves, number)
     was = [tensor.detach().clone() for tensor in leaves]
     torch.manual_seed(draw.seed + number)
     generator = torch.get_rng_state()
@@ -124,7 +126,7 @@ def observed(draw: Draw, world: World, number: int, called: Any) -> dict[str, An
     elif world.threads == 1 and not world.during:
         # Modules around a chain run it on a copy of what it writes to.
         if not (world.writes and draw.subject in CHAINS):
-            found |= {f"argument {n} after": tensor.detach().clone() for n, tensor in enumerate(given)}
+            found |= {f"argument {n} after": x.detach().clone() for n, x in enumerate(given) if isinstance(x, Tensor)}
         found["random state"] = torch.get_rng_state()
     if world.threads == 1:
         found |= world.state()
@@ -132,7 +134,7 @@ def observed(draw: Draw, world: World, number: int, called: Any) -> dict[str, An
 
 
 def gradients(world: World, y: Tensor, leaves: list[Tensor]) -> dict[str, Any]:
-    """Gradients of a weighting of a result, to arguments and parameters; where there are some, also of the gradients."""
+    """Gradients of a weighting of a result, to arguments and parameters; with `create_graph` those of gradients too."""
     if world.is_matrix and not world.create_graph:
         return {}
     wanted = {f"gradient of argument {n}": leaf for n, leaf in enumerate(leaves) if leaf.requires_grad}
@@ -146,19 +148,22 @@ def gradients(world: World, y: Tensor, leaves: list[Tensor]) -> dict[str, Any]:
         found["requires grad"] = y.requires_grad
     for change in world.during:
         change(world, leaves)
+    loss = world.loss or weighted
+    for _ in range(world.passes - 1 if y.requires_grad else 0):
+        torch.autograd.grad(loss(y), list(wanted.values()), retain_graph=True, allow_unused=True)
     if not y.requires_grad:
         first = [torch.zeros_like(tensor) for tensor in wanted.values()]
     elif world.is_matrix or world.create_graph or world.threads > 1:
         first = list(
             torch.autograd.grad(
-                weighted(y),
+                loss(y),
                 list(wanted.values()),
                 create_graph=world.create_graph and not world.is_matrix,
                 materialize_grads=True,
             )
         )
     else:
-        weighted(y).backward()
+        loss(y).backward()
         first = [torch.zeros_like(t) if t.grad is None else t.grad.clone() for t in wanted.values()]
         for tensor in wanted.values():
             tensor.grad = None
@@ -178,7 +183,7 @@ def observations(draw: Draw, world: World) -> list[dict[str, Any]]:
         if change is not None:
             change(world)
         if world.ours and world.called is None:
-            world.called = SUBJECTS[draw.subject].prepare(world, world.arguments(0))
+            world.called = SUBJECTS[draw.subject].prepare(world, world.given(world.arguments(0), 0))
         if world.threads == 1 or not world.ours:
             found += [
                 observed(draw, world, number * world.threads + part, world.called) for part in range(world.threads)
@@ -265,7 +270,7 @@ def refuses_literally(draw: Draw) -> bool:
             with ExitStack() as stack:
                 for context in world.contexts:
                     stack.enter_context(context())
-                y = run(*[leaf * 1 for leaf in leaves] if world.writes else leaves)
+                y = run(*world.given(leaves, number))
                 if not world.without_gradients and y.requires_grad:
                     for each in world.during:
                         each(world, leaves)
@@ -285,9 +290,9 @@ def without_surroundings(world: World) -> World:
 def smallest(verdict: Verdict) -> Verdict:
     """The same kind of fault with fewer features, or of a simpler core."""
     draw = verdict.draw
-    fewer = [replace(draw, features=tuple(other for other in draw.features if other != name)) for name in draw.features]
-    simpler = [replace(draw, core=core) for core in SIMPLE if core in SUBJECTS[draw.subject].cores and core != draw.core]
-    for smaller in [*fewer, *(simpler if draw.core not in SIMPLE else [])]:
+    fewer = [replace(draw, features=tuple(each for each in draw.features if each != name)) for name in draw.features]
+    cores = [core for core in SIMPLE if core in SUBJECTS[draw.subject].cores and draw.core not in SIMPLE]
+    for smaller in [*fewer, *(replace(draw, core=core) for core in cores)]:
         found = judged(smaller)
         if found.kind == verdict.kind:
             return smallest(found)

@@ -12,14 +12,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jacsparse import PreparedJacobian
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import jacsparse
+from jacsparse import PreparedJacobian
 
-from .programs import SIZE, Attribute, Captured, Counter, First, Masked, Of, Program, Residual, RunningMean, pruned
+from .programs import (
+    SIZE,
+    Attribute,
+    Captured,
+    Counter,
+    First,
+    Masked,
+    Of,
+    Recurrent,
+    Residual,
+    RunningMean,
+    parametrised,
+    pruned,
+)
 from .subjects import SUBJECTS
 from .worlds import Change, Run, World
 
@@ -49,7 +62,7 @@ def group(*names: str) -> frozenset[str]:
 
 
 def before(*names: str, groups: frozenset[str] = frozenset()) -> Feature:
-    """One of some layers, before the core or after it."""
+    """One of some layers before the core."""
 
     def apply(world: World) -> None:
         world.program.before.append(Of(world.choose.choice(names)))
@@ -131,7 +144,7 @@ def between(*changes: Callable[[World, list[Tensor]], object], subjects: frozens
         if world.is_matrix:
             world.create_graph = True
 
-    return Feature(apply, subjects)
+    return Feature(apply, subjects, group("between"))
 
 
 def around(ours: Callable[[Run], Run], plain: Callable[[Run], Run], *names: str, **values: Any) -> Feature:
@@ -220,12 +233,16 @@ def copied(world: World, way: Callable[[Any], Any]) -> None:
 def saved(world: World) -> None:
     if not world.ours:
         return
-    args = world.arguments(0)
+    args = world.given(world.arguments(0), 0)
     with tempfile.TemporaryDirectory() as folder:
         world.called.save(f"{folder}/prepared.npz")
         f = world.called._f
         f = getattr(f, "f", f)
         world.called = type(world.called).load(f"{folder}/prepared.npz", f, *args)
+
+
+def relaid(world: World, way: Callable[[Tensor], Tensor]) -> None:
+    world.layout = way
 
 
 def to_float32(world: World) -> None:
@@ -276,6 +293,48 @@ def with_mutations() -> Iterator[None]:
         yield
 
 
+def nested(world: World) -> None:
+    """A layer around which the plain side has no module of ours."""
+    make: list[Callable[[nn.Module], nn.Module]] = [
+        jacsparse.nn.Scan,
+        functools.partial(jacsparse.nn.Scan, schedule="blelloch"),
+        jacsparse.nn.Solve,
+        functools.partial(jacsparse.nn.Leapfrog, threads=2),
+    ]
+    maker, part = world.choose.choice(make), Residual()
+    world.program.before.append(First(maker(part) if world.ours else part))
+
+
+def nested_recurrence(world: World) -> None:
+    part = Recurrent(nn.GRU)
+    kind = world.choose.choice(["auto", "linear", "chunked:1"])
+    if world.ours:
+        part = jacsparse.nn.convert(part, schedule=kind)
+    world.program.before.append(Shortened(part))
+
+
+class Shortened(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.part(x)[..., :SIZE]
+
+
+def inference(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.mT.contiguous().mT if x.ndim > 1 else x.repeat(2)[::2],
+    lambda x: torch.stack([x, x], -1)[..., 0],
+    lambda x: torch.cat([x, x], -1)[..., :SIZE],
+    lambda x: x[:1].expand(x.shape),
+    lambda x: x[..., :1].expand(x.shape),
+]
+
 FEATURES: dict[str, Feature] = {
     "no samples": attribute("batched", subjects=MATRICES, batched=False),
     "argnums": Feature(argnums, MATRICES, group("arguments")),
@@ -292,18 +351,27 @@ FEATURES: dict[str, Feature] = {
     "mask": layer(*(functools.partial(Masked, way) for way in ("where", "index", "assignment", "fill", "dropout"))),
     "where": before("where"),
     "pruned": layer(pruned),
+    "parametrised": layer(parametrised),
+    "pruned=False": attribute(subjects=frozenset({"jacobian"}), pruned=False),
+    "a number": attribute(subjects=MATRICES, number=1.5),
+    "several outputs": Feature(lambda world: setattr(world.program, "outputs", 2), MATRICES),
+    "sum": attribute("loss", loss=Tensor.sum),
+    "one output": attribute("loss", loss=lambda y: y.flatten()[1:2].sum()),
+    "two passes": attribute(subjects=MODULES, passes=2),
+    "input without gradient": attribute(subjects=MODULES, of_input=False),
     "dropout": before("dropout", groups=group("random")),
     "custom Function": before("custom", "replaced derivative"),
     "inner checkpoint": before("checkpoint"),
     "mean of samples": before("mean of samples"),
+    "nested": Feature(nested, LAYERED),
+    "nested recurrence": Feature(nested_recurrence, LAYERED),
     "captured": layer(Captured, groups=group("captured", "state")),
     "one tensor twice": Feature(twice, SEVERAL, group("arguments")),
     "no sample at all": attribute("batched", samples=0),
     "one sample": attribute("batched", samples=1),
-    "not contiguous": layout(lambda x: x.mT.contiguous().mT if x.ndim > 1 else x.repeat(2)[::2] * 1),
-    "strided": layout(lambda x: torch.stack([x, x], -1)[..., 0], lambda x: torch.cat([x, x], -1)[..., :SIZE]),
-    "expanded": layout(lambda x: x[:1].expand(x.shape), lambda x: x[..., :1].expand(x.shape)),
-    "inference tensor": layout(lambda x: inference(x)),
+    "not contiguous": layout(*LAYOUTS[:3]),
+    "expanded": layout(*LAYOUTS[3:]),
+    "inference tensor": layout(inference),
     "a parameter": layout(lambda x: nn.Parameter(x.clone())),
     "steps": change(stepped),
     "data": change(data, new_data),
@@ -317,6 +385,7 @@ FEATURES: dict[str, Feature] = {
     "deepcopy": change(functools.partial(copied, way=copy.deepcopy)),
     "pickle": change(functools.partial(copied, way=lambda each: pickle.loads(pickle.dumps(each)))),
     "save and load": change(saved, subjects=PREPARED),
+    "another layout": change(*(functools.partial(relaid, way=way) for way in LAYOUTS)),
     "another batch": change(lambda world: setattr(world, "samples", 2)),
     "another dtype": change(to_float32),
     "empty later": change(lambda world: setattr(world, "samples", 0)),
@@ -329,50 +398,9 @@ FEATURES: dict[str, Feature] = {
         lambda: torch.autograd.graph.disable_saved_tensors_hooks("none, please"),
     ),
     "mutations of saved tensors": within(with_mutations, groups=group("context", "mutations")),
-    "saved on the CPU": within(torch.autograd.graph.save_on_cpu),
+    "saved on the CPU": within(torch.autograd.graph.save_on_cpu, groups=group("context", "between")),
     "vmap": around(by_vmap, by_loop, "batched", "state", "random"),
     "func.grad": around(by_func_grad, by_autograd, "writes", without_gradients=True),
     "checkpoint": around(by_checkpoint, by_checkpoint, "state", "writes"),
     "threads": attribute("around", "state", "random", "mutations", threads=3),
 }
-
-
-def nested(world: World) -> None:
-    """A layer around which the plain side has no module of ours."""
-    make: list[Callable[[nn.Module], nn.Module]] = [
-        jacsparse.nn.Scan,
-        functools.partial(jacsparse.nn.Scan, schedule="blelloch"),
-        jacsparse.nn.Solve,
-        functools.partial(jacsparse.nn.Leapfrog, threads=2),
-    ]
-    maker, part = world.choose.choice(make), Residual()
-    world.program.before.append(First(maker(part) if world.ours else part))
-
-
-def nested_recurrence(world: World) -> None:
-    from .programs import Recurrent
-
-    part = Recurrent(nn.GRU)
-    kind = world.choose.choice(["auto", "linear", "chunked:1"])
-    if world.ours:
-        part = jacsparse.nn.convert(part, schedule=kind)
-    world.program.after.append(nn.Identity())
-    world.program.before.append(Shortened(part))
-
-
-class Shortened(nn.Module):
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        return self.part(x)[..., :SIZE]
-
-
-FEATURES["nested"] = Feature(nested, LAYERED)
-FEATURES["nested recurrence"] = Feature(nested_recurrence, LAYERED)
-
-
-def inference(x: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return x.clone()

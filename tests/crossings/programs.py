@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jacsparse
 import numpy as np
 import torch
-from jacsparse import Pattern, SparseJacobian
-from jacsparse.recurrence import Dense, Diagonal, Scaled, Sparse
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
+
+import jacsparse
+from jacsparse import Pattern, SparseJacobian
+from jacsparse.recurrence import Dense, Diagonal, Scaled, Sparse
 
 SIZE = 6
 
@@ -26,24 +27,27 @@ def pair(x: Tensor) -> Tensor:
 
 
 class Program(nn.Module):
-    """Layers, a core, and layers again; a second argument enters before the core."""
+    """Layers, a core, and layers again; a second argument enters before the core, and a number after it."""
 
     def __init__(self, core: nn.Module) -> None:
         super().__init__()
         self.before, self.core, self.after = nn.ModuleList(), core, nn.ModuleList()
         self.factor = 1.25
+        #: How many tensors it returns.
+        self.outputs = 1
 
-    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        others = [each for each in rest if isinstance(each, Tensor)]
         for layer in self.before:
             x = layer(x, *others)
-        if isinstance(self.core, Algebra):
-            y = self.core(x, *others)
-        else:
-            y = self.core(x * others[0].cos() if others else x)
-        y = y * self.factor
+        if others and not isinstance(self.core, Algebra):
+            x, others = x * others[0].cos(), []
+        y = self.core(x, *others) * self.factor
+        for number in (each for each in rest if not isinstance(each, Tensor)):
+            y = y * number + number**2
         for layer in self.after:
             y = layer(y)
-        return y
+        return y if self.outputs == 1 else (y, y.cos())
 
 
 class Of(nn.Module):
@@ -79,6 +83,28 @@ class Residual(nn.Module):
         return x + self.part(x)
 
 
+class Encoder(nn.Module):
+    """Attention among two tokens of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(3, 1, 4, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.layer(pair(x)).flatten(-2)
+
+
+class Tied(nn.Module):
+    """One weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE) / 2)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return functional.linear(functional.linear(x, self.weight).tanh(), self.weight.t(), self.weight[0])
+
+
 class Convolved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -102,6 +128,18 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "matmul": lambda x: (pair(x) @ pair(x).mT).flatten(-2),
     "linear parts": lambda x: torch.cat([x[..., :2] * 3, x.roll(1, -1)[..., 2:] - x[..., 2:]], -1),
     "logsumexp": lambda x: x - x.logsumexp(-1, keepdim=True),
+    "group norm": lambda x: functional.group_norm(x.unflatten(-1, (2, 3)).reshape(-1, 2, 3), 2).reshape(x.shape),
+    "variance": lambda x: x * x.var(-1, keepdim=True),
+    "product": lambda x: torch.cat([x.prod(-1, keepdim=True), x.tanh().cumprod(-1)], -1),
+    "distance": lambda x: torch.cdist(pair(x), pair(x) + 3).flatten(-2),
+    "upsampled": lambda x: functional.interpolate(
+        pair(x).reshape(-1, 2, 3), scale_factor=2, mode="linear", align_corners=True
+    ).reshape(*x.shape[:-1], 2 * SIZE),
+    "scattered": lambda x: torch.zeros_like(x).index_add(-1, torch.tensor([0, 0, 2, 5, 5, 1]), x.sin()) * x,
+    "einsum": lambda x: torch.einsum("...i,...j->...ij", x[..., :2], x[..., 2:].exp()).flatten(-2),
+    "top": lambda x: x.topk(3, -1)[0].pow(2),
+    "clamped": lambda x: torch.maximum(x.clamp(-0.7, 0.6), x * 0.1) * x,
+    "norm": lambda x: torch.cat([x.norm(dim=-1, keepdim=True), functional.softplus(x)], -1),
     # Layers, which have as many outputs as inputs.
     "complex": lambda x, *_: torch.complex(x, 0.5 * x + 1).abs(),
     "polar": lambda x, *_: torch.view_as_real(torch.polar(x, x.sin())).sum(-1),
@@ -238,6 +276,10 @@ class Masked(nn.Module):
         return x * self.mask / 0.7
 
 
+def parametrised() -> nn.Module:
+    return First(parametrizations.weight_norm(nn.Linear(SIZE, SIZE)))
+
+
 def pruned() -> nn.Module:
     layer = nn.Linear(SIZE, SIZE)
     prune.custom_from_mask(layer, "weight", (torch.arange(SIZE * SIZE) % 3 > 0).reshape(SIZE, SIZE))
@@ -267,13 +309,16 @@ class Captured(nn.Module):
 
 
 CORES: dict[str, Callable[[], nn.Module]] = {
-    **{name: lambda name=name: Of(name) for name in list(FUNCTIONS)[:12]},
+    **{name: lambda name=name: Of(name) for name in list(FUNCTIONS)[: list(FUNCTIONS).index("complex")]},
     "linear": lambda: nn.Linear(SIZE, 4),
     "perceptron": lambda: nn.Sequential(nn.Linear(SIZE, 5), nn.Tanh(), nn.Linear(5, 4), nn.Sigmoid()),
     "normed": lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.LayerNorm(SIZE), nn.GELU(), nn.Linear(SIZE, 3)),
     "convolved": Convolved,
     "residual": Residual,
     "batch norm": lambda: nn.Sequential(nn.BatchNorm1d(SIZE), nn.Softplus()).eval(),
+    "batch statistics": lambda: nn.Sequential(nn.BatchNorm1d(SIZE), nn.Softplus()),
+    "encoder": lambda: Encoder(),
+    "tied": lambda: Tied(),
     "gru": lambda: Recurrent(nn.GRU),
     "lstm": lambda: Recurrent(nn.LSTM),
 }

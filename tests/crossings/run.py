@@ -20,7 +20,7 @@ def main() -> None:
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     faults: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
-    refusals: Counter[str] = Counter()
+    refusals: dict[str, list[Verdict]] = defaultdict(list)
     for seed in range(arguments.seed, arguments.seed + arguments.draws):
         verdict = judged(drawn(seed, arguments.full))
         counts[verdict.kind] += 1
@@ -28,15 +28,15 @@ def main() -> None:
             small = smallest(verdict)
             faults[small.draw.subject, small.kind, *sorted(small.draw.features)].append(small)
         if verdict.kind == "refused":
-            refusals[f"{verdict.draw.subject}: {verdict.detail}"] += 1
+            refusals[f"{verdict.draw.subject}: {verdict.detail}"].append(verdict)
     print(dict(counts))
     for group, verdicts in sorted(faults.items()):
         print(f"\n{len(verdicts)} × {' | '.join(group)}")
         for verdict in verdicts[:4]:
             print(f"  {verdict.draw}: {verdict.detail}")
     if arguments.refusals:
-        for text, count in refusals.most_common():
-            print(count, text)
+        for text, verdicts in sorted(refusals.items(), key=lambda item: -len(item[1])):
+            print(f"{len(verdicts)} {text}\n    {verdicts[0].draw}")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jacsparse
 import torch
 from torch import Tensor, nn
+
+import jacsparse
 
 from .programs import ALGEBRA, CORES, RECURRENCES, RECURRENT, Algebra, LinearRecurrence, dense
 from .worlds import World
@@ -48,6 +49,13 @@ def function(world: World) -> Callable[..., Any]:
     return (world.program, world.program.forward, functools.partial(lambda *args, f: f(*args), f=world.program))[kind]
 
 
+def joined(y: Tensor | tuple[Tensor, ...], batched: bool) -> Tensor:
+    """All outputs as one tensor."""
+    if isinstance(y, Tensor):
+        return y
+    return torch.cat([each.flatten(1) if batched else each.flatten() for each in y], -1)
+
+
 class Energy(nn.Module):
     """A number for each sample, or of all."""
 
@@ -56,7 +64,7 @@ class Energy(nn.Module):
         self.f, self.batched = f, batched
 
     def forward(self, *args: Tensor) -> Tensor:
-        terms = (self.f(*args) + 0.5).pow(3)
+        terms = (joined(self.f(*args), self.batched) + 0.5).pow(3)
         return terms.flatten(1).sum(1) if self.batched else terms.sum()
 
 
@@ -94,7 +102,7 @@ def rows_of(f: Callable[..., Any], world: World, args: tuple[Tensor, ...]) -> Te
             leaf = args[number] if args[number].requires_grad else args[number].detach().clone().requires_grad_()
             entered.append(leaf * 1)
             given[number] = entered[-1].clone()
-        y = f(*given)
+        y = joined(f(*given), world.batched)
         y = y.reshape(batch, -1) if batch else y.flatten(1)
         rows = []
         for sample, row in [(b, r) for b in range(batch) for r in range(y.shape[1])]:
@@ -149,13 +157,12 @@ def samples(world: World, args: tuple[Tensor, ...]) -> int:
 
 
 def called_jacobian(world: World, f: Callable[..., Any], *args: Tensor) -> Tensor:
-    options = {"create_graph": True} if world.create_graph else {}
+    options = {"create_graph": world.create_graph, "pruned": world.pruned}
     return dense(jacsparse.jacobian(f, *args, **how(world), **options), samples(world, args))
 
 
 def called_hessian(world: World, f: Callable[..., Any], *args: Tensor) -> Tensor:
-    options = {"create_graph": True} if world.create_graph else {}
-    return dense(jacsparse.hessian(f, *args, **how(world), **options), samples(world, args))
+    return dense(jacsparse.hessian(f, *args, **how(world), create_graph=world.create_graph), samples(world, args))
 
 
 def called_prepared(world: World, prepared: jacsparse.PreparedJacobian, *args: Tensor) -> Tensor:
@@ -220,7 +227,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "Scan": of_chain(jacsparse.nn.Scan, schedule=["linear", "blelloch", "blelloch:1", "chunked:2", "auto"]),
     "Leapfrog": of_chain(jacsparse.nn.Leapfrog, threads=[1, 2, 3, 4]),
-    "Solve": of_chain(jacsparse.nn.Solve, method=["substitution", "scan", "cyclic_reduction", "hybrid", "jacobi"]),
+    "Solve": of_chain(jacsparse.nn.Solve, method=["substitution", "scan", "cyclic_reduction", "jacobi"]),
     "recurrent layers": Subject(
         {name: lambda ours, core=core: core() for name, core in RECURRENT.items()},
         converted,

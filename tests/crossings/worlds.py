@@ -37,6 +37,8 @@ class World:
     create_graph: bool = False
     #: Arguments of `prepare_jacobian` or `prepare_hessian`.
     options: dict[str, Any] = field(default_factory=dict)
+    #: A number among the arguments, of the first call; later ones differ.
+    number: float | None = None
     #: How each argument lies in memory.
     layout: Callable[[Tensor], Tensor] = Tensor.clone
     #: Whether both arguments are one tensor.
@@ -55,6 +57,13 @@ class World:
     without_gradients: bool = False
     #: Whether the program is called as a module, whose changes to itself are undone.
     as_module: bool = False
+    #: Whether inputs of modules have gradients.
+    of_input: bool = True
+    #: The scalar whose gradients are compared, and how many backward passes there are.
+    loss: Callable[[Tensor], Tensor] | None = None
+    passes: int = 1
+    #: Whether pruned weights are left out of patterns.
+    pruned: bool = True
     #: What is called again and again: a function, a module of ours, or a prepared Jacobian.
     called: Any = None
 
@@ -68,18 +77,17 @@ class World:
         leaves = [self.layout(tensor.to(self.dtype)).detach() for tensor in tensors]
         if self.same_twice:
             leaves = leaves[:1] * self.count
-        if self.create_graph or not self.is_matrix:
+        if self.create_graph or (self.of_input and not self.is_matrix):
             leaves = [leaf if leaf.is_inference() else leaf.requires_grad_() for leaf in leaves]
         for layer in self.program.modules():
             if isinstance(layer, Captured):
                 layer.tensors = leaves[:1]
         return leaves
 
-    def given(self, leaves: list[Tensor]) -> list[Tensor]:
-        """The arguments as they are passed."""
-        if self.is_matrix or not self.writes:
-            return leaves
-        return [leaf.clone() for leaf in leaves]
+    def given(self, leaves: list[Tensor], number: int) -> list[Any]:
+        """The arguments as they are passed in a call."""
+        copies = leaves if self.is_matrix or not self.writes else [leaf.clone() for leaf in leaves]
+        return copies if self.number is None else [*copies, self.number + 0.5 * number]
 
     def state(self) -> dict[str, Any]:
         """What calls may change: buffers, and numbers of modules."""
