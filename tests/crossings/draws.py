@@ -8,7 +8,8 @@ import random
 import threading
 import traceback
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,16 @@ def world_of(draw: Draw, ours: bool) -> World:
     return world
 
 
+@contextmanager
+def surroundings(world: World) -> Iterator[None]:
+    """The contexts of a call; the reference of a Jacobian is the same where there are no gradients."""
+    with ExitStack() as stack:
+        if world.ours or not (world.is_matrix and world.without_gradients):
+            for context in world.contexts:
+                stack.enter_context(context())
+        yield
+
+
 def observed(draw: Draw, world: World, number: int, called: Any) -> dict[str, Any]:
     """What a call shows: its result, its gradients, and what it changed."""
     subject = SUBJECTS[draw.subject]
@@ -104,12 +115,8 @@ def observed(draw: Draw, world: World, number: int, called: Any) -> dict[str, An
     def run(*args: Tensor) -> Tensor:
         return subject.call(world, called, *args) if world.ours else subject.plain(world, *args)
 
-    # The reference of a Jacobian is the same where there are no gradients.
-    contexts = [] if world.is_matrix and world.without_gradients and not world.ours else world.contexts
     around = world.around if world.ours else world.plain_around
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context())
+    with surroundings(world):
         y = (around(run) if around else run)(*given)
         found = {"result": y.detach().clone()}
         if not world.without_gradients:
@@ -130,6 +137,7 @@ def observed(draw: Draw, world: World, number: int, called: Any) -> dict[str, An
         found["random state"] = torch.get_rng_state()
     if world.threads == 1:
         found |= world.state()
+        found["grad"] = [tensor.grad is None for tensor in (*leaves, *world.program.parameters())]
     return found
 
 
@@ -183,7 +191,8 @@ def observations(draw: Draw, world: World) -> list[dict[str, Any]]:
         if change is not None:
             change(world)
         if world.ours and world.called is None:
-            world.called = SUBJECTS[draw.subject].prepare(world, world.given(world.arguments(0), 0))
+            with surroundings(world):
+                world.called = SUBJECTS[draw.subject].prepare(world, world.given(world.arguments(0), 0))
         if world.threads == 1 or not world.ours:
             found += [
                 observed(draw, world, number * world.threads + part, world.called) for part in range(world.threads)

@@ -399,8 +399,8 @@ FEATURES: dict[str, Feature] = {
     ),
     "mutations of saved tensors": within(with_mutations, groups=group("context", "mutations")),
     "saved on the CPU": within(torch.autograd.graph.save_on_cpu, groups=group("context", "between")),
-    "vmap": around(by_vmap, by_loop, "batched", "state", "random"),
+    "vmap": around(by_vmap, by_loop, "batched", "state", "random", "writes"),
     "func.grad": around(by_func_grad, by_autograd, "writes", without_gradients=True),
     "checkpoint": around(by_checkpoint, by_checkpoint, "state", "writes"),
-    "threads": attribute("around", "state", "random", "mutations", threads=3),
+    "threads": attribute("around", "state", "random", "mutations", "between", threads=3),
 }

@@ -35,6 +35,7 @@ KNOWN = [
     known("jacobian, hessian, prepare_jacobian, prepare_hessian", "checkpoint", ""),
     # A convolution of no samples, without batches.
     known("jacobian, hessian, prepare_jacobian, prepare_hessian", "", "ZeroDivisionError at patterns/convolution.py"),
-    # Leapfrog runs layers again within a checkpoint.
+    # Modules of a chain within a checkpoint: Leapfrog runs layers again, and Scan may save other tensors the next time.
     known("Leapfrog", "checkpoint", ""),
+    known("Scan, Solve", "checkpoint", "CheckpointError"),
 ]
