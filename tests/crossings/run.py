@@ -26,14 +26,13 @@ def main() -> None:
         counts[verdict.kind] += 1
         if verdict.is_fault:
             small = smallest(verdict)
+            print(f"{small.draw}: {small.kind}, {small.detail}", flush=True)
             faults[small.draw.subject, small.kind, *sorted(small.draw.features)].append(small)
         if verdict.kind == "refused":
             refusals[f"{verdict.draw.subject}: {verdict.detail}"].append(verdict)
     print(dict(counts))
     for group, verdicts in sorted(faults.items()):
-        print(f"\n{len(verdicts)} × {' | '.join(group)}")
-        for verdict in verdicts[:4]:
-            print(f"  {verdict.draw}: {verdict.detail}")
+        print(f"{len(verdicts)} × {' | '.join(group)}")
     if arguments.refusals:
         for text, verdicts in sorted(refusals.items(), key=lambda item: -len(item[1])):
             print(f"{len(verdicts)} {text}\n    {verdicts[0].draw}")
