@@ -15,7 +15,7 @@ from .scan import Puller, Scanner, StageRanks, scanned
 from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
 from .stages import Chain, Chains, Run, chain, check_input, check_limit
-from .tracing import check_module, is_recording
+from .tracing import check_module, is_recording, without_saving_hooks
 from .training import Leapfrogger, check_threads
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ class _OfChain(nn.Module):
         if not len(x):
             return self.module(x)
         chain, run = self._chains_of_module().of(x)
-        return scanned(self._puller(chain, run), run, x)
+        with without_saving_hooks():
+            puller = self._puller(chain, run)
+        return scanned(puller, run, x)
 
     def _chains_of_module(self) -> Chains:
         if self._chains.module is not self.module:
@@ -106,6 +108,12 @@ class Scan(_OfChain):
     -----
     Thesis, equations 3.1 and 3.2 and Algorithm 1. Hooks run; one that changes a gradient where Jacobians are multiplied
     raises RuntimeError in the backward pass. A backward pass with ``create_graph=True`` raises RuntimeError.
+
+    ``torch.utils.checkpoint(..., use_reentrant=False)`` around a scan runs it anew once in a backward pass, and keeps
+    nothing of it until then (PyTorch 2.8 or later). One within `module` is run anew once by ``linear``, and by other
+    schedules once for each of its stages with parameters; it saves no memory, as the stages' tensors are kept. Hooks of
+    saved tensors may be disabled; where they change what is saved, as by rounding, ``linear`` goes by what they give
+    back, and Jacobians are those of the tensors themselves.
 
     Examples
     --------
@@ -212,7 +220,8 @@ class Solve(_OfChain):
     Notes
     -----
     Naumov, equation 14: the stages are the off-diagonal blocks, the elementwise ones the diagonal. A backward pass with
-    ``create_graph=True`` raises RuntimeError.
+    ``create_graph=True`` raises RuntimeError. Checkpoints, and other hooks of saved tensors, are as for `Scan` with
+    ``blelloch``.
 
     Examples
     --------
@@ -263,6 +272,12 @@ class Leapfrog(_OfChain):
     Notes
     -----
     Saraiya, Algorithm 1: each thread computes the gradients of the parameters of every k-th layer.
+
+    ``torch.utils.checkpoint(..., use_reentrant=False)`` around it runs the module anew once in a backward pass, and
+    then the threads go back (PyTorch 2.8 or later). Where tensors within the module are saved by hooks, as those of a
+    checkpoint within it, of ``save_on_cpu`` or of ``allow_mutation_on_saved_tensors``, one pass of autograd on the
+    calling thread computes all gradients instead of the threads: each hook is then called once for each tensor, and a
+    checkpoint draws the random numbers that it drew before.
 
     Examples
     --------

@@ -17,7 +17,7 @@ from .layout import WHOLE, Layout, MixedSamplesError
 from .pattern import Pattern
 from .pooling import Adaptive, Pooling
 from .recurrent_state import state_jacobian_pattern, state_jacobian_values
-from .registered import register_rule
+from .registered import REGISTERED, register_rule
 from .rules import (
     CONSTANT,
     RULES,
@@ -35,6 +35,7 @@ from .value_kernels import any_nonzero_at, batch_last, gathered
 
 __all__ = [
     "CONSTANT",
+    "REGISTERED",
     "RULES",
     "WHOLE",
     "Adaptive",

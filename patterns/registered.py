@@ -13,6 +13,9 @@ from .rules import RULES, Call, Placement, Rule, Use, overloads_of, rule_of
 
 Values = Callable[[Call, Pattern], torch.Tensor]
 
+#: The operators whose rules were registered, in order: what was made before the last one may follow another rule.
+REGISTERED: list[str] = []
+
 
 class _RegisteredRule(Rule):
     all_results = several = reads_contents = reads_numbers = True
@@ -21,6 +24,7 @@ class _RegisteredRule(Rule):
         self, pattern: Callable[[Call], Pattern], values: Values | None, shared: bool, weights: Sequence[str]
     ) -> None:
         self._pattern, self._values, self._shared, self.weights = pattern, values, shared, tuple(weights)
+        self.replaces_derivative = values is not None
 
     def placement(self, use: Use) -> Placement:
         if use.batch == 1:
@@ -153,6 +157,7 @@ def register_rule(
     if rule_of(name) is not None and not replace:
         raise ValueError(f"{name} has a rule already; pass replace=True to put yours in its place")
     RULES[name] = _RegisteredRule(pattern, values, shared, weights)
+    REGISTERED.append(name)
 
 
 def _name(operator: Any) -> str:

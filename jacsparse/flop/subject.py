@@ -84,7 +84,7 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     def observe(x: torch.Tensor) -> Observation:
         with undisturbed(module):
             # Two copies of the sample: a batch of one would not show the batch axis, and be cut into other stages.
-            _, (_, records) = chains.of(x.repeat(2, *[1] * (x.ndim - 1)))
+            _, (_, records) = chains.of(x.repeat(2, *[1] * (x.ndim - 1)), by_autograd=False)
             factors = [
                 record.stage.factor([observed_pattern(record, edge) for edge in record.stage.edges])
                 for record in records

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from ..patterns import UnsupportedOperatorError, requiring_gradient
+from ..patterns import UnsupportedOperatorError
 from ..stages import check_tensor
 from ..tracing import form_of, name_of
 
@@ -57,18 +57,27 @@ class Arguments:
             leaves[place] = leaves[place].contiguous()
         return replace(self, leaves=leaves)
 
+    def dense(self) -> Arguments:
+        """The same arguments where no two elements of one lie in one place, as they do after ``expand``."""
+        overlapping = [isinstance(leaf, torch.Tensor) and _overlaps(leaf) for leaf in self.leaves]
+        if not any(overlapping):
+            return self
+        pairs = zip(self.leaves, overlapping, strict=True)
+        return replace(self, leaves=[leaf.contiguous() if each else leaf for leaf, each in pairs])
+
     def flat(self) -> torch.Tensor:
         """The tensors that the function is differentiated by, ``(batch, elements)``, in one memory."""
         return self._joined([tensor.detach() for tensor in self.tensors])
 
     def flat_with_graph(self) -> torch.Tensor:
-        """A copy of `flat` with gradients to the tensors; it is no leaf, so that it may be written to."""
-        return requiring_gradient(self._joined(self.tensors)).clone()
+        """As `flat`, with the tensors' graphs."""
+        return self._joined(self.tensors)
 
     def _joined(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         pairs = zip(tensors, self._sizes, strict=True)
         parts = [tensor.reshape(self.batch, size) for tensor, size in pairs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        # An expanded tensor has less memory than elements.
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
 
     @functools.cached_property
     def _sizes(self) -> list[int]:
@@ -76,10 +85,10 @@ class Arguments:
         return [math.prod(tensor.shape[1:] if self.batched else tensor.shape) for tensor in self.tensors]
 
     def with_zeros(self, samples: int) -> Arguments:
-        """The same arguments with samples of zeros."""
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.places, self.tensors, strict=True):
-            leaves[place] = tensor.new_zeros((samples, *tensor.shape[1:]))
+        """The same arguments with samples of zeros, also those that it is not differentiated by and that have none."""
+        is_empty = [isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and not len(leaf) for leaf in self.leaves]
+        pairs = zip(self.leaves, is_empty, strict=True)
+        leaves = [leaf.new_zeros((samples, *leaf.shape[1:])) if empty else leaf for leaf, empty in pairs]
         return replace(self, leaves=leaves)
 
     def with_flat(self, x: torch.Tensor) -> list[Any]:
@@ -157,6 +166,8 @@ def _laid_out(leaf: Any, like: Any) -> Any:
 
 def _overlaps(tensor: torch.Tensor) -> bool:
     """Whether two elements may lie in one place, as after ``expand``."""
+    if tensor.layout != torch.strided:
+        return False
     last = 0
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and step <= last:
@@ -166,8 +177,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _described(tensor: torch.Tensor) -> str:
-    overlapping = tensor.layout == torch.strided and _overlaps(tensor)
-    return f"{tensor.dtype} {tuple(tensor.shape)}" + (f" of strides {tensor.stride()}" if overlapping else "")
+    return f"{tensor.dtype} {tuple(tensor.shape)}" + (f" of strides {tensor.stride()}" if _overlaps(tensor) else "")
 
 
 def _form(leaf: Any) -> Any:

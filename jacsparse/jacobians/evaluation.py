@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..patterns import Pattern
+from ..patterns import Pattern, requiring_gradient
 from ..spgemm import SparseJacobian
-from ..stages import ChainCache, chain, check_input, recent_chains
-from ..tracing import check_module, undisturbed, without_autocast
+from ..stages import Chain, ChainCache, Record, chain, check_input, recent_chains, refuse_other_derivatives
+from ..tracing import Recording, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments, FlatFunction, arguments_of
-from .differentiable import with_graph
+from .differentiable import with_graph, wrong_third_derivative
+from .gradients import Gradient
 from .recent import recent_jacobians
 
 
@@ -98,7 +101,7 @@ def jacobian(
     TypeError, ValueError, UnsupportedOperatorError
         Where the input does not fit, or an operator has no rule.
     RuntimeError
-        With `create_graph`, where PyTorch has no second derivative of an operator; it names that.
+        With `create_graph`, in the backward pass, where PyTorch has no second derivative of an operator; it names that.
 
     See Also
     --------
@@ -130,44 +133,90 @@ def jacobian(
     arguments = arguments_of(args, argnums, batched)
     if not arguments.batch:
         # Two samples show whether all share their values.
-        result = _jacobian(f, arguments.with_zeros(2), pruned)
+        result = jacobian_at(f, arguments.with_zeros(2), pruned)
         return result if result.batch == 1 else SparseJacobian(result.pattern, result.values[:, :0])
-    result = _jacobian(f, arguments, pruned)
-    if not create_graph:
-        return result
-    # A pruned entry adds zero to a sum, but its gradient to the sum's: colours have to separate it from the others.
-    entries = _jacobian(f, arguments, pruned=False).pattern if pruned else result.pattern
-    return with_graph(f, arguments, result, entries)
+    return _with_graph(f, arguments, pruned) if create_graph else jacobian_at(f, arguments, pruned)
 
 
-def _jacobian(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> SparseJacobian:
+@without_saving_hooks()
+def jacobian_at(f: Callable[..., Any], arguments: Arguments, pruned: bool = True) -> SparseJacobian:
+    """The Jacobian of a function at checked arguments, without a graph."""
     recent = recent_jacobians(f, pruned)
     result = recent.jacobian(f, arguments)
-    if result is not None:
-        return result
-    if isinstance(f, nn.Module) and arguments.is_one_batch:
-        # The module itself, so that messages name its parts.
-        x = check_input("x", arguments.leaves[0])
-        with undisturbed(check_module(f)):
-            result = _by_chain(recent_chains(f, pruned=pruned), f, x)
-    else:
-        function = FlatFunction(f, arguments)
-        with undisturbed(check_module(function)):
-            result = _by_chain(recent.chains, function, arguments.flat())
-        function.forget()
-    recent.add(f, arguments, result)
+    if result is None:
+        with _run(f, arguments, pruned) as run:
+            result = run.jacobian()
+        if not run.recording.writes_outside:
+            recent.add(f, arguments, result)
     return result
 
 
-def _by_chain(cache: ChainCache, module: nn.Module, x: torch.Tensor) -> SparseJacobian:
-    """The Jacobian from a recording of this run, by the chain of its calls."""
-    # The values are computed before the module's changes are undone: they depend on its state in the run.
-    chain, (_, records) = cache.of_run(module, x)
-    with without_autocast(x.device):
-        result = chain.jacobian(records, x)
+@without_saving_hooks()
+def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> SparseJacobian:
+    recent = recent_jacobians(f, pruned)
+    result = recent.jacobian(f, arguments)
+    with _run(f, arguments, pruned, connected=True) as run:
+        values = run.jacobian() if result is None else result
+        if run.chain.replaces_derivatives:
+            refuse_other_derivatives(run.records, "the gradient of values")
+        problem = wrong_third_derivative(run.recording, "gradients of a Hessian's values")
+        if isinstance(f, Gradient) and problem is not None:
+            raise problem
+        jacobian = with_graph(values, run.recording, run.x, run.entries())
+    if result is None and not run.recording.writes_outside:
+        recent.add(f, arguments, values)
+    return jacobian
+
+
+@dataclass(eq=False)
+class _ChainRun:
+    """A run of a function, and the chain of its calls."""
+
+    cache: ChainCache
+    unpruned: ChainCache
+    #: What the function is differentiated by, ``(batch, *shape)``.
+    x: torch.Tensor
+    chain: Chain
+    recording: Recording
+    records: list[Record]
+
+    def jacobian(self) -> SparseJacobian:
+        """The Jacobian, in memory of its own."""
+        # The values are computed before the module's changes are undone: they depend on its state in the run.
+        with without_autocast(self.x.device):
+            result = self.chain.jacobian(self.records, self.x)
         # The values may lie in the memory of a weight or of the forward pass, which may change later.
-        tensors = (tensor for record in records for tensor in record.tensors)
+        tensors = (tensor for record in self.records for tensor in record.tensors)
         memory = result.values.untyped_storage().data_ptr()
         if any(tensor.untyped_storage().data_ptr() == memory for tensor in tensors):
             result = SparseJacobian(result.pattern, result.values.clone())
-    return result
+        return result
+
+    def entries(self) -> Pattern:
+        """All entries, those of pruned weights that have gradients too."""
+        chain = self.chain
+        if self.cache is not self.unpruned and any(e.pruned_weights for stage in chain for e in stage.edges):
+            chain, _ = self.unpruned.matching(self.recording)
+        return chain.pattern.T
+
+
+@contextlib.contextmanager
+def _run(f: Callable[..., Any], arguments: Arguments, pruned: bool, *, connected: bool = False) -> Iterator[_ChainRun]:
+    """A run of a function, whose changes to a module are undone on exit."""
+    function: nn.Module
+    if isinstance(f, nn.Module) and arguments.is_one_batch:
+        # The module itself, so that messages name its parts.
+        function, x = f, check_input("x", arguments.leaves[0])
+        caches = [recent_chains(f, pruned=which) for which in (pruned, False)]
+    else:
+        function, x = FlatFunction(f, arguments), arguments.flat_with_graph() if connected else arguments.flat()
+        caches = [recent_jacobians(f, which).chains for which in (pruned, False)]
+    if connected:
+        x = requiring_gradient(x)
+    with undisturbed(check_module(function)), saved_buffers(function) if connected else contextlib.nullcontext():
+        chain, (recording, records) = caches[0].of_run(function, x, connected=connected)
+        if isinstance(f, Gradient):
+            f.check_derivatives(recording, arguments)
+        yield _ChainRun(*caches, x, chain, recording, records)
+    if isinstance(function, FlatFunction):
+        function.forget()

@@ -15,8 +15,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
-from ..tracing import name_of
-from .arguments import Arguments
+from ..stages import chain_of, recorded, refuse_other_derivatives
+from ..tracing import Recording, leads_to, name_of, undisturbed
+from .arguments import Arguments, FlatFunction
 
 
 class Gradient(nn.Module):
@@ -45,6 +46,18 @@ class Gradient(nn.Module):
 
     # The hooks of all modules are not for this one.
     __call__ = forward
+
+    def check_derivatives(self, recording: Recording, arguments: Arguments) -> None:
+        """Raise where a run of the function has an operator with registered values that are no derivative of it."""
+        rules = [invocation.facts.rule for invocation in recording.invocations if invocation.facts is not None]
+        if not any(rule is not None and rule.replaces_derivative for rule in rules):
+            return
+        function = FlatFunction(self.f, arguments)
+        with undisturbed(function):
+            run = recorded(function, arguments.flat())
+            if run.last is not None:
+                _, records = chain_of(run, pruned=False).records(run)
+                refuse_other_derivatives(records, "a Hessian")
 
     def _check_scalar(self, y: Any, batch: int) -> None:
         """Raise where the function's result is not one number, or one for each sample."""
@@ -77,13 +90,5 @@ def _gradients(y: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Te
 def _reach(gradients: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> bool:
     """Whether any gradient has a derivative by any leaf."""
     ends = {get_gradient_edge(leaf).node for leaf in leaves}
-    waiting: list[Any] = [gradient.grad_fn for gradient in gradients]
-    seen = {None}
-    while waiting:
-        node = waiting.pop()
-        if node in ends:
-            return True
-        if node not in seen:
-            seen.add(node)
-            waiting.extend(behind for behind, _ in node.next_functions)
-    return False
+    nodes = (gradient.grad_fn for gradient in gradients if gradient.grad_fn is not None)
+    return any(node in ends or leads_to(node, ends) for node in nodes)

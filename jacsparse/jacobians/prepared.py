@@ -26,11 +26,14 @@ from ..tracing import (
     same_number,
     undisturbed,
     without_autocast,
+    without_saving_hooks,
 )
 from .arguments import Arguments, FlatFunction, arguments_of
 from .compressed import Coloring, Compressed, coloring
+from .evaluation import jacobian_at
 from .evaluators import evaluator_of
 from .folding import Folded, derivatives_of
+from .gradients import Gradient
 from .linearised import Linearised, linearised
 from .products import ChainProducts, Products
 from .surroundings import Surroundings
@@ -97,6 +100,7 @@ class PreparedJacobian:
         self.pattern, self.method = evaluator.pattern, evaluator.name
         self._program, taped = _digest(arguments, function), TapedJacobian(arguments.form, function.tape, evaluator)
         self._f, self._arguments, self._taped, self._tolerance = f, arguments, taped, _tolerance(function)
+        self._replaces_derivatives = function.chain.replaces_derivatives
         # Replaced as a whole, so that threads take all of one run.
         self._run, self._lock = _Run(arguments.plain, Surroundings(f), reads), threading.RLock()
         #: Whether the arithmetic of numbers among the arguments may be followed; False once that has failed.
@@ -110,6 +114,7 @@ class PreparedJacobian:
         self._contents = [(place, each) for place, each in enumerate(contents) if each is not None]
 
     @classmethod
+    @without_saving_hooks()
     def prepare(
         cls,
         f: Callable[..., Any],
@@ -128,7 +133,7 @@ class PreparedJacobian:
         if not arguments.batch:
             raise ValueError(f"the arguments are {arguments}, without any sample; give one or more to prepare for")
         differentiated = cls._differentiated(f, arguments)
-        function, reads = _traced(differentiated, arguments)
+        arguments, function, reads = _traced(differentiated, arguments)
         evaluator = evaluator_of(function, method, compile, cls._coloring)
         _check_compiles(f, evaluator, compile)
         prepared = cls(differentiated, arguments, function, evaluator, reads)
@@ -205,6 +210,7 @@ class PreparedJacobian:
             externals[place] = arguments.leaves[leaf]
         return Reads(externals, run.reads.numbers)
 
+    @without_saving_hooks()
     def _followed(self, arguments: Arguments) -> _Run:
         # One run at a time: what it changes in a module is undone when it ends.
         with self._lock:
@@ -246,8 +252,11 @@ class PreparedJacobian:
             return run
         return run._replace(arithmetic=arithmetic)
 
+    @without_saving_hooks()
     def check(self, *args: Any, tolerance: float | None = None) -> float:
         """Compare with the function itself, by products with random vectors.
+
+        The reference is autograd or, where values of an operator were registered, `jacsparse.jacobian`.
 
         Parameters
         ----------
@@ -276,6 +285,9 @@ class PreparedJacobian:
             g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
             expected = gradient_of(y, x, g) if y.requires_grad else torch.zeros_like(x)
         g = g.to(x.dtype)
+        if self._replaces_derivatives:
+            # Autograd does not know of registered values.
+            expected = jacobian_at(self._f, arguments).vjp(g)
         scale = largest_finite(SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()))
         error = magnitude(difference_of(jacobian.vjp(g), expected)) / (scale or 1.0)
         limit = tolerance if tolerance is not None else self._tolerance
@@ -350,7 +362,7 @@ class PreparedJacobian:
             raise ValueError(f"{path}: argnums is {argnums!r} and batched {batched!r}; the file is damaged")
         arguments = arguments_of(args, argnums, batched).apart()
         f = cls._differentiated(f, arguments)
-        function, reads = _traced(f, arguments)
+        arguments, function, reads = _traced(f, arguments)
         if content.get("program") != _digest(arguments, function):
             raise ValueError(
                 f"{path} is not of this function at arguments of these shapes: {name_of(f)}, {arguments}; prepare its "
@@ -479,14 +491,28 @@ def _same(before: list[Any], now: list[Any]) -> bool:
     return all(isinstance(b, _CONSTANT) and same_number(a, b) for a, b in zip(before, now, strict=True))
 
 
-def _traced(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised, Reads]:
-    """A function's program, and what it reads, with errors in the user's words."""
+def _traced(f: Callable[..., Any], arguments: Arguments) -> tuple[Arguments, Linearised, Reads]:
+    """A function's program, and what it reads, with errors in the user's words.
+
+    The program is for arguments whose elements are apart in memory, unless the function may read elements beside them.
+    """
+    dense = arguments.dense()
+    function, reads = _traced_at(f, dense)
+    reads_memory = any(call.overload is torch.ops.aten.as_strided.default for call in function.tape.instructions)
+    if reads_memory and dense is not arguments:
+        return arguments, *_traced_at(f, arguments)
+    return dense, function, reads
+
+
+def _traced_at(f: Callable[..., Any], arguments: Arguments) -> tuple[Linearised, Reads]:
     function, x = FlatFunction(f, arguments), arguments.flat()
     check_module(function)
     with undisturbed(function):
         recording = recorded(function, x, readable=False)
         with without_autocast(x.device):
             refuse_hooks(chain_of(recording, pruned=False).records(recording)[1])
+        if isinstance(f, Gradient):
+            f.check_derivatives(recording, arguments)
     # Apart, since the second run is to find what the first one found.
     tape, reads = taped(f, arguments)
     check_replays(tape, name_of(f))

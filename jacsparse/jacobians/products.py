@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..runtime import unsigned
-from ..tracing import Tape, graph_of_values, record, same_numbers
+from ..tracing import Tape, graph_of_values, record, same_numbers, without_saving_hooks
 from . import kernels
 from .calls_of_terms import MOST, CallsOfTerms
 from .compilation import Runner, runner
@@ -210,8 +210,9 @@ class ChainProducts:
         self, inputs: list[torch.Tensor], numbers: tuple[float, ...], results: tuple[torch.Tensor, ...] = ()
     ) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
-        recording = record(GraphRun(self._graph, inputs), inputs[0])
-        values = self.chain.jacobian(self.chain.records(recording)[1], inputs[0]).values
+        with without_saving_hooks():
+            recording = record(GraphRun(self._graph, inputs), inputs[0])
+            values = self.chain.jacobian(self.chain.records(recording)[1], inputs[0]).values
         # They may lie in the memory of an input.
         memories = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         return values.clone() if values.untyped_storage().data_ptr() in memories else values

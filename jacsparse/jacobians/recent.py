@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..patterns import UnsupportedOperatorError
+from ..patterns import REGISTERED, UnsupportedOperatorError
 from ..spgemm import SparseJacobian
 from ..stages import ChainCache
 from ..tracing import parts_of
@@ -138,7 +138,7 @@ _MOST = 32
 
 def recent_jacobians(f: Callable[..., Any], pruned: bool) -> RecentJacobians:
     """The cache of the code that a function runs, for patterns with or without pruned weights."""
-    key = _code_of(f), pruned
+    key = _code_of(f), pruned, len(REGISTERED)
     entry = _RECENT.setdefault(key, RecentJacobians(pruned))
     _RECENT.move_to_end(key)
     while len(_RECENT) > _MOST:

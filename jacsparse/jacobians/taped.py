@@ -120,4 +120,5 @@ def taped(f: Callable[..., Any], arguments: Arguments) -> tuple[Tape, Reads]:
 
 def _input(arguments: Arguments) -> torch.Tensor:
     """A flat copy of the arguments that requires a gradient; it is no leaf, so that it may be written to."""
-    return arguments.flat().requires_grad_().clone()
+    with torch.enable_grad():
+        return arguments.flat().requires_grad_().clone()

@@ -17,7 +17,7 @@ from ..patterns import Blocks, Call, Diagonal, Full, Pattern
 from ..runtime import row_starts
 from ..spgemm import matvec
 from ..stages import Chain, Edge, Record, Run, check_input, check_limit, recent_chains, refuse_hooks
-from ..tracing import check_module, undisturbed, without_autocast
+from ..tracing import check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,6 +108,7 @@ class Verification:
         return "\n".join(map(str, self.checks))
 
 
+@without_saving_hooks()
 def verify(
     module: nn.Module,
     x: torch.Tensor,
@@ -169,7 +170,7 @@ def verify(
     memory = MEMORY_LIMIT if memory_limit is None else check_limit(memory_limit)
     check_module(module)
     with _seeded(x), undisturbed(module):
-        chain, run = recent_chains(module, pruned=True).of(x)
+        chain, run = recent_chains(module, pruned=True).of(x, by_autograd=False)
         refuse_hooks(run.records)
         limit = _tolerance(run) if tolerance is None else tolerance
         with without_autocast(x.device):
@@ -489,7 +490,7 @@ def _check_whole(
 ) -> Check:
     """Compare the output and the gradients with the module's own."""
     leaf = x.detach().clone().requires_grad_()
-    with torch.enable_grad(), _seeded(x), undisturbed(module):
+    with torch.enable_grad(), _seeded(x), undisturbed(module), saved_buffers(module):
         y = module(leaf * 1)
     name = type(module).__name__
     output = run.recording.output

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 
 from ..stages import Record, Run
+from ..tracing import saves_objects, without_saving_hooks
 
 
 class Puller(Protocol):
@@ -26,20 +28,16 @@ def scanned(puller: Puller, run: Run, x: torch.Tensor, output: torch.Tensor | No
     """The output of a forward pass as one node of autograd's graph, whose backward pass is the scan.
 
     Its output is that of the run or, of a chain that goes on elsewhere, `output`. The run lives as long as the tensors
-    that autograd saves: until the backward pass, unless the graph is retained.
+    that autograd saves: until the backward pass, unless the graph is retained. Within ``torch.utils.checkpoint`` it
+    ends with the forward pass, and the backward pass takes the run that is made anew.
     """
-
-    def unpack(run: Run) -> torch.Tensor:
-        handle = torch.empty(0)
-        handle.run = run  # type: ignore[attr-defined]
-        return handle
-
     # Only externals that stages read: autograd would call the hooks of the others too.
     places = sorted(set().union(*(record.externals for record in run.records)))
     externals = [run.recording.externals[place] for place in places]
     value = run.recording.output.detach() if output is None else output
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: run, unpack):
-        result: torch.Tensor = _Scanned.apply(puller, places, value, x, *externals)
+    # Hooks that store tensors elsewhere, as `save_on_cpu`, would lose the run.
+    with contextlib.nullcontext() if saves_objects() else without_saving_hooks():
+        result: torch.Tensor = _Scanned.apply(puller, places, run, value, x, *externals)
     return result
 
 
@@ -49,13 +47,16 @@ class _Scanned(torch.autograd.Function):
         ctx: Any,
         puller: Puller,
         places: Sequence[int],
+        run: Run,
         output: torch.Tensor,
         x: torch.Tensor,
         *externals: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.puller, ctx.places = puller, places
-        # The hooks of `scanned` save the run instead of this tensor.
-        ctx.save_for_backward(x.new_empty(0))
+        ctx.puller = puller
+        # Autograd saves tensors alone: the run is an attribute of one.
+        handle = torch.empty(0)
+        handle.saved = run, places  # type: ignore[attr-defined]
+        ctx.save_for_backward(handle)
         # A copy, because later operators may overwrite it, and the last stage may need the output.
         return output.clone()
 
@@ -67,7 +68,9 @@ class _Scanned(torch.autograd.Function):
                 "call the module inside it for those"
             )
         (handle,) = ctx.saved_tensors
-        for_input = ctx.needs_input_grad[3]
-        needed = [place for place, wants in zip(ctx.places, ctx.needs_input_grad[4:], strict=True) if wants]
-        x_gradient, external_gradients = ctx.puller.pull_back(handle.run.records, gradient, needed, for_input=for_input)
-        return (None, None, None, x_gradient, *(external_gradients.get(place) for place in ctx.places))
+        run, places = handle.saved
+        for_input = ctx.needs_input_grad[4]
+        needed = [place for place, wants in zip(places, ctx.needs_input_grad[5:], strict=True) if wants]
+        with without_saving_hooks():
+            of_input, of_externals = ctx.puller.pull_back(run.records, gradient, needed, for_input=for_input)
+        return (None, None, None, None, of_input, *(of_externals.get(place) for place in places))

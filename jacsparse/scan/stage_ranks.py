@@ -68,8 +68,10 @@ class RankedScanner:
     module: ClassVar[str] = "jacsparse.nn.Scan"
 
     def __init__(self, exchange: str, ranks: Ranks, scanner: Scanner, run: Run, *, for_x: bool) -> None:
-        self._exchange, self._ranks, self._scanner, self._run, self._for_x = exchange, ranks, scanner, run, for_x
-        self._batch = len(run.recording.output)
+        self._exchange, self._ranks, self._scanner, self._for_x = exchange, ranks, scanner, for_x
+        # Not the run itself: a checkpoint lets it go, and makes another.
+        output = run.recording.output
+        self._shape, self._nbytes, self._itemsize = output.shape, output.nbytes, output.element_size()
 
     def pull_back(
         self, records: Sequence[Record], gradient: torch.Tensor, externals: Iterable[int], *, for_input: bool
@@ -88,7 +90,7 @@ class RankedScanner:
         if way == "linear":
             of_input, of_externals = self._from_rank_to_rank(gradient, pull_back_here)
         else:
-            of_input, of_externals = self._scanned(gradient, pull_back_here, way)
+            of_input, of_externals = self._scanned(records, gradient, pull_back_here, way)
         if not self._for_x:
             return None, of_externals
         of_x = gradient if of_input is None else of_input
@@ -104,7 +106,9 @@ class RankedScanner:
         ranks.flush()
         return of_input, of_externals
 
-    def _scanned(self, gradient: torch.Tensor, pull_back_here: Callable[[torch.Tensor], Any], way: str) -> Any:
+    def _scanned(
+        self, records: Sequence[Record], gradient: torch.Tensor, pull_back_here: Callable[[torch.Tensor], Any], way: str
+    ) -> Any:
         ranks = self._ranks
         scan = RankScan(ranks, compose, way, "backward pass", reverse=True)
         if scan.is_first:
@@ -112,35 +116,35 @@ class RankedScanner:
             scan(_constant(of_input if ranks.rank else gradient))
             return of_input, of_externals
         # Nobody asks for the product of the first rank's stages.
-        element = _constant(gradient) if scan.is_last else self._transposed_jacobian()
+        element = _constant(gradient) if scan.is_last else self._transposed_jacobian(records, gradient)
         offsets = scan(element).offsets
         assert offsets is not None
-        return pull_back_here(offsets[:, 0].T.reshape(self._run.recording.output.shape))
+        return pull_back_here(offsets[:, 0].T.reshape(self._shape))
 
-    def _transposed_jacobian(self) -> SparseMaps:
+    def _transposed_jacobian(self, records: Sequence[Record], gradient: torch.Tensor) -> SparseMaps:
         """The product of this rank's stages."""
-        records, x = self._run.records, self._run.recording.input
+        # Without records, it is the identity.
+        x = records[0].recording.input.detach() if records else gradient
         with self._ranks.during("backward pass"):
-            jacobian: SparseJacobian = self._scanner.chain.jacobian(records, x.detach()).T
+            jacobian: SparseJacobian = self._scanner.chain.jacobian(records, x).T
         return SparseMaps(jacobian.pattern, jacobian.values[:, None], None)
 
     def _way(self) -> str:
         """The exchange that was asked for, or the one of the least predicted time."""
         if self._exchange != "auto":
             return self._exchange
-        ranks, chain, itemsize = self._ranks, self._scanner.chain, self._run.recording.output.element_size()
+        ranks, chain, batch = self._ranks, self._scanner.chain, self._shape[0]
         if ranks.size < 3 or not len(chain):
             # The first and the last rank multiply vectors alone.
             return "linear" if ranks.size < 3 else self._predicted(0, 0, 0)
         vectors, matrices = sum(factor.nnz for factor in chain.factors), chain.order.cost
         block = chain.pattern.nnz if matrices < _WORTH_A_LOOK else 0
-        return self._predicted(self._batch * vectors, int(self._batch * matrices), self._batch * block * itemsize)
+        return self._predicted(batch * vectors, int(batch * matrices), batch * block * self._itemsize)
 
     def _predicted(self, vectors: int, matrices: int, nbytes: int) -> str:
         count, interconnect = self._ranks.size, interconnect_of(self._ranks)
         costs = self._ranks.check("start of the backward pass", {}, vectors, matrices, nbytes)
-        output = self._run.recording.output
-        linear = sum(each[0] for each in costs) / VECTORS + interconnect.scan_seconds(count, "linear", output.nbytes)
+        linear = sum(each[0] for each in costs) / VECTORS + interconnect.scan_seconds(count, "linear", self._nbytes)
         largest = [max(column) for column in zip(*costs, strict=True)]
         reduction = max(largest[0] / VECTORS, max(each[1] for each in costs[1:-1]) / JACOBIANS)
         # Unlike a scan, it multiplies no matrices of two ranks, which fill in.

@@ -39,7 +39,7 @@ def counted_workload(module: nn.Module, x: torch.Tensor, rate: float) -> Workloa
     if isinstance(module, nn.RNNBase):
         return _recurrent(module, x, rate, rate)
     with undisturbed(check_module(module)):
-        records = Chains(module).of(_samples(x))[1].records
+        records = Chains(module).of(_samples(x), by_autograd=False)[1].records
         stages, seconds = _stages(records, rate), len(x) / rate
         for number, (record, layers) in enumerate(zip(records, layers_of(records), strict=True)):
             elements = math.prod(record.stage.out_shape)
@@ -85,7 +85,7 @@ def measured_workload(
         stages = [replace(s, forward=forward, errors=errors, gradients=gradients) for s in workload.stages]
         return replace(workload, stages=(replace(stages[0], errors=0.0), *stages[1:]))
     with undisturbed(check_module(module)):
-        records = Chains(module).of(_samples(x))[1].records
+        records = Chains(module).of(_samples(x), by_autograd=False)[1].records
         progress("products")
         factors = [record.stage.factor() for record in records]
         rates = _rates(factors, [record.stage.shared for record in records], x, seconds)

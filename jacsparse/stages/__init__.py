@@ -3,7 +3,7 @@
 from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern, matrix_of
 from .balance import boundaries
 from .chain_cache import ChainCache, Chains, Run, recent_chains
-from .chains import Chain, chain, chain_of, refuse_hooks
+from .chains import Chain, chain, chain_of, refuse_hooks, refuse_other_derivatives
 from .checks import check_input, check_limit, check_shape, check_tensor
 from .forward_pass import recorded, samples_of
 from .graph_gradients import has_hooks, pull_back
@@ -43,5 +43,6 @@ __all__ = [
     "recent_chains",
     "recorded",
     "refuse_hooks",
+    "refuse_other_derivatives",
     "samples_of",
 ]

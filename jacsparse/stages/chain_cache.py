@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -12,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..tracing import Recording, contents_of, key_of, without_autocast
-from .chains import Chain, chain_of
+from ..tracing import Recording, contents_of, key_of, saves_objects, without_autocast, without_saving_hooks
+from .chains import Chain, chain_of, refuse_other_derivatives
 from .checks import check_shape
 from .forward_pass import recorded
 from .record import Record
@@ -43,10 +44,14 @@ class ChainCache:
         self._chains: OrderedDict[Hashable, list[tuple[list[torch.Tensor], Chain]]] = OrderedDict()
         self._lock = threading.RLock()
 
-    def of_run(self, module: nn.Module, x: torch.Tensor) -> tuple[Chain, Run]:
-        """The chain of the calls that a module makes for a batch, and the forward pass."""
-        recording = recorded(module, x)
-        chain, records = self.matching(recording)
+    def of_run(self, module: nn.Module, x: torch.Tensor, *, connected: bool = False) -> tuple[Chain, Run]:
+        """The chain of the calls that a module makes for a batch, and the forward pass, as `record` makes it."""
+        # A checkpoint around the call lets go of the whole run, and needs no part of it. It counts what is saved, which
+        # is to be as much where the chain is found as where it is made.
+        with without_saving_hooks() if saves_objects() else contextlib.nullcontext():
+            recording = recorded(module, x, connected=connected)
+        with without_saving_hooks():
+            chain, records = self.matching(recording)
         return chain, Run(recording, records)
 
     def matching(self, recording: Recording) -> tuple[Chain, list[Record]]:
@@ -89,12 +94,20 @@ class Chains(ChainCache):
         """The module; None after its end."""
         return self._module()
 
-    def of(self, x: torch.Tensor) -> tuple[Chain, Run]:
-        """The chain of the module's calls for a batch, and the forward pass."""
+    def of(self, x: torch.Tensor, *, by_autograd: bool = True) -> tuple[Chain, Run]:
+        """The chain of the module's calls for a batch, and the forward pass.
+
+        UnsupportedOperatorError is raised where autograd would take other derivatives in it than registered ones,
+        unless it takes none.
+        """
         module = self._module()
         assert module is not None
         check_shape(x.shape[1:])
-        return self.of_run(module, x)
+        chain, run = self.of_run(module, x)
+        if by_autograd and chain.replaces_derivatives:
+            with without_autocast(x.device):
+                refuse_other_derivatives(run.records, "a product by autograd")
+        return chain, run
 
 
 #: The most modules in `_RECENT`.

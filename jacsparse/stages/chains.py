@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..patterns import Call, Identity, Pattern, UnsupportedOperatorError
-from ..spgemm import SparseJacobian
+from ..spgemm import SparseJacobian, matvec
 from ..tracing import (
     Operation,
     Program,
@@ -76,6 +76,11 @@ class Chain:
         recording = recorded(self.module, check_input("x", x, self.in_shape))
         with without_autocast(x.device):
             return chain_of(recording).records(recording)[1]
+
+    @functools.cached_property
+    def replaces_derivatives(self) -> bool:
+        """Whether values of an operator were registered, which may be others than those of PyTorch's derivative."""
+        return any(edge.rule.replaces_derivative for stage in self.stages for edge in stage.edges)
 
     @property
     def factors(self) -> list[Pattern | Region]:
@@ -193,6 +198,26 @@ def refuse_hooks(records: Sequence[Record]) -> None:
             raise UnsupportedOperatorError(
                 f"{record.stage.path}: a backward hook, of a module, a tensor or a node of autograd's graph, may "
                 "change gradients, so that the Jacobian is not the operators'; remove it"
+            )
+
+
+def refuse_other_derivatives(records: Sequence[Record], what: str) -> None:
+    """Raise where registered values are not those of PyTorch's derivative, which `what` takes too."""
+    edges = [(record, e) for record in records for e in record.stage.edges if e.rule.replaces_derivative]
+    for record, edge in edges:
+        call, x = edge.call, record.input
+        if not len(x):
+            continue
+        g = torch.randn((record.batch, *call.out_shape), generator=torch.Generator().manual_seed(0)).to(x)
+        registered = matvec(edge.pattern, record.values(edge), g.reshape(len(g), -1).T.contiguous()).T
+        expected = record.call(edge).vjp(g).reshape(registered.shape)
+        limit = torch.finfo(x.dtype).eps ** 0.5
+        scale = float(expected.abs().nan_to_num(0, 0, 0).amax()) if expected.numel() else 0.0
+        if not torch.allclose(registered, expected, rtol=limit, atol=limit * scale, equal_nan=True):
+            raise UnsupportedOperatorError(
+                f"{call.path}: the values registered for {call.operator} are not those of PyTorch's derivative, which "
+                f"{what} would take besides{call.source}; make it an operator of your own whose derivative they are, "
+                "by torch.library.custom_op and register_autograd"
             )
 
 

@@ -23,8 +23,8 @@ def samples_of(module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | N
     return samples if like.device.type == "meta" else samples.to(like)
 
 
-def recorded(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Recording:
-    """The recording of a module's forward pass.
+def recorded(module: nn.Module, x: torch.Tensor, *, readable: bool = True, connected: bool = False) -> Recording:
+    """The recording of a module's forward pass, as `record` makes it.
 
     Raises
     ------
@@ -34,7 +34,7 @@ def recorded(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Re
         Where parameters are of another dtype than the input.
     """
     try:
-        return record(module, x, readable=readable)
+        return record(module, x, readable=readable, connected=connected)
     except (UnsupportedOperatorError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..tracing import has_node_hooks
+from ..tracing import ending_at, has_node_hooks
 from .node_gradients import walk
 from .record import Record
 
@@ -66,7 +66,8 @@ def pull_back(
     wanted += [edge for _, *pair in hooks for edge in pair]
     results: Sequence[torch.Tensor | None] = ()
     if wanted:
-        results = torch.autograd.grad([output], wanted, [gradient], retain_graph=True, allow_unused=True)
+        with ending_at([tensors[place] for place in together]):
+            results = torch.autograd.grad([output], wanted, [gradient], retain_graph=True, allow_unused=True)
     of_inputs = [
         torch.zeros_like(record.input) if result is None else result
         for result, record in zip(results, inputs, strict=False)

@@ -119,7 +119,10 @@ class Record:
         operator = self.stage.operator
         if operator is None:
             return self.transposed_jacobian().T
-        call, pattern = self.call(operator), self.stage.pattern.T
+        pattern = self.stage.pattern.T
+        if not pattern.nnz:
+            return self.transposed_jacobian().T
+        call = self.call(operator)
         return self._jacobian(pattern, lambda: operator.rule.values(call, pattern))
 
     def transposed_jacobian(self, samples: slice = slice(None)) -> SparseJacobian:
@@ -148,6 +151,8 @@ class Record:
 
     def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
+        if not edge.pattern.nnz:
+            return self.recording.input.detach().new_empty((0, 1 if edge.shared else len(range(self.batch)[samples])))
         return edge.rule.transposed_values(self.call(edge, samples), edge.pattern)
 
     def pull_back_sparse(self, vectors: torch.Tensor, samples: slice = slice(None)) -> torch.Tensor:
@@ -173,6 +178,12 @@ class Record:
                 pass
             elif isinstance(edge.pattern.structure, Diagonal):
                 gradient = gradient.times(self.values(edge).T)
+            elif edge.rule.replaces_derivative:
+                values, of_output = self.values(edge), gradient.product()
+                vectors = of_output.reshape(math.prod(columns), -1).T.contiguous()
+                if values.shape[1] > 1:
+                    values = values.repeat(1, columns[0])
+                gradient = Scaled(matvec(edge.pattern, values, vectors).T.reshape(*columns, -1))
             else:
                 of_output = gradient.product().reshape(*columns, *edge.call.out_shape)
                 pulled = edge.rule.pull_back(self.call(edge), edge.pattern.T, of_output)

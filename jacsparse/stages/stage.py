@@ -35,6 +35,8 @@ class Edge:
     @functools.cached_property
     def pattern(self) -> Pattern:
         """The pattern of the transposed Jacobian, ``(in_size, out_size)``."""
+        if not self.call.in_size * self.call.out_size:
+            return empty_pattern(self.call.in_size, self.call.out_size)
         pattern, expected = self.rule.pattern(self.call), (self.call.out_size, self.call.in_size)
         if pattern.shape != expected:
             raise ValueError(

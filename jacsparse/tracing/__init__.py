@@ -1,7 +1,7 @@
 """Recordings of forward passes as ATen calls, and the programs that they run."""
 
 from .arithmetic import Arithmetic
-from .autograd_nodes import apply_node, has_node_hooks, with_all_gradients
+from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients
 from .graphs import (
     graph_of_tape,
     graph_of_values,
@@ -17,6 +17,7 @@ from .modules import (
     name_of,
     parts_of,
     refresh_weights,
+    saved_buffers,
     set_weights,
     sets_weights,
     tensors_of,
@@ -27,8 +28,9 @@ from .modules import (
 from .operators import facts_of, operator_name
 from .program import Operation, Program, contents_of, key_of, program_of
 from .pruned_weights import PrunedWeight, mask_of
-from .recorder import is_recording, is_users, record
-from .recording import Invocation, Recording
+from .recorder import is_users, record
+from .recording import Invocation, Recording, is_recording
+from .saved_tensors import saves_objects, without_saving_hooks
 from .tape import (
     Number,
     Reads,
@@ -60,6 +62,7 @@ __all__ = [
     "check_module",
     "check_replays",
     "contents_of",
+    "ending_at",
     "facts_of",
     "followed",
     "form_of",
@@ -71,6 +74,7 @@ __all__ = [
     "is_recording",
     "is_users",
     "key_of",
+    "leads_to",
     "mask_of",
     "mutates",
     "name_of",
@@ -85,6 +89,8 @@ __all__ = [
     "returns_one_tensor",
     "same_number",
     "same_numbers",
+    "saved_buffers",
+    "saves_objects",
     "set_weights",
     "sets_weights",
     "tensors_of",
@@ -93,4 +99,5 @@ __all__ = [
     "undisturbed",
     "with_all_gradients",
     "without_autocast",
+    "without_saving_hooks",
 ]

@@ -1,11 +1,13 @@
-"""Nodes of autograd's graph, called one at a time."""
+"""Nodes of autograd's graph: one called at a time, and passes that end at some of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 Result = TypeVar("Result")
 
@@ -53,3 +55,36 @@ def apply_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[tor
     with torch.no_grad():
         passed = node(*gradients)
     return passed if isinstance(passed, tuple) else (passed,)
+
+
+@contextlib.contextmanager
+def ending_at(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A context in which backward passes do not go on from one of the tensors to another that it was computed from.
+
+    The gradients of all of them are then those of what was computed from each directly, so that the caller's own
+    backward pass, which goes on from each of them, counts nothing twice.
+    """
+    ends = {get_gradient_edge(tensor).node for tensor in tensors}
+    handles = [node.register_prehook(_zeros) for node in ends if leads_to(node, ends)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _zeros(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    return tuple([None if gradient is None else torch.zeros_like(gradient) for gradient in gradients])
+
+
+def leads_to(node: Any, ends: set[Any]) -> bool:
+    """Whether a backward pass goes on from a node to one of others."""
+    waiting, seen = [behind for behind, _ in node.next_functions], {None}
+    while waiting:
+        reached = waiting.pop()
+        if reached in ends:
+            return True
+        if reached not in seen:
+            seen.add(reached)
+            waiting.extend(behind for behind, _ in reached.next_functions)
+    return False

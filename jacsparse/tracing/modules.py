@@ -116,6 +116,30 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
                 )
 
 
+@contextlib.contextmanager
+def saved_buffers(module: nn.Module) -> Iterator[None]:
+    """A context in which autograd saves copies of a module's buffers, so that what it saves outlives `undisturbed`."""
+    memories = {
+        buffer.untyped_storage()._cdata
+        for part in parts_of(module)
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+        and buffer.layout == torch.strided
+        # Masks are as large as all weights.
+        and not (part in _LEAVE_MASKS and _is_mask(part, name))
+    }
+    if not memories or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        yield
+        return
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        is_buffer = tensor.layout == torch.strided and tensor.untyped_storage()._cdata in memories
+        return tensor.clone() if is_buffer else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
 # Modules whose forward passes have not written to their pruning masks.
 _LEAVE_MASKS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

@@ -249,7 +249,8 @@ def _needed(recording: Recording) -> list[int]:
     # A tensor may have a gradient only because of weights: it is not reached from the input.
     reached = {0}
     for invocation in recording.invocations:
-        passes = invocation.name not in CONSTANT
+        # The sign of a complex number is its direction, which has a derivative.
+        passes = invocation.name not in CONSTANT or any(result.is_complex() for result in invocation.results)
         if passes and any(operand.active and operand.vertex in reached for operand in invocation.operands):
             reached.update(range(invocation.first, invocation.first + len(invocation.results)))
     needed: set[int] = set()

@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
@@ -27,30 +26,27 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..patterns import UnsupportedOperatorError, is_pointwise
+from ..patterns import UnsupportedOperatorError, is_pointwise, requiring_gradient
 from .modules import name_of
 from .operators import Facts, draws, facts_of, operator_name, with_memory
 from .overwrite import Extent, Overwrite, extent_of
-from .recording import Constant, Invocation, Operand, Recording, base_of, memory_of, operand_of, tensors_in
+from .recording import (
+    Constant,
+    Invocation,
+    Operand,
+    Recording,
+    base_of,
+    memory_of,
+    observing,
+    operand_of,
+    tensors_in,
+)
+from .saved_tensors import saves_by_hooks
 from .selections import selection
 from .sparse_products import is_sparse, operator_on_elements
 
 
-class _State(threading.local):
-    """The number of nested recordings that run in a thread."""
-
-    depth = 0
-
-
-_STATE = _State()
-
-
-def is_recording() -> bool:
-    """Whether this thread is recording a forward pass."""
-    return _STATE.depth > 0
-
-
-def record(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Recording:
+def record(module: nn.Module, x: torch.Tensor, *, readable: bool = True, connected: bool = False) -> Recording:
     """Run a module on a batch, and record its calls.
 
     Parameters
@@ -62,6 +58,8 @@ def record(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Reco
     readable : bool
         Whether Python may read the elements of a tensor, as a branch does: the recording then holds for this input
         alone.
+    connected : bool
+        Whether autograd's graph of the run goes on to what `x` was computed from.
 
     Raises
     ------
@@ -70,21 +68,17 @@ def record(module: nn.Module, x: torch.Tensor, *, readable: bool = True) -> Reco
     """
     with torch.enable_grad():
         # No leaf, so that the module may write to it.
-        copy = x.detach().requires_grad_().clone()
+        copy = requiring_gradient(x if connected else x.detach()).clone()
         recorder = _Recorder(Recording(module, copy), readable)
-        _STATE.depth += 1
-        try:
-            with contextlib.ExitStack() as contexts:
-                contexts.enter_context(recorder)
-                if "torch._dynamo" in sys.modules:
-                    # Functions given to torch.compile run as they are written, operator by operator.
-                    contexts.enter_context(torch.compiler.set_stance("force_eager"))
-                if not readable:
-                    contexts.enter_context(_Unreadable(recorder))
-                output = module(copy)
-            return recorder.finished(output)
-        finally:
-            _STATE.depth -= 1
+        with observing(), contextlib.ExitStack() as contexts:
+            contexts.enter_context(recorder)
+            if "torch._dynamo" in sys.modules:
+                # Functions given to torch.compile run as they are written, operator by operator.
+                contexts.enter_context(torch.compiler.set_stance("force_eager"))
+            if not readable:
+                contexts.enter_context(_Unreadable(recorder))
+            output = module(copy)
+        return recorder.finished(output)
 
 
 class _Write(NamedTuple):
@@ -121,6 +115,9 @@ class _Recorder(TorchDispatchMode):
         self.begin = _next_node()
         # Tensors that nothing else holds, so that no other tensor gets their ids.
         self.alive: list[torch.Tensor] = []
+        # Memory that this run has made, by its calls and constants up to these numbers.
+        self.fresh = {memory_of(recording.input)}
+        self.fresh_from = 0, 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -148,8 +145,12 @@ class _Recorder(TorchDispatchMode):
         if facts.random and draws(overload, arguments):
             self.recording.draws.append(_place_of_call()[0])
         if not tensors and not facts.random:
-            return with_memory(overload)(*args, **kwargs)
+            result = with_memory(overload)(*args, **kwargs)
+            self.fresh.update(map(memory_of, tensors_in(result)))
+            return result
         self.time += 1
+        if not self.recording.saved_by_hooks and saves_by_hooks():
+            self.recording.saved_by_hooks = True
         operands: list[Operand] = []
         constants: list[torch.Tensor] = []
         for name, tensor in tensors.items():
@@ -195,6 +196,7 @@ class _Recorder(TorchDispatchMode):
             and not any(tensor.is_complex() for tensor in tensors_in(result))
         ):
             self.append_parts(parts, args, kwargs, result)
+            self.fresh.update(_new_memory(tensors.values(), tensors_in(result)))
             return result
         if written and not torch.is_grad_enabled() and all(id(tensor) in self.vertices for tensor in written):
             # Autograd does not see this write.
@@ -442,8 +444,21 @@ class _Recorder(TorchDispatchMode):
         (place,) = constant.externals
         return place
 
+    def is_fresh(self, tensor: torch.Tensor) -> bool:
+        """Whether this run has made the memory that a tensor lies in."""
+        calls, constants = self.recording.invocations, list(self.recording.constants.values())
+        for call in calls[self.fresh_from[0] :]:
+            self.fresh |= _new_memory((call.arguments[name] for name in call.versions), call.results)
+        for constant in constants[self.fresh_from[1] :]:
+            if constant.overload is not None:
+                self.fresh |= _new_memory(tensors_in(list(constant.arguments.values())), [constant.tensor])
+        self.fresh_from = len(calls), len(constants)
+        return memory_of(tensor) in self.fresh
+
     def check_writes(self, written: list[torch.Tensor]) -> None:
-        """Set the error where a tensor is written to that has a gradient from before the run."""
+        """Record writes to tensors from before the run; set the error where one of them has a gradient."""
+        if not self.recording.writes_outside:
+            self.recording.writes_outside = not all(map(self.is_fresh, written))
         for tensor in written if torch.is_grad_enabled() else ():
             constant = self.recording.constants.get(id(base_of(tensor)))
             if constant is not None and constant.overload is None:
@@ -510,6 +525,11 @@ class _Unreadable(TorchFunctionMode):
         if function is self.DATA and (operand := self.recorder.dependence(args[0])) is not None:
             self.recorder.alias(result, operand.vertex)
         return result
+
+
+def _new_memory(inputs: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> set[int]:
+    """The memory of a call's results that is none of its inputs'."""
+    return set(map(memory_of, results)) - set(map(memory_of, inputs))
 
 
 def _spread(lists: tuple[str, ...], arguments: dict[str, Any]) -> dict[str, torch.Tensor]:

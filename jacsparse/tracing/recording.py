@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
@@ -120,8 +122,12 @@ class Recording:
     constants: dict[int, Constant] = field(default_factory=dict)
     #: By memory, the last write that did not depend on the input, with the externals of all such writes.
     written: dict[int, Constant] = field(default_factory=dict)
+    #: Whether a call wrote to a tensor from before the run, as an argument or a buffer.
+    writes_outside: bool = False
     #: The module of each call that drew random numbers.
     draws: list[nn.Module | None] = field(default_factory=list)
+    #: Whether what its operators saved passed through hooks, as those of a checkpoint within the module.
+    saved_by_hooks: bool = False
     #: The number of hooks that PyTorch had numbered before the run.
     hooks: int = field(default_factory=lambda: RemovableHandle.next_id)
 
@@ -186,6 +192,30 @@ class Recording:
         if self.written and (written := self.written.get(memory_of(tensor))) is not None:
             constants.append(written)
         return constants
+
+
+class _State(threading.local):
+    """The number of nested observations that run in a thread."""
+
+    depth = 0
+
+
+_STATE = _State()
+
+
+def is_recording() -> bool:
+    """Whether this thread observes the calls of a function, as those of a forward pass."""
+    return _STATE.depth > 0
+
+
+@contextlib.contextmanager
+def observing() -> Iterator[None]:
+    """A context in which the calls of a function are observed: what replaces them steps aside."""
+    _STATE.depth += 1
+    try:
+        yield
+    finally:
+        _STATE.depth -= 1
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ..patterns import UnsupportedOperatorError
 from .arithmetic import Arithmetic, NotFollowedError
 from .operators import cross, draws, is_written, operator_name, with_memory
-from .recording import base_of, memory_of, tensors_in
+from .recording import base_of, memory_of, observing, tensors_in
 from .sparse_products import Elements, indices_of, is_sparse, operator_on_elements
 
 aten = torch.ops.aten
@@ -172,7 +172,7 @@ def _detached(value: Any) -> Any:
 def recorded_tape(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> tuple[Tape, Reads]:
     """The tape of a function's run on a tensor, and what the run read."""
     taping, hooks = Taping([x]), RemovableHandle.next_id
-    with torch.enable_grad(), taping:
+    with torch.enable_grad(), observing(), taping:
         output = function(x)
     taping.tape.output = taping.slots.get(id(output))
     unseen = (slot for call in taping.tape.instructions if not call.seen for slot in call.results)
@@ -212,7 +212,7 @@ def _followed(
     following: _Following, function: Callable[[torch.Tensor], Any], x: torch.Tensor, slots: Sequence[int]
 ) -> Reads | None:
     tape, hooks = following.tape, RemovableHandle.next_id
-    with torch.enable_grad(), following:
+    with torch.enable_grad(), observing(), following:
         output = function(x)
     if (
         hooks != RemovableHandle.next_id

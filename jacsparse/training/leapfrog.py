@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..scan import backward_by
-from ..stages import Record, pull_back_by_nodes, pull_back_input, refuse_hooks
+from ..stages import Record, pull_back, pull_back_by_nodes, pull_back_input, refuse_hooks
 
 
 def check_threads(threads: int | None) -> int:
@@ -119,6 +119,8 @@ class Leapfrogger:
         backwards, places = records[::-1], set(externals)
         weighted = [layer for layer, record in enumerate(backwards) if record.externals & places]
         depth = len(records) if for_input else max(weighted, default=-1) + 1
+        if depth and records[0].recording.saved_by_hooks:
+            return _in_one_pass(backwards[:depth], gradient, places, for_input)
         tasks = [
             _Task(backwards[:end], gradient, places, layers) for layers, end in shares(weighted, depth, self.threads)
         ]
@@ -132,6 +134,19 @@ class Leapfrogger:
         if not for_input:
             return None, gradients
         return next(task.gradient for task in tasks if len(task.records) == len(records)), gradients
+
+
+def _in_one_pass(
+    backwards: Sequence[Record], gradient: torch.Tensor, places: set[int], for_input: bool
+) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+    """What `Leapfrogger.pull_back` returns, by one pass of autograd on this thread, the last record first.
+
+    Hooks of saved tensors may be called once for each, and by one thread: those of a checkpoint run its part anew, with
+    the random numbers of the process's generator.
+    """
+    asked = sorted(places & set[int]().union(*(record.externals for record in backwards)))
+    of_inputs, of_externals = pull_back(backwards, gradient, backwards[-1:] if for_input else [], asked, ())
+    return (of_inputs[0] if for_input else None), of_externals
 
 
 class _Task:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from jacsparse.models import build, prune_weights
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import jacsparse
 from jacsparse.distributed import RankError
@@ -48,6 +49,27 @@ def equal():
             # Five and twelve have no common divisor, so that each case meets each call.
             batch, for_x = calls[number % 5]
             compare(model.double(), shape, cuts[: size - 1], batch, group, exchange, for_x=for_x)
+
+
+def checkpointed():
+    """A checkpoint around a chain across ranks: all of them run their stages anew, and then go back."""
+    for size, group in groups():
+        for exchange in ("linear", "gather", "scan"):
+            torch.manual_seed(1)
+            model, shape, cuts = perceptron()
+            model, x = model.double(), torch.randn(3, *shape, dtype=torch.float64, requires_grad=True)
+            copy, rank = x.detach().clone().requires_grad_(), dist.get_rank(group)
+            cuts = [0, *cuts[: size - 1], len(model)]
+            part = model[cuts[rank] : cuts[rank + 1]]
+            scan = jacsparse.nn.Scan(part, process_group=group, exchange=exchange)
+            y, ours = model(x), checkpoint(scan, copy, use_reentrant=False)
+            close(ours, y)
+            y.square().sum().backward()
+            expected = [x.grad, *(p.grad for p in part.parameters())]
+            model.zero_grad()
+            ours.square().sum().backward()
+            for gradient, reference in zip([copy.grad, *(p.grad for p in part.parameters())], expected, strict=True):
+                close(gradient, reference)
 
 
 def vgg(*sizes):

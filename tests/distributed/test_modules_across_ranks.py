@@ -32,6 +32,7 @@ RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stag
         (RECURRENT, "linear", 5),
         (RECURRENT, "data_parallel", 4),
         (STAGES, "equal", 5),
+        (STAGES, "checkpointed", 5),
         (STAGES, "vgg 3", 3),
         pytest.param(STAGES, "vgg 1 2 4 5", 5, marks=pytest.mark.full),
         (STAGES, "data_parallel", 4),

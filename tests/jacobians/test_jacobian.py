@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from jacsparse.models import build, prune_weights
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import jacsparse
+from tests.helpers import BOUND, FLOAT, drawn
 
 
 def test_pruned_vgg_11_equals_autograd() -> None:
@@ -32,3 +38,64 @@ def test_a_hook_on_the_input_is_not_the_models() -> None:
     *_, expected = (jacsparse.jacobian(module, x).todense(0) for _ in range(3))
     x.register_hook(lambda gradient: 2 * gradient)
     assert torch.equal(jacsparse.jacobian(module, x).todense(0), expected)
+
+
+@pytest.mark.parametrize(
+    ("f", "shape"),
+    [
+        (nn.Conv1d(2, 3, 2, dtype=FLOAT), (0, 2, 3)),
+        (nn.Linear(3, 4, dtype=FLOAT), (0, 3)),
+        (lambda x: functional.max_pool1d(x, 2), (0, 2, 4)),
+        (lambda x: functional.avg_pool2d(x, 2), (0, 2, 4, 4)),
+        (lambda x: x.softmax(1).cumsum(1), (0, 3)),
+        (lambda x: x.sort(1)[0].sum(1), (0, 3)),
+        (lambda x: torch.bmm(x, x.transpose(1, 2)), (0, 3, 2)),
+    ],
+)
+def test_tensors_without_elements(f: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape, dtype=FLOAT)
+    for _ in range(3):
+        result = jacsparse.jacobian(f, x, batched=False)
+        assert result.shape == (0, 0) and result.values.shape == (0, 1)
+    assert jacsparse.prepare_jacobian(f, x, batched=False)(x).shape == (0, 0)
+
+
+def test_several_arguments_without_samples() -> None:
+    e = torch.zeros(0, 6, dtype=FLOAT)
+    for argnums, columns in ((0, 6), (1, 6), ((0, 1), 12)):
+        assert jacsparse.jacobian(lambda a, b: a * b, e, e, argnums=argnums).values.shape == (columns, 0)
+    assert jacsparse.hessian(lambda a, b: (a * a * b).sum(1), e, e, batched=True).values.shape == (6, 0)
+    assert jacsparse.jacobian(lambda a, b: a * b, e, torch.ones(6, dtype=FLOAT)).values.shape == (6, 1)
+
+
+def test_expanded_arguments_of_functions_that_read_memory() -> None:
+    x = torch.ones(2, 1, dtype=FLOAT).expand(2, 5)
+    f = lambda x: (x.as_strided((2, 4), (5, 1)) if x.is_contiguous() else x[:, :4]) * 2  # noqa: E731
+    for options in ({}, {}, {"create_graph": True}):
+        assert torch.equal(jacsparse.jacobian(f, x, **options).todense(0).detach(), 2 * torch.eye(4, 5, dtype=FLOAT))
+
+
+def test_calls_within_a_checkpoint() -> None:
+    f = lambda x: x[:, 1:] * x[:, :-1]  # noqa: E731
+    for seed in range(4):
+        x = drawn(3, 6, seed=seed)
+        actual = checkpoint(lambda t: jacsparse.jacobian(f, t).values, x, use_reentrant=False)
+        assert torch.equal(actual, jacsparse.jacobian(f, x).values)
+
+
+@pytest.mark.parametrize("wrap", [jacsparse.nn.Scan, jacsparse.nn.Solve, jacsparse.nn.Leapfrog])
+def test_modules_of_this_library_are_prepared(wrap: Callable[..., nn.Module]) -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    x = drawn(2, 4)
+    module = wrap(network, threads=2) if wrap is jacsparse.nn.Leapfrog else wrap(network)
+    prepared, expected = jacsparse.prepare_jacobian(module, x), jacsparse.jacobian(network, x)
+    for actual in (prepared(x), *(jacsparse.jacobian(module, x) for _ in range(3))):
+        assert (actual.values - expected.values).abs().amax() <= BOUND
+
+
+def test_a_function_that_writes_to_an_argument_runs_once() -> None:
+    for _ in range(4):
+        b = torch.ones(3, dtype=FLOAT)
+        result = jacsparse.jacobian(lambda a, b: b.add_(a) * a, drawn(3), b, batched=False)
+        assert (result.values[:, 0] - (1 + 2 * drawn(3))).abs().amax() <= BOUND
+        assert (b - (1 + drawn(3))).abs().amax() <= BOUND

@@ -412,8 +412,19 @@ def test_samples_of_other_shapes_in_memory_to_prepare_with() -> None:
     one = torch.ones(1, dtype=FLOAT).expand(3)
     prepared = prepare_jacobian(f, one, drawn(3), batched=False)
     assert_equal(prepared(drawn(3), drawn(3, seed=1)), dense(f, drawn(3), drawn(3, seed=1), batched=False))
+    prepared = prepare_jacobian(f, drawn(3), one, batched=False)
+    for scale in (drawn(3, seed=1), 2 * one):
+        assert_equal(prepared(drawn(3), scale), dense(f, drawn(3), scale, batched=False))
+
+
+def test_functions_that_read_memory_beside_an_argument() -> None:
+    f = lambda x, scale: x * scale.as_strided((3,), (0,))  # noqa: E731
+    one = 2 * torch.ones(1, dtype=FLOAT).expand(3)
+    prepared = prepare_jacobian(f, drawn(3), one.expand(3), batched=False)
+    assert_equal(prepared(drawn(3), one), dense(f, drawn(3), one, batched=False))
+    strided = torch.ones(1, dtype=FLOAT).expand(3)
     with pytest.raises(ValueError, match=r"prepared for .* \(3,\) of strides \(0,\)"):
-        prepare_jacobian(f, drawn(3), one, batched=False)(drawn(3), drawn(3))
+        prepare_jacobian(f, drawn(3), strided, batched=False)(drawn(3), drawn(3))
 
 
 def test_infinite_derivatives_where_it_is_prepared() -> None:

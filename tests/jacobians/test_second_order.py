@@ -320,3 +320,15 @@ def test_gradients_that_pytorch_lacks() -> None:
     f = lambda x: nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])  # noqa: E731
     with pytest.raises(RuntimeError, match=r"derivative for aten::.* is not implemented"):
         jacsparse.jacobian(f, drawn(1, 3, 2), create_graph=True).values.sum().backward()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["rosenbrock", "linear", "springs"])
+def test_without_gradients_enabled(name: str, method: str) -> None:
+    f, x = SCALARS[name], drawn(2, 6, seed=1)
+    with torch.no_grad():
+        for _ in range(3):
+            actual = computed(f, method, drawn(2, 6), x, batched=True)
+            assert_hessian(actual, torch.stack([dense(f, sample) for sample in x]))
+        hessian(nn.Linear(6, 1).double(), x, batched=True)
+        hessian(lambda x: x.sort(1)[0][:, 0], x, batched=True)

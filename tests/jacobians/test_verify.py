@@ -179,3 +179,21 @@ def test_statistics_are_as_before(call) -> None:
     with pytest.raises(jacsparse.UnsupportedOperatorError, match="training mode"):
         call(normalised)
     assert not normalised[0].running_mean.any() and (normalised[0].running_var == 1).all()
+
+
+class Counting(nn.Module):
+    """A product with the number of its calls, which it counts before it reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x**3 * self.calls
+
+
+def test_a_module_that_reads_a_buffer_it_has_changed() -> None:
+    module = Counting()
+    assert not jacsparse.verify(module, torch.rand(2, 3, dtype=torch.float64)).failed
+    assert module.calls == 0

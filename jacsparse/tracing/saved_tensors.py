@@ -1,0 +1,58 @@
+"""Hooks of the tensors that autograd saves: whether any are in force, and whose they are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+
+# PyTorch before 2.8 tells only whether there are hooks.
+_innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def saves_by_hooks() -> bool:
+    """Whether what an operator saves here passes through hooks, which may change it or compute it anew."""
+    if _innermost is not None:
+        pack = _packing()
+        return pack is not None and pack is not _same
+    try:
+        # Refused where there are hooks; nothing else is done.
+        with disable_saved_tensors_hooks("hooks of saved tensors are in force"):
+            return False
+    except RuntimeError:
+        return True
+
+
+def saves_objects() -> bool:
+    """Whether autograd gives back the very object that a function saves here.
+
+    Within ``torch.utils.checkpoint``, it is the one that the function saves when it is run anew.
+    """
+    if not saves_by_hooks():
+        return True
+    pack = _packing()
+    module, name = getattr(pack, "__module__", None), getattr(pack, "__qualname__", "")
+    return module == "torch.utils.checkpoint" and name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
+
+
+@contextlib.contextmanager
+def without_saving_hooks() -> Iterator[None]:
+    """Run the body, whose operators save tensors as they are, whatever hooks are in force."""
+    if not saves_by_hooks():
+        yield
+        return
+    with saved_tensors_hooks(_same, _same):
+        yield
+
+
+def _packing() -> Any:
+    """The innermost hook that packs a tensor as it is saved; None where there is none, or it cannot be told."""
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None if _innermost is None else _innermost(False)
+    return None if hooks is None else hooks[0]
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

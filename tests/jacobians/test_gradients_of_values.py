@@ -1,0 +1,278 @@
+"""Gradients of a Jacobian's values against PyTorch's double backward pass and central differences, in float64."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import jacsparse
+from jacsparse import UnsupportedOperatorError, hessian, jacobian
+from tests.helpers import BOUND, FLOAT, drawn
+from tests.patterns.operators import OPERATORS
+from tests.patterns.test_operators import fits
+
+from .test_fuzz import PLAIN, SIZE, Graph
+
+FULL = os.environ.get("JACSPARSE_TESTS") == "full"
+#: Of each operator; and functions of one to three operators, in as many tests as may run side by side.
+DRAWS = 50 if FULL else 2
+FUNCTIONS, PARTS = (3000, 12) if FULL else (120, 4)
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def parameters_of(f: Function) -> list[torch.Tensor]:
+    return [p for p in f.parameters() if p.requires_grad] if isinstance(f, nn.Module) else []
+
+
+def gradients(total: torch.Tensor, wanted: list[torch.Tensor]) -> list[torch.Tensor]:
+    if not total.requires_grad:
+        return [torch.zeros_like(tensor) for tensor in wanted]
+    return list(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
+
+
+def by_autograd(f: Function, x: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of ``Σ weights · J`` over the samples, by rows of J that backward passes give."""
+    x = x.detach().clone().requires_grad_()
+    y = f(x * 1)
+    y = y.reshape(len(x), -1)
+    total = x.new_zeros(())
+    for row in range(y.shape[1] if y.requires_grad else 0):
+        (rows,) = torch.autograd.grad(y[:, row].sum(), x, create_graph=True, materialize_grads=True)
+        total = total + (rows.flatten(1) * weights[:, row]).sum()
+    return gradients(total, [x, *parameters_of(f)])
+
+
+def weighted_sum(f: Function, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    values = jacobian(f, x, create_graph=True)
+    of_entries = weights[:, values.pattern.rows.copy(), values.pattern.indices.copy()].T
+    return (values.values.expand(-1, len(x)) * of_entries).sum()
+
+
+def check(f: Function, x: torch.Tensor, *, smooth: bool) -> None:
+    """All that is asked of values with gradients; central differences only where the function is smooth at x."""
+    generator = torch.Generator().manual_seed(3)
+    plain = jacobian(f, x)
+    with_graph = jacobian(f, x, create_graph=True)
+    assert with_graph.pattern == plain.pattern
+    scale = plain.values.nan_to_num(0, 0, 0).abs().amax() if plain.values.numel() else 0.0
+    assert torch.allclose(with_graph.values, plain.values, rtol=BOUND, atol=float(BOUND * scale), equal_nan=True)
+    weights = torch.randn((len(x), *plain.shape), generator=generator, dtype=FLOAT)
+    leaf = x.detach().clone().requires_grad_()
+    try:
+        expected = by_autograd(f, x, weights)
+    except (RuntimeError, NotImplementedError) as error:
+        assert "derivative for" in str(error)
+        with pytest.raises(RuntimeError, match="derivative for"):
+            gradients(weighted_sum(f, leaf, weights), [leaf])
+        return
+    actual = gradients(weighted_sum(f, leaf, weights), [leaf, *parameters_of(f)])
+    for one, other in zip(actual, expected, strict=True):
+        limit = 1e-10 * max(1.0, float(other.nan_to_num(0, 0, 0).abs().amax()) if other.numel() else 0.0)
+        assert torch.allclose(one, other, rtol=1e-9, atol=limit, equal_nan=True)
+    if smooth:
+        direction, step = torch.randn(x.shape, generator=generator, dtype=FLOAT), 1e-5
+        ends = [weighted_sum(f, x + sign * step * direction, weights).item() for sign in (1, -1)]
+        difference = (ends[0] - ends[1]) / (2 * step)
+        # Second differences of the values, which grow with their third derivatives.
+        limit = 1e-5 * max(1.0, abs(difference), float(expected[0].abs().amax()))
+        assert abs(float((actual[0] * direction).sum()) - difference) <= limit
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@settings(max_examples=DRAWS)
+@given(data=st.data())
+def test_of_each_operator(operator: str, data: st.DataObject) -> None:
+    module, shape = data.draw(OPERATORS[operator])
+    batch, seed = data.draw(st.integers(1, 2)), data.draw(st.integers(0, 2**31 - 1))
+    assume(fits(module, shape, batch))
+    x = torch.randn((batch, *shape), dtype=FLOAT, generator=torch.Generator().manual_seed(seed))
+    # Rounded, so that ties, kinks and zeros occur.
+    check(lambda t: module(t * 1), x.round() if seed % 2 else x, smooth=False)
+
+
+#: Steps that stop derivatives, which differences do not see.
+DETACHED = {"detach", "data", "no gradient", "straight-through", "through detached"}
+
+
+class Few(Graph):
+    """Up to three operators, none of them random or foreign."""
+
+    def __init__(self, seed: int) -> None:
+        generator = random.Random(seed)
+        torch.manual_seed(seed)
+        super().__init__(generator)
+        names = generator.choices([name for name in PLAIN if name != "branch"], k=generator.randint(1, 3))
+        self.steps = [(name, *(generator.randrange(place + 1) for _ in range(2))) for place, name in enumerate(names)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * x.roll(1, 1)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_of_drawn_functions(part: int) -> None:
+    for seed in range(part, FUNCTIONS, PARTS):
+        graph = Few(seed)
+        x = torch.randn(random.Random(seed).randint(1, 3), SIZE, dtype=FLOAT)
+        try:
+            check(graph, x, smooth=DETACHED.isdisjoint(name for name, *_ in graph.steps))
+        except AssertionError as error:
+            raise AssertionError(f"Few({seed}): {graph}") from error
+
+
+NORMS: dict[str, Function] = {
+    "layer norm": lambda x: functional.layer_norm(x, x.shape[1:]),
+    "affine layer norm": nn.LayerNorm([4], dtype=FLOAT),
+    "group norm": lambda x: functional.group_norm(x, 2),
+    "instance norm": lambda x: functional.instance_norm(x[:, None])[:, 0],
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_of_normalisations(name: str) -> None:
+    check(NORMS[name], drawn(3, 4), smooth=True)
+
+
+def test_of_statistics_of_the_batch() -> None:
+    norm, x = nn.BatchNorm1d(3, dtype=FLOAT), drawn(4, 3).requires_grad_()
+    state = {name: value.clone() for name, value in norm.state_dict().items()}
+    jacobian_of = lambda x, w, b: jacobian(norm, x, batched=False, create_graph=True).values  # noqa: E731
+    assert torch.autograd.gradcheck(jacobian_of, (x, norm.weight, norm.bias))
+    assert all(torch.equal(value, state[name]) for name, value in norm.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: functional.layer_norm(x, (4,)).pow(3).sum(),
+        lambda x: x.logcumsumexp(0).sin().sum(),
+    ],
+)
+def test_third_derivatives_that_are_wrong_in_pytorch(f: Function) -> None:
+    x = drawn(4).requires_grad_()
+    with pytest.raises(UnsupportedOperatorError, match=r"PyTorch's third derivative .* write it with other operators"):
+        hessian(f, x, create_graph=True)
+    g = lambda x: functional.layer_norm(x, (4,))  # noqa: E731
+    total = jacobian(g, x, batched=False, create_graph=True).values.square().sum()
+    with pytest.raises(UnsupportedOperatorError, match="gradients of gradients"):
+        torch.autograd.grad(total, x, create_graph=True)
+
+
+class Counting(nn.Module):
+    """A product with the number of its calls, which it counts before it reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.ones((), dtype=FLOAT))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x**3 * self.calls
+
+
+def test_of_functions_that_write() -> None:
+    x = drawn(3).requires_grad_()
+    for _ in range(3):
+        written = jacobian(lambda a: a.mul_(2).sin(), x, batched=False, create_graph=True)
+        assert (written.values[:, 0] - 2 * (2 * x).cos()).abs().amax() <= BOUND
+        b = torch.ones(3, dtype=FLOAT)
+        product = jacobian(lambda a, b: b.add_(a) * a, x, b, batched=False, create_graph=True)
+        assert (product.values[:, 0] - (1 + 2 * x)).abs().amax() <= BOUND
+        assert (torch.autograd.grad(product.values.sum(), x)[0] - 2).abs().amax() <= BOUND
+        # As one call would have it.
+        assert (b - (1 + x)).abs().amax() <= BOUND
+        module = Counting()
+        counted = jacobian(module, x, batched=False, create_graph=True)
+        assert (counted.values[:, 0] - 6 * x**2).abs().amax() <= 4 * BOUND
+        assert (torch.autograd.grad(counted.values.sum(), x)[0] - 12 * x).abs().amax() <= 8 * BOUND
+        assert module.calls == 1
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_hessians_of_functions_that_write(create_graph: bool) -> None:
+    x, module = drawn(3), Counting()
+    for _ in range(3):
+        b = torch.ones(3, dtype=FLOAT)
+        actual = hessian(lambda a, b: (b.add_(a) * a * a).sum(), x, b, create_graph=create_graph)
+        assert (actual.todense() - torch.diag(2 + 6 * x)).abs().amax() <= 8 * BOUND
+        assert (b - (1 + x)).abs().amax() <= BOUND
+        actual = hessian(nn.Sequential(module, Sum()), x, create_graph=create_graph)
+        assert (actual.todense() - torch.diag(12 * x)).abs().amax() <= 8 * BOUND
+        # A module that is no part of the function counts each call, of which there is one.
+        captured = Counting()
+        actual = hessian(lambda x: captured(x).sum(), x, create_graph=create_graph)  # noqa: B023
+        assert captured.calls == 2
+        assert (actual.todense() - torch.diag(12 * x)).abs().amax() <= 8 * BOUND
+    if create_graph:
+        y = x.requires_grad_()
+        values = hessian(nn.Sequential(module, Sum()), y, create_graph=True).values
+        assert (torch.autograd.grad(values.sum(), y)[0] - 12).abs().amax() <= 8 * BOUND
+
+
+class Sum(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+
+def test_of_tensors_that_one_was_computed_from_the_other() -> None:
+    # No gradient passes twice.
+    theta = drawn(4).requires_grad_()
+    other = theta.exp()
+    x = theta * 1.5
+    f = lambda x: (x * other).sin() * theta  # noqa: E731
+    values = jacobian(f, x, batched=False, create_graph=True).values
+    expected = torch.diag(torch.autograd.functional.jacobian(f, x, create_graph=True))
+    for wanted in (theta, x, other):
+        actual, reference = (
+            torch.autograd.grad(each.square().sum(), wanted, retain_graph=True)[0] for each in (values, expected)
+        )
+        assert (actual - reference).abs().amax() <= 1e-10 * reference.abs().amax()
+
+
+def test_kinks_have_the_values_of_calls_without_a_graph() -> None:
+    for f in (nn.PReLU(dtype=FLOAT), torch.sinc, functional.relu, torch.abs, lambda x: x.clamp(0, 1), functional.elu):
+        for x in (torch.zeros(1, 3, dtype=FLOAT), torch.ones(1, 3, dtype=FLOAT)):
+            plain, with_graph = jacobian(f, x), jacobian(f, x, create_graph=True)
+            assert torch.equal(plain.values, with_graph.values.detach())
+
+
+def test_within_a_checkpoint() -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()
+    x = drawn(2, 4).requires_grad_()
+
+    def values(x: torch.Tensor) -> torch.Tensor:
+        return jacobian(network, x, create_graph=True).values
+
+    for _ in range(3):
+        wanted = [x, *network.parameters()]
+        expected = torch.autograd.grad(values(x).square().sum(), wanted, materialize_grads=True, allow_unused=True)
+        checkpointed = torch.utils.checkpoint.checkpoint(values, x, use_reentrant=False)
+        actual = torch.autograd.grad(checkpointed.square().sum(), wanted, materialize_grads=True, allow_unused=True)
+        assert all(map(torch.equal, actual, expected))
+
+
+def test_complex_numbers_are_refused() -> None:
+    for f in (
+        lambda x: torch.complex(x, 2 * x + 1).abs().sum(),
+        lambda x: torch.fft.rfft(x**2).abs().sum(),
+    ):
+        for options in ({}, {"create_graph": True}):
+            with pytest.raises(UnsupportedOperatorError, match="complex numbers"):
+                hessian(f, drawn(5), **options)
+
+
+def test_without_gradients_of_inputs() -> None:
+    weight = drawn(4).requires_grad_()
+    values: Any = jacobian(lambda x: weight * x**2, drawn(4), batched=False, create_graph=True).values
+    assert (torch.autograd.grad(values.sum(), weight)[0] - 2 * drawn(4)).abs().amax() <= BOUND
+    values = jacsparse.jacobian(lambda x: x**2, drawn(3), batched=False, create_graph=True).values
+    assert values.requires_grad

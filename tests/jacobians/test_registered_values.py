@@ -1,0 +1,140 @@
+"""Values that a user registered hold in every call, or the call is refused where autograd would take others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from jacsparse.patterns import Diagonal, Pattern
+from jacsparse.patterns.rules import RULES
+from torch import nn
+
+import jacsparse
+from jacsparse import UnsupportedOperatorError, hessian, jacobian, prepare_hessian, prepare_jacobian
+from tests.helpers import BOUND, FLOAT, drawn
+
+Values = Callable[[jacsparse.Call, Pattern], torch.Tensor]
+
+
+def twos(call: jacsparse.Call, pattern: Pattern) -> torch.Tensor:
+    return call.input.new_full((pattern.nnz, len(call.input)), 2.0)
+
+
+def cosines(call: jacsparse.Call, pattern: Pattern) -> torch.Tensor:
+    return call.input.flatten(1).cos().T.contiguous()
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[..., None]]:
+    before = dict(RULES)
+
+    def register(values: Values) -> None:
+        pattern = lambda call: Pattern.of(Diagonal(call.in_size))  # noqa: E731
+        jacsparse.register_rule("aten.sin", pattern=pattern, values=values, replace=True)
+
+    yield register
+    RULES.clear()
+    RULES.update(before)
+
+
+def f(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * 3
+
+
+def total(x: torch.Tensor) -> torch.Tensor:
+    return f(x).sum()
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3, dtype=FLOAT)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).sin()
+
+
+def of_weight(wrapped: nn.Module, network: Network, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(wrapped(x).sum(), network.inner.weight)[0]
+
+
+#: What takes derivatives by autograd, with what it is compared with where the registered values are right.
+BY_AUTOGRAD: dict[str, Callable[[Network, torch.Tensor], torch.Tensor]] = {
+    "create_graph": lambda network, x: jacobian(f, x, create_graph=True).values,
+    "hessian": lambda network, x: hessian(total, x[0]).values,
+    "prepare_hessian": lambda network, x: prepare_hessian(total, x[0])(x[0]).values,
+    "compressed": lambda network, x: prepare_jacobian(f, x, method="compressed")(x).values,
+    "linear": lambda network, x: of_weight(jacsparse.nn.Scan(network, schedule="linear"), network, x),
+    "blelloch": lambda network, x: of_weight(jacsparse.nn.Scan(network, schedule="blelloch"), network, x),
+    "leapfrog": lambda network, x: of_weight(jacsparse.nn.Leapfrog(network, threads=2), network, x),
+    "solve": lambda network, x: of_weight(jacsparse.nn.Solve(network), network, x),
+    "vjp": lambda network, x: jacsparse.vjp(network, x)[1](torch.ones_like(x))[0],
+}
+
+
+@pytest.mark.parametrize("name", BY_AUTOGRAD)
+def test_other_values_are_refused_where_autograd_takes_its_own(name: str, register: Callable[..., None]) -> None:
+    network, x = Network(), drawn(2, 3)
+    expected = BY_AUTOGRAD[name](network, x)
+    register(cosines)
+    assert torch.equal(BY_AUTOGRAD[name](network, x), expected)
+    register(twos)
+    with pytest.raises(
+        UnsupportedOperatorError, match=r"values registered for aten\.sin .* make it an operator of your"
+    ):
+        BY_AUTOGRAD[name](network, x)
+
+
+@pytest.mark.parametrize("method", ["auto", "products"])
+def test_values_of_prepared_jacobians(method: str, register: Callable[..., None]) -> None:
+    x = drawn(2, 3)
+    before = prepare_jacobian(f, x, method=method)
+    register(twos)
+    prepared = prepare_jacobian(f, x, method=method)
+    assert (prepared(drawn(2, 3, seed=1)).values == 6).all()
+    assert prepared.check(x) == 0
+    # An object prepared before keeps the rules of its time.
+    assert (before(x).values - 3 * x.T.cos()).abs().amax() <= BOUND
+
+
+def test_programs_of_earlier_calls_end_with_their_rules(register: Callable[..., None]) -> None:
+    x = drawn(2, 3)
+    for values, expected in ((cosines, 3 * x.T.cos()), (twos, torch.full((3, 2), 6.0, dtype=FLOAT))):
+        register(values)
+        for _ in range(3):
+            assert (jacobian(f, x).values - expected).abs().amax() <= BOUND
+
+
+def test_values_of_columns(register: Callable[..., None]) -> None:
+    """A product with a full matrix takes the registered values too."""
+    before = RULES["aten.cumsum"]
+
+    def lower(call: jacsparse.Call) -> Pattern:
+        return Pattern.from_scipy(scipy.sparse.csr_array(np.tri(call.out_size)))
+
+    def threes(call: jacsparse.Call, pattern: Pattern) -> torch.Tensor:
+        return call.input.new_full((pattern.nnz, len(call.input)), 3.0)
+
+    jacsparse.register_rule("aten.cumsum", pattern=lower, values=threes, replace=True)
+    try:
+        weight, x = drawn(40, 40), drawn(2, 40)
+        module: Any = nn.Sequential(
+            nn.Linear(40, 40, bias=False, dtype=FLOAT), Cumsum(), nn.Linear(40, 40, dtype=FLOAT)
+        )
+        with torch.no_grad():
+            module[0].weight.copy_(weight)
+        expected = module[2].weight @ (3 * torch.ones(40, 40, dtype=FLOAT).tril()) @ weight
+        for _ in range(3):
+            difference = jacobian(module, x).todense(1) - expected
+            assert difference.abs().amax() <= 1e-12 * expected.abs().amax()
+    finally:
+        RULES["aten.cumsum"] = before
+
+
+class Cumsum(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1)
