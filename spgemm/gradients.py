@@ -22,7 +22,7 @@ from ..patterns import Full, Pattern, gathered
 from ..runtime import allocated, kernel, on_device, run_rows
 from . import products_cuda
 from .lanes import block_width
-from .operands import flat, matrices
+from .operands import check_outside_transforms, flat, matrices
 from .symbolic import row_work
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ def graph_operands(out: Any, **operands: Any) -> list[torch.Tensor]:
     for name, operand in operands.items():
         if not isinstance(operand, torch.Tensor):
             raise TypeError(f"{name} is a {type(operand).__name__}, but another operand requires grad; pass a tensor")
+        check_outside_transforms(name, operand)
     return [operand[:, None] if operand.ndim == 1 else operand for operand in operands.values()]
 
 

@@ -23,7 +23,7 @@ from scipy.sparse.linalg import SuperLU, splu
 
 from ..patterns import Pattern, gathered
 from ..runtime import frozen, uncompiled
-from .operands import by_sample, same_device
+from .operands import by_sample, check_outside_transforms, same_device
 from .plan_cache import PLAN_CACHE
 
 #: An element of the diagonal is a pivot where it is at least this share of the largest in its column.
@@ -171,6 +171,7 @@ def solve(pattern: Pattern, values: torch.Tensor, b: torch.Tensor) -> torch.Tens
         )
     if not isinstance(b, torch.Tensor):
         raise TypeError(f"b is a {type(b).__name__}; expected a torch.Tensor")
+    check_outside_transforms("the Jacobian", values)
     if values.device.type != "cpu":
         raise ValueError(f'the Jacobian is on {values.device}; SuperLU runs on the CPU: move it with J.to("cpu")')
     same_device("the Jacobian", values, "b", b)

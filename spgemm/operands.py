@@ -44,6 +44,7 @@ def _memory(name: str, values: Any) -> Any:
         return values
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"{name} is a {type(values).__name__}; expected a NumPy array or a PyTorch tensor")
+    check_outside_transforms(name, values)
     if values.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {values.device}; this runs on CPUs and CUDA: move it with {name}.cpu()")
     if values.layout != torch.strided:
@@ -79,6 +80,11 @@ def check_tensor_itself(name: str, x: object, remedy: str) -> torch.Tensor:
     if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
         raise TypeError(f"{name} is within a transform of torch.func, as grad or vmap; {remedy}")
     return x
+
+
+def check_outside_transforms(name: str, values: torch.Tensor) -> torch.Tensor:
+    """Return values where kernels can read them, and not within a transform of ``torch.func``."""
+    return check_tensor_itself(name, values, "take gradients by torch.autograd, and pass samples as a batch")
 
 
 def by_sample(name: str, x: Any, size: int, also: str = "") -> tuple[torch.Tensor, bool]:

@@ -15,7 +15,7 @@ import torch
 from ..patterns import Diagonal, Full, Identity, Pattern, gathered
 from ..runtime import cupy_stream, gpu_extra
 from .lu import solve
-from .operands import by_sample, same_batch
+from .operands import by_sample, check_outside_transforms, same_batch
 from .plan import plan_product
 from .sums import plan_sum
 from .vectors import matvec
@@ -355,11 +355,13 @@ class SparseJacobian:
 
     def to_scipy(self, sample: int | None = None) -> scipy.sparse.csr_array:
         """One sample's Jacobian as a SciPy matrix; `sample` is optional where there is only one."""
+        check_outside_transforms("the Jacobian", self.values)
         return self.pattern.to_scipy(self._sample(sample).detach().cpu().numpy())
 
     def to_torch(self, sample: int | None = None) -> torch.Tensor:
         """One sample's Jacobian as a PyTorch CSR tensor, part of autograd where the values are."""
         values = self._sample(sample)
+        check_outside_transforms("the Jacobian", values)
         indptr, indices = (
             torch.from_numpy(array.copy()).to(values.device) for array in (self.pattern.indptr, self.pattern.indices)
         )

@@ -268,6 +268,29 @@ def test_everything_prints(kind: str) -> None:
         assert " × ".join(map(str, J.shape)) in headline and len(headline) < 120
 
 
+def products(values: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """What kernels compute of the values of a triangular matrix."""
+    J = SparseJacobian(Pattern((2, 2), [0, 1, 3], [0, 0, 1]), values)
+    return {
+        "J @ K": lambda: (J @ J).values.sum(),
+        "J @ v": lambda: (J @ torch.ones(2, dtype=values.dtype)).sum(),
+        "J + K": lambda: (J + J.T).values.sum(),
+        "gram": lambda: J.gram().values.sum(),
+        "vjp": lambda: J.vjp(torch.ones(1, 2, dtype=values.dtype)).sum(),
+        "solve": lambda: J.solve(torch.ones(1, 2, dtype=values.dtype)).sum(),
+        "to_torch": lambda: J.to_torch(0).to_dense().sum(),
+        "to_scipy": lambda: torch.tensor(J.to_scipy(0).sum()),
+    }
+
+
+@pytest.mark.parametrize("name", products(torch.ones(3, 1)))
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap])
+def test_products_within_transforms_say_what_to_do(name: str, transform: Callable[..., Callable[..., object]]) -> None:
+    values = torch.ones((3, 1) if transform is torch.func.grad else (4, 3, 1))
+    with pytest.raises(TypeError, match=r"within a transform of torch.func.*take gradients by torch.autograd"):
+        transform(lambda values: products(values)[name]())(values)
+
+
 J = SparseJacobian(Pattern.of(Full(2, 3)), torch.ones(6, 2))
 S = SparseJacobian(Pattern.of(Full(2, 2)), torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 1.0], [1.0, 1.0]]))
 SHARED = SparseJacobian.identity(2)
