@@ -23,12 +23,12 @@ def peak_memory(function: Callable[[], object]) -> int:
     # The function could use freed memory that the pool or the C library holds, which would not be counted.
     MEMORY_POOL.clear()
     ctypes.CDLL(None).malloc_trim(0)
-    _CLEAR.write_text("5")
+    _CLEAR.write_text("5", encoding="utf-8")
     before = _kibibytes("VmRSS")
     function()
     return 1024 * max(0, _kibibytes("VmHWM") - before)
 
 
 def _kibibytes(name: str) -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    line = next(line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1])

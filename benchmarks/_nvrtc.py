@@ -34,17 +34,23 @@ def library() -> Any:
     """NVRTC through ``ctypes``; ImportError if it is not installed."""
     import importlib.util
 
-    # Either NVRTC's own wheel or one that comes with PyTorch for CUDA has it; the folder's name is the version.
+    # NVRTC's own wheel has it, and so has one that comes with PyTorch for CUDA; the newest is taken. That of CUDA 12.4
+    # also changes the encoding of the thread's locale.
     paths: list[Path] = []
     spec = importlib.util.find_spec("nvidia")
     for home in (spec.submodule_search_locations or []) if spec else []:
         paths += [path for path in Path(home).glob("*/lib/libnvrtc.so.*") if "builtins" not in path.name]
-    for path in sorted(paths, reverse=True):
+    for path in sorted(paths, key=_version, reverse=True):
         try:
             return ctypes.CDLL(str(path))
         except OSError:
             continue
     raise ImportError(f"NVRTC is not installed: {_REMEDY}")
+
+
+def _version(path: Path) -> list[int]:
+    """The version at the end of a library's name, as 13 of ``libnvrtc.so.13``."""
+    return [int(part) for part in path.name.partition(".so.")[2].split(".") if part.isdigit()]
 
 
 def compile_file(file: KernelFile, architecture: str) -> dict[str, Resources]:

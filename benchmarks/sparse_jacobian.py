@@ -220,7 +220,7 @@ def _timed_program(command: Sequence[str], case: Case, seconds: float) -> tuple[
     """What a program prints as JSON, or None and why."""
     arguments = [case.problem, str(case.size), str(case.batch), str(seconds)]
     try:
-        run = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True, timeout=600)
+        run = subprocess.run([*command, *arguments], capture_output=True, encoding="utf-8", check=True, timeout=600)
     except (OSError, subprocess.SubprocessError) as error:
         return None, reason(error)
     result: Mapping[str, Any] = json.loads(run.stdout.splitlines()[-1])

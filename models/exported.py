@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from ..runtime import parts_of_program
+
 
 class ExportedModel(nn.Module):
     """An exported program of one input and any batch, as a module whose parts have the names of the original model.
@@ -69,17 +71,16 @@ class ExportedModel(nn.Module):
 
 def _parts(program: torch.export.ExportedProgram) -> nn.Module:
     """The program as modules with the names of the original model, where PyTorch knows them."""
-    try:
-        return torch.export.unflatten(program)
-    except RuntimeError:
-        # PyTorch 2.6 does not know them for programs that it traced strictly.
-        module = program.module()
-        # The program's checks of inputs, such as limits on the batch, cannot be traced.
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            hooks.clear()
-        if "_guards_fn" in module._modules:
-            module._guards_fn = nn.Identity()
-        return module
+    parts = parts_of_program(program)
+    if parts is not None:
+        return parts
+    module = program.module()
+    # The program's checks of inputs, such as limits on the batch, cannot be traced.
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        hooks.clear()
+    if "_guards_fn" in module._modules:
+        module._guards_fn = nn.Identity()
+    return module
 
 
 def load_exported(path: str | os.PathLike[str]) -> ExportedModel:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..runtime import grid_sampler_3d_is_differentiable_twice
 from .axis import axis_labels, split_at_axis
 from .blocks import block_pattern, equal_rows
 from .layout import Labels
@@ -80,6 +81,11 @@ class _UnpoolRule(Rule):
         return (indices == places).to(call.input).flatten(1).T.contiguous()
 
 
+def _without_jvp(call: Call) -> Call:
+    """A call of an operator whose second derivative PyTorch lacks: by it, Jacobian-vector products are computed."""
+    return replace(call, jvp=None)
+
+
 @add_rule("aten.grid_sampler_2d", "aten.grid_sampler_3d")
 class _GridSamplerRule(Rule):
     """Grid sampling: each output is a mean of elements of its channel, at the coordinates that the grid names."""
@@ -102,6 +108,11 @@ class _GridSamplerRule(Rule):
         columns = np.arange(call.in_size).reshape(images, 1, places, count)
         return equal_rows(np.broadcast_to(columns, (images, channels, places, count)), call.in_size)
 
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        if call.operator == "aten.grid_sampler_3d" and not grid_sampler_3d_is_differentiable_twice():
+            call = _without_jvp(call)
+        return super().values(call, pattern)
+
 
 @add_rule("aten._cdist_forward")
 class _DistanceRule(Rule):
@@ -120,8 +131,7 @@ class _DistanceRule(Rule):
         return equal_rows(np.broadcast_to(points, (*call.out_shape, call.in_shape[-1])), call.in_size)
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        # PyTorch lacks the second derivative, by which Jacobian-vector products are computed.
-        return super().values(replace(call, jvp=None), pattern)
+        return super().values(_without_jvp(call), pattern)
 
 
 @add_rule("aten._trilinear")

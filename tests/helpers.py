@@ -25,7 +25,7 @@ BOUND = 1e-12
 
 def reference_rows(name: str) -> list[dict[str, str]]:
     """The rows of a table under tests/reference, without its heading comments."""
-    lines = (REFERENCE / name).read_text().splitlines()
+    lines = (REFERENCE / name).read_text(encoding="utf-8").splitlines()
     return list(csv.DictReader(io.StringIO("\n".join(line for line in lines if not line.startswith("#")))))
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from jacsparse.patterns import RULES
 
 import jacsparse
 
@@ -23,6 +25,15 @@ def modules() -> list[str]:
         path = getattr(importlib.import_module(package), "__path__", [])
         names |= {package, *(module.name for module in pkgutil.walk_packages(path, f"{package}."))}
     return sorted(names - {"jacsparse.__main__"})
+
+
+@pytest.fixture(autouse=True)
+def _rules() -> Iterator[None]:
+    """Examples register rules, whose functions find no globals when the example has run."""
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)
 
 
 @pytest.mark.parametrize("name", modules())

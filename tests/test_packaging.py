@@ -53,7 +53,7 @@ def environment(folder: Path) -> Path:
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = subprocess.run([python, "-c", code], capture_output=True, encoding="utf-8", check=True).stdout.strip()
     # A path of a .pth file has its packages seen, but not its own .pth files: not an editable jacsparse there.
-    (Path(packages) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (Path(packages) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     return python
 
 
@@ -125,7 +125,7 @@ def test_what_is_imported_is_declared() -> None:
     imported = set()
     for folder in ("jacsparse", "patterns", "spgemm", "models"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Import):
                     imported |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and not node.level and node.module:

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
 from ..patterns import UnsupportedOperatorError
-from ..runtime import on_device, uncompiled
+from ..runtime import is_exporting, on_device, uncompiled
 from ..schedule import Schedule
 from ..tracing import is_recording
 from .across_ranks import SequencePart, SequenceRanks
@@ -106,9 +106,6 @@ _requires_grad = attrgetter("requires_grad")
 #: Of the options that `RNN` adds.
 _DEFAULTS = ("auto", "sequential", CHUNK)
 _DTYPES = (torch.float32, torch.float64)
-
-# PyTorch 2.6 does not tell exporting from compiling.
-_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 class Recurrent(nn.RNNBase):
@@ -296,7 +293,7 @@ class Recurrent(nn.RNNBase):
         operators; so do `jacsparse.jacobian` and `jacsparse.nn.Scan`, which have rules for those. PyTorch 2.6 exports
         them with ``strict=False`` alone, and compiles them as `torch.nn`'s.
         """
-        if is_recording() or _is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        if is_recording() or is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             if self._across is not None:
                 raise UnsupportedOperatorError(
                     f"a {type(self).__name__} across ranks cannot be recorded, exported or traced; make one without "

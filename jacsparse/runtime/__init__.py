@@ -25,6 +25,12 @@ from .interception import intercept
 from .kernels import flushing, inlined, kernel, kernel_cache
 from .memory_pool import MEMORY_POOL
 from .threads import SIMD, run_rows, split, thread_count
+from .torch_versions import (
+    grid_sampler_3d_is_differentiable_twice,
+    is_exporting,
+    parts_of_program,
+    without_compiling,
+)
 
 __all__ = [
     "INDEX",
@@ -49,16 +55,19 @@ __all__ = [
     "flushing",
     "frozen",
     "gpu_extra",
+    "grid_sampler_3d_is_differentiable_twice",
     "index_dtype",
     "index_type",
     "inlined",
     "instances",
     "intercept",
+    "is_exporting",
     "kernel",
     "kernel_cache",
     "memory_for",
     "multiprocessors",
     "on_device",
+    "parts_of_program",
     "read_archive",
     "replacing",
     "row_starts",
@@ -71,5 +80,6 @@ __all__ = [
     "unsigned",
     "uploaded",
     "within_rows",
+    "without_compiling",
     "write_archive",
 ]

@@ -127,12 +127,16 @@ class KernelFile:
     def source(self) -> str:
         """The text to compile: ``common.cuh``, then the file with its includes of the same folder expanded."""
         common = Path(__file__).parent / "common.cuh"
-        parts = [common.read_text(), f'#line 1 "{self.path.name}"']
-        for number, line in enumerate(self.path.read_text().splitlines(), 1):
+        parts = [common.read_text(encoding="utf-8"), f'#line 1 "{self.path.name}"']
+        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), 1):
             included = _INCLUDE.fullmatch(line)
             if included:
                 header = self.path.parent / included[1]
-                parts += [f'#line 1 "{header.name}"', header.read_text(), f'#line {number + 1} "{self.path.name}"']
+                parts += [
+                    f'#line 1 "{header.name}"',
+                    header.read_text(encoding="utf-8"),
+                    f'#line {number + 1} "{self.path.name}"',
+                ]
             else:
                 parts.append(line)
         return "\n".join((*parts, ""))
@@ -141,7 +145,7 @@ class KernelFile:
     def _templates(self) -> dict[str, tuple[list[str], str]]:
         return {
             match["name"]: ([part.split()[-1] for part in match["template"].split(",")], match["parameters"])
-            for match in _KERNEL.finditer(self.path.read_text())
+            for match in _KERNEL.finditer(self.path.read_text(encoding="utf-8"))
         }
 
     @functools.cached_property

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..patterns import UnsupportedOperatorError, is_pointwise, requiring_gradient
+from ..runtime import without_compiling
 from .modules import name_of
 from .operators import Facts, draws, facts_of, operator_name, with_memory
 from .overwrite import Extent, Overwrite, extent_of
@@ -74,7 +75,7 @@ def record(module: nn.Module, x: torch.Tensor, *, readable: bool = True, connect
             contexts.enter_context(recorder)
             if "torch._dynamo" in sys.modules:
                 # Functions given to torch.compile run as they are written, operator by operator.
-                contexts.enter_context(torch.compiler.set_stance("force_eager"))
+                contexts.enter_context(without_compiling())
             if not readable:
                 contexts.enter_context(_Unreadable(recorder))
             output = module(copy)

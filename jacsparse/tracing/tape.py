@@ -237,6 +237,8 @@ class Taping(TorchDispatchMode):
         self.alive: list[torch.Tensor] = list(inputs)
         # The slot that ``aten.detach`` was called on, by that of its result, until a call uses that.
         self.detached: dict[int, int] = {}
+        # The memories that hold the same in each run: calls of constants alone fill them.
+        self.constant: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -252,6 +254,7 @@ class Taping(TorchDispatchMode):
         self.note_effects(overload, args_of_tape, kwargs_of_tape)
         result = overload(*args, **kwargs)
         results = tuple(self.slot_of(tensor) for tensor in tensors_in(result))
+        self.note_constant(overload, args_of_tape, kwargs_of_tape, results)
         if overload is aten.detach.default:
             self.detached[results[0]] = args_of_tape[0].place
             if not args[0].requires_grad:
@@ -307,13 +310,31 @@ class Taping(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in overload.tags:
             if draws(overload, arguments):
                 effects[name] = "draws random numbers"
-        elif torch.Tag.data_dependent_output in overload.tags:
+        elif torch.Tag.data_dependent_output in overload.tags and not self.is_constant(arguments.values()):
             effects[name] = "shows Python what a tensor holds"
         for parameter in filter(is_written, parameters):
             value = arguments.get(parameter.name)
             for slot in value if isinstance(value, list) else [value]:
                 if isinstance(slot, Slot):
                     self.note_write(overload, slot.place)
+
+    def note_constant(
+        self, overload: Any, args: Sequence[Any], kwargs: dict[str, Any], results: tuple[int, ...]
+    ) -> None:
+        """Record whether what a call makes, and what it writes to, holds the same in each run."""
+        values = (*args, *kwargs.values())
+        if torch.Tag.nondeterministic_seeded not in overload.tags and self.is_constant(values):
+            self.constant |= self._memories(results)
+        elif self.constant:
+            touched = {*results, *(_slots_in(values) if mutates(overload) else ())}
+            self.constant -= self._memories(touched)
+
+    def is_constant(self, values: Iterable[Any]) -> bool:
+        """Whether arguments are the same in each run."""
+        values = list(values)
+        return not any(type(value) is Number for value in values) and all(
+            memory_of(self.alive[slot]) in self.constant for slot in _slots_in(values)
+        )
 
     def note_write(self, overload: Any, slot: int) -> None:
         """Record a write that no replay repeats: to a tensor from elsewhere, or one that autograd does not see."""
@@ -339,6 +360,12 @@ class Taping(TorchDispatchMode):
         """The memories that the tensors of slots lie in."""
         tensors = (self.alive[slot] for slot in slots)
         return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout == torch.strided}
+
+
+def _slots_in(values: Iterable[Any]) -> set[int]:
+    """The slots among arguments, and in lists of them."""
+    parts = [part for value in values for part in (value if type(value) is list else (value,))]
+    return {part.place for part in parts if type(part) is Slot}
 
 
 class _OtherCallsError(BaseException):

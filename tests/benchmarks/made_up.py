@@ -108,8 +108,12 @@ def device(monkeypatch: pytest.MonkeyPatch, smi: str = "1.2.3, 1980 MHz, 3201 MH
         "CUDAGraph": Graph,
         "stream": stream,
         "graph": graph,
+        # Optimisers ask by either, in PyTorch built for CUDA; their parameters are on the CPU.
+        "is_current_stream_capturing": lambda: False,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91234)
 
     def run(command: list[str], **_: Any) -> types.SimpleNamespace:
         assert command[0] == "nvidia-smi"

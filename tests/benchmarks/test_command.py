@@ -63,13 +63,13 @@ def call(*args: object) -> Result:
 def result_text(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("results")
     assert call("run", "dummy", "--out", folder).exit_code == 0
-    return (folder / "dummy.cpu.json").read_text()
+    return (folder / "dummy.cpu.json").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def measured(tmp_path: Path, result_text: str) -> Path:
     path = tmp_path / "dummy.cpu.json"
-    path.write_text(result_text)
+    path.write_text(result_text, encoding="utf-8")
     return path
 
 
@@ -93,7 +93,7 @@ def test_run_writes_one_file_and_says_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_result_holds_figures_hardware_and_versions_but_no_host(measured: Path) -> None:
-    text = measured.read_text()
+    text = measured.read_text(encoding="utf-8")
     content = json.loads(text)
     assert content["format"] == 1 and content["experiment"] == "dummy" and content["device"] == "cpu"
     row = content["rows"][0]
@@ -117,7 +117,7 @@ def test_report_shows_figures_and_what_was_not_measured(measured: Path) -> None:
     for _ in range(2):
         answer = call("report", measured.parent)
         assert answer.exit_code == 0, answer.output
-    text = (measured.parent / "report.md").read_text()
+    text = (measured.parent / "report.md").read_text(encoding="utf-8")
     assert "| a peer ∣ of ours | not measured |" in text and "pip install peer" in text
     assert "![Adding ones](dummy.cpu.png)" in text and "copy bandwidth 10.0 GB/s" in text
     assert (measured.parent / "dummy.cpu.png").read_bytes()[:4] == FIRST_PICTURE_BYTES
@@ -142,7 +142,9 @@ def test_report_names_experiments_that_were_not_run(measured: Path, monkeypatch:
 
     monkeypatch.setattr(command, "EXPERIMENTS", {"dummy": Dummy(), "other": Other()})
     assert call("report", measured.parent).exit_code == 0
-    assert "not measured: run `python -m benchmarks run other`" in (measured.parent / "report.md").read_text()
+    assert "not measured: run `python -m benchmarks run other`" in (measured.parent / "report.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA device")
@@ -153,7 +155,7 @@ def test_cuda_without_a_device_is_not_measured(tmp_path: Path) -> None:
     (row,) = read(tmp_path / "dummy.cuda.json").rows
     assert row.not_measured == "no CUDA device that PyTorch sees" and row.median is None
     assert call("report", tmp_path).exit_code == 0
-    assert "no CUDA device that PyTorch sees" in (tmp_path / "report.md").read_text()
+    assert "no CUDA device that PyTorch sees" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_device_that_an_experiment_does_not_run_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +189,7 @@ def test_results_on_a_gpu_are_named_by_it_and_say_what_it_is(tmp_path: Path, mon
     gpu = result.environment["gpu"]
     assert (gpu["name"], gpu["multiprocessors"], gpu["memory_gib"], gpu["driver"]) == ("Made Up H300", 7, 3.0, "1.2.3")
     assert call("report", tmp_path).exit_code == 0
-    text = (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "## Adding ones, made-up-h300" in text and "![Adding ones](dummy.made-up-h300.png)" in text
     assert "Made Up H300, 7 multiprocessors, at most 1980 MHz, 3.0 GiB, driver 1.2.3" in text
     assert text.count("Made Up H300") == 1 and "## Adding ones\n" in text
@@ -310,7 +312,7 @@ def _edited(edit: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
     ],
 )
 def test_report_names_the_damaged_file(measured: Path, damage: Callable[[str], str]) -> None:
-    measured.write_text(damage(measured.read_text()))
+    measured.write_text(damage(measured.read_text(encoding="utf-8")), encoding="utf-8")
     answer = call("report", measured.parent)
     assert answer.exit_code == 2
     assert measured.name in answer.output.replace("\n", "") and "run the experiment again" in answer.output
@@ -318,7 +320,7 @@ def test_report_names_the_damaged_file(measured: Path, damage: Callable[[str], s
 
 
 def test_report_refuses_a_file_that_is_another_experiments(measured: Path) -> None:
-    measured.write_text(measured.read_text().replace('"dummy"', '"other"'))
+    measured.write_text(measured.read_text(encoding="utf-8").replace('"dummy"', '"other"'), encoding="utf-8")
     answer = call("report", measured.parent)
     assert answer.exit_code == 2 and "other on cpu" in answer.output
 

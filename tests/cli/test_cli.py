@@ -74,10 +74,10 @@ def test_flop_of_pruned_vgg_11(jac, tmp_path: Path) -> None:
     assert status == 0, err
     assert "vgg11.features on digits: blelloch:2, structure observed on 1 sample" in out
     assert "all 33 live steps of 34" in out and "critical path" in out and "back-propagation" in out
-    report = json.loads(files["json"].read_text())
+    report = json.loads(files["json"].read_text(encoding="utf-8"))
     assert len(report["steps"]) == 34 and report["structure"] == "observed"
     assert all(step["executed"] is not None for step in report["steps"])
-    assert len(list(csv.DictReader(files["csv"].open()))) == 35
+    assert len(list(csv.DictReader(files["csv"].open(encoding="utf-8")))) == 35
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
@@ -176,7 +176,7 @@ def test_the_jacobian_at_a_sample_from_a_file(jac, kind: str, tmp_path: Path) ->
 def test_damaged_samples(jac, tmp_path: Path) -> None:
     objects, text, dictionary = tmp_path / "objects.npy", tmp_path / "text.pt", tmp_path / "dictionary.pt"
     np.save(objects, np.array([{}], dtype=object), allow_pickle=True)
-    text.write_text("no tensor")
+    text.write_text("no tensor", encoding="utf-8")
     torch.save({"x": torch.zeros(3)}, dictionary)
     for file, message in (
         (objects, "cannot be read: it is damaged, or holds more than numbers"),
@@ -223,7 +223,7 @@ def test_solvers_are_compared(jac, tmp_path: Path) -> None:
     assert status == 0, err
     assert "cyclic_reduction" in out and "p = 8" in out and "r = 2 samples >= n = 6 units" in out
     assert "solving by jacobi" in err
-    figures = json.loads(report.read_text())
+    figures = json.loads(report.read_text(encoding="utf-8"))
     assert (figures["name"], figures["settings"]["seed"], figures["input_shape"]) == (model[0], 0, [2, 5])
     rows = {row["method"]: row for row in figures["rows"]}
     assert rows["substitution"]["steps"] == 3 and rows["cyclic_reduction"]["steps"] == 2
@@ -275,7 +275,7 @@ def test_training_is_simulated(jac, tmp_path: Path) -> None:
     assert status == 0, err
     assert "5 stages, batch 16, counted, 1e+09 FLOP/s" in out and "bppsa runs blelloch:1" in out
     assert "simulating gpipe on 4 workers" in err
-    figures = json.loads(files["json"].read_text())
+    figures = json.loads(files["json"].read_text(encoding="utf-8"))
     assert figures["workers"] == [1, 2, 4, 8] and figures["settings"]["microbatches"] == 2
     with files["csv"].open(encoding="utf-8") as file:
         assert {row["method"] for row in csv.DictReader(file)} >= {"bp", "bppsa", "gpipe", "1f1b", "ddg", "leapfrog"}
@@ -333,7 +333,7 @@ def test_clear_cache(jac, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("JACSPARSE_CACHE_DIR", str(tmp_path))
     (tmp_path / "symbolic").mkdir()
     (tmp_path / "symbolic" / "one.npz").write_bytes(bytes(3 * 2**20))
-    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "mine").write_text("kept", encoding="utf-8")
     status, out, _ = jac("doctor")
     assert status == 0 and "3.0 MiB in 1 files" in out and "no more are kept" in out
     status, out, _ = jac("clear-cache")
@@ -549,7 +549,9 @@ def test_training_the_recurrent_models(jac, task: str, tmp_path: Path, monkeypat
         status, _, err = jac("train", task, "--backward", backward, "--epochs", 2, "--lr", 0.01, "--out", out)
         assert status == 0, err
         assert out.with_suffix(".png").stat().st_size > 1000
-        losses[backward] = [float(row["train_loss"]) for row in csv.DictReader(out.with_suffix(".csv").open())]
+        losses[backward] = [
+            float(row["train_loss"]) for row in csv.DictReader(out.with_suffix(".csv").open(encoding="utf-8"))
+        ]
     assert len(losses["bp"]) == 6
     assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-4
 

@@ -44,7 +44,7 @@ def _library(name: str, code: str, sanitizer: str) -> Path:
     flags = _SANITIZED[sanitizer]
     runtime = [HERE / "fibers.h", HERE / "fibers.cpp"]
     digest = hashlib.blake2b(digest_size=10)
-    for part in (code, *flags, *_COMMON, *(file.read_text() for file in runtime)):
+    for part in (code, *flags, *_COMMON, *(file.read_text(encoding="utf-8") for file in runtime)):
         digest.update(part.encode() + b"\0")
     import platformdirs
 
@@ -55,7 +55,7 @@ def _library(name: str, code: str, sanitizer: str) -> Path:
     work = folder / f"{path.stem}-{os.getpid()}"
     work.mkdir(parents=True, exist_ok=True)
     try:
-        (work / "kernels.cpp").write_text(code)
+        (work / "kernels.cpp").write_text(code, encoding="utf-8")
         # A sanitizer's library, preloaded, would be loaded into the compiler too.
         environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
         run = functools.partial(

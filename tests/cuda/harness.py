@@ -52,7 +52,7 @@ class Fibers:
             np.savez(self.record / f"{next(self.numbers):05d}.npz", **content, **sizes, **names)
             kernels = self.record / f"{file.path.stem}.json"
             if not kernels.exists():
-                kernels.write_text(json.dumps({"source": file.source, "instances": file.instances}))
+                kernels.write_text(json.dumps({"source": file.source, "instances": file.instances}), encoding="utf-8")
         try:
             call(compiled(file.path.stem, file.source, file.instances)[instance], grid, block, arguments, shared)
         except KernelError as error:

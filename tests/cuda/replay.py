@@ -18,7 +18,7 @@ def replay(path: Path) -> list[np.ndarray]:
     """Run one launch; the arrays that it was given, as it leaves them."""
     with np.load(path, allow_pickle=False) as content:
         name, instance = str(content["kernels"]), str(content["instance"])
-        kernels = json.loads(path.with_name(f"{name}.json").read_text())
+        kernels = json.loads(path.with_name(f"{name}.json").read_text(encoding="utf-8"))
         arguments = [
             np.array(content[key]) if (key := f"argument {number}") in content else None
             for number in range(int(content["count"]))

@@ -68,7 +68,10 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.join()
-        return [Ended(status, output.read_text(), took) for status, output in zip(statuses, outputs, strict=True)]
+        return [
+            Ended(status, output.read_text(encoding="utf-8"), took)
+            for status, output in zip(statuses, outputs, strict=True)
+        ]
 
 
 def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> None:

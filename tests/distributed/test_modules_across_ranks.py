@@ -130,7 +130,7 @@ def test_bitstream_trained_by_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command = [*torchrun, "jacsparse", "train", "bitstream", *options.split(), "--out", path]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=300)
     assert done.returncode == 0, done.stderr
     losses = np.loadtxt(path.replace("safetensors", "csv"), delimiter=",", skiprows=1, usecols=4)
     settings = replace(default_settings("bitstream"), backward="scan", data="bitstream:30", batch=3200, epochs=1)

@@ -295,11 +295,11 @@ def test_executed_work() -> None:
 def test_reports_are_written(tmp_path: Path) -> None:
     report = count_flop(lenet(), (3, 32, 32))
     report.save_json(tmp_path / "r.json")
-    loaded = json.loads((tmp_path / "r.json").read_text())
+    loaded = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert loaded["total"] == report.total and len(loaded["steps"]) == len(report.steps)
     assert loaded["structure"] == "guaranteed"
     report.save_csv(tmp_path / "r.csv")
-    rows = list(csv.DictReader((tmp_path / "r.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "r.csv").open(encoding="utf-8")))
     assert len(rows) == len(report.steps) + 1 and rows[-1]["phase"] == "input"
     assert float(rows[0]["flop"]) == report.steps[0].flop
     report.plot(tmp_path / "r.png")

@@ -357,6 +357,37 @@ def test_arguments_that_lie_otherwise_in_memory() -> None:
         assert_equal(prepared(other, factor), dense(lambda x: f(x, factor.contiguous()), other.contiguous()))  # noqa: B023
 
 
+def test_constants_may_be_read() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        flags = torch.arange(3) > torch.ones((), dtype=torch.int64)
+        return x * x if torch.equal(flags.logical_not_(), torch.zeros(3) > 0) or flags[0].item() else -x
+
+    x = drawn(2, 3)
+    for compile in (False, True):
+        assert_equal(prepare_jacobian(f, x, compile=compile)(x + 1), dense(f, x + 1))
+
+
+@pytest.mark.parametrize("write", ["whole", "row", "list", "number"])
+def test_constants_into_which_others_are_written_may_not_be_read(write: str) -> None:
+    other = drawn(2, 3)
+
+    def f(x: torch.Tensor, number: float) -> torch.Tensor:
+        total, whole = torch.zeros(2, 3, dtype=FLOAT), torch.zeros(2, 3, dtype=FLOAT)
+        row = total[0]
+        if write == "whole":
+            total.copy_(other)
+        elif write == "row":
+            row.add_(other[0])
+        elif write == "list":
+            torch._foreach_add_([whole, total], [whole, other])
+        else:
+            total.mul_(number)
+        return x if torch.equal(total, whole) else -x
+
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"aten\.equal shows Python what a tensor holds"):
+        prepare_jacobian(f, drawn(2, 3), 2.0, batched=False)
+
+
 def test_a_tensor_is_no_list_of_one() -> None:
     x = drawn(2, 3)
     prepared = prepare_jacobian(lambda parts: parts[0] * parts[0], [x])

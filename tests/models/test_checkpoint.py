@@ -220,7 +220,7 @@ def test_only_built_in_models(path: Path) -> None:
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     (tmp_path / "folder.safetensors").mkdir()
     for path, error, message in (
         (tmp_path / "absent" / "x.safetensors", FileNotFoundError, "there is no folder .*absent; make it: mkdir -p"),
@@ -233,16 +233,16 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_what_was_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.write_text("before")
+    path.write_text("before", encoding="utf-8")
 
     def full(tensors: Any, name: Path, metadata: Any) -> None:
-        name.write_text("half")
+        name.write_text("half", encoding="utf-8")
         raise OSError("no space left on device")
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(OSError, match="no space"):
         save_checkpoint(path, LeNet5())
-    assert path.read_text() == "before"
+    assert path.read_text(encoding="utf-8") == "before"
     assert list(path.parent.iterdir()) == [path]
 
 

@@ -69,7 +69,7 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
 def test_a_folder_that_cannot_be_made(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     assert demo.main(["--out", str(tmp_path / place)]) == 2
     assert f"error: cannot make the folder {tmp_path / place}" in capsys.readouterr().err
 

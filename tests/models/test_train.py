@@ -120,7 +120,7 @@ def test_files(settings: TrainSettings, data: Dataset) -> None:
     assert equal(state(result.model), state(loaded))
     assert (metadata["source"], metadata["classes"], metadata["epoch"]) == ("digits", 10, 4)
     assert metadata["mean"] == pytest.approx(data.mean)
-    rows = list(csv.DictReader(settings.outputs[1].open()))
+    rows = list(csv.DictReader(settings.outputs[1].open(encoding="utf-8")))
     assert list(rows[0]) == [
         "phase", "epoch", "iteration", "seconds", "train_loss", "test_loss", "test_accuracy",
     ]  # fmt: skip
@@ -169,7 +169,7 @@ def test_resumed_as_if_never_broken_off(settings: TrainSettings, data: Dataset, 
     assert curve(resumed.points) == curve(whole.points)
     assert equal(state(resumed.model), state(whole.model))
     assert resumed.accuracy == whole.accuracy
-    assert len(settings.outputs[1].read_text().splitlines()) == 13
+    assert len(settings.outputs[1].read_text(encoding="utf-8").splitlines()) == 13
 
 
 def test_dropout_is_resumed_too(settings: TrainSettings, data: Dataset) -> None:
@@ -270,7 +270,7 @@ def test_curves_as_tensors_and_pictures(tmp_path: Path) -> None:
     assert curve(from_tensor(to_tensor(points))) == curve(points)
     assert from_tensor(to_tensor([])) == []
     save_csv(points, tmp_path / "curve.csv")
-    lines = (tmp_path / "curve.csv").read_text().splitlines()
+    lines = (tmp_path / "curve.csv").read_text(encoding="utf-8").splitlines()
     assert lines[1:] == ["train,1,1,0.5,2.0,,", "retrain,1,2,1.0,1.5,1.25,0.5"]
     plot_curves(points, tmp_path / "curve.png", "two points")
     assert (tmp_path / "curve.png").stat().st_size > 1000
@@ -321,7 +321,7 @@ def test_unknown_task() -> None:
 def test_outputs_are_checked_first(
     settings: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     (tmp_path / "folder.safetensors").mkdir()
     monkeypatch.setattr(_train, "load_data", lambda _: pytest.fail("data were loaded"))
     with pytest.raises(OSError, match=f"cannot write {tmp_path / place}"):

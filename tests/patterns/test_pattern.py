@@ -365,7 +365,7 @@ def test_damaged_files_never_crash(data: st.DataObject, tmp_path_factory: pytest
 def test_missing_and_foreign_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no file .*p\.npz"):
         Pattern.load(tmp_path / "p.npz")
-    (tmp_path / "text.npz").write_text("not an archive")
+    (tmp_path / "text.npz").write_text("not an archive", encoding="utf-8")
     with pytest.raises(ValueError, match=r"text\.npz cannot be read as a pattern"):
         Pattern.load(tmp_path / "text.npz")
     buffer = io.BytesIO()

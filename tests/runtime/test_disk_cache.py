@@ -131,7 +131,7 @@ def test_no_limit_but_a_natural_number(mib: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_nowhere_to_keep_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("JACSPARSE_CACHE_DIR", str(tmp_path / "file" / "home"))
     assert np.array_equal(cached_arrays("one", Maker(1), packages=PACKAGES)["number"], np.ones(10))
     assert SYMBOLIC.usage() == (0, 0)
@@ -157,7 +157,7 @@ def test_other_sources_find_nothing_of_the_first(tmp_path: Path, monkeypatch: py
     (place / "inner").mkdir(parents=True)
     names = ("__init__.py", "pooling.py", "inner/order.py")
     for name in names:
-        (place / name).write_text(f"# {name}")
+        (place / name).write_text(f"# {name}", encoding="utf-8")
     maker = Maker(3)
 
     def calls() -> int:
@@ -167,6 +167,6 @@ def test_other_sources_find_nothing_of_the_first(tmp_path: Path, monkeypatch: py
 
     assert [calls(), calls()] == [1, 1]
     for number, name in enumerate(names):
-        (place / name).write_text("# changed")
+        (place / name).write_text("# changed", encoding="utf-8")
         assert calls() == number + 2
     disk_cache.sources_digest.cache_clear()

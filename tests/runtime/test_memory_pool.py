@@ -111,7 +111,7 @@ class Last:
 
 sys.modules["last"] = Last()
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"({SMALLEST},)\n", "")
 
 

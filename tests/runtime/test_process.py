@@ -137,7 +137,7 @@ def test_an_edited_kernel_gets_a_fresh_cache(tmp_path: Path) -> None:
     """
     environment = {"JACSPARSE_CACHE_DIR": str(tmp_path / "cache")}
     before = run(code, **environment).split()
-    with (tmp_path / "spgemm" / "lanes.py").open("a") as file:
+    with (tmp_path / "spgemm" / "lanes.py").open("a", encoding="utf-8") as file:
         file.write("\n# edited\n")
     after = run(code, **environment).split()
     assert [one != other for one, other in zip(before, after, strict=True)] == [False, True, False]
@@ -146,7 +146,7 @@ def test_an_edited_kernel_gets_a_fresh_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variable", ["JACSPARSE_CACHE_DIR", "HOME"])
 def test_nowhere_to_keep_kernels(variable: str, tmp_path: Path) -> None:
     """A path under a file cannot be made, even by root."""
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     environment = {variable: str(tmp_path / "file" / "home"), "XDG_CACHE_HOME": ""}
     code = (
         PRODUCT

@@ -101,7 +101,7 @@ def test_memory_of_a_batch_of_16() -> None:
         module, x = vgg_features(), torch.randn(16, 3, 32, 32)
         jacsparse.nn.Scan(module, schedule="blelloch:2")(x).sum().backward()
         # Not getrusage: its peak begins with that of the process that started this one.
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
         print(int(status["VmHWM"].split()[0]) * 1024)
     """
     output = subprocess.run(

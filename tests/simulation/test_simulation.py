@@ -313,7 +313,7 @@ def test_files_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     simulation.save_json(tmp_path / "figures.json")
     simulation.save_csv(tmp_path / "figures.csv")
     simulation.plot(tmp_path / "figures.png")
-    figures = json.loads((tmp_path / "figures.json").read_text())
+    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     assert figures["stages"] == 5 and {row["method"] for row in figures["rows"]} == {*TRAINING_METHODS}
     with (tmp_path / "figures.csv").open(encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == len(simulation.rows)

@@ -162,7 +162,7 @@ def test_tables_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_written(tmp_path: Path) -> None:
     comparison = replace(compared(methods=["substitution"]), settings={"seed": 7})
     comparison.save_json(tmp_path / "figures.json")
-    figures = json.loads((tmp_path / "figures.json").read_text())
+    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     assert (figures["name"], figures["dtype"], figures["device"]) == ("Sequential", "float64", "cpu")
     assert (figures["input_shape"], figures["samples"], figures["workers"]) == ([4, 8], 4, [1, 16])
     assert figures["versions"]["torch"] == torch.__version__ and figures["threads"] == torch.get_num_threads()

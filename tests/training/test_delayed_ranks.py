@@ -112,7 +112,7 @@ def test_trained_by_torchrun_as_in_one_process(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, "-m", "jacsparse", "train", *LENET.split(), "--out", two],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, encoding="utf-8", timeout=300,
     )  # fmt: skip
     assert alone.status == 0, alone.output
     assert done.returncode == 0, done.stderr

@@ -135,18 +135,16 @@ __global__ void __launch_bounds__(512, 1)
   int sample = blockIdx.x, places = chunks[sample], width = (size + 31) / 32 * 32, groups = blockDim.x / width;
   int j = threadIdx.x % width, group = threadIdx.x / width, share = (size + groups) / groups;
   if (previous && previous[sample] <= tolerance) return;
-  bool active = j < size;
+  // The rows of its column that a thread multiplies: none, for the threads that fill up a warp.
+  int top = group * share, rows = j < size ? min(share, size + 1 - top) : 0;
   auto run_at = [&](int place) { return table[place * static_cast<long long>(batch) + sample]; };
   if (threadIdx.x < size) state[threadIdx.x] = edge[sample * static_cast<long long>(size) + threadIdx.x];
   if (!threadIdx.x) state[size] = T(1), *lost = 0;
   T coming[SHARE];
   auto fetch = [&](long long run) {
-    const T* matrix = matrices + run * (size + 1) * size;
+    const T* entry = matrices + (run * (size + 1) + top) * size + j;
 #pragma unroll
-    for (int i = 0; i < SHARE; ++i) {
-      int k = group * share + i;
-      coming[i] = active && i < share && k <= size ? matrix[k * size + j] : T(0);
-    }
+    for (int i = 0; i < SHARE; ++i, entry += size) coming[i] = i < rows ? *entry : T(0);
   };
   // Which matrix comes next is known a place before it is read.
   long long run = run_at(0), following = run_at(places > 1 ? 1 : 0);
@@ -162,12 +160,10 @@ __global__ void __launch_bounds__(512, 1)
     T sum = T(0);
 #pragma unroll
     for (int i = 0; i < SHARE; ++i) {
-      int k = group * share + i;
-      if (i < share && k <= size) sum += coming[i] * state[k];
+      if (i < rows) sum += coming[i] * state[top + i];
     }
-    for (int i = SHARE; i < share; ++i) {
-      int k = group * share + i;
-      if (active && k <= size) sum += matrices[(run * (size + 1) + k) * size + j] * state[k];
+    for (int i = SHARE; i < rows; ++i) {
+      sum += matrices[(run * (size + 1) + top + i) * size + j] * state[top + i];
     }
     sums[threadIdx.x] = sum;
     run = following;

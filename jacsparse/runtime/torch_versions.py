@@ -1,0 +1,92 @@
+"""What differs between the versions of PyTorch from 2.6 on: the library asks here, and nowhere else.
+
+Where PyTorch itself can tell, its version is not asked: builds between two releases may have either.
+
+- PyTorch 2.6 does not tell exporting from compiling, so that ``torch.export`` takes recurrent layers with
+  ``strict=False`` alone. 2.7 has ``torch.compiler.is_exporting``.
+- PyTorch 2.6 does not know the parts of a model in a program of ``torch.export`` that was traced strictly; 2.13 does.
+- PyTorch 2.7 and before have no derivative of the backward pass of ``grid_sampler_3d``; 2.13 has one.
+- PyTorch 2.7 and before read the fractions of ``quantile``, to check that they lie between 0 and 1; 2.13 reads none. A
+  prepared Jacobian takes a check of constants, as numbers are; fractions in a tensor from elsewhere are refused there.
+- PyTorch 2.7 and before return what compiles the frames of a thread, which is mostly None, without a reference to it.
+  Before Python 3.12, where None does not live for ever, the process ended after some hundred thousand products.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+#: Whether `torch.export` traces the caller.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
+# A later version may not need it, and is not harmed.
+_BORROWS = torch.__version__ < "2.13"
+_add_reference = ctypes.pythonapi.Py_IncRef
+_add_reference.argtypes, _add_reference.restype = (ctypes.py_object,), None
+
+
+def _with_reference(borrowed: Callable[[], object]) -> Callable[[], object]:
+    def call() -> object:
+        result = borrowed()
+        _add_reference(result)
+        return result
+
+    return call
+
+
+def _nothing() -> None:
+    return None
+
+
+# Private: where a PyTorch lacks one, what is public does, and costs more.
+#: As ``torch.compiler.disable``, which imports the compiler.
+without_dynamo: Callable[..., Any] = torch.compiler.disable
+#: What compiles the frames of this thread; None or False where nothing does.
+compiler_of_frames: Callable[[], object] = _nothing
+with contextlib.suppress(ImportError):
+    from torch._compile import _disable_dynamo
+
+    without_dynamo = _disable_dynamo
+with contextlib.suppress(ImportError):
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    compiler_of_frames = _with_reference(get_eval_frame_callback) if _BORROWS else get_eval_frame_callback
+
+
+@contextlib.contextmanager
+def without_compiling() -> Iterator[None]:
+    """Run functions given to ``torch.compile`` as they are written."""
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        if _BORROWS:
+            # It asks when it is made, at the beginning, and at the end.
+            for _ in range(3):
+                _add_reference(compiler_of_frames())
+
+
+@functools.cache
+def grid_sampler_3d_is_differentiable_twice() -> bool:
+    """Whether the backward pass of ``aten.grid_sampler_3d`` has a derivative."""
+    with torch.enable_grad():
+        x, gradient = (torch.zeros((1, 1, 1, 1, 1), requires_grad=True) for _ in range(2))
+        y = torch.ops.aten.grid_sampler_3d(x, torch.zeros((1, 1, 1, 1, 3)), 0, 0, False)
+        (pulled,) = torch.autograd.grad(y, x, gradient, create_graph=True)
+    assert pulled.grad_fn is not None
+    return "NotImplemented" not in pulled.grad_fn.name()
+
+
+def parts_of_program(program: torch.export.ExportedProgram) -> nn.Module | None:
+    """A program as modules with the names of its model's; None where PyTorch does not know them."""
+    try:
+        return torch.export.unflatten(program)
+    except RuntimeError:
+        return None

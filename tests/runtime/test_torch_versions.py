@@ -1,0 +1,93 @@
+"""What the library uses of PyTorch's private parts is there, in the version that is installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from jacsparse.runtime import torch_versions
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def dotted(node: ast.AST) -> str:
+    """The names that an expression chains, as in ``torch._C._autograd``; empty where it chains other things."""
+    if isinstance(node, ast.Attribute):
+        return f"{head}.{node.attr}" if (head := dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def names_of_torch() -> Iterator[str]:
+    """The names of PyTorch that the library's modules import or read."""
+    for folder in ("jacsparse", "patterns", "spgemm", "models"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                    yield from (f"{node.module}.{alias.name}" for alias in node.names)
+                elif isinstance(node, ast.Attribute):
+                    yield dotted(node)
+
+
+PRIVATE = sorted({name for name in names_of_torch() if name.startswith("torch.") and "._" in name})
+#: In PyTorch built for CUDA alone.
+OF_CUDA = {"torch._C._cuda_getCurrentRawStream"}
+
+
+def test_private_names_are_found() -> None:
+    assert {"torch._C._current_graph_task_id", "torch.utils._pytree.tree_map", *OF_CUDA} <= set(PRIVATE)
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_a_private_name_is_there(name: str) -> None:
+    if name in OF_CUDA and not torch.backends.cuda.is_built():
+        pytest.skip("this PyTorch is not built for CUDA")
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part)
+        return
+
+
+def test_asking_what_compiles_frames_takes_no_references() -> None:
+    def ask() -> None:
+        torch_versions.compiler_of_frames()
+        with torch_versions.without_compiling():
+            pass
+
+    # Imports the compiler.
+    ask()
+    before = sys.getrefcount(None)
+    for _ in range(1000):
+        ask()
+    assert abs(sys.getrefcount(None) - before) < 100
+
+
+def test_a_backward_pass_that_has_a_derivative_is_told_from_one_that_has_none() -> None:
+    x = torch.randn(1, 1, 2, 2, 2, dtype=torch.float64, requires_grad=True)
+    grid = torch.rand(1, 1, 1, 2, 3, dtype=torch.float64)
+
+    def twice() -> torch.Tensor:
+        y = nn.functional.grid_sample(x, grid, align_corners=False)
+        gradient = torch.zeros_like(y, requires_grad=True)
+        (pulled,) = torch.autograd.grad(y, x, gradient, create_graph=True)
+        return torch.autograd.grad(pulled, gradient, torch.ones_like(pulled))[0]
+
+    if torch_versions.grid_sampler_3d_is_differentiable_twice():
+        # The samples of ones, as sampling is linear.
+        torch.testing.assert_close(
+            twice(), nn.functional.grid_sample(torch.ones_like(x), grid, align_corners=False).detach()
+        )
+    else:
+        with pytest.raises(RuntimeError, match=r"derivative for aten::grid_sampler_3d_backward is not implemented"):
+            twice()
