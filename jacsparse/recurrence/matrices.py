@@ -203,10 +203,10 @@ class Scaled(StepMatrices):
         return self.W * self.d.unsqueeze(2)
 
     def gradients(self, v: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        scaled = (self.d * before).reshape(-1, self.size)
+        scaled = (self.d * before).flatten(0, 1)
         gradient = (v @ self.W) * before
         return (
-            v.reshape(-1, self.size).T @ scaled,
+            v.flatten(0, 1).T @ scaled,
             gradient.sum(dim=1, keepdim=True) if self.batch == 1 else gradient,
         )
 

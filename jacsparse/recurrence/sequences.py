@@ -321,4 +321,4 @@ def rows_of(tensor: Any, like: torch.Tensor) -> Any:
         return np.empty((0, 0), dtype=like.numpy().dtype)
     if not isinstance(tensor, torch.Tensor):
         return tensor
-    return tensor.numpy().reshape(-1, tensor.shape[-1]) if tensor.ndim > 2 else tensor.numpy()
+    return tensor.flatten(0, -2).numpy() if tensor.ndim > 2 else tensor.numpy()

@@ -76,6 +76,19 @@ def test_equals_a_loop(
     assert [report.recurrence for report in reports] == ["forward", "backward"]
 
 
+@pytest.mark.parametrize("time", [0, 1, 40, 200])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "blelloch:2", "chunked:64"])
+@pytest.mark.parametrize("form", FORMS)
+def test_without_samples_elements_or_steps(form: str, schedule: str, time: int) -> None:
+    for batch, matrices, n, reverse in ((0, 0, 3, False), (0, 1, 3, True), (2, 1, 0, False), (2, 2, 0, True)):
+        A = blocks(form, time, matrices, n)
+        b, h0 = (torch.randn(shape).double().requires_grad_() for shape in ((time, batch, n), (batch, n)))
+        h = linear_recurrence(A, b, h0, reverse=reverse, schedule=schedule)
+        assert h.shape == b.shape and h.dtype == b.dtype
+        for leaf, gradient in zip((b, h0, *A.tensors), torch.autograd.grad(h.sum(), [b, h0, *A.tensors]), strict=True):
+            assert gradient.shape == leaf.shape and gradient.dtype == leaf.dtype and not gradient.any()
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("form", FORMS)
 def test_gradcheck(form: str, schedule: str) -> None:

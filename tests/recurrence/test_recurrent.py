@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import jacsparse
-from jacsparse.recurrence import CELLS, Diagonal, Saved, Sequences, Weights
+from jacsparse.recurrence import CELLS, SOLVERS, Diagonal, Saved, Sequences, Weights
 from jacsparse.recurrence.cells import Cell
 from jacsparse.recurrence.cells.fused import FusedCell
 from jacsparse.recurrence.layer_recurrences import Options, solve_backward
@@ -150,6 +150,29 @@ def test_an_empty_batch(kind: str) -> None:
     assert output.shape == (4, 0, 5) and (last[0] if kind == "LSTM" else last).shape == (2, 0, 5)
     output.sum().backward()
     assert all(not parameter.grad.any() for parameter in layer.parameters())
+
+
+SCHEDULES = ["auto", "blelloch:2", "chunked:7", *(name for name, one in SOLVERS.items() if "gradients" in one.solves)]
+FORWARDS = ["sequential", *(name for name, one in SOLVERS.items() if "states" in one.solves)]
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@ALL
+def test_an_empty_batch_by_every_solver(kind: str, schedule: str, forward: str) -> None:
+    for number, time in enumerate((1, 40, 200)):
+        options = {"bidirectional": time != 40, "batch_first": time == 40, "bias": time != 1}
+        dtype = (torch.float32, torch.float64)[(number + len(schedule) + len(forward)) % 2]
+        layer, reference = pair(kind, 3, 5, 2, dtype=dtype, schedule=schedule, forward=forward, chunk=16, **options)
+        shape = (0, time, 3) if options["batch_first"] else (time, 0, 3)
+        x = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        state = torch.zeros(4 if options["bidirectional"] else 2, 0, 5, dtype=dtype, requires_grad=True)
+        hx, leaves = ((state, state) if kind == "LSTM" else state, [x, state]) if time == 40 else (None, [x])
+        results, expected = (outcome(run, lambda: x, leaves, hx) for run in (layer, reference))  # noqa: B023
+        compare(results, expected)
+        assert not any(gradient.any() for gradient in results[2:])
+        assert all(report.methods and report.schedule for report in layer.reports)
+        assert len(layer.boundaries) == len(layer.reports) // 2
 
 
 @ALL
