@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import jacsparse
@@ -730,7 +731,7 @@ def test_where_pytorch_is_faster_its_kernels_run(kind: str, dtype: torch.dtype) 
     weights = {name: torch.zeros_like(weight) for name, weight in layer.named_parameters()}
     swapped = [torch.func.functional_call(module, weights, (x[:3],))[0] for module in (layer, reference)]
     close(*swapped, TOLERANCE[dtype])
-    # What parametrisations make is made once for each pass.
+    # What parametrisations make is made anew in each pass.
     nn.utils.parametrizations.spectral_norm(layer, "weight_hh_l0_reverse")
     other = copy.deepcopy(layer)
     other.schedule = "linear"
@@ -918,6 +919,167 @@ def test_layers_made_of_others() -> None:
         jacsparse.nn.GRU.of(reference)
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.RNN"):
         jacsparse.nn.RNN.of(nn.GRU(3, 4))
+
+
+# What is put in the place of weights.
+
+
+class Noisy(nn.Module):
+    """A weight with noise: another one at each access."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("accesses", torch.zeros(()))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        self.accesses += 1
+        return weight + 0.01 * torch.randn_like(weight) if self.training else weight
+
+
+def noisy(layer: nn.Module, name: str) -> None:
+    nn.utils.parametrize.register_parametrization(layer, name, Noisy())
+
+
+def pruned(layer: nn.Module, name: str) -> None:
+    prune.random_unstructured(layer, name, 0.4)
+
+
+REPLACEMENTS: dict[str, Callable[[nn.Module, str], Any]] = {
+    "spectral": nn.utils.parametrizations.spectral_norm,
+    "spectral, as a hook": nn.utils.spectral_norm,
+    "weight norm": nn.utils.parametrizations.weight_norm,
+    "weight norm, as a hook": nn.utils.weight_norm,
+    "orthogonal": lambda layer, name: nn.utils.parametrizations.orthogonal(layer, name, use_trivialization=False),
+    "pruned": pruned,
+    "noisy": noisy,
+}
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> None:
+    """Parameters, gradients and buffers."""
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    compare([*map(torch.Tensor.detach, ours.state_dict().values())], [*theirs.state_dict().values()])
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            compare([one.grad], [other.grad])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize("names", [["weight_hh_l0"], ["weight_hh_l1", "weight_ih_l0", "weight_hh_l0_reverse"]], ids=len)
+@pytest.mark.parametrize("schedule", ["auto", "chunked:4"])
+@pytest.mark.parametrize("replacement", REPLACEMENTS)
+@ALL
+def test_what_takes_the_place_of_weights(kind: str, replacement: str, schedule: str, names: list[str]) -> None:
+    """Made as often as for torch.nn's layers, whose steps of training these follow."""
+    layer, reference = pair(kind, 3, 4, 2, bidirectional=True, schedule=schedule)
+    x = torch.randn(9, 2, 3, dtype=torch.float64)
+    optimizers = []
+    for run in (layer, reference):
+        torch.manual_seed(1)
+        for name in names:
+            REPLACEMENTS[replacement](run, name)
+        optimizers.append(torch.optim.SGD(run.parameters(), 0.01))
+    for step in range(4):
+        outputs = []
+        for run, optimizer in zip((layer, reference), optimizers, strict=True):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            # The second pass goes on where the first one has left off.
+            run(x)
+            outputs.append(run(x)[0])
+            outputs[-1].square().sum().backward()
+        compare([outputs[0].detach()], [outputs[1].detach()])
+        same(layer, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+    for change in (nn.Module.eval, nn.Module.train, nn.Module.float, nn.Module.double):
+        for run in (layer, reference):
+            change(run)
+        with torch.no_grad():
+            torch.manual_seed(7)
+            result = layer(x.to(layer.bias_hh_l0.dtype))[0]
+            torch.manual_seed(7)
+            compare([result], [reference(x.to(layer.bias_hh_l0.dtype))[0]])
+        same(layer, reference)
+
+
+@ALL
+def test_parametrised_weights_are_asked_for_as_often(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4, 2, bias=kind != "GRU")
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    for run in (layer, reference):
+        for name in ("weight_hh_l1", "weight_hh_l0"):
+            noisy(run, name)
+
+    def accesses(run: nn.Module) -> list[float]:
+        counts = [run.parametrizations[name][0].accesses for name in ("weight_hh_l0", "weight_hh_l1")]
+        values = [count.item() for count in counts]
+        for count in counts:
+            count.zero_()
+        return values
+
+    def both(call: Callable[[nn.Module], Any]) -> list[list[float]]:
+        return [(call(run), accesses(run))[1] for run in (layer, reference)]
+
+    both(lambda _: None)
+    ours, theirs = both(lambda run: run(x))
+    assert ours == theirs and ours[0] > ours[1] >= 1
+    changed = {"weight_ih_l0": torch.zeros_like(layer.weight_ih_l0)}
+    for call in (
+        lambda run: torch.func.functional_call(run, changed, (x,)),
+        lambda run: run(x),
+        lambda run: run(x),
+        lambda run: setattr(run, "weight_ih_l1", nn.Parameter(torch.zeros_like(run.weight_ih_l1))),
+        lambda run: run(x),
+        lambda run: run(x),
+    ):
+        ours, theirs = both(call)
+        assert ours == theirs
+    with nn.utils.parametrize.cached():
+        for _ in range(2):
+            ours, theirs = both(lambda run: run(x))
+            assert ours == theirs
+    for run in (layer, reference):
+        nn.utils.parametrize.remove_parametrizations(run, "weight_hh_l0")
+        run.parametrizations["weight_hh_l1"][0].eval()
+    close(layer(x)[0], reference(x)[0], 1e-12)
+
+
+@ALL
+def test_parametrised_layers_are_copied_after_a_pass(kind: str) -> None:
+    layer, _ = pair(kind, 3, 4)
+    nn.utils.parametrizations.spectral_norm(layer, "weight_hh_l0")
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    layer(x)[0].sum().backward()
+    other = copy.deepcopy(layer)
+    for run in (layer, other):
+        run.eval()
+    assert torch.equal(layer(x)[0], other(x)[0])
+
+
+@ALL
+def test_parametrised_layers_of_several_threads(kind: str) -> None:
+    """Each pass has a graph of its own."""
+    layer, _ = pair(kind, 3, 4, schedule="chunked:4")
+    nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
+    x = torch.randn(9, 2, 3, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(x)[0].sum(), list(layer.parameters()))
+    results: list[Any] = []
+
+    def run() -> None:
+        for _ in range(20):
+            results.append(torch.autograd.grad(layer(x)[0].sum(), list(layer.parameters())))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 80
+    for gradients in results:
+        for one, other in zip(gradients, expected, strict=True):
+            close(one, other, 1e-12)
 
 
 # Bad input.
