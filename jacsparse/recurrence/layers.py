@@ -27,8 +27,9 @@ from .layer_recurrences import Options
 from .recurrences_cuda import LARGEST
 from .reference import recurrent_layer
 from .reports import Report
-from .sequences import Sequences
+from .sequences import Sequences, check_dense
 from .solvers import CHUNK, forward_choice, parse
+from .tracers import is_exporting, is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -111,9 +112,6 @@ _MAKING_WEIGHTS = threading.RLock()
 #: Of the options that `RNN` adds.
 _DEFAULTS = ("auto", "sequential", CHUNK)
 _DTYPES = (torch.float32, torch.float64)
-
-# PyTorch 2.6 does not tell exporting from compiling.
-_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 class Recurrent(nn.RNNBase):
@@ -297,18 +295,22 @@ class Recurrent(nn.RNNBase):
 
         Notes
         -----
-        Programs that leave Python, as torch.export, torch.onnx and torch.jit.trace make them, get `torch.nn`'s own
-        operators; so do `jacsparse.jacobian` and `jacsparse.nn.Scan`, which have rules for those. PyTorch 2.6 exports
-        them with ``strict=False`` alone, and compiles them as `torch.nn`'s.
+        Programs that torch.export, torch.onnx, torch.jit.trace and make_fx make get `torch.nn`'s own operators; so do
+        `jacsparse.jacobian` and `jacsparse.nn.Scan`, which have rules for those. PyTorch 2.6 exports them with
+        ``strict=False`` alone, and compiles them as `torch.nn`'s.
         """
-        if is_recording() or _is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            if self._across is not None:
-                raise UnsupportedOperatorError(
-                    f"a {type(self).__name__} across ranks cannot be recorded, exported or traced; make one without "
-                    "process_group"
-                )
-            return super().forward(input, hx) if self.mode in _OPERATORS else self._unrolled(input, hx)
+        if is_recording() or is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return self._by_operators(input, hx)
         return self._solved(input, hx, warm)
+
+    def _by_operators(self, input: Any, hx: Any) -> Any:
+        """As `_solved`, by PyTorch's operators alone, for programs that are made of them."""
+        if self._across is not None:
+            raise UnsupportedOperatorError(
+                f"a {type(self).__name__} across ranks cannot be recorded, exported or traced; make one without "
+                "process_group"
+            )
+        return super().forward(input, hx) if self.mode in _OPERATORS else self._unrolled(input, hx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         other = memo[id(self)] = object.__new__(type(self))
@@ -325,6 +327,8 @@ class Recurrent(nn.RNNBase):
 
     @uncompiled
     def _solved(self, input: Any, hx: Any, warm: Sequence[torch.Tensor | None] | None) -> Any:
+        if is_traced():
+            return self._by_operators(input, hx)
         # PyTorch's kernels may take as long as a few lines here: nothing is done for them that need not be.
         if (options := (self.schedule, self.forward_method, self.chunk)) != _DEFAULTS:
             _check_options(*options)
@@ -573,7 +577,13 @@ def _checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
     """`value` where the layer can work on it, whose weights are like another tensor; under autocast of their dtype."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
-    if value.is_cpu and like.is_cpu and value.dtype == like.dtype in _DTYPES and value.layout == torch.strided:
+    if (
+        value.is_cpu
+        and like.is_cpu
+        and value.dtype == like.dtype in _DTYPES
+        and value.layout == torch.strided
+        and not value.is_nested
+    ):
         return value
     device = value.device
     if device != like.device or device.type not in ("cpu", "cuda"):
@@ -587,8 +597,7 @@ def _checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
         value = value.to(like.dtype)
     if value.dtype not in _DTYPES:
         raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
-    if value.layout != torch.strided:
-        raise TypeError(f"{name} has layout {value.layout}; expected a dense tensor")
+    check_dense(name, value)
     return value
 
 

@@ -13,6 +13,8 @@ import scipy.sparse
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jacsparse.patterns import UnsupportedOperatorError
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import jacsparse
 from jacsparse import Pattern, linear_recurrence
@@ -87,6 +89,34 @@ def test_without_samples_elements_or_steps(form: str, schedule: str, time: int) 
         assert h.shape == b.shape and h.dtype == b.dtype
         for leaf, gradient in zip((b, h0, *A.tensors), torch.autograd.grad(h.sum(), [b, h0, *A.tensors]), strict=True):
             assert gradient.shape == leaf.shape and gradient.dtype == leaf.dtype and not gradient.any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_with_their_signs_elsewhere(form: str) -> None:
+    """As imaginary parts have them, where PyTorch conjugates lazily."""
+    A, b, h0 = blocks(form, 7, 2, 3), torch.randn(7, 2, 3).double(), torch.randn(2, 3).double()
+    results = []
+    for negative in (torch._neg_view, torch.neg):
+        sources = [negative(tensor.detach()).requires_grad_() for tensor in (b, h0, *A.tensors)]
+        h = linear_recurrence(A.form(*sources[2:]), *sources[:2], schedule="chunked:3")
+        results.append([h.detach(), *torch.autograd.grad(h, sources, negative(torch.ones_like(h)))])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_not_traced() -> None:
+    class Smoothed(torch.nn.Module):
+        def forward(self, b: torch.Tensor) -> torch.Tensor:
+            return linear_recurrence(Diagonal(torch.sigmoid(b)), b)
+
+    model, b = Smoothed(), torch.randn(5, 2, 3)
+    for trace in (
+        lambda: make_fx(model)(b),
+        lambda: make_fx(model, pre_dispatch=True)(b),
+        lambda: torch.jit.trace(model, (b,)),
+        lambda: torch.export.export(model, (b,), strict=False),
+    ):
+        with pytest.raises(UnsupportedOperatorError, match="a linear recurrence cannot be exported or traced"):
+            trace()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -14,6 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
@@ -834,6 +836,58 @@ def test_functional_gradients(kind: str) -> None:
 
 
 @ALL
+@pytest.mark.parametrize("frozen", [False, True])
+def test_transforms_without_gradients_are_refused_too(kind: str, frozen: bool) -> None:
+    """Kernels would see no tangent, and no batch."""
+    layer, _ = pair(kind, 3, 4)
+    layer.requires_grad_(not frozen)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    with torch.set_grad_enabled(frozen):
+        with pytest.raises(NotImplementedError, match=r"no batching rule for torch\.vmap"):
+            torch.func.vmap(lambda sample: layer(sample)[0])(x[None])
+        stacked = {name: torch.stack([weight, weight]) for name, weight in layer.named_parameters()}
+        with pytest.raises(NotImplementedError, match=r"no batching rule for torch\.vmap"):
+            torch.func.vmap(lambda weights: torch.func.functional_call(layer, weights, (x,))[0])(stacked)
+        with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+            torch.func.jvp(lambda given: layer(given)[0], (x,), (x,))
+        with (
+            torch.autograd.forward_ad.dual_level(),
+            pytest.raises(NotImplementedError, match="no derivative in forward mode"),
+        ):
+            layer(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@ALL
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_programs_of_make_fx(kind: str, pre_dispatch: bool) -> None:
+    layer, _ = pair(kind, 3, 4, 2, bidirectional=True, forward="parallel", chunk=2)
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    program = make_fx(lambda given: layer(given)[0], pre_dispatch=pre_dispatch)(x)
+    close(program(x + 1), layer(x + 1)[0], 1e-12)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(x))[0].shape == (5, 2, 8)
+
+
+@ALL
+def test_gradients_with_their_signs_elsewhere(kind: str) -> None:
+    """As those of imaginary parts are, where PyTorch conjugates lazily."""
+    layer, _ = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
+    output, last = layer(x)
+    ends = [output, *(last if kind == "LSTM" else (last,))]
+    given = [torch.randn_like(end) for end in ends]
+    lazily, at_once = (
+        torch.autograd.grad(ends, [x, *layer.parameters()], [negative(end) for end in given], retain_graph=True)
+        for negative in (torch._neg_view, torch.neg)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(lazily, at_once, strict=True))
+    weights = {name: torch._neg_view(weight) for name, weight in layer.named_parameters()}
+    negated = {name: -weight for name, weight in layer.named_parameters()}
+    one, other = (torch.func.functional_call(layer, each, (x,))[0] for each in (weights, negated))
+    assert torch.equal(one, other)
+
+
+@ALL
 def test_autocast_changes_no_digit(kind: str) -> None:
     layer = KINDS[kind][0](3, 4, schedule="linear", **KINDS[kind][2])
     x = torch.randn(6, 2, 3, requires_grad=True)
@@ -1068,8 +1122,7 @@ def test_parametrised_layers_of_several_threads(kind: str) -> None:
     results: list[Any] = []
 
     def run() -> None:
-        for _ in range(20):
-            results.append(torch.autograd.grad(layer(x)[0].sum(), list(layer.parameters())))
+        results.extend(torch.autograd.grad(layer(x)[0].sum(), list(layer.parameters())) for _ in range(20))
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
@@ -1097,6 +1150,11 @@ def bad_inputs() -> dict[str, tuple[Callable[[nn.Module], Any], type[Exception],
         "device": (lambda run: run(x.to("meta")), ValueError, "input is on meta"),
         "list": (lambda run: run([1.0]), TypeError, "input is a list"),
         "sparse": (lambda run: run(x.to_sparse()), TypeError, "input has layout"),
+        "nested": (
+            lambda run: run(torch.nested.nested_tensor([x[:, 0], x[:3, 1]])),
+            TypeError,
+            "input is a nested tensor; pad its sequences, or pack them",
+        ),
         "states' shape": (
             lambda run: run(x, torch.zeros(1, 3, 4)),
             ValueError,
