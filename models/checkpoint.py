@@ -51,6 +51,10 @@ def save_checkpoint(
 ) -> None:
     """Write a built-in model with its masks and metadata; the file appears whole or not at all.
 
+    Without `state` the file has the names of the module's state dict and no others, so that
+    ``module.load_state_dict(safetensors.torch.load_file(path))`` takes it. Those of a pruned module are
+    ``torch.nn.utils.prune``'s, ``weight_orig`` and ``weight_mask``: `load_weights` loads them into any module.
+
     Parameters
     ----------
     path : path-like
@@ -60,7 +64,7 @@ def save_checkpoint(
     metadata : mapping, optional
         Plain values for JSON, written beside ``format``, ``model``, ``options`` and ``pruned``.
     state : mapping of str to Tensor, optional
-        Tensors that are not the module's, such as an optimiser's.
+        Tensors that are not the module's, such as an optimiser's; in the file their names begin with ``training/``.
 
     Raises
     ------

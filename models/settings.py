@@ -35,8 +35,9 @@ class TrainSettings:
     skip_damaged : bool
         Whether to leave out sounds that cannot be used.
     out : path-like or None
-        Checkpoint to write after each epoch, a ``.safetensors`` file. The loss curves go beside it, as ``.csv`` and, at
-        the end, as ``.png``. Existing files are replaced. With None, nothing is written.
+        Checkpoint to write after each epoch, a ``.safetensors`` file of the model's state dict. Beside it go the loss
+        curves, as ``.csv`` and, at the end, as ``.png``, and `training_state`. Existing files are replaced. With None,
+        nothing is written.
     backward : {"bp", "ddg", "dni", "leapfrog", "scan"}
         PyTorch's back-propagation; that of `jacsparse.nn`: `Leapfrog`, `Scan`, or the recurrent layer of the same name;
         or modules that go on by themselves: `jacsparse.training.DelayedGradients` (DDG) or `SyntheticGradients` (DNI).
@@ -171,11 +172,21 @@ class TrainSettings:
 
     @property
     def outputs(self) -> tuple[Path, ...]:
-        """The files to write: the checkpoint, the curves as text and, with `plot`, as a picture."""
-        if self.out is None:
+        """The files to write: the checkpoint, the curves as text and, with `plot`, as a picture; `training_state`."""
+        state = self.training_state
+        if self.out is None or state is None:
             return ()
         out = Path(self.out)
-        return (out, out.with_suffix(".csv"), *([out.with_suffix(".png")] if self.plot else []))
+        return (out, out.with_suffix(".csv"), *([out.with_suffix(".png")] if self.plot else []), state)
+
+    @property
+    def training_state(self) -> Path | None:
+        """The file that an interrupted training goes on from: ``.training`` beside the checkpoint.
+
+        It is a safetensors file as well, of the weights and of the state of their training: of the optimiser, of random
+        numbers, and the loss curves.
+        """
+        return None if self.out is None else Path(self.out).with_suffix(".training")
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that decide the numbers, as plain values: no outputs, threads or folder of data."""

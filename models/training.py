@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -31,6 +31,7 @@ from .checkpoint import Checkpoint, model_of, read_checkpoint, save_checkpoint
 from .classifiers import SequenceClassifier
 from .curves import PHASES, Point, from_tensor, plot_curves, save_csv, to_tensor
 from .data import Dataset, load_data
+from .nested_state import from_tensors, to_tensors
 from .progress import Progress
 from .pruning import prune_weights
 from .registry import MODELS, build
@@ -42,6 +43,8 @@ _SHIFT = 4
 _TIMEOUT = timedelta(minutes=10)
 #: Samples per batch of a test.
 _TEST_BATCH = 256
+#: Prefix of the trainer's tensors in the state of a training.
+_TRAINER = "trainer/"
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ def train(
     data : Dataset, optional
         Data to train on instead of ``settings.data``.
     resume : bool
-        Whether to continue from the checkpoint ``settings.out``, after its last epoch.
+        Whether to go on from ``settings.training_state``, after its last epoch. Earlier versions kept that state in the
+        checkpoint ``settings.out``, from which a training goes on too where there is no such file.
     progress : callable, optional
         Function that takes a `Progress` after each iteration and each epoch, as `progress_bar` yields one.
 
@@ -186,14 +190,18 @@ def _checkpoint_of(settings: TrainSettings) -> Checkpoint:
     """The checkpoint to resume; ValueError where it is of a training with other settings."""
     if settings.out is None:
         raise ValueError("out is None, so there is no checkpoint to resume; name the file as out")
-    path = Path(settings.out)
+    beside = settings.training_state
+    assert beside is not None
+    path = beside if beside.is_file() else Path(settings.out)
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path} to resume; train without resume first")
     checkpoint = read_checkpoint(path)
     before, now = checkpoint.metadata.get("settings"), settings.to_dict()
     if not isinstance(before, dict) or not checkpoint.state:
+        missing = "" if path == beside else f", and there is no {beside}, which would have it"
         raise ValueError(
-            f"{path} holds {checkpoint.model}, but no training to resume; train without resume, to another file"
+            f"{path} holds {checkpoint.model}, but no training to resume{missing}; train without resume, to another "
+            "file"
         )
     changes = [f"{key} {before.get(key)!r}, not {value!r}" for key, value in now.items() if before.get(key) != value]
     if changes:
@@ -249,7 +257,7 @@ class _Run:
         run = cls(settings, data, model)
         try:
             run._restore(checkpoint)
-        except (KeyError, IndexError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
             raise ValueError(
                 f"{checkpoint.path} cannot be resumed ({error!r}); it is damaged: train again without resume"
             ) from error
@@ -263,7 +271,7 @@ class _Run:
             self.done > settings.epochs and not metadata["pruned"]
         ):
             raise ValueError(f"after {self.done} epochs, {metadata['pruned']:.3g} of its weights are pruned")
-        self.trainer.load_state_dict(torch.load(io.BytesIO(state["trainer"].numpy().tobytes()), weights_only=True))
+        self.trainer.load_state_dict(_trainer_state_of(state))
         for optimizer in self.trainer.optimizers:
             _check_shapes(optimizer)
         torch.set_rng_state(state["random"])
@@ -271,6 +279,9 @@ class _Run:
     def execute(self, progress: Callable[[Progress], None]) -> None:
         """Run the remaining epochs."""
         settings = self.settings
+        if self.done:
+            # Where a training was broken off between its files, all but the first are of the epoch before.
+            self._save()
         while self.done < settings.epochs + settings.retrain_epochs:
             if self.done == settings.epochs:
                 self._prune()
@@ -352,8 +363,6 @@ class _Run:
         trained = self._trainer_state()
         if not _writes():
             return
-        trainer = io.BytesIO()
-        torch.save(trained, trainer)
         metadata = {
             "source": self.data.source,
             "classes": self.data.classes,
@@ -366,9 +375,12 @@ class _Run:
         state = {
             "points": to_tensor(self.points),
             "random": torch.get_rng_state(),
-            "trainer": torch.frombuffer(trainer.getbuffer(), dtype=torch.uint8),
+            **{f"{_TRAINER}{name}": tensor for name, tensor in to_tensors(trained).items()},
         }
-        save_checkpoint(self.settings.out, self.model, metadata=metadata, state=state)
+        # The training goes on from this file alone, so that none of the others has to be of the same epoch.
+        assert self.settings.training_state is not None
+        save_checkpoint(self.settings.training_state, self.model, metadata=metadata, state=state)
+        save_checkpoint(self.settings.out, self.model, metadata=metadata)
         save_csv(self.points, self.settings.outputs[1])
 
     def _trainer_state(self) -> dict[str, Any]:
@@ -376,6 +388,16 @@ class _Run:
         if isinstance(self.trainer, DelayedGradients) and dist.is_available() and dist.is_initialized():
             return self.trainer.state_dict(to=dist.get_world_size() - 1)
         return self.trainer.state_dict()
+
+
+def _trainer_state_of(state: Mapping[str, torch.Tensor]) -> Any:
+    """The trainer's state in that of a training."""
+    if "trainer" in state:
+        # As earlier versions wrote it; no code in it is executed.
+        return torch.load(io.BytesIO(state["trainer"].numpy().tobytes()), weights_only=True)
+    return from_tensors(
+        {name.removeprefix(_TRAINER): tensor for name, tensor in state.items() if name.startswith(_TRAINER)}
+    )
 
 
 def _as_float(inputs: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,10 @@ def train(
         ),
     ],
     out: Annotated[
-        Path, typer.Option(help="Checkpoint (.safetensors); curves are written beside it as .csv and .png.")
+        Path,
+        typer.Option(
+            help="Checkpoint (.safetensors); beside it go the curves, as .csv and .png, and .training, to resume from."
+        ),
     ],
     data: Annotated[
         str | None, typer.Option(help="digits, cifar10:DIR, cifar100:DIR, bitstream:STEPS, irmas:DIR or tones.")

@@ -12,7 +12,8 @@ from ..runtime import on_device
 from .cells import Cell, Saved, Weights, preceding
 from .layer_recurrences import Options, solve_backward, solve_forward
 from .once_differentiable import differentiable_once, once
-from .sequences import Sequences, index
+from .sequences import Sequences, index, plain
+from .tracers import is_transformed
 
 
 def run_layer(
@@ -44,7 +45,8 @@ def run_layer(
         How both recurrences are solved.
     """
     tensors = (x, initial, *parameters)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    differentiated = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if differentiated or is_transformed():
         output, end, *_ = _Layer.apply(cell, sequences, direction, options, *tensors)
     else:
         with torch.no_grad():
@@ -73,9 +75,9 @@ def _forward(
         saved = Saved(
             x.new_empty(sequences.steps, weights.size),
             x.new_empty(rows, cell.saved_vectors * weights.size),
-            initial.detach().contiguous(),
+            plain(initial),
         )
-        entered = cell.enter(x.detach().contiguous(), weights)
+        entered = cell.enter(plain(x), weights)
         end = solve_forward(cell, sequences, direction, entered, weights, saved, options)
         if options.part is not None:
             options.part.hand_over(end, direction, phase)
@@ -141,7 +143,7 @@ def _gradients(
     """The gradients that are wanted, of the input, the first states and the parameters."""
     with torch.autocast(x.device.type, enabled=False):
         weights = _weights(cell, options.layer, x, initial, parameters)
-        states = (initial if options.initial is None else options.initial).detach().contiguous()
+        states = plain(initial if options.initial is None else options.initial)
         saved = Saved(output, gates, states)
         grad_gates, rows, grad_initial = solve_backward(
             cell,
@@ -149,8 +151,8 @@ def _gradients(
             direction,
             weights,
             saved,
-            None if grad_output is None else grad_output.contiguous(),
-            states.new_zeros(states.shape) if grad_end is None else grad_end.contiguous(),
+            None if grad_output is None else plain(grad_output),
+            states.new_zeros(states.shape) if grad_end is None else plain(grad_end),
             options,
         )
         x = x.detach()
@@ -189,7 +191,7 @@ def _weights(
                 f"{name}_{layer} is {parameter.dtype} on {parameter.device}, and the input {x.dtype} on {x.device}; "
                 "convert or move one of them"
             )
-    weight, hidden, *biases = (None if p is None else p.detach().contiguous() for p in parameters)
+    weight, hidden, *biases = (None if p is None else plain(p) for p in parameters)
     assert weight is not None and hidden is not None
     return Weights(weight, hidden, *biases)
 

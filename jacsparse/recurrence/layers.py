@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import attrgetter, is_
@@ -26,8 +27,9 @@ from .layer_recurrences import Options
 from .recurrences_cuda import LARGEST
 from .reference import recurrent_layer
 from .reports import Report
-from .sequences import Sequences
+from .sequences import Sequences, check_dense
 from .solvers import CHUNK, forward_choice, parse
+from .tracers import is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,6 +82,7 @@ _OURS_FLOAT32 = {**_OURS, "LSTM": _Ranges((), (_Range(512, 32, 1024),))}
 
 
 _OutputAndLast = tuple[torch.Tensor, torch.Tensor]
+_Parameters = tuple[torch.Tensor | None, ...]
 
 
 class _LeftToTorch(NamedTuple):
@@ -102,6 +105,9 @@ class _Pass(NamedTuple):
 _OPERATORS: dict[str, Callable[..., Sequence[torch.Tensor]]] = {mode: getattr(torch, mode.lower()) for mode in _OURS}
 
 _requires_grad = attrgetter("requires_grad")
+
+#: Held while a pass has its weights made: another thread's are of another graph. A parametrisation may call layers.
+_MAKING_WEIGHTS = threading.RLock()
 
 #: Of the options that `RNN` adds.
 _DEFAULTS = ("auto", "sequential", CHUNK)
@@ -289,18 +295,30 @@ class Recurrent(nn.RNNBase):
 
         Notes
         -----
-        Programs that leave Python, as torch.export, torch.onnx and torch.jit.trace make them, get `torch.nn`'s own
-        operators; so do `jacsparse.jacobian` and `jacsparse.nn.Scan`, which have rules for those. PyTorch 2.6 exports
-        them with ``strict=False`` alone, and compiles them as `torch.nn`'s.
+        Programs that torch.export, torch.onnx, torch.jit.trace and make_fx make get `torch.nn`'s own operators; so do
+        `jacsparse.jacobian` and `jacsparse.nn.Scan`, which have rules for those. PyTorch 2.6 exports them with
+        ``strict=False`` alone, and compiles them as `torch.nn`'s.
         """
         if is_recording() or is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            if self._across is not None:
-                raise UnsupportedOperatorError(
-                    f"a {type(self).__name__} across ranks cannot be recorded, exported or traced; make one without "
-                    "process_group"
-                )
-            return super().forward(input, hx) if self.mode in _OPERATORS else self._unrolled(input, hx)
+            return self._by_operators(input, hx)
         return self._solved(input, hx, warm)
+
+    def _by_operators(self, input: Any, hx: Any) -> Any:
+        """As `_solved`, by PyTorch's operators alone, for programs that are made of them."""
+        if self._across is not None:
+            raise UnsupportedOperatorError(
+                f"a {type(self).__name__} across ranks cannot be recorded, exported or traced; make one without "
+                "process_group"
+            )
+        return super().forward(input, hx) if self.mode in _OPERATORS else self._unrolled(input, hx)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        other = memo[id(self)] = object.__new__(type(self))
+        # Weights that a pass has made of others are results of operations, which cannot be copied: the next pass makes
+        # them anew.
+        weights = [weight if isinstance(weight, nn.Parameter) else torch.empty(0) for weight in self._flat_weights]
+        other.__dict__.update(copy.deepcopy({**self.__dict__, "_flat_weights": weights}, memo))
+        return other
 
     def flatten_parameters(self) -> None:
         """As `torch.nn`'s; cuDNN has nothing to do for other cells."""
@@ -309,17 +327,20 @@ class Recurrent(nn.RNNBase):
 
     @uncompiled
     def _solved(self, input: Any, hx: Any, warm: Sequence[torch.Tensor | None] | None) -> Any:
+        if is_traced():
+            return self._by_operators(input, hx)
         # PyTorch's kernels may take as long as a few lines here: nothing is done for them that need not be.
         if (options := (self.schedule, self.forward_method, self.chunk)) != _DEFAULTS:
             _check_options(*options)
-        x, steps, batch, packed = self._input(input)
+        weights = self._weights()
+        x, steps, batch, packed = self._input(input, weights[0])
         single = packed is None and input.ndim == 2
         states = self._states(hx, x, batch, packed, single)
         part = None if self._across is None else self._part(self._across, x, states, steps, batch, packed)
         if part is not None:
             states = [*map(part.joined, states)]
-        if warm is None and part is None and (left := self._left_to_torch(x, states, steps, batch)):
-            output, *last = self._by_torch(x, states, packed)
+        if warm is None and part is None and (left := self._left_to_torch(x, states, steps, batch, weights)):
+            output, *last = self._by_torch(x, states, packed, weights)
             # Module.__setattr__ looks for parameters first.
             self.__dict__["_pass"] = left
             return self._results(output, last, packed, single)
@@ -333,7 +354,8 @@ class Recurrent(nn.RNNBase):
             name = self._recurrences()[place]
             warm_start = self._warm(warm, place)
             chosen = Options(self.forward_method, self.schedule, int(self.chunk), warm_start, name, reports, part=part)
-            result = run_layer(self.cell, sequences, direction, x, initial, self._parameters_of(name), chosen)
+            parameters = self._parameters_at(place, weights)
+            result = run_layer(self.cell, sequences, direction, x, initial, parameters, chosen)
             boundaries.append(chosen.boundaries)
             return result
 
@@ -365,7 +387,8 @@ class Recurrent(nn.RNNBase):
 
     def _unrolled(self, input: Any, hx: Any) -> Any:
         """As `_solved`, step after step in PyTorch's operations, which can be recorded, exported and traced."""
-        x, _, batch, packed = self._input(input)
+        weights = self._weights()
+        x, _, batch, packed = self._input(input, weights[0])
         if packed is not None:
             raise UnsupportedOperatorError(
                 f"a packed input of {type(self).__name__} cannot be recorded, exported or traced; pass a padded one"
@@ -375,8 +398,7 @@ class Recurrent(nn.RNNBase):
         def run(
             x: torch.Tensor, initial: torch.Tensor, direction: int, place: int
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            parameters = self._parameters_of(self._recurrences()[place])
-            return recurrent_layer(self.cell, x, initial, parameters, reverse=direction < 0)
+            return recurrent_layer(self.cell, x, initial, self._parameters_at(place, weights), reverse=direction < 0)
 
         return self._results(*self._stacked(x, states, run), None, input.ndim == 2)
 
@@ -401,21 +423,33 @@ class Recurrent(nn.RNNBase):
         size, joint = self.hidden_size, torch.stack(ends)
         return x, [joint.narrow(2, begin, size).contiguous() for begin in range(0, joint.shape[2], size)]
 
+    def _weights(self) -> Sequence[torch.Tensor]:
+        """The weights of a pass, in PyTorch's order.
+
+        What was put in the place of a parameter is asked for as often as `torch.nn`'s layers ask for it, which is more
+        than once: spectral normalisation takes a power iteration each time.
+        """
+        weights: Any = self._flat_weights
+        if self._has(weights):
+            return weights  # type: ignore[no-any-return]
+        with _MAKING_WEIGHTS:
+            self._update_flat_weights()
+            return list(self._flat_weights)  # type: ignore[arg-type]
+
+    def _has(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the layer's parameters, one by one."""
+        return all(map(is_, map(self._parameters.get, self._flat_weights_names), weights))
+
     def _left_to_torch(
-        self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int
+        self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int, weights: Sequence[torch.Tensor]
     ) -> _LeftToTorch | None:
         """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
         if self.schedule != "auto" or self.forward_method != "sequential" or self.mode not in _OURS:
             return None
         if on_device(x):
             return None if self.hidden_size <= LARGEST else _LeftToTorch(steps, batch, torch.is_grad_enabled(), True)
-        # PyTorch's kernels would compute in low precision under autocast; they do not see what was put in the place of
-        # a parameter, as parametrisations do.
-        weights: Any = self._flat_weights
-        parameters = self._parameters
-        if len(parameters) != len(weights) or not all(map(is_, parameters.values(), weights)):
-            return None
-        if torch.is_autocast_enabled("cpu"):
+        # PyTorch's kernels would compute in low precision under autocast.
+        if not self._has(weights) or torch.is_autocast_enabled("cpu"):
             return None
         trains = torch.is_grad_enabled() and any(map(_requires_grad, (*weights, x, *states)))
         ours = (_OURS_FLOAT32 if x.dtype == torch.float32 else _OURS)[self.mode]
@@ -426,23 +460,23 @@ class Recurrent(nn.RNNBase):
         return _LeftToTorch(steps, batch, trains, False)
 
     def _by_torch(
-        self, x: torch.Tensor, states: Sequence[torch.Tensor], packed: PackedSequence | None
+        self,
+        x: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        packed: PackedSequence | None,
+        weights: Sequence[torch.Tensor],
     ) -> Sequence[torch.Tensor]:
         """Outputs and last states by PyTorch's operator, which is called as `torch.nn`'s layers do."""
         operator = _OPERATORS[self.mode]
         hx = states if self.mode == "LSTM" else states[0]
-        options = (self._flat_weights, self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
+        options = (weights, self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
         if packed is None:
             return operator(x, hx, *options, False)
         return operator(x, packed.batch_sizes, hx, *options)
 
-    def _input(self, input: Any) -> tuple[torch.Tensor, int, int, PackedSequence | None]:
+    def _input(self, input: Any, weight: torch.Tensor) -> tuple[torch.Tensor, int, int, PackedSequence | None]:
         """The input, ``(time, batch, features)`` or, where packed, as rows; its steps, and its samples."""
         packed = input if isinstance(input, PackedSequence) else None
-        # Not as an attribute: that would be slower, or make a parametrised weight once more.
-        weight: Any = self._parameters.get("weight_ih_l0")
-        if weight is None:
-            weight = self._flat_weights[0]
         x = _checked("input", input if packed is None else input.data, weight)
         if packed is not None:
             if x.ndim != 2 or x.shape[1] != self.input_size:
@@ -492,10 +526,10 @@ class Recurrent(nn.RNNBase):
             states = [part.index_select(1, packed.sorted_indices) for part in states]
         return states
 
-    def _parameters_of(self, recurrence: str) -> tuple[torch.Tensor | None, ...]:
-        names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if self.bias else ()))
-        parameters = [getattr(self, f"{name}_{recurrence}") for name in names]
-        return (*parameters, *([] if self.bias else [None, None]))
+    def _parameters_at(self, place: int, weights: Sequence[torch.Tensor]) -> _Parameters:
+        """Those of one layer and direction, as `run_layer` takes them."""
+        count = 4 if self.bias else 2
+        return (*weights[count * place : count * (place + 1)], *([] if self.bias else [None, None]))
 
     def _warm(self, warm: Sequence[torch.Tensor | None] | None, place: int) -> torch.Tensor | None:
         if warm is None:
@@ -543,7 +577,13 @@ def _checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
     """`value` where the layer can work on it, whose weights are like another tensor; under autocast of their dtype."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
-    if value.is_cpu and like.is_cpu and value.dtype == like.dtype in _DTYPES and value.layout == torch.strided:
+    if (
+        value.is_cpu
+        and like.is_cpu
+        and value.dtype == like.dtype in _DTYPES
+        and value.layout == torch.strided
+        and not value.is_nested
+    ):
         return value
     device = value.device
     if device != like.device or device.type not in ("cpu", "cuda"):
@@ -557,8 +597,7 @@ def _checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
         value = value.to(like.dtype)
     if value.dtype not in _DTYPES:
         raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
-    if value.layout != torch.strided:
-        raise TypeError(f"{name} has layout {value.layout}; expected a dense tensor")
+    check_dense(name, value)
     return value
 
 
@@ -718,6 +757,10 @@ class RNN(Recurrent, nn.RNN):
     -----
     Thesis, equation 4.2; Naumov, sections 3.3 and 3.4, for the chunks. Gradients of gradients raise an error, except
     where ``auto`` leaves an RNN or a GRU to PyTorch.
+
+    What takes the place of a weight, as by spectral or weight normalisation, pruning or any parametrisation, is made as
+    often in each pass as `torch.nn`'s layer makes it. That is several times for most parametrisations, and a spectral
+    norm takes a step of its power iteration each time. By ``auto`` such weights stay with this library's kernels.
 
     A CUDA device is never waited for, so what settles is decided there: after four sweeps, or eight of Newton's
     iterations, samples whose chunks do not fit are finished step after step.

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..affine import AffineMaps, SparseMaps
-from ..runtime import uncompiled
+from ..patterns import UnsupportedOperatorError
+from ..runtime import is_exporting, uncompiled
 from ..schedule import Schedule
 from . import recurrences_cuda
 from .across_ranks import SequencePart, SequenceRanks
 from .matrices import Dense, Diagonal, Scaled, Sparse, StepMatrices, checked
 from .once_differentiable import differentiable_once, once
 from .reports import Report
-from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
+from .sequences import Chunks, DeviceRuns, Runs, Sequences, index, plain
 from .solvers import SOLVERS, Problem, Recurrence, choose, parse, solve
+from .tracers import is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -143,6 +145,8 @@ def linear_recurrence(
     ------
     TypeError, ValueError
         Where a tensor's kind, dtype, device or shape does not fit, or the schedule is unknown.
+    UnsupportedOperatorError
+        Where torch.export, torch.jit.trace or make_fx make a program of the call.
 
     Notes
     -----
@@ -160,6 +164,8 @@ def linear_recurrence(
     >>> d.grad.flatten().tolist()
     [0.0, 0.25, 0.75, 1.75]
     """
+    if is_exporting() or torch.jit.is_tracing() or is_traced():  # type: ignore[attr-defined]
+        raise UnsupportedOperatorError("a linear recurrence cannot be exported or traced; write it as a loop for that")
     if not isinstance(A, StepMatrices):
         raise TypeError(f"A is a {type(A).__name__}; expected Dense, Diagonal, Scaled or Sparse")
     checked("b", b, 3, "(time, batch, n)")
@@ -207,9 +213,9 @@ class _Recurrence(_Once):  # type: ignore[misc, valid-type]
     ) -> torch.Tensor:
         A = form(*(tensor.detach() for tensor in tensors))
         h = torch.empty_like(b, memory_format=torch.contiguous_format)
-        recurrence = _Linear(A, b.detach().contiguous(), h, False)
+        recurrence = _Linear(A, plain(b), h, False)
         with torch.autocast(b.device.type, enabled=False):
-            _solve(recurrence, h0.detach().contiguous(), direction, schedule, reports, part)
+            _solve(recurrence, plain(h0), direction, schedule, reports, part)
         return h
 
     @staticmethod
@@ -240,7 +246,7 @@ def _gradients(
     """The gradients that are wanted, of what is added, the first state and what the matrices are made of."""
     with torch.autocast(h.device.type, enabled=False):
         A, v = form(*(tensor.detach() for tensor in tensors)), torch.empty_like(h)
-        adjoint, end = _Linear(A, gradient.contiguous(), v, True), h.new_zeros(h0.shape)
+        adjoint, end = _Linear(A, plain(gradient), v, True), h.new_zeros(h0.shape)
         first = _solve(adjoint, end, direction, schedule, reports, part)
         if part is not None:
             assert part.initial is not None

@@ -13,7 +13,7 @@ import torch
 from ..patterns import Pattern
 from ..runtime import frozen, on_device, run_rows
 from . import linear_kernels, recurrences_cuda
-from .sequences import DeviceRuns, Runs, index, rows_of
+from .sequences import DeviceRuns, Runs, check_dense, index, plain, rows_of
 from .vector import padded
 
 
@@ -102,13 +102,14 @@ def checked(name: str, value: Any, ndim: int, sizes: str) -> torch.Tensor:
         raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
     if value.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {value.device}; this runs on the CPU and on CUDA devices: move it with .cpu()")
+    check_dense(name, value)
     if value.ndim != ndim:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {sizes}")
     return value
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().contiguous().numpy()
+    return plain(tensor).numpy()
 
 
 class Dense(StepMatrices):
@@ -140,7 +141,7 @@ class Dense(StepMatrices):
         return _array(self.blocks), self.batch == 1
 
     def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
-        return self.blocks.detach().contiguous(), self.batch == 1
+        return plain(self.blocks), self.batch == 1
 
     def step_work(self) -> int:
         return self.size * (self.size // 8 + 4)
@@ -172,7 +173,7 @@ class Diagonal(StepMatrices):
         return _array(self.d), self.batch == 1
 
     def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
-        return self.d.detach().contiguous(), self.batch == 1
+        return plain(self.d), self.batch == 1
 
     def step_work(self) -> int:
         return self.size // 8 + 4
@@ -203,10 +204,10 @@ class Scaled(StepMatrices):
         return self.W * self.d.unsqueeze(2)
 
     def gradients(self, v: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        scaled = (self.d * before).reshape(-1, self.size)
+        scaled = (self.d * before).flatten(0, 1)
         gradient = (v @ self.W) * before
         return (
-            v.reshape(-1, self.size).T @ scaled,
+            v.flatten(0, 1).T @ scaled,
             gradient.sum(dim=1, keepdim=True) if self.batch == 1 else gradient,
         )
 
@@ -216,8 +217,7 @@ class Scaled(StepMatrices):
         return rows, _array(self.d), self.batch == 1
 
     def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
-        weight = self.W.detach()
-        return (weight if adjoint else weight.t()).contiguous(), self.d.detach().contiguous(), self.batch == 1
+        return plain(self.W if adjoint else self.W.t()), plain(self.d), self.batch == 1
 
     def step_work(self) -> int:
         return self.size * (self.size // 8 + 2)
@@ -274,7 +274,7 @@ class Sparse(StepMatrices):
 
     def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
         pattern, slots = (self.pattern.T, self.pattern.transposition) if adjoint else (self.pattern, None)
-        return pattern.indptr, pattern.indices, slots, self.values.detach().contiguous(), self.batch
+        return pattern.indptr, pattern.indices, slots, plain(self.values), self.batch
 
     def step_work(self) -> int:
         return self.pattern.nnz + 4 * self.size

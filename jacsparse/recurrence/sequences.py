@@ -315,10 +315,23 @@ def index(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """TypeError where a tensor is sparse or nested."""
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a nested tensor; pad its sequences, or pack them")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}; expected a dense tensor")
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as kernels read it: without a graph, in one piece, with the elements' signs in memory."""
+    return tensor.detach().resolve_neg().contiguous()
+
+
 def rows_of(tensor: Any, like: torch.Tensor) -> Any:
     """A tensor as an array of rows, None as an empty array, and any other argument as it is."""
     if tensor is None:
         return np.empty((0, 0), dtype=like.numpy().dtype)
     if not isinstance(tensor, torch.Tensor):
         return tensor
-    return tensor.numpy().reshape(-1, tensor.shape[-1]) if tensor.ndim > 2 else tensor.numpy()
+    return tensor.flatten(0, -2).numpy() if tensor.ndim > 2 else tensor.numpy()

@@ -31,7 +31,8 @@ def equal():
             compare(name, group, lengths[:size], batch, exchange, num_layers=num_layers, bidirectional=both,
                     batch_first=batch_first)  # fmt: skip
         relu = {"nonlinearity": "relu", "schedule": "chunked:2", "forward": "parallel", "chunk": 2}
-        compare("RNN", group, LENGTHS[0][:size], 3, "scan", **relu)
+        for batch in (3, 0):
+            compare("RNN", group, LENGTHS[0][:size], batch, "scan", **relu)
         inputs_of_one_rank(group, size)
 
 
@@ -96,6 +97,23 @@ def linear():
                     close(part.grad, leaf.grad)
                 else:
                     close(part.grad, leaf.grad.split(lengths)[rank])
+
+
+def empty():
+    """Linear recurrences across ranks without samples, or with states of no elements."""
+    _, group = list(groups())[-1]
+    steps = LENGTHS[1][dist.get_rank(group)]
+    for exchange, (batch, n) in itertools.product(EXCHANGES, ((0, 3), (2, 0))):
+        for form, tensors in (
+            (Dense, [drawn(steps, 1, n, n)]),
+            (Diagonal, [drawn(steps, batch, n)]),
+            (Scaled, [drawn(n, n), drawn(steps, 1, n)]),
+        ):
+            b, h0 = drawn(steps, batch, n), drawn(batch, n)
+            h = linear_recurrence(form(*tensors), b, h0, process_group=group, exchange=exchange)
+            assert h.shape == b.shape
+            h.sum().backward()
+            assert all(leaf.grad.shape == leaf.shape and not leaf.grad.any() for leaf in (b, h0, *tensors))
 
 
 class Classifier(nn.Module):

@@ -30,6 +30,7 @@ RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stag
     [
         (RECURRENT, "equal", 5),
         (RECURRENT, "linear", 5),
+        (RECURRENT, "empty", 3),
         (RECURRENT, "data_parallel", 4),
         (STAGES, "equal", 5),
         (STAGES, "checkpointed", 5),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import json
 import math
 import sys
 from pathlib import Path
@@ -24,12 +25,14 @@ from jacsparse.models import (
     load_data,
     progress_bar,
     prunable,
+    prune_weights,
     pruned_fraction,
     save_checkpoint,
     train,
 )
 from jacsparse.models import training as _train
 from jacsparse.models.curves import Point, from_tensor, plot_curves, save_csv, to_tensor
+from jacsparse.models.nested_state import from_tensors, to_tensors
 from rich.console import Console
 
 
@@ -377,8 +380,30 @@ def test_resumed_with_other_settings(
         train(dataclasses.replace(settings, **changes), data=data, resume=True)
 
 
+def as_earlier_versions_wrote_it(settings: TrainSettings, changes: dict[str, torch.Tensor | None]) -> None:
+    """Put the state of the training into the checkpoint, with changes."""
+    tensors = safetensors.torch.load_file(settings.training_state)
+    prefix = "training/trainer/"
+    trainer = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    file = io.BytesIO()
+    torch.save(from_tensors(trainer), file)
+    tensors["training/trainer"] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    write(settings.out, {**tensors, **changes}, metadata_of(settings.training_state))
+    settings.training_state.unlink()
+
+
+def metadata_of(path: Path | str | None) -> dict[str, str]:
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata: dict[str, str] = file.metadata()
+        return metadata
+
+
+def write(path: Path | str | None, tensors: dict[str, torch.Tensor | None], metadata: dict[str, str]) -> None:
+    safetensors.torch.save_file({key: value for key, value in tensors.items() if value is not None}, path, metadata)
+
+
 def _written(state: dict[str, Any]) -> torch.Tensor:
-    """A trainer's state as checkpoints have it."""
+    """A trainer's state as checkpoints of earlier versions have it."""
     for optimizer in state["optimizers"]:
         optimizer["param_groups"] = torch.optim.SGD(LeNet5().parameters(), lr=0.1).state_dict()["param_groups"]
     file = io.BytesIO()
@@ -403,15 +428,130 @@ def test_damaged_training_state(
     settings: TrainSettings, data: Dataset, changes: dict[str, torch.Tensor | None]
 ) -> None:
     train(settings, data=data)
-    with safetensors.safe_open(settings.out, framework="pt") as file:
-        metadata = file.metadata()
-    tensors = {**safetensors.torch.load_file(settings.out), **changes}
-    safetensors.torch.save_file(
-        {key: value for key, value in tensors.items() if value is not None}, settings.out, metadata
-    )
+    as_earlier_versions_wrote_it(settings, changes)
     with pytest.raises(
         ValueError, match=r"lenet5.safetensors cannot be resumed .* damaged: train again without resume"
     ):
+        train(settings, data=data, resume=True)
+
+
+def _tree(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training/points": None},
+        {"training/random": torch.zeros(7)},
+        {"training/trainer/0": None},
+        {"training/trainer/0": torch.zeros(7)},
+        {"training/trainer/tree": None},
+        {"training/trainer/tree": torch.zeros(7)},
+        {"training/trainer/tree": torch.zeros(7, dtype=torch.uint8)},
+        {"training/trainer/tree": _tree({"dict": [["optimizers", {"list": []}]]})},
+        {"training/trainer/tree": _tree({"dict": [["optimizers", {"set": []}]]})},
+        {"training/trainer/tree": _tree({"dict": [["optimizers", {"list": [{"dict": [["state", None]]}]}]]})},
+        {"training/trainer/tree": _tree({"dict": [[{"list": []}, 1]]})},
+        {"training/trainer/tree": _tree({})},
+        {"training/trainer/tree": _tree(None)},
+    ],
+)
+def test_damaged_state_beside_the_checkpoint(
+    settings: TrainSettings, data: Dataset, changes: dict[str, torch.Tensor | None]
+) -> None:
+    train(settings, data=data)
+    path = settings.training_state
+    write(path, {**safetensors.torch.load_file(path), **changes}, metadata_of(path))
+    with pytest.raises(ValueError, match=r"lenet5.training cannot be resumed .* damaged: train again without resume"):
+        train(settings, data=data, resume=True)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"lenet5.training cannot be read as a checkpoint"):
+        train(settings, data=data, resume=True)
+
+
+def test_nested_states() -> None:
+    state = {"a": [1, 2.5, True, None, "x", (), []], 3: (math.inf, {"tensor": {}}), (1, "b"): {"dict": [0.1]}}
+    tensors = to_tensors({"plain": state, "none": torch.zeros(0), "bits": torch.ones(2, dtype=torch.bool)})
+    again = from_tensors(tensors)
+    assert again.pop("bits").tolist() == [True, True] and again.pop("none").shape == (0,)
+    assert repr(again) == repr({"plain": state})
+    with pytest.raises(TypeError, match=r"a state has a set; expected tensors, numbers, strings and containers"):
+        to_tensors([{1, 2}])
+
+
+@pytest.mark.parametrize("prune", [0.0, 0.9])
+def test_the_checkpoint_has_the_weights_alone(settings: TrainSettings, data: Dataset, prune: float) -> None:
+    trained = train(dataclasses.replace(settings, prune=prune, retrain_epochs=int(prune > 0)), data=data).model
+    weights, model = safetensors.torch.load_file(settings.out), LeNet5()
+    if prune:
+        prune_weights(model, 0.5)
+    model.load_state_dict(weights)
+    assert sorted(weights) == sorted(trained.state_dict()) and equal(state(model), state(trained))
+
+
+@pytest.mark.parametrize("done", [1, 3])
+def test_checkpoints_of_earlier_versions_are_resumed(settings: TrainSettings, data: Dataset, done: int) -> None:
+    whole = train(dataclasses.replace(settings, out=None), data=data)
+    break_off_after(settings, data, done)
+    as_earlier_versions_wrote_it(settings, {})
+    resumed = train(settings, data=data, resume=True)
+    assert curve(resumed.points) == curve(whole.points)
+    assert equal(state(resumed.model), state(whole.model))
+    # Its state has a file of its own now.
+    assert not any(name.startswith("training/") for name in safetensors.torch.load_file(settings.out))
+    assert curve(train(settings, data=data, resume=True).points) == curve(whole.points)
+
+
+def break_off_after(settings: TrainSettings, data: Dataset, done: int) -> None:
+    """Train until some epochs are done, and an iteration of the next one."""
+
+    def stop(progress: Progress) -> None:
+        before = 0 if progress.phase == "train" else 2
+        if before + progress.epoch == done + 1 and progress.iteration == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(settings, data=data, progress=stop)
+
+
+@pytest.mark.parametrize("failing", ["lenet5.training", "lenet5.safetensors", "lenet5.csv"])
+@pytest.mark.parametrize("done", [0, 1, 3])
+def test_broken_off_between_files(
+    settings: TrainSettings, data: Dataset, monkeypatch: pytest.MonkeyPatch, failing: str, done: int
+) -> None:
+    whole = train(dataclasses.replace(settings, out=None), data=data)
+    saved: list[str] = []
+
+    def broken(save: Any, place: int) -> Any:
+        def saving(*arguments: Any, **options: Any) -> None:
+            name = Path(arguments[place]).name
+            if name == failing and saved.count(name) == done:
+                raise KeyboardInterrupt
+            saved.append(name)
+            save(*arguments, **options)
+
+        return saving
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(_train, "save_checkpoint", broken(_train.save_checkpoint, 0))
+        patched.setattr(_train, "save_csv", broken(_train.save_csv, 1))
+        train(settings, data=data)
+    if done == 0 and failing == "lenet5.training":
+        with pytest.raises(FileNotFoundError, match=r"lenet5.safetensors to resume; train without resume first"):
+            train(settings, data=data, resume=True)
+        return
+    resumed = train(settings, data=data, resume=True)
+    assert curve(resumed.points) == curve(whole.points)
+    loaded, metadata = load_checkpoint(settings.out)
+    assert equal(state(loaded), state(whole.model)) and metadata["accuracy"] == whole.accuracy
+    assert len(settings.outputs[1].read_text().splitlines()) == 13
+
+
+def test_weights_without_their_training(settings: TrainSettings, data: Dataset) -> None:
+    train(settings, data=data)
+    settings.training_state.unlink()
+    with pytest.raises(ValueError, match=r"no training to resume, and there is no .*lenet5.training, which would have"):
         train(settings, data=data, resume=True)
 
 

@@ -136,6 +136,18 @@ def test_solver_equals_a_loop(solver: Solver) -> None:
         assert forward.methods[0] in (solver.name, "relaxed")
 
 
+@pytest.mark.parametrize("kind", [MGU, Leaky])
+def test_solver_of_an_empty_batch(kind: type[Recurrent], solver: Solver) -> None:
+    options = {"schedule": solver.name} if "gradients" in solver.solves and solver.name != "planned" else {}
+    options |= {"forward": solver.name} if "states" in solver.solves else {}
+    layer = kind(2, 4, num_layers=2, bidirectional=True, chunk=6, **options)
+    x = torch.zeros(40, 0, 2, requires_grad=True)
+    output, _ = layer(x)
+    assert output.shape == (40, 0, 8)
+    gradients = torch.autograd.grad(output.sum(), [x, *layer.parameters()])
+    assert gradients[0].shape == x.shape and not any(gradient.any() for gradient in gradients)
+
+
 def _gradients(module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     output = module(x)[0]
     return list(torch.autograd.grad((output * drawn(*output.shape, seed=5)).sum(), list(module.parameters())))

@@ -13,6 +13,8 @@ import scipy.sparse
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jacsparse.patterns import UnsupportedOperatorError
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import jacsparse
 from jacsparse import Pattern, linear_recurrence
@@ -74,6 +76,47 @@ def test_equals_a_loop(
         largest = wanted.abs().max().item() if wanted.numel() else 0.0
         assert not ours.numel() or (ours - wanted).abs().max() <= 1e-10 * largest
     assert [report.recurrence for report in reports] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("time", [0, 1, 40, 200])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "blelloch:2", "chunked:64"])
+@pytest.mark.parametrize("form", FORMS)
+def test_without_samples_elements_or_steps(form: str, schedule: str, time: int) -> None:
+    for batch, matrices, n, reverse in ((0, 0, 3, False), (0, 1, 3, True), (2, 1, 0, False), (2, 2, 0, True)):
+        A = blocks(form, time, matrices, n)
+        b, h0 = (torch.randn(shape).double().requires_grad_() for shape in ((time, batch, n), (batch, n)))
+        h = linear_recurrence(A, b, h0, reverse=reverse, schedule=schedule)
+        assert h.shape == b.shape and h.dtype == b.dtype
+        for leaf, gradient in zip((b, h0, *A.tensors), torch.autograd.grad(h.sum(), [b, h0, *A.tensors]), strict=True):
+            assert gradient.shape == leaf.shape and gradient.dtype == leaf.dtype and not gradient.any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_with_their_signs_elsewhere(form: str) -> None:
+    """As imaginary parts have them, where PyTorch conjugates lazily."""
+    A, b, h0 = blocks(form, 7, 2, 3), torch.randn(7, 2, 3).double(), torch.randn(2, 3).double()
+    results = []
+    for negative in (torch._neg_view, torch.neg):
+        sources = [negative(tensor.detach()).requires_grad_() for tensor in (b, h0, *A.tensors)]
+        h = linear_recurrence(A.form(*sources[2:]), *sources[:2], schedule="chunked:3")
+        results.append([h.detach(), *torch.autograd.grad(h, sources, negative(torch.ones_like(h)))])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_not_traced() -> None:
+    class Smoothed(torch.nn.Module):
+        def forward(self, b: torch.Tensor) -> torch.Tensor:
+            return linear_recurrence(Diagonal(torch.sigmoid(b)), b)
+
+    model, b = Smoothed(), torch.randn(5, 2, 3)
+    for trace in (
+        lambda: make_fx(model)(b),
+        lambda: make_fx(model, pre_dispatch=True)(b),
+        lambda: torch.jit.trace(model, (b,)),
+        lambda: torch.export.export(model, (b,), strict=False),
+    ):
+        with pytest.raises(UnsupportedOperatorError, match="a linear recurrence cannot be exported or traced"):
+            trace()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -14,10 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import jacsparse
-from jacsparse.recurrence import CELLS, Diagonal, Saved, Sequences, Weights
+from jacsparse.recurrence import CELLS, SOLVERS, Diagonal, Saved, Sequences, Weights
 from jacsparse.recurrence.cells import Cell
 from jacsparse.recurrence.cells.fused import FusedCell
 from jacsparse.recurrence.layer_recurrences import Options, solve_backward
@@ -150,6 +153,29 @@ def test_an_empty_batch(kind: str) -> None:
     assert output.shape == (4, 0, 5) and (last[0] if kind == "LSTM" else last).shape == (2, 0, 5)
     output.sum().backward()
     assert all(not parameter.grad.any() for parameter in layer.parameters())
+
+
+SCHEDULES = ["auto", "blelloch:2", "chunked:7", *(name for name, one in SOLVERS.items() if "gradients" in one.solves)]
+FORWARDS = ["sequential", *(name for name, one in SOLVERS.items() if "states" in one.solves)]
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@ALL
+def test_an_empty_batch_by_every_solver(kind: str, schedule: str, forward: str) -> None:
+    for number, time in enumerate((1, 40, 200)):
+        options = {"bidirectional": time != 40, "batch_first": time == 40, "bias": time != 1}
+        dtype = (torch.float32, torch.float64)[(number + len(schedule) + len(forward)) % 2]
+        layer, reference = pair(kind, 3, 5, 2, dtype=dtype, schedule=schedule, forward=forward, chunk=16, **options)
+        shape = (0, time, 3) if options["batch_first"] else (time, 0, 3)
+        x = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        state = torch.zeros(4 if options["bidirectional"] else 2, 0, 5, dtype=dtype, requires_grad=True)
+        hx, leaves = ((state, state) if kind == "LSTM" else state, [x, state]) if time == 40 else (None, [x])
+        results, expected = (outcome(run, lambda: x, leaves, hx) for run in (layer, reference))  # noqa: B023
+        compare(results, expected)
+        assert not any(gradient.any() for gradient in results[2:])
+        assert all(report.methods and report.schedule for report in layer.reports)
+        assert len(layer.boundaries) == len(layer.reports) // 2
 
 
 @ALL
@@ -707,7 +733,7 @@ def test_where_pytorch_is_faster_its_kernels_run(kind: str, dtype: torch.dtype) 
     weights = {name: torch.zeros_like(weight) for name, weight in layer.named_parameters()}
     swapped = [torch.func.functional_call(module, weights, (x[:3],))[0] for module in (layer, reference)]
     close(*swapped, TOLERANCE[dtype])
-    # What parametrisations make is made once for each pass.
+    # What parametrisations make is made anew in each pass.
     nn.utils.parametrizations.spectral_norm(layer, "weight_hh_l0_reverse")
     other = copy.deepcopy(layer)
     other.schedule = "linear"
@@ -810,6 +836,58 @@ def test_functional_gradients(kind: str) -> None:
 
 
 @ALL
+@pytest.mark.parametrize("frozen", [False, True])
+def test_transforms_without_gradients_are_refused_too(kind: str, frozen: bool) -> None:
+    """Kernels would see no tangent, and no batch."""
+    layer, _ = pair(kind, 3, 4)
+    layer.requires_grad_(not frozen)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    with torch.set_grad_enabled(frozen):
+        with pytest.raises(NotImplementedError, match=r"no batching rule for torch\.vmap"):
+            torch.func.vmap(lambda sample: layer(sample)[0])(x[None])
+        stacked = {name: torch.stack([weight, weight]) for name, weight in layer.named_parameters()}
+        with pytest.raises(NotImplementedError, match=r"no batching rule for torch\.vmap"):
+            torch.func.vmap(lambda weights: torch.func.functional_call(layer, weights, (x,))[0])(stacked)
+        with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+            torch.func.jvp(lambda given: layer(given)[0], (x,), (x,))
+        with (
+            torch.autograd.forward_ad.dual_level(),
+            pytest.raises(NotImplementedError, match="no derivative in forward mode"),
+        ):
+            layer(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@ALL
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_programs_of_make_fx(kind: str, pre_dispatch: bool) -> None:
+    layer, _ = pair(kind, 3, 4, 2, bidirectional=True, forward="parallel", chunk=2)
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    program = make_fx(lambda given: layer(given)[0], pre_dispatch=pre_dispatch)(x)
+    close(program(x + 1), layer(x + 1)[0], 1e-12)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(x))[0].shape == (5, 2, 8)
+
+
+@ALL
+def test_gradients_with_their_signs_elsewhere(kind: str) -> None:
+    """As those of imaginary parts are, where PyTorch conjugates lazily."""
+    layer, _ = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
+    output, last = layer(x)
+    ends = [output, *(last if kind == "LSTM" else (last,))]
+    given = [torch.randn_like(end) for end in ends]
+    lazily, at_once = (
+        torch.autograd.grad(ends, [x, *layer.parameters()], [negative(end) for end in given], retain_graph=True)
+        for negative in (torch._neg_view, torch.neg)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(lazily, at_once, strict=True))
+    weights = {name: torch._neg_view(weight) for name, weight in layer.named_parameters()}
+    negated = {name: -weight for name, weight in layer.named_parameters()}
+    one, other = (torch.func.functional_call(layer, each, (x,))[0] for each in (weights, negated))
+    assert torch.equal(one, other)
+
+
+@ALL
 def test_autocast_changes_no_digit(kind: str) -> None:
     layer = KINDS[kind][0](3, 4, schedule="linear", **KINDS[kind][2])
     x = torch.randn(6, 2, 3, requires_grad=True)
@@ -897,6 +975,166 @@ def test_layers_made_of_others() -> None:
         jacsparse.nn.RNN.of(nn.GRU(3, 4))
 
 
+# What is put in the place of weights.
+
+
+class Noisy(nn.Module):
+    """A weight with noise: another one at each access."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("accesses", torch.zeros(()))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        self.accesses += 1
+        return weight + 0.01 * torch.randn_like(weight) if self.training else weight
+
+
+def noisy(layer: nn.Module, name: str) -> None:
+    nn.utils.parametrize.register_parametrization(layer, name, Noisy())
+
+
+def pruned(layer: nn.Module, name: str) -> None:
+    prune.random_unstructured(layer, name, 0.4)
+
+
+REPLACEMENTS: dict[str, Callable[[nn.Module, str], Any]] = {
+    "spectral": nn.utils.parametrizations.spectral_norm,
+    "spectral, as a hook": nn.utils.spectral_norm,
+    "weight norm": nn.utils.parametrizations.weight_norm,
+    "weight norm, as a hook": nn.utils.weight_norm,
+    "orthogonal": lambda layer, name: nn.utils.parametrizations.orthogonal(layer, name, use_trivialization=False),
+    "pruned": pruned,
+    "noisy": noisy,
+}
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> None:
+    """Parameters, gradients and buffers."""
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    compare([*map(torch.Tensor.detach, ours.state_dict().values())], [*theirs.state_dict().values()])
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            compare([one.grad], [other.grad])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize("names", [["weight_hh_l0"], ["weight_hh_l1", "weight_ih_l0", "weight_hh_l0_reverse"]], ids=len)
+@pytest.mark.parametrize("schedule", ["auto", "chunked:4"])
+@pytest.mark.parametrize("replacement", REPLACEMENTS)
+@ALL
+def test_what_takes_the_place_of_weights(kind: str, replacement: str, schedule: str, names: list[str]) -> None:
+    """Made as often as for torch.nn's layers, whose steps of training these follow."""
+    layer, reference = pair(kind, 3, 4, 2, bidirectional=True, schedule=schedule)
+    x = torch.randn(9, 2, 3, dtype=torch.float64)
+    optimizers = []
+    for run in (layer, reference):
+        torch.manual_seed(1)
+        for name in names:
+            REPLACEMENTS[replacement](run, name)
+        optimizers.append(torch.optim.SGD(run.parameters(), 0.01))
+    for step in range(4):
+        outputs = []
+        for run, optimizer in zip((layer, reference), optimizers, strict=True):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            # The second pass goes on where the first one has left off.
+            run(x)
+            outputs.append(run(x)[0])
+            outputs[-1].square().sum().backward()
+        compare([outputs[0].detach()], [outputs[1].detach()])
+        same(layer, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+    for change in (nn.Module.eval, nn.Module.train, nn.Module.float, nn.Module.double):
+        for run in (layer, reference):
+            change(run)
+        with torch.no_grad():
+            torch.manual_seed(7)
+            result = layer(x.to(layer.bias_hh_l0.dtype))[0]
+            torch.manual_seed(7)
+            compare([result], [reference(x.to(layer.bias_hh_l0.dtype))[0]])
+        same(layer, reference)
+
+
+@ALL
+def test_parametrised_weights_are_asked_for_as_often(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4, 2, bias=kind != "GRU")
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    for run in (layer, reference):
+        for name in ("weight_hh_l1", "weight_hh_l0"):
+            noisy(run, name)
+
+    def accesses(run: nn.Module) -> list[float]:
+        counts = [run.parametrizations[name][0].accesses for name in ("weight_hh_l0", "weight_hh_l1")]
+        values = [count.item() for count in counts]
+        for count in counts:
+            count.zero_()
+        return values
+
+    def both(call: Callable[[nn.Module], Any]) -> list[list[float]]:
+        return [(call(run), accesses(run))[1] for run in (layer, reference)]
+
+    both(lambda _: None)
+    ours, theirs = both(lambda run: run(x))
+    assert ours == theirs and ours[0] > ours[1] >= 1
+    changed = {"weight_ih_l0": torch.zeros_like(layer.weight_ih_l0)}
+    for call in (
+        lambda run: torch.func.functional_call(run, changed, (x,)),
+        lambda run: run(x),
+        lambda run: run(x),
+        lambda run: setattr(run, "weight_ih_l1", nn.Parameter(torch.zeros_like(run.weight_ih_l1))),
+        lambda run: run(x),
+        lambda run: run(x),
+    ):
+        ours, theirs = both(call)
+        assert ours == theirs
+    with nn.utils.parametrize.cached():
+        for _ in range(2):
+            ours, theirs = both(lambda run: run(x))
+            assert ours == theirs
+    for run in (layer, reference):
+        nn.utils.parametrize.remove_parametrizations(run, "weight_hh_l0")
+        run.parametrizations["weight_hh_l1"][0].eval()
+    close(layer(x)[0], reference(x)[0], 1e-12)
+
+
+@ALL
+def test_parametrised_layers_are_copied_after_a_pass(kind: str) -> None:
+    layer, _ = pair(kind, 3, 4)
+    nn.utils.parametrizations.spectral_norm(layer, "weight_hh_l0")
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    layer(x)[0].sum().backward()
+    other = copy.deepcopy(layer)
+    for run in (layer, other):
+        run.eval()
+    assert torch.equal(layer(x)[0], other(x)[0])
+
+
+@ALL
+def test_parametrised_layers_of_several_threads(kind: str) -> None:
+    """Each pass has a graph of its own."""
+    layer, _ = pair(kind, 3, 4, schedule="chunked:4")
+    nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
+    x = torch.randn(9, 2, 3, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(x)[0].sum(), list(layer.parameters()))
+    results: list[Any] = []
+
+    def run() -> None:
+        results.extend(torch.autograd.grad(layer(x)[0].sum(), list(layer.parameters())) for _ in range(20))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 80
+    for gradients in results:
+        for one, other in zip(gradients, expected, strict=True):
+            close(one, other, 1e-12)
+
+
 # Bad input.
 
 
@@ -912,6 +1150,11 @@ def bad_inputs() -> dict[str, tuple[Callable[[nn.Module], Any], type[Exception],
         "device": (lambda run: run(x.to("meta")), ValueError, "input is on meta"),
         "list": (lambda run: run([1.0]), TypeError, "input is a list"),
         "sparse": (lambda run: run(x.to_sparse()), TypeError, "input has layout"),
+        "nested": (
+            lambda run: run(torch.nested.nested_tensor([x[:, 0], x[:3, 1]])),
+            TypeError,
+            "input is a nested tensor; pad its sequences, or pack them",
+        ),
         "states' shape": (
             lambda run: run(x, torch.zeros(1, 3, 4)),
             ValueError,

@@ -111,4 +111,6 @@ def _solve_here(problem: Problem) -> torch.Tensor:
             f"one with n={time + 1}"
         )
     report.chunk, report.reason = choice.chunk, choice.reason
-    return SOLVERS["linear" if time <= choice.chunk else choice.name].solve(problem)
+    # A batch without samples has no chunks either.
+    in_one = time <= choice.chunk or not problem.sequences.batch
+    return SOLVERS["linear" if in_one else choice.name].solve(problem)
