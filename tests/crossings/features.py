@@ -108,8 +108,8 @@ def attribute(*names: str, subjects: frozenset[str] = ALL, **values: Any) -> Fea
     return Feature(apply, subjects, group(*names))
 
 
-def layout(*ways: Callable[[Tensor], Tensor]) -> Feature:
-    return Feature(lambda world: setattr(world, "layout", world.choose.choice(ways)), groups=group("layout"))
+def layout(*ways: Callable[[Tensor], Tensor], groups: frozenset[str] = group("layout")) -> Feature:
+    return Feature(lambda world: setattr(world, "layout", world.choose.choice(ways)), groups=groups)
 
 
 def twice(world: World) -> None:
@@ -271,7 +271,11 @@ def by_func_grad(run: Run) -> Run:
 
 
 def by_loop(run: Run) -> Run:
-    return lambda *args: torch.cat([run(*(arg[n : n + 1] for arg in args))[:1] for n in range(len(args[0]))])
+    def looped(*args: Tensor) -> Tensor:
+        samples = [run(*(arg[n : n + 1] for arg in args))[:1] for n in range(len(args[0]))]
+        return torch.cat(samples) if samples else run(*args)
+
+    return looped
 
 
 def by_autograd(run: Run) -> Run:
@@ -371,7 +375,7 @@ FEATURES: dict[str, Feature] = {
     "one sample": attribute("batched", samples=1),
     "not contiguous": layout(*LAYOUTS[:3]),
     "expanded": layout(*LAYOUTS[3:]),
-    "inference tensor": layout(inference),
+    "inference tensor": layout(inference, groups=group("layout", "around")),
     "a parameter": layout(lambda x: nn.Parameter(x.clone())),
     "steps": change(stepped),
     "data": change(data, new_data),
