@@ -136,8 +136,8 @@ class _MovementRule(Rule):
         x = arguments[name]
         assert isinstance(x, torch.Tensor)
         with torch.enable_grad():
-            y = use.evaluate({**arguments, name: x.requires_grad_()})
-        (gradient,) = torch.autograd.grad(y.sum(), x)
+            total = use.evaluate({**arguments, name: x.requires_grad_()}).sum()
+        (gradient,) = torch.autograd.grad(total, x)
         places = self.traced(use, name)
         return int(gradient.count_nonzero()) > len(np.unique(places[places >= 0]))
 

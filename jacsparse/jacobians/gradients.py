@@ -39,7 +39,8 @@ class Gradient(nn.Module):
     def forward(self, *args: Any) -> Any:
         leaves = _pytree.tree_leaves([args[number] for number in self._argnums])
         with torch.enable_grad():
-            y = self.f(*args)
+            # Copies, which the function may write to.
+            y = self.f(*(_copied(arg) if number in self._argnums else arg for number, arg in enumerate(args)))
             self._check_scalar(y, len(leaves[0]) if self._batched else 1)
             gradients = _gradients(y, leaves)
         return gradients[0] if len(gradients) == 1 else gradients
@@ -71,6 +72,10 @@ class Gradient(nn.Module):
         raise UnsupportedOperatorError(
             f"{name_of(self.f)} returns {what}; a Hessian is of a function that returns one number, {expected}"
         )
+
+
+def _copied(arg: Any) -> Any:
+    return _pytree.tree_map(torch.clone, arg)
 
 
 def _gradients(y: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -101,7 +101,7 @@ def _result(node: fx.Node, values: Mapping[fx.Node, Any], calls: Mapping[Hashabl
     return slots[0] if slots is not None and returns_one_tensor(target) else slots
 
 
-_ALIASES = (aten.alias.default, aten.detach.default)
+_ALIASES = (aten.alias.default, aten.clone.default, aten.detach.default)
 
 
 def _key(value: Any, names: Mapping[Any, Hashable]) -> Hashable:

@@ -184,7 +184,7 @@ def _simplified(graph: fx.GraphModule) -> fx.GraphModule:
             return graph
 
 
-_COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+_COPIES = (aten.alias.default, aten.clone.default, aten.detach.default, aten.lift_fresh_copy.default)
 _SAME = (aten.expand.default, aten._to_copy.default, aten.reshape.default, aten.permute.default)
 _ONES = (aten.ones_like.default, aten.ones.default, aten.new_ones.default)
 
@@ -194,7 +194,7 @@ def _simpler(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     if first is None:
         return None
-    if node.target in _COPIES:
+    if node.target in _COPIES and not node.meta.get("written") and not first.meta.get("written"):
         return first
     if node.target in _SAME and _form(first) == _form(node) and not _moves(node):
         return first

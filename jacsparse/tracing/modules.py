@@ -132,11 +132,22 @@ def saved_buffers(module: nn.Module) -> Iterator[None]:
         yield
         return
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        is_buffer = tensor.layout == torch.strided and tensor.untyped_storage()._cdata in memories
-        return tensor.clone() if is_buffer else tensor
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in memories:
+            tensor = tensor.clone()
+        return tensor, tensor._version
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    def unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+        tensor, version = saved
+        # As PyTorch does where there are no hooks.
+        if tensor._version != version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that a gradient needs was modified by an inplace operation "
+                "since; take the gradient first, or call again"
+            )
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 

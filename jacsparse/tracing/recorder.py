@@ -583,8 +583,10 @@ def _folders(package: str) -> list[str]:
 
 
 _LIBRARY = __name__.partition(".")[0]
-#: The folders of PyTorch and of this library, some of whose packages lie beside the others in a checkout.
+#: The folders of PyTorch and of this library, some of whose packages lie beside the others in a checkout; and the file
+#: of contexts that decorate its functions.
 _FOREIGN = (
+    Path(contextlib.__file__),
     Path(torch.__file__).parent,
     Path(__file__).parent.parent,
     *(Path(folder) for name in ("patterns", "spgemm", "models") for folder in _folders(f"{_LIBRARY}.{name}")),

@@ -18,14 +18,4 @@ def known(subjects: str, names: str = "", detail: str = "") -> Known:
     return Known(tuple(subjects.split(", ")), frozenset(names.split(", ")) - {""}, detail)
 
 
-CHAINS = "Scan, Leapfrog, Solve"
-KNOWN = [
-    # Recurrent layers of no sample, by chunks or a scan.
-    known(f"{CHAINS}, recurrent layers, linear_recurrence", "", "IndexError at jacsparse/recurrence/solvers"),
-    # Hessians of functions that write to their arguments.
-    known("hessian, prepare_hessian", "writes to its argument", "result"),
-    # Gradients of values where a pruned weight has changed since: of the new weights, without an error.
-    known("jacobian, hessian", "pruned, steps before backward", "gradient of"),
-    # Hessians, without gradients enabled, of operators that pick elements.
-    known("hessian, prepare_hessian", "no_grad", "does not require grad"),
-]
+KNOWN: list[Known] = []

@@ -13,9 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 import jacsparse
-from jacsparse import UnsupportedOperatorError, hessian, jacobian
+from jacsparse import UnsupportedOperatorError, hessian, jacobian, prepare_hessian
 from tests.helpers import BOUND, FLOAT, drawn
 from tests.patterns.operators import OPERATORS
 from tests.patterns.test_operators import fits
@@ -277,3 +278,29 @@ def test_without_gradients_of_inputs() -> None:
     assert (torch.autograd.grad(values.sum(), weight)[0] - 2 * drawn(4)).abs().amax() <= BOUND
     values = jacsparse.jacobian(lambda x: x**2, drawn(3), batched=False, create_graph=True).values
     assert values.requires_grad
+
+
+def test_weights_that_change_before_the_backward_pass() -> None:
+    """Also where a buffer, as a mask of pruning, lets hooks save what gradients need."""
+    network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    for masked in (False, True):
+        if masked:
+            prune.custom_from_mask(network[0], "weight", torch.tensor([[1.0, 0, 1]] * 3))
+        values = jacobian(network, drawn(2, 3), create_graph=True).values
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.mul_(3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(values.sum(), list(network.parameters()), allow_unused=True)
+
+
+def test_hessians_of_functions_that_write_to_what_they_are_differentiated_by() -> None:
+    weight, x = drawn(4, 3), drawn(4, seed=1)
+    f = lambda x: (x.mul_(1.5) @ weight).pow(3).sum()  # noqa: E731
+    expected = torch.autograd.functional.hessian(lambda x: f(x.clone()), x)
+    for actual in (
+        hessian(f, x),
+        hessian(f, x),
+        *(prepare_hessian(f, x, method=m)(x) for m in ("products", "compressed")),
+    ):
+        assert (actual.todense() - expected).abs().amax() <= BOUND * expected.abs().amax()
