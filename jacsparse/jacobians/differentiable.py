@@ -75,6 +75,7 @@ class _WeightedSum:
     def __init__(self, jacobian: SparseJacobian, recording: Recording, x: torch.Tensor, entries: Pattern) -> None:
         self._pattern, self._entries, self._samples = jacobian.pattern, entries, jacobian.batch
         start, *_ = recording.edges
+        assert start is not None
         self._start, self._output = start, recording.output
         #: What gradients go to; that of `x` is the one of the run's copy of it.
         self._inputs = [x, *recording.externals]

@@ -211,7 +211,7 @@ def _run(f: Callable[..., Any], arguments: Arguments, pruned: bool, *, connected
     if isinstance(f, nn.Module) and arguments.is_one_batch:
         # The module itself, so that messages name its parts.
         function, x = f, check_input("x", arguments.leaves[0])
-        caches = [recent_chains(f, pruned=which) for which in (pruned, False)]
+        caches: list[ChainCache] = [recent_chains(f, pruned=which) for which in (pruned, False)]
     else:
         function, x = FlatFunction(f, arguments), arguments.flat_with_graph() if connected else arguments.flat()
         caches = [recent_jacobians(f, which).chains for which in (pruned, False)]

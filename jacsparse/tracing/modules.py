@@ -128,7 +128,7 @@ def saved_buffers(module: nn.Module) -> Iterator[None]:
         # Masks are as large as all weights.
         and not (part in _LEAVE_MASKS and _is_mask(part, name))
     }
-    if not memories or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    if not memories or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         yield
         return
 

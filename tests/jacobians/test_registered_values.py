@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from jacsparse.patterns import Diagonal, Pattern
-from jacsparse.patterns.rules import RULES
+from jacsparse.patterns import RULES, Diagonal, Pattern
 from torch import nn
 
 import jacsparse
