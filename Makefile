@@ -7,13 +7,18 @@ STAMP := $(VENV)/.installed
 # Those that run on a GPU: first the numbers, then under Compute Sanitizer.
 GPU_TESTS := $(patsubst %,tests/cuda/test_%.py,products values recurrent linear_recurrence device compute_sanitizer)
 
+# The PyTorch that test-torch tests on, in an environment of its own, and PyTorch's own index of builds for the CPU.
+VERSION ?= 2.6.0
+TORCH := build/torch-$(VERSION)
+CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
+
 # What older x86 processors have.
 SSE42 := +sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+sahf
 AVX2 := $(SSE42),+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe
 NUMERIC := tests/patterns tests/spgemm tests/stages/test_order.py tests/jacobians/test_jacobian.py \
 	tests/jacobians/test_passes.py tests/recurrence/test_linear_recurrence.py
 
-.PHONY: setup demo test test-full test-portable test-gpu lint bench clean
+.PHONY: setup demo test test-full test-portable test-torch test-gpu lint bench clean
 
 setup: $(STAMP)
 
@@ -38,6 +43,17 @@ test-portable: $(STAMP)
 	JACSPARSE_TESTS=portable ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES=$(AVX2) JACSPARSE_TEST_THREADS=2 \
 	$(RUN) -m pytest tests/recurrence/test_recurrent.py
+
+test-torch: $(TORCH)/.installed
+	JACSPARSE_CACHE_DIR=$(abspath $(TORCH))/cache $(TORCH)/bin/python -m pytest -n 2 --durations=15
+
+# From PyTorch's index first, and alone: where that cannot be reached, PyPI's build takes gigabytes on x86.
+$(TORCH)/.installed: setup.cfg pyproject.toml
+	test -x $(TORCH)/bin/python || $(PYTHON) -m venv $(TORCH)
+	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps \
+		--extra-index-url $(CPU_BUILDS) torch==$(VERSION)
+	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' torch==$(VERSION)
+	touch $@
 
 # With the machine's own Python where there is no .venv: it is the one that has PyTorch for its GPU.
 test-gpu:

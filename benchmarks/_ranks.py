@@ -14,6 +14,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
+from jacsparse.runtime import destroy_process_groups
+
 __all__ = ["Say", "on_ranks"]
 
 T = TypeVar("T")
@@ -71,5 +73,5 @@ def _on_rank(task: Callable[[Say], T], variables: dict[str, str]) -> T:
         return task(_lines.put)
     except BaseException:
         # The others need not wait for a rank that failed. One that is done stays until all are.
-        dist.destroy_process_group()
+        destroy_process_groups()
         raise

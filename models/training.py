@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..distributed import ranks_of
-from ..runtime import check_writable
+from ..runtime import check_writable, destroy_process_groups
 from ..training import Backpropagation, DelayedGradients, SyntheticGradients, in_eval_mode
 from .arguments import check_count, check_number
 from .checkpoint import Checkpoint, model_of, read_checkpoint, save_checkpoint
@@ -129,7 +129,7 @@ def train(
     if settings.plot and settings.out is not None and _writes():
         plot_curves(run.points, settings.outputs[2], _title(settings, data, run.accuracy))
     if count > 1 and not grouped:
-        dist.destroy_process_group()
+        destroy_process_groups()
     return TrainResult(run.model.eval(), run.points, run.accuracy)
 
 

@@ -26,6 +26,7 @@ from .kernels import flushing, inlined, kernel, kernel_cache
 from .memory_pool import MEMORY_POOL
 from .threads import SIMD, run_rows, split, thread_count
 from .torch_versions import (
+    destroy_process_groups,
     grid_sampler_3d_is_differentiable_twice,
     is_exporting,
     parts_of_program,
@@ -52,6 +53,7 @@ __all__ = [
     "check_writable",
     "cupy_for",
     "cupy_stream",
+    "destroy_process_groups",
     "flushing",
     "frozen",
     "gpu_extra",

@@ -10,6 +10,8 @@ Where PyTorch itself can tell, its version is not asked: builds between two rele
   prepared Jacobian takes a check of constants, as numbers are; fractions in a tensor from elsewhere are refused there.
 - PyTorch 2.7 and before return what compiles the frames of a thread, which is mostly None, without a reference to it.
   Before Python 3.12, where None does not live for ever, the process ended after some hundred thousand products.
+- PyTorch 2.6 may wait for ever where a process group of gloo ends: it holds the interpreter's lock while it waits for a
+  thread that frees the last call's tensors, for which that needs the lock. 2.13 does not.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 #: Whether `torch.export` traces the caller.
@@ -90,3 +93,12 @@ def parts_of_program(program: torch.export.ExportedProgram) -> nn.Module | None:
         return torch.export.unflatten(program)
     except RuntimeError:
         return None
+
+
+def destroy_process_groups() -> None:
+    """End all process groups, as ``torch.distributed.destroy_process_group``."""
+    groups = dist.distributed_c10d._world.pg_map
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    # Its own references to the backends are not the last ones, and those here are given up without the lock.
+    dist.destroy_process_group()
+    backends.clear()

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from jacsparse.runtime import destroy_process_groups
+
 ROOT = Path(__file__).parents[2]
 
 # One process of all tests imports what ranks need, which takes seconds; each rank is forked from it.
@@ -84,7 +86,7 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     case, *values = (int(value) if value.isdecimal() else value for value in arguments)
     getattr(importlib.import_module(module), case)(*values)
-    dist.destroy_process_group()
+    destroy_process_groups()
 
 
 @contextlib.contextmanager
@@ -94,7 +96,7 @@ def one_rank() -> Iterator[dist.ProcessGroup]:
     try:
         yield dist.group.WORLD
     finally:
-        dist.destroy_process_group()
+        destroy_process_groups()
 
 
 def impatient_group(kind: str) -> dist.ProcessGroup:

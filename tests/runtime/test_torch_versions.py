@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from jacsparse.runtime import torch_versions
@@ -57,6 +58,14 @@ def test_a_private_name_is_there(name: str) -> None:
         for part in parts[count:]:
             found = getattr(found, part)
         return
+
+
+def test_a_process_group_ends_while_its_last_call_is_freed() -> None:
+    for _ in range(200):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_gather_object([None], list(range(50)))
+        torch_versions.destroy_process_groups()
+    assert not dist.is_initialized()
 
 
 def test_asking_what_compiles_frames_takes_no_references() -> None:
