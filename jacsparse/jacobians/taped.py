@@ -9,11 +9,13 @@ from typing import Any, Protocol
 import torch
 
 from ..patterns import Pattern
+from ..stages import has_nan, with_numbers
 from ..tracing import (
     Arithmetic,
     Reads,
     Tape,
     followed,
+    graph_of_tape,
     number_tensors,
     numbers_followed,
     recorded_tape,
@@ -102,8 +104,23 @@ class TapedJacobian:
         with torch.no_grad(), without_autocast(x.device):
             inputs = [x, *tensors_of_externals(reads), *numbers[1]]
             values = self.evaluator.values(inputs, reads.numbers, reads.results)
+            if has_nan(values):
+                values = with_numbers(values, self.evaluator.pattern, len(x), self._pull_back(inputs))
             # A function may return coarser numbers, as under ``torch.autocast``.
             return values if values.dtype is x.dtype else values.to(x.dtype)
+
+    def _pull_back(self, inputs: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The pull-back of the function at the inputs of the tape's graph, by autograd of a run of that."""
+        x = inputs[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = graph_of_tape(self.tape, inputs)(x, *inputs[1:])
+
+        def pull_back(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.reshape(y.shape).to(y.dtype)
+            (pulled,) = torch.autograd.grad(y, x, gradient, retain_graph=True, materialize_grads=True)
+            return pulled.reshape(len(x), -1)
+
+        return pull_back
 
 
 def has_zeros(tensor: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from .checks import check_input, check_limit, check_shape, check_tensor
 from .forward_pass import recorded, samples_of
 from .graph_gradients import has_hooks, pull_back
 from .node_gradients import pull_back_by_nodes, pull_back_input
+from .not_a_number import has_nan, with_numbers
 from .order import DENSE, START
 from .record import Record, pull_back_all
 from .stage import Edge, Stage
@@ -35,6 +36,7 @@ __all__ = [
     "eliminate",
     "empty_pattern",
     "has_hooks",
+    "has_nan",
     "matrix_of",
     "pull_back",
     "pull_back_all",
@@ -44,4 +46,5 @@ __all__ = [
     "recorded",
     "refuse_hooks",
     "samples_of",
+    "with_numbers",
 ]

@@ -28,8 +28,9 @@ from .accumulation import Accumulation, Region, empty_pattern
 from .balance import boundaries
 from .checks import check_input, check_shape
 from .forward_pass import recorded, samples_of
-from .graph_gradients import has_hooks
+from .graph_gradients import has_hooks, pull_back
 from .memory import check_size
+from .not_a_number import has_nan, with_numbers
 from .order import Order, accumulated, best_order
 from .record import Record, pull_back_all
 from .stage import Edge, Stage, working
@@ -111,6 +112,19 @@ class Chain:
 
     def jacobian(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
         """The whole module's Jacobian at each sample of a batch; its batch is 1 where all samples share the values."""
+        result = self._products(records, x)
+        # What all samples share depends on weights alone, which no backward pass masks.
+        if all(stage.shared for stage in self) or not has_nan(result.values):
+            return result
+
+        def by_autograd(gradient: torch.Tensor) -> torch.Tensor:
+            ((pulled,), _) = pull_back(records[::-1], gradient, records[:1], (), ())
+            return pulled.reshape(len(x), -1)
+
+        return SparseJacobian(result.pattern, with_numbers(result.values, result.pattern, len(x), by_autograd))
+
+    def _products(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
+        """`jacobian` by the operators' own Jacobians."""
         refuse_hooks(records)
         if len(self):
             batch = 1 if all(stage.shared for stage in self.stages) else len(x)
