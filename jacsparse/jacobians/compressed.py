@@ -96,6 +96,11 @@ def coloring(pattern: Pattern) -> Coloring:
     return min(candidates, key=lambda candidate: candidate.cost)
 
 
+def coloring_of_rows(pattern: Pattern) -> Coloring:
+    """The colouring that takes no entry from products with seeds of columns."""
+    return _apart(pattern, pattern.shape[0])
+
+
 def _counts(pattern: Pattern) -> list[int]:
     """Numbers of fullest rows to take apart: powers of two while they shorten the longest of the other rows."""
     lengths = np.sort(pattern.structure.row_counts())[::-1]

@@ -13,9 +13,10 @@ import torch
 
 from ..patterns import Pattern
 from ..spgemm import SparseJacobian
+from ..stages import has_nan
 from ..tracing import undisturbed, without_autocast
 from .arguments import Arguments, FlatFunction
-from .compressed import coloring, seeds
+from .compressed import Coloring, coloring, coloring_of_rows, seeds
 
 
 def with_graph(
@@ -30,13 +31,21 @@ def with_graph(
         y = function(x)
         if not y.requires_grad:
             return jacobian
-        colors = coloring(entries)
-        forward, backward = (torch.from_numpy(seed).to(x) for seed in seeds(colors))
-        with without_autocast(x.device):
-            products = [_forward_products(y, x, forward), _products(y, x, backward)]
-        together = torch.cat([product.permute(0, 2, 1).reshape(-1, arguments.batch) for product in products])
-        places = torch.from_numpy(colors.places[np.searchsorted(entries.places, jacobian.pattern.places)]).to(x.device)
-        return SparseJacobian(jacobian.pattern, together[:, : jacobian.batch].index_select(0, places))
+        places = np.searchsorted(entries.places, jacobian.pattern.places)
+        values = _values(y, x, coloring(entries), places)
+        if has_nan(values):
+            # A backward pass that masks is not masked in the derivative by its gradient.
+            values = _values(y, x, coloring_of_rows(entries), places)
+        return SparseJacobian(jacobian.pattern, values[:, : jacobian.batch])
+
+
+def _values(y: torch.Tensor, x: torch.Tensor, colors: Coloring, places: np.ndarray) -> torch.Tensor:
+    """The values of some entries, ``(entries, batch)``, by the products with the seeds of a colouring."""
+    forward, backward = (torch.from_numpy(seed).to(x) for seed in seeds(colors))
+    with without_autocast(x.device):
+        products = [_forward_products(y, x, forward), _products(y, x, backward)]
+    together = torch.cat([product.permute(0, 2, 1).reshape(-1, len(x)) for product in products])
+    return together.index_select(0, torch.from_numpy(colors.places[places]).to(x.device))
 
 
 def _products(y: torch.Tensor, x: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
