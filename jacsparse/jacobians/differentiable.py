@@ -13,7 +13,7 @@ import torch
 
 from ..patterns import Pattern
 from ..spgemm import SparseJacobian
-from ..stages import has_nan
+from ..stages import all_finite
 from ..tracing import undisturbed, without_autocast
 from .arguments import Arguments, FlatFunction
 from .compressed import Coloring, coloring, coloring_of_rows, seeds
@@ -33,8 +33,8 @@ def with_graph(
             return jacobian
         places = np.searchsorted(entries.places, jacobian.pattern.places)
         values = _values(y, x, coloring(entries), places)
-        if has_nan(values):
-            # A backward pass that masks is not masked in the derivative by its gradient.
+        if not all_finite(values):
+            # The derivative of a masking backward pass by its gradient multiplies.
             values = _values(y, x, coloring_of_rows(entries), places)
         return SparseJacobian(jacobian.pattern, values[:, : jacobian.batch])
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..patterns import Identity, Pattern, gradient_of, is_pointwise
+from ..patterns import Identity, Pattern, gradient_of
 from ..stages import Accumulation, Edge, Record, eliminate
 from ..tracing import graph_of_values
 from .linearised import Linearised, evaluated, place_of
@@ -210,7 +210,9 @@ class _Leaves:
         selects = edge.call.sources is not None or edge.pruned_weights
         if edge.shared and (selects or (place is not None and not self._varying.intersection(others))):
             return terms_at(*entries, coefficient=record.values(edge)[:, 0].numpy())
-        if place is None or not (is_pointwise(edge.call.operator) or edge.rule.elementwise(edge.call)):
+        # An operator may work on places in one overload alone, as `aten.max` does.
+        overload: Any = node.target
+        if place is None or not (torch.Tag.pointwise in overload.tags or edge.rule.elementwise(edge.call)):
             selection = self._selection(edge, record, node) if self.weights else None
             if selection is None:
                 raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..patterns import Pattern
-from ..stages import has_nan, with_numbers
+from ..stages import all_finite, with_backward_passes
 from ..tracing import (
     Arithmetic,
     Reads,
@@ -104,8 +104,8 @@ class TapedJacobian:
         with torch.no_grad(), without_autocast(x.device):
             inputs = [x, *tensors_of_externals(reads), *numbers[1]]
             values = self.evaluator.values(inputs, reads.numbers, reads.results)
-            if has_nan(values):
-                values = with_numbers(values, self.evaluator.pattern, len(x), self._pull_back(inputs))
+            if not all_finite(values):
+                values = with_backward_passes(values, self.evaluator.pattern, len(x), self._pull_back(inputs))
             # A function may return coarser numbers, as under ``torch.autocast``.
             return values if values.dtype is x.dtype else values.to(x.dtype)
 
@@ -116,6 +116,8 @@ class TapedJacobian:
             y = graph_of_tape(self.tape, inputs)(x, *inputs[1:])
 
         def pull_back(gradient: torch.Tensor) -> torch.Tensor:
+            if not y.requires_grad:
+                return torch.zeros_like(x)
             gradient = gradient.reshape(y.shape).to(y.dtype)
             (pulled,) = torch.autograd.grad(y, x, gradient, retain_graph=True, materialize_grads=True)
             return pulled.reshape(len(x), -1)

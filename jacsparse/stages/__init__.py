@@ -7,8 +7,8 @@ from .chains import Chain, chain, chain_of, refuse_hooks
 from .checks import check_input, check_limit, check_shape, check_tensor
 from .forward_pass import recorded, samples_of
 from .graph_gradients import has_hooks, pull_back
+from .infinite_entries import all_finite, with_backward_passes
 from .node_gradients import pull_back_by_nodes, pull_back_input
-from .not_a_number import has_nan, with_numbers
 from .order import DENSE, START
 from .record import Record, pull_back_all
 from .stage import Edge, Stage
@@ -26,6 +26,7 @@ __all__ = [
     "Region",
     "Run",
     "Stage",
+    "all_finite",
     "boundaries",
     "chain",
     "chain_of",
@@ -36,7 +37,6 @@ __all__ = [
     "eliminate",
     "empty_pattern",
     "has_hooks",
-    "has_nan",
     "matrix_of",
     "pull_back",
     "pull_back_all",
@@ -46,5 +46,5 @@ __all__ = [
     "recorded",
     "refuse_hooks",
     "samples_of",
-    "with_numbers",
+    "with_backward_passes",
 ]
