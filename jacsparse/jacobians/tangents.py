@@ -48,7 +48,7 @@ def _with_derivatives(overload: Any, *args: Any) -> torch.Tensor:
         of_places = dict(zip(places, operands, strict=True))
         return overload(*(of_places.get(place, operand) for place, operand in enumerate(args)))  # type: ignore[no-any-return]
 
-    y, pull_back = torch.func.vjp(applied, *(operand.detach() for operand in operands))
+    y, pull_back = torch.func.vjp(applied, *(operand.detach() for operand in operands))[:2]
     return _WithDerivatives.apply(y, *operands, *pull_back(torch.ones_like(y)))  # type: ignore[no-any-return]
 
 
