@@ -4,6 +4,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
     axis,
     blocks,
     elementwise,
+    losses,
     matmul,
     movement,
     ordering,

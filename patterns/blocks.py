@@ -147,7 +147,11 @@ def _epsilon(call: Call) -> float | None:
 
 
 class _NormRule(_LineRule):
-    """Normalised lines whose elements are contiguous, scaled by a weight."""
+    """Normalised lines whose elements are contiguous, scaled by a weight.
+
+    Where the variance of a line overflows, its elements are scaled by zero, and the derivative is zero; that of
+    PyTorch's backward pass is no number.
+    """
 
     #: Whether the mean is subtracted.
     centred = True

@@ -57,10 +57,13 @@ _TERMS = {
 
 
 @add_rule(POINTWISE, "aten._to_copy")
-class _PointwiseRule(_DiagonalRule):
+class PointwiseRule(_DiagonalRule):
     """An operator that ATen tags as pointwise, or a copy; any number of operands are broadcast to one shape."""
 
     several = True
+
+    def elementwise(self, call: Call) -> bool:
+        return True
 
     def pattern(self, call: Call) -> Pattern:
         if call.in_size != call.out_size:
@@ -107,7 +110,7 @@ class _PointwiseRule(_DiagonalRule):
 
 
 @add_rule("aten.where")
-class _WhereRule(_PointwiseRule):
+class _WhereRule(PointwiseRule):
     """``aten.where``: a constant condition leaves each branch an entry of one wherever it selects that branch."""
 
     def pruned_arguments(self, call: Call) -> list[str]:

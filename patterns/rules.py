@@ -226,6 +226,10 @@ class Rule(ABC):
         """Whether all samples share their values, which then do not depend on the input."""
         return False
 
+    def elementwise(self, call: Call) -> bool:
+        """Whether each output depends on the operand at its own place alone, once operands are broadcast."""
+        return False
+
     def multiply_adds(self, call: Call) -> int:
         """Multiply-adds of the matrix products in the operator's forward pass for one sample, without pruning.
 

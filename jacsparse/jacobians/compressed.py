@@ -25,6 +25,7 @@ from .compilation import runner
 from .linearised import Linearised, calls_of_input
 from .results_of_runs import take_results
 from .scaling import with_scaling
+from .tangents import with_gradients
 
 #: Cost of a backward pass relative to a forward pass.
 BACKWARD = 1.5
@@ -215,7 +216,7 @@ class _Pass:
         padded = torch.cat([seeds, seeds.new_zeros((count * length - len(seeds), seeds.shape[1]))])
         self.parts: list[torch.Tensor] = list(padded.split(length))
         self._count = len(seeds)
-        forward = with_scaling(function.graph).forward
+        forward = with_gradients(with_scaling(function.graph)).forward
 
         def run(seeds: torch.Tensor, x: torch.Tensor, *others: Any) -> tuple[torch.Tensor]:
             many = seeds[:, None, :].expand(-1, len(x), -1)

@@ -114,8 +114,9 @@ def jacobian(
     A call runs `f` once; the first calls with arguments of new shapes run it several times, to make a program for later
     ones, so that what it prints or counts is seen as often.
 
-    Where an operator's derivative is infinite, as that of a root at 0, its product with a 0 is NaN by the rules of
-    floating-point numbers. Autograd may give 0 there, because its backward passes of ReLU and of masks do not multiply.
+    At kinks and ties, and where a derivative is infinite, entries are those of PyTorch's backward passes, which compute
+    each entry that is not finite as a product of local derivatives. An entry may be a number where autograd gives NaN:
+    autograd multiplies the zero gradients of other outputs too, and each of its products may overflow elsewhere.
 
     Examples
     --------

@@ -13,6 +13,7 @@ from .compressed import Coloring, Compressed, coloring, elements
 from .folding import NotFoldableError, folded
 from .linearised import Linearised, calls_of_input
 from .products import ChainProducts, Products
+from .tangents import INEXACT
 from .taped import Evaluator
 
 #: A value of 8 bytes that a product or sum reads or writes, or that a call computes: about 3 ns.
@@ -43,7 +44,7 @@ def evaluator_of(
     if not products.pattern.nnz:
         return products
     cost = _cost_of_products(function)
-    if method == "products":
+    if method == "products" or any(node.target in INEXACT for node in calls_of_input(function.graph)):
         return _folded_with_weights(function, cost, compile) or products
     colors = coloring(function.pattern)
     cost_of_colors = _cost_of_colors(function, colors)

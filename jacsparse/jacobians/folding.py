@@ -210,7 +210,9 @@ class _Leaves:
         selects = edge.call.sources is not None or any(not weight.floating for weight in edge.pruned_weights)
         if edge.shared and (selects or (place is not None and not self._varying.intersection(others))):
             return terms_at(*entries, coefficient=record.values(edge)[:, 0].numpy())
-        if place is None or torch.Tag.pointwise not in node.target.tags:  # type: ignore[union-attr]
+        # An operator may work on places in one overload alone, as `aten.max` does.
+        overload: Any = node.target
+        if place is None or not (torch.Tag.pointwise in overload.tags or edge.rule.elementwise(edge.call)):
             selection = self._selection(edge, record, node) if self.weights else None
             if selection is None:
                 raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")

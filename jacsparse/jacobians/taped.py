@@ -9,11 +9,13 @@ from typing import Any, Protocol
 import torch
 
 from ..patterns import Pattern
+from ..stages import all_finite, with_backward_passes
 from ..tracing import (
     Arithmetic,
     Reads,
     Tape,
     followed,
+    graph_of_tape,
     number_tensors,
     numbers_followed,
     recorded_tape,
@@ -114,8 +116,25 @@ class TapedJacobian:
                 assert self.watched is not None
                 self.watched.check(inputs)
                 raise
+            if not all_finite(values):
+                values = with_backward_passes(values, self.evaluator.pattern, len(x), self._pull_back(inputs))
             # A function may return coarser numbers, as under ``torch.autocast``.
             return values if values.dtype is x.dtype else values.to(x.dtype)
+
+    def _pull_back(self, inputs: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The pull-back of the function at the inputs of the tape's graph, by autograd of a run of that."""
+        x = inputs[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = graph_of_tape(self.tape, inputs)(x, *inputs[1:])
+
+        def pull_back(gradient: torch.Tensor) -> torch.Tensor:
+            if not y.requires_grad:
+                return torch.zeros_like(x)
+            gradient = gradient.reshape(y.shape).to(y.dtype)
+            (pulled,) = torch.autograd.grad(y, x, gradient, retain_graph=True, materialize_grads=True)
+            return pulled.reshape(len(x), -1)
+
+        return pull_back
 
 
 def has_zeros(tensor: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ from .chains import Chain, chain, chain_of, refuse_hooks, refuse_other_derivativ
 from .checks import check_input, check_limit, check_shape, check_tensor
 from .forward_pass import recorded, samples_of
 from .graph_gradients import has_hooks, pull_back
+from .infinite_entries import all_finite, with_backward_passes
 from .node_gradients import pull_back_by_nodes, pull_back_input
 from .order import DENSE, START
 from .record import Record, pull_back_all
@@ -25,6 +26,7 @@ __all__ = [
     "Region",
     "Run",
     "Stage",
+    "all_finite",
     "boundaries",
     "chain",
     "chain_of",
@@ -45,4 +47,5 @@ __all__ = [
     "refuse_hooks",
     "refuse_other_derivatives",
     "samples_of",
+    "with_backward_passes",
 ]

@@ -28,7 +28,8 @@ from .accumulation import Accumulation, Region, empty_pattern
 from .balance import boundaries
 from .checks import check_input, check_shape
 from .forward_pass import recorded, samples_of
-from .graph_gradients import has_hooks
+from .graph_gradients import has_hooks, pull_back
+from .infinite_entries import all_finite, with_backward_passes
 from .memory import check_size
 from .order import Order, accumulated, best_order
 from .record import Record, pull_back_all
@@ -122,6 +123,20 @@ class Chain:
 
     def jacobian(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
         """The whole module's Jacobian at each sample of a batch; its batch is 1 where all samples share the values."""
+        result = self._products(records, x)
+        # What samples share depends on weights alone, which no backward pass masks; of one sample an operator tells.
+        constant = result.batch < len(x) or (len(self) == 1 and self.stages[0].operator and self.stages[0].shared)
+        if constant or all_finite(result.values):
+            return result
+
+        def by_autograd(gradient: torch.Tensor) -> torch.Tensor:
+            ((pulled,), _) = pull_back(records[::-1], gradient, records[:1], (), ())
+            return pulled.reshape(len(x), -1)
+
+        return SparseJacobian(result.pattern, with_backward_passes(result.values, result.pattern, len(x), by_autograd))
+
+    def _products(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
+        """`jacobian` by the operators' own Jacobians."""
         refuse_hooks(records)
         if len(self):
             batch = 1 if all(stage.shared for stage in self.stages) else len(x)

@@ -2,6 +2,8 @@
 
 The backward pass of a normalisation gets the mean and the deviation that the forward pass saved, and PyTorch
 differentiates it as if it computed them from the input. So the decomposition computes them.
+
+The second derivatives of ELU at 0, of Softplus at its threshold and of the Huber loss at its delta are zero in PyTorch.
 """
 
 from __future__ import annotations
@@ -76,6 +78,27 @@ def _batch_norm(gradient: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
     return _decomposition(aten.native_batch_norm_backward.default)(gradient, x, *rest)
 
 
+def _elu(
+    gradient: torch.Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of ELU, from its result or its input."""
+    negative = torch.where(x < 0, x, 0.0)
+    rise = negative + alpha * scale if is_result else alpha * scale * torch.exp(negative * input_scale)
+    return gradient * torch.where(x <= 0, input_scale * rise, scale)
+
+
+def _softplus(gradient: torch.Tensor, x: torch.Tensor, beta: float, threshold: float) -> torch.Tensor:
+    x = x * beta
+    rise = torch.where(x < threshold, x, x.detach()).sigmoid()
+    return gradient * torch.where(x > threshold, 1.0, rise)
+
+
+def _huber(gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, delta: float) -> torch.Tensor:
+    difference = x - target
+    inside = torch.where(difference.abs() < delta, difference, difference.detach().clamp(-delta, delta))
+    return gradient * inside / (x.numel() if reduction == 1 else 1)
+
+
 def _decomposition(overload: Any) -> Any:
     return torch._decomp.decomposition_table[overload]
 
@@ -85,4 +108,7 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.convolution_backward.default: _convolution,
     aten.native_layer_norm_backward.default: _layer_norm,
     aten.native_batch_norm_backward.default: _batch_norm,
+    aten.elu_backward.default: _elu,
+    aten.softplus_backward.default: _softplus,
+    aten.huber_loss_backward.default: _huber,
 }

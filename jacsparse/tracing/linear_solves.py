@@ -5,7 +5,8 @@ With ``X = A⁻¹ B`` and ``X₀``, the solution as a constant, ``A⁻¹ (B - A 
     dX = A⁻¹ (dB - dA X₀)
 
 (Giles, "Collected matrix derivative results for forward and reverse mode algorithmic differentiation", section 2.3.1).
-Only derivatives count: the values of such a product are not the solution's.
+Only derivatives count: the values of such a product are not the solution's. PyTorch's backward passes solve systems in
+place of multiplying by an inverse, so that they overflow at other matrices.
 """
 
 from __future__ import annotations

@@ -650,6 +650,48 @@ def comparisons(draw: st.DrawFn, kind: str) -> Case:
     ), shape
 
 
+# Losses.
+
+#: By ATen's name; of an input and a target, which may depend on the input too but for ``soft_margin_loss``.
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {
+    "mse_loss": functional.mse_loss,
+    "smooth_l1_loss": functional.smooth_l1_loss,
+    "huber_loss": lambda x, y, reduction: functional.huber_loss(x, y, reduction, 0.5),
+    "soft_margin_loss": lambda x, y, reduction: functional.soft_margin_loss(x, y.sign(), reduction=reduction),
+    "binary_cross_entropy": lambda x, y, reduction: functional.binary_cross_entropy(
+        x.sigmoid(), y.sigmoid(), y.detach().abs(), reduction=reduction
+    ),
+    "binary_cross_entropy_with_logits": lambda x, y, reduction: functional.binary_cross_entropy_with_logits(
+        x, y, None, reduction=reduction, pos_weight=torch.full((1,), 2.0, dtype=torch.float64)
+    ),
+}
+
+
+@st.composite
+def losses(draw: st.DrawFn, kind: str) -> Case:
+    shape, function = draw(shapes), LOSSES[kind]
+    if kind != "soft_margin_loss" and draw(flags):
+        return Apply(lambda x: function(x, x.flip(-1) * 0.5, reduction="none")), shape
+    return Apply(lambda x, c: function(x, c.expand(x.shape), reduction="none"), constant(*shape)), shape
+
+
+@st.composite
+def margin_losses(draw: st.DrawFn, kind: str) -> Case:
+    classes = draw(sizes)
+    if kind == "multi_margin_loss":
+        label, power, weight = draw(st.integers(0, classes - 1)), draw(st.integers(1, 2)), constant(classes)
+        return Apply(
+            lambda x, w: functional.multi_margin_loss(
+                x, torch.full((len(x),), label), power, weight=w, reduction="none"
+            ),
+            weight,
+        ), (classes,)
+    labels = torch.tensor(draw(st.lists(st.integers(-1, classes - 1), min_size=classes, max_size=classes)))
+    return Apply(lambda x, t: functional.multilabel_margin_loss(x, t.expand(len(x), -1), reduction="none"), labels), (
+        classes,
+    )
+
+
 # Along an axis.
 
 
@@ -826,6 +868,9 @@ OPERATORS: dict[str, Cases] = {
     "aten.cummax": along_an_axis(lambda x, axis: torch.cummax(x, axis)[0]),
     "aten.cummin": along_an_axis(lambda x, axis: torch.cummin(x, axis)[0]),
     "aten.diff": differences(),
+    **{f"aten.{kind}": losses(kind) for kind in LOSSES},
+    "aten.multi_margin_loss": margin_losses("multi_margin_loss"),
+    "aten.multilabel_margin_loss_forward": margin_losses("multilabel_margin_loss"),
     "aten.glu": gates(),
     **{f"aten.{kind}": comparisons(kind) for kind in ("cosine_similarity", "pairwise_distance")},
     "aten.layer_norm": line_norms(nn.LayerNorm),

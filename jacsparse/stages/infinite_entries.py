@@ -1,0 +1,53 @@
+"""Entries that are infinite, or no numbers, as products of local derivatives: autograd may have numbers there.
+
+Where a derivative is infinite, as that of a root at 0, its product with a zero is not a number. Backward passes of
+ReLU, maxima, selections and moved elements do not multiply by their zeros: they leave the gradient out. And where a
+derivative overflows, as that of a logarithm at 1e-310, backward passes divide a gradient that may be small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..patterns import Pattern, row_colors
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Whether all elements are finite numbers."""
+    # A sum takes one pass and no memory.
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
+def with_backward_passes(
+    values: torch.Tensor, pattern: Pattern, batch: int, pull_back: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Values of a Jacobian, ``(nnz, batch)``, of which backward passes compute those that are not finite.
+
+    Parameters
+    ----------
+    values : Tensor, (nnz, batch) or (nnz, 1)
+        The values of products.
+    pattern : Pattern
+        The pattern of the Jacobian.
+    batch : int
+        The number of samples.
+    pull_back : callable
+        ``pull_back(gradient of output) -> gradient of input``, ``(batch, rows)`` to ``(batch, columns)``, by autograd.
+        It is called for each colour of the rows that have such entries.
+    """
+    infinite = ~torch.isfinite(values)
+    entries = infinite.any(1).nonzero()[:, 0]
+    places = entries.cpu().numpy()
+    rows, columns = (torch.from_numpy(array[places]).long() for array in (pattern.rows, pattern.indices))
+    colors = torch.from_numpy(row_colors(pattern))[rows]
+    computed = values.new_empty((len(entries), batch))
+    for color in colors.unique():
+        chosen = (colors == color).nonzero()[:, 0]
+        seed = values.new_zeros((batch, pattern.shape[0]))
+        seed[:, rows[chosen]] = 1
+        computed[chosen] = pull_back(seed)[:, columns[chosen]].T.to(values)
+    result = values.expand(-1, batch).clone()
+    result[entries] = torch.where(infinite[entries], computed, result[entries])
+    return result
