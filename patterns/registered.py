@@ -24,7 +24,7 @@ class _RegisteredRule(Rule):
         self, pattern: Callable[[Call], Pattern], values: Values | None, shared: bool, weights: Sequence[str]
     ) -> None:
         self._pattern, self._values, self._shared, self.weights = pattern, values, shared, tuple(weights)
-        self.replaces_derivative = values is not None
+        self.has_registered_values = values is not None
 
     def placement(self, use: Use) -> Placement:
         if use.batch == 1:

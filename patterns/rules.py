@@ -205,8 +205,8 @@ class Rule(ABC):
     reads_numbers: bool = False
     #: Whether the operator takes one multiply-add for each entry of the Jacobian, padding aside.
     entrywise: bool = True
-    #: Whether `values` may be others than those of PyTorch's derivative.
-    replaces_derivative: bool = False
+    #: Whether a user registered `values`, which may be others than those of PyTorch's derivative.
+    has_registered_values: bool = False
 
     def of_argument(self, argument: str) -> Rule:
         """The rule of the Jacobian with respect to an argument."""

@@ -84,11 +84,13 @@ class Arguments:
         """Elements of a sample of each tensor."""
         return [math.prod(tensor.shape[1:] if self.batched else tensor.shape) for tensor in self.tensors]
 
-    def with_zeros(self, samples: int) -> Arguments:
-        """The same arguments with samples of zeros, also those that it is not differentiated by and that have none."""
-        is_empty = [isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and not len(leaf) for leaf in self.leaves]
-        pairs = zip(self.leaves, is_empty, strict=True)
-        leaves = [leaf.new_zeros((samples, *leaf.shape[1:])) if empty else leaf for leaf, empty in pairs]
+    def with_zeros(self, samples: int, *, others: bool = False) -> Arguments:
+        """The same arguments with samples of zeros, on request also in the place of other tensors without elements."""
+        leaves = list(self.leaves)
+        for place, leaf in enumerate(leaves):
+            is_empty = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and not len(leaf)
+            if place in self.places or (others and is_empty):
+                leaves[place] = leaf.new_zeros((samples, *leaf.shape[1:]))
         return replace(self, leaves=leaves)
 
     def with_flat(self, x: torch.Tensor) -> list[Any]:

@@ -10,6 +10,7 @@ and one gather decompresses the result.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -82,6 +83,7 @@ class Coloring:
         return forward + BACKWARD * backward
 
 
+@functools.lru_cache(maxsize=4)
 def coloring(pattern: Pattern) -> Coloring:
     """The cheapest colouring among those of columns, of rows, and of both, the fullest ones apart.
 

@@ -11,16 +11,17 @@ of its product with ``v_c``. Forward mode would need a third derivative of opera
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..spgemm import SparseJacobian
-from ..tracing import Recording, ending_at, without_autocast
+from ..stages import walk
+from ..tracing import Recording, ending_at, saved_handle, without_autocast
 from .compressed import coloring, seeds
 
 #: Operators whose third derivative is wrong in PyTorch (2.6 to 2.15), and why.
@@ -28,6 +29,8 @@ WRONG_THIRD = {
     "aten.native_layer_norm": "takes the mean and the deviation for constants",
     "aten.native_batch_norm": "takes the mean and the deviation for constants",
     "aten._native_batch_norm_legit": "takes the mean and the deviation for constants",
+    "aten.cudnn_batch_norm": "takes the mean and the deviation for constants",
+    "aten.miopen_batch_norm": "takes the mean and the deviation for constants",
     "aten.logcumsumexp": "is not a number",
 }
 
@@ -59,13 +62,14 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weighted_sum: _WeightedSum, values: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.weighted_sum = weighted_sum
+        ctx.save_for_backward(saved_handle(weighted_sum))
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (handle,) = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
-        gradients = iter(ctx.weighted_sum.gradients(weights, needed))
+        gradients = iter(handle.content.gradients(weights, needed))
         return (None, None, *(next(gradients) if each else None for each in needed))
 
 
@@ -81,21 +85,15 @@ class _WeightedSum:
         self._inputs = [x, *recording.externals]
         self._problem = wrong_third_derivative(recording, "gradients of gradients of a Jacobian's values")
 
-    @functools.cached_property
-    def _coloring(self) -> tuple[tuple[int, int], torch.Tensor, list[torch.Tensor]]:
-        """The numbers of colours of columns and rows, each entry's place in the products, and the seeds."""
-        x, *_ = self._inputs
-        colors = coloring(self._entries)
-        places = colors.places[np.searchsorted(self._entries.places, self._pattern.places)]
-        of_colors = [torch.from_numpy(each).to(x) for each in seeds(colors)]
-        return colors.counts, torch.from_numpy(places).to(x.device), of_colors
-
-    def _pairs(self, weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _vectors(self, weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each colour the vectors ``u``, ``(batch, rows)``, and ``v``, ``(batch, columns)``."""
-        (columns, rows), places, (of_columns, of_rows) = self._coloring
-        (height, width), batch = self._pattern.shape, len(self._inputs[0])
+        colors, x = coloring(self._entries), self._inputs[0]
+        places = torch.from_numpy(colors.places[np.searchsorted(self._entries.places, self._pattern.places)])
+        of_columns, of_rows = (torch.from_numpy(each).to(x) for each in seeds(colors))
+        (columns, rows), (height, width), batch = colors.counts, self._pattern.shape, len(x)
+        by_place = weights.new_zeros((columns * height + rows * width, self._samples))
+        by_place = by_place.index_add(0, places.to(x.device), weights)
         # Where all samples share the values, they are those of the first one.
-        by_place = weights.new_zeros((columns * height + rows * width, self._samples)).index_add(0, places, weights)
         by_place = torch.nn.functional.pad(by_place, (0, batch - self._samples))
         weights_of_columns, weights_of_rows = by_place.split([columns * height, rows * width])
         for u, v in zip(weights_of_columns.reshape(columns, height, batch), of_columns, strict=True):
@@ -105,24 +103,42 @@ class _WeightedSum:
 
     def gradients(self, weights: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
         """The gradients by the inputs that need one."""
-        again = torch.is_grad_enabled()
-        if again and self._problem is not None:
+        differentiable = torch.is_grad_enabled()
+        if differentiable and self._problem is not None:
             raise self._problem
-        y, (x, *externals) = self._output, self._inputs
-        wanted: list[Any] = [end for end, each in zip([self._start, *externals], needed, strict=True) if each]
-        tensors = [tensor for tensor, each in zip(self._inputs, needed, strict=True) if each]
-        totals: list[torch.Tensor | None] = [None] * len(wanted)
-        with torch.enable_grad(), without_autocast(x.device), ending_at(tensors):
-            for u, v in self._pairs(weights if again else weights.detach()):
-                g = u.reshape(y.shape).to(y.dtype)
-                (pulled,) = torch.autograd.grad(y, [self._start], g, create_graph=True, allow_unused=True)
-                if pulled is None or not pulled.requires_grad:
-                    continue
-                product = (pulled * v.reshape(pulled.shape)).sum()
-                terms = torch.autograd.grad(product, wanted, retain_graph=True, create_graph=again, allow_unused=True)
+        inputs = [tensor for tensor, each in zip(self._inputs, needed, strict=True) if each]
+        totals: list[torch.Tensor | None] = [None] * len(inputs)
+        with torch.enable_grad(), without_autocast(weights.device):
+            for u, v in self._vectors(weights if differentiable else weights.detach()):
+                terms = self._of_product(u, v, inputs, differentiable)
                 pairs = zip(totals, terms, strict=True)
                 totals = [a if b is None else b if a is None else a + b for a, b in pairs]
         return totals
+
+    def _of_product(
+        self, u: torch.Tensor, v: torch.Tensor, inputs: Sequence[torch.Tensor], differentiable: bool
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients of ``uᵀ J v``."""
+        y, (x, *_) = self._output, self._inputs
+        # Results of fewer bits than the input overflow where weights are large.
+        scale = 1.0 if y.dtype == u.dtype else u.detach().abs().amax().clamp_min(torch.finfo(u.dtype).tiny)
+        g = (u / scale).reshape(y.shape).to(y.dtype)
+        (pulled,) = torch.autograd.grad(y, [self._start], g, create_graph=True, allow_unused=True)
+        if pulled is None or not pulled.requires_grad:
+            return [None] * len(inputs)
+        product = (pulled * v.reshape(pulled.shape)).sum() * scale
+        ends: list[Any] = [self._start if tensor is x else get_gradient_edge(tensor) for tensor in inputs]
+        if not any(tensor._backward_hooks for tensor in inputs):
+            with ending_at(inputs, product.grad_fn):
+                return torch.autograd.grad(
+                    product, ends, retain_graph=True, create_graph=differentiable, allow_unused=True
+                )
+        # The caller's own backward pass is to call the hooks of these tensors, once.
+        if differentiable:
+            raise UnsupportedOperatorError(
+                "a hook of a tensor that a function reads sees gradients of gradients of a Jacobian's values; remove it"
+            )
+        return walk(get_gradient_edge(product), torch.ones_like(product), list(zip(ends, inputs, strict=True)))
 
 
 def wrong_third_derivative(recording: Recording, what: str) -> UnsupportedOperatorError | None:

@@ -17,7 +17,7 @@ from ..tracing import Recording, check_module, saved_buffers, undisturbed, witho
 from .arguments import Arguments, FlatFunction, arguments_of
 from .differentiable import with_graph, wrong_third_derivative
 from .gradients import Gradient
-from .recent import RecentJacobians, recent_jacobians
+from .recent import recent_jacobians
 
 
 def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned: bool = True) -> Pattern:
@@ -132,11 +132,16 @@ def jacobian(
     if not callable(f):
         raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
     arguments = arguments_of(args, argnums, batched)
-    if not arguments.batch:
-        # Two samples show whether all share their values.
-        result = jacobian_at(f, arguments.with_zeros(2), pruned)
-        return result if result.batch == 1 else SparseJacobian(result.pattern, result.values[:, :0])
-    return _with_graph(f, arguments, pruned) if create_graph else jacobian_at(f, arguments, pruned)
+    evaluated = _with_graph if create_graph else jacobian_at
+    if arguments.batch:
+        return evaluated(f, arguments, pruned)
+    # Two samples show whether all share their values.
+    try:
+        result = evaluated(f, arguments.with_zeros(2), pruned)
+    except ValueError:
+        # Another argument may have samples too, of which there are none.
+        result = evaluated(f, arguments.with_zeros(2, others=True), pruned)
+    return result if result.batch == 1 else SparseJacobian(result.pattern, result.values[:, :0])
 
 
 @without_saving_hooks()
@@ -147,25 +152,23 @@ def jacobian_at(f: Callable[..., Any], arguments: Arguments, pruned: bool = True
     if result is None:
         with _run(f, arguments, pruned) as run:
             result = run.jacobian()
-        run.remember(recent, f, arguments, result)
+        # A program would write again, or have entries for pruned weights.
+        if not run.recording.writes_outside and not run.chain.pruned_weights:
+            recent.add(f, arguments, result)
     return result
 
 
+@torch.enable_grad()
 @without_saving_hooks()
 def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> SparseJacobian:
-    recent = recent_jacobians(f, pruned)
-    result = recent.jacobian(f, arguments)
     with _run(f, arguments, pruned, connected=True) as run:
-        values = run.jacobian() if result is None else result
-        if run.chain.replaces_derivatives:
+        if run.chain.registered_values:
             refuse_other_derivatives(run.records, "the gradient of values")
-        problem = wrong_third_derivative(run.recording, "gradients of a Hessian's values")
-        if isinstance(f, Gradient) and problem is not None:
-            raise problem
-        jacobian = with_graph(values, run.recording, run.x, run.entries())
-    if result is None:
-        run.remember(recent, f, arguments, values)
-    return jacobian
+        if isinstance(f, Gradient):
+            problem = wrong_third_derivative(run.recording, "gradients of a Hessian's values")
+            if problem is not None:
+                raise problem
+        return with_graph(run.jacobian(), run.recording, run.x, run.entries())
 
 
 @dataclass(eq=False)
@@ -196,13 +199,6 @@ class _ChainRun:
         """All entries, those of pruned weights that have gradients too."""
         chain = self.chain if not self.chain.pruned_weights else self.unpruned.matching(self.recording)[0]
         return chain.pattern.T
-
-    def remember(
-        self, recent: RecentJacobians, f: Callable[..., Any], arguments: Arguments, jacobian: SparseJacobian
-    ) -> None:
-        """Make a program for later calls, unless it would write again, or have entries for pruned weights."""
-        if not self.recording.writes_outside and not self.chain.pruned_weights:
-            recent.add(f, arguments, jacobian)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..patterns import Pattern, UnsupportedOperatorError
-from ..stages import DENSE, START, refuse_other_derivatives
+from ..stages import DENSE, START
 from .compressed import Coloring, Compressed, coloring, elements
 from .folding import NotFoldableError, folded
 from .linearised import Linearised, calls_of_input
@@ -29,12 +29,16 @@ def evaluator_of(
     function: Linearised, method: str, compile: bool, coloring: Callable[[Pattern], Coloring] = coloring
 ) -> Evaluator:
     """The way to the values that was asked for, or the one of less predicted cost."""
-    if function.chain.replaces_derivatives:
-        if method == "compressed":
-            refuse_other_derivatives(function.records, "method='compressed'")
-        else:
-            # The other ways take PyTorch's derivatives.
-            return ChainProducts(function)
+    registered = function.chain.registered_values
+    if registered and method == "compressed":
+        raise registered[0].call.unsupported(
+            f"method='compressed' takes PyTorch's derivative of {registered[0].call.operator}, whose values were "
+            "registered and may be others",
+            "pass method='products'",
+        )
+    if registered:
+        # The other ways take PyTorch's derivatives too.
+        return ChainProducts(function)
     if method == "compressed":
         return Compressed(function, coloring(function.pattern), compile)
     try:

@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
 from ..stages import chain_of, recorded, refuse_other_derivatives
-from ..tracing import Recording, leads_to, name_of, undisturbed
+from ..tracing import Invocation, Recording, leads_to, name_of, undisturbed
 from .arguments import Arguments, FlatFunction
 
 
@@ -50,8 +50,7 @@ class Gradient(nn.Module):
 
     def check_derivatives(self, recording: Recording, arguments: Arguments) -> None:
         """Raise where a run of the function has an operator with registered values that are no derivative of it."""
-        rules = [invocation.facts.rule for invocation in recording.invocations if invocation.facts is not None]
-        if not any(rule is not None and rule.replaces_derivative for rule in rules):
+        if registered_in(recording) is None:
             return
         function = FlatFunction(self.f, arguments)
         with undisturbed(function):
@@ -72,6 +71,15 @@ class Gradient(nn.Module):
         raise UnsupportedOperatorError(
             f"{name_of(self.f)} returns {what}; a Hessian is of a function that returns one number, {expected}"
         )
+
+
+def registered_in(recording: Recording) -> Invocation | None:
+    """The first call in a run of an operator whose values were registered; None without one."""
+    for invocation in recording.invocations:
+        rule = None if invocation.facts is None else invocation.facts.rule
+        if rule is not None and rule.has_registered_values:
+            return invocation
+    return None
 
 
 def _copied(arg: Any) -> Any:

@@ -162,7 +162,7 @@ def linearised(
     """A tape's graph and the chain of its operators, at an input and what the function read there.
 
     Patterns omit zeros of constants where `pruned`, but of what the function reads those of the `watched` externals
-    alone, which whoever evaluates the graph has to watch: `PrunedWeights` does.
+    alone, which whoever evaluates the graph has to watch: `WatchedWeights` does.
     """
     inputs = inputs_of(tape, x, reads)
     graph = graph_of_tape(tape, inputs)

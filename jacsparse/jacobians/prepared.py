@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .._version import __version__
-from ..patterns import Pattern, gradient_of
+from ..patterns import Pattern, UnsupportedOperatorError, gradient_of
 from ..runtime import read_archive, write_archive
 from ..spgemm import SparseJacobian
 from ..stages import chain_of, recorded, refuse_hooks
@@ -34,7 +34,7 @@ from .compressed import Coloring, Compressed, coloring
 from .evaluation import jacobian_at
 from .evaluators import evaluator_of
 from .folding import Folded, derivatives_of
-from .gradients import Gradient
+from .gradients import Gradient, registered_in
 from .linearised import Linearised, linearised
 from .products import ChainProducts, Products
 from .surroundings import Surroundings
@@ -110,7 +110,7 @@ class PreparedJacobian:
         taped = TapedJacobian(arguments.form, function.tape, evaluator, watched=watched)
         self._program = _digest(arguments, function)
         self._f, self._arguments, self._taped, self._tolerance = f, arguments, taped, _tolerance(function)
-        self._replaces_derivatives = function.chain.replaces_derivatives
+        self._registered_values = function.chain.registered_values
         # Replaced as a whole, so that threads take all of one run.
         self._run, self._lock = _Run(arguments.plain, Surroundings(f), reads), threading.RLock()
         #: Whether the arithmetic of numbers among the arguments may be followed; False once that has failed.
@@ -207,10 +207,9 @@ class PreparedJacobian:
             if 0 < place <= len(self._taped.tape.inputs)
         ]
         module = self._f if isinstance(self._f, nn.Module) else nn.Module()
-        names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
-        found = [names[id(tensor)] for tensor in tensors if id(tensor) in names]
-        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        return " and ".join(found) or f"a weight that is computed from what it reads, of shape {shapes},"
+        of_module = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+        names = [of_module.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}") for tensor in tensors]
+        return " and ".join(names) or "a weight"
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
         alike = self._arguments.with_args(args)
@@ -318,7 +317,7 @@ class PreparedJacobian:
             g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
             expected = gradient_of(y, x, g) if y.requires_grad else torch.zeros_like(x)
         g = g.to(x.dtype)
-        if self._replaces_derivatives:
+        if self._registered_values:
             # Autograd does not know of registered values.
             expected = jacobian_at(self._f, arguments).vjp(g)
         scale = largest_finite(SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()))
@@ -326,8 +325,9 @@ class PreparedJacobian:
         limit = tolerance if tolerance is not None else self._tolerance
         if not error <= limit:
             way = " with method='products'" if self.method == "compressed" else ""
+            whose = "that of jacsparse.jacobian" if self._registered_values else "autograd's"
             raise VerificationError(
-                f"{name_of(self._f)}: the prepared Jacobian differs from autograd's by {error:.1e} of the largest "
+                f"{name_of(self._f)}: the prepared Jacobian differs from {whose} by {error:.1e} of the largest "
                 f"element, more than {limit:.0e}; prepare it again{way}, or call jacsparse.jacobian"
             )
         return error
@@ -485,6 +485,8 @@ def prepare_jacobian(
     tensor's indices are parts of the program, whose pattern has its elements alone. Masks are parts of the program too:
     a branch of ``torch.where`` has entries only where a mask selects it.
 
+    Weights that the pattern leaves out are read at each call, to see whether they are zero still.
+
     Numbers among the arguments may change. Where they are floats, and a function only adds, multiplies and divides
     them, takes powers or calls NumPy's functions of them, a change costs no more than their new values. Where it
     compares or rounds them, or calls ``math.sin`` or ``type``, it runs at each change; pass a tensor without axes
@@ -551,8 +553,12 @@ def _traced_at(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> tup
         recording = recorded(function, x, readable=False)
         with without_autocast(x.device):
             refuse_hooks(chain_of(recording, pruned=False).records(recording)[1])
-        if isinstance(f, Gradient):
-            f.check_derivatives(recording, arguments)
+        registered = registered_in(recording) if isinstance(f, Gradient) else None
+        if registered is not None:
+            raise UnsupportedOperatorError(
+                f"{name_of(f)}: a prepared Hessian takes PyTorch's derivative of {registered.name}, whose values were "
+                f"registered and may be others{registered.source}; call jacsparse.hessian, which compares them"
+            )
     # Apart, since the second run is to find what the first one found.
     tape, reads = taped(f, arguments)
     check_replays(tape, name_of(f))

@@ -112,9 +112,9 @@ class TapedJacobian:
             try:
                 values = self.evaluator.values(inputs, reads.numbers, reads.results)
             except FilledWeightError:
-                # The error that tells which weight it is.
-                assert self.watched is not None
-                self.watched.check(inputs)
+                if self.watched is not None:
+                    # The error that tells which weight it is.
+                    self.watched.check(inputs)
                 raise
             if not all_finite(values):
                 values = with_backward_passes(values, self.evaluator.pattern, len(x), self._pull_back(inputs))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from ..stages import Record, Run
-from ..tracing import saves_objects, without_saving_hooks
+from ..tracing import saved_handle, saves_objects, without_saving_hooks
 
 
 class Puller(Protocol):
@@ -54,9 +54,7 @@ class _Scanned(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.puller = puller
         # Autograd saves tensors alone: the run is an attribute of one.
-        handle = torch.empty(0)
-        handle.saved = run, places  # type: ignore[attr-defined]
-        ctx.save_for_backward(handle)
+        ctx.save_for_backward(saved_handle((run, places)))
         # A copy, because later operators may overwrite it, and the last stage may need the output.
         return output.clone()
 
@@ -68,7 +66,7 @@ class _Scanned(torch.autograd.Function):
                 "call the module inside it for those"
             )
         (handle,) = ctx.saved_tensors
-        run, places = handle.saved
+        run, places = handle.content
         for_input = ctx.needs_input_grad[4]
         needed = [place for place, wants in zip(places, ctx.needs_input_grad[5:], strict=True) if wants]
         with without_saving_hooks():

@@ -8,7 +8,7 @@ from .checks import check_input, check_limit, check_shape, check_tensor
 from .forward_pass import recorded, samples_of
 from .graph_gradients import has_hooks, pull_back
 from .infinite_entries import all_finite, with_backward_passes
-from .node_gradients import pull_back_by_nodes, pull_back_input
+from .node_gradients import pull_back_by_nodes, pull_back_input, walk
 from .order import DENSE, START
 from .record import Record, pull_back_all
 from .stage import Edge, Stage
@@ -47,5 +47,6 @@ __all__ = [
     "refuse_hooks",
     "refuse_other_derivatives",
     "samples_of",
+    "walk",
     "with_backward_passes",
 ]

@@ -104,7 +104,7 @@ class Chains(ChainCache):
         assert module is not None
         check_shape(x.shape[1:])
         chain, run = self.of_run(module, x)
-        if by_autograd and chain.replaces_derivatives:
+        if by_autograd and chain.registered_values:
             with without_autocast(x.device):
                 refuse_other_derivatives(run.records, "a product by autograd")
         return chain, run

@@ -85,9 +85,9 @@ class Chain:
         return tuple(weight for weight in weights if weight.floating)
 
     @functools.cached_property
-    def replaces_derivatives(self) -> bool:
-        """Whether values of an operator were registered, which may be others than those of PyTorch's derivative."""
-        return any(edge.rule.replaces_derivative for stage in self.stages for edge in stage.edges)
+    def registered_values(self) -> tuple[Edge, ...]:
+        """The edges whose values were registered, and may be others than those of PyTorch's derivative."""
+        return tuple(edge for stage in self.stages for edge in stage.edges if edge.rule.has_registered_values)
 
     @property
     def factors(self) -> list[Pattern | Region]:
@@ -223,8 +223,8 @@ def refuse_hooks(records: Sequence[Record]) -> None:
 
 
 def refuse_other_derivatives(records: Sequence[Record], what: str) -> None:
-    """Raise where registered values are not those of PyTorch's derivative, which `what` takes too."""
-    edges = [(record, e) for record in records for e in record.stage.edges if e.rule.replaces_derivative]
+    """Raise where registered values are not those of PyTorch's derivative, which `what` takes."""
+    edges = [(record, e) for record in records for e in record.stage.edges if e.rule.has_registered_values]
     for record, edge in edges:
         call, x = edge.call, record.input
         if not len(x):
@@ -237,7 +237,7 @@ def refuse_other_derivatives(records: Sequence[Record], what: str) -> None:
         if not torch.allclose(registered, expected, rtol=limit, atol=limit * scale, equal_nan=True):
             raise UnsupportedOperatorError(
                 f"{call.path}: the values registered for {call.operator} are not those of PyTorch's derivative, which "
-                f"{what} would take besides{call.source}; make it an operator of your own whose derivative they are, "
+                f"{what} takes{call.source}; make it an operator of your own whose derivative they are, "
                 "by torch.library.custom_op and register_autograd"
             )
 

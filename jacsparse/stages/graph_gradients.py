@@ -66,7 +66,7 @@ def pull_back(
     wanted += [edge for _, *pair in hooks for edge in pair]
     results: Sequence[torch.Tensor | None] = ()
     if wanted:
-        with ending_at([tensors[place] for place in together]):
+        with ending_at([tensors[place] for place in together], output.node):
             results = torch.autograd.grad([output], wanted, [gradient], retain_graph=True, allow_unused=True)
     of_inputs = [
         torch.zeros_like(record.input) if result is None else result

@@ -178,7 +178,7 @@ class Record:
                 pass
             elif isinstance(edge.pattern.structure, Diagonal):
                 gradient = gradient.times(self.values(edge).T)
-            elif edge.rule.replaces_derivative:
+            elif edge.rule.has_registered_values:
                 values, of_output = self.values(edge), gradient.product()
                 vectors = of_output.reshape(math.prod(columns), -1).T.contiguous()
                 if values.shape[1] > 1:

@@ -30,7 +30,7 @@ from .program import Operation, Program, contents_of, key_of, program_of
 from .pruned_weights import PrunedWeight, mask_of
 from .recorder import is_users, record
 from .recording import Invocation, Recording, is_recording
-from .saved_tensors import saves_objects, without_saving_hooks
+from .saved_tensors import saved_handle, saves_objects, without_saving_hooks
 from .tape import (
     Number,
     Reads,
@@ -90,6 +90,7 @@ __all__ = [
     "same_number",
     "same_numbers",
     "saved_buffers",
+    "saved_handle",
     "saves_objects",
     "set_weights",
     "sets_weights",

@@ -58,14 +58,29 @@ def apply_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[tor
 
 
 @contextlib.contextmanager
-def ending_at(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A context in which backward passes do not go on from one of the tensors to another that it was computed from.
+def ending_at(tensors: Sequence[torch.Tensor], start: Any) -> Iterator[None]:
+    """A context in which backward passes from a node go on from none of the tensors to another that made it.
 
     The gradients of all of them are then those of what was computed from each directly, so that the caller's own
     backward pass, which goes on from each of them, counts nothing twice.
     """
-    ends = {get_gradient_edge(tensor).node for tensor in tensors}
-    handles = [node.register_prehook(_zeros) for node in ends if leads_to(node, ends)]
+    # A leaf was computed from nothing.
+    inner = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+    if not inner:
+        yield
+        return
+    ends, passes, unrelated = {get_gradient_edge(tensor).node for tensor in tensors}, set[int](), set[Any]()
+    related = [node for node in inner if leads_to(node, ends, unrelated)]
+
+    def begin(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        passes.add(torch._C._current_graph_task_id())
+
+    def stop(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        # Other passes, as those of other threads, go through these nodes too.
+        return (None,) * len(gradients) if torch._C._current_graph_task_id() in passes else None
+
+    hooks = [(start, begin), *((node, stop) for node in related)] if related else []
+    handles = [node.register_prehook(hook) for node, hook in hooks]
     try:
         yield
     finally:
@@ -73,18 +88,19 @@ def ending_at(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             handle.remove()
 
 
-def _zeros(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    return tuple([None if gradient is None else torch.zeros_like(gradient) for gradient in gradients])
+def leads_to(node: Any, ends: set[Any], unrelated: set[Any] | None = None) -> bool:
+    """Whether a backward pass goes on from a node to one of others.
 
-
-def leads_to(node: Any, ends: set[Any]) -> bool:
-    """Whether a backward pass goes on from a node to one of others."""
+    `unrelated` has nodes from which it does not, and gets more.
+    """
+    unrelated = set() if unrelated is None else unrelated
     waiting, seen = [behind for behind, _ in node.next_functions], {None}
     while waiting:
         reached = waiting.pop()
         if reached in ends:
             return True
-        if reached not in seen:
+        if reached not in seen and reached not in unrelated:
             seen.add(reached)
             waiting.extend(behind for behind, _ in reached.next_functions)
+    unrelated |= seen
     return False

@@ -118,7 +118,10 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def saved_buffers(module: nn.Module) -> Iterator[None]:
-    """A context in which autograd saves copies of a module's buffers, so that what it saves outlives `undisturbed`."""
+    """A context in which autograd saves copies of a module's buffers, so that what it saves outlives `undisturbed`.
+
+    A checkpoint around it does not see what is saved.
+    """
     memories = {
         buffer.untyped_storage()._cdata
         for part in parts_of(module)

@@ -8,6 +8,9 @@ from ..patterns import any_nonzero_at
 from .operators import operator_name
 from .recording import Recording
 
+#: The most elements of a weight whose omitted elements are always read one by one.
+SMALL = 4096
+
 
 class PrunedWeight:
     """Which elements of a weight a pattern omits.
@@ -35,7 +38,7 @@ class PrunedWeight:
         omitted = ~_in_memory_order(self.mask, like=weight)
         places = omitted.nonzero().reshape(-1)
         # A few elements are read one by one, many of them in one pass over all.
-        self._few = 16 * len(places) < len(omitted)
+        self._few = 16 * len(places) < len(omitted) or len(omitted) < SMALL
         self._omitted = places if self._few else omitted
 
     def holds(self, weight: torch.Tensor) -> bool:

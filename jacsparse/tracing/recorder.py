@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
@@ -447,11 +448,15 @@ class _Recorder(TorchDispatchMode):
 
     def is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether this run has made the memory that a tensor lies in."""
-        calls, constants = self.recording.invocations, list(self.recording.constants.values())
-        for call in calls[self.fresh_from[0] :]:
+        calls, constants = self.recording.invocations, self.recording.constants
+        first_call, first_constant = self.fresh_from
+        for call in calls[first_call:]:
             self.fresh |= _new_memory((call.arguments[name] for name in call.versions), call.results)
-        for constant in constants[self.fresh_from[1] :]:
-            if constant.overload is not None:
+        for constant in itertools.islice(constants.values(), first_constant, None):
+            if constant.overload is _LIFTED:
+                # What torch.tensor makes.
+                self.fresh.add(memory_of(constant.tensor))
+            elif constant.overload is not None:
                 self.fresh |= _new_memory(tensors_in(list(constant.arguments.values())), [constant.tensor])
         self.fresh_from = len(calls), len(constants)
         return memory_of(tensor) in self.fresh
@@ -571,6 +576,7 @@ def _shows(overload: Any, operands: list[Operand], tensors: dict[str, torch.Tens
 
 
 _DETACH = torch.ops.aten.detach.default
+_LIFTED = torch.ops.aten.lift_fresh.default
 
 _next_node = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 

@@ -38,6 +38,13 @@ def saves_objects() -> bool:
     return module == "torch.utils.checkpoint" and name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
 
 
+def saved_handle(content: Any) -> torch.Tensor:
+    """A tensor for ``save_for_backward`` whose `content` lives as long as autograd saves it."""
+    handle = torch.empty(0)
+    handle.content = content  # type: ignore[attr-defined]
+    return handle
+
+
 @contextlib.contextmanager
 def without_saving_hooks() -> Iterator[None]:
     """Run the body, whose operators save tensors as they are, whatever hooks are in force."""

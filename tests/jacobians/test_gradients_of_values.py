@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -304,3 +307,120 @@ def test_hessians_of_functions_that_write_to_what_they_are_differentiated_by() -
         *(prepare_hessian(f, x, method=m)(x) for m in ("products", "compressed")),
     ):
         assert (actual.todense() - expected).abs().amax() <= BOUND * expected.abs().amax()
+
+
+def test_infinite_derivatives_before_the_call() -> None:
+    """No gradient of a tensor from before the call is multiplied by what goes on from it."""
+    b = torch.tensor([0.0, 4.0], dtype=FLOAT).requires_grad_()
+    a = b.sqrt()
+    f = lambda x: x**2 * a + x * b  # noqa: E731
+    expected = torch.diag(torch.autograd.functional.jacobian(f, drawn(2), create_graph=True))
+    actual = jacobian(f, drawn(2), batched=False, create_graph=True).values[:, 0]
+    gradients_of = [torch.autograd.grad(each.sum(), b, retain_graph=True)[0] for each in (actual, expected)]
+    assert torch.allclose(*gradients_of)
+
+
+def test_backward_passes_of_other_threads() -> None:
+    b = drawn(4).requires_grad_()
+    a = b.sin().cos()
+    expected = torch.autograd.grad(a.sum(), b, retain_graph=True)[0]
+    scan = jacsparse.nn.Scan(Affine(a, b))
+    wrong, stop = [], threading.Event()
+
+    def others() -> None:
+        while not stop.is_set():
+            if not torch.equal(torch.autograd.grad(a.sum(), b, retain_graph=True)[0], expected):
+                wrong.append(1)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        for _ in range(50):
+            scan(drawn(2, 4)).sum().backward(retain_graph=True)
+            values = jacobian(lambda x: x**2 * a + b, drawn(4), batched=False, create_graph=True).values
+            torch.autograd.grad(values.sum(), b, retain_graph=True)
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong
+
+
+class Affine(nn.Module):
+    """A product and a sum with tensors that are no parameters."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        self.tensors = a, b
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.tensors
+        return x.tanh() * a + b
+
+
+def test_hooks_of_tensors_that_a_function_reads() -> None:
+    parameter, calls = drawn(3, 3).requires_grad_(), []
+    parameter.register_hook(lambda gradient: calls.append(1) or 2 * gradient)
+    f = lambda x: (x @ parameter).tanh()  # noqa: E731
+    x = drawn(2, 3)
+    expected = torch.autograd.grad(by_rows(f, x), parameter)[0]
+    calls.clear()
+    total = jacobian(f, x, create_graph=True).values.sum()
+    actual = torch.autograd.grad(total, parameter)[0]
+    assert len(calls) == 1
+    assert (actual - expected).abs().amax() <= BOUND * expected.abs().amax()
+
+
+def by_rows(f: Function, x: torch.Tensor) -> torch.Tensor:
+    """The sum of a Jacobian's elements, by backward passes."""
+    x = x.clone().requires_grad_()
+    y = f(x)
+    rows = [torch.autograd.grad(y[:, row].sum(), x, create_graph=True)[0].sum() for row in range(y.shape[1])]
+    return torch.stack(rows).sum()
+
+
+def test_large_weights_of_results_in_half_precision() -> None:
+    x = drawn(1, 3).float().requires_grad_()
+    values = jacobian(lambda x: x.exp().half(), x, create_graph=True).values
+    (gradient,) = torch.autograd.grad((values * 1e5).sum(), x)
+    assert torch.allclose(gradient, 1e5 * x.exp(), rtol=2e-3)
+
+
+def test_within_no_grad_and_without_samples() -> None:
+    x, linear = drawn(3).requires_grad_(), nn.Linear(3, 2).double()
+    with torch.no_grad():
+        values = jacobian(torch.sin, x, batched=False, create_graph=True).values
+    assert (torch.autograd.grad(values.sum(), x)[0] + x.sin()).abs().amax() <= BOUND
+    values = jacobian(linear, drawn(0, 3), create_graph=True).values
+    assert (torch.autograd.grad(values.sum(), linear.weight)[0] == 1).all()
+    values = jacobian(lambda x: linear(x).sin(), drawn(0, 3), create_graph=True).values
+    assert values.shape == (6, 0) and not torch.autograd.grad(values.sum(), linear.weight)[0].any()
+
+
+def test_a_function_runs_once_in_each_call() -> None:
+    calls = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.sin()
+
+    for number in range(1, 6):
+        jacobian(f, drawn(3).requires_grad_(), batched=False, create_graph=True)
+        assert len(calls) == number
+
+
+def test_a_run_ends_with_its_backward_pass() -> None:
+    ends = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin().exp()
+        ends.append(weakref.ref(y))
+        return y * x
+
+    result = jacobian(f, drawn(3).requires_grad_(), batched=False, create_graph=True)
+    loss = result.values.sum()
+    assert ends[-1]() is not None
+    loss.backward()
+    gc.collect()
+    assert ends[-1]() is None
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()

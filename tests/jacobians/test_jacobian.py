@@ -66,6 +66,11 @@ def test_several_arguments_without_samples() -> None:
         assert jacsparse.jacobian(lambda a, b: a * b, e, e, argnums=argnums).values.shape == (columns, 0)
     assert jacsparse.hessian(lambda a, b: (a * a * b).sum(1), e, e, batched=True).values.shape == (6, 0)
     assert jacsparse.jacobian(lambda a, b: a * b, e, torch.ones(6, dtype=FLOAT)).values.shape == (6, 1)
+    # Arguments that have no elements in any batch stay as they are.
+    none = torch.zeros(0, dtype=torch.int64)
+    assert jacsparse.jacobian(lambda x, i: x.index_select(1, i), e, none).shape == (0, 6)
+    c = torch.zeros(0, 6, dtype=FLOAT)
+    assert jacsparse.jacobian(lambda x, c: torch.cat([x @ c.T, x], 1), e, c).shape == (6, 6)
 
 
 def test_expanded_arguments_of_functions_that_read_memory() -> None:

@@ -65,8 +65,6 @@ def of_weight(wrapped: nn.Module, network: Network, x: torch.Tensor) -> torch.Te
 BY_AUTOGRAD: dict[str, Callable[[Network, torch.Tensor], torch.Tensor]] = {
     "create_graph": lambda network, x: jacobian(f, x, create_graph=True).values,
     "hessian": lambda network, x: hessian(total, x[0]).values,
-    "prepare_hessian": lambda network, x: prepare_hessian(total, x[0])(x[0]).values,
-    "compressed": lambda network, x: prepare_jacobian(f, x, method="compressed")(x).values,
     "linear": lambda network, x: of_weight(jacsparse.nn.Scan(network, schedule="linear"), network, x),
     "blelloch": lambda network, x: of_weight(jacsparse.nn.Scan(network, schedule="blelloch"), network, x),
     "leapfrog": lambda network, x: of_weight(jacsparse.nn.Leapfrog(network, threads=2), network, x),
@@ -98,6 +96,15 @@ def test_values_of_prepared_jacobians(method: str, register: Callable[..., None]
     assert prepared.check(x) == 0
     # An object prepared before keeps the rules of its time.
     assert (before(x).values - 3 * x.T.cos()).abs().amax() <= BOUND
+
+
+@pytest.mark.parametrize("values", [cosines, twos])
+def test_what_cannot_compare_at_each_call_is_refused(values: Values, register: Callable[..., None]) -> None:
+    register(values)
+    with pytest.raises(UnsupportedOperatorError, match=r"aten\.sin, whose values were .* call jacsparse\.hessian"):
+        prepare_hessian(total, drawn(3))
+    with pytest.raises(UnsupportedOperatorError, match=r"aten\.sin, whose values were registered .* method='products'"):
+        prepare_jacobian(f, drawn(2, 3), method="compressed")
 
 
 def test_programs_of_earlier_calls_end_with_their_rules(register: Callable[..., None]) -> None:
