@@ -33,7 +33,7 @@ def with_graph(
             return jacobian
         places = np.searchsorted(entries.places, jacobian.pattern.places)
         values = _values(y, x, coloring(entries), places)
-        if not all_finite(values):
+        if not all_finite(values.detach()):
             # The derivative of a masking backward pass by its gradient multiplies.
             values = _values(y, x, coloring_of_rows(entries), places)
         return SparseJacobian(jacobian.pattern, values[:, : jacobian.batch])
