@@ -7,17 +7,26 @@ derivative overflows, as that of a logarithm at 1e-310, backward passes divide a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from ..patterns import Pattern, row_colors
 
+#: Elements up to which NumPy's product takes one thread; its call takes a third of the time of PyTorch's.
+_FEW = 10_000
+
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Whether all elements are finite numbers."""
-    # A sum takes one pass and no memory.
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+    """Whether all elements of a tensor without gradients are finite numbers."""
+    # A sum of squares takes one pass and no memory. Only where it overflows, another pass tells.
+    if values.numel() <= _FEW and not values.is_cuda:
+        array = values.numpy()
+        return math.isfinite(np.vdot(array, array)) or bool(np.isfinite(array).all())
+    flat = values.reshape(-1)
+    return math.isfinite(torch.dot(flat, flat).item()) or bool(torch.isfinite(values).all())
 
 
 def with_backward_passes(
