@@ -104,10 +104,11 @@ class TapedJacobian:
         with torch.no_grad(), without_autocast(x.device):
             inputs = [x, *tensors_of_externals(reads), *numbers[1]]
             values = self.evaluator.values(inputs, reads.numbers, reads.results)
+            # A function may return coarser numbers, as under ``torch.autocast``.
+            values = values if values.dtype is x.dtype else values.to(x.dtype)
             if not all_finite(values):
                 values = with_backward_passes(values, self.evaluator.pattern, len(x), self._pull_back(inputs))
-            # A function may return coarser numbers, as under ``torch.autocast``.
-            return values if values.dtype is x.dtype else values.to(x.dtype)
+            return values
 
     def _pull_back(self, inputs: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         """The pull-back of the function at the inputs of the tape's graph, by autograd of a run of that."""
