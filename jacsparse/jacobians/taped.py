@@ -118,7 +118,8 @@ class TapedJacobian:
                 raise
             # A function may return coarser numbers, as under ``torch.autocast``.
             values = values if values.dtype is x.dtype else values.to(x.dtype)
-            if not all_finite(values):
+            # A chain has done so, but for registered values.
+            if not isinstance(self.evaluator, ChainProducts) and not all_finite(values):
                 values = with_backward_passes(values, self.evaluator.pattern, len(x), self._pull_back(inputs))
             return values
 

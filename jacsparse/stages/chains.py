@@ -126,7 +126,7 @@ class Chain:
         result = self._products(records, x)
         # What samples share depends on weights alone, which no backward pass masks; of one sample an operator tells.
         constant = result.batch < len(x) or (len(self) == 1 and self.stages[0].operator and self.stages[0].shared)
-        if constant or all_finite(result.values.detach()):
+        if constant or self.registered_values or all_finite(result.values.detach()):
             return result
 
         def by_autograd(gradient: torch.Tensor) -> torch.Tensor:

@@ -107,6 +107,12 @@ def test_what_cannot_compare_at_each_call_is_refused(values: Values, register: C
         prepare_jacobian(f, drawn(2, 3), method="compressed")
 
 
+def test_infinite_values(register: Callable[..., None]) -> None:
+    register(lambda call, pattern: twos(call, pattern) / 0)
+    for actual in (jacobian(f, drawn(2, 3)), prepare_jacobian(f, drawn(2, 3)).values(drawn(2, 3))):
+        assert torch.isinf(getattr(actual, "values", actual)).all()
+
+
 def test_programs_of_earlier_calls_end_with_their_rules(register: Callable[..., None]) -> None:
     x = drawn(2, 3)
     for values, expected in ((cosines, 3 * x.T.cos()), (twos, torch.full((3, 2), 6.0, dtype=FLOAT))):
