@@ -24,6 +24,8 @@ class Facts:
     #: As in ``aten.add``.
     name: str
     rule: Rule | None
+    #: The rule under its own name; None also where its rule is that of all pointwise operators.
+    rule_by_name: Rule | None
     #: The parameters, in order; those that are tensors, that are lists of tensors, and that the operator writes to.
     names: tuple[str, ...]
     tensors: tuple[str, ...]
@@ -64,8 +66,8 @@ _FACTS: dict[int, Facts] = {}
 
 def facts_of(overload: Any) -> Facts:
     facts = _FACTS.get(id(overload))
-    # A rule may have been registered since.
-    if facts is None or RULES.get(facts.name, facts.rule) is not facts.rule:
+    # A rule may have been registered since, or one that was may be gone.
+    if facts is None or RULES.get(facts.name) is not facts.rule_by_name:
         facts = _FACTS[id(overload)] = _new_facts(overload)
     return facts
 
@@ -76,6 +78,7 @@ def _new_facts(overload: Any) -> Facts:
     return Facts(
         name=name,
         rule=rule,
+        rule_by_name=RULES.get(name),
         names=tuple(parameter.name for parameter in parameters),
         tensors=tuple(parameter.name for parameter in parameters if _is_tensor(parameter.type)),
         lists=tuple(parameter.name for parameter in parameters if _is_list(parameter.type)),

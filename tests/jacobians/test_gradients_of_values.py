@@ -28,8 +28,8 @@ from .test_fuzz import PLAIN, SIZE, Graph
 
 FULL = os.environ.get("JACSPARSE_TESTS") == "full"
 #: Of each operator; and functions of one to three operators, in as many tests as may run side by side.
-DRAWS = 50 if FULL else 2
-FUNCTIONS, PARTS = (3000, 12) if FULL else (120, 4)
+DRAWS = 50 if FULL else 1
+FUNCTIONS, PARTS = (3000, 12) if FULL else (80, 4)
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
