@@ -89,7 +89,8 @@ def jacobian(
         As in `jacobian_pattern`. Each call looks for the zeros: where one is filled, the pattern has its entries again.
     create_graph : bool
         Whether the values have gradients, to the arguments and to all tensors that `f` reads, as parameters. Entries
-        that a pattern leaves out have none: pass ``pruned=False`` to train weights that are zero.
+        that a pattern leaves out have none: pass ``pruned=False`` to train weights that are zero. They are PyTorch's
+        second derivatives; that of `logcumsumexp` is NaN in PyTorch (2.6 to 2.15) where a gradient is zero.
 
     Returns
     -------
