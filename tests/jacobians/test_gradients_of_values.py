@@ -80,7 +80,7 @@ def check(f: Function, x: torch.Tensor, *, smooth: bool | None) -> None:
         expected = by_autograd(f, x, weights)
     except (RuntimeError, NotImplementedError) as error:
         assert "derivative for" in str(error) or "Double backward" in str(error)
-        with pytest.raises(RuntimeError, match="derivative for|Double backward"):
+        with pytest.raises(RuntimeError, match=r"derivative for|Double backward"):
             gradients(weighted_sum(f, leaf, weights), [leaf])
         return
     actual = gradients(weighted_sum(f, leaf, weights), [leaf, *parameters_of(f)])
