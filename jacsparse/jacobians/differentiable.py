@@ -1,4 +1,4 @@
-"""Values with gradients: those of a run without a graph, whose backward pass takes PyTorch's second derivatives.
+"""Values with gradients: those of a run, whose backward pass takes PyTorch's second derivatives of that run.
 
 A weighting ``W`` of the values is a sum over the colours of the pattern,
 

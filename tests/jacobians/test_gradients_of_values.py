@@ -85,8 +85,9 @@ def check(f: Function, x: torch.Tensor, *, smooth: bool | None) -> None:
         return
     actual = gradients(weighted_sum(f, leaf, weights), [leaf, *parameters_of(f)])
     # PyTorch's second derivative of logcumsumexp is no number where a gradient is zero.
-    numbers = all(bool(torch.isfinite(other).all()) for other in expected)
-    for one, other in zip(actual, expected, strict=True) if numbers or smooth is not None else ():
+    for one, other in zip(actual, expected, strict=True):
+        if smooth is None and not torch.isfinite(other).all():
+            continue
         limit = 1e-10 * max(1.0, float(other.nan_to_num(0, 0, 0).abs().amax()) if other.numel() else 0.0)
         assert torch.allclose(one, other, rtol=1e-9, atol=limit, equal_nan=True)
     if smooth:
