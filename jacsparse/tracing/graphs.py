@@ -195,7 +195,8 @@ def _simpler(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if first is None:
         return None
     if node.target in _COPIES and not node.meta.get("written") and not first.meta.get("written"):
-        return first
+        # PyTorch's backward pass of adaptive_max_pool3d reads indices as if they lay one after the other.
+        return None if node.target == aten.clone.default and not _form(first)[1].is_floating_point else first
     if node.target in _SAME and _form(first) == _form(node) and not _moves(node):
         return first
     if node.target == aten.mul.Tensor:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import jacsparse
-from tests.helpers import BOUND, FLOAT, drawn
+from tests.helpers import BOUND, FLOAT, autograd_jacobian, drawn
 
 
 def test_pruned_vgg_11_equals_autograd() -> None:
@@ -104,3 +104,12 @@ def test_a_function_that_writes_to_an_argument_runs_once() -> None:
         result = jacsparse.jacobian(lambda a, b: b.add_(a) * a, drawn(3), b, batched=False)
         assert (result.values[:, 0] - (1 + 2 * drawn(3))).abs().amax() <= BOUND
         assert (b - (1 + drawn(3))).abs().amax() <= BOUND
+
+
+@pytest.mark.parametrize("size", [(3, 2, 5), (1, 4, 3), (5, 5, 2)])
+def test_indices_lie_one_after_the_other(size: tuple[int, ...]) -> None:
+    # PyTorch's backward pass of this pooling ends the process, or is wrong, where they do not.
+    pooling, x = nn.AdaptiveMaxPool3d((1, 3, 1)), drawn(1, 1, *size)
+    expected = autograd_jacobian(pooling, x[0])
+    for _ in range(4):
+        assert torch.equal(jacsparse.jacobian(lambda t: pooling(t * 1), x).todense(0), expected)
