@@ -88,10 +88,8 @@ class Trace:
         if value not in self.copies:
             maker = self.graph.infos[value].maker
             if maker is None or maker.draws:
-                raise StaleError(
-                    "a tensor that a gradient needs was modified by an inplace operation after the forward pass; run it "
-                    "again"
-                )
+                what = "a tensor that a gradient needs was modified by an inplace operation after the forward pass"
+                raise StaleError(f"{what}; run it again")
             with torch.no_grad():
                 arguments = {name: self.read(each) for name, each in maker.arguments.items()}
                 self.copies |= zip(maker.results, evaluated(maker.overload, arguments), strict=True)

@@ -23,7 +23,7 @@ from ..runtime import without_compiling
 from .callers import caller
 from .derivatives_seen import SeenDerivatives, next_node, untraced
 from .following import Followed
-from .graph import Info, Node, Operand, Scalar, Value, captured_form, form_of, kind_of, tensors_in
+from .graph import Graph, Info, Node, Operand, Scalar, Value, captured_form, form_of, kind_of, tensors_in
 from .modules import name_of
 from .operators import Facts, draws, facts_of, with_memory
 from .overwrite import Extent, Overwrite, extent_of
@@ -244,6 +244,7 @@ class Tracer(TorchDispatchMode):
     def repeat(self, node: Node, args: Any, kwargs: Any) -> Any:
         """Run a call that is the next one of the graph, and take its results."""
         self.followed.take(node, self.bind)
+        assert node.facts is not None
         written = written_tensors(node.facts, args, kwargs) if node.writes else ()
         for tensor in written:
             self.preserve(tensor, node)
