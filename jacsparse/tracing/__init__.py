@@ -44,8 +44,8 @@ from .tape import (
     same_number,
     same_numbers,
 )
-from .trace import StaleError, Trace, is_recording
 from .tracer import trace
+from .traces import StaleError, Trace, is_recording
 
 __all__ = [
     "Arithmetic",

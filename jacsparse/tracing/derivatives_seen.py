@@ -14,7 +14,7 @@ from ..patterns import UnsupportedOperatorError
 from .callers import caller
 from .graph import Node
 from .modules import name_of
-from .trace import Trace
+from .traces import Trace
 
 next_node = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 

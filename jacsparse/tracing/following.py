@@ -10,7 +10,7 @@ import torch
 from .derivatives_seen import SeenDerivatives, next_node
 from .graph import Graph, Node, Scalar, Value, captured_form, kind_of
 from .operators import with_memory
-from .trace import Trace, memory_of, version_of
+from .traces import Trace, memory_of, version_of
 
 
 class Followed:

@@ -27,7 +27,7 @@ from ..patterns import (
 from .graph import Node, Value, evaluated
 from .operators import operator_name
 from .overwrite import Overwrite
-from .trace import Trace
+from .traces import Trace
 
 _SAME = torch.ops.aten.alias.default
 

@@ -6,7 +6,7 @@ import torch
 
 from ..patterns import any_nonzero_at
 from .graph import Value, evaluated
-from .trace import Trace
+from .traces import Trace
 
 #: The most elements of a weight whose omitted elements are always read one by one.
 SMALL = 4096

@@ -22,7 +22,7 @@ from .arithmetic import Arithmetic, NotFollowedError
 from .graph import Form, form_of, tensors_in
 from .operators import cross, draws, is_written, operator_name, with_memory
 from .sparse_products import Elements, indices_of, is_sparse, operator_on_elements
-from .trace import base_of, memory_of, observing
+from .traces import base_of, memory_of, observing
 
 aten = torch.ops.aten
 

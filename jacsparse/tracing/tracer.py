@@ -31,7 +31,7 @@ from .reading import Unreadable, shows
 from .saved_tensors import saves_by_hooks
 from .selections import selection
 from .sparse_products import is_sparse, operator_on_elements
-from .trace import Trace, base_of, memory_of, observing, version_of
+from .traces import Trace, base_of, memory_of, observing, version_of
 
 aten = torch.ops.aten
 
