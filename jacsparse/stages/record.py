@@ -293,8 +293,8 @@ class _Derivative:
         """``Jᵀ g``, ``(batch, *out_shape)`` to ``(batch, *in_shape)``."""
         whole = len(range(self.record.batch)[self.samples]) == self.record.batch
         place = self._place
-        # An operator that draws does not run again.
-        if place is None or not (whole or self.operation.random):
+        # An operator that draws does not run again; a node has not saved what was overwritten since.
+        if place is None or not (self.operation.random or (whole and self._is_intact)):
             return self.vjps(gradient[None])[0]
         into, out = self._layouts
         number, trace = self.operation.number, self.record.trace
@@ -311,6 +311,12 @@ class _Derivative:
         pulled = with_all_gradients(lambda: apply_node(node, gradients))[place]
         pulled = torch.zeros_like(x) if pulled is None else pulled.sum_to_size(x.shape)
         return self.record.in_input_dtype(into.split(pulled)[self.samples])
+
+    @property
+    def _is_intact(self) -> bool:
+        """Whether nothing that the call took or returned was overwritten."""
+        node, trace = self.operation.node, self.record.trace
+        return all(map(trace.is_intact, (*node.results, *(value for _, value in node.tensors))))
 
     @property
     def _layouts(self) -> tuple[Layout, Layout]:

@@ -20,8 +20,8 @@ class Followed:
     ----------
     trace : Trace
         The trace, which has the input alone.
-    numbers, sources : dict
-        The tracer's: numbers of values by tensors' ids, and by memory those that no call computes again.
+    numbers, values, sources : dict
+        The tracer's: numbers of values by tensors' ids, values by memory, and those that no call computes again.
     derivatives : SeenDerivatives
         The tracer's.
     graphs : sequence of Graph
@@ -32,12 +32,13 @@ class Followed:
         self,
         trace: Trace,
         numbers: dict[int, int],
+        values: dict[int, list[int]],
         sources: dict[int, list[int]],
         derivatives: SeenDerivatives,
         graphs: Sequence[Graph],
     ) -> None:
         self.trace, self.graphs, self.derivatives = trace, graphs, derivatives
-        self.numbers, self.sources = numbers, sources
+        self.numbers, self.values, self.sources = numbers, values, sources
         #: The number of calls so far.
         self.count = 0
         self.active = bool(graphs)
@@ -70,6 +71,8 @@ class Followed:
                 continue
             trace.versions[value] = version_of(tensor)
             info = trace.graph.infos[value]
+            if value:
+                self.values.setdefault(memory_of(tensor), []).append(value)
             if value and (info.maker is None or info.maker.draws):
                 sources.setdefault(memory_of(tensor), []).append(value)
             trace.note_edge(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
@@ -149,6 +149,8 @@ class Info:
 
     #: The call that has its derivative; None for the input and for captures.
     maker: Node | None
+    #: The call that computes it, of which `maker` may be a part; None where that is `maker`.
+    whole: Node | None = None
     #: Whether it depends on the input.
     dependent: bool = False
     #: Whether it was computed from random numbers.
@@ -209,6 +211,28 @@ class Graph:
     def drawing(self) -> str | None:
         """The path of the first module that drew random numbers; None where none did."""
         return next((node.path for node in self.nodes if node.draws), None)
+
+    def calls_for(self, value: int, known: Callable[[int], bool]) -> list[Node]:
+        """The calls that compute a value from known ones, in order.
+
+        Raises
+        ------
+        LookupError
+            Where that takes the input, or a capture, which is not known.
+        """
+        needed: dict[int, Node] = {}
+        waiting = [value]
+        while waiting:
+            each = waiting.pop()
+            if each in needed or known(each):
+                continue
+            info = self.infos[each]
+            call = info.whole or info.maker
+            if call is None or call.draws:
+                raise LookupError
+            needed[each] = call
+            waiting.extend(operand for _, operand in call.tensors)
+        return sorted(dict.fromkeys(needed.values()), key=lambda call: max(call.results))
 
     def made_of(self, value: int, others: Collection[int]) -> bool:
         """Whether a value is among others, or was computed from them."""

@@ -110,7 +110,8 @@ class Tracer(TorchDispatchMode):
         #: By memory: writes to it, and how many of them a tensor has, by its id.
         self.writes: dict[int, list[_Write]] = {}
         self.known: dict[int, int] = {}
-        #: By memory, the values that no call computes again: the input, captures and random numbers.
+        #: By memory, the values in it; and those that no call computes again: the input, captures and random numbers.
+        self.values: dict[int, list[int]] = {memory_of(trace.input): [0]}
         self.sources: dict[int, list[int]] = {memory_of(trace.input): [0]}
         #: The calls that take the place of an operator's, while it is decomposed.
         self.parts: list[Node] | None = None
@@ -121,7 +122,7 @@ class Tracer(TorchDispatchMode):
         form = form_of(trace.input)
         alike = [graph for graph in graphs if graph.input == form]
         # None of these refers to the tracer: the trace is to end when nobody needs it, not later.
-        self.followed = Followed(trace, self.numbers, self.sources, self.derivatives, alike)
+        self.followed = Followed(trace, self.numbers, self.values, self.sources, self.derivatives, alike)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -172,10 +173,12 @@ class Tracer(TorchDispatchMode):
             return
         # A tensor gets its next version after the call's dispatch, and a view that of its base.
         trace.versions[number] = version_of(tensor if viewed is None else viewed) + written
+        memory = memory_of(tensor)
+        self.values.setdefault(memory, []).append(number)
         if source:
-            self.sources.setdefault(memory_of(tensor), []).append(number)
-        if self.writes and memory_of(tensor) in self.writes:
-            self.known[id(tensor)] = len(self.writes[memory_of(tensor)])
+            self.sources.setdefault(memory, []).append(number)
+        if memory in self.writes:
+            self.known[id(tensor)] = len(self.writes[memory])
 
     def preserve(self, tensor: torch.Tensor, node: Node) -> None:
         """Keep what a write to a tensor is about to change, and nobody can compute again."""
@@ -193,9 +196,16 @@ class Tracer(TorchDispatchMode):
 
     def note_write(self, tensor: torch.Tensor, number: int, seen: bool) -> None:
         """Note a write to a tensor that now has another value."""
-        writes = self.writes.setdefault(memory_of(tensor), [])
-        writes.append(_Write(extent_of(tensor), number, tensor, seen))
+        trace, memory, place = self.trace, memory_of(tensor), extent_of(tensor)
+        writes = self.writes.setdefault(memory, [])
+        writes.append(_Write(place, number, tensor, seen))
         self.known[id(tensor)] = len(writes)
+        # A write tells its new version to all views but those that ``.data`` and ``unsafe_split`` make.
+        others = [value for value in self.values[memory] if value != number and trace.is_intact(value)]
+        for value in others:
+            if Overwrite(extent_of(trace.tensor(value)), place).meets:
+                trace.versions[value] = -1
+        self.values[memory] = [number, *(value for value in others if trace.versions[value] >= 0)]
 
     def refresh(self, tensor: torch.Tensor) -> None:
         """Give a tensor a new value where others were written to that share its memory."""
@@ -444,10 +454,13 @@ class Tracer(TorchDispatchMode):
         for place, tensor in enumerate(results):
             if numbers[place] < 0:
                 numbers[place] = len(graph.infos)
-                info = Info(node, dependent, drawn, fixed, externals)
+                info = Info(node, None, dependent, drawn, fixed, externals)
                 if any(tensor is each for each in written):
                     info.externals |= graph.infos[self.numbers[id(tensor)]].externals
                 graph.infos.append(info)
+            elif numbers[place] >= node.begin[0]:
+                # An operator may return an argument.
+                graph.infos[numbers[place]].whole = node
         node.results = tuple(numbers)
         calls.append(node)
         self.extend()
@@ -558,9 +571,9 @@ def named_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def written_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that a call writes to."""
+    """The dense arguments that a call writes to."""
     tensors = named_tensors(facts, args, kwargs)
-    return [tensor for name, tensor in tensors if name.partition(".")[0] in facts.written]
+    return [t for name, t in tensors if name.partition(".")[0] in facts.written and t.layout == torch.strided]
 
 
 def with_written(result: Any, written: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,24 @@ class Trace:
         self.saved_by_hooks = False
         self._hooks = RemovableHandle.next_id
 
+    @classmethod
+    def replayed(
+        cls,
+        graph: Graph,
+        module: nn.Module,
+        x: torch.Tensor,
+        captures: Mapping[int, torch.Tensor],
+        scalars: Sequence[Any],
+    ) -> Trace:
+        """A trace without a run: values are computed from these where they are asked for, and have no gradients."""
+        trace = cls(module, x)
+        trace.graph, trace.scalars = graph, list(scalars)
+        trace.tensors += [None] * (len(graph.infos) - 1)
+        trace.versions += [0] * (len(graph.infos) - 1)
+        for value, tensor in captures.items():
+            trace.tensors[value], trace.versions[value] = tensor, version_of(tensor)
+        return trace
+
     @property
     def may_have_hooks(self) -> bool:
         """Whether any hook was registered anywhere since the run began; if not, no tensor of the run has one."""
@@ -68,11 +86,22 @@ class Trace:
 
     def is_stale(self, value: int) -> bool:
         """Whether the elements of a value were overwritten and cannot be computed anew."""
-        tensor = self.tensors[value]
-        if tensor is None or value in self.copies or version_of(tensor) == self.versions[value]:
+        if self.tensors[value] is None or self._has(value):
             return False
-        maker = self.graph.infos[value].maker
-        return maker is None or maker.draws or any(self.is_stale(each) for _, each in maker.tensors)
+        try:
+            self.graph.calls_for(value, self._has)
+        except LookupError:
+            return True
+        return False
+
+    def is_intact(self, value: int) -> bool:
+        """Whether the tensor of a value has the elements that it had in the run."""
+        tensor = self.tensors[value]
+        return tensor is not None and version_of(tensor) == self.versions[value]
+
+    def _has(self, value: int) -> bool:
+        """Whether the elements of a value are at hand."""
+        return value in self.copies or self.is_intact(value)
 
     def value(self, value: int) -> torch.Tensor:
         """The elements that a value had in the run.
@@ -86,13 +115,15 @@ class Trace:
         if tensor is not None and version_of(tensor) == self.versions[value]:
             return tensor
         if value not in self.copies:
-            maker = self.graph.infos[value].maker
-            if maker is None or maker.draws:
+            try:
+                calls = self.graph.calls_for(value, self._has)
+            except LookupError:
                 what = "a tensor that a gradient needs was modified by an inplace operation after the forward pass"
-                raise StaleError(f"{what}; run it again")
+                raise StaleError(f"{what}; run it again") from None
             with torch.no_grad():
-                arguments = {name: self.read(each) for name, each in maker.arguments.items()}
-                self.copies |= zip(maker.results, evaluated(maker.overload, arguments), strict=True)
+                for call in calls:
+                    arguments = {name: self.read(argument) for name, argument in call.arguments.items()}
+                    self.copies |= zip(call.results, evaluated(call.overload, arguments), strict=True)
         return self.copies[value]
 
     def argument(self, node: Node, name: str) -> Any:

@@ -1084,3 +1084,35 @@ def view_of_what_is_written_to(x: torch.Tensor) -> torch.Tensor:
 def test_integers() -> None:
     with pytest.raises(TypeError, match=r"expected float32 or float64: convert .*, what their embedding makes of them"):
         jacsparse.jacobian(nn.Embedding(4, 3), torch.ones(2, 1, dtype=torch.int64))
+
+
+def test_a_solution_that_is_overwritten_after_its_use() -> None:
+    # Its derivative is that of other operators, which do not compute the solution.
+    matrix = linear().weight.detach()[:3, :3] + 3 * torch.eye(3).double()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = torch.linalg.solve(matrix + torch.diag_embed(x), torch.ones(3).double())
+        z = y.sin()
+        y.mul_(2)
+        return z
+
+    x = torch.randn(2, 3).double()
+    expected = torch.autograd.functional.jacobian(
+        lambda x: torch.linalg.solve(matrix + torch.diag(x), torch.ones(3).double()).sin(), x[0]
+    )
+    for _ in range(3):
+        assert torch.allclose(jacsparse.jacobian(function, x).todense(0), expected)
+
+
+@pytest.mark.parametrize("part", [lambda y: y.data[:, :2], lambda y: torch.unsafe_split(y, 2, 1)[0]])
+def test_writes_through_views_that_do_not_tell(part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        z = y * y
+        with torch.no_grad():
+            part(y).mul_(3)
+        return z
+
+    x = torch.randn(2, 4).double()
+    for _ in range(3):
+        assert torch.allclose(jacsparse.jacobian(function, x).values, 8 * x.T)
