@@ -131,14 +131,14 @@ def _executed(edges: Sequence[Edge]) -> int:
 
 def _weights_of(record: Record, edge: Edge) -> dict[str, torch.Tensor]:
     """The arguments of an operator that are parameters, or computed from parameters, by name."""
-    recording, invocation = record.recording, record.invocation(edge.target)
-    dependent = {operand.name for operand in invocation.operands}
-    constants = {name: invocation.arguments[name] for name in invocation.versions if name not in dependent}
-    parameters = {id(parameter) for parameter in recording.module.parameters()}
+    trace, node = record.trace, record.node(edge.target)
+    dependent = {operand.name for operand in node.operands}
+    constants = {name: value for name, value in node.tensors if name not in dependent}
+    parameters = trace.values_of(trace.module.parameters())
     return {
-        name: tensor
-        for name, tensor in constants.items()
-        if tensor.requires_grad or recording.made_of(tensor, parameters)
+        name: trace.tensor(value)
+        for name, value in constants.items()
+        if trace.tensor(value).requires_grad or trace.graph.made_of(value, parameters)
     }
 
 

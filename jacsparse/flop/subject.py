@@ -13,7 +13,7 @@ from torch import nn
 
 from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from ..runtime import frozen, row_starts
-from ..stages import Chains, Edge, Record, Region, Stage, boundaries, check_shape, recorded, samples_of
+from ..stages import Chains, Edge, Record, Region, Stage, boundaries, check_shape, samples_of, traced
 from ..tracing import check_module, undisturbed
 from .layer_flop import LayerFlop, layers_of
 
@@ -69,7 +69,7 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     shape = check_shape(input_shape)
     chains = Chains(module)
     with undisturbed(module):
-        chain, records = chains.matching(recorded(module, samples_of(module, shape), readable=False))
+        chain, records = chains.of_trace(traced(module, samples_of(module, shape), readable=False))
         stages = layers_of(records)
 
     def observed_pattern(record: Record, edge: Edge) -> Pattern:

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..spgemm import SparseJacobian
 from ..stages import walk
-from ..tracing import Recording, ending_at, saved_handle, without_autocast
+from ..tracing import Trace, ending_at, saved_handle, without_autocast
 from .compressed import coloring, seeds
 
 #: Operators whose third derivative is wrong in PyTorch (2.6 to 2.15), and why.
@@ -35,14 +35,14 @@ WRONG_THIRD = {
 }
 
 
-def with_graph(jacobian: SparseJacobian, recording: Recording, x: torch.Tensor, entries: Pattern) -> SparseJacobian:
+def with_graph(jacobian: SparseJacobian, trace: Trace, x: torch.Tensor, entries: Pattern) -> SparseJacobian:
     """The same Jacobian with gradients of its values.
 
     Parameters
     ----------
     jacobian : SparseJacobian
         The Jacobian of a run.
-    recording : Recording
+    trace : Trace
         The run, connected to `x`.
     x : Tensor, (batch, *shape)
         What the function is differentiated by, with a graph to the caller's tensors.
@@ -50,10 +50,10 @@ def with_graph(jacobian: SparseJacobian, recording: Recording, x: torch.Tensor, 
         All entries, those of pruned weights too: such an entry adds nothing to a product, but its gradient to the
         product's.
     """
-    if not recording.output.requires_grad:
+    if not trace.output.requires_grad:
         return jacobian
-    weighted_sum = _WeightedSum(jacobian, recording, x, entries)
-    values = _Values.apply(weighted_sum, jacobian.values, x, *recording.externals)
+    weighted_sum = _WeightedSum(jacobian, trace, x, entries)
+    values = _Values.apply(weighted_sum, jacobian.values, x, *trace.externals)
     return SparseJacobian(jacobian.pattern, values)
 
 
@@ -76,14 +76,14 @@ class _Values(torch.autograd.Function):
 class _WeightedSum:
     """The sum of a Jacobian's weighted values as a function of what it was computed from."""
 
-    def __init__(self, jacobian: SparseJacobian, recording: Recording, x: torch.Tensor, entries: Pattern) -> None:
+    def __init__(self, jacobian: SparseJacobian, trace: Trace, x: torch.Tensor, entries: Pattern) -> None:
         self._pattern, self._entries, self._samples = jacobian.pattern, entries, jacobian.batch
-        start, *_ = recording.edges
+        start = trace.edge(0)
         assert start is not None
-        self._start, self._output = start, recording.output
+        self._start, self._output = start, trace.output
         #: What gradients go to; that of `x` is the one of the run's copy of it.
-        self._inputs = [x, *recording.externals]
-        self._problem = wrong_third_derivative(recording, "gradients of gradients of a Jacobian's values")
+        self._inputs = [x, *trace.externals]
+        self._problem = wrong_third_derivative(trace, "gradients of gradients of a Jacobian's values")
 
     def _vectors(self, weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each colour the vectors ``u``, ``(batch, rows)``, and ``v``, ``(batch, columns)``."""
@@ -141,15 +141,15 @@ class _WeightedSum:
         return walk(get_gradient_edge(product), torch.ones_like(product), list(zip(ends, inputs, strict=True)))
 
 
-def wrong_third_derivative(recording: Recording, what: str) -> UnsupportedOperatorError | None:
+def wrong_third_derivative(trace: Trace, what: str) -> UnsupportedOperatorError | None:
     """An error that names the first operator of a run whose third derivative is wrong in PyTorch; None without one."""
-    for invocation in recording.invocations:
-        reason = WRONG_THIRD.get(invocation.name)
+    for node in trace.graph.nodes:
+        reason = WRONG_THIRD.get(node.name)
         # By running statistics a batch normalisation is a scaling.
-        trains = invocation.arguments.get("training", invocation.arguments.get("train", True))
-        if reason is not None and trains and any(operand.active for operand in invocation.operands):
+        trains = node.arguments.get("training", node.arguments.get("train", True))
+        if reason is not None and trains and any(operand.active for operand in node.operands):
             return UnsupportedOperatorError(
-                f"{invocation.name}: PyTorch's third derivative {reason}, and {what} need it; write it with other "
-                f"operators, as by mean and var{invocation.source}"
+                f"{node.name}: PyTorch's third derivative {reason}, and {what} need it; write it with other "
+                f"operators, as by mean and var{node.source}"
             )
     return None

@@ -13,7 +13,7 @@ from torch import nn
 from ..patterns import Pattern, requiring_gradient
 from ..spgemm import SparseJacobian
 from ..stages import Chain, ChainCache, Record, chain, check_input, recent_chains, refuse_other_derivatives
-from ..tracing import Recording, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
+from ..tracing import Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments, FlatFunction, arguments_of
 from .differentiable import with_graph, wrong_third_derivative
 from .gradients import Gradient
@@ -154,7 +154,7 @@ def jacobian_at(f: Callable[..., Any], arguments: Arguments, pruned: bool = True
         with _run(f, arguments, pruned) as run:
             result = run.jacobian()
         # A program would write again, or have entries for pruned weights.
-        if not run.recording.writes_outside and not run.chain.pruned_weights:
+        if not run.trace.graph.writes_outside and not run.chain.pruned_weights:
             recent.add(f, arguments, result)
     return result
 
@@ -166,10 +166,10 @@ def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Sp
         if run.chain.registered_values:
             refuse_other_derivatives(run.records, "the gradient of values")
         if isinstance(f, Gradient):
-            problem = wrong_third_derivative(run.recording, "gradients of a Hessian's values")
+            problem = wrong_third_derivative(run.trace, "gradients of a Hessian's values")
             if problem is not None:
                 raise problem
-        return with_graph(run.jacobian(), run.recording, run.x, run.entries())
+        return with_graph(run.jacobian(), run.trace, run.x, run.entries())
 
 
 @dataclass(eq=False)
@@ -181,7 +181,7 @@ class _ChainRun:
     #: What the function is differentiated by, ``(batch, *shape)``.
     x: torch.Tensor
     chain: Chain
-    recording: Recording
+    trace: Trace
     records: list[Record]
 
     def jacobian(self) -> SparseJacobian:
@@ -198,7 +198,7 @@ class _ChainRun:
 
     def entries(self) -> Pattern:
         """All entries, those of pruned weights that have gradients too."""
-        chain = self.chain if not self.chain.pruned_weights else self.unpruned.matching(self.recording)[0]
+        chain = self.chain if not self.chain.pruned_weights else self.unpruned.of_trace(self.trace)[0]
         return chain.pattern.T
 
 
@@ -216,9 +216,9 @@ def _run(f: Callable[..., Any], arguments: Arguments, pruned: bool, *, connected
     if connected:
         x = requiring_gradient(x)
     with undisturbed(check_module(function)), saved_buffers(function) if connected else contextlib.nullcontext():
-        chain, (recording, records) = caches[0].of_run(function, x, connected=connected)
+        chain, (trace, records) = caches[0].of_run(function, x, connected=connected)
         if isinstance(f, Gradient):
-            f.check_derivatives(recording, arguments)
-        yield _ChainRun(caches[1], x, chain, recording, records)
+            f.check_derivatives(trace, arguments)
+        yield _ChainRun(caches[1], x, chain, trace, records)
     if isinstance(function, FlatFunction):
         function.forget()

@@ -15,8 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
-from ..stages import chain_of, recorded, refuse_other_derivatives
-from ..tracing import Invocation, Recording, leads_to, name_of, undisturbed
+from ..stages import chain_of, refuse_other_derivatives, traced
+from ..tracing import Node, Trace, leads_to, name_of, undisturbed
 from .arguments import Arguments, FlatFunction
 
 
@@ -48,14 +48,14 @@ class Gradient(nn.Module):
     # The hooks of all modules are not for this one.
     __call__ = forward
 
-    def check_derivatives(self, recording: Recording, arguments: Arguments) -> None:
+    def check_derivatives(self, trace: Trace, arguments: Arguments) -> None:
         """Raise where a run of the function has an operator with registered values that are no derivative of it."""
-        if registered_in(recording) is None:
+        if registered_in(trace) is None:
             return
         function = FlatFunction(self.f, arguments)
         with undisturbed(function):
-            run = recorded(function, arguments.flat())
-            if run.last is not None:
+            run = traced(function, arguments.flat())
+            if run.graph.last is not None:
                 _, records = chain_of(run, pruned=False).records(run)
                 refuse_other_derivatives(records, "a Hessian")
 
@@ -73,12 +73,12 @@ class Gradient(nn.Module):
         )
 
 
-def registered_in(recording: Recording) -> Invocation | None:
+def registered_in(trace: Trace) -> Node | None:
     """The first call in a run of an operator whose values were registered; None without one."""
-    for invocation in recording.invocations:
-        rule = None if invocation.facts is None else invocation.facts.rule
+    for node in trace.graph.calls:
+        rule = None if node.facts is None or not node.operands else node.facts.rule
         if rule is not None and rule.has_registered_values:
-            return invocation
+            return node
     return None
 
 
@@ -94,7 +94,7 @@ def _gradients(y: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Te
     pairs = zip(parts, leaves, strict=True)
     gradients = [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]
     if any(part is not None for part in parts) and not _reach(gradients, leaves):
-        # Of a linear function. A recording asks for an output that depends on the input.
+        # Of a linear function. A trace asks for an output that depends on the input.
         everywhere = torch.ones_like(leaves[0], dtype=torch.bool)
         gradients[0] = torch.where(everywhere, gradients[0], leaves[0].detach())
     return gradients

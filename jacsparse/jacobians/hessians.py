@@ -11,7 +11,7 @@ from torch import nn
 
 from ..patterns import Pattern
 from ..spgemm import SparseJacobian
-from ..stages import chain_of, check_shape, recorded, samples_of
+from ..stages import chain_of, check_shape, samples_of, traced
 from ..tracing import check_module, undisturbed, without_autocast
 from .arguments import Arguments, FlatFunction, arguments_of
 from .compressed import Coloring
@@ -117,8 +117,8 @@ def hessian_pattern(f: Callable[..., Any], shape: Sequence[int]) -> Pattern:
     arguments = arguments_of((sample,), 0, batched=False)
     function = FlatFunction(_gradient(f, arguments), arguments)
     with undisturbed(check_module(function)), without_autocast(sample.device):
-        recording = recorded(function, arguments.flat(), readable=False)
-        return symmetric_part(chain_of(recording).pattern)[0]
+        trace = traced(function, arguments.flat(), readable=False)
+        return symmetric_part(chain_of(trace).pattern)[0]
 
 
 def hessian(

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import Chain, Edge, Record, chain_of
-from ..tracing import Reads, Tape, facts_of, graph_of_tape, inputs_of, record, without_autocast
+from ..tracing import Reads, Tape, facts_of, graph_of_tape, inputs_of, trace, without_autocast
 
 aten = torch.ops.aten
 
@@ -101,7 +101,7 @@ class Linearised:
     graph: fx.GraphModule
     chain: Chain
     records: list[Record]
-    #: The node that computes each vertex of the chain's program; those of decomposed operators have none.
+    #: The node that computes each value of the chain's program; those of decomposed operators have none.
     nodes: dict[int, fx.Node]
     #: The inputs of the graph in the run that was recorded.
     inputs: list[torch.Tensor]
@@ -168,7 +168,7 @@ def linearised(
     graph = graph_of_tape(tape, inputs)
     _check_indices(graph, tape)
     run = GraphRun(graph, inputs)
-    recording = record(run, inputs[0], readable=False)
+    traced = trace(run, inputs[0], readable=False)
     with without_autocast(x.device):
         # Indices and masks from elsewhere are parts of a program, and a zero computed from them stays one.
         externals = list(tape.forms)
@@ -179,13 +179,11 @@ def linearised(
             [t for t, watches, each in zip(inputs, is_watched, varies, strict=True) if each and watches is which]
             for which in (False, True)
         )
-        chain, records = chain_of(recording, pruned=pruned, varying=varying, watched=weights).records(recording)
-    vertices = {id(tensor): node for node, tensor in run.nodes}
-    nodes = {}
-    for vertex, maker in enumerate(recording.makers):
-        tensor = None if maker is None else maker.results[vertex - maker.first]
-        if id(tensor) in vertices:
-            nodes[vertex] = vertices[id(tensor)]
+        chain, records = chain_of(traced, pruned=pruned, varying=varying, watched=weights).records(traced)
+    of_tensors = {id(tensor): node for node, tensor in run.nodes}
+    values = [value for call in traced.graph.nodes if not call.parts for value in call.results]
+    tensors = [(value, id(traced.tensors[value])) for value in values]
+    nodes = {value: of_tensors[tensor] for value, tensor in tensors if tensor in of_tensors}
     return Linearised(tape, graph, chain, records, nodes, inputs)
 
 

@@ -17,7 +17,7 @@ from .._version import __version__
 from ..patterns import Pattern, UnsupportedOperatorError, gradient_of
 from ..runtime import read_archive, write_archive
 from ..spgemm import SparseJacobian
-from ..stages import chain_of, recorded, refuse_hooks
+from ..stages import chain_of, refuse_hooks, traced
 from ..tracing import (
     Arithmetic,
     Reads,
@@ -550,10 +550,10 @@ def _traced_at(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> tup
     function, x = FlatFunction(f, arguments), arguments.flat()
     check_module(function)
     with undisturbed(function):
-        recording = recorded(function, x, readable=False)
+        trace = traced(function, x, readable=False)
         with without_autocast(x.device):
-            refuse_hooks(chain_of(recording, pruned=False).records(recording)[1])
-        registered = registered_in(recording) if isinstance(f, Gradient) else None
+            refuse_hooks(chain_of(trace, pruned=False).records(trace)[1])
+        registered = registered_in(trace) if isinstance(f, Gradient) else None
         if registered is not None:
             raise UnsupportedOperatorError(
                 f"{name_of(f)}: a prepared Hessian takes PyTorch's derivative of {registered.name}, whose values were "

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..runtime import unsigned
-from ..tracing import Tape, graph_of_values, record, same_numbers, without_saving_hooks
+from ..tracing import Tape, graph_of_values, same_numbers, trace, without_saving_hooks
 from . import kernels
 from .calls_of_terms import MOST, CallsOfTerms
 from .compilation import Runner, runner
@@ -212,8 +212,7 @@ class ChainProducts:
     ) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         with without_saving_hooks():
-            recording = record(GraphRun(self._graph, inputs), inputs[0])
-            chain, records = self.chain.records(recording)
+            chain, records = self.chain.records(trace(GraphRun(self._graph, inputs), inputs[0]))
             if chain is not self.chain:
                 # It is of another pattern.
                 raise FilledWeightError

@@ -188,10 +188,10 @@ def verify(
 
 def _tolerance(run: Run) -> float:
     """The default tolerance for the input's dtype, or for coarser results of operators, as under autocast."""
-    invocations = (record.invocation(edge.target) for record in run.records for edge in record.stage.edges)
-    results = (result for invocation in invocations for result in invocation.results if result.is_floating_point())
+    edges = ((record, edge) for record in run.records for edge in record.stage.edges)
+    results = (r for record, edge in edges if (r := record.trace.tensor(edge.target)).is_floating_point())
     coarsest = max((torch.finfo(result.dtype).eps for result in results), default=0.0)
-    dtype = run.recording.input.dtype
+    dtype = run.trace.input.dtype
     return _TOLERANCE[dtype] if coarsest <= torch.finfo(dtype).eps else ROUNDINGS * coarsest
 
 
@@ -208,7 +208,7 @@ class _PulledBack:
 
 def _check_edges(run: Run, limit: float, memory: int) -> tuple[list[Check], _PulledBack]:
     """Check each operator, and take gradients back through all of them, so that each matrix is computed once."""
-    y = run.recording.output.detach().to(run.recording.input.dtype)
+    y = run.trace.output.detach().to(run.trace.input.dtype)
     outputs, batch = y[:1].numel(), len(y)
     edges = [edge for record in run.records for edge in record.stage.edges]
     largest = max((max(edge.pattern.shape) for edge in edges), default=outputs)
@@ -251,7 +251,7 @@ class _EdgeMatrix:
         self._whole: torch.Tensor | None = None
         closed = isinstance(self.pattern.structure, (Diagonal, Full))
         indices = 0 if closed else self.pattern.index_nbytes
-        sample = self.pattern.nnz * record.recording.input.element_size()
+        sample = self.pattern.nnz * record.trace.input.element_size()
         if indices + sample * (1 if edge.shared else record.batch) <= memory:
             return
         if not edge.shared:
@@ -493,7 +493,7 @@ def _check_whole(
     with torch.enable_grad(), _seeded(x), undisturbed(module), saved_buffers(module):
         y = module(leaf * 1)
     name = type(module).__name__
-    output = run.recording.output
+    output = run.trace.output
     entries = []
     rounding = _rounding(x, y)
     fits = output.shape == y.shape

@@ -33,8 +33,8 @@ def scanned(puller: Puller, run: Run, x: torch.Tensor, output: torch.Tensor | No
     """
     # Only externals that stages read: autograd would call the hooks of the others too.
     places = sorted(set().union(*(record.externals for record in run.records)))
-    externals = [run.recording.externals[place] for place in places]
-    value = run.recording.output.detach() if output is None else output
+    externals = [run.trace.externals[place] for place in places]
+    value = run.trace.output.detach() if output is None else output
     # Hooks that store tensors elsewhere, as `save_on_cpu`, would lose the run.
     with contextlib.nullcontext() if saves_objects() else without_saving_hooks():
         result: torch.Tensor = _Scanned.apply(puller, places, run, value, x, *externals)

@@ -54,7 +54,7 @@ def vjp(
     """
     check_input("x", x)
     chain, run = Chains(check_module(module)).of(x)
-    scanner, y = Scanner(chain, schedule), run.recording.output.detach()
+    scanner, y = Scanner(chain, schedule), run.trace.output.detach()
 
     def pullback(gradient: torch.Tensor) -> tuple[torch.Tensor]:
         x_gradient, _ = scanner.pull_back(run.records, _check_gradient(gradient, y), (), for_input=True)
@@ -151,7 +151,7 @@ def _across(across: StageRanks, schedule: Schedule | str, module: nn.Module, lea
 
 def _deterministic_run(module: nn.Module, x: torch.Tensor) -> tuple[Chain, Run]:
     chain, run = Chains(module).of(x)
-    drawing = run.recording.drawing
+    drawing = run.trace.graph.drawing
     if drawing is not None:
         raise ValueError(f"{drawing}: backward runs the forward again, which would draw other numbers; call .eval()")
     return chain, run

@@ -83,7 +83,7 @@ class Scanner:
         gradient : Tensor, (batch, *out_shape)
             Gradient of the chain's output.
         externals : iterable of int
-            The externals whose gradients are returned, by their places in the recording.
+            The externals whose gradients are returned, by their places in the trace.
         for_input : bool
             Whether the input's gradient is returned too.
 
@@ -138,7 +138,7 @@ class _Execution:
         self.batch = gradient.shape[0]
         self.vectors = {0: gradient}
         # Products have the input's dtype, although operators may have others.
-        self.like = records[0].recording.input.detach()
+        self.like = records[0].trace.input.detach()
         # Hooks of nodes matter only where matrices are multiplied: elsewhere autograd calls them itself.
         multiplies = any(step.kind == "mm" for step in scanner.schedule.live_steps())
         # The stages that autograd goes through, whatever the schedule.

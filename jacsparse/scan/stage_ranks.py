@@ -50,7 +50,7 @@ class StageRanks(RankGroup):
                 part, local = None, module(here.detach())
             else:
                 part = run_part(here if ranks.rank == 0 else here.requires_grad_())
-                local = part[1].recording.output
+                local = part[1].trace.output
         last = ranks.size - 1
         if ranks.rank < last:
             ranks.send(local, ranks.rank + 1, phase, number)
@@ -70,7 +70,7 @@ class RankedScanner:
     def __init__(self, exchange: str, ranks: Ranks, scanner: Scanner, run: Run, *, for_x: bool) -> None:
         self._exchange, self._ranks, self._scanner, self._for_x = exchange, ranks, scanner, for_x
         # Not the run itself: a checkpoint lets it go, and makes another.
-        output = run.recording.output
+        output = run.trace.output
         self._shape, self._nbytes, self._itemsize = output.shape, output.nbytes, output.element_size()
 
     def pull_back(
@@ -124,7 +124,7 @@ class RankedScanner:
     def _transposed_jacobian(self, records: Sequence[Record], gradient: torch.Tensor) -> SparseMaps:
         """The product of this rank's stages."""
         # Without records, it is the identity.
-        x = records[0].recording.input.detach() if records else gradient
+        x = records[0].trace.input.detach() if records else gradient
         with self._ranks.during("backward pass"):
             jacobian: SparseJacobian = self._scanner.chain.jacobian(records, x).T
         return SparseMaps(jacobian.pattern, jacobian.values[:, None], None)

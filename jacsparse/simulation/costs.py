@@ -130,7 +130,7 @@ def _stages(records: Sequence[Record], rate: float) -> list[StageCost]:
     for record in records:
         stage, weights = record.stage, 0
         for place in record.externals - counted:
-            weights += record.recording.externals[place].nbytes
+            weights += record.trace.externals[place].nbytes
         counted |= record.externals
         copies = 1 if stage.shared else record.batch
         factor = stage.factor()
@@ -145,18 +145,18 @@ def _stages(records: Sequence[Record], rate: float) -> list[StageCost]:
 def _stored(record: Record) -> int:
     """Bytes of the results of a stage's operators, without views of one another and of its input."""
     memory = record.input.untyped_storage().data_ptr()
-    results = [
-        result for operation in record.stage.operations for result in record.invocation(operation.vertex).results
-    ]
+    values = [value for operation in record.stage.operations for value in operation.node.results]
+    results = [tensor for value in values if (tensor := record.trace.tensors[value]) is not None]
     storages = {result.untyped_storage().data_ptr(): result.nbytes for result in results}
     return sum(nbytes for pointer, nbytes in storages.items() if pointer != memory)
 
 
 def _passes(record: Record, seconds: float) -> tuple[float, float, float]:
     """Seconds of a stage's forward pass, of the gradient of its input, and of those of its weights."""
-    leaf = record.input.detach().requires_grad_()
-    forward = shortest_time(lambda: _output(record, leaf), seconds)
-    y = _output(record, leaf)
+    leaf = record.trace.value(record.stage.start).detach().requires_grad_()
+    with torch.enable_grad():
+        forward = shortest_time(lambda: record.output_for(leaf), seconds)
+        y = record.output_for(leaf)
     if not y.requires_grad:
         return forward, 0.0, 0.0
     gradient, weights = torch.ones_like(y), _weights(record)
@@ -175,21 +175,11 @@ def _weights(record: Record) -> list[torch.Tensor]:
     """The weights of a stage's operators that autograd computes gradients of."""
     weights = {}
     for operation in record.stage.operations:
-        for name, value in record.invocation(operation.vertex).arguments.items():
-            if isinstance(value, torch.Tensor) and value.requires_grad and name not in operation.dependent:
-                weights[id(value)] = value
+        for name, value in operation.node.tensors:
+            tensor = record.trace.tensor(value)
+            if tensor.requires_grad and name not in operation.dependent:
+                weights[value] = tensor
     return [*weights.values()]
-
-
-def _output(record: Record, x: torch.Tensor) -> torch.Tensor:
-    """The stage's output for an input, by its operators; those of the run are left as they are."""
-    with torch.enable_grad():
-        vertices = {record.stage.start: x}
-        for operation in record.stage.operations:
-            arguments = dict(record.invocation(operation.vertex).arguments)
-            arguments |= {name: vertices[vertex] for name, vertex in operation.operands.items()}
-            vertices[operation.vertex] = operation.evaluate(arguments)
-    return vertices[record.stage.stop]
 
 
 def _rates(

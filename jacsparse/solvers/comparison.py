@@ -15,7 +15,7 @@ from torch import nn
 
 from .._version import __version__
 from ..runtime import replacing
-from ..stages import check_input, recorded
+from ..stages import check_input, traced
 from ..terminal import text
 from ..tracing import check_module, undisturbed
 from .blocks import Work
@@ -317,7 +317,7 @@ def _options(method: TriangularSolver) -> dict[str, Any]:
 def _output_shape(module: nn.Module, x: torch.Tensor) -> tuple[int, ...]:
     """The shape of the output of which the gradient is taken; ValueError where the input does not fit."""
     if not isinstance(module, nn.RNN):
-        return tuple(recorded(module, x).output.shape)
+        return tuple(traced(module, x).output.shape)
     if x.ndim != 3 or x.shape[2] != module.input_size:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected three axes, the last of {module.input_size} features")
     return (*x.shape[:2], module.hidden_size)

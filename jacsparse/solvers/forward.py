@@ -133,7 +133,7 @@ def approximate_forward(
 def _layers(module: nn.Module, x: torch.Tensor) -> list[Group]:
     """The layers of a module in a forward pass."""
     _, run = recent_chains(check_module(module), pruned=True).of(x)
-    drawing = run.recording.drawing
+    drawing = run.trace.graph.drawing
     if drawing is not None:
         raise ValueError(f"{drawing}: it draws random numbers, other ones in each pass; call .eval()")
     first, *layers = groups_of(run.records)
@@ -196,10 +196,5 @@ def _activated(group: Group, y: torch.Tensor) -> torch.Tensor:
 
 def _evaluated(record: Record, x: torch.Tensor) -> torch.Tensor:
     """An elementwise stage's output for another input."""
-    vertices = {record.stage.start: x}
-    for operation in record.stage.operations:
-        arguments = dict(record.recording.invocations[operation.place].arguments)
-        arguments.update({name: vertices[vertex] for name, vertex in operation.operands.items()})
-        with torch.no_grad():
-            vertices[operation.vertex] = operation.evaluate(arguments)
-    return vertices[record.stage.stop]
+    with torch.no_grad():
+        return record.output_for(x)

@@ -75,7 +75,7 @@ class RecordedSystem(ABC):
         """Successive records, and the gradient of the last one's output, ``(batch, elements)``; all records in turn."""
 
     def external_gradients(self, values: Sequence[torch.Tensor], places: Collection[int]) -> dict[int, torch.Tensor]:
-        """Gradients of externals by their places in the recording, from the solution of the system."""
+        """Gradients of externals by their places in the trace, from the solution of the system."""
         passes = [
             (records, gradient, sorted(set().union(*(record.externals for record in records)) & set(places)))
             for records, gradient in self.outputs(values)
@@ -101,7 +101,7 @@ class ChainSystem(RecordedSystem):
     def __init__(self, records: Sequence[Record], gradient: torch.Tensor) -> None:
         refuse_hooks(records)
         self.groups, batch = groups_of(records), len(gradient)
-        like = records[0].recording.input.detach()
+        like = records[0].trace.input.detach()
         gradient = gradient.flatten(1).to(like.dtype)
         blocks = {
             (place, place + 1): group.linear.transposed_jacobian()
@@ -140,7 +140,7 @@ class GraphSystem(RecordedSystem):
     def __init__(self, records: Sequence[Record], gradient: torch.Tensor) -> None:
         refuse_hooks(records)
         self.records, batch = records, len(gradient)
-        like = records[0].recording.input.detach()
+        like = records[0].trace.input.detach()
         terms: dict[tuple[int, int], list[Block]] = {}
         sizes: dict[int, int] = {}
         for record in records:
@@ -166,7 +166,7 @@ class GraphSystem(RecordedSystem):
 
 def _outline(records: Sequence[Record]) -> BlockTriangular:
     """A system with the shape, dtype and device of a chain's, and no elements in its blocks."""
-    x = records[0].recording.input.detach()
+    x = records[0].trace.input.detach()
     linear = [group.linear for group in groups_of(records) if group.linear is not None]
     sizes = [x[0].numel(), *(record.output[0].numel() for record in linear)]
     blocks = {
@@ -188,7 +188,7 @@ class Propagator:
     module: ClassVar[str] = "nn.Solve"
 
     def __init__(self, method: TriangularSolver, run: Run) -> None:
-        self.method, self.in_shape = method, run.recording.input.shape[1:]
+        self.method, self.in_shape = method, run.trace.input.shape[1:]
         if run.records:
             # In the forward pass, where the traceback shows the caller's own line.
             refuse_hooks(run.records)
@@ -236,7 +236,7 @@ class ModulePropagation(Propagation):
         check_input("x", x)
         self.module = module
         chain, self.run = recent_chains(check_module(module), pruned=True).of(x)
-        output = self.run.recording.output
+        output = self.run.trace.output
         if not len(chain):
             raise ValueError(f"{type(module).__name__} has no stages; a system needs an operator that does something")
         _check_like("gradient", gradient, output.shape, output)
@@ -245,7 +245,7 @@ class ModulePropagation(Propagation):
         self.system = self.recorded.system
 
     def gradients(self, solution: Solution) -> dict[str, torch.Tensor]:
-        places = {id(tensor): place for place, tensor in enumerate(self.run.recording.externals)}
+        places = {id(tensor): place for place, tensor in enumerate(self.run.trace.externals)}
         names = {name: places[id(p)] for name, p in self.module.named_parameters() if id(p) in places}
         gradients = self.recorded.external_gradients(solution.values, names.values())
         x = self.run.records[0].input

@@ -5,7 +5,7 @@ from .balance import boundaries
 from .chain_cache import ChainCache, Chains, Run, recent_chains
 from .chains import Chain, chain, chain_of, refuse_hooks, refuse_other_derivatives
 from .checks import check_input, check_limit, check_shape, check_tensor
-from .forward_pass import recorded, samples_of
+from .forward_pass import samples_of, traced
 from .graph_gradients import has_hooks, pull_back
 from .infinite_entries import all_finite, with_backward_passes
 from .node_gradients import pull_back_by_nodes, pull_back_input, walk
@@ -43,10 +43,10 @@ __all__ = [
     "pull_back_by_nodes",
     "pull_back_input",
     "recent_chains",
-    "recorded",
     "refuse_hooks",
     "refuse_other_derivatives",
     "samples_of",
+    "traced",
     "walk",
     "with_backward_passes",
 ]

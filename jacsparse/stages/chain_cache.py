@@ -1,4 +1,4 @@
-"""Caches of chains, by the calls that forward passes make."""
+"""Caches of chains, each of a graph."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ..tracing import Recording, contents_of, key_of, saves_objects, without_autocast, without_saving_hooks
+from ..tracing import Graph, Trace, saves_objects, without_autocast, without_saving_hooks
 from .chains import Chain, chain_of, refuse_other_derivatives
 from .checks import check_shape
-from .forward_pass import recorded
+from .forward_pass import traced
 from .record import Record
 
 
 class Run(NamedTuple):
     """A forward pass, and the record of each stage of a chain."""
 
-    recording: Recording
+    trace: Trace
     records: list[Record]
 
 
 class ChainCache:
-    """A cache of chains, of which one is used again where a run makes the same calls.
+    """The graphs of recent runs, with their chains, of which one is used again where a run makes the same calls.
 
     Parameters
     ----------
@@ -36,42 +35,37 @@ class ChainCache:
         As in `chain`.
     """
 
-    #: The most keys in the cache, and the most chains of each key, which differ in their indices and masks.
+    #: The most graphs in the cache.
     most = 8
 
     def __init__(self, *, pruned: bool = True) -> None:
         self.pruned = pruned
-        self._chains: OrderedDict[Hashable, list[tuple[list[torch.Tensor], Chain]]] = OrderedDict()
+        #: The last one first.
+        self._graphs: list[Graph] = []
         self._lock = threading.RLock()
 
     def of_run(self, module: nn.Module, x: torch.Tensor, *, connected: bool = False) -> tuple[Chain, Run]:
-        """The chain of the calls that a module makes for a batch, and the forward pass, as `record` makes it."""
+        """The chain of the calls that a module makes for a batch, and the forward pass."""
         # A checkpoint around the call lets go of the whole run, and needs no part of it. It counts what is saved, which
         # is to be as much where the chain is found as where it is made.
         with without_saving_hooks() if saves_objects() else contextlib.nullcontext():
-            recording = recorded(module, x, connected=connected)
+            trace = traced(module, x, self._graphs, connected=connected)
         with without_saving_hooks():
-            chain, records = self.matching(recording)
-        return chain, Run(recording, records)
+            chain, records = self.of_trace(trace)
+        return chain, Run(trace, records)
 
-    def matching(self, recording: Recording) -> tuple[Chain, list[Record]]:
-        """The chain of a recording, from the cache where the same calls have been made, and each stage's record."""
-        key, contents = key_of(recording), contents_of(recording)
-        with self._lock, without_autocast(recording.input.device):
-            chains = self._chains.setdefault(key, [])
-            self._chains.move_to_end(key)
-            while len(self._chains) > self.most:
-                self._chains.popitem(last=False)
-            for place, (cached_contents, chain) in enumerate(chains):
-                if all(torch.equal(*pair) for pair in zip(cached_contents, contents, strict=True)):
-                    # Weights that were zero when the patterns were made may have changed since.
-                    adapted, records = chain.records(recording)
-                    chains[place] = cached_contents, adapted
-                    return adapted, records
-            chain = chain_of(recording, pruned=self.pruned)
-            chains.append(([tensor.detach().clone() for tensor in contents], chain))
-            del chains[: -self.most]
-            return chain.records(recording)
+    def of_trace(self, trace: Trace) -> tuple[Chain, list[Record]]:
+        """The chain of a trace's graph, from the cache where an earlier run has made it, and each stage's record."""
+        graph = trace.graph
+        with self._lock, without_autocast(trace.input.device):
+            chain = graph.cache.get(self.pruned)
+            if chain is None:
+                chain = chain_of(trace, pruned=self.pruned)
+            # Weights that were zero when the patterns were made may have changed since.
+            graph.cache[self.pruned], records = chain.records(trace)
+            if graph not in self._graphs[:1]:
+                self._graphs = [graph, *(each for each in self._graphs if each is not graph)][: self.most]
+            return graph.cache[self.pruned], records
 
 
 class Chains(ChainCache):

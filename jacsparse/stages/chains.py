@@ -16,7 +16,7 @@ from ..tracing import (
     Operation,
     Program,
     PrunedWeight,
-    Recording,
+    Trace,
     check_module,
     mask_of,
     name_of,
@@ -27,7 +27,7 @@ from ..tracing import (
 from .accumulation import Accumulation, Region, empty_pattern
 from .balance import boundaries
 from .checks import check_input, check_shape
-from .forward_pass import recorded, samples_of
+from .forward_pass import samples_of, traced
 from .graph_gradients import has_hooks, pull_back
 from .infinite_entries import all_finite, with_backward_passes
 from .memory import check_size
@@ -64,9 +64,9 @@ class Chain:
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
 
-    def records(self, recording: Recording) -> tuple[Chain, list[Record]]:
+    def records(self, trace: Trace) -> tuple[Chain, list[Record]]:
         """The chain with patterns that hold for the weights of a run, and the record of each stage."""
-        records = [Record(stage, recording).adapted() for stage in self.stages]
+        records = [Record(stage, trace).adapted() for stage in self.stages]
         stages = [record.stage for record in records]
         if all(adapted is stage for adapted, stage in zip(stages, self.stages, strict=True)):
             return self, records
@@ -74,9 +74,9 @@ class Chain:
 
     def run(self, x: torch.Tensor) -> list[Record]:
         """Run the module on a batch, and return the record of each stage, with patterns that hold for this run."""
-        recording = recorded(self.module, check_input("x", x, self.in_shape))
+        trace = traced(self.module, check_input("x", x, self.in_shape))
         with without_autocast(x.device):
-            return chain_of(recording).records(recording)[1]
+            return chain_of(trace).records(trace)[1]
 
     @functools.cached_property
     def pruned_weights(self) -> tuple[PrunedWeight, ...]:
@@ -199,10 +199,10 @@ def chain(
     check_module(module)
     x = samples_of(module, check_shape(input_shape), like)
     with undisturbed(module):
-        recording = recorded(module, x, readable=False)
+        trace = traced(module, x, readable=False)
         with without_autocast(x.device):
-            chain = chain_of(recording, pruned=pruned)
-        refuse_hooks(chain.records(recording)[1])
+            chain = chain_of(trace, pruned=pruned)
+        refuse_hooks(chain.records(trace)[1])
     for edge in (edge for stage in chain for edge in stage.edges):
         if edge.call.sources is not None and edge.call.sources.rows > 1:
             raise edge.call.unsupported(
@@ -243,20 +243,20 @@ def refuse_other_derivatives(records: Sequence[Record], what: str) -> None:
 
 
 def chain_of(
-    recording: Recording,
+    trace: Trace,
     *,
     pruned: bool = True,
     varying: Collection[torch.Tensor] = (),
     watched: Collection[torch.Tensor] = (),
 ) -> Chain:
-    """The chain of a recording; UnsupportedOperatorError where the output has no samples along its first axis.
+    """The chain of a traced function; UnsupportedOperatorError where its output has no samples along its first axis.
 
     No weight is pruned that is among the `varying` tensors or was computed from one. Weights of the `watched` tensors
     may vary too: their zeros are pruned, but the truth values of a selection that was computed from them are not.
     """
-    module, x, y = recording.module, recording.input, recording.output
+    module, x, y = trace.module, trace.input, trace.output
     name, in_shape, out_shape = name_of(module), tuple(x.shape[1:]), tuple(y.shape[1:])
-    if recording.last is None:
+    if trace.graph.last is None:
         raise UnsupportedOperatorError(
             f"{name}: no operator that was seen leads from its input to its output; compute it by PyTorch's operators, "
             "without .item(), NumPy or a new torch.tensor between"
@@ -267,28 +267,28 @@ def chain_of(
     )
     if not y.ndim or y.shape[0] != len(x):
         raise without_samples
-    program = program_of(recording)
+    program = program_of(trace)
     if program.operations and program.layouts[program.output] != program.layouts[0]:
         raise without_samples
-    if recording.last.vertex and not program.operations:
+    if trace.graph.last.value and not program.operations:
         # No derivative passes.
         stage = Stage(name, in_shape, out_shape, (), 0, program.output, program)
         return Chain(module, [stage], in_shape, out_shape)
-    ids = frozenset(map(id, varying)), frozenset(map(id, watched))
-    return Chain(module, _stages(program, recording, pruned, ids), in_shape, out_shape)
+    kinds = trace.values_of(varying), trace.values_of(watched)
+    return Chain(module, _stages(program, trace, pruned, kinds), in_shape, out_shape)
 
 
-#: The tensors, by ``id``, whose zeros are not pruned, and those of which selections are not.
+#: The values whose zeros are not pruned, and those of which selections are not.
 _Varying = tuple[frozenset[int], frozenset[int]]
 
 
-def _stages(program: Program, recording: Recording, pruned: bool, varying: _Varying) -> list[Stage]:
+def _stages(program: Program, trace: Trace, pruned: bool, varying: _Varying) -> list[Stage]:
     stages: list[Stage] = []
     start, *cuts = program.cuts()
     for stop in cuts:
         operations = program.between(start, stop)
         edges = tuple(
-            _pruned(_edge(program, operation, name), recording, operation, varying)
+            _pruned(_edge(program, operation, name), trace, operation, varying)
             if pruned
             else _edge(program, operation, name)
             for operation in operations
@@ -305,7 +305,7 @@ def _stages(program: Program, recording: Recording, pruned: bool, varying: _Vary
                 last = stages.pop()
                 edges, start = (*last.edges, *edges), last.start
             elif not any(
-                operation.hooked or recording.externals_of(recording.invocations[operation.place], operation.operands)
+                operation.node.hooked or trace.graph.externals_of(operation.node, operation.operands)
                 for operation in operations
             ):
                 return []
@@ -319,9 +319,9 @@ def _stages(program: Program, recording: Recording, pruned: bool, varying: _Vary
 def _path(edges: Sequence[Edge], program: Program, taken: set[str]) -> str:
     """The path of a stage: the common part of its operations' paths, with an operator and number if it is taken."""
     operations = [program.operations[edge.target] for edge in working(edges) or edges]
-    paths = zip(*(operation.path.split(".") for operation in operations), strict=False)
+    paths = zip(*(operation.node.path.split(".") for operation in operations), strict=False)
     common = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, paths)]
-    path = ".".join(common) or operations[-1].path.rpartition(".")[0] or operations[-1].path
+    path = ".".join(common) or operations[-1].node.path.rpartition(".")[0] or operations[-1].node.path
     name = operations[-1].name.partition(".")[2]
     candidates = [path, f"{path}:{name}", *(f"{path}:{name}:{number}" for number in range(2, len(taken) + 3))]
     return next(candidate for candidate in candidates if candidate not in taken)
@@ -333,33 +333,34 @@ def _edge(program: Program, operation: Operation, argument: str) -> Edge:
         operation.name,
         {name: value for name, value in operation.arguments.items() if name != argument},
         program.shapes[source],
-        program.shapes[operation.vertex],
-        operation.path,
-        operation.source,
+        program.shapes[operation.value],
+        operation.node.path,
+        operation.node.source,
         argument=argument,
         batched=frozenset(operation.layouts.keys() - {argument} - operation.alike),
         dependent=operation.dependent - {argument},
         sources=operation.sources.get(argument),
         function=operation.evaluate,
     )
-    edge = Edge(source, operation.vertex, call)
+    edge = Edge(source, operation.value, call)
     edge.rule.check(call)
     return edge
 
 
-def _pruned(edge: Edge, recording: Recording, operation: Operation, varying: _Varying) -> Edge:
+def _pruned(edge: Edge, trace: Trace, operation: Operation, varying: _Varying) -> Edge:
     """The edge with a pattern that omits the zeros of weights, but for those that vary."""
-    call, invocation = edge.call, recording.invocations[operation.place]
+    call, graph = edge.call, trace.graph
     weights = []
     for name in edge.rule.pruned_arguments(call):
-        weight = invocation.arguments[name]
+        value = operation.node.arguments[name].number
         # A drawn zero is not guaranteed, nor is one in a tensor that was overwritten.
-        if name in call.dependent | call.batched or recording.drawn(weight) or invocation.is_stale(name):
+        if name in call.dependent | call.batched or graph.infos[value].drawn or trace.is_stale(value):
             continue
-        ids = varying[0] if weight.is_floating_point() else varying[0] | varying[1]
-        if ids and recording.made_of(weight, ids):
+        weight = trace.value(value)
+        values = varying[0] if weight.is_floating_point() else varying[0] | varying[1]
+        if values and graph.made_of(value, values):
             continue
-        mask = mask_of(recording, weight)
+        mask = mask_of(trace, value)
         mask = None if mask is None else operation.of_sample(name, mask)
         weights.append(PrunedWeight(name, edge.weight(name, operation.of_sample(name, weight)), mask))
     return edge.without(weights) if weights else edge

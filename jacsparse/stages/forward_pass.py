@@ -1,15 +1,16 @@
-"""Record a module's forward pass, with errors in the user's words."""
+"""Trace a module's forward pass, with errors in the user's words."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..patterns import UnsupportedOperatorError
-from ..tracing import Recording, is_users, name_of, record, tensors_of
+from ..tracing import Graph, Trace, is_users, name_of, tensors_of, trace
 
 #: Random samples that a module runs on where there is no input: a single one would not show how samples stay apart.
 SAMPLES = 3
@@ -23,8 +24,15 @@ def samples_of(module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | N
     return samples if like.device.type == "meta" else samples.to(like)
 
 
-def recorded(module: nn.Module, x: torch.Tensor, *, readable: bool = True, connected: bool = False) -> Recording:
-    """The recording of a module's forward pass, as `record` makes it.
+def traced(
+    module: nn.Module,
+    x: torch.Tensor,
+    graphs: Sequence[Graph] = (),
+    *,
+    readable: bool = True,
+    connected: bool = False,
+) -> Trace:
+    """The trace of a module's forward pass, as `jacsparse.tracing.trace` makes it.
 
     Raises
     ------
@@ -34,7 +42,7 @@ def recorded(module: nn.Module, x: torch.Tensor, *, readable: bool = True, conne
         Where parameters are of another dtype than the input.
     """
     try:
-        return record(module, x, readable=readable, connected=connected)
+        return trace(module, x, graphs, readable=readable, connected=connected)
     except (UnsupportedOperatorError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:

@@ -1,4 +1,4 @@
-"""Gradients through stages of a recorded run, by autograd's graph of that run."""
+"""Gradients through stages of a traced run, by autograd's graph of that run."""
 
 from __future__ import annotations
 
@@ -51,17 +51,18 @@ def pull_back(
     RuntimeError
         Where a hook changes a gradient in a strict record, or may; the message begins with the stage's path.
     """
-    recording, last = records[0].recording, records[0]
-    output = recording.edges[last.stage.stop]
+    trace, last = records[0].trace, records[0]
+    output = trace.edge(last.stage.stop)
     if output is None:
         return [torch.zeros_like(record.input) for record in inputs], {}
     gradient = gradient.reshape(last.output.shape).to(last.output.dtype)
-    tensors = {place: recording.externals[place] for place in externals}
+    of_trace = trace.externals
+    tensors = {place: of_trace[place] for place in externals}
     # The caller's own backward pass is to call the hooks of these tensors, once.
     alone = [place for place, tensor in tensors.items() if place in apart or tensor._backward_hooks]
     together = [place for place in tensors if place not in alone]
     hooks = [(record, *pair) for record in strict for pair in _around_hooks(record)]
-    wanted: list[Any] = [recording.edges[record.stage.start] for record in inputs]
+    wanted: list[Any] = [trace.edge(record.stage.start) for record in inputs]
     wanted += [tensors[place] for place in together]
     wanted += [edge for _, *pair in hooks for edge in pair]
     results: Sequence[torch.Tensor | None] = ()
@@ -82,7 +83,7 @@ def pull_back(
             if has_hooks(record, of_nodes=True):
                 raise _hidden(record, tensors[alone[0]])
         ends = [(get_gradient_edge(tensors[place]), tensors[place]) for place in alone]
-        start = recording.edges[records[-1].stage.start]
+        start = trace.edge(records[-1].stage.start)
         behind = [] if start is None else [(start, records[-1].input)]
         gradients |= zip(alone, walk(output, gradient, [*ends, *behind]), strict=False)
     return of_inputs, {place: result for place, result in gradients.items() if result is not None}
@@ -90,20 +91,20 @@ def pull_back(
 
 def has_hooks(record: Record, *, of_nodes: bool) -> bool:
     """Whether hooks of a module, of a tensor or, on request, of autograd's nodes see a gradient within a stage."""
-    if record.stage.hooked or not record.recording.may_have_hooks:
+    if record.stage.hooked or not record.trace.may_have_hooks:
         return record.stage.hooked
     return _has_tensor_hooks(record) or (of_nodes and _has_node_hooks(record))
 
 
 def _has_tensor_hooks(record: Record) -> bool:
-    recording = record.recording
-    results = (r for operation in record.stage.operations for r in recording.invocations[operation.place].results)
-    return any(tensor._backward_hooks for tensor in (record.input, *results))
+    values = (value for operation in record.stage.operations for value in operation.node.results)
+    results = (record.trace.tensors[value] for value in values)
+    return any(tensor._backward_hooks for tensor in (record.input, *results) if tensor is not None)
 
 
 def _has_node_hooks(record: Record) -> bool:
     # The nodes of hooked operations have the hooks of a module.
-    edges = (record.recording.edges[operation.vertex] for operation in record.stage.operations if not operation.hooked)
+    edges = (record.trace.edge(each.value) for each in record.stage.operations if not each.node.hooked)
     return any(edge is not None and edge.node is not None and has_node_hooks(edge.node) for edge in edges)
 
 
@@ -113,17 +114,14 @@ def _around_hooks(record: Record) -> list[tuple[GradientEdge | None, GradientEdg
     RuntimeError is raised where the change by a hook cannot be told from other parts of a gradient.
     """
     users = Counter(edge.source for edge in record.stage.edges)
-    hooks = [
-        (operation.vertex, *operation.operands.values()) for operation in record.stage.operations if operation.hooked
-    ]
+    hooks = [(each.value, *each.operands.values()) for each in record.stage.operations if each.node.hooked]
     if _has_tensor_hooks(record) or _has_node_hooks(record) or any(users[inside] > 1 for _, inside in hooks):
         raise _changes(record)
-    edges = record.recording.edges
-    return [(edges[outside], edges[inside]) for outside, inside in hooks]
+    return [(record.trace.edge(outside), record.trace.edge(inside)) for outside, inside in hooks]
 
 
 def _hidden(record: Record, tensor: torch.Tensor) -> RuntimeError:
-    names = [name for name, parameter in record.recording.module.named_parameters() if parameter is tensor]
+    names = [name for name, parameter in record.trace.module.named_parameters() if parameter is tensor]
     return RuntimeError(
         f"{record.stage.path}: a backward hook sees a gradient here, which that of {names[0] if names else 'a tensor'} "
         "passes by, as it has hooks of its own or is read in several places; call the module itself, or remove the "

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..tracing import Invocation, apply_node, with_all_gradients
+from ..tracing import Operation, Trace, apply_node, with_all_gradients
 from .record import Record
 
 #: Where a walk ends: an edge of autograd's graph, and the tensor whose gradient it has.
@@ -24,11 +24,12 @@ def pull_back_by_nodes(
     record: Record, gradient: torch.Tensor, externals: Sequence[int]
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """Gradients of a stage's input and of externals, by their places, for a gradient of its output."""
-    recording = record.recording
-    output, start = recording.edges[record.stage.stop], recording.edges[record.stage.start]
+    trace = record.trace
+    output, start = trace.edge(record.stage.stop), trace.edge(record.stage.start)
     if output is None or start is None:
         return torch.zeros_like(record.input), {}
-    tensors = [recording.externals[place] for place in externals]
+    of_trace = trace.externals
+    tensors = [of_trace[place] for place in externals]
     ends = [(start, record.input), *((get_gradient_edge(tensor), tensor) for tensor in tensors)]
     gradient = gradient.reshape(record.output.shape).to(record.output.dtype)
     of_input, *of_externals = walk(output, gradient, ends)
@@ -49,20 +50,17 @@ def pull_back_by_copies(record: Record, gradient: torch.Tensor) -> torch.Tensor:
 
     The run's own nodes compute all gradients that their calls have, each under a lock.
     """
+    trace = record.trace
     with torch.enable_grad():
-        leaf = record.input.detach().requires_grad_()
-        vertices = {record.stage.start: leaf}
+        leaf = trace.value(record.stage.start).detach().requires_grad_()
+        values = {record.stage.start: leaf}
         for operation in record.stage.operations:
-            invocation = record.recording.invocations[operation.place]
-            arguments = {
-                name: value.detach() if isinstance(value, torch.Tensor) else value
-                for name, value in invocation.arguments.items()
-            }
-            arguments |= {name: vertices[vertex] for name, vertex in operation.operands.items()}
-            edge = record.recording.edges[operation.vertex]
-            with _Results(invocation, None if edge is None else getattr(edge.node, "_saved_self", None)):
-                vertices[operation.vertex] = operation.evaluate(arguments)
-        output = vertices[record.stage.stop]
+            read = {name: trace.read(argument) for name, argument in operation.referenced.items()}
+            arguments = {name: a.detach() if isinstance(a, torch.Tensor) else a for name, a in read.items()}
+            arguments |= {name: values[value] for name, value in operation.operands.items()}
+            with _Results(trace, operation):
+                values[operation.value] = operation.evaluate(arguments)
+        output = values[record.stage.stop]
     if not output.requires_grad:
         return torch.zeros_like(leaf)
     gradient = gradient.reshape(output.shape).to(output.dtype)
@@ -71,21 +69,19 @@ def pull_back_by_copies(record: Record, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _Results(TorchDispatchMode):
-    """Returns what an operator has computed in a recorded run; runs it again only where that makes views or a list."""
+    """Returns what an operator has computed in a traced run; runs it again only where that makes views or a list."""
 
-    def __init__(self, invocation: Invocation, operand: torch.Tensor | None) -> None:
+    def __init__(self, trace: Trace, operation: Operation) -> None:
         super().__init__()
-        self.invocation = invocation
-        #: The operand as autograd has saved it, where the operator has overwritten it.
-        self.overwritten = operand if invocation.writes else None
+        self.trace, self.operation = trace, operation
 
     def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if overload is torch.ops.aten.clone.default and self.overwritten is not None:
-            return self.overwritten.detach().clone()
-        if overload is not self.invocation.overload:
+        node = self.operation.node
+        if overload is not self.operation.overload or self.operation.overload is not node.overload:
             return overload(*args, **(kwargs or {}))
-        results, returns = [result.detach() for result in self.invocation.results], overload._schema.returns
-        if self.invocation.writes and torch.Tag.inplace_view not in overload.tags:
+        results = [self.trace.value(value).detach() for value in node.results]
+        returns = overload._schema.returns
+        if node.writes and torch.Tag.inplace_view not in overload.tags:
             # An operator that works in place returns the argument that it writes to, a copy here.
             return args[0].copy_(results[0])
         if any(each.alias_info for each in returns) or len(returns) != len(results):

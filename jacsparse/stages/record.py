@@ -13,19 +13,18 @@ from torch.autograd.function import BackwardCFunction
 
 from ..patterns import Call, Diagonal, Identity, Layout, Pattern, gradient_of
 from ..spgemm import SparseJacobian, matvec
-from ..tracing import Invocation, Operation, PrunedWeight, Recording, apply_node, with_all_gradients
+from ..tracing import Node, Operation, PrunedWeight, Scalar, StaleError, Trace, Value, apply_node, with_all_gradients
 from .stage import Edge, Stage
 
 
 class _Arguments(Mapping[str, Any]):
-    """Arguments of a call; ``tensor(name, argument)`` converts each tensor where it is read."""
+    """Arguments of a call; ``read(name, argument)`` gives each of them where it is asked for."""
 
-    def __init__(self, arguments: Mapping[str, Any], tensor: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-        self._arguments, self._tensor = arguments, tensor
+    def __init__(self, arguments: Mapping[str, Any], read: Callable[[str, Any], Any]) -> None:
+        self._arguments, self._read = arguments, read
 
     def __getitem__(self, name: str) -> Any:
-        value = self._arguments[name]
-        return self._tensor(name, value) if isinstance(value, torch.Tensor) else value
+        return self._read(name, self._arguments[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arguments)
@@ -44,21 +43,22 @@ class Record:
 
     stage: Stage
     #: The forward pass of the whole module.
-    recording: Recording = field(repr=False)
+    trace: Trace = field(repr=False)
     #: Whether the elements that the patterns omit are known to be zero in this forward's weights.
     _fits: bool = field(default=False, repr=False)
 
-    def invocation(self, target: int) -> Invocation:
-        """The call that computed a vertex."""
-        return self.recording.invocations[self.stage.program.operations[target].place]
+    def node(self, value: int) -> Node:
+        """The call that computed a value."""
+        return self.stage.program.operations[value].node
 
     def adapted(self) -> Record:
         """The same record with patterns that omit only elements that are zero in this forward's weights."""
         replaced: dict[Edge, Edge] = {}
         for edge in self.stage.edges:
-            invocation = self.invocation(edge.target)
-            # A tensor that was overwritten after the call does not tell which elements were zero.
-            stale = {weight.name for weight in edge.pruned_weights if invocation.is_stale(weight.name)}
+            names = [weight.name for weight in edge.pruned_weights]
+            arguments = self.node(edge.target).arguments
+            # A tensor that was overwritten after the run does not tell which elements were zero.
+            stale = {name for name in names if self.trace.is_stale(arguments[name].number)}
             if stale or not all(weight.holds(self.weight(edge, weight.name)) for weight in edge.pruned_weights):
                 # Elements had been zero by chance, not by a mask: the zeros of this forward decide.
                 names = [name for name in edge.rule.pruned_arguments(edge.call) if name not in stale]
@@ -67,12 +67,12 @@ class Record:
             self._fits = True
             return self
         edges = tuple(replaced.get(edge, edge) for edge in self.stage.edges)
-        return Record(replace(self.stage, edges=edges), self.recording, True)
+        return Record(replace(self.stage, edges=edges), self.trace, True)
 
     def weight(self, edge: Edge, name: str) -> torch.Tensor:
         """A weight of an edge in this forward."""
-        arguments = self.invocation(edge.target).arguments
-        return edge.weight(name, self.stage.program.operations[edge.target].of_sample(name, arguments[name]))
+        operation = self.stage.program.operations[edge.target]
+        return edge.weight(name, operation.of_sample(name, self.trace.argument(operation.node, name)))
 
     @property
     def batch(self) -> int:
@@ -81,38 +81,40 @@ class Record:
 
     @property
     def input(self) -> torch.Tensor:
-        """The stage's input."""
-        return self._tensor(self.stage.start)
+        """The stage's input, whose elements a later call may have overwritten."""
+        return self.trace.tensor(self.stage.start)
 
     @property
     def output(self) -> torch.Tensor:
-        """The stage's output."""
-        return self._tensor(self.stage.stop)
+        """The stage's output, whose elements a later call may have overwritten."""
+        return self.trace.tensor(self.stage.stop)
 
-    def _tensor(self, vertex: int) -> torch.Tensor:
-        invocation = self.recording.makers[vertex]
-        if invocation is None:
-            return self.recording.input
-        return invocation.results[vertex - invocation.first]
+    def output_for(self, x: torch.Tensor) -> torch.Tensor:
+        """The stage's output for another input, by its operators; those of the run are left as they are."""
+        values = {self.stage.start: x}
+        for operation in self.stage.operations:
+            arguments = {name: self.trace.read(argument) for name, argument in operation.referenced.items()}
+            arguments |= {name: values[value] for name, value in operation.operands.items()}
+            values[operation.value] = operation.evaluate(arguments)
+        return values[self.stage.stop]
 
     @functools.cached_property
     def externals(self) -> set[int]:
         """The places of the externals that the stage reads, or that constants which it reads were computed from."""
-        recording, maker = self.recording, self.recording.makers[self.stage.stop]
+        graph = self.trace.graph
+        maker = graph.infos[self.stage.stop].maker
         if not self.stage.edges:
-            return set() if maker is None else recording.externals_of(maker)
-        externals: set[int] = set()
-        for operation in self.stage.operations:
-            externals |= recording.externals_of(recording.invocations[operation.place], operation.operands)
-        return externals
+            return set() if maker is None else {*graph.externals_of(maker)}
+        operations = self.stage.operations
+        return set[int]().union(*(graph.externals_of(each.node, each.operands) for each in operations))
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         """All arguments and results of its operators."""
+        tensors = self.trace.tensors
         for operation in self.stage.operations:
-            invocation = self.recording.invocations[operation.place]
-            yield from (invocation.arguments[name] for name in invocation.versions)
-            yield from invocation.results
+            values = [*(value for _, value in operation.node.tensors), *operation.node.results]
+            yield from (tensor for value in values if (tensor := tensors[value]) is not None)
 
     def jacobian(self) -> SparseJacobian:
         """``J`` for the whole batch."""
@@ -133,7 +135,7 @@ class Record:
         accumulation, result = self.stage._accumulated
         if result is None:
             count = len(range(self.batch)[samples])
-            return SparseJacobian(pattern, self.recording.input.detach().new_empty((0, count)))
+            return SparseJacobian(pattern, self.trace.input.detach().new_empty((0, count)))
         return self._jacobian(pattern, lambda: accumulation.run(result, lambda edge: self.values(edge, samples)))
 
     def _jacobian(self, pattern: Pattern, values: Callable[[], torch.Tensor]) -> SparseJacobian:
@@ -152,7 +154,7 @@ class Record:
     def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
         if not edge.pattern.nnz:
-            return self.recording.input.detach().new_empty((0, 1 if edge.shared else len(range(self.batch)[samples])))
+            return self.trace.input.detach().new_empty((0, 1 if edge.shared else len(range(self.batch)[samples])))
         return edge.rule.transposed_values(self.call(edge, samples), edge.pattern)
 
     def pull_back_sparse(self, vectors: torch.Tensor, samples: slice = slice(None)) -> torch.Tensor:
@@ -202,12 +204,12 @@ class Record:
 
     def in_input_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
         """A floating-point tensor in the input's dtype, in which Jacobians are; another tensor as it is."""
-        dtype = self.recording.input.dtype
+        dtype = self.trace.input.dtype
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
     def call(self, edge: Edge, samples: slice = slice(None)) -> Call:
         """An operator's call with its tensors, for a slice of the batch."""
-        operation, invocation = self.stage.program.operations[edge.target], self.invocation(edge.target)
+        operation, trace = self.stage.program.operations[edge.target], self.trace
         path, argument, layouts = edge.call.path, edge.call.argument, operation.layouts
         for weight in () if self._fits else edge.pruned_weights:
             if not weight.holds(self.weight(edge, weight.name)):
@@ -216,38 +218,37 @@ class Record:
                     "any more; make the chain again, keep them zero by a mask (torch.nn.utils.prune), or pass "
                     "pruned=False"
                 )
-        number = edge.target - invocation.first
-        x = invocation.arguments[argument]
-        if "input" in edge.rule.reads and invocation.is_stale(argument):
-            if argument not in invocation.saved:
-                raise _changed(f"{path}.{argument}")
-            x = invocation.saved[argument]
-        result = invocation.results[number]
-        if "output" in edge.rule.reads and result._version != invocation.result_versions[number]:
-            if None not in invocation.saved:
-                raise _changed(f"{path}: what {operation.name} gave")
-            result = invocation.saved[None]
         whole = samples == slice(None)
+
+        def elements(value: int, read: bool, what: str) -> torch.Tensor:
+            try:
+                return trace.value(value) if read else trace.tensor(value)
+            except StaleError:
+                raise _changed(what) from None
 
         def of_samples(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
             split = layout.split(tensor.detach())
             return self.in_input_dtype(split if whole else split[samples])
 
-        def argument_of(name: str, value: torch.Tensor) -> torch.Tensor:
-            if invocation.is_stale(name):
-                raise _changed(f"{path}.{name}")
-            layout = layouts.get(name)
+        def read(name: str, value: Any) -> Any:
+            if type(value) is Scalar:
+                return trace.scalars[value.place]
+            if type(value) is not Value:
+                return value
+            tensor, layout = elements(value.number, True, f"{path}.{name}"), layouts.get(name)
             if layout is None:
-                return self.in_input_dtype(value)
+                return self.in_input_dtype(tensor)
             if name in operation.alike:
-                return self.in_input_dtype(layout.split(value.detach())[0])
-            return of_samples(value, layout)
+                return self.in_input_dtype(layout.split(tensor.detach())[0])
+            return of_samples(tensor, layout)
 
-        arguments = {**edge.call.arguments, **invocation.arguments}
-        del arguments[argument]
-        derivative = _Derivative(self, edge, operation, invocation, samples)
+        arguments = {**edge.call.arguments, **operation.referenced}
+        arguments.pop(argument, None)
+        derivative = _Derivative(self, edge, operation, samples)
+        x = elements(edge.source, "input" in edge.rule.reads, f"{path}.{argument}")
+        result = elements(edge.target, "output" in edge.rule.reads, f"{path}: what {operation.name} gave")
         return edge.call.with_tensors(
-            arguments=_Arguments(arguments, argument_of),
+            arguments=_Arguments(arguments, read),
             input=of_samples(x, layouts[argument]),
             output=of_samples(result, self.stage.program.layouts[edge.target]),
             node=derivative.node if whole else None,
@@ -265,39 +266,39 @@ class _Derivative:
     record: Record
     edge: Edge
     operation: Operation
-    invocation: Invocation
     samples: slice
 
     def node(self) -> Any:
         """Autograd's node, with the tensors that the forward pass saved; None where it is not of this call alone."""
-        edge = self.record.recording.edges[self.edge.target]
-        if edge is None or edge.node is None or self.invocation.sequence < 0:
+        trace, call = self.record.trace, self.operation.node
+        edge = trace.edge(self.edge.target)
+        if edge is None or edge.node is None or call.shift is None:
             return None
-        same = edge.node._sequence_nr() == self.invocation.sequence  # type: ignore[attr-defined]
+        same = edge.node._sequence_nr() == trace.sequences[call.place] + call.shift  # type: ignore[attr-defined]
         return edge.node if same and not isinstance(edge.node, BackwardCFunction) else None
 
     @functools.cached_property
     def _place(self) -> int | None:
         """The index of the operand's gradient among the node's results; None where it cannot be told."""
-        source = self.record.recording.edges[self.edge.source]
+        source = self.record.trace.edge(self.edge.source)
         node = self.node()
         if node is None or source is None:
             return None
         places = [place for place, edge in enumerate(node.next_functions) if edge == source[:2]]
         # A tensor that is several operands has several gradients, in the order of the arguments.
-        same = [name for name, vertex in self.operation.operands.items() if vertex == self.edge.source]
+        same = [name for name, value in self.operation.operands.items() if value == self.edge.source]
         return places[same.index(self.edge.call.argument)] if len(places) == len(same) else None
 
     def vjp(self, gradient: torch.Tensor) -> torch.Tensor:
         """``Jᵀ g``, ``(batch, *out_shape)`` to ``(batch, *in_shape)``."""
         whole = len(range(self.record.batch)[self.samples]) == self.record.batch
         place = self._place
-        # An operator that draws, or that overwrote its operand, does not run again.
-        if place is None or not (whole or self.operation.random or self.invocation.writes):
+        # An operator that draws does not run again; a node has not saved what was overwritten since.
+        if place is None or not (self.operation.random or (whole and self._is_intact)):
             return self.vjps(gradient[None])[0]
         into, out = self._layouts
-        number = self.edge.target - self.invocation.first
-        result, x = self.invocation.results[number], self.invocation.arguments[self.edge.call.argument]
+        number, trace = self.operation.number, self.record.trace
+        result, x = trace.tensor(self.edge.target), trace.tensor(self.edge.source)
         gradient = gradient.to(result.dtype)
         if not whole:
             # Samples do not mix, so any gradient of the other ones will do.
@@ -312,6 +313,12 @@ class _Derivative:
         return self.record.in_input_dtype(into.split(pulled)[self.samples])
 
     @property
+    def _is_intact(self) -> bool:
+        """Whether nothing that the call took or returned was overwritten."""
+        node, trace = self.operation.node, self.record.trace
+        return all(map(trace.is_intact, (*node.results, *(value for _, value in node.tensors))))
+
+    @property
     def _layouts(self) -> tuple[Layout, Layout]:
         """The layouts of the operand and of the result."""
         return self.operation.layouts[self.edge.call.argument], self.record.stage.program.layouts[self.edge.target]
@@ -320,25 +327,33 @@ class _Derivative:
     def _x(self) -> torch.Tensor:
         """The operand, ``(batch, *shape)``."""
         into, _ = self._layouts
-        return into.split(self.invocation.arguments[self.edge.call.argument].detach())[self.samples]
+        return into.split(self._elements(self.edge.source, self.edge.call.argument).detach())[self.samples]
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         """The operator's result on these samples for another operand."""
         into, out = self._layouts
-        arguments = dict(self.invocation.arguments)
-        for name, value in arguments.items():
+        arguments: dict[str, Any] = {}
+        for name, value in self.operation.referenced.items():
             layout = self.operation.layouts.get(name)
             if name == self.edge.call.argument:
                 arguments[name] = into.join(x)
-            elif isinstance(value, torch.Tensor):
-                # No derivative of an operator that only moves elements depends on its other arguments' elements.
-                if not self.operation.sources and self.invocation.is_stale(name):
-                    raise _changed(f"{self.operation.path}.{name}")
-                value = value.detach()
-                if layout is not None:
-                    value = layout.join(layout.split(value)[self.samples])
-                arguments[name] = value
+            elif type(value) is Value:
+                tensor = self._elements(value.number, name).detach()
+                arguments[name] = tensor if layout is None else layout.join(layout.split(tensor)[self.samples])
+            else:
+                arguments[name] = self.record.trace.scalars[value.place] if type(value) is Scalar else value
         return out.split(self.operation.evaluate(arguments))
+
+    def _elements(self, value: int, name: str) -> torch.Tensor:
+        """The elements of an argument."""
+        trace = self.record.trace
+        try:
+            return trace.value(value)
+        except StaleError:
+            # No derivative of an operator that only moves elements depends on its arguments' elements.
+            if self.operation.sources:
+                return trace.tensor(value)
+            raise _changed(f"{self.operation.node.path}.{name}") from None
 
     def vjps(self, gradients: torch.Tensor) -> torch.Tensor:
         """``Jᵀ g`` for many gradients, ``(many, batch, *shape)``."""

@@ -19,7 +19,7 @@ from .accumulation import Accumulation, Region, eliminate, empty_pattern
 class Edge:
     """The dependence of one operator on one of its operands: a local Jacobian."""
 
-    #: Vertices of the operand and of the result.
+    #: Values of the operand and of the result.
     source: int
     target: int
     #: The call of the operator, with shapes only.
@@ -83,7 +83,7 @@ class Stage:
     edges : tuple of Edge
         An edge for each operand of each operator.
     start, stop : int
-        Vertices of the input and of the output.
+        Values of the input and of the output.
     program : Program
         The program that the stage is a part of.
     """
@@ -157,7 +157,7 @@ class Stage:
     @functools.cached_property
     def hooked(self) -> bool:
         """Whether backward hooks of a module see a gradient within the stage."""
-        return any(operation.hooked for operation in self.operations)
+        return any(operation.node.hooked for operation in self.operations)
 
     @functools.cached_property
     def largest(self) -> int:

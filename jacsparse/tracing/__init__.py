@@ -2,6 +2,8 @@
 
 from .arithmetic import Arithmetic
 from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients
+from .callers import is_users
+from .graph import Form, Graph, Node, Scalar, Value, form_of
 from .graphs import (
     graph_of_tape,
     graph_of_values,
@@ -26,10 +28,8 @@ from .modules import (
     without_autocast,
 )
 from .operators import facts_of, operator_name
-from .program import Operation, Program, contents_of, key_of, program_of
+from .program import Operation, Program, program_of
 from .pruned_weights import PrunedWeight, mask_of
-from .recorder import is_users, record
-from .recording import Invocation, Recording, is_recording
 from .saved_tensors import saved_handle, saves_objects, without_saving_hooks
 from .tape import (
     Number,
@@ -38,30 +38,35 @@ from .tape import (
     Tape,
     check_replays,
     followed,
-    form_of,
     mutates,
     numbers_followed,
     recorded_tape,
     same_number,
     same_numbers,
 )
+from .tracer import trace
+from .traces import StaleError, Trace, is_recording
 
 __all__ = [
     "Arithmetic",
-    "Invocation",
+    "Form",
+    "Graph",
+    "Node",
     "Number",
     "Operation",
     "Program",
     "PrunedWeight",
     "Reads",
-    "Recording",
+    "Scalar",
     "Slot",
+    "StaleError",
     "Tape",
+    "Trace",
+    "Value",
     "apply_node",
     "check_initialised",
     "check_module",
     "check_replays",
-    "contents_of",
     "ending_at",
     "facts_of",
     "followed",
@@ -73,7 +78,6 @@ __all__ = [
     "inputs_of",
     "is_recording",
     "is_users",
-    "key_of",
     "leads_to",
     "mask_of",
     "mutates",
@@ -83,7 +87,6 @@ __all__ = [
     "operator_name",
     "parts_of",
     "program_of",
-    "record",
     "recorded_tape",
     "refresh_weights",
     "returns_one_tensor",
@@ -96,6 +99,7 @@ __all__ = [
     "sets_weights",
     "tensors_of",
     "tensors_of_externals",
+    "trace",
     "trains",
     "undisturbed",
     "with_all_gradients",

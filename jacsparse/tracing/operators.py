@@ -31,10 +31,14 @@ class Facts:
     tensors: tuple[str, ...]
     lists: tuple[str, ...]
     written: tuple[str, ...]
+    #: The parameter that its results are views of; None where they are none.
+    viewed: str | None
     #: Whether it may draw random numbers.
     random: bool
     #: Whether it shows Python the elements of a tensor, or returns a tensor whose shape depends on them.
     reads: bool
+    #: Whether the shape of its result depends on the elements of a tensor.
+    dynamic: bool
     #: Whether its result depends on the operand's shape alone, not on its elements.
     of_shape: bool
     #: Whether it changes the shape of its operand in place.
@@ -83,8 +87,10 @@ def _new_facts(overload: Any) -> Facts:
         tensors=tuple(parameter.name for parameter in parameters if _is_tensor(parameter.type)),
         lists=tuple(parameter.name for parameter in parameters if _is_list(parameter.type)),
         written=tuple(parameter.name for parameter in parameters if is_written(parameter)),
+        viewed=next((p.name for p in parameters if p.alias_info is not None and not is_written(p)), None),
         random=random,
         reads=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
+        dynamic=torch.Tag.dynamic_output_shape in tags,
         of_shape=name in _OF_SHAPE,
         reshapes=torch.Tag.inplace_view in tags,
         # The parts of a random operator would draw other numbers.

@@ -1,16 +1,13 @@
-"""Programs: what a recording has in common with every run that makes the same calls.
+"""Programs: what a graph says of one sample.
 
-A program is the graph of the calls and the places of the samples in its tensors. Of the numbers of the run, it depends
-only on the elements of indices and masks, which select positions. A later run has the same program where it makes the
-same calls, on tensors of the same shapes, with equal indices and masks: `key_of` and `contents_of` return all that has
-to be compared.
+A program has the calls through which a derivative passes, and the places of the samples in their tensors. It holds for
+every run of its graph.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,31 +22,27 @@ from ..patterns import (
     Sources,
     UnsupportedOperatorError,
     Use,
-    is_pointwise,
     rule_of,
 )
-from .modules import name_of
-from .operators import is_written, operator_name
+from .graph import Node, Value, evaluated
+from .operators import operator_name
 from .overwrite import Overwrite
-from .recording import Invocation, Recording
+from .traces import Trace
+
+_SAME = torch.ops.aten.alias.default
 
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """A call of an ATen operator that computes a tensor through which a derivative passes."""
+    """A call of an ATen operator that computes a value through which a derivative passes."""
 
-    #: The number of the tensor.
-    vertex: int
-    #: The index of the invocation in the recording.
-    place: int
-    #: The index of the tensor among the operator's results; None where the operator returns a single tensor.
-    number: int | None
+    value: int
+    node: Node
+    #: The place of the value among the call's results.
+    number: int
     #: An OpOverload, as in ``torch.ops.aten.add.Tensor``, or an Overwrite.
     overload: Any
-    #: The path of the module that makes the call, and the line of its code.
-    path: str
-    source: str
-    #: The arguments through which a derivative passes, and their vertices.
+    #: The arguments through which a derivative passes, and their values.
     operands: dict[str, int]
     #: All arguments that depend on the input.
     dependent: frozenset[str]
@@ -60,13 +53,16 @@ class Operation:
     alike: frozenset[str]
     #: `Placement.sources` of an operator that moves elements.
     sources: dict[str, Sources]
-    #: Whether the call stands for a module's backward hooks.
-    hooked: bool = False
 
     @property
     def name(self) -> str:
         """The name of the operator, as in ``aten.add``."""
         return operator_name(self.overload)
+
+    @property
+    def referenced(self) -> Mapping[str, Any]:
+        """The arguments of the call by name, with references to tensors and numbers of runs."""
+        return {"self": Value(*self.operands.values())} if self.node.changes_unseen else self.node.arguments
 
     @functools.cached_property
     def random(self) -> bool:
@@ -80,7 +76,7 @@ class Operation:
 
     def evaluate(self, arguments: Mapping[str, Any]) -> torch.Tensor:
         """The result for other arguments; none of them is written to."""
-        return _evaluated(self.overload, self.number, arguments)
+        return evaluated(self.overload, arguments)[self.number]
 
 
 @dataclass(eq=False)
@@ -89,14 +85,14 @@ class Program:
 
     #: The number of samples.
     batch: int
-    #: The vertex of the output; the input's is 0.
+    #: The output; the input is 0.
     output: int
-    #: The operations by vertex, in the order in which they run.
+    #: The operations by value, in the order in which they run.
     operations: dict[int, Operation] = field(default_factory=dict)
-    #: For each vertex, where the samples are, and the shape for a batch of one.
+    #: For each value, where the samples are, and the shape for a batch of one.
     layouts: dict[int, Layout] = field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    #: Vertices at which no stage may end: those within a module whose backward hooks are called at both its ends, and
+    #: Values at which no stage may end: those within a module whose backward hooks are called at both its ends, and
     #: those without a gradient.
     uncut: set[int] = field(default_factory=set)
 
@@ -104,196 +100,142 @@ class Program:
         """The operations that compute `stop` from `start`, in order."""
         needed, waiting = set(), [stop]
         while waiting:
-            vertex = waiting.pop()
-            if vertex not in needed and vertex != start and vertex in self.operations:
-                needed.add(vertex)
-                waiting.extend(self.operations[vertex].operands.values())
-        return [operation for vertex, operation in self.operations.items() if vertex in needed]
+            value = waiting.pop()
+            if value not in needed and value != start and value in self.operations:
+                needed.add(value)
+                waiting.extend(self.operations[value].operands.values())
+        return [operation for value, operation in self.operations.items() if value in needed]
 
     def cuts(self) -> list[int]:
-        """The vertices that every path from the input to the output passes, in order, both ends included.
+        """The values that every path from the input to the output passes, in order, both ends included.
 
         Each inner one has the samples where the input has them, and a gradient that autograd computes.
         """
         if not self.output:
             return [0]
         operations = self.between(0, self.output)
-        # The last vertex that is computed from each one: operands come before what is computed from them.
-        last = {operand: operation.vertex for operation in operations for operand in operation.operands.values()}
-        # A path passes by a vertex where one before it leads to one after it.
+        # The last value that is computed from each one: operands come before what is computed from them.
+        last = {operand: operation.value for operation in operations for operand in operation.operands.values()}
+        # A path passes by a value where one before it leads to one after it.
         passed, furthest = [], last.get(0, self.output)
         for operation in operations[:-1]:
-            if furthest == operation.vertex:
-                passed.append(operation.vertex)
-            furthest = max(furthest, last[operation.vertex])
+            if furthest == operation.value:
+                passed.append(operation.value)
+            furthest = max(furthest, last[operation.value])
         inner = [
-            vertex
-            for vertex in passed
-            if self.layouts[vertex] == self.layouts[0]
-            and self.shapes[vertex][:1] == (1,)
-            and vertex not in self.uncut
-            and not isinstance(self.operations[vertex].overload, Overwrite)
+            value
+            for value in passed
+            if self.layouts[value] == self.layouts[0]
+            and self.shapes[value][:1] == (1,)
+            and value not in self.uncut
+            and not isinstance(self.operations[value].overload, Overwrite)
         ]
         return [0, *inner, self.output]
 
 
-def key_of(recording: Recording) -> Hashable:
-    """All that a program depends on, except the elements of indices and masks."""
-    numbers: dict[int, int] = {}
-    calls = tuple([_call_key(invocation, numbers) for invocation in recording.invocations])
-    x, output = recording.input, recording.output
-    return recording.last, output.shape, x.shape, x.stride(), x.dtype, x.device, calls
-
-
-def _call_key(invocation: Invocation, numbers: dict[int, int]) -> Hashable:
-    facts = invocation.facts
-    exact = facts is not None and facts.exact
-    dependent = {operand.name for operand in invocation.operands}
-    parts: list[Hashable] = [invocation.overload if facts is None else facts, invocation.hooked]
-    parts += invocation.operands
-    for name, value in invocation.arguments.items():
-        if name in dependent:
-            continue
-        if name in invocation.versions:
-            # Equal numbers tell that arguments are one tensor, as tied weights are.
-            number = numbers.setdefault(id(value), len(numbers))
-            parts += name, number, value.shape, value.stride(), value.dtype, value.requires_grad
-        elif isinstance(value, float):
-            parts += name, repr(value) if exact else _zero_or_one(value)
-        else:
-            parts += name, tuple(value) if isinstance(value, list) else value
-    for result in invocation.results:
-        parts += result.shape, result.dtype
-    parts.append(invocation.sequence < 0)
-    return tuple(parts)
-
-
-def _zero_or_one(number: float) -> float | None:
-    """The number where it is 0 or 1, else None: most rules tell no other numbers apart."""
-    return number if number in (0.0, 1.0) else None
-
-
-def contents_of(recording: Recording) -> list[torch.Tensor]:
-    """The indices and masks that patterns depend on, in the order of the calls.
-
-    Raises
-    ------
-    RuntimeError
-        Where one of them was written to after its call.
-    """
-    contents = []
-    for invocation in recording.invocations:
-        if invocation.facts is not None and invocation.facts.contents:
-            for name, version in invocation.versions.items():
-                value = invocation.arguments[name]
-                if not value.is_floating_point():
-                    if value._version != version:
-                        raise RuntimeError(
-                            f"{invocation.name}: its {name} was written to after it was used{invocation.source}; write "
-                            "to a clone"
-                        )
-                    contents.append(value)
-    return contents
-
-
-def program_of(recording: Recording) -> Program:
-    """The program of a recording.
+def program_of(trace: Trace) -> Program:
+    """The program of a trace's graph.
 
     Raises
     ------
     UnsupportedOperatorError
         Where an operator has no rule, or mixes samples; the message begins with the operator's path in the model.
     """
-    x, batch = recording.input, recording.input.shape[0]
-    assert recording.last is not None
-    program = Program(batch, recording.last.vertex)
-    program.layouts[0] = WHOLE if batch == 1 else Layout(0)
+    x, graph = trace.input, trace.graph
+    assert graph.last is not None
+    program = Program(x.shape[0], graph.last.value)
+    program.layouts[0] = WHOLE if program.batch == 1 else Layout(0)
     program.shapes[0] = program.layouts[0].shape_of_sample(x.shape)
-    paths = {id(part): name for name, part in reversed(list(recording.module.named_modules()))}
-    for vertex in _needed(recording):
-        invocation = recording.makers[vertex]
-        assert invocation is not None
-        where = paths.get(id(invocation.module), "") or name_of(invocation.module or recording.module)
-        result = invocation.results[vertex - invocation.first]
+    for value in _needed(trace):
+        node = graph.infos[value].maker
+        assert node is not None
+        result = trace.tensor(value)
         if result.is_complex():
             raise UnsupportedOperatorError(
-                f"{where}: {invocation.name} gives complex numbers{invocation.source}; Jacobians are of real ones: "
+                f"{node.path}: {node.name} gives complex numbers{node.source}; Jacobians are of real ones: "
                 "work on real and imaginary parts"
             )
-        operation, layout = _operation(program, invocation, vertex, where)
-        program.operations[vertex], program.layouts[vertex] = operation, layout
-        program.shapes[vertex] = layout.shape_of_sample(result.shape)
+        operation, layout = _operation(program, trace, node, value)
+        program.operations[value], program.layouts[value] = operation, layout
+        program.shapes[value] = layout.shape_of_sample(result.shape)
     # The parts of a decomposed operator are one node to autograd: tensors between them have no gradient.
-    without_gradient = {vertex for vertex in program.operations if recording.edges[vertex] is None}
-    program.uncut = without_gradient | _between_hooks(recording)
+    without_gradient = {value for value in program.operations if trace.edge(value) is None}
+    program.uncut = without_gradient | _between_hooks(trace)
     return program
 
 
-def _between_hooks(recording: Recording) -> set[int]:
-    """The vertices from the call of a module's hooks on its input to their call on its output."""
-    begun: dict[int, int] = {}
-    vertices: set[int] = set()
-    for invocation in recording.invocations:
-        if invocation.hooked:
-            start = begun.pop(id(invocation.module), None)
+def _between_hooks(trace: Trace) -> set[int]:
+    """The values from the call of a module's hooks on its input to their call on its output."""
+    begun: dict[str, int] = {}
+    values: set[int] = set()
+    for node in trace.graph.calls:
+        if node.hooked:
+            start, (first, *_) = begun.pop(node.path, None), node.results
             if start is None:
-                begun[id(invocation.module)] = invocation.first
+                begun[node.path] = first
             else:
-                vertices.update(range(start, invocation.first))
-    return vertices
+                values.update(range(start, first))
+    return values
 
 
-def _needed(recording: Recording) -> list[int]:
-    """The vertices through which a derivative passes from the input to the output, in order, without the input."""
-    assert recording.last is not None
+def _needed(trace: Trace) -> list[int]:
+    """The values through which a derivative passes from the input to the output, in order, without the input."""
+    graph = trace.graph
+    assert graph.last is not None
     # A tensor may have a gradient only because of weights: it is not reached from the input.
     reached = {0}
-    for invocation in recording.invocations:
+    for node in graph.calls:
         # The sign of a complex number is its direction, which has a derivative.
-        passes = invocation.name not in CONSTANT or any(result.is_complex() for result in invocation.results)
-        if passes and any(operand.active and operand.vertex in reached for operand in invocation.operands):
-            reached.update(range(invocation.first, invocation.first + len(invocation.results)))
+        passes = node.name not in CONSTANT or any(trace.tensor(result).is_complex() for result in node.results)
+        if passes and any(operand.active and operand.value in reached for operand in node.operands):
+            reached.update(node.results)
     needed: set[int] = set()
-    waiting = [recording.last.vertex] if recording.last.active else []
+    waiting = [graph.last.value] if graph.last.active else []
     while waiting:
-        vertex = waiting.pop()
-        maker = recording.makers[vertex]
-        if maker is not None and vertex in reached and vertex not in needed:
-            needed.add(vertex)
-            waiting.extend(operand.vertex for operand in maker.operands if operand.active)
+        value = waiting.pop()
+        maker = graph.infos[value].maker
+        if maker is not None and value in reached and value not in needed:
+            needed.add(value)
+            waiting.extend(operand.value for operand in maker.operands if operand.active)
     return sorted(needed)
 
 
-def _operation(program: Program, invocation: Invocation, vertex: int, where: str) -> tuple[Operation, Layout]:
-    """The operation that computes a vertex, and the layout of its result."""
-    result = invocation.results[vertex - invocation.first]
-    number = vertex - invocation.first if _returns_several(invocation.overload) else None
-    active = {o.name: o.vertex for o in invocation.operands if o.active and o.vertex in program.layouts}
-    arguments = {**_defaults(invocation.overload), **invocation.arguments}
+def _operation(program: Program, trace: Trace, node: Node, value: int) -> tuple[Operation, Layout]:
+    """The operation that computes a value, and the layout of its result."""
+    result, overload, number = trace.tensor(value), node.overload, node.results.index(value)
+    arguments = {**_defaults(overload), **{name: trace.argument(node, name) for name in node.arguments}}
+    operands = [operand for operand in node.operands if operand.active and operand.value in program.layouts]
+    if node.changes_unseen:
+        # The derivative is that of what was written to.
+        written = [operand for operand in operands if _is_written(node, operand.name)]
+        overload, number = _SAME, 0
+        operands = [operand._replace(name="self") for operand in written]
+        arguments = {"self": trace.value(operands[0].value)} if operands else {}
+    active = {operand.name: operand.value for operand in operands}
+    name, where = operator_name(overload), node.path
     use = Use(
-        invocation.name,
+        name,
         arguments,
-        {name: program.layouts[operand] for name, operand in active.items()},
+        {argument: program.layouts[operand] for argument, operand in active.items()},
         result,
         program.batch,
-        functools.partial(_evaluated, invocation.overload, number),
+        lambda arguments: evaluated(overload, arguments)[number],
     )
-    rule = rule_of(invocation.name)
+    rule = rule_of(name)
     if rule is None:
         raise UnsupportedOperatorError(
-            f"{where}: operator {invocation.name} has no rule; register one with jacsparse.register_rule"
-            f"{invocation.source}"
+            f"{where}: operator {name} has no rule; register one with jacsparse.register_rule{node.source}"
         )
     if number and not rule.all_results:
         raise UnsupportedOperatorError(
-            f"{where}: the rule of {invocation.name} is of its first result alone{invocation.source}; compute result "
+            f"{where}: the rule of {name} is of its first result alone{node.source}; compute result "
             f"{number} by other operators"
         )
     try:
         placement = rule.placement(use)
     except MixedSamplesError as error:
         what, remedy = error.args or (
-            f"{invocation.name} mixes the samples of a batch{invocation.source}",
+            f"{name} mixes the samples of a batch{node.source}",
             "each sample must be worked on by itself; a Jacobian by arguments without samples takes batched=False",
         )
         raise UnsupportedOperatorError(f"{where}: {what}; {remedy}") from None
@@ -304,23 +246,23 @@ def _operation(program: Program, invocation: Invocation, vertex: int, where: str
         for name, layout in layouts.items()
         if name not in active and layout.axis >= 0 and arguments[name].stride(layout.axis) == 0
     )
-    dependent = frozenset(operand.name for operand in invocation.operands)
     operation = Operation(
-        vertex,
-        invocation.place,
+        value,
+        node,
         number,
-        invocation.overload,
-        where,
-        invocation.source,
+        overload,
         active,
-        dependent,
+        frozenset(active) if node.changes_unseen else frozenset(operand.name for operand in node.operands),
         {name: _symbolic(value, layouts.get(name), rule, name in alike) for name, value in arguments.items()},
         layouts,
         alike,
         placement.sources,
-        invocation.hooked,
     )
     return operation, placement.output
+
+
+def _is_written(node: Node, name: str) -> bool:
+    return name == "tensor" if node.facts is None else name.partition(".")[0] in node.facts.written
 
 
 def _symbolic(value: Any, layout: Layout | None, rule: Rule, alike: bool) -> Any:
@@ -331,7 +273,8 @@ def _symbolic(value: Any, layout: Layout | None, rule: Rule, alike: bool) -> Any
         shape = value.shape if layout is None else layout.shape_of_sample(value.shape)
         return torch.empty(shape, dtype=value.dtype, device="meta")
     if isinstance(value, float) and not rule.reads_numbers:
-        return float("nan") if _zero_or_one(value) is None else value
+        # Most rules tell no other numbers apart than 0 and 1.
+        return value if value in (0.0, 1.0) else float("nan")
     return value
 
 
@@ -340,34 +283,3 @@ def _defaults(overload: Any) -> Mapping[str, Any]:
     if isinstance(overload, Overwrite):
         return {}
     return {p.name: p.default_value for p in overload._schema.arguments if p.has_default_value()}
-
-
-@functools.cache
-def _returns_several(overload: Any) -> bool:
-    """Whether an operator returns a tuple or a list."""
-    returns: Sequence[Any] = () if isinstance(overload, Overwrite) else overload._schema.returns
-    return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
-
-
-def _evaluated(overload: Any, number: int | None, arguments: Mapping[str, Any]) -> torch.Tensor:
-    """One result of an operator; no argument is written to."""
-    if isinstance(overload, Overwrite):
-        return overload(arguments["tensor"], arguments["written"])
-    positional, named = [], {}
-    for parameter in overload._schema.arguments:
-        value = arguments.get(parameter.name, parameter.default_value)
-        if value is None and f"{parameter.name}.0" in arguments:
-            # The elements of a list have names of their own.
-            names = (f"{parameter.name}.{n}" for n in itertools.count())
-            value = [arguments[name] for name in itertools.takewhile(arguments.__contains__, names)]
-        if isinstance(value, torch.Tensor) and is_written(parameter):
-            if is_pointwise(operator_name(overload)):
-                shapes = [each.shape for each in arguments.values() if isinstance(each, torch.Tensor)]
-                value = value.expand(torch.broadcast_shapes(*shapes))
-            value = value.clone()
-        if parameter.kwarg_only:
-            named[parameter.name] = value
-        else:
-            positional.append(value)
-    result = overload(*positional, **named)
-    return result if number is None else result[number]  # type: ignore[no-any-return]

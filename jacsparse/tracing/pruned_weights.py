@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..patterns import any_nonzero_at
-from .operators import operator_name
-from .recording import Recording
+from .graph import Value, evaluated
+from .traces import Trace
 
 #: The most elements of a weight whose omitted elements are always read one by one.
 SMALL = 4096
@@ -56,33 +56,35 @@ def _in_memory_order(tensor: torch.Tensor, *, like: torch.Tensor) -> torch.Tenso
     return tensor.reshape(-1)
 
 
-def mask_of(recording: Recording, weight: torch.Tensor) -> torch.Tensor | None:
+def mask_of(trace: Trace, value: int) -> torch.Tensor | None:
     """The mask of zeros and ones that this run multiplied a weight by, as pruning does; None where there is none.
 
     The product may have been reshaped afterwards.
     """
-    constant = recording.constants.get(id(weight))
-    if constant is None or constant.overload is None:
+    node = trace.graph.infos[value].maker
+    if node is None:
         return None
-    name, arguments = operator_name(constant.overload), constant.arguments
-    if name in _VIEWS:
-        viewed = arguments.get("self")
-        mask = None if viewed is None else mask_of(recording, viewed)
-        return None if mask is None else constant.overload(*(mask if a is viewed else a for a in arguments.values()))
-    if name != "aten.mul":
+    if node.name in _VIEWS:
+        mask = mask_of(trace, node.arguments["self"].number)
+        if mask is None:
+            return None
+        return evaluated(node.overload, {name: trace.argument(node, name) for name in node.arguments} | {"self": mask})[
+            0
+        ]
+    if node.name != "aten.mul":
         return None
-    for mask_name, factor_name in (("self", "other"), ("other", "self")):
-        mask, factor = arguments.get(mask_name), arguments.get(factor_name)
-        if isinstance(mask, torch.Tensor) and isinstance(factor, torch.Tensor) and _is_mask(recording, mask):
-            return mask.detach().expand(weight.shape)
+    for argument in ("self", "other"):
+        mask, other = (node.arguments[name] for name in (argument, "other" if argument == "self" else "self"))
+        if type(mask) is Value and type(other) is Value and _is_mask(trace, mask.number):
+            return trace.value(mask.number).detach().expand(trace.tensor(value).shape)
     return None
 
 
 _VIEWS = frozenset(
-    f"aten.{name}"
-    for name in ["t", "transpose", "permute", "view", "unsqueeze", "squeeze", "expand", "detach", "alias"]
+    f"aten.{name}" for name in ["t", "transpose", "permute", "view", "unsqueeze", "squeeze", "expand", "alias"]
 )
 
 
-def _is_mask(recording: Recording, mask: torch.Tensor) -> bool:
-    return not mask.requires_grad and not recording.drawn(mask) and bool(((mask == 0) | (mask == 1)).all())
+def _is_mask(trace: Trace, value: int) -> bool:
+    mask = trace.value(value)
+    return not mask.requires_grad and not trace.graph.infos[value].drawn and bool(((mask == 0) | (mask == 1)).all())

@@ -19,9 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..patterns import UnsupportedOperatorError
 from .arithmetic import Arithmetic, NotFollowedError
+from .graph import Form, form_of, tensors_in
 from .operators import cross, draws, is_written, operator_name, with_memory
-from .recording import base_of, memory_of, observing, tensors_in
 from .sparse_products import Elements, indices_of, is_sparse, operator_on_elements
+from .traces import base_of, memory_of, observing
 
 aten = torch.ops.aten
 
@@ -52,15 +53,6 @@ class Instruction:
     seen: bool
     #: Where the results are in what it returns, if that is a list or a tuple: backward operators leave some out.
     places: tuple[int, ...] = (0,)
-
-
-#: How a tensor lies in memory: all that a call may depend on besides its elements.
-Form = tuple[torch.Size, tuple[int, ...], torch.layout, torch.dtype, torch.device]
-
-
-def form_of(tensor: torch.Tensor) -> Form:
-    stride = tensor.stride() if tensor.layout == torch.strided else ()
-    return tensor.shape, stride, tensor.layout, tensor.dtype, tensor.device
 
 
 class Reads(NamedTuple):

@@ -659,7 +659,7 @@ def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (two.workers, three.workers) == (2, 3)
     assert list(two.times) == ["linear", "balanced:3", "balanced:2"] and list(three.times) == ["linear", "balanced:3"]
     # Before anything is counted.
-    monkeypatch.setattr("jacsparse.flop.subject.recorded", lambda *_: pytest.fail("the module was looked at"))
+    monkeypatch.setattr("jacsparse.flop.subject.traced", lambda *_: pytest.fail("the module was looked at"))
     with pytest.raises(ValueError, match=r"workers is \[2, 0\]; expected integers of at least 1"):
         count_flop(lenet(), (3, 32, 32), workers=[2, 0])
     for wrong in (4, [1.5], "4", np.array([0.5]), torch.ones(2)):

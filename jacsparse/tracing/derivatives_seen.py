@@ -1,0 +1,136 @@
+"""What autograd's graph of a traced run says: where derivatives pass, and whether they are those of the operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils.checkpoint import CheckpointFunction
+
+from ..patterns import UnsupportedOperatorError
+from .callers import caller
+from .graph import Node
+from .modules import name_of
+from .traces import Trace
+
+next_node = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+class SeenDerivatives:
+    """Looks at autograd's nodes of tensors that a traced run uses.
+
+    Autograd's graph tells which operator made a tensor, and whether a derivative passes at all. So a
+    ``torch.autograd.Function``, whose derivative replaces those of its operators, is seen as such.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        #: The first error; the run goes on, since what it raises itself comes first.
+        self.problem: Exception | None = None
+        #: Autograd's nodes of this run have this number or a higher one.
+        self.begin = next_node()
+        #: By id, tensors within decomposed operators, for which autograd has no nodes, and those operators' results.
+        self.parts: set[int] = set()
+
+    def is_active(self, tensor: torch.Tensor, value: int, *, in_parts: bool = False) -> bool:
+        """Whether a derivative passes through a tensor that is used; the place of its gradient is noted."""
+        trace = self.trace
+        if in_parts and not tensor.requires_grad:
+            return id(tensor) in self.parts and (tensor.is_floating_point() or tensor.is_complex())
+        node = tensor.grad_fn
+        if node is None:
+            # A leaf that the module made begins a graph of its own.
+            return False
+        # A write in place may have made it the result of a torch.autograd.Function since.
+        if value not in trace.edges or isinstance(node, BackwardCFunction):
+            self.examine(node, trace.graph.infos[value].maker)
+            trace.edges.setdefault(value, GradientEdge(node, tensor.output_nr))
+        return True
+
+    def examine(self, node: Any, maker: Node | None) -> None:
+        """Set the error where autograd's node of a tensor is not that of the operator that made it."""
+        if maker is None:
+            return
+        if not isinstance(node, BackwardCFunction):
+            if maker.changes_unseen:
+                return
+            number = node._sequence_nr()
+            begun = None if maker.shift is None else self.trace.sequences[maker.place] + maker.shift
+            if begun == number + 1 and maker.writes:
+                # Autograd made this node first, and then that of a copy of the overwritten tensor.
+                maker.shift, begun = -1, number
+            if not any(operand.active for operand in maker.operands) and not any(maker.kinds):
+                # No operator was seen that made its operand, as where that is a lazy conjugate.
+                self.leaves_behind(node, maker)
+            if begun not in (None, number):
+                is_view = node.name() == "AsStridedBackward0"
+                remedy = "take the view after the write" if is_view else "write it with operators"
+                self.refuse(maker, f"autograd's {node.name()} is not the derivative of {maker.name}", remedy)
+            return
+        function = type(node)._forward_cls  # type: ignore[attr-defined]
+        if issubclass(function, BackwardHookFunction):
+            maker.hooked = True
+        elif function.__module__ != "torch._library.autograd":
+            remedy = "write it with operators, as x + (f(x) - x).detach(), or make it a custom operator with a rule"
+            if function is CheckpointFunction:
+                remedy = "pass use_reentrant=False to checkpoint"
+            what = f"{function.__name__} is a torch.autograd.Function, whose derivative is its own"
+            self.refuse(maker, what, remedy)
+
+    def leaves_behind(self, node: Any, call: Node) -> list[torch.Tensor]:
+        """The parameters that a node of this run leads to; the error is set where it leads to the input as well."""
+        start = self.trace.edges[0]
+        leaves: list[torch.Tensor] = []
+        waiting, seen = [node], set()
+        while waiting:
+            reached = waiting.pop()
+            if reached is None or reached in seen:
+                continue
+            seen.add(reached)
+            if hasattr(reached, "variable"):
+                leaves.append(reached.variable)
+            elif reached is start.node or reached._sequence_nr() < self.begin:
+                is_function = isinstance(node, BackwardCFunction)
+                name = type(node)._forward_cls.__name__ if is_function else node.name()  # type: ignore[attr-defined]
+                what = "what depends on the input"
+                if reached is not start.node:
+                    what = "what was made of parameters before the call"
+                remedy = "write it with operators, or make it a custom operator with a rule"
+                self.refuse(call, f"{name} works on {what} by no operator of PyTorch's", remedy)
+            else:
+                waiting.extend(behind for behind, _ in reached.next_functions)
+        return leaves
+
+    def is_unseen(self, tensor: torch.Tensor, known: bool) -> bool:
+        """Whether this run made a tensor from parameters by no call that was seen, as a Function does."""
+        node = tensor.grad_fn
+        if node is None or (known and not isinstance(node, BackwardCFunction)):
+            return False
+        return node._sequence_nr() >= self.begin
+
+    def refuse(self, call: Node, what: str, remedy: str) -> None:
+        """Set the error that the trace ends with, unless one is set."""
+        self.problem = self.problem or self.unsupported(call, what, remedy)
+
+    def unsupported(self, call: Node, what: str, remedy: str) -> UnsupportedOperatorError:
+        """An error that names the calling module or function; the path of a module is not looked up during the run."""
+        name = call.path or name_of(call.module or self.trace.module)
+        return UnsupportedOperatorError(f"{name}: {what}{call.source}; {remedy}")
+
+    def read_error(self, overload: Any) -> UnsupportedOperatorError:
+        """The error where elements are read that may not be."""
+        if overload is not None and torch.Tag.dynamic_output_shape in overload.tags:
+            remedy = "take elements by their numbers, or keep the shape, with torch.where"
+            return self.unsupported(untraced(), "a size depends on what a tensor holds", remedy)
+        remedy = "no pattern holds for all inputs: use torch.where in the place of a branch, or give the input"
+        return self.unsupported(untraced(), "its code asks what a tensor holds", remedy)
+
+
+def untraced() -> Node:
+    """A call that runs and is in no graph, for messages."""
+    node = Node(None, None, (), {}, {}, (), (), seen=True)
+    node.module, node.code, node.line = caller()
+    return node

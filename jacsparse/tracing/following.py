@@ -1,0 +1,246 @@
+"""The graph of a trace as far as it is that of an earlier run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .derivatives_seen import SeenDerivatives, next_node
+from .graph import Graph, Node, Scalar, Value, captured_form, kind_of
+from .operators import with_memory
+from .traces import Trace, memory_of, version_of
+
+
+class Followed:
+    """What a trace has in common with graphs of earlier runs; it makes the trace's graph one of them.
+
+    Parameters
+    ----------
+    trace : Trace
+        The trace, which has the input alone.
+    numbers, values, sources : dict
+        The tracer's: numbers of values by tensors' ids, values by memory, and those that no call computes again.
+    derivatives : SeenDerivatives
+        The tracer's.
+    graphs : sequence of Graph
+        Graphs of the input's form, the most probable first.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        numbers: dict[int, int],
+        values: dict[int, list[int]],
+        sources: dict[int, list[int]],
+        derivatives: SeenDerivatives,
+        graphs: Sequence[Graph],
+    ) -> None:
+        self.trace, self.graphs, self.derivatives = trace, graphs, derivatives
+        self.numbers, self.values, self.sources = numbers, values, sources
+        #: The number of calls so far.
+        self.count = 0
+        self.active = bool(graphs)
+        # What the last call that was compared has from elsewhere: tensors by the numbers of their values, and numbers.
+        self._captures: dict[int, torch.Tensor] = {}
+        self._scalars: list[Any] = []
+        if graphs:
+            self._enter(graphs[0])
+
+    def _enter(self, graph: Graph) -> None:
+        """Go on with another graph that begins with the same calls."""
+        trace, size = self.trace, len(graph.infos)
+        noted = trace.graph.writes
+        begin = self._begin(graph)
+        trace.graph = graph
+        trace.tensors = [*trace.tensors[:begin], *[None] * (size - begin)]
+        trace.versions = [*trace.versions[:begin], *[0] * (size - len(trace.versions[:begin]))]
+        if graph.writes and not noted:
+            self._note()
+
+    def _begin(self, graph: Graph) -> int:
+        """How many values there are before the next call."""
+        return graph.nodes[self.count].begin[0] if self.count < len(graph.nodes) else len(graph.infos)
+
+    def _note(self) -> None:
+        """Note what is needed of tensors where calls write, which was not noted so far."""
+        trace, sources = self.trace, self.sources
+        for value, tensor in enumerate(trace.tensors):
+            if tensor is None:
+                continue
+            trace.versions[value] = version_of(tensor)
+            info = trace.graph.infos[value]
+            if value:
+                self.values.setdefault(memory_of(tensor), []).append(value)
+            if value and (info.maker is None or info.maker.draws):
+                sources.setdefault(memory_of(tensor), []).append(value)
+            trace.note_edge(value)
+
+    def leave(self) -> None:
+        """Go on with a graph of this run's own."""
+        if not self.active:
+            return
+        self.active = False
+        trace, noted = self.trace, self.trace.graph.writes
+        trace.graph = trace.graph.before(self.count)
+        size = len(trace.graph.infos)
+        del trace.tensors[size:], trace.versions[size:]
+        if not noted:
+            self._note()
+
+    def next(self, overload: Any, args: Any, kwargs: dict[str, Any], seen: bool | None = None) -> Node | None:
+        """The next call of the graph, or of another one that begins alike, where it is this one; else None."""
+        graph = self.trace.graph
+        for other in self._alike():
+            if self.count < len(other.nodes) and self._is(other.nodes[self.count], overload, args, kwargs, seen, other):
+                if other is not graph:
+                    self._enter(other)
+                return other.nodes[self.count]
+        return None
+
+    def _alike(self) -> Iterator[Graph]:
+        """The graph, and the others that begin with the calls so far."""
+        graph, count = self.trace.graph, self.count
+        yield graph
+        for other in self.graphs:
+            if (
+                other is not graph
+                and len(other.nodes) >= count
+                and (not count or other.nodes[count - 1] is graph.nodes[count - 1])
+            ):
+                yield other
+
+    def take(self, node: Node, bind: Callable[..., None]) -> None:
+        """Take what the call that was found last has from elsewhere."""
+        for value, tensor in self._captures.items():
+            bind(value, tensor, source=True)
+        trace = self.trace
+        trace.scalars += self._scalars
+        for operand in node.operands if trace.graph.writes else ():
+            # A write gives a tensor another node.
+            if operand.active:
+                trace.note_edge(operand.value)
+        trace.sequences.append(next_node() - 1)
+        self.count += 1
+
+    def ends_at(self, output: torch.Tensor) -> bool:
+        """Whether the run made all calls of a graph, and returned the value that it says."""
+        if not self.active:
+            return False
+        number = self.numbers.get(id(output))
+        for other in self._alike():
+            if len(other.nodes) != self.count or other.output != number:
+                continue
+            if other.last is None or other.last.active is (output.grad_fn is not None):
+                if other is not self.trace.graph:
+                    self._enter(other)
+                return True
+        return False
+
+    def _is(
+        self, node: Node, overload: Any, args: Any, kwargs: dict[str, Any], seen: bool | None, graph: Graph
+    ) -> bool:
+        """Whether a call is that of a node. Written for speed: it is called for each operator of a run."""
+        if overload is not node.overload and with_memory(overload) != node.overload:
+            return False
+        if (torch.is_grad_enabled() if seen is None else seen) is not node.seen or len(args) != len(node.args):
+            return False
+        if kwargs.keys() != node.kwargs.keys():
+            return False
+        self._captures, self._scalars = {}, []
+        numbers, kinds, place = self.numbers, node.kinds, 0
+        for expected, value in (
+            zip(node.args, args, strict=True)
+            if not kwargs
+            else [*zip(node.args, args, strict=True), *((node.kwargs[name], value) for name, value in kwargs.items())]
+        ):
+            kind = type(expected)
+            if kind is Value:
+                if type(value) is Value:
+                    if value != expected:
+                        return False
+                    continue
+                if numbers.get(id(value)) != expected.number and not self._captured(expected.number, value, graph):
+                    return False
+                if kind_of(value) is not kinds[place]:
+                    return False
+                place += 1
+            elif kind is list:
+                if not isinstance(value, (list, tuple)) or len(value) != len(expected):
+                    return False
+                for part, other in zip(expected, value, strict=True):
+                    if type(part) is not Value:
+                        if part is not other:
+                            return False
+                        continue
+                    if numbers.get(id(other)) != part.number and not self._captured(part.number, other, graph):
+                        return False
+                    if kind_of(other) is not kinds[place]:
+                        return False
+                    place += 1
+            elif kind is Scalar:
+                if type(value) not in expected.types or (value if value in (0, 1) else None) != expected.special:
+                    return False
+                self._scalars.append(value)
+            elif value is not expected and not _same(expected, value):
+                return False
+        return (not (node.contents or node.parts) or self._has_contents(node)) and (
+            not node.behind or self._has_behind(node, graph)
+        )
+
+    def _captured(self, number: int, value: Any, graph: Graph) -> bool:
+        """Whether a value can be the tensor from elsewhere with this number."""
+        if number not in graph.captures or not isinstance(value, torch.Tensor):
+            return False
+        if number in self._captures:
+            return self._captures[number] is value
+        if number < self._begin(graph) or id(value) in self.numbers or captured_form(value) != graph.captures[number]:
+            return False
+        if any(value is each for each in self._captures.values()):
+            return False
+        self._captures[number] = value
+        return True
+
+    def _tensor(self, value: int) -> torch.Tensor:
+        return self._captures[value] if value in self._captures else self.trace.tensor(value)
+
+    def _has_contents(self, node: Node) -> bool:
+        """Whether indices and masks of the call, and of its parts, have the elements that patterns depend on."""
+        for name, copy in node.contents.items():
+            if not torch.equal(self._tensor(node.arguments[name].number), copy):
+                return False
+        if not any(part.contents for part in node.parts):
+            return True
+        trace, known = self.trace, set(self.trace.copies)
+        for value, tensor in self._captures.items():
+            trace.tensors[value], trace.versions[value] = tensor, version_of(tensor)
+        for part in node.parts:
+            for name, copy in part.contents.items():
+                if not torch.equal(trace.value(part.arguments[name].number), copy):
+                    # These numbers are those of other values in another graph.
+                    for value in trace.copies.keys() - known:
+                        del trace.copies[value]
+                    return False
+        return True
+
+    def _has_behind(self, node: Node, graph: Graph) -> bool:
+        """Whether arguments that a Function has computed unseen come from the same captures."""
+        for value, expected in node.behind.items():
+            leaves = self.derivatives.leaves_behind(self._tensor(value).grad_fn, node)
+            if len(leaves) != len(expected):
+                return False
+            for number, leaf in zip(expected, leaves, strict=True):
+                if self.numbers.get(id(leaf)) != number and not self._captured(number, leaf, graph):
+                    return False
+        return True
+
+
+def _same(expected: Any, value: Any) -> bool:
+    """Whether a literal argument is the expected one."""
+    if type(expected) is tuple:
+        return isinstance(value, (list, tuple)) and tuple(value) == expected
+    if type(value) is not type(expected):
+        return False
+    # By its text: zeros have signs, and no number equals NaN.
+    return repr(value) == repr(expected) if type(value) is float else bool(value == expected)

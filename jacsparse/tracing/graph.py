@@ -1,0 +1,288 @@
+"""Graphs of what a function does: ATen calls in single-assignment form.
+
+A graph is found in one run and holds for every run that makes the same calls. Its values are tensors by number: the
+input, what the calls read from elsewhere (captures), and what they return. A write in place makes a new value, so that
+a graph can be evaluated on other tensors without a write.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..patterns import is_pointwise
+from .operators import Facts, is_written, operator_name
+from .overwrite import Overwrite
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A reference to a value of a graph; the input has number 0."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A reference to a number of a run, which may be another in the next one."""
+
+    place: int
+    #: What it may be.
+    types: tuple[type, ...] = (float,)
+    #: 0 or 1 where it is that in every run: rules may tell these from other numbers.
+    special: float | None = None
+
+
+class Operand(NamedTuple):
+    """A tensor argument that depends on the input."""
+
+    #: The argument in the operator's schema; ``tensors.0`` is the first element of a list.
+    name: str
+    value: int
+    #: Whether autograd computes a gradient of it.
+    active: bool
+
+
+#: How a tensor lies in memory: all that a call may depend on besides its elements.
+Form = tuple[torch.Size, tuple[int, ...], torch.layout, torch.dtype, torch.device]
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """The form of a tensor; that of a parameter without a shape, as a lazy module has, is like no other."""
+    if is_lazy(tensor):
+        return torch.Size(), (-1,), tensor.layout, tensor.dtype, tensor.device
+    stride = tensor.stride() if tensor.layout == torch.strided else ()
+    return tensor.shape, stride, tensor.layout, tensor.dtype, tensor.device
+
+
+def captured_form(tensor: torch.Tensor) -> tuple[Form, bool]:
+    """The form of a tensor, and whether it requires a gradient."""
+    return form_of(tensor), tensor.requires_grad
+
+
+def kind_of(tensor: torch.Tensor) -> type | None:
+    """The class of autograd's node of a tensor, or that of None for a leaf; None where it requires no gradient."""
+    return type(tensor.grad_fn) if tensor.requires_grad else None
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One call of an ATen operator."""
+
+    #: An OpOverload, as in ``torch.ops.aten.add.Tensor``, or an Overwrite, which has no facts.
+    overload: Any
+    facts: Facts | None
+    #: As it was called, with references in the place of tensors and of numbers that may change.
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    #: The same by their names in the schema. Elements of lists of tensors have names of their own; defaults are absent.
+    arguments: dict[str, Any]
+    #: The arguments that depend on the input.
+    operands: tuple[Operand, ...]
+    #: The class of autograd's node of each tensor argument, in order; None where it requires no gradient.
+    kinds: tuple[type | None, ...]
+    #: Whether autograd recorded the call.
+    seen: bool
+    #: The values of the tensors that the call returns, and then of the others that it writes to.
+    results: tuple[int, ...] = ()
+    #: The elements of the indices and masks among the arguments on which patterns depend, by name.
+    contents: dict[str, torch.Tensor] = field(default_factory=dict)
+    #: Calls of other operators that have the derivative of this one.
+    parts: tuple[Node, ...] = ()
+    #: By the number of an argument's value, the captures that a Function computed it from, by no call that was seen.
+    behind: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    #: The place of the call in the graph; of one that is a part, that of the whole.
+    place: int = -1
+    #: How many values and numbers there are before it and its arguments.
+    begin: tuple[int, int] = (0, 0)
+    #: How far the number of autograd's node is from that which was the next one; None where it cannot be told.
+    shift: int | None = 0
+    #: Whether it writes to an argument, and to one from before the run.
+    writes: bool = False
+    writes_outside: bool = False
+    #: Whether it drew random numbers.
+    draws: bool = False
+    #: The shapes of its results, where they depend on what a tensor holds; and whether it shows Python what one holds.
+    sizes: list[torch.Size] | None = None
+    shown: bool = False
+    #: Whether it stands for a module's backward hooks.
+    hooked: bool = False
+    #: The path of the module that made the call, and the line of the user's code, for messages.
+    path: str = ""
+    module: nn.Module | None = None
+    code: CodeType | None = None
+    line: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the operator, as in ``aten.add``."""
+        return operator_name(self.overload)
+
+    @property
+    def source(self) -> str:
+        """The line of code, as in `` at net.py, line 7``."""
+        return "" if self.code is None else f" at {self.code.co_filename}, line {self.line}"
+
+    @property
+    def tensors(self) -> Iterator[tuple[str, int]]:
+        """The arguments that are tensors, by name, and their values."""
+        return ((name, value.number) for name, value in self.arguments.items() if type(value) is Value)
+
+    @property
+    def changes_unseen(self) -> bool:
+        """Whether it changes elements and no derivative: autograd did not see a write to what has a gradient."""
+        writes = self.writes or isinstance(self.overload, Overwrite)
+        return writes and not self.seen and any(operand.active for operand in self.operands)
+
+
+@dataclass(eq=False, slots=True)
+class Info:
+    """What is known of a value in every run."""
+
+    #: The call that has its derivative; None for the input and for captures.
+    maker: Node | None
+    #: The call that computes it, of which `maker` may be a part; None where that is `maker`.
+    whole: Node | None = None
+    #: Whether it depends on the input.
+    dependent: bool = False
+    #: Whether it was computed from random numbers.
+    drawn: bool = False
+    #: Whether it is the same in each run: it was made of nothing but shapes and literal numbers.
+    fixed: bool = False
+    #: The captures with gradients that it was computed from, by their places among the graph's externals.
+    externals: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class Graph:
+    """The calls of a function of one tensor."""
+
+    input: Form
+    nodes: list[Node] = field(default_factory=list)
+    #: By value.
+    infos: list[Info] = field(default_factory=lambda: [Info(None, dependent=True)])
+    #: The forms of the tensors that calls read from elsewhere, by value.
+    captures: dict[int, tuple[Form, bool]] = field(default_factory=dict)
+    #: The values of those that have a gradient: mostly parameters.
+    externals: list[int] = field(default_factory=list)
+    #: How many numbers may change.
+    scalars: int = 0
+    #: The output as an operand; None where it does not depend on the input.
+    last: Operand | None = None
+    #: The value of the output; None where it is no result of a call.
+    output: int | None = None
+    #: What was made of the graph for later runs, by whose it is.
+    cache: dict[Any, Any] = field(default_factory=dict)
+
+    def before(self, place: int) -> Graph:
+        """A graph of the calls before a place."""
+        if place == len(self.nodes):
+            stop, scalars = len(self.infos), self.scalars
+        else:
+            stop, scalars = self.nodes[place].begin
+        captures = {value: form for value, form in self.captures.items() if value < stop}
+        externals = [value for value in self.externals if value < stop]
+        return Graph(self.input, self.nodes[:place], self.infos[:stop], captures, externals, scalars)
+
+    @functools.cached_property
+    def calls(self) -> list[Node]:
+        """All calls, with the parts of one in its place where it has any."""
+        return [call for node in self.nodes for call in (node.parts or (node,))]
+
+    @functools.cached_property
+    def writes(self) -> bool:
+        """Whether a call writes to an argument."""
+        return any(node.writes for node in self.nodes)
+
+    @functools.cached_property
+    def writes_outside(self) -> bool:
+        """Whether a call writes to a tensor from before the run, as an argument or a buffer."""
+        return any(node.writes_outside for node in self.nodes)
+
+    @property
+    def drawing(self) -> str | None:
+        """The path of the first module that drew random numbers; None where none did."""
+        return next((node.path for node in self.nodes if node.draws), None)
+
+    def calls_for(self, value: int, known: Callable[[int], bool]) -> list[Node]:
+        """The calls that compute a value from known ones, in order.
+
+        Raises
+        ------
+        LookupError
+            Where that takes the input, or a capture, which is not known.
+        """
+        needed: dict[int, Node] = {}
+        waiting = [value]
+        while waiting:
+            each = waiting.pop()
+            if each in needed or known(each):
+                continue
+            info = self.infos[each]
+            call = info.whole or info.maker
+            if call is None or call.draws:
+                raise LookupError
+            needed[each] = call
+            waiting.extend(operand for _, operand in call.tensors)
+        return sorted(dict.fromkeys(needed.values()), key=lambda call: max(call.results))
+
+    def made_of(self, value: int, others: Collection[int]) -> bool:
+        """Whether a value is among others, or was computed from them."""
+        waiting, seen = [value], set[int]()
+        while waiting:
+            number = waiting.pop()
+            if number in others:
+                return True
+            maker = self.infos[number].maker
+            if number not in seen and maker is not None:
+                seen.add(number)
+                waiting.extend(each for _, each in maker.tensors)
+        return False
+
+    def externals_of(self, node: Node, through: Collection[str] = ()) -> frozenset[int]:
+        """The places of the externals that the arguments of a call were computed from, but for those in `through`."""
+        inactive = {operand.name for operand in node.operands if not operand.active}
+        values = (value for name, value in node.tensors if name not in through and name not in inactive)
+        return frozenset[int]().union(*(self.infos[value].externals for value in values))
+
+
+def evaluated(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The results of a call in the order of `Node.results`, from its arguments by name; none of them is written to."""
+    if isinstance(overload, Overwrite):
+        return [overload(arguments["tensor"], arguments["written"])]
+    positional, named, written = [], {}, []
+    for parameter in overload._schema.arguments:
+        value = arguments.get(parameter.name, parameter.default_value)
+        if value is None and f"{parameter.name}.0" in arguments:
+            # The elements of a list have names of their own.
+            names = (f"{parameter.name}.{n}" for n in itertools.count())
+            value = [arguments[name] for name in itertools.takewhile(arguments.__contains__, names)]
+        # Normalisations update running statistics, and their schemas do not say so.
+        if value is not None and (is_written(parameter) or parameter.name in ("running_mean", "running_var")):
+            if isinstance(value, torch.Tensor) and is_pointwise(operator_name(overload)):
+                shapes = [each.shape for each in arguments.values() if isinstance(each, torch.Tensor)]
+                value = value.expand(torch.broadcast_shapes(*shapes))
+            value = [each.clone() for each in value] if isinstance(value, list) else value.clone()
+            if is_written(parameter):
+                written += value if isinstance(value, list) else [value]
+        if parameter.kwarg_only:
+            named[parameter.name] = value
+        else:
+            positional.append(value)
+    returned = tensors_in(overload(*positional, **named))
+    return [*returned, *(each for each in written if not any(each is result for result in returned))]
+
+
+def tensors_in(result: Any) -> list[torch.Tensor]:
+    """The tensors that an operator's result is or holds."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [part for part in result if isinstance(part, torch.Tensor)] if isinstance(result, (list, tuple)) else []

@@ -1,0 +1,611 @@
+"""Traces a function: runs it under a dispatch mode that sees each ATen call below autograd.
+
+While the calls are those of a graph that an earlier run has made, the tracer only takes the run's tensors. At the first
+other call it goes on with another graph that begins with the same calls, or adds to a copy of that beginning. So a
+function runs once, and what is known of its calls is known of this very run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..patterns import UnsupportedOperatorError, requiring_gradient
+from ..runtime import without_compiling
+from .callers import caller
+from .derivatives_seen import SeenDerivatives, next_node, untraced
+from .following import Followed
+from .graph import Graph, Info, Node, Operand, Scalar, Value, captured_form, form_of, kind_of, tensors_in
+from .modules import name_of
+from .operators import Facts, draws, facts_of, with_memory
+from .overwrite import Extent, Overwrite, extent_of
+from .reading import Unreadable, shows
+from .saved_tensors import saves_by_hooks
+from .selections import selection
+from .sparse_products import is_sparse, operator_on_elements
+from .traces import Trace, base_of, memory_of, observing, version_of
+
+aten = torch.ops.aten
+
+
+def trace(
+    module: nn.Module,
+    x: torch.Tensor,
+    graphs: Sequence[Graph] = (),
+    *,
+    readable: bool = True,
+    connected: bool = False,
+) -> Trace:
+    """Run a function of a batch, and return its trace.
+
+    Parameters
+    ----------
+    module : Module
+        Its forward pass runs once, with all that it changes and draws.
+    x : Tensor, (batch, *input_shape)
+        The module gets a copy, which it may overwrite.
+    graphs : sequence of Graph
+        Graphs that the run may have, the most probable first. The trace has one of them where it makes the same calls.
+    readable : bool
+        Whether Python may read the elements of a tensor, as a branch does: the graph then holds for this input alone.
+    connected : bool
+        Whether autograd's graph of the run goes on to what `x` was computed from.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Where a derivative is not that of the operators, or where elements are read although `readable` is False.
+    """
+    with torch.enable_grad():
+        # No leaf, so that the module may write to it.
+        copy = requiring_gradient(x if connected else x.detach()).clone()
+        tracer = Tracer(Trace(module, copy), graphs, readable)
+        with observing(), contextlib.ExitStack() as contexts:
+            contexts.enter_context(tracer)
+            if "torch._dynamo" in sys.modules:
+                # Functions given to torch.compile run as they are written, operator by operator.
+                contexts.enter_context(without_compiling())
+            if not readable:
+                contexts.enter_context(Unreadable(tracer))
+            output = module(copy)
+        return tracer.finished(output)
+
+
+class _Write(NamedTuple):
+    """One write to memory: its place, the value of the tensor after it, that tensor, and whether autograd saw it."""
+
+    place: Extent
+    value: int
+    tensor: torch.Tensor
+    seen: bool
+
+
+class Tracer(TorchDispatchMode):
+    """Traces the calls while it is active.
+
+    Parameters
+    ----------
+    trace : Trace
+        The trace, which has the input alone.
+    graphs : sequence of Graph
+        The graphs that it may have.
+    readable : bool
+        Whether calls may show elements.
+    """
+
+    def __init__(self, trace: Trace, graphs: Sequence[Graph], readable: bool) -> None:
+        super().__init__()
+        self.trace, self.readable = trace, readable
+        #: By a tensor's id; the trace holds these tensors, and `alive` the others.
+        self.numbers: dict[int, int] = {id(trace.input): 0}
+        self.alive: list[torch.Tensor] = []
+        #: By memory: writes to it, and how many of them a tensor has, by its id.
+        self.writes: dict[int, list[_Write]] = {}
+        self.known: dict[int, int] = {}
+        #: By memory, the values in it; and those that no call computes again: the input, captures and random numbers.
+        self.values: dict[int, list[int]] = {memory_of(trace.input): [0]}
+        self.sources: dict[int, list[int]] = {memory_of(trace.input): [0]}
+        #: The calls that take the place of an operator's, while it is decomposed.
+        self.parts: list[Node] | None = None
+        #: Memory that this run has made, by its first calls, so many.
+        self.fresh, self.fresh_calls = {memory_of(trace.input)}, 0
+        self.derivatives = SeenDerivatives(trace)
+        trace.edges[0] = get_gradient_edge(trace.input)
+        form = form_of(trace.input)
+        alike = [graph for graph in graphs if graph.input == form]
+        # None of these refers to the tracer: the trace is to end when nobody needs it, not later.
+        self.followed = Followed(trace, self.numbers, self.values, self.sources, self.derivatives, alike)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and PyTorch's wrapper against compilation is slow.
+        return False
+
+    def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Written for speed: with small operators this method is most of a run's cost.
+        if overload is _DETACH and id(args[0]) in self.numbers:
+            # Autograd calls it on the tensors that it saves.
+            return self.alias(_DETACH(args[0]), args[0])
+        kwargs = kwargs or {}
+        if self.writes:
+            for tensor in _tensors_among(args, kwargs):
+                self.refresh(tensor)
+        if not self.trace.saved_by_hooks and saves_by_hooks():
+            self.trace.saved_by_hooks = True
+        if self.followed.active:
+            node = self.followed.next(overload, args, kwargs)
+            if node is not None:
+                return self.repeat(node, args, kwargs)
+        return self.add(with_memory(overload), args, kwargs)
+
+    # What the two ways have in common.
+
+    def alias(self, result: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Give a tensor without a gradient the value of another tensor with the same elements."""
+        self.numbers[id(result)] = self.numbers[id(tensor)]
+        if id(tensor) in self.known:
+            self.known[id(result)] = self.known[id(tensor)]
+        self.alive.append(result)
+        return result
+
+    def bind(
+        self,
+        number: int,
+        tensor: torch.Tensor,
+        *,
+        source: bool = False,
+        written: bool = False,
+        viewed: torch.Tensor | None = None,
+    ) -> None:
+        """Take a tensor for a value."""
+        trace = self.trace
+        trace.tensors[number] = tensor
+        self.numbers[id(tensor)] = number
+        if self.followed.active and not trace.graph.writes:
+            return
+        # A tensor gets its next version after the call's dispatch, and a view that of its base.
+        trace.versions[number] = version_of(tensor if viewed is None else viewed) + written
+        memory = memory_of(tensor)
+        self.values.setdefault(memory, []).append(number)
+        if source:
+            self.sources.setdefault(memory, []).append(number)
+        if memory in self.writes:
+            self.known[id(tensor)] = len(self.writes[memory])
+
+    def preserve(self, tensor: torch.Tensor, node: Node) -> None:
+        """Keep what a write to a tensor is about to change, and nobody can compute again."""
+        trace, number = self.trace, self.numbers.get(id(tensor))
+        for source in self.sources.get(memory_of(tensor), ()):
+            if source not in trace.copies:
+                trace.copies[source] = trace.tensor(source).detach().clone()
+        if number is None:
+            return
+        trace.note_edge(number)
+        if node.facts is not None and node.facts.reshapes:
+            # On the same memory, in the old shape.
+            same = tensor.detach()
+            trace.tensors = [same if each is tensor else each for each in trace.tensors]
+
+    def note_write(self, tensor: torch.Tensor, number: int, seen: bool) -> None:
+        """Note a write to a tensor that now has another value."""
+        trace, memory, place = self.trace, memory_of(tensor), extent_of(tensor)
+        writes = self.writes.setdefault(memory, [])
+        writes.append(_Write(place, number, tensor, seen))
+        self.known[id(tensor)] = len(writes)
+        # A write tells its new version to all views but those that ``.data`` and ``unsafe_split`` make.
+        others = [value for value in self.values[memory] if value != number and trace.is_intact(value)]
+        for value in others:
+            if Overwrite(extent_of(trace.tensor(value)), place).meets:
+                trace.versions[value] = -1
+        self.values[memory] = [number, *(value for value in others if trace.versions[value] >= 0)]
+
+    def refresh(self, tensor: torch.Tensor) -> None:
+        """Give a tensor a new value where others were written to that share its memory."""
+        writes = self.writes.get(memory_of(tensor))
+        number, known = self.numbers.get(id(tensor)), self.known.get(id(tensor), 0)
+        if writes is None or known == len(writes):
+            return
+        # No write changes a leaf that has a gradient.
+        if number is None and tensor.requires_grad and tensor.is_leaf:
+            return
+        for write in writes[known:]:
+            overload = Overwrite(extent_of(tensor), write.place)
+            if overload.meets:
+                self.overwrite(overload, tensor, write)
+        self.known[id(tensor)] = len(writes)
+
+    def overwrite(self, overload: Overwrite, tensor: torch.Tensor, write: _Write) -> None:
+        """Give a tensor the value that it has after a write to another one."""
+        in_parts = self.parts is not None
+        seen = in_parts or (write.seen and base_of(tensor) is base_of(write.tensor))
+        written = Value(write.value)
+        if self.followed.active:
+            node = self.followed.next(overload, (tensor, written), {}, seen=seen)
+            if node is not None:
+                self.followed.take(node, self.bind)
+                self.bind(node.results[0], tensor)
+                return
+        self.followed.leave()
+        infos = self.trace.graph.infos
+        begin = len(infos), self.trace.graph.scalars
+        value = self.numbers[id(tensor)] if id(tensor) in self.numbers else self.capture(tensor)
+        operands = []
+        if infos[value].dependent:
+            operands.append(Operand("tensor", value, self.derivatives.is_active(tensor, value, in_parts=in_parts)))
+        if infos[write.value].dependent:
+            active = seen and self.derivatives.is_active(write.tensor, write.value, in_parts=in_parts)
+            operands.append(Operand("written", write.value, active))
+        arguments = {"tensor": Value(value), "written": written}
+        kinds = (kind_of(tensor),)
+        node = Node(overload, None, tuple(arguments.values()), {}, arguments, tuple(operands), kinds, seen, begin=begin)
+        node.shift, (node.module, node.code, node.line) = None, caller()
+        self.append(node, [tensor], (), dependent=bool(operands))
+
+    # A call that is the next one of a graph.
+
+    def repeat(self, node: Node, args: Any, kwargs: Any) -> Any:
+        """Run a call that is the next one of the graph, and take its results."""
+        self.followed.take(node, self.bind)
+        assert node.facts is not None
+        written = written_tensors(node.facts, args, kwargs) if node.writes else ()
+        for tensor in written:
+            self.preserve(tensor, node)
+        result = node.overload(*args, **kwargs)
+        if node.sizes is not None and [tensor.shape for tensor in tensors_in(result)] != node.sizes:
+            # How many there are depends on what a tensor holds.
+            self.followed.count -= 1
+            return self.add(node.overload, args, kwargs, lambda: result)
+        viewed = self.viewed(node, args, kwargs)
+        if type(result) is torch.Tensor and not written:
+            self.bind(node.results[0], result, source=node.draws, viewed=viewed)
+            return result
+        for number, tensor in zip(node.results, with_written(result, written), strict=True):
+            is_written = any(tensor is each for each in written)
+            self.bind(number, tensor, source=node.draws, written=is_written, viewed=viewed)
+        for tensor in written:
+            self.note_write(tensor, self.numbers[id(tensor)], node.seen)
+        return result
+
+    def viewed(self, node: Node, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The argument that a call's results are views of, where that matters."""
+        if node.facts is None or node.facts.viewed is None or not self.trace.graph.writes:
+            return None
+        return dict(named_tensors(node.facts, args, kwargs)).get(node.facts.viewed)
+
+    # A call that no graph has.
+
+    def add(self, overload: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], Any] | None = None) -> Any:
+        """Run a call, and add it to the graph."""
+        self.followed.leave()
+        graph, facts, derivatives = self.trace.graph, facts_of(overload), self.derivatives
+        begin = len(graph.infos), graph.scalars
+        tensors = dict(named_tensors(facts, args, kwargs))
+        numbers = {name: self.number_of(tensor) for name, tensor in tensors.items()}
+        operands = tuple(
+            Operand(name, number, derivatives.is_active(tensors[name], number, in_parts=self.parts is not None))
+            for name, number in numbers.items()
+            if graph.infos[number].dependent
+        )
+        depends = bool(operands) and not facts.of_shape
+        parts = self.parts_of(overload, facts, args, tensors, operands) if depends else None
+        shown = facts.reads and depends and shows(overload, [tensors[operand.name].dtype for operand in operands])
+        if shown and not self.readable:
+            raise derivatives.read_error(overload)
+        # What takes the place of a call is made for its numbers.
+        varies = parts is None and self.parts is None
+        node = self.node(overload, facts, args, kwargs, varies=varies, free=not (depends and facts.exact))
+        node.operands, node.begin, node.shown = operands if depends else (), begin, shown
+        node.module, node.code, node.line = caller()
+        node.draws = facts.random and draws(overload, node.arguments)
+        if facts.contents:
+            node.contents = {
+                name: tensor.detach().clone()
+                for name, tensor in tensors.items()
+                if not tensor.is_floating_point() and not graph.infos[numbers[name]].fixed
+            }
+        self.look_behind(node, tensors, numbers)
+        written = written_tensors(facts, args, kwargs) if facts.written else []
+        if written:
+            self.check_writes(node, written)
+        # Autograd's node of a write to a view is that of its base.
+        node.shift = None if self.parts is not None or any(tensor._is_view() for tensor in written) else 0
+        self.trace.sequences.append(next_node() - 1)
+        copies = {}
+        for tensor in written:
+            self.preserve(tensor, node)
+            if parts is not None:
+                copies[id(tensor)] = self.alias(tensor.clone(), tensor)
+        result = overload(*args, **kwargs) if run is None else run()
+        results = with_written(result, written)
+        if facts.dynamic:
+            node.sizes = [tensor.shape for tensor in results]
+        if (
+            parts is not None
+            and (self.parts is not None or any(operand.active for operand in operands))
+            # Complex results are refused under the operator's own name.
+            and not any(tensor.is_complex() for tensor in results)
+        ):
+            self.decompose(node, parts, [copies.get(id(arg), arg) for arg in args], kwargs, results)
+            depends = False
+        self.append(node, results, written, tensors.get(facts.viewed or ""), dependent=depends)
+        return result
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's value, a new one where it is from elsewhere."""
+        number = self.numbers.get(id(tensor))
+        if number is None:
+            number = self.capture(tensor)
+        if self.parts is not None and self.writes:
+            self.refresh(tensor)
+            number = self.numbers[id(tensor)]
+        return number
+
+    def capture(self, tensor: torch.Tensor) -> int:
+        """The number of a new value, of a tensor from elsewhere."""
+        graph = self.trace.graph
+        number = len(graph.infos)
+        graph.captures[number] = captured_form(tensor)
+        graph.infos.append(Info(None))
+        self.extend()
+        self.bind(number, tensor, source=True)
+        if tensor.requires_grad and not self.derivatives.is_unseen(tensor, known=False):
+            graph.infos[number].externals = frozenset((len(graph.externals),))
+            graph.externals.append(number)
+        return number
+
+    def extend(self) -> None:
+        """Make room for values."""
+        trace = self.trace
+        missing = len(trace.graph.infos) - len(trace.tensors)
+        trace.tensors += [None] * missing
+        trace.versions += [0] * missing
+
+    def node(self, overload: Any, facts: Facts, args: Any, kwargs: Any, *, varies: bool, free: bool) -> Node:
+        """A call with references in the place of tensors and, where they vary, of numbers: factors, or all floats."""
+        graph, kinds = self.trace.graph, list[Any]()
+
+        def reference(name: str, value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                kinds.append(kind_of(value))
+                return Value(self.numbers[id(value)])
+            if isinstance(value, (list, tuple)):
+                if any(isinstance(part, torch.Tensor) for part in value):
+                    return [reference(name, part) for part in value]
+                return tuple(value)
+            types = number_types(overload, name, args[0], free) if varies and type(value) in (int, float) else ()
+            if type(value) in types:
+                graph.scalars += 1
+                self.trace.scalars.append(value)
+                return Scalar(graph.scalars - 1, types, value if value in (0, 1) else None)
+            return value
+
+        positional = tuple([reference(name, value) for name, value in zip(facts.names, args, strict=False)])
+        named = {name: reference(name, value) for name, value in kwargs.items()}
+        arguments: dict[str, Any] = {}
+        for name, value in (*zip(facts.names, positional, strict=False), *named.items()):
+            parts = {f"{name}.{n}": part for n, part in enumerate(value)} if type(value) is list else {name: value}
+            arguments |= parts
+        return Node(overload, facts, positional, named, arguments, (), tuple(kinds), torch.is_grad_enabled())
+
+    def parts_of(
+        self, overload: Any, facts: Facts, args: Any, tensors: dict[str, torch.Tensor], operands: Sequence[Operand]
+    ) -> Callable[..., Any] | None:
+        """Other operators that have the derivative of a call, if it needs such."""
+        if any(map(is_sparse, tensors.values())):
+            return operator_on_elements(overload, args)
+        if facts.contents and any(not tensors[operand.name].is_floating_point() for operand in operands):
+            return selection(overload, args)
+        if facts.weighted is not None and any(o.active and o.name in ("weight", "bias") for o in operands):
+            return facts.weighted
+        return facts.parts
+
+    def decompose(
+        self, node: Node, parts: Callable[..., Any], args: Any, kwargs: dict[str, Any], results: list[torch.Tensor]
+    ) -> None:
+        """Trace the operators of a decomposition, and give the call's results the values of theirs."""
+        outer, self.parts = self.parts, [] if self.parts is None else self.parts
+        try:
+            with self:
+                copies = tensors_in(parts(*args, **kwargs))
+            numbers = [self.number_of(copy) for copy in copies]
+        finally:
+            calls, self.parts = self.parts, outer
+        if outer is None:
+            node.parts = tuple(calls)
+        trace, infos = self.trace, self.trace.graph.infos
+        self.alive += [tensor for call in calls for n in call.results if (tensor := trace.tensors[n]) is not None]
+        node.results = tuple(n if infos[n].dependent else -1 for n, _ in zip(numbers, results, strict=False))
+        for number, copy, tensor in zip(node.results, copies, results, strict=False):
+            if number >= 0:
+                self.derivatives.parts |= {id(copy), id(tensor)}
+
+    def append(
+        self,
+        node: Node,
+        results: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+        viewed: torch.Tensor | None = None,
+        *,
+        dependent: bool,
+    ) -> None:
+        """Add a call to the graph, and give its results their values."""
+        trace, graph = self.trace, self.trace.graph
+        calls = graph.nodes if self.parts is None else self.parts
+        node.place, node.writes = len(graph.nodes), bool(written)
+        infos = [graph.infos[number] for _, number in node.tensors]
+        inactive = {operand.value for operand in node.operands if not operand.active}
+        sources = [graph.infos[number].externals for _, number in node.tensors if number not in inactive]
+        externals = frozenset[int]().union(*sources)
+        if not node.operands and not node.seen:
+            externals = frozenset()
+        drawn = any(info.drawn for info in infos) or (node.facts is not None and node.facts.random)
+        of_shape = node.facts is not None and node.facts.of_shape
+        has_scalars = any(type(value) is Scalar for value in node.arguments.values())
+        fixed = not drawn and not has_scalars and (of_shape or all(info.fixed for info in infos))
+        numbers = [*node.results, *itertools.repeat(-1, len(results) - len(node.results))]
+        for place, tensor in enumerate(results):
+            if numbers[place] < 0:
+                numbers[place] = len(graph.infos)
+                info = Info(node, None, dependent, drawn, fixed, externals)
+                if any(tensor is each for each in written):
+                    info.externals |= graph.infos[self.numbers[id(tensor)]].externals
+                graph.infos.append(info)
+            elif numbers[place] >= node.begin[0]:
+                # An operator may return an argument.
+                graph.infos[numbers[place]].whole = node
+        node.results = tuple(numbers)
+        calls.append(node)
+        self.extend()
+        for number, tensor in zip(numbers, results, strict=True):
+            is_written = any(tensor is each for each in written)
+            self.bind(number, tensor, source=node.draws, written=is_written, viewed=viewed)
+        for tensor in written:
+            self.note_write(tensor, self.numbers[id(tensor)], node.seen or self.parts is not None)
+        if self.parts is None:
+            self.followed.count += 1
+            if isinstance(node.overload, Overwrite):
+                trace.sequences.append(-1)
+            # The run computes no others than the results of the whole.
+            inner = {number for part in node.parts for number in part.results} - {*numbers}
+            for number in inner:
+                trace.tensors[number] = None
+        else:
+            if not isinstance(node.overload, Overwrite):
+                trace.sequences.pop()
+            if any(operand.active for operand in node.operands):
+                self.derivatives.parts.update(map(id, results))
+
+    def look_behind(self, node: Node, tensors: dict[str, torch.Tensor], numbers: dict[str, int]) -> None:
+        """Note from which captures a Function of this run has computed an argument, by no call that was seen."""
+        graph = self.trace.graph
+        for name, tensor in tensors.items():
+            number = numbers[name]
+            if not tensor.requires_grad or graph.infos[number].dependent:
+                continue
+            if self.derivatives.is_unseen(tensor, known=number not in graph.captures):
+                leaves = self.derivatives.leaves_behind(tensor.grad_fn, untraced())
+                node.behind[number] = tuple([self.number_of(leaf) for leaf in leaves])
+                places = (place for leaf in node.behind[number] for place in graph.infos[leaf].externals)
+                graph.infos[number].externals = frozenset(places)
+
+    def check_writes(self, node: Node, written: Sequence[torch.Tensor]) -> None:
+        """Note writes to tensors from before the run; set the error where one of them has a gradient."""
+        graph = self.trace.graph
+        node.writes_outside = not all(map(self.is_fresh, written))
+        for tensor in written if torch.is_grad_enabled() else ():
+            form = graph.captures.get(self.numbers.get(id(base_of(tensor)), -1))
+            if form is not None and form[-1]:
+                what = "a tensor that has a gradient from before the call is written to"
+                self.derivatives.refuse(untraced(), what, "write to a clone of it")
+
+    def is_fresh(self, tensor: torch.Tensor) -> bool:
+        """Whether this run has made the memory that a tensor lies in."""
+        trace = self.trace
+        for call in trace.graph.nodes[self.fresh_calls :]:
+            results = {memory_of(trace.tensor(number)) for number in call.results}
+            if call.overload is not _LIFTED:
+                # What torch.tensor makes is lifted.
+                results -= {memory_of(trace.tensor(number)) for _, number in call.tensors}
+            self.fresh |= results
+        self.fresh_calls = len(trace.graph.nodes)
+        return memory_of(tensor) in self.fresh
+
+    def depends_on_input(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor depends on the input."""
+        if self.writes:
+            self.refresh(tensor)
+        number = self.numbers.get(id(tensor))
+        return number is not None and self.trace.graph.infos[number].dependent
+
+    def finished(self, output: Any) -> Trace:
+        """The trace, after the function has returned its output."""
+        trace = self.trace
+        if not isinstance(output, torch.Tensor):
+            raise UnsupportedOperatorError(
+                f"{name_of(trace.module)}: its output is a {type(output).__name__}; wrap it in a module "
+                "that returns one tensor"
+            )
+        trace.output = output
+        if self.writes:
+            self.refresh(output)
+        if self.followed.ends_at(output):
+            if not trace.graph.writes:
+                trace.versions = [0 if tensor is None else version_of(tensor) for tensor in trace.tensors]
+            return trace
+        self.followed.leave()
+        graph = trace.graph
+        graph.output = number = self.numbers.get(id(output))
+        if number is not None and graph.infos[number].dependent:
+            graph.last = Operand("", number, self.derivatives.is_active(output, number))
+        if self.derivatives.problem is not None:
+            raise self.derivatives.problem
+        _resolve_paths(trace)
+        return trace
+
+
+def _resolve_paths(trace: Trace) -> None:
+    """Name the modules of new calls by their paths."""
+    module = trace.module
+    paths = {id(part): name for name, part in reversed(list(module.named_modules()))}
+    for node in trace.graph.nodes:
+        for call in (node, *node.parts) if not node.path else ():
+            call.path = paths.get(id(call.module), "") or name_of(call.module or module)
+            call.module = None
+
+
+def named_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors among a call's arguments by name; those of lists have names of their own."""
+    for name, value in (*zip(facts.names, args, strict=False), *kwargs.items()):
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}.{n}", part) for n, part in enumerate(value) if isinstance(part, torch.Tensor))
+
+
+def written_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The dense arguments that a call writes to."""
+    tensors = named_tensors(facts, args, kwargs)
+    return [t for name, t in tensors if name.partition(".")[0] in facts.written and t.layout == torch.strided]
+
+
+def with_written(result: Any, written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a call returned, and then the others that it wrote to."""
+    returned = tensors_in(result)
+    return [*returned, *(tensor for tensor in written if not any(tensor is each for each in returned))]
+
+
+def _tensors_among(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (part for part in value if isinstance(part, torch.Tensor))
+
+
+#: Operators whose number may be another in each run: a factor or a term.
+_OF_NUMBERS = frozenset(
+    (
+        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor),
+        *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.rsub.Scalar),
+    )
+)
+
+
+def number_types(overload: Any, name: str, first: Any, free: bool) -> tuple[type, ...]:
+    """What a number among the arguments of a call may be in other runs; empty where it is a part of the graph."""
+    if overload in _OF_NUMBERS and name == "other":
+        floats = isinstance(first, torch.Tensor) and first.is_floating_point()
+        return (int, float) if floats else (int,)
+    return (float,) if free else ()
+
+
+_DETACH = aten.detach.default
+_LIFTED = aten.lift_fresh.default

@@ -1,0 +1,194 @@
+"""Traces: the tensors of one run of a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
+
+from .graph import Graph, Node, Scalar, Value, evaluated, form_of
+
+
+class Trace:
+    """One run of a graph: its tensors, numbers and nodes of autograd.
+
+    A tensor that was overwritten during the run is computed anew where its elements are asked for.
+
+    Parameters
+    ----------
+    module : Module
+        The function.
+    x : Tensor
+        Its input, a copy of the caller's.
+    """
+
+    def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
+        self.module, self.graph, self.input = module, Graph(form_of(x)), x
+        self.output = x
+        #: By value, as the run left them; None for values that the run did not compute.
+        self.tensors: list[torch.Tensor | None] = [x]
+        #: Their versions when they were computed.
+        self.versions = [version_of(x)]
+        #: The elements of values that were overwritten later.
+        self.copies: dict[int, torch.Tensor] = {}
+        self.scalars: list[Any] = []
+        #: By call, the number of the node that autograd made last when it began.
+        self.sequences: list[int] = []
+        #: Where autograd computes the gradients of values, as far as that is known.
+        self.edges: dict[int, GradientEdge] = {}
+        #: Whether what its operators saved passed through hooks, as those of a checkpoint within the module.
+        self.saved_by_hooks = False
+        self._hooks = RemovableHandle.next_id
+
+    @classmethod
+    def replayed(
+        cls,
+        graph: Graph,
+        module: nn.Module,
+        x: torch.Tensor,
+        captures: Mapping[int, torch.Tensor],
+        scalars: Sequence[Any],
+    ) -> Trace:
+        """A trace without a run: values are computed from these where they are asked for, and have no gradients."""
+        trace = cls(module, x)
+        trace.graph, trace.scalars = graph, list(scalars)
+        trace.tensors += [None] * (len(graph.infos) - 1)
+        trace.versions += [0] * (len(graph.infos) - 1)
+        for value, tensor in captures.items():
+            trace.tensors[value], trace.versions[value] = tensor, version_of(tensor)
+        return trace
+
+    @property
+    def may_have_hooks(self) -> bool:
+        """Whether any hook was registered anywhere since the run began; if not, no tensor of the run has one."""
+        return self._hooks != RemovableHandle.next_id
+
+    @property
+    def externals(self) -> list[torch.Tensor]:
+        """The tensors from before the run that autograd computes gradients of: mostly parameters."""
+        return [self.tensor(value) for value in self.graph.externals]
+
+    def values_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+        """The values that the run read from these tensors."""
+        numbers = {id(self.tensors[value]): value for value in (0, *self.graph.captures)}
+        return frozenset(numbers[id(tensor)] for tensor in tensors if id(tensor) in numbers)
+
+    def tensor(self, value: int) -> torch.Tensor:
+        """The tensor of a value, which may have been overwritten since."""
+        tensor = self.tensors[value]
+        return self.value(value) if tensor is None else tensor
+
+    def is_stale(self, value: int) -> bool:
+        """Whether the elements of a value were overwritten and cannot be computed anew."""
+        if self.tensors[value] is None or self._has(value):
+            return False
+        try:
+            self.graph.calls_for(value, self._has)
+        except LookupError:
+            return True
+        return False
+
+    def is_intact(self, value: int) -> bool:
+        """Whether the tensor of a value has the elements that it had in the run."""
+        tensor = self.tensors[value]
+        return tensor is not None and version_of(tensor) == self.versions[value]
+
+    def _has(self, value: int) -> bool:
+        """Whether the elements of a value are at hand."""
+        return value in self.copies or self.is_intact(value)
+
+    def value(self, value: int) -> torch.Tensor:
+        """The elements that a value had in the run.
+
+        Raises
+        ------
+        StaleError
+            Where they were overwritten after the run.
+        """
+        tensor = self.tensors[value]
+        if tensor is not None and version_of(tensor) == self.versions[value]:
+            return tensor
+        if value not in self.copies:
+            try:
+                calls = self.graph.calls_for(value, self._has)
+            except LookupError:
+                what = "a tensor that a gradient needs was modified by an inplace operation after the forward pass"
+                raise StaleError(f"{what}; run it again") from None
+            with torch.no_grad():
+                for call in calls:
+                    arguments = {name: self.read(argument) for name, argument in call.arguments.items()}
+                    self.copies |= zip(call.results, evaluated(call.overload, arguments), strict=True)
+        return self.copies[value]
+
+    def argument(self, node: Node, name: str) -> Any:
+        """An argument of a call: its elements, or the number, that it had in the run."""
+        return self.read(node.arguments[name])
+
+    def read(self, argument: Any) -> Any:
+        """What an argument refers to in the run; an argument that is no reference as it is."""
+        if type(argument) is Value:
+            return self.value(argument.number)
+        return self.scalars[argument.place] if type(argument) is Scalar else argument
+
+    def edge(self, value: int) -> GradientEdge | None:
+        """Where autograd computes the gradient of a value; None where it has none."""
+        tensor = self.tensors[value]
+        # A write gives a tensor another node.
+        if value not in self.edges and tensor is not None and self.versions[value] == version_of(tensor):
+            self.note_edge(value)
+        return self.edges.get(value)
+
+    def note_edge(self, value: int) -> None:
+        """Note where autograd computes the gradient of a value now, unless that is known."""
+        tensor = self.tensors[value]
+        if value not in self.edges and tensor is not None and tensor.grad_fn is not None:
+            self.edges[value] = GradientEdge(tensor.grad_fn, tensor.output_nr)
+
+
+class StaleError(RuntimeError):
+    """The elements of a value were overwritten after the run."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; tensors of inference mode do not tell."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _State(threading.local):
+    """The number of nested observations that run in a thread."""
+
+    depth = 0
+
+
+_STATE = _State()
+
+
+def is_recording() -> bool:
+    """Whether this thread observes the calls of a function, as those of a forward pass."""
+    return _STATE.depth > 0
+
+
+@contextlib.contextmanager
+def observing() -> Iterator[None]:
+    """A context in which the calls of a function are observed: what replaces them steps aside."""
+    _STATE.depth += 1
+    try:
+        yield
+    finally:
+        _STATE.depth -= 1
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """The memory that a tensor lies in; 0 for a sparse tensor, which has several."""
+    return 0 if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that autograd knows `tensor` as a view of; `tensor` itself where it is no view."""
+    return tensor._base if tensor._base is not None else tensor
