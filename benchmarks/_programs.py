@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -15,8 +16,8 @@ __all__ = ["ASDEX", "JsonProgram", "asdex_python", "json_of"]
 
 #: The variable that names a Python with asdex.
 ASDEX = "JACSPARSE_ASDEX_PYTHON"
-#: The most seconds of a program, and of one answer.
-LIMIT = 600.0
+#: The most seconds of a program, and of one answer of a running one.
+LIMIT, ANSWER = 600.0, 180.0
 
 
 def asdex_python() -> str:
@@ -58,11 +59,19 @@ class JsonProgram:
         )
 
     def answer(self, question: object = "") -> dict[str, Any]:
-        """The next line of JSON, after a question unless that is empty; RuntimeError where the program ends instead."""
+        """The next line of JSON, after a question unless that is empty.
+
+        Raises
+        ------
+        RuntimeError
+            Where the program ends instead.
+        TimeoutError
+            Where it does not answer in time; it is ended.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
-        timer = threading.Timer(LIMIT, self._process.kill)
+        late, last = threading.Event(), ""
+        timer = threading.Timer(ANSWER, self._end_late, [late])
         timer.start()
-        last = ""
         try:
             if question != "":
                 print(question, file=self._process.stdin, flush=True)
@@ -76,12 +85,20 @@ class JsonProgram:
             last = "it was not there to answer"
         finally:
             timer.cancel()
+        if late.is_set():
+            raise TimeoutError(f"the program did not answer in {ANSWER:g} s")
         raise RuntimeError(f"the program ended with {self._process.wait()}: {last or 'it printed nothing'}")
+
+    def _end_late(self, late: threading.Event) -> None:
+        late.set()
+        self._process.kill()
 
     def close(self) -> None:
         """End it."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()
         self._process.wait()
-        self._process.stdin.close()
         self._process.stdout.close()
+        # A question that nobody has read may still be in its buffer.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()

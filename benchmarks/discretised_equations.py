@@ -167,8 +167,10 @@ class DiscretisedEquations(Experiment):
                 _draw(axes, line, colour, style, label)
             floors = sorted((row.data["unknowns"], row.floor) for row in of_equation if row.floor)
             axes.plot(*zip(*floors, strict=True), color="black", linewidth=1, label="floor: bytes over bandwidth")
-            axes.set(xscale="log", yscale="log", title=equation, xlabel="unknowns", ylabel="seconds")
+            axes.set(xscale="log", yscale="log", title=equation, xlabel="unknowns")
             axes.grid(alpha=0.25, which="major")
+        for axes in panels[:, 0]:
+            axes.set_ylabel("seconds")
         for axes in panels.flat[len(equations) :]:
             axes.axis("off")
         handles, labels = panels.flat[0].get_legend_handles_labels()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import jacsparse
-from benchmarks import _peers, discretised_equations, spgemm, triangular_solvers
+from benchmarks import _peers, _programs, discretised_equations, spgemm, triangular_solvers
 from benchmarks._context import Context, Limits
 from benchmarks._experiment import Experiment, Row
 from benchmarks._peers import PEERS, Peer
@@ -307,6 +307,16 @@ def test_a_program_that_ends_says_why() -> None:
     assert program.answer() == {}
     with pytest.raises(RuntimeError, match="the program ended with 1: KeyError: 'no such thing'"):
         program.answer(3.0)
+    with pytest.raises(RuntimeError, match="the program ended with 1: it was not there to answer"):
+        program.answer(3.0)
+    program.close()
+
+
+def test_a_program_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_programs, "ANSWER", 0.1)
+    program = JsonProgram([sys.executable, "-c", "input()"])
+    with pytest.raises(TimeoutError, match=r"the program did not answer in 0\.1 s"):
+        program.answer()
     program.close()
 
 
