@@ -1,26 +1,42 @@
-"""Times the first Jacobian in a process that has imported all: the problem, its size, the batch."""
+"""Times the first Jacobian in a process that has imported all: the problem, its size, the batch, and the way."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-import jacsparse
+# Naming a function imports its package.
+from jacsparse import jacobian, prepare_jacobian
 
-from ._problems import PROBLEMS
+from ._problems import PROBLEMS, Problem
+
+
+def _by_jacobian(problem: Problem) -> None:
+    jacobian(problem.f, *problem.args, argnums=problem.argnums, batched=problem.batched)
+
+
+def _compiled(problem: Problem) -> None:
+    options: dict[str, Any] = {"argnums": problem.argnums, "batched": problem.batched}
+    prepared = prepare_jacobian(problem.f, *problem.args, **options, compile=True)
+    prepared.values(*problem.args)
+
+
+#: The ways by name. The compiler is part of the time: `prepare_jacobian` imports it only where it is to compile.
+WAYS: dict[str, Callable[[Problem], None]] = {"jacobian": _by_jacobian, "compiled": _compiled}
 
 
 def main() -> None:
     """Print the seconds as JSON."""
     torch.set_num_threads(1)
-    problem = PROBLEMS[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]))
-    # Naming the function imports its package.
-    jacobian = jacsparse.jacobian
+    name, size, batch, way = sys.argv[1:]
+    problem = PROBLEMS[name](int(size), int(batch))
     begin = time.perf_counter()
-    jacobian(problem.f, *problem.args, argnums=problem.argnums, batched=problem.batched)
+    WAYS[way](problem)
     print(json.dumps({"first": time.perf_counter() - begin}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import nn
 
 from examples import brusselator as equation
 
+from ._equations import EQUATIONS, Equation
 from ._problem_data import field, graph, scene
 
 
@@ -97,6 +99,15 @@ def resnet8(size: int, batch: int) -> Problem:
     return Problem(build("resnet8").eval(), (_field((3, size, size), batch).float(),), batched=True)
 
 
+def _discretised(equation: Equation, size: int, batch: int) -> Problem:
+    """An equation of `_equations`, at one state whatever the batch."""
+    return Problem(equation.function(torch, size, _sum_at), (torch.from_numpy(equation.state(size)),))
+
+
+def _sum_at(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
+    return values.new_zeros(count).index_add(0, places, values)
+
+
 def _field(shape: tuple[int, ...], batch: int) -> torch.Tensor:
     samples = [torch.from_numpy(field(shape, sample)) for sample in range(batch)]
     return torch.stack(samples).reshape(batch, *shape)
@@ -104,8 +115,11 @@ def _field(shape: tuple[int, ...], batch: int) -> torch.Tensor:
 
 #: Those by name; a size is a grid's side, or the number of points, nodes or pixels of a side.
 PROBLEMS: dict[str, Callable[[int, int], Problem]] = {
-    function.__name__: function
-    for function in (brusselator, burgers, heat, bundle, graph_network, autoencoder, resnet8)
+    **{
+        function.__name__: function
+        for function in (brusselator, burgers, heat, bundle, graph_network, autoencoder, resnet8)
+    },
+    **{name: functools.partial(_discretised, equation) for name, equation in EQUATIONS.items()},
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ._experiment import Experiment
 from .ddg_convergence import DdgConvergence
 from .ddg_scaling import DdgScaling
+from .discretised_equations import DiscretisedEquations
 from .flop_analysis import FlopAnalysis
 from .gru_breakdown import GruBreakdown
 from .jacobian_generation import JacobianGeneration
@@ -33,6 +34,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         FlopAnalysis(),
         WholeJacobian(),
         SparseJacobian(),
+        DiscretisedEquations(),
         StiffEquations(),
         TriangularSolvers(),
         Leapfrog(),

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +21,12 @@ from ._experiment import Comparison, Experiment, Row, compare
 from ._figures import bars
 from ._memory import peak_memory
 from ._problems import PROBLEMS, Problem, elements
+from ._programs import asdex_python, json_of
 
 __all__ = ["Case", "SparseJacobian"]
 
-#: The variable that names a Python with asdex; the programs that time it, and the first call of ours.
-ASDEX, _PEER, _FIRST = "JACSPARSE_ASDEX_PYTHON", "_asdex.py", "_first_call.py"
+#: The programs that time asdex, and the first call of ours.
+_PEER, _FIRST = "_asdex.py", "_first_call"
 #: The problems that are written in JAX too.
 _IN_JAX = ("brusselator", "burgers", "heat", "bundle", "graph_network")
 #: Those whose Jacobians SciPy estimates by differences of groups of columns.
@@ -118,7 +116,8 @@ class SparseJacobian(Experiment):
         """Seconds of the first call in a new process, which has imported all, with kernels compiled before."""
         seconds, problem = None, ""
         for _ in range(self.processes):
-            seconds, problem = _timed_program([sys.executable, "-m", f"{__package__}.{_FIRST[:-3]}"], case, 0.0)
+            command = [sys.executable, "-m", f"{__package__}.{_FIRST}"]
+            seconds, problem = json_of(command, case.problem, case.size, case.batch, "jacobian")
         if seconds is None:
             return [Row.missing("first call", problem, group=str(case))]
         compared = () if asdex is None else (Comparison("asdex / ours", asdex / seconds["first"], at_least=1.0),)
@@ -207,21 +206,13 @@ def _memory(group: str, prepared: jacsparse.PreparedJacobian, problem: Problem) 
 
 def _asdex(case: Case, seconds: float) -> tuple[Timing, float | None]:
     """The timing of asdex, which another Python runs, and the seconds of its first call."""
-    python = os.environ.get(ASDEX)
-    if python is None or case.problem not in _IN_JAX:
-        return Timing([], 0, f"set {ASDEX} to a Python that has asdex"), None
-    result, problem = _timed_program([python, str(Path(__file__).with_name(_PEER))], case, seconds)
+    if case.problem not in _IN_JAX:
+        return Timing([], 0, "it is not written in JAX"), None
+    try:
+        command = [asdex_python(), str(Path(__file__).with_name(_PEER))]
+    except ImportError as error:
+        return Timing([], 0, reason(error)), None
+    result, problem = json_of(command, case.problem, case.size, case.batch, seconds)
     if result is None:
         return Timing([], 0, problem), None
     return Timing(result["times"], len(result["times"])), result["first"]
-
-
-def _timed_program(command: Sequence[str], case: Case, seconds: float) -> tuple[Mapping[str, Any] | None, str]:
-    """What a program prints as JSON, or None and why."""
-    arguments = [case.problem, str(case.size), str(case.batch), str(seconds)]
-    try:
-        run = subprocess.run([*command, *arguments], capture_output=True, encoding="utf-8", check=True, timeout=600)
-    except (OSError, subprocess.SubprocessError) as error:
-        return None, reason(error)
-    result: Mapping[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return result, ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,16 +19,19 @@ from torch import nn
 from torch.nn.utils import prune
 
 import jacsparse
-from benchmarks import _peers, spgemm, triangular_solvers
+from benchmarks import _peers, _programs, discretised_equations, spgemm, triangular_solvers
 from benchmarks._context import Context, Limits
 from benchmarks._experiment import Experiment, Row
 from benchmarks._peers import PEERS, Peer
+from benchmarks._problems import PROBLEMS
+from benchmarks._programs import ASDEX, JsonProgram
 from benchmarks._ranks import on_ranks
 from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import Result, read, write
 from benchmarks._workloads import Trained
 from benchmarks.ddg_convergence import DdgConvergence
 from benchmarks.ddg_scaling import DdgScaling
+from benchmarks.discretised_equations import DiscretisedEquations, SizedEquation
 from benchmarks.flop_analysis import FlopAnalysis
 from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.jacobian_generation import JacobianGeneration, printed_algorithms
@@ -65,6 +69,7 @@ SMALL: list[Experiment] = [
     FlopAnalysis(build=lambda _: Trained(small_network(), torch.randn(2, 2, 6, 6), {"retrained": 0.9})),
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
     SparseJacobian(cases=(Case("burgers", 8, asdex=1.0, seconds=1.0),), compiled=False, processes=1),
+    DiscretisedEquations(cases=(SizedEquation("power_flow", 5, at_most=1.5),), compiled=False),
     StiffEquations(sizes=(3, 4), most=3, end=0.05),
     TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2),
     Leapfrog(depths=(1, 5), widths=(2, 3), batch=2, most=2),
@@ -242,6 +247,77 @@ def test_trainings_as_published() -> None:
     published = DdgConvergence().on("cifar100:here")
     assert (published.data, published.side, published.batch, published.deep_epochs) == ("cifar100:here", 32, 128, 300)
     assert published.deep == ("resnet56", "resnet110") and published.augment
+
+
+SMALL_EQUATION = SizedEquation("oregonator", 4, at_most=1.5)
+#: A peer that takes a second, and whose values are in a file.
+MADE_UP_PEER = """
+import json, shutil, sys
+shutil.copy(sys.argv[0] + ".npz", sys.argv[4])
+print("a warning")
+print(json.dumps({"first": 2.0, "colors": 9, "versions": "peer 1"}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({"times": [1.0 if sys.argv[3] == "fwd" else 3.0], "runs": 1}), flush=True)
+"""
+
+
+@pytest.fixture
+def made_up_asdex(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float], None]:
+    """A function that puts a program in asdex's place, whose values are ours times a factor."""
+
+    def put(factor: float) -> None:
+        path = tmp_path / "peer.py"
+        path.write_text(MADE_UP_PEER)
+        problem = PROBLEMS[SMALL_EQUATION.equation](SMALL_EQUATION.size, 1)
+        matrix = jacsparse.jacobian(problem.f, *problem.args, batched=False).to_scipy().tocoo()
+        np.savez(f"{path}.npz", rows=matrix.row, columns=matrix.col, values=factor * matrix.data)
+        monkeypatch.setattr(discretised_equations, "_PEER", str(path))
+        monkeypatch.setenv(ASDEX, sys.executable)
+
+    return put
+
+
+def test_the_faster_mode_of_asdex_is_the_peer(context: Context, made_up_asdex: Callable[[float], None]) -> None:
+    made_up_asdex(1 + 1e-12)
+    rows = DiscretisedEquations(cases=(SMALL_EQUATION,), compiled=False).run(context)
+    assert [_named(rows, f"asdex, {mode} mode").median for mode in ("forward", "reverse")] == [1.0, 3.0]
+    faster, eager, later = (
+        _named(rows, label) for label in ("prepared, the faster of both", "prepared", "jacobian, later calls")
+    )
+    (of_both,), (eager_target, _), (of_later,) = faster.comparisons, eager.comparisons, later.comparisons
+    assert of_both.ratio == eager.median and of_both.at_most == 1.5
+    assert eager.median is not None and eager_target.ratio == pytest.approx(eager.median / (1.2 + 0.15e-3))
+    gradient = _named(rows, "f with a gradient").median
+    assert later.median is not None and gradient is not None
+    assert of_later.ratio == pytest.approx(later.median / (3 * gradient + 0.15e-3))
+
+
+def test_a_peer_with_other_values_is_not_timed(context: Context, made_up_asdex: Callable[[float], None]) -> None:
+    made_up_asdex(1 + 1e-8)
+    rows = DiscretisedEquations(cases=(SMALL_EQUATION,), compiled=False).run(context)
+    row = _named(rows, "asdex, forward mode")
+    assert (
+        row.not_measured == "ValueError: its values differ from those of a prepared Jacobian by 1.0e-08 of the largest"
+    )
+    assert not _named(rows, "prepared, the faster of both").comparisons
+
+
+def test_a_program_that_ends_says_why() -> None:
+    program = JsonProgram([sys.executable, "-c", "print('{}', flush=True); input(); raise KeyError('no such thing')"])
+    assert program.answer() == {}
+    with pytest.raises(RuntimeError, match="the program ended with 1: KeyError: 'no such thing'"):
+        program.answer(3.0)
+    with pytest.raises(RuntimeError, match="the program ended with 1: it was not there to answer"):
+        program.answer(3.0)
+    program.close()
+
+
+def test_a_program_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_programs, "ANSWER", 0.1)
+    program = JsonProgram([sys.executable, "-c", "input()"])
+    with pytest.raises(TimeoutError, match=r"the program did not answer in 0\.1 s"):
+        program.answer()
+    program.close()
 
 
 def test_what_ranks_return_and_raise() -> None:

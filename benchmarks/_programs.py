@@ -1,0 +1,104 @@
+"""Programs in processes of their own, some in other environments, that print JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ._context import reason
+
+__all__ = ["ASDEX", "JsonProgram", "asdex_python", "json_of"]
+
+#: The variable that names a Python with asdex.
+ASDEX = "JACSPARSE_ASDEX_PYTHON"
+#: The most seconds of a program, and of one answer of a running one.
+LIMIT, ANSWER = 600.0, 180.0
+
+
+def asdex_python() -> str:
+    """The Python that has asdex; ImportError where none is named."""
+    python = os.environ.get(ASDEX)
+    if python is None:
+        raise ImportError(f"set {ASDEX} to a Python that has asdex")
+    return python
+
+
+def json_of(
+    command: Sequence[str], *arguments: object, environment: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any] | None, str]:
+    """What a program's last line says in JSON, or None and why; the environment is added to this process's."""
+    try:
+        run = subprocess.run(
+            [*command, *map(str, arguments)],
+            capture_output=True,
+            encoding="utf-8",
+            check=True,
+            timeout=LIMIT,
+            env={**os.environ, **(environment or {})},
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, reason(error)
+    return json.loads(run.stdout.splitlines()[-1]), ""
+
+
+class JsonProgram:
+    """A running program that prints a line of JSON when it is ready, and one for each line that it reads."""
+
+    def __init__(self, command: Sequence[str], *arguments: object) -> None:
+        self._process = subprocess.Popen(
+            [*command, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+        )
+
+    def answer(self, question: object = "") -> dict[str, Any]:
+        """The next line of JSON, after a question unless that is empty.
+
+        Raises
+        ------
+        RuntimeError
+            Where the program ends instead.
+        TimeoutError
+            Where it does not answer in time; it is ended.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        late, last = threading.Event(), ""
+        timer = threading.Timer(ANSWER, self._end_late, [late])
+        timer.start()
+        try:
+            if question != "":
+                print(question, file=self._process.stdin, flush=True)
+            # Warnings and errors come between.
+            for line in self._process.stdout:
+                if line.startswith("{"):
+                    answer: dict[str, Any] = json.loads(line)
+                    return answer
+                last = line.strip() or last
+        except BrokenPipeError:
+            last = "it was not there to answer"
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise TimeoutError(f"the program did not answer in {ANSWER:g} s")
+        raise RuntimeError(f"the program ended with {self._process.wait()}: {last or 'it printed nothing'}")
+
+    def _end_late(self, late: threading.Event) -> None:
+        late.set()
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+        # A question that nobody has read may still be in its buffer.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()

@@ -1,0 +1,297 @@
+"""Jacobians of discretised equations beside asdex's, at sizes from where calls cost most to where memory does."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+import torch
+
+import jacsparse
+
+from ._calls import in_mode
+from ._context import Context, Timing, one_thread
+from ._experiment import Comparison, Experiment, Row, compare
+from ._problems import PROBLEMS
+from ._programs import JsonProgram, asdex_python, json_of
+
+__all__ = ["DiscretisedEquations", "SizedEquation"]
+
+#: The programs that time asdex, and the first call of ours.
+_PEER, _FIRST_CALL = "_asdex_equations.py", "_first_call"
+_FASTER, _COMPILED, _EAGER = "prepared, the faster of both", "prepared, compiled", "prepared"
+_LATER, _GRADIENT = "jacobian, later calls", "f with a gradient"
+_MODES = {"fwd": "asdex, forward mode", "rev": "asdex, reverse mode"}
+_FIRST, _AGAIN, _FIRST_ASDEX = "first compiled call", "the same, compiled in an earlier process", "asdex, first call"
+#: The largest difference of values, as a share of the largest.
+_DIFFERENCE = 1e-9
+#: Seconds of a call that no function comes below; the most time relative to asdex, and to a function with a gradient.
+_CALL, _EAGER_RATIO, _LATER_RATIO = 0.15e-3, 1.2, 3.0
+#: The most seconds of a first compiled call.
+_MOST_SECONDS = 3.0
+#: The most time of a prepared Jacobian relative to asdex, at the smallest size and at others.
+_SMALLEST_RATIO, _RATIO = 1.5, 0.9
+
+_SIZES = {
+    "gray_scott": (8, 64, 256),
+    "cahn_hilliard": (8, 64, 256),
+    "kuramoto_sivashinsky": (64, 4096, 65536),
+    "upwind_advection": (5, 16, 48),
+    "shallow_water": (64, 4096, 65536),
+    "power_flow": (50, 1000, 20_000),
+    "oregonator": (64, 4096, 65536),
+}
+
+
+@dataclass(frozen=True)
+class SizedEquation:
+    """An equation of a size."""
+
+    equation: str
+    size: int
+    #: The most time of a prepared Jacobian relative to asdex.
+    at_most: float
+
+    def __str__(self) -> str:
+        return f"{self.equation}, {self.size}"
+
+
+def _cases() -> tuple[SizedEquation, ...]:
+    return tuple(
+        SizedEquation(equation, size, _SMALLEST_RATIO if size == min(sizes) else _RATIO)
+        for equation, sizes in _SIZES.items()
+        for size in sizes
+    )
+
+
+@dataclass(frozen=True)
+class DiscretisedEquations(Experiment):
+    """Jacobians in float64 on one thread, without a batch."""
+
+    cases: tuple[SizedEquation, ...] = _cases()
+    #: Whether compiled Jacobians are timed, which take a compiler, and seconds for each.
+    compiled: bool = True
+
+    name = "discretised_equations"
+    title = "Jacobians of discretised equations"
+    source = "asdex (adrhill/asdex), its colouring precomputed, compiled by XLA, the faster of its modes"
+
+    def run(self, context: Context) -> list[Row]:
+        # A context without limits yet: they are to be those of one thread.
+        context = replace(context)
+        with one_thread(), tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            if self.compiled:
+                # The first process compiles the header that all compiled code includes.
+                _first_compiled_call(SizedEquation("kuramoto_sivashinsky", 7, _RATIO), folder)
+            return [row for case in self.cases for row in self._case(case, folder, context)]
+
+    def _case(self, case: SizedEquation, folder: Path, context: Context) -> list[Row]:
+        problem = PROBLEMS[case.equation](case.size, 1)
+        f, (x,) = problem.f, problem.args
+        prepared = jacsparse.prepare_jacobian(f, x, batched=False)
+        expected = prepared(x).to_scipy()
+        functions: dict[str, Callable[[], object]] = {
+            _COMPILED: in_mode(functools.partial(_compiled, f, x, expected), ""),
+            _EAGER: functools.partial(prepared.values, x),
+            _LATER: in_mode(functools.partial(_later, f, x, expected), ""),
+            _GRADIENT: in_mode(functools.partial(_with_gradient, f, x), ""),
+        }
+        if not self.compiled:
+            del functions[_COMPILED]
+        peers = {label: _Asdex(case, mode, folder / f"{mode}.npz", expected) for mode, label in _MODES.items()}
+        try:
+            timings = context.under(str(case)).times({**functions, **peers})
+        finally:
+            for peer in peers.values():
+                peer.close()
+        notes = {label: peer.note for label, peer in peers.items()}
+        notes[_EAGER] = f"{prepared.method}, nnz {prepared.pattern.nnz:,}"
+        data = {"equation": case.equation, "unknowns": x.numel()}
+        rows = {
+            label: Row.timed(label, timing, group=str(case), role=_role(label), note=notes.get(label, ""), data=data)
+            for label, timing in timings.items()
+        }
+        floor = context.limits.floor(x.nbytes + x.element_size() * prepared.pattern.nnz)
+        rows |= {label: replace(rows[label], floor=floor) for label in (_COMPILED, _EAGER) if label in rows}
+        asdex = _fastest(rows, peers)
+        rows = _compared(case, rows, asdex)
+        first = None if asdex is None else peers[asdex.label].first
+        return [*rows.values(), *(self._first_calls(case, first, folder) if self.compiled else ())]
+
+    def _first_calls(self, case: SizedEquation, asdex: float | None, folder: Path) -> list[Row]:
+        """Seconds of first calls in new processes, with kernels compiled before."""
+        rows: list[Row] = []
+        for label in (_FIRST, _AGAIN):
+            seconds, problem = _first_compiled_call(case, folder)
+            if seconds is None:
+                return [*rows, Row.missing(label, problem, group=str(case))]
+            comparisons = []
+            if asdex is not None:
+                targets = {"at_most": 1.0} if label == _FIRST else {}
+                comparisons.append(Comparison("ours / asdex", seconds / asdex, **targets))
+            if label == _FIRST:
+                comparisons.append(Comparison(f"time / {_MOST_SECONDS:g} s", seconds / _MOST_SECONDS, at_most=1.0))
+            fields: dict[str, Any] = {"group": str(case), "comparisons": tuple(comparisons)}
+            rows.append(Row.of_value(label, seconds, "time", "s", **fields))
+        if asdex is not None:
+            rows.append(Row.of_value(_FIRST_ASDEX, asdex, "time", "s", group=str(case), role="peer"))
+        return rows
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
+
+        lines = {
+            _COMPILED: (BLUE, "o-"),
+            _EAGER: (SKY, "o-"),
+            _LATER: (PURPLE, "o-"),
+            _GRADIENT: (GREEN, "s--"),
+            _MODES["fwd"]: (ORANGE, "^-"),
+            _MODES["rev"]: (ORANGE, "v:"),
+        }
+        drawn = [row for row in rows if row.label in lines and row.median is not None]
+        equations = list(dict.fromkeys(row.data["equation"] for row in drawn))
+        # One place more, for the legend.
+        figure, panels = new_figure(13.0, 6.2, rows=2, columns=4)
+        for axes, equation in zip(panels.flat, equations, strict=False):
+            of_equation = [row for row in drawn if row.data["equation"] == equation]
+            for label, (colour, style) in lines.items():
+                line = [row for row in of_equation if row.label == label]
+                _draw(axes, line, colour, style, label)
+            floors = sorted((row.data["unknowns"], row.floor) for row in of_equation if row.floor)
+            axes.plot(*zip(*floors, strict=True), color="black", linewidth=1, label="floor: bytes over bandwidth")
+            axes.set(xscale="log", yscale="log", title=equation, xlabel="unknowns")
+            axes.grid(alpha=0.25, which="major")
+        for axes in panels[:, 0]:
+            axes.set_ylabel("seconds")
+        for axes in panels.flat[len(equations) :]:
+            axes.axis("off")
+        handles, labels = panels.flat[0].get_legend_handles_labels()
+        panels.flat[-1].legend(handles, labels, fontsize=8, frameon=False, loc="center")
+        figure.suptitle(f"{self.title}; medians, with quartiles", fontsize=10)
+        save_figure(figure, path)
+
+
+class _Asdex:
+    """asdex's Jacobian in one mode, by a process of its own; the first call is checked."""
+
+    def __init__(self, case: SizedEquation, mode: str, path: Path, expected: scipy.sparse.csr_array) -> None:
+        self._arguments, self._expected = (case.equation, case.size, mode, path), expected
+        self._program: JsonProgram | None = None
+        #: Seconds of the first call.
+        self.first: float | None = None
+        self.note = ""
+
+    def __call__(self) -> None:
+        program = self._program = JsonProgram([asdex_python(), str(Path(__file__).parent / _PEER)], *self._arguments)
+        answer = program.answer()
+        with np.load(self._arguments[-1]) as content:
+            entries = content["values"], (content["rows"], content["columns"])
+            _check(scipy.sparse.csr_array(entries, self._expected.shape), self._expected)
+        self.first, self.note = answer["first"], f"{answer['colors']} colours, {answer['versions']}"
+
+    def turn(self, seconds: float) -> Timing:
+        assert self._program is not None
+        answer = self._program.answer(seconds)
+        return Timing(answer["times"], answer["runs"])
+
+    def close(self) -> None:
+        """End the process."""
+        if self._program is not None:
+            self._program.close()
+
+
+def _compiled(f: Callable[..., Any], x: torch.Tensor, expected: scipy.sparse.csr_array) -> Callable[[], object]:
+    prepared = jacsparse.prepare_jacobian(f, x, batched=False, compile=True)
+    _check(prepared(x).to_scipy(), expected)
+    return functools.partial(prepared.values, x)
+
+
+def _later(f: Callable[..., Any], x: torch.Tensor, expected: scipy.sparse.csr_array) -> Callable[[], object]:
+    # The second call makes a program, and later ones follow it.
+    for _ in range(3):
+        _check(jacsparse.jacobian(f, x, batched=False).to_scipy(), expected)
+    return lambda: jacsparse.jacobian(f, x, batched=False)
+
+
+def _with_gradient(f: Callable[..., Any], x: torch.Tensor) -> Callable[[], object]:
+    """A run of the function that autograd records, and one backward pass."""
+    leaf = x.clone().requires_grad_()
+    g = torch.ones_like(f(x))
+    return lambda: torch.autograd.grad(f(leaf), leaf, g)
+
+
+def _check(actual: scipy.sparse.csr_array, expected: scipy.sparse.csr_array) -> None:
+    """Raise ValueError where values differ from those of the prepared Jacobian."""
+    scale = abs(expected).max()
+    difference = abs(actual - expected).max()
+    if not difference <= _DIFFERENCE * scale:
+        raise ValueError(
+            f"its values differ from those of a prepared Jacobian by {difference / scale:.1e} of the largest"
+        )
+
+
+def _role(label: str) -> Any:
+    if label == _GRADIENT:
+        return "reference"
+    return "peer" if label in _MODES.values() else "ours"
+
+
+def _fastest(rows: Mapping[str, Row], labels: Iterable[str]) -> Row | None:
+    """The row of least median among those that were measured."""
+    measured = [rows[label] for label in labels if label in rows and rows[label].median is not None]
+    return min(measured, key=lambda row: row.median or 0.0, default=None)
+
+
+def _compared(case: SizedEquation, rows: dict[str, Row], asdex: Row | None) -> dict[str, Row]:
+    """The rows with ratios to the faster of asdex's modes, below the faster of both prepared Jacobians."""
+    faster = _fastest(rows, (_COMPILED, _EAGER))
+    assert faster is not None
+    together = replace(faster, label=_FASTER, note=f"it is {faster.label}")
+    if asdex is not None:
+        together = replace(together, comparisons=compare("ours / asdex", together, asdex, at_most=case.at_most))
+        text, limit = f"prepared / ({_EAGER_RATIO:g} asdex + {1e3 * _CALL:g} ms)", _more(asdex, _EAGER_RATIO)
+        rows[_EAGER] = _with(rows[_EAGER], compare(text, rows[_EAGER], limit, at_most=1.0))
+        for label in (_EAGER, _COMPILED):
+            if label in rows:
+                rows[label] = _with(rows[label], compare(f"{label} / asdex", rows[label], asdex))
+    text, limit = (
+        f"jacobian / ({_LATER_RATIO:g} {_GRADIENT} + {1e3 * _CALL:g} ms)",
+        _more(rows[_GRADIENT], _LATER_RATIO),
+    )
+    rows[_LATER] = _with(rows[_LATER], compare(text, rows[_LATER], limit, at_most=1.0))
+    return {_FASTER: together, **rows}
+
+
+def _with(row: Row, comparisons: tuple[Comparison, ...]) -> Row:
+    return replace(row, comparisons=(*row.comparisons, *comparisons))
+
+
+def _more(row: Row, ratio: float) -> Row:
+    """A row of so many times the time, and of the seconds that any call takes."""
+    median, fastest = (None if time is None else ratio * time + _CALL for time in (row.median, row.fastest))
+    return replace(row, median=median, fastest=fastest)
+
+
+def _first_compiled_call(case: SizedEquation, folder: Path) -> tuple[float | None, str]:
+    """Seconds of the first compiled call in a new process whose compiler stores its results in a folder."""
+    command = [sys.executable, "-m", f"{__package__}.{_FIRST_CALL}"]
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
+    answer, problem = json_of(command, case.equation, case.size, 1, "compiled", environment=environment)
+    return (None, problem) if answer is None else (answer["first"], "")
+
+
+def _draw(axes: Any, rows: Sequence[Row], colour: str, style: str, label: str) -> None:
+    if not rows:
+        return
+    points = sorted((row.data["unknowns"], row.median, row.lower, row.upper) for row in rows)
+    places, medians, lower, upper = zip(*points, strict=True)
+    axes.plot(places, medians, style, color=colour, markersize=4, linewidth=1.3, label=label)
+    axes.vlines(places, lower, upper, color=colour, linewidth=1)
