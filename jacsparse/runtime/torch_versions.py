@@ -8,6 +8,9 @@ Where PyTorch itself can tell, its version is not asked: builds between two rele
 - PyTorch 2.7 and before have no derivative of the backward pass of ``grid_sampler_3d``; 2.13 has one.
 - PyTorch 2.7 and before read the fractions of ``quantile``, to check that they lie between 0 and 1; 2.13 reads none. A
   prepared Jacobian takes a check of constants, as numbers are; fractions in a tensor from elsewhere are refused there.
+- PyTorch 2.7 and before do not tell whose hooks of saved tensors are in force. `nn.Scan` across ranks is refused within
+  such hooks there, for those of a checkpoint would run it anew on some ranks alone.
+- In PyTorch 2.6 the derivative of ``atan2`` at the origin is no number; in 2.13 it is 0.
 - PyTorch 2.7 and before return what compiles the frames of a thread, which is mostly None, without a reference to it.
   Before Python 3.12, where None does not live for ever, the process ended after some hundred thousand products.
 - PyTorch 2.6 may wait for ever where a process group of gloo ends: it holds the interpreter's lock while it waits for a

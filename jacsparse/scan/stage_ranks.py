@@ -14,6 +14,7 @@ from ..distributed import JACOBIANS, VECTORS, RankGroup, Ranks, RankScan, interc
 from ..patterns import Identity, Pattern, requiring_gradient
 from ..spgemm import SparseJacobian
 from ..stages import Record, Run
+from ..tracing import check_hooks_are_told
 from .autograd_scan import scanned
 from .scanner import Scanner
 
@@ -38,6 +39,7 @@ class StageRanks(RankGroup):
         run_part : callable
             Runs the module on its input with a record.
         """
+        check_hooks_are_told("jacsparse.nn.Scan across ranks")
         ranks, enabled = self.ranks, torch.is_grad_enabled()
         facts = {"x": f"{tuple(x.shape)} {x.dtype}", "gradient of x": x.requires_grad, "gradients": enabled}
         trains = any(parameter.requires_grad for parameter in module.parameters())

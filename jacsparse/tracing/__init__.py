@@ -30,7 +30,7 @@ from .modules import (
 from .operators import facts_of, operator_name
 from .program import Operation, Program, program_of
 from .pruned_weights import PrunedWeight, mask_of
-from .saved_tensors import saved_handle, saves_objects, without_saving_hooks
+from .saved_tensors import check_hooks_are_told, saved_handle, saves_objects, without_saving_hooks
 from .tape import (
     Number,
     Reads,
@@ -64,6 +64,7 @@ __all__ = [
     "Trace",
     "Value",
     "apply_node",
+    "check_hooks_are_told",
     "check_initialised",
     "check_module",
     "check_replays",

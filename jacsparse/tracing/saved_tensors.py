@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
+from ..patterns import UnsupportedOperatorError
+
 # PyTorch before 2.8 tells only whether there are hooks.
 _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -36,6 +38,21 @@ def saves_objects() -> bool:
     pack = _packing()
     module, name = getattr(pack, "__module__", None), getattr(pack, "__qualname__", "")
     return module == "torch.utils.checkpoint" and name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
+
+
+def check_hooks_are_told(what: str) -> None:
+    """Raise where hooks are in force, and PyTorch does not tell whether a checkpoint's, which run a function anew.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        It names what needs that, and the version.
+    """
+    if _innermost is None and saves_by_hooks():
+        raise UnsupportedOperatorError(
+            f"{what} within hooks of saved tensors, as torch.utils.checkpoint, needs PyTorch 2.8 or later; this is "
+            f"{torch.__version__}: call it outside of them"
+        )
 
 
 def saved_handle(content: Any) -> torch.Tensor:

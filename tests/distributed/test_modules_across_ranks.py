@@ -23,6 +23,10 @@ from jacsparse.recurrence import Diagonal, linear_recurrence
 from .launch import ROOT, one_rank, run_ranks
 
 RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stage_ranks"
+#: PyTorch before 2.8 does not tell whose hooks of saved tensors are in force.
+NEEDS_HOOKS = pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="needs PyTorch 2.8"
+)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,7 @@ RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stag
         (RECURRENT, "empty", 3),
         (RECURRENT, "data_parallel", 4),
         (STAGES, "equal", 5),
-        (STAGES, "checkpointed", 5),
+        pytest.param(STAGES, "checkpointed", 5, marks=NEEDS_HOOKS),
         (STAGES, "vgg 3", 3),
         pytest.param(STAGES, "vgg 1 2 4 5", 5, marks=pytest.mark.full),
         (STAGES, "data_parallel", 4),

@@ -312,10 +312,12 @@ def test_programs_made_elsewhere(function: Function, method: str) -> None:
     expected = torch.autograd.functional.jacobian(whole, kinks)
     ordinary = torch.linspace(-1.7, 1.9, 5, dtype=FLOAT)
     prepared = jacsparse.prepare_jacobian(whole, ordinary, batched=False, method=method)
-    assert agreement(prepared(kinks).todense(0), expected).all()
+    # That of atan2 at the origin is no number in PyTorch 2.6.
+    told = ~expected.isnan()
+    assert agreement(prepared(kinks).todense(0), expected)[told].all()
     for _ in range(3):
         jacsparse.jacobian(whole, ordinary, batched=False)
-        assert agreement(jacsparse.jacobian(whole, kinks, batched=False).todense(0), expected).all()
+        assert agreement(jacsparse.jacobian(whole, kinks, batched=False).todense(0), expected)[told].all()
 
 
 def test_later_calls_of_running_sums_of_exponentials_are_as_exact_as_the_first() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from jacsparse.patterns import UnsupportedOperatorError
 from torch import nn
 from torch.autograd.graph import (
     allow_mutation_on_saved_tensors,
@@ -23,7 +24,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import jacsparse
-from jacsparse.tracing import saves_objects, without_saving_hooks
+from jacsparse.tracing import check_hooks_are_told, saves_objects, without_saving_hooks
 from tests.helpers import close
 
 Runner = Callable[[nn.Module], nn.Module]
@@ -366,6 +367,16 @@ def test_without_the_names_of_hooks(case: str, runner: str, monkeypatch: pytest.
     monkeypatch.setattr("jacsparse.tracing.saved_tensors._innermost", None)
     for seed in range(3):
         check(runner, case, seed)
+
+
+def test_across_ranks_hooks_are_to_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jacsparse.tracing.saved_tensors._innermost", None)
+    check_hooks_are_told("nn.Scan across ranks")
+    with (
+        save_on_cpu(),
+        pytest.raises(UnsupportedOperatorError, match=r"nn\.Scan across ranks within hooks .* PyTorch 2\.8"),
+    ):
+        check_hooks_are_told("nn.Scan across ranks")
 
 
 @names_hooks
