@@ -148,8 +148,10 @@ class Tape:
                 call = overload
             passes = overload is aten.detach.default and instruction.results[0] in self.saved
             result = args[0] if passes else call(*args, **kwargs)
-            results = [result] if isinstance(result, Elements) else tensors_in(result)
-            tensors.update(zip(instruction.results, results, strict=True))
+            several = isinstance(result, (list, tuple)) and not isinstance(result, Elements)
+            # Without gradients an operator may leave out what it saves for a backward pass.
+            results = [result[place] for place in instruction.places] if several else [result]
+            tensors.update(zip(instruction.results, results, strict=False))
         assert self.output is not None
         return tensors[self.output]
 
