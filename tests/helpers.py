@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import scipy.sparse
 import torch
 from jacsparse.patterns import Pattern
@@ -19,6 +20,11 @@ from torch.utils import _pytree
 
 REFERENCE = Path(__file__).parent / "reference"
 FLOAT = torch.float64
+#: For tests in which hooks of saved tensors are told apart.
+names_hooks = pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+    reason="PyTorch before 2.8 does not tell whose hooks are in force",
+)
 #: Roundings of a few dozen operators, of which none here cancels all but a thousandth of its operands.
 BOUND = 1e-12
 

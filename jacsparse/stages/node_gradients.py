@@ -53,14 +53,7 @@ def pull_back_by_copies(record: Record, gradient: torch.Tensor) -> torch.Tensor:
     trace = record.trace
     with torch.enable_grad():
         leaf = trace.value(record.stage.start).detach().requires_grad_()
-        values = {record.stage.start: leaf}
-        for operation in record.stage.operations:
-            read = {name: trace.read(argument) for name, argument in operation.referenced.items()}
-            arguments = {name: a.detach() if isinstance(a, torch.Tensor) else a for name, a in read.items()}
-            arguments |= {name: values[value] for name, value in operation.operands.items()}
-            with _Results(trace, operation):
-                values[operation.value] = operation.evaluate(arguments)
-        output = values[record.stage.stop]
+        output = record.output_for(leaf, lambda operation: _Results(trace, operation), constants=True)
     if not output.requires_grad:
         return torch.zeros_like(leaf)
     gradient = gradient.reshape(output.shape).to(output.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ..patterns import Call, Diagonal, Identity, Layout, Pattern, gradient_of
 from ..spgemm import SparseJacobian, matvec
-from ..tracing import Node, Operation, PrunedWeight, Scalar, StaleError, Trace, Value, apply_node, with_all_gradients
+from ..tracing import Node, Operation, PrunedWeight, StaleError, Trace, Value, apply_node, with_all_gradients
 from .stage import Edge, Stage
 
 
@@ -55,10 +56,9 @@ class Record:
         """The same record with patterns that omit only elements that are zero in this forward's weights."""
         replaced: dict[Edge, Edge] = {}
         for edge in self.stage.edges:
-            names = [weight.name for weight in edge.pruned_weights]
             arguments = self.node(edge.target).arguments
             # A tensor that was overwritten after the run does not tell which elements were zero.
-            stale = {name for name in names if self.trace.is_stale(arguments[name].number)}
+            stale = {w.name for w in edge.pruned_weights if self.trace.is_stale(arguments[w.name].number)}
             if stale or not all(weight.holds(self.weight(edge, weight.name)) for weight in edge.pruned_weights):
                 # Elements had been zero by chance, not by a mask: the zeros of this forward decide.
                 names = [name for name in edge.rule.pruned_arguments(edge.call) if name not in stale]
@@ -89,14 +89,33 @@ class Record:
         """The stage's output, whose elements a later call may have overwritten."""
         return self.trace.tensor(self.stage.stop)
 
-    def output_for(self, x: torch.Tensor) -> torch.Tensor:
-        """The stage's output for another input, by its operators; those of the run are left as they are."""
+    def output_for(
+        self,
+        x: torch.Tensor,
+        around: Callable[[Operation], contextlib.AbstractContextManager[object]] = lambda _: contextlib.nullcontext(),
+        *,
+        constants: bool = False,
+    ) -> torch.Tensor:
+        """The stage's output for another input, by its operators; those of the run are left as they are.
+
+        Each runs in a context of its own, on request without gradients of its other arguments.
+        """
         values = {self.stage.start: x}
         for operation in self.stage.operations:
             arguments = {name: self.trace.read(argument) for name, argument in operation.referenced.items()}
+            if constants:
+                arguments = {n: a.detach() if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
             arguments |= {name: values[value] for name, value in operation.operands.items()}
-            values[operation.value] = operation.evaluate(arguments)
+            with around(operation):
+                values[operation.value] = operation.evaluate(arguments)
         return values[self.stage.stop]
+
+    def elements(self, value: int, what: str, *, read: bool = True) -> torch.Tensor:
+        """The elements that a value had in the run or, where they are not read, any; an error names what it is."""
+        try:
+            return self.trace.value(value) if read else self.trace.tensor(value)
+        except StaleError:
+            raise _changed(what) from None
 
     @functools.cached_property
     def externals(self) -> set[int]:
@@ -220,22 +239,14 @@ class Record:
                 )
         whole = samples == slice(None)
 
-        def elements(value: int, read: bool, what: str) -> torch.Tensor:
-            try:
-                return trace.value(value) if read else trace.tensor(value)
-            except StaleError:
-                raise _changed(what) from None
-
         def of_samples(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
             split = layout.split(tensor.detach())
             return self.in_input_dtype(split if whole else split[samples])
 
         def read(name: str, value: Any) -> Any:
-            if type(value) is Scalar:
-                return trace.scalars[value.place]
             if type(value) is not Value:
-                return value
-            tensor, layout = elements(value.number, True, f"{path}.{name}"), layouts.get(name)
+                return trace.read(value)
+            tensor, layout = self.elements(value.number, f"{path}.{name}"), layouts.get(name)
             if layout is None:
                 return self.in_input_dtype(tensor)
             if name in operation.alike:
@@ -245,8 +256,9 @@ class Record:
         arguments = {**edge.call.arguments, **operation.referenced}
         arguments.pop(argument, None)
         derivative = _Derivative(self, edge, operation, samples)
-        x = elements(edge.source, "input" in edge.rule.reads, f"{path}.{argument}")
-        result = elements(edge.target, "output" in edge.rule.reads, f"{path}: what {operation.name} gave")
+        reads = edge.rule.reads
+        x = self.elements(edge.source, f"{path}.{argument}", read="input" in reads)
+        result = self.elements(edge.target, f"{path}: what {operation.name} gave", read="output" in reads)
         return edge.call.with_tensors(
             arguments=_Arguments(arguments, read),
             input=of_samples(x, layouts[argument]),
@@ -341,19 +353,16 @@ class _Derivative:
                 tensor = self._elements(value.number, name).detach()
                 arguments[name] = tensor if layout is None else layout.join(layout.split(tensor)[self.samples])
             else:
-                arguments[name] = self.record.trace.scalars[value.place] if type(value) is Scalar else value
+                arguments[name] = self.record.trace.read(value)
         return out.split(self.operation.evaluate(arguments))
 
     def _elements(self, value: int, name: str) -> torch.Tensor:
         """The elements of an argument."""
         trace = self.record.trace
-        try:
-            return trace.value(value)
-        except StaleError:
-            # No derivative of an operator that only moves elements depends on its arguments' elements.
-            if self.operation.sources:
-                return trace.tensor(value)
-            raise _changed(f"{self.operation.node.path}.{name}") from None
+        # No derivative of an operator that only moves elements depends on its arguments' elements.
+        if self.operation.sources and trace.is_stale(value):
+            return trace.tensor(value)
+        return self.record.elements(value, f"{self.operation.node.path}.{name}")
 
     def vjps(self, gradients: torch.Tensor) -> torch.Tensor:
         """``Jᵀ g`` for many gradients, ``(many, batch, *shape)``."""

@@ -20,8 +20,8 @@ class Followed:
     ----------
     trace : Trace
         The trace, which has the input alone.
-    numbers, values, sources : dict
-        The tracer's: numbers of values by tensors' ids, values by memory, and those that no call computes again.
+    numbers, values : dict
+        The tracer's: numbers of values by tensors' ids, and values by memory.
     derivatives : SeenDerivatives
         The tracer's.
     graphs : sequence of Graph
@@ -33,12 +33,11 @@ class Followed:
         trace: Trace,
         numbers: dict[int, int],
         values: dict[int, list[int]],
-        sources: dict[int, list[int]],
         derivatives: SeenDerivatives,
         graphs: Sequence[Graph],
     ) -> None:
         self.trace, self.graphs, self.derivatives = trace, graphs, derivatives
-        self.numbers, self.values, self.sources = numbers, values, sources
+        self.numbers, self.values = numbers, values
         #: The number of calls so far.
         self.count = 0
         self.active = bool(graphs)
@@ -55,7 +54,7 @@ class Followed:
         begin = self._begin(graph)
         trace.graph = graph
         trace.tensors = [*trace.tensors[:begin], *[None] * (size - begin)]
-        trace.versions = [*trace.versions[:begin], *[0] * (size - len(trace.versions[:begin]))]
+        trace.versions = [*trace.versions[:begin], *[0] * (size - begin)]
         if graph.writes and not noted:
             self._note()
 
@@ -65,17 +64,13 @@ class Followed:
 
     def _note(self) -> None:
         """Note what is needed of tensors where calls write, which was not noted so far."""
-        trace, sources = self.trace, self.sources
+        trace = self.trace
+        self.values.clear()
         for value, tensor in enumerate(trace.tensors):
-            if tensor is None:
-                continue
-            trace.versions[value] = version_of(tensor)
-            info = trace.graph.infos[value]
-            if value:
+            if tensor is not None:
+                trace.versions[value] = version_of(tensor)
                 self.values.setdefault(memory_of(tensor), []).append(value)
-            if value and (info.maker is None or info.maker.draws):
-                sources.setdefault(memory_of(tensor), []).append(value)
-            trace.note_edge(value)
+                trace.note_edge(value)
 
     def leave(self) -> None:
         """Go on with a graph of this run's own."""
@@ -114,7 +109,7 @@ class Followed:
     def take(self, node: Node, bind: Callable[..., None]) -> None:
         """Take what the call that was found last has from elsewhere."""
         for value, tensor in self._captures.items():
-            bind(value, tensor, source=True)
+            bind(value, tensor)
         trace = self.trace
         trace.scalars += self._scalars
         for operand in node.operands if trace.graph.writes else ():
@@ -149,7 +144,7 @@ class Followed:
         if kwargs.keys() != node.kwargs.keys():
             return False
         self._captures, self._scalars = {}, []
-        numbers, kinds, place = self.numbers, node.kinds, 0
+        kinds = iter(node.kinds)
         for expected, value in (
             zip(node.args, args, strict=True)
             if not kwargs
@@ -161,11 +156,8 @@ class Followed:
                     if value != expected:
                         return False
                     continue
-                if numbers.get(id(value)) != expected.number and not self._captured(expected.number, value, graph):
+                if not self._is_tensor(expected.number, value, graph) or kind_of(value) is not next(kinds):
                     return False
-                if kind_of(value) is not kinds[place]:
-                    return False
-                place += 1
             elif kind is list:
                 if not isinstance(value, (list, tuple)) or len(value) != len(expected):
                     return False
@@ -173,12 +165,8 @@ class Followed:
                     if type(part) is not Value:
                         if part is not other:
                             return False
-                        continue
-                    if numbers.get(id(other)) != part.number and not self._captured(part.number, other, graph):
+                    elif not self._is_tensor(part.number, other, graph) or kind_of(other) is not next(kinds):
                         return False
-                    if kind_of(other) is not kinds[place]:
-                        return False
-                    place += 1
             elif kind is Scalar:
                 if type(value) not in expected.types or (value if value in (0, 1) else None) != expected.special:
                     return False
@@ -189,8 +177,10 @@ class Followed:
             not node.behind or self._has_behind(node, graph)
         )
 
-    def _captured(self, number: int, value: Any, graph: Graph) -> bool:
-        """Whether a value can be the tensor from elsewhere with this number."""
+    def _is_tensor(self, number: int, value: Any, graph: Graph) -> bool:
+        """Whether a value is the tensor with this number, or can be it where that is from elsewhere."""
+        if self.numbers.get(id(value)) == number:
+            return True
         if number not in graph.captures or not isinstance(value, torch.Tensor):
             return False
         if number in self._captures:
@@ -231,7 +221,7 @@ class Followed:
             if len(leaves) != len(expected):
                 return False
             for number, leaf in zip(expected, leaves, strict=True):
-                if self.numbers.get(id(leaf)) != number and not self._captured(number, leaf, graph):
+                if not self._is_tensor(number, leaf, graph):
                     return False
         return True
 

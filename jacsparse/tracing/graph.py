@@ -110,9 +110,8 @@ class Node:
     writes_outside: bool = False
     #: Whether it drew random numbers.
     draws: bool = False
-    #: The shapes of its results, where they depend on what a tensor holds; and whether it shows Python what one holds.
+    #: The shapes of its results, where they depend on what a tensor holds.
     sizes: list[torch.Size] | None = None
-    shown: bool = False
     #: Whether it stands for a module's backward hooks.
     hooked: bool = False
     #: The path of the module that made the call, and the line of the user's code, for messages.
@@ -159,6 +158,11 @@ class Info:
     fixed: bool = False
     #: The captures with gradients that it was computed from, by their places among the graph's externals.
     externals: frozenset[int] = frozenset()
+
+    @property
+    def is_source(self) -> bool:
+        """Whether no call computes it again: it is the input, a capture, or random numbers."""
+        return self.maker is None or self.maker.draws
 
 
 @dataclass(eq=False)

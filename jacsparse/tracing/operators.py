@@ -212,3 +212,12 @@ _OF_SHAPE = {
     # Forward-mode derivatives of writes begin with it.
     "aten._new_zeros_with_same_feature_meta",
 }
+
+aten = torch.ops.aten
+#: Operators whose number may be another in each run: a factor or a term.
+OF_NUMBERS = frozenset(
+    (
+        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor),
+        *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.rsub.Scalar),
+    )
+)

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ..patterns import UnsupportedOperatorError
 from .arithmetic import Arithmetic, NotFollowedError
 from .graph import Form, form_of, tensors_in
-from .operators import cross, draws, is_written, operator_name, with_memory
+from .operators import OF_NUMBERS, cross, draws, is_written, operator_name, with_memory
 from .sparse_products import Elements, indices_of, is_sparse, operator_on_elements
 from .traces import base_of, memory_of, observing
 
@@ -498,18 +498,9 @@ def mutates(overload: Any) -> bool:
     return any(is_written(parameter) for parameter in overload._schema.arguments)
 
 
-#: Operators whose number may be another at each run: a factor or a term. All other numbers are parts of the tape.
-_OF_NUMBERS = frozenset(
-    (
-        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor),
-        *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.rsub.Scalar),
-    )
-)
-
-
 def is_number(overload: Any, name: str, value: Any) -> bool:
     """Whether an argument is a number that may be another at each run."""
-    return type(value) in (int, float) and name == "other" and overload in _OF_NUMBERS
+    return type(value) in (int, float) and name == "other" and overload in OF_NUMBERS
 
 
 def check_replays(tape: Tape, name: str) -> None:

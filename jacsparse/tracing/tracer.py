@@ -25,7 +25,7 @@ from .derivatives_seen import SeenDerivatives, next_node, untraced
 from .following import Followed
 from .graph import Graph, Info, Node, Operand, Scalar, Value, captured_form, form_of, kind_of, tensors_in
 from .modules import name_of
-from .operators import Facts, draws, facts_of, with_memory
+from .operators import OF_NUMBERS, Facts, draws, facts_of, with_memory
 from .overwrite import Extent, Overwrite, extent_of
 from .reading import Unreadable, shows
 from .saved_tensors import saves_by_hooks
@@ -110,9 +110,8 @@ class Tracer(TorchDispatchMode):
         #: By memory: writes to it, and how many of them a tensor has, by its id.
         self.writes: dict[int, list[_Write]] = {}
         self.known: dict[int, int] = {}
-        #: By memory, the values in it; and those that no call computes again: the input, captures and random numbers.
+        #: By memory, the values in it that nobody has overwritten.
         self.values: dict[int, list[int]] = {memory_of(trace.input): [0]}
-        self.sources: dict[int, list[int]] = {memory_of(trace.input): [0]}
         #: The calls that take the place of an operator's, while it is decomposed.
         self.parts: list[Node] | None = None
         #: Memory that this run has made, by its first calls, so many.
@@ -122,7 +121,7 @@ class Tracer(TorchDispatchMode):
         form = form_of(trace.input)
         alike = [graph for graph in graphs if graph.input == form]
         # None of these refers to the tracer: the trace is to end when nobody needs it, not later.
-        self.followed = Followed(trace, self.numbers, self.values, self.sources, self.derivatives, alike)
+        self.followed = Followed(trace, self.numbers, self.values, self.derivatives, alike)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -161,7 +160,6 @@ class Tracer(TorchDispatchMode):
         number: int,
         tensor: torch.Tensor,
         *,
-        source: bool = False,
         written: bool = False,
         viewed: torch.Tensor | None = None,
     ) -> None:
@@ -175,17 +173,28 @@ class Tracer(TorchDispatchMode):
         trace.versions[number] = version_of(tensor if viewed is None else viewed) + written
         memory = memory_of(tensor)
         self.values.setdefault(memory, []).append(number)
-        if source:
-            self.sources.setdefault(memory, []).append(number)
         if memory in self.writes:
             self.known[id(tensor)] = len(self.writes[memory])
+
+    def bind_results(
+        self,
+        node: Node,
+        results: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+        viewed: torch.Tensor | None,
+    ) -> None:
+        """Take tensors for the results of a call."""
+        for number, tensor in zip(node.results, results, strict=True):
+            self.bind(number, tensor, written=any(tensor is each for each in written), viewed=viewed)
+        for tensor in written:
+            self.note_write(tensor, self.numbers[id(tensor)], node.seen or self.parts is not None)
 
     def preserve(self, tensor: torch.Tensor, node: Node) -> None:
         """Keep what a write to a tensor is about to change, and nobody can compute again."""
         trace, number = self.trace, self.numbers.get(id(tensor))
-        for source in self.sources.get(memory_of(tensor), ()):
-            if source not in trace.copies:
-                trace.copies[source] = trace.tensor(source).detach().clone()
+        for value in self.values.get(memory_of(tensor), ()):
+            if value not in trace.copies and trace.graph.infos[value].is_source:
+                trace.copies[value] = trace.tensor(value).detach().clone()
         if number is None:
             return
         trace.note_edge(number)
@@ -253,25 +262,23 @@ class Tracer(TorchDispatchMode):
 
     def repeat(self, node: Node, args: Any, kwargs: Any) -> Any:
         """Run a call that is the next one of the graph, and take its results."""
-        self.followed.take(node, self.bind)
         assert node.facts is not None
+        if node.sizes is not None:
+            # How large they are depends on what a tensor holds; none of these calls writes.
+            result = node.overload(*args, **kwargs)
+            if [tensor.shape for tensor in tensors_in(result)] != node.sizes:
+                return self.add(node.overload, args, kwargs, lambda: result)
+        self.followed.take(node, self.bind)
         written = written_tensors(node.facts, args, kwargs) if node.writes else ()
         for tensor in written:
             self.preserve(tensor, node)
-        result = node.overload(*args, **kwargs)
-        if node.sizes is not None and [tensor.shape for tensor in tensors_in(result)] != node.sizes:
-            # How many there are depends on what a tensor holds.
-            self.followed.count -= 1
-            return self.add(node.overload, args, kwargs, lambda: result)
+        if node.sizes is None:
+            result = node.overload(*args, **kwargs)
         viewed = self.viewed(node, args, kwargs)
         if type(result) is torch.Tensor and not written:
-            self.bind(node.results[0], result, source=node.draws, viewed=viewed)
-            return result
-        for number, tensor in zip(node.results, with_written(result, written), strict=True):
-            is_written = any(tensor is each for each in written)
-            self.bind(number, tensor, source=node.draws, written=is_written, viewed=viewed)
-        for tensor in written:
-            self.note_write(tensor, self.numbers[id(tensor)], node.seen)
+            self.bind(node.results[0], result, viewed=viewed)
+        else:
+            self.bind_results(node, with_written(result, written), written, viewed)
         return result
 
     def viewed(self, node: Node, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -296,13 +303,13 @@ class Tracer(TorchDispatchMode):
         )
         depends = bool(operands) and not facts.of_shape
         parts = self.parts_of(overload, facts, args, tensors, operands) if depends else None
-        shown = facts.reads and depends and shows(overload, [tensors[operand.name].dtype for operand in operands])
-        if shown and not self.readable:
+        reads = facts.reads and depends and not self.readable
+        if reads and shows(overload, [tensors[operand.name].dtype for operand in operands]):
             raise derivatives.read_error(overload)
         # What takes the place of a call is made for its numbers.
         varies = parts is None and self.parts is None
         node = self.node(overload, facts, args, kwargs, varies=varies, free=not (depends and facts.exact))
-        node.operands, node.begin, node.shown = operands if depends else (), begin, shown
+        node.operands, node.begin = operands if depends else (), begin
         node.module, node.code, node.line = caller()
         node.draws = facts.random and draws(overload, node.arguments)
         if facts.contents:
@@ -355,7 +362,7 @@ class Tracer(TorchDispatchMode):
         graph.captures[number] = captured_form(tensor)
         graph.infos.append(Info(None))
         self.extend()
-        self.bind(number, tensor, source=True)
+        self.bind(number, tensor)
         if tensor.requires_grad and not self.derivatives.is_unseen(tensor, known=False):
             graph.infos[number].externals = frozenset((len(graph.externals),))
             graph.externals.append(number)
@@ -464,11 +471,7 @@ class Tracer(TorchDispatchMode):
         node.results = tuple(numbers)
         calls.append(node)
         self.extend()
-        for number, tensor in zip(numbers, results, strict=True):
-            is_written = any(tensor is each for each in written)
-            self.bind(number, tensor, source=node.draws, written=is_written, viewed=viewed)
-        for tensor in written:
-            self.note_write(tensor, self.numbers[id(tensor)], node.seen or self.parts is not None)
+        self.bind_results(node, results, written, viewed)
         if self.parts is None:
             self.followed.count += 1
             if isinstance(node.overload, Overwrite):
@@ -590,18 +593,9 @@ def _tensors_among(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torc
             yield from (part for part in value if isinstance(part, torch.Tensor))
 
 
-#: Operators whose number may be another in each run: a factor or a term.
-_OF_NUMBERS = frozenset(
-    (
-        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor),
-        *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.rsub.Scalar),
-    )
-)
-
-
 def number_types(overload: Any, name: str, first: Any, free: bool) -> tuple[type, ...]:
     """What a number among the arguments of a call may be in other runs; empty where it is a part of the graph."""
-    if overload in _OF_NUMBERS and name == "other":
+    if overload in OF_NUMBERS and name == "other":
         floats = isinstance(first, torch.Tensor) and first.is_floating_point()
         return (int, float) if floats else (int,)
     return (float,) if free else ()

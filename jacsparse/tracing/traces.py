@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,24 +45,6 @@ class Trace:
         #: Whether what its operators saved passed through hooks, as those of a checkpoint within the module.
         self.saved_by_hooks = False
         self._hooks = RemovableHandle.next_id
-
-    @classmethod
-    def replayed(
-        cls,
-        graph: Graph,
-        module: nn.Module,
-        x: torch.Tensor,
-        captures: Mapping[int, torch.Tensor],
-        scalars: Sequence[Any],
-    ) -> Trace:
-        """A trace without a run: values are computed from these where they are asked for, and have no gradients."""
-        trace = cls(module, x)
-        trace.graph, trace.scalars = graph, list(scalars)
-        trace.tensors += [None] * (len(graph.infos) - 1)
-        trace.versions += [0] * (len(graph.infos) - 1)
-        for value, tensor in captures.items():
-            trace.tensors[value], trace.versions[value] = tensor, version_of(tensor)
-        return trace
 
     @property
     def may_have_hooks(self) -> bool:
@@ -112,7 +94,7 @@ class Trace:
             Where they were overwritten after the run.
         """
         tensor = self.tensors[value]
-        if tensor is not None and version_of(tensor) == self.versions[value]:
+        if tensor is not None and self.is_intact(value):
             return tensor
         if value not in self.copies:
             try:
@@ -138,9 +120,8 @@ class Trace:
 
     def edge(self, value: int) -> GradientEdge | None:
         """Where autograd computes the gradient of a value; None where it has none."""
-        tensor = self.tensors[value]
         # A write gives a tensor another node.
-        if value not in self.edges and tensor is not None and self.versions[value] == version_of(tensor):
+        if self.is_intact(value):
             self.note_edge(value)
         return self.edges.get(value)
 

@@ -8,8 +8,8 @@ import random
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -290,17 +290,13 @@ def refuses_literally(draw: Draw) -> bool:
     return False
 
 
-def at_the_use(draw: Draw) -> Any:
-    """What plain PyTorch gives where it keeps copies of what is overwritten after its use."""
-    with allow_mutation_on_saved_tensors():
-        return observations(draw, without_surroundings(world_of(draw, ours=False)))
-
-
-def without_surroundings(world: World) -> World:
-    """The same calls where autograd sees no change between the passes, and PyTorch itself has nothing to refuse."""
+def undisturbed(draw: Draw, context: Callable[[], AbstractContextManager[object]]) -> Any:
+    """What plain PyTorch gives in a context, where it sees no change between the passes."""
+    world = world_of(draw, ours=False)
     world.during = [lambda world, leaves: None for _ in world.during]
     world.contexts = []
-    return world
+    with context():
+        return observations(draw, world)
 
 
 def smallest(verdict: Verdict) -> Verdict:
@@ -350,16 +346,15 @@ def compared(draw: Draw) -> Verdict:
             return Verdict(draw, "unclear error", summary(ours))
         if isinstance(plain, Exception):
             refusal = plain
-            try:
-                # What the library saves may be a copy, which a change does not reach.
-                plain = observations(draw, without_surroundings(world_of(draw, ours=False)))
-            except Exception:
-                try:
-                    plain = at_the_use(draw)
-                except Exception:
-                    return Verdict(draw, f"accepted: {type(refusal).__name__}", summary(refusal))
+            # What the library saves may be a copy, which a change does not reach.
+            for context in (nullcontext, allow_mutation_on_saved_tensors):
+                with suppress(Exception):
+                    plain = undisturbed(draw, context)
+                    break
+            else:
+                return Verdict(draw, f"accepted: {type(refusal).__name__}", summary(refusal))
         wrong = difference(draw, ours, plain)
         if wrong and "saved on the CPU" in draw.features:
             # On the CPU PyTorch saves no copies there, and does not see that they were written to.
-            wrong = difference(draw, ours, at_the_use(draw))
+            wrong = difference(draw, ours, undisturbed(draw, allow_mutation_on_saved_tensors))
         return Verdict(draw, "wrong" if wrong else "right", wrong)

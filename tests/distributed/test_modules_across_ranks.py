@@ -19,14 +19,11 @@ from jacsparse.patterns import UnsupportedOperatorError
 
 import jacsparse
 from jacsparse.recurrence import Diagonal, linear_recurrence
+from tests.helpers import names_hooks
 
 from .launch import ROOT, one_rank, run_ranks
 
 RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stage_ranks"
-#: PyTorch before 2.8 does not tell whose hooks of saved tensors are in force.
-NEEDS_HOOKS = pytest.mark.skipif(
-    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="needs PyTorch 2.8"
-)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +34,7 @@ NEEDS_HOOKS = pytest.mark.skipif(
         (RECURRENT, "empty", 3),
         (RECURRENT, "data_parallel", 4),
         (STAGES, "equal", 5),
-        pytest.param(STAGES, "checkpointed", 5, marks=NEEDS_HOOKS),
+        pytest.param(STAGES, "checkpointed", 5, marks=names_hooks),
         (STAGES, "vgg 3", 3),
         pytest.param(STAGES, "vgg 1 2 4 5", 5, marks=pytest.mark.full),
         (STAGES, "data_parallel", 4),

@@ -1116,3 +1116,15 @@ def test_writes_through_views_that_do_not_tell(part: Callable[[torch.Tensor], to
     x = torch.randn(2, 4).double()
     for _ in range(3):
         assert torch.allclose(jacsparse.jacobian(function, x).values, 8 * x.T)
+
+
+def test_sizes_of_what_is_read_may_change() -> None:
+    def function(self: Net, x: torch.Tensor) -> torch.Tensor:
+        # The first call that reads the buffer gives as many rows as it has elements that are not zero.
+        return (2.0 * x).sin() * len(torch.nonzero(self.buffer)) * 3.0
+
+    module, x = Net(function), samples()
+    for buffer in ([1, 0, 2, 0], [1, 0, 2, 0], [1, 1, 2, 0], [1, 1, 2, 3], [0, 0, 0, 0], [1, 1, 2, 0]):
+        module.register_buffer("buffer", torch.tensor(buffer).double())
+        count = sum(number != 0 for number in buffer)
+        assert torch.allclose(jacsparse.jacobian(module, x).values, (6 * count * (2 * x).cos()).T)

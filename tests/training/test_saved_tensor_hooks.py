@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import jacsparse
 from jacsparse.tracing import check_hooks_are_told, saves_objects, without_saving_hooks
-from tests.helpers import close
+from tests.helpers import close, names_hooks
 
 Runner = Callable[[nn.Module], nn.Module]
 Call = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
@@ -88,12 +88,6 @@ def on_cpu(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) ->
 def hookless(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     with disable_saved_tensors_hooks("no hooks here"):
         return function(x)
-
-
-names_hooks = pytest.mark.skipif(
-    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
-    reason="PyTorch before 2.8 does not tell whose hooks are in force",
-)
 
 
 def layer(dropout: Callable[[float], nn.Module] = nn.Dropout) -> Counted:
