@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from numbers import Real
 from operator import index
@@ -396,7 +397,7 @@ class SparseJacobian:
         if isinstance(self.pattern.structure, Full):
             return values.reshape(self.shape).clone()
         places = torch.from_numpy(self.pattern.places.copy()).to(values.device)
-        return values.new_zeros(self.shape).view(-1).index_copy(0, places, values).view(self.shape)
+        return values.new_zeros(math.prod(self.shape)).index_copy(0, places, values).view(self.shape)
 
     def _sample(self, sample: int | None) -> torch.Tensor:
         values = self.values

@@ -98,7 +98,7 @@ class Arguments:
         leaves, tensors = list(self.leaves), self.tensors
         parts = [x] if len(tensors) == 1 else x.split(self._sizes, 1)
         for place, tensor, part in zip(self.places, tensors, parts, strict=True):
-            leaves[place] = part.reshape(tensor.shape)
+            leaves[place] = _ordered_as(part.reshape(tensor.shape), tensor)
         rest = iter(leaves)
         return [_pytree.tree_unflatten(list(islice(rest, spec.num_leaves)), spec) for spec in self.specs]
 
@@ -164,6 +164,16 @@ def _laid_out(leaf: Any, like: Any) -> Any:
     if leaf.stride() == like.stride() or _overlaps(like):
         return leaf
     return torch.empty_strided(like.shape, like.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf.detach())
+
+
+def _ordered_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor whose elements follow each other in memory as another one's: random numbers are drawn in that order."""
+    if like.is_contiguous() or _overlaps(like):
+        return tensor
+    order = sorted(range(like.ndim), key=lambda axis: -like.stride()[axis])
+    if order == sorted(order):
+        return tensor
+    return tensor.permute(order).contiguous().permute(sorted(order, key=order.__getitem__))
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

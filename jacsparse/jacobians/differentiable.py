@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..spgemm import SparseJacobian
@@ -106,39 +106,43 @@ class _WeightedSum:
         differentiable = torch.is_grad_enabled()
         if differentiable and self._problem is not None:
             raise self._problem
-        inputs = [tensor for tensor, each in zip(self._inputs, needed, strict=True) if each]
-        totals: list[torch.Tensor | None] = [None] * len(inputs)
+        x, *externals = self._inputs
+        # A function may read the tensor, too, that it is differentiated by.
+        every = [(x, self._start), *((tensor, get_gradient_edge(tensor)) for tensor in externals)]
+        ends = [end for end, each in zip(every, needed, strict=True) if each]
+        totals: list[torch.Tensor | None] = [None] * len(ends)
         with torch.enable_grad(), without_autocast(weights.device):
             for u, v in self._vectors(weights if differentiable else weights.detach()):
-                terms = self._of_product(u, v, inputs, differentiable)
+                terms = self._of_product(u, v, ends, differentiable)
                 pairs = zip(totals, terms, strict=True)
                 totals = [a if b is None else b if a is None else a + b for a, b in pairs]
         return totals
 
     def _of_product(
-        self, u: torch.Tensor, v: torch.Tensor, inputs: Sequence[torch.Tensor], differentiable: bool
+        self, u: torch.Tensor, v: torch.Tensor, ends: Sequence[tuple[torch.Tensor, GradientEdge]], differentiable: bool
     ) -> Sequence[torch.Tensor | None]:
-        """The gradients of ``uᵀ J v``."""
-        y, (x, *_) = self._output, self._inputs
+        """The gradients of ``uᵀ J v`` by these tensors, each with its place in autograd's graph."""
+        y = self._output
         # Results of fewer bits than the input overflow where weights are large.
         scale = 1.0 if y.dtype == u.dtype else u.detach().abs().amax().clamp_min(torch.finfo(u.dtype).tiny)
         g = (u / scale).reshape(y.shape).to(y.dtype)
         (pulled,) = torch.autograd.grad(y, [self._start], g, create_graph=True, allow_unused=True)
         if pulled is None or not pulled.requires_grad:
-            return [None] * len(inputs)
+            return [None] * len(ends)
         product = (pulled * v.reshape(pulled.shape)).sum() * scale
-        ends: list[Any] = [self._start if tensor is x else get_gradient_edge(tensor) for tensor in inputs]
+        inputs = [tensor for tensor, _ in ends]
         if not any(tensor._backward_hooks for tensor in inputs):
-            with ending_at(inputs, product.grad_fn):
+            edges = [edge for _, edge in ends]
+            with ending_at(edges, product.grad_fn):
                 return torch.autograd.grad(
-                    product, ends, retain_graph=True, create_graph=differentiable, allow_unused=True
+                    product, edges, retain_graph=True, create_graph=differentiable, allow_unused=True
                 )
         # The caller's own backward pass is to call the hooks of these tensors, once.
         if differentiable:
             raise UnsupportedOperatorError(
                 "a hook of a tensor that a function reads sees gradients of gradients of a Jacobian's values; remove it"
             )
-        return walk(get_gradient_edge(product), torch.ones_like(product), list(zip(ends, inputs, strict=True)))
+        return walk(get_gradient_edge(product), torch.ones_like(product), [(edge, tensor) for tensor, edge in ends])
 
 
 def wrong_third_derivative(trace: Trace, what: str) -> UnsupportedOperatorError | None:

@@ -62,12 +62,12 @@ def pull_back(
     alone = [place for place, tensor in tensors.items() if place in apart or tensor._backward_hooks]
     together = [place for place in tensors if place not in alone]
     hooks = [(record, *pair) for record in strict for pair in _around_hooks(record)]
-    wanted: list[Any] = [trace.edge(record.stage.start) for record in inputs]
-    wanted += [tensors[place] for place in together]
+    edges = [get_gradient_edge(tensors[place]) for place in together]
+    wanted: list[Any] = [*(trace.edge(record.stage.start) for record in inputs), *edges]
     wanted += [edge for _, *pair in hooks for edge in pair]
     results: Sequence[torch.Tensor | None] = ()
     if wanted:
-        with ending_at([tensors[place] for place in together], output.node):
+        with ending_at(edges, output.node):
             results = torch.autograd.grad([output], wanted, [gradient], retain_graph=True, allow_unused=True)
     of_inputs = [
         torch.zeros_like(record.input) if result is None else result

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 Result = TypeVar("Result")
 
@@ -58,19 +58,14 @@ def apply_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[tor
 
 
 @contextlib.contextmanager
-def ending_at(tensors: Sequence[torch.Tensor], start: Any) -> Iterator[None]:
-    """A context in which backward passes from a node go on from none of the tensors to another that made it.
+def ending_at(edges: Sequence[GradientEdge], start: Any) -> Iterator[None]:
+    """A context in which backward passes from a node go on from no tensor, of these with such edges, to another one.
 
     The gradients of all of them are then those of what was computed from each directly, so that the caller's own
     backward pass, which goes on from each of them, counts nothing twice.
     """
-    # A leaf was computed from nothing.
-    inner = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    if not inner:
-        yield
-        return
-    ends, passes, unrelated = {get_gradient_edge(tensor).node for tensor in tensors}, set[int](), set[Any]()
-    related = [node for node in inner if leads_to(node, ends, unrelated)]
+    ends, passes, unrelated = {edge.node for edge in edges}, set[int](), set[Any]()
+    related = [node for node in ends if leads_to(node, ends, unrelated)]
 
     def begin(gradients: tuple[torch.Tensor | None, ...]) -> None:
         passes.add(torch._C._current_graph_task_id())

@@ -10,7 +10,8 @@ import torch
 from .derivatives_seen import SeenDerivatives, next_node
 from .graph import Graph, Node, Scalar, Value, captured_form, kind_of
 from .operators import with_memory
-from .traces import Trace, memory_of, version_of
+from .saved_tensors import version_of
+from .traces import Trace, memory_of
 
 
 class Followed:

@@ -19,7 +19,7 @@ def saves_by_hooks() -> bool:
     """Whether what an operator saves here passes through hooks, which may change it or compute it anew."""
     if _innermost is not None:
         pack = _packing()
-        return pack is not None and pack is not _same
+        return pack is not None and pack is not _noted
     try:
         # Refused where there are hooks; nothing else is done.
         with disable_saved_tensors_hooks("hooks of saved tensors are in force"):
@@ -64,11 +64,14 @@ def saved_handle(content: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def without_saving_hooks() -> Iterator[None]:
-    """Run the body, whose operators save tensors as they are, whatever hooks are in force."""
+    """Run the body, whose operators save tensors as they are, whatever hooks are in force.
+
+    A backward pass raises RuntimeError where they have been written to since, as it does without hooks.
+    """
     if not saves_by_hooks():
         yield
         return
-    with saved_tensors_hooks(_same, _same):
+    with saved_tensors_hooks(_noted, _unchanged):
         yield
 
 
@@ -78,5 +81,22 @@ def _packing() -> Any:
     return None if hooks is None else hooks[0]
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _noted(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor, version_of(tensor)
+
+
+def _unchanged(noted: tuple[torch.Tensor, int]) -> torch.Tensor:
+    # With hooks, autograd leaves this to them.
+    tensor, version = noted
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            f"a tensor of {tuple(tensor.shape)}, which a gradient needs, has been modified by an inplace operation "
+            f"since it was computed: it is at version {version_of(tensor)}, and was at {version}; change it after the "
+            "backward pass, or call again"
+        )
     return tensor
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; tensors of inference mode do not tell."""
+    return 0 if tensor.is_inference() else tensor._version

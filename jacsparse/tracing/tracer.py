@@ -28,10 +28,10 @@ from .modules import name_of
 from .operators import OF_NUMBERS, Facts, draws, facts_of, with_memory
 from .overwrite import Extent, Overwrite, extent_of
 from .reading import Unreadable, shows
-from .saved_tensors import saves_by_hooks
+from .saved_tensors import saves_by_hooks, version_of
 from .selections import selection
 from .sparse_products import is_sparse, operator_on_elements
-from .traces import Trace, base_of, memory_of, observing, version_of
+from .traces import Trace, base_of, memory_of, observing
 
 aten = torch.ops.aten
 

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from .graph import Graph, Node, Scalar, Value, evaluated, form_of
+from .saved_tensors import version_of
 
 
 class Trace:
@@ -134,11 +135,6 @@ class Trace:
 
 class StaleError(RuntimeError):
     """The elements of a value were overwritten after the run."""
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; tensors of inference mode do not tell."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class _State(threading.local):

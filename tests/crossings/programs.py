@@ -420,7 +420,13 @@ ALGEBRA: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Tensor, Tensor]
         lambda D, v: stacked([csr(d).to_dense() for d in D], D),
     ),
     "to_scipy": (
-        lambda J, v: stacked([torch.from_numpy(J.to_scipy(n).toarray()) for n in range(len(v))], J) * v[..., None],
+        lambda J, v: (
+            stacked(
+                [torch.from_numpy(J.to_scipy(n).toarray()) for n in range(len(v))],
+                SparseJacobian(J.pattern, J.values.detach()),
+            )
+            * v[..., None]
+        ),
         lambda D, v: D.detach() * v[..., None],
     ),
     "chained": (

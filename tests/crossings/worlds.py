@@ -89,9 +89,13 @@ class World:
         copies = leaves if self.is_matrix or not self.writes else [leaf.clone() for leaf in leaves]
         return copies if self.number is None else [*copies, self.number + 0.5 * number]
 
+    def _calls(self) -> list[int]:
+        # Modules of ours are among the program's.
+        return [part.calls for part in self.program.modules() if hasattr(part, "calls")]
+
     def state(self) -> dict[str, Any]:
         """What calls may change: buffers, and numbers of modules."""
         return {
             **{f"buffer {n}": buffer.clone() for n, buffer in enumerate(self.program.buffers())},
-            **{f"number {n}": part.calls for n, part in enumerate(self.program.modules()) if hasattr(part, "calls")},
+            **{f"number {n}": calls for n, calls in enumerate(self._calls())},
         }

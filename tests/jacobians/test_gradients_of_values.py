@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import jacsparse
 from jacsparse import UnsupportedOperatorError, hessian, jacobian, prepare_hessian
@@ -250,6 +252,39 @@ def test_of_tensors_that_one_was_computed_from_the_other() -> None:
             torch.autograd.grad(each.square().sum(), wanted, retain_graph=True)[0] for each in (values, expected)
         )
         assert (actual - reference).abs().amax() <= 1e-10 * reference.abs().amax()
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_of_functions_that_read_their_argument_from_elsewhere_too(computed: bool) -> None:
+    leaf, weight, weights = drawn(2, 3).requires_grad_(), drawn(3, 3), drawn(2, 3, 3)
+    x = leaf * 1.5 if computed else leaf
+    f = lambda a: ((a @ weight) * x.sin() + 0.5).pow(3)  # noqa: E731
+    a = x * 1
+    pulled = [f(a).sum(0), torch.autograd.grad(f(a).sum(), a, create_graph=True)[0].sum(0)]
+    ours = [jacobian(f, x, create_graph=True), hessian(lambda a: f(a).sum(-1), x, batched=True, create_graph=True)]
+    for actual, y in zip(ours, pulled, strict=True):
+        rows = torch.stack([torch.autograd.grad(row, a, create_graph=True)[0] for row in y], 1)
+        total = sum((actual.todense(n) * weights[n]).sum() for n in range(2))
+        for wanted in {leaf, x}:
+            (result,) = torch.autograd.grad(total, wanted, retain_graph=True)
+            (expected,) = torch.autograd.grad((rows * weights).sum(), wanted, retain_graph=True)
+            assert (result - expected).abs().amax() <= 64 * BOUND * expected.abs().amax()
+
+
+@pytest.mark.parametrize("around", ["nothing", "mutations", "on the CPU", "checkpoint"])
+def test_weights_written_to_before_the_backward_pass_are_refused(around: str) -> None:
+    module, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double(), drawn(2, 3).requires_grad_()
+    contexts = {
+        "mutations": torch.autograd.graph.allow_mutation_on_saved_tensors,
+        "on the CPU": torch.autograd.graph.save_on_cpu,
+    }
+    values = lambda x: jacobian(module, x, create_graph=True).values  # noqa: E731
+    with contexts.get(around, contextlib.nullcontext)():
+        total = (checkpoint(values, x, use_reentrant=False) if around == "checkpoint" else values(x)).square().sum()
+        with torch.no_grad():
+            module[2].weight.mul_(0.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            total.backward()
 
 
 def test_kinks_have_the_values_of_calls_without_a_graph() -> None:

@@ -80,6 +80,19 @@ def test_expanded_arguments_of_functions_that_read_memory() -> None:
         assert torch.equal(jacsparse.jacobian(f, x, **options).todense(0).detach(), 2 * torch.eye(4, 5, dtype=FLOAT))
 
 
+def test_random_numbers_are_drawn_in_the_order_of_an_arguments_elements() -> None:
+    f = lambda x, y: functional.dropout(x, 0.5) * y  # noqa: E731
+    for x in (drawn(4, 3).mT, drawn(2, 3, 4).permute(2, 0, 1), drawn(3, 8)[:, ::2], drawn(1, 4).expand(3, 4)):
+        torch.manual_seed(7)
+        expected = functional.dropout(torch.ones_like(x), 0.5)
+        torch.manual_seed(7)
+        for argnums in (0, (1, 0)):
+            with torch.random.fork_rng():
+                actual = jacsparse.jacobian(f, x, torch.ones_like(x), argnums=argnums, batched=False)
+            of_x = actual.todense()[:, -x.numel() :]
+            assert torch.equal(of_x.diagonal().reshape(x.shape), expected)
+
+
 def test_calls_within_a_checkpoint() -> None:
     f = lambda x: x[:, 1:] * x[:, :-1]  # noqa: E731
     for seed in range(4):
