@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,9 +88,9 @@ def jacobian(
     pruned : bool
         As in `jacobian_pattern`. Each call looks for the zeros: where one is filled, the pattern has its entries again.
     create_graph : bool
-        Whether the values have gradients, to the arguments and to all tensors that `f` reads, as parameters. Entries
-        that a pattern leaves out have none: pass ``pruned=False`` to train weights that are zero. They are PyTorch's
-        second derivatives; that of `logcumsumexp` is NaN in PyTorch (2.6 to 2.15) where a gradient is zero.
+        Whether the values have gradients, to the arguments and to all tensors that `f` reads, as parameters. Where a
+        weight that has a gradient holds zeros without a mask, which training may fill, no weight is pruned. Gradients
+        are PyTorch's second derivatives; that of `logcumsumexp` is NaN in PyTorch (2.6 to 2.15) where a gradient is zero.
 
     Returns
     -------
@@ -163,6 +163,8 @@ def jacobian_at(f: Callable[..., Any], arguments: Arguments, pruned: bool = True
 @without_saving_hooks()
 def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> SparseJacobian:
     with _run(f, arguments, pruned, connected=True) as run:
+        if any(record.trained_zeros for record in run.records):
+            run = run.without_pruning()
         if run.chain.registered_values:
             refuse_other_derivatives(run.records, "the gradient of values")
         if isinstance(f, Gradient):
@@ -195,6 +197,11 @@ class _ChainRun:
         if any(tensor.untyped_storage().data_ptr() == memory for tensor in tensors):
             result = SparseJacobian(result.pattern, result.values.clone())
         return result
+
+    def without_pruning(self) -> _ChainRun:
+        """The same run, with patterns that omit no weights."""
+        chain, records = self.unpruned.of_trace(self.trace)
+        return replace(self, chain=chain, records=records)
 
     def entries(self) -> Pattern:
         """All entries, those of pruned weights that have gradients too."""

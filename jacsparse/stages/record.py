@@ -75,6 +75,16 @@ class Record:
         return edge.weight(name, operation.of_sample(name, self.trace.argument(operation.node, name)))
 
     @property
+    def trained_zeros(self) -> bool:
+        """Whether patterns omit elements that training may fill: zeros of weights that have a gradient and no mask."""
+        edges = self.stage.edges
+        pairs = ((self.node(edge.target).arguments[w.name], w) for edge in edges for w in edge.pruned_weights)
+        return any(
+            not weight.masked and self.trace.tensor(value.number).requires_grad and not bool(weight.mask.all())
+            for value, weight in pairs
+        )
+
+    @property
     def batch(self) -> int:
         """The number of samples."""
         return self.stage.program.batch

@@ -32,8 +32,9 @@ class PrunedWeight:
         #: Whether it holds numbers that may be filled later, and not the truth values of a selection.
         self.floating = weight.is_floating_point()
         self.mask = (weight != 0).detach()
-        # A mask that is zero where the weight is not was written to after its use.
-        if mask is not None and not bool((self.mask & (mask == 0)).any()):
+        #: Whether a mask keeps the omitted elements at zero. One that does not was written to after its use.
+        self.masked = mask is not None and not bool((self.mask & (mask == 0)).any())
+        if mask is not None and self.masked:
             self.mask = (mask != 0).detach()
         omitted = ~_in_memory_order(self.mask, like=weight)
         places = omitted.nonzero().reshape(-1)

@@ -271,6 +271,27 @@ def test_of_functions_that_read_their_argument_from_elsewhere_too(computed: bool
             assert (result - expected).abs().amax() <= 64 * BOUND * expected.abs().amax()
 
 
+def test_zeros_that_training_may_fill_have_gradients() -> None:
+    x, A, C = drawn(6), torch.zeros(6, 2, dtype=FLOAT, requires_grad=True), drawn(2, 6)
+    f = lambda x, A: x + x @ (A @ C)  # noqa: E731
+    J = jacobian(f, x, A, batched=False, create_graph=True)
+    expected = torch.autograd.functional.jacobian(lambda x: f(x, A), x, create_graph=True)
+    weights = drawn(6, 6)
+    actual, reference = (torch.autograd.grad((each * weights).sum(), A)[0] for each in (J.todense(), expected))
+    assert (actual - reference).abs().amax() <= BOUND * reference.abs().amax()
+    layer = nn.Linear(6, 3, dtype=FLOAT)
+    nn.init.zeros_(layer.weight)
+    J, weight = jacobian(layer, x[None], create_graph=True), layer.weight
+    assert torch.equal(torch.autograd.grad(J.todense(0).sum(), weight)[0], torch.ones(3, 6, dtype=FLOAT))
+    # Those that a mask prunes stay zero, and those without a gradient.
+    prune.custom_from_mask(layer, "weight", torch.eye(3, 6))
+    J = jacobian(layer, x[None], create_graph=True)
+    assert J.pattern.nnz == 3
+    assert torch.equal(torch.autograd.grad(J.values.sum(), layer.weight_orig)[0], torch.eye(3, 6, dtype=FLOAT))
+    layer.requires_grad_(False)
+    assert jacobian(layer, x[None], create_graph=True).pattern.nnz == 3
+
+
 @pytest.mark.parametrize("around", ["nothing", "mutations", "on the CPU", "checkpoint"])
 def test_weights_written_to_before_the_backward_pass_are_refused(around: str) -> None:
     module, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double(), drawn(2, 3).requires_grad_()
