@@ -90,7 +90,8 @@ def jacobian(
     create_graph : bool
         Whether the values have gradients, to the arguments and to all tensors that `f` reads, as parameters. Where a
         weight that has a gradient holds zeros without a mask, which training may fill, no weight is pruned. Gradients
-        are PyTorch's second derivatives; that of `logcumsumexp` is NaN in PyTorch (2.6 to 2.15) where a gradient is zero.
+        are PyTorch's second derivatives; that of `logcumsumexp` is NaN in PyTorch (2.6 to 2.15) where a gradient is
+        zero.
 
     Returns
     -------
