@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,6 +92,10 @@ def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
+#: PyTorch's forward mode has one state for all threads, and ends the process where two of them enter it at once.
+_FORWARD_MODE = threading.RLock()
+
+
 def graph_of_values(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The graph of the ATen calls that a function of tensors makes, of which only the values count."""
     return _simplified(_traced(function, inputs))
@@ -100,7 +105,7 @@ def _traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.
     # PyTorch's own tracer first loads its compiler, which takes seconds.
     inputs = [tensor.detach() for tensor in inputs]
     taping = Taping(inputs)
-    with taping:
+    with _FORWARD_MODE, taping:
         output = function(*inputs)
     graph, constants = fx.Graph(), nn.Module()
     nodes: dict[int, fx.Node] = {}

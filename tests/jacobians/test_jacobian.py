@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import jacsparse
-from tests.helpers import BOUND, FLOAT, autograd_jacobian, drawn
+from tests.helpers import BOUND, FLOAT, autograd_jacobian, dense, drawn
 
 
 def test_pruned_vgg_11_equals_autograd() -> None:
@@ -91,6 +92,18 @@ def test_random_numbers_are_drawn_in_the_order_of_an_arguments_elements() -> Non
                 actual = jacsparse.jacobian(f, x, torch.ones_like(x), argnums=argnums, batched=False)
             of_x = actual.todense()[:, -x.numel() :]
             assert torch.equal(of_x.diagonal().reshape(x.shape), expected)
+
+
+def test_threads_find_ways_to_values_at_once() -> None:
+    # By forward mode, which PyTorch has once for all threads.
+    def is_right(seed: int) -> bool:
+        x, weight = drawn(2, 5, seed=seed), drawn(5, 5, seed=seed)
+        f = lambda x: (x @ weight + x).softmax(1)  # noqa: E731
+        results = [jacsparse.jacobian(f, x) for _ in range(3)]
+        return all((each.todense(1) - dense(f, x)[1]).abs().amax() <= BOUND for each in results)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(is_right, range(24)))
 
 
 def test_calls_within_a_checkpoint() -> None:
