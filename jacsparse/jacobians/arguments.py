@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from operator import index, ne
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -105,8 +105,14 @@ class Arguments:
     @functools.cached_property
     def form(self) -> tuple[Any, ...]:
         """All that a prepared program depends on besides elements and numbers."""
-        forms = tuple([_form(leaf) for leaf in self.leaves])
-        return self.argnums, self.batched, self.specs, torch.get_default_dtype(), forms
+        forms = tuple([_form(leaf, place in self.places) for place, leaf in enumerate(self.leaves)])
+        return self.argnums, self.batched, self.specs, self.surroundings(), forms
+
+    def surroundings(self) -> tuple[torch.dtype, torch.dtype | None]:
+        """The default dtype, and the one of autocast; None without it."""
+        device = self.tensors[0].device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return torch.get_default_dtype(), autocast
 
     @functools.cached_property
     def _are_leaves(self) -> bool:
@@ -117,9 +123,12 @@ class Arguments:
         """The arguments of another call where they are leaves of this form, which is found sooner; else None."""
         if not self._are_leaves or len(args) != len(self.leaves):
             return None
-        *_, default_dtype, forms = self.form
-        if default_dtype is not torch.get_default_dtype() or any(map(ne, map(_form, args), forms)):
+        *_, surroundings, forms = self.form
+        if surroundings != self.surroundings():
             return None
+        for place, (leaf, form) in enumerate(zip(args, forms, strict=True)):
+            if _form(leaf, place in self.places) != form:
+                return None
         for place in self.places:
             check_tensor("x" if len(args) == 1 else f"argument {place}", args[place])
         alike = object.__new__(Arguments)
@@ -134,21 +143,41 @@ class Arguments:
         pairs = zip(self.leaves, other.leaves, strict=True)
         return replace(self, leaves=[_laid_out(leaf, like) for leaf, like in pairs])
 
-    def with_plain(self, plain: Sequence[Any]) -> Arguments:
-        """The same arguments with other leaves that are no tensors."""
-        leaves = list(self.leaves)
-        for place, leaf in zip(self._plain_places, plain, strict=True):
-            leaves[place] = leaf
-        return replace(self, leaves=leaves)
+    @property
+    def number_places(self) -> frozenset[int]:
+        """The places of floating-point numbers: Python's, NumPy's, and tensors without axes."""
+        return frozenset(n for n, leaf in enumerate(self.leaves) if n not in self.places and _is_number(leaf))
 
     @property
-    def plain(self) -> list[Any]:
-        """The leaves that are no tensors."""
-        return [self.leaves[place] for place in self._plain_places]
+    def kinds_of_plain(self) -> tuple[Any, ...]:
+        """What the leaves are that are no tensors with axes: numbers, other constants by value, objects themselves."""
+        return tuple([_kind(leaf) for n, leaf in enumerate(self.leaves) if n not in self.places and _is_plain(leaf)])
 
-    @functools.cached_property
-    def _plain_places(self) -> list[int]:
-        return [place for place, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor)]
+    def numbers_but(self, places: Collection[int]) -> tuple[str, ...]:
+        """The numbers at other places than these, by their texts: zeros have signs."""
+        return tuple([repr(float(self.leaves[place])) for place in sorted(self.number_places.difference(places))])
+
+    def with_numbers(self, change: Callable[[float], float]) -> Arguments:
+        """The same arguments with other numbers."""
+        leaves = list(self.leaves)
+        for place in self.number_places:
+            leaf, changed = leaves[place], change(float(leaves[place]))
+            leaves[place] = torch.full_like(leaf, changed) if isinstance(leaf, torch.Tensor) else changed
+        return replace(self, leaves=leaves)
+
+    def with_tensors(self, places: Collection[int]) -> Arguments:
+        """The same arguments with tensors in the place of the numbers at some places, and numbers at the others."""
+        numbers = self.number_places
+        if not numbers:
+            return self
+        leaves = list(self.leaves)
+        for place in numbers:
+            is_tensor = isinstance(leaves[place], torch.Tensor)
+            if place not in places:
+                leaves[place] = float(leaves[place])
+            elif not is_tensor:
+                leaves[place] = torch.tensor(float(leaves[place]), dtype=torch.float64, device=self.tensors[0].device)
+        return replace(self, leaves=leaves)
 
     def __str__(self) -> str:
         return ", ".join(
@@ -192,11 +221,34 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}" + (f" of strides {tensor.stride()}" if _overlaps(tensor) else "")
 
 
-def _form(leaf: Any) -> Any:
+#: Arguments that nobody can change.
+_CONSTANT = (bool, int, np.number, str, type(None), torch.dtype, torch.device)
+
+
+def _is_number(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
+        return not leaf.ndim and leaf.is_floating_point() and leaf.layout == torch.strided
+    return isinstance(leaf, (float, np.floating))
+
+
+def _is_plain(leaf: Any) -> bool:
+    return not isinstance(leaf, torch.Tensor) or _is_number(leaf)
+
+
+def _kind(leaf: Any) -> Any:
+    if _is_number(leaf):
+        return float
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        return leaf.shape, leaf.dtype, leaf.tobytes()
+    # Any other object may have changed, and is like none.
+    return (type(leaf), repr(leaf)) if isinstance(leaf, _CONSTANT) else object()
+
+
+def _form(leaf: Any, differentiated: bool) -> Any:
+    if differentiated or (isinstance(leaf, torch.Tensor) and not _is_number(leaf)):
         return form_of(leaf)
-    # SciPy's solvers pass NumPy's numbers.
-    is_number = type(leaf) is int or isinstance(leaf, (np.integer, np.floating))
+    # A number may be a tensor without axes, and SciPy's solvers pass NumPy's.
+    is_number = type(leaf) is int or isinstance(leaf, np.integer) or _is_number(leaf)
     return float if is_number else type(leaf)
 
 

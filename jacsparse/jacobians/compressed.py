@@ -11,9 +11,8 @@ and one gather decompresses the result.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,10 @@ import torch
 from torch import fx
 
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors
-from ..tracing import Tape, graph_of_values
-from .compilation import runner
-from .linearised import Linearised, calls_of_input
-from .results_of_runs import take_results
-from .scaling import with_scaling
-from .tangents import with_gradients
+from ..tracing import Trace
+from .products_with_vectors import pull_back, push_forward
+from .traced_function import TracedFunction, Values
+from .value_functions import ValueFunction
 
 #: Cost of a backward pass relative to a forward pass.
 BACKWARD = 1.5
@@ -144,22 +141,22 @@ class Compressed:
 
     Parameters
     ----------
-    function : Linearised
+    function : TracedFunction
         The function.
     colors : Coloring
         The colours of its pattern.
-    compile : bool
-        Whether TorchInductor compiles the products.
+    replays, compile : bool
+        As in `ValueFunction`.
     """
 
     name = "compressed"
 
-    def __init__(self, function: Linearised, colors: Coloring, compile: bool = False) -> None:
+    def __init__(self, function: TracedFunction, colors: Coloring, *, replays: bool, compile: bool = False) -> None:
         self.pattern, self.coloring, self.shared = colors.pattern, colors, function.shared
-        self._places = torch.from_numpy(colors.places).to(function.inputs[0].device)
+        self._places = torch.from_numpy(colors.places).to(function.x.device)
         self._passes = [
-            _Pass(function, torch.from_numpy(of_colors).to(function.inputs[0]), products, compile)
-            for of_colors, products in zip(seeds(colors), (_push_forward, _pull_back), strict=True)
+            _Pass(function, torch.from_numpy(of_colors).to(function.x), products, replays, compile)
+            for of_colors, products in zip(seeds(colors), (push_forward, pull_back), strict=True)
             if len(of_colors)
         ]
 
@@ -183,24 +180,11 @@ class Compressed:
         """Bytes of the seeds and of the places that decompress."""
         return sum(seeds.nbytes for each in self._passes for seeds in each.parts) + self._places.nbytes
 
-    @property
-    def results(self) -> tuple[int, ...]:
-        """The slots of the results of a run that `values` takes."""
-        return tuple(slot for each in self._passes for slot in each.results)
-
-    def take_results(self, tape: Tape) -> None:
-        """Take results of the tape's calls from now on."""
-        for each in self._passes:
-            each.take_results(tape)
-
-    def values(
-        self, inputs: list[torch.Tensor], numbers: tuple[float, ...], results: tuple[torch.Tensor, ...] = ()
-    ) -> torch.Tensor:
+    def values(self, trace: Trace) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         if not self.pattern.nnz:
-            return inputs[0].new_empty((0, 1))
-        rest = iter(results)
-        products = [each.run([*inputs, *islice(rest, len(each.results))]) for each in self._passes]
+            return trace.input.detach().new_empty((0, 1))
+        products = [each.run(trace) for each in self._passes]
         together = torch.cat(products) if len(products) > 1 else products[0]
         return (together[:, :1] if self.shared else together).index_select(0, self._places)
 
@@ -208,67 +192,50 @@ class Compressed:
 class _Pass:
     """The products of a function's Jacobian with seeds, some of them at a time where all would take much memory."""
 
-    def __init__(self, function: Linearised, seeds: torch.Tensor, products: _Products, compile: bool) -> None:
+    def __init__(
+        self, function: TracedFunction, seeds: torch.Tensor, products: Products, replays: bool, compile: bool
+    ) -> None:
         # What does not depend on the input is computed once for all seeds.
-        width = seeds.element_size() * sum(map(elements, calls_of_input(function.graph)))
+        width = seeds.element_size() * sum(map(function.elements, function.calls))
         most = max(1, PART // max(1, width))
         count = -(-len(seeds) // most)
         # Parts of equal lengths, so that one graph takes all of them.
         length = -(-len(seeds) // count)
         padded = torch.cat([seeds, seeds.new_zeros((count * length - len(seeds), seeds.shape[1]))])
         self.parts: list[torch.Tensor] = list(padded.split(length))
-        self._count = len(seeds)
-        forward = with_gradients(with_scaling(function.graph)).forward
+        self._count, batch = len(seeds), function.batch
 
-        def run(seeds: torch.Tensor, x: torch.Tensor, *others: Any) -> tuple[torch.Tensor]:
-            many = seeds[:, None, :].expand(-1, len(x), -1)
-            return (products(lambda x: forward(x, *others), x, many).permute(0, 2, 1).reshape(-1, len(x)),)
+        def compute(values: Values, seeds: torch.Tensor) -> tuple[torch.Tensor]:
+            many = seeds[:, None, :].expand(-1, batch, -1)
+            return (products(function, values, many).permute(0, 2, 1).reshape(-1, batch),)
 
-        self._graph = _graph_of(run, [self.parts[0], *function.inputs])
-        self._run = runner(self._graph, [self.parts[0], *function.inputs], compile)
-        #: The slots of the results of a run that it takes.
-        self.results: tuple[int, ...] = ()
+        reads = [value for call in function.calls for _, value in call.tensors]
+        try:
+            self._computed = ValueFunction(function, compute, reads, [self.parts[0]], replays=replays, compile=compile)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            # PyTorch's transforms do not take an operator.
+            reason = str(error).partition("\n")[0]
+            raise UnsupportedOperatorError(
+                f"no forward mode for all operators, by which method='compressed' works: {reason}; pass "
+                "method='products'"
+            ) from error
 
     @property
     def flop(self) -> int:
         """Elements that the calls of all parts compute."""
-        return len(self.parts) * sum(map(elements, self._graph.graph.nodes))
+        return len(self.parts) * sum(map(elements, self._computed.graph.graph.nodes))
 
-    def take_results(self, tape: Tape) -> None:
-        """Take results of the tape's calls, after the inputs, from now on."""
-        self.results = take_results(self._graph, tape, first=1)
-
-    def run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def run(self, trace: Trace) -> torch.Tensor:
         """The products with all seeds, ``(seeds · elements, batch)``."""
-        products = [self._run([seeds, *inputs])[0] for seeds in self.parts]
+        products = [self._computed(trace, seeds)[0] for seeds in self.parts]
         if len(products) == 1:
             return products[0]
         return torch.cat(products)[: self._count * (len(products[0]) // len(self.parts[0]))]
 
 
-_Products = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def _push_forward(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tangents: torch.Tensor) -> torch.Tensor:
-    return torch.vmap(lambda tangent: torch.func.jvp(f, (x,), (tangent,))[1])(tangents)
-
-
-def _pull_back(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, cotangents: torch.Tensor) -> torch.Tensor:
-    pull_back = torch.func.vjp(f, x)[1]
-    return torch.vmap(lambda cotangent: pull_back(cotangent)[0])(cotangents)
-
-
-def _graph_of(run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The graph of a function; UnsupportedOperatorError where PyTorch's transforms do not take an operator."""
-    try:
-        return graph_of_values(run, inputs)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise UnsupportedOperatorError(
-            f"no forward mode for all operators, by which method='compressed' works: {reason}; pass method='products'"
-        ) from error
+Products = Callable[[TracedFunction, Values, torch.Tensor], torch.Tensor]
 
 
 def elements(node: fx.Node) -> int:

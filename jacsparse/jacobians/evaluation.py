@@ -12,12 +12,21 @@ from torch import nn
 
 from ..patterns import Pattern, requiring_gradient
 from ..spgemm import SparseJacobian
-from ..stages import Chain, ChainCache, Record, chain, check_input, recent_chains, refuse_other_derivatives
+from ..stages import (
+    Chain,
+    ChainCache,
+    Record,
+    chain,
+    check_input,
+    recent_chains,
+    refuse_hooks,
+    refuse_other_derivatives,
+)
 from ..tracing import Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments, FlatFunction, arguments_of
 from .differentiable import with_graph, wrong_third_derivative
 from .gradients import Gradient
-from .recent import recent_jacobians
+from .recent import plan_of, recent_graphs
 
 
 def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned: bool = True) -> Pattern:
@@ -149,15 +158,8 @@ def jacobian(
 @without_saving_hooks()
 def jacobian_at(f: Callable[..., Any], arguments: Arguments, pruned: bool = True) -> SparseJacobian:
     """The Jacobian of a function at checked arguments, without a graph."""
-    recent = recent_jacobians(f, pruned)
-    result = recent.jacobian(f, arguments)
-    if result is None:
-        with _run(f, arguments, pruned) as run:
-            result = run.jacobian()
-        # A program would write again, or have entries for pruned weights.
-        if not run.trace.graph.writes_outside and not run.chain.pruned_weights:
-            recent.add(f, arguments, result)
-    return result
+    with _run(f, arguments, pruned) as run:
+        return run.jacobian()
 
 
 @torch.enable_grad()
@@ -179,7 +181,8 @@ def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Sp
 class _ChainRun:
     """A run of a function, and the chain of its calls."""
 
-    #: The chains of the same function without pruned weights.
+    #: Whether patterns omit pruned weights; and the chains of the same function that do not.
+    pruned: bool
     unpruned: ChainCache
     #: What the function is differentiated by, ``(batch, *shape)``.
     x: torch.Tensor
@@ -189,9 +192,17 @@ class _ChainRun:
 
     def jacobian(self) -> SparseJacobian:
         """The Jacobian, in memory of its own."""
+        plan = plan_of(self.trace.graph, self.pruned)
+        refuse_hooks(self.records)
         # The values are computed before the module's changes are undone: they depend on its state in the run.
+        with torch.no_grad(), without_autocast(self.x.device):
+            planned = plan.values(self.trace, self.chain)
+            if planned is not None:
+                return planned
         with without_autocast(self.x.device):
             result = self.chain.jacobian(self.records, self.x)
+            with torch.no_grad():
+                plan.add(self.trace, self.chain, self.records, result)
         # The values may lie in the memory of a weight or of the forward pass, which may change later.
         tensors = (tensor for record in self.records for tensor in record.tensors)
         memory = result.values.untyped_storage().data_ptr()
@@ -202,7 +213,7 @@ class _ChainRun:
     def without_pruning(self) -> _ChainRun:
         """The same run, with patterns that omit no weights."""
         chain, records = self.unpruned.of_trace(self.trace)
-        return replace(self, chain=chain, records=records)
+        return replace(self, pruned=False, chain=chain, records=records)
 
     def entries(self) -> Pattern:
         """All entries, those of pruned weights that have gradients too."""
@@ -220,13 +231,13 @@ def _run(f: Callable[..., Any], arguments: Arguments, pruned: bool, *, connected
         caches: list[ChainCache] = [recent_chains(f, pruned=which) for which in (pruned, False)]
     else:
         function, x = FlatFunction(f, arguments), arguments.flat_with_graph() if connected else arguments.flat()
-        caches = [recent_jacobians(f, which).chains for which in (pruned, False)]
+        caches = [recent_graphs(f, which) for which in (pruned, False)]
     if connected:
         x = requiring_gradient(x)
     with undisturbed(check_module(function)), saved_buffers(function) if connected else contextlib.nullcontext():
         chain, (trace, records) = caches[0].of_run(function, x, connected=connected)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)
-        yield _ChainRun(caches[1], x, chain, trace, records)
+        yield _ChainRun(pruned, caches[1], x, chain, trace, records)
     if isinstance(function, FlatFunction):
         function.forget()

@@ -6,15 +6,18 @@ Costs are in multiply-adds of sparse products, half a nanosecond each on CPUs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
 
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import DENSE, START
-from .compressed import Coloring, Compressed, coloring, elements
+from ..tracing import Trace
+from .compressed import Coloring, Compressed, coloring
 from .folding import NotFoldableError, folded
-from .linearised import Linearised, calls_of_input
 from .products import ChainProducts, Products
-from .tangents import INEXACT
-from .taped import Evaluator
+from .products_with_vectors import INEXACT
+from .traced_function import TracedFunction
 
 #: A value of 8 bytes that a product or sum reads or writes, or that a call computes: about 3 ns.
 VALUE = 6
@@ -25,8 +28,39 @@ MOST_TERMS = 2**20
 CALL = 30_000
 
 
+class Evaluator(Protocol):
+    """A way to the values of a Jacobian."""
+
+    #: The method's name, and what it took, for printing.
+    name: str
+    pattern: Pattern
+
+    def describe(self) -> dict[str, Any]:
+        """All that was decided, as plain numbers and arrays."""
+
+    @property
+    def details(self) -> str:
+        """What the method took, in words."""
+
+    @property
+    def flop(self) -> int:
+        """Operations of one call."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+
+    def values(self, trace: Trace) -> torch.Tensor:
+        """The values on the pattern in a run, ``(nnz, batch)`` or ``(nnz, 1)``."""
+
+
 def evaluator_of(
-    function: Linearised, method: str, compile: bool, coloring: Callable[[Pattern], Coloring] = coloring
+    function: TracedFunction,
+    method: str = "auto",
+    *,
+    replays: bool,
+    compile: bool = False,
+    coloring: Callable[[Pattern], Coloring] = coloring,
 ) -> Evaluator:
     """The way to the values that was asked for, or the one of less predicted cost."""
     registered = function.chain.registered_values
@@ -38,40 +72,42 @@ def evaluator_of(
         )
     if registered:
         # The other ways take PyTorch's derivatives too.
-        return ChainProducts(function)
+        return ChainProducts(function, replays=replays)
     if method == "compressed":
-        return Compressed(function, coloring(function.pattern), compile)
+        return Compressed(function, coloring(function.pattern), replays=replays, compile=compile)
     try:
-        return Products(function, *folded(function), compile)
+        terms = folded(function, replays=replays)
+        return Products(function, *terms, replays=replays, compile=compile)
     except NotFoldableError:
-        products = ChainProducts(function)
+        products = ChainProducts(function, replays=replays)
     if not products.pattern.nnz:
         return products
     cost = _cost_of_products(function)
-    if method == "products" or any(node.target in INEXACT for node in calls_of_input(function.graph)):
-        return _folded_with_weights(function, cost, compile) or products
+    if method == "products" or any(call.overload in INEXACT for call in function.calls):
+        return _folded_with_weights(function, cost, replays, compile) or products
     colors = coloring(function.pattern)
     cost_of_colors = _cost_of_colors(function, colors)
-    cheaper = _folded_with_weights(function, min(cost, cost_of_colors), compile)
+    cheaper = _folded_with_weights(function, min(cost, cost_of_colors), replays, compile)
     if cheaper is not None or cost < cost_of_colors:
         return cheaper or products
     try:
-        return Compressed(function, colors, compile)
+        return Compressed(function, colors, replays=replays, compile=compile)
     except UnsupportedOperatorError:
         # An operator has no forward mode, or none for many seeds at once.
         return products
 
 
-def _folded_with_weights(function: Linearised, cost: float, compile: bool) -> Products | None:
+def _folded_with_weights(function: TracedFunction, cost: float, replays: bool, compile: bool) -> Products | None:
     """Sums of products of elements of weights and of local derivatives; None where they may cost more than that."""
     most = min(MOST_TERMS, cost / (TERM * (1 if function.shared else function.batch)))
     try:
-        return Products(function, *folded(function, int(most)), compile)
+        terms = folded(function, replays=replays, most=int(most))
+        return Products(function, *terms, replays=replays, compile=compile)
     except NotFoldableError:
         return None
 
 
-def _cost_of_products(function: Linearised) -> float:
+def _cost_of_products(function: TracedFunction) -> float:
     """The cost of the products and sums of the operators' matrices."""
     chain = function.chain
     if not len(chain):
@@ -81,15 +117,15 @@ def _cost_of_products(function: Linearised) -> float:
     return START * len(accumulation.matrices) + batch * max(work, chain.order.cost)
 
 
-def _cost_of_colors(function: Linearised, colors: Coloring) -> float:
+def _cost_of_colors(function: TracedFunction, colors: Coloring) -> float:
     """The cost of products of the whole function with a seed for each colour."""
-    computed = [elements(node) for node in calls_of_input(function.graph)]
+    computed = [function.elements(call) for call in function.calls]
     width = _width(function)
     # Dense operators take a third of the time of a backward pass where many seeds run at once.
     dense = DENSE / 3 * sum(stage.backward_work for stage in function.chain)
     return CALL * len(computed) + colors.cost * (VALUE * width * sum(computed) + function.batch * dense)
 
 
-def _width(function: Linearised) -> float:
+def _width(function: TracedFunction) -> float:
     """Bytes of a value, relative to 8."""
-    return function.inputs[0].element_size() / 8
+    return function.x.element_size() / 8

@@ -6,8 +6,8 @@ Vertex elimination multiplies their local Jacobians along paths; here it multipl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,10 @@ from torch import fx
 
 from ..patterns import Identity, Pattern, gradient_of
 from ..stages import Accumulation, Edge, Record, eliminate
-from ..tracing import graph_of_values
-from .linearised import Linearised, evaluated, place_of
+from ..tracing import Operation, Scalar, Trace, Value
 from .terms import NONE, Algebra, Monomials, Step, Terms, TooManyTermsError, joined, merged, step_of, terms_at
+from .traced_function import TracedFunction, Values, called
+from .value_functions import ValueFunction
 
 #: Terms of all products, for each entry of the Jacobian, beyond which its products are not folded.
 TERMS_PER_ENTRY = 64
@@ -104,13 +105,15 @@ def _check_range(name: str, array: np.ndarray, stop: int) -> None:
         raise ValueError(f"{name} does not run from 0 to {stop - 1}")
 
 
-def folded(function: Linearised, most: int | None = None) -> tuple[Folded, fx.GraphModule | None]:
-    """The entries of a function's Jacobian as terms, and the graph of its local derivatives, if any.
+def folded(function: TracedFunction, *, replays: bool, most: int | None = None) -> tuple[Folded, Derivatives]:
+    """The entries of a function's Jacobian as terms, and its local derivatives.
 
     Parameters
     ----------
-    function : Linearised
+    function : TracedFunction
         The function.
+    replays : bool
+        As in `ValueFunction`.
     most : int, optional
         The most terms of all products where elements of weights are variables too; by default none are.
 
@@ -120,7 +123,7 @@ def folded(function: Linearised, most: int | None = None) -> tuple[Folded, fx.Gr
         Where a local Jacobian is neither constant nor elementwise, and no selection of a weight's elements where these
         are variables, or there are too many paths.
     """
-    leaves = _Leaves(function, weights=most is not None)
+    leaves = _Leaves(function, weights=most is not None, replays=replays)
     terms = leaves.folded(most)
     constant = terms.variable == NONE
     constants, others = terms[constant], merged(terms[~constant])
@@ -131,34 +134,50 @@ def folded(function: Linearised, most: int | None = None) -> tuple[Folded, fx.Gr
         function.pattern,
         leaves.algebra.monomials,
         (entries, constants.monomial, constants.coefficient),
-        leaves.count,
+        leaves.local.count,
         (*leaves.algebra.steps, last),
-    ), leaves.graph
+    ), leaves.local
 
 
-def derivatives_of(function: Linearised) -> tuple[int, fx.GraphModule | None]:
-    """The number of a function's local derivatives, and the graph that computes them, if any."""
-    leaves = _Leaves(function, weights=True)
+def derivatives_of(function: TracedFunction) -> Derivatives:
+    """The local derivatives of a function, with elements of weights among them, for replays."""
+    leaves = _Leaves(function, weights=True, replays=True)
     leaves.matrices()
-    return leaves.count, leaves.graph
+    return leaves.local
+
+
+@dataclass
+class Derivatives:
+    """The distinct local derivatives of a function, and the numbers that scale terms."""
+
+    #: Computes them in each run, each ``(batch, elements)``; None where there are none.
+    function: ValueFunction | None = None
+    count: int = 0
+    #: The places of the distinct ones among all that it computes.
+    distinct: list[int] = field(default_factory=list)
+    #: The values that are numbers: they have no axes, and do not depend on the input.
+    numbers: list[int] = field(default_factory=list)
+    #: How many numbers of the run's own come before these.
+    scalars: int = 0
+
+    def numbers_of(self, trace: Trace) -> tuple[float, ...]:
+        """The numbers of a run."""
+        return (*trace.scalars, *(trace.value(value).item() for value in self.numbers))
 
 
 class _Leaves:
     """The local Jacobians of a function as matrices of terms, transposed as the edges' patterns are."""
 
-    def __init__(self, function: Linearised, weights: bool) -> None:
-        self.function, self.numbers, self.weights = function, function.numbers, weights
-        if function.inputs[0].is_cuda:
+    def __init__(self, function: TracedFunction, *, weights: bool, replays: bool) -> None:
+        self.function, self.weights, self.replays = function, weights, replays
+        if function.x.is_cuda:
             raise NotFoldableError("its kernels run on the CPU")
         self.algebra = Algebra()
-        #: The edges whose local derivatives are variables, in the order of these.
-        self.derivatives: list[Edge] = []
-        #: For those that are selections of a weight's elements: its place among the node's arguments, and the elements.
-        self.selections: dict[Edge, tuple[int, np.ndarray]] = {}
-        #: Computes the distinct local derivatives, a list of ``(batch, elements)``; None where there are none.
-        self.graph: fx.GraphModule | None = None
-        self.count = 0
-        self._varying = _varying(function)
+        #: The edges whose local derivatives are variables, in the order of these, with their records.
+        self.derivatives: dict[Edge, Record] = {}
+        #: For those that are selections of a weight's elements: the weight's name, and the elements.
+        self.selections: dict[Edge, tuple[str, np.ndarray]] = {}
+        self.local = Derivatives(scalars=len(function.trace.scalars))
 
     def folded(self, most: int | None) -> Terms:
         """The function's Jacobian as terms, of which all products may have so many."""
@@ -169,12 +188,12 @@ class _Leaves:
         limit = TERMS_PER_ENTRY * (self.function.pattern.nnz + sum(self.function.pattern.shape))
         self.algebra.limit = limit if most is None else min(limit, int(most))
         accumulation, edges, chain = Accumulation(patterns_only=True), self.function.edges(), self.function.chain
-        leaves = {accumulation.leaf(edge, edge.pattern): (edge, record) for edge, record in edges}
+        leaves = {accumulation.leaf(edge, edge.pattern): edge for edge, _ in edges}
         rows, columns = self.function.pattern.shape
         if not len(chain):
             diagonal = np.arange(rows)
             return terms_at((rows, columns), diagonal, diagonal)
-        graph = [(edge.source, edge.target, number) for number, (edge, _) in leaves.items()]
+        graph = [(edge.source, edge.target, number) for number, edge in leaves.items()]
         result = eliminate(accumulation, graph, chain.stages[0].start, chain.stages[-1].stop)
         if result is None:
             return terms_at((rows, columns), np.zeros(0), np.zeros(0))
@@ -196,32 +215,34 @@ class _Leaves:
         entries = (pattern.shape, pattern.rows, pattern.indices)
         if isinstance(pattern.structure, Identity):
             return terms_at(*entries)
-        node = self.function.nodes.get(edge.target)
-        if node is None:
-            raise NotFoldableError(f"{edge.call.operator} is no call of the graph")
-        factor = self._factor(edge, node)
+        operation = self.function.operation(edge, record)
+        factor = self._factor(edge, operation)
         if factor is not None:
             number, power, coefficient = factor
             monomial = self.algebra.monomials.index({} if number is None else {number: power})
             return terms_at(*entries, monomial=monomial, coefficient=coefficient)
-        place = place_of(node, edge.call.argument)
-        others = [] if place is None else [other for other in node.all_input_nodes if other is not node.args[place]]
         # A pruned weight varies where it is not zero; a mask that selects is a part of the program.
         selects = edge.call.sources is not None or any(not weight.floating for weight in edge.pruned_weights)
-        if edge.shared and (selects or (place is not None and not self._varying.intersection(others))):
+        if edge.shared and (selects or not self._varies(edge, operation)):
             return terms_at(*entries, coefficient=record.values(edge)[:, 0].numpy())
         # An operator may work on places in one overload alone, as `aten.max` does.
-        overload: Any = node.target
-        if place is None or not (torch.Tag.pointwise in overload.tags or edge.rule.elementwise(edge.call)):
-            selection = self._selection(edge, record, node) if self.weights else None
+        overload: Any = operation.overload
+        if not (torch.Tag.pointwise in getattr(overload, "tags", ()) or edge.rule.elementwise(edge.call)):
+            selection = self._selection(edge, record) if self.weights else None
             if selection is None:
                 raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")
             self.selections[edge] = selection
-        self.derivatives.append(edge)
+        self.derivatives[edge] = record
         return None
 
-    def _selection(self, edge: Edge, record: Record, node: fx.Node) -> tuple[int, np.ndarray] | None:
-        """The place of a weight among a node's arguments, and which of its elements an edge's entries are.
+    def _varies(self, edge: Edge, operation: Operation) -> bool:
+        """Whether another argument of an edge's operator than its operand may differ between runs."""
+        infos = self.function.graph.infos
+        arguments = (value for name, value in operation.referenced.items() if name != edge.call.argument)
+        return any(type(each) is Scalar or (type(each) is Value and not infos[each.number].fixed) for each in arguments)
+
+    def _selection(self, edge: Edge, record: Record) -> tuple[str, np.ndarray] | None:
+        """The name of a weight among an operator's arguments, and which of its elements an edge's entries are.
 
         None where the entries are no elements of a weight.
         """
@@ -229,11 +250,8 @@ class _Leaves:
         if not edge.shared or len(names) != 1 or names[0] in call.dependent:
             return None
         (name,) = names
-        place, weight = place_of(node, name), call.arguments[name]
-        if place is None:
-            return None
-        operand = node.args[place]
-        if not isinstance(operand, fx.Node) or operand.meta["val"].numel() != weight.numel():
+        weight = call.arguments[name]
+        if record.trace.argument(record.node(edge.target), name).numel() != weight.numel():
             return None
         # The rule itself tells where the elements of a weight of consecutive numbers come to lie.
         numbered = torch.arange(weight.numel(), dtype=torch.float64).reshape(weight.shape)
@@ -242,7 +260,7 @@ class _Leaves:
         elements = numbers.long().clamp(0, max(0, weight.numel() - 1))
         if not torch.equal(weight.reshape(-1)[elements], record.values(edge)[:, 0]):
             return None
-        return (place, elements.numpy()) if torch.equal(elements.to(numbers), numbers) else None
+        return (name, elements.numpy()) if torch.equal(elements.to(numbers), numbers) else None
 
     def _of_derivative(self, edge: Edge, first: int) -> Terms:
         """The transposed local Jacobian of an edge, whose entries are variables from the first one on."""
@@ -254,82 +272,84 @@ class _Leaves:
         return Terms(pattern.shape, leaf.column, leaf.row, leaf.variable, leaf.monomial, leaf.coefficient)
 
     def _of_derivatives(self) -> dict[Edge, Terms]:
-        """The local Jacobians of the edges that have derivatives; the graph that computes these is set."""
+        """The local Jacobians of the edges that have derivatives."""
         if not self.derivatives:
             return {}
-        self.graph = self._graph()
-        parts: list[fx.Node] = list(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
+        operations = {edge: self.function.operation(edge, record) for edge, record in self.derivatives.items()}
+        references = (value for operation in operations.values() for value in operation.referenced.values())
+        reads = [value.number for value in references if type(value) is Value]
+        computed = ValueFunction(self.function, self._computed(operations), reads, replays=self.replays)
+        parts: list[fx.Node] = list(computed.graph.graph.output_node().args[0])  # type: ignore[arg-type]
         first, firsts = 0, {}
         for part in dict.fromkeys(parts):
             firsts[part] = first
             first += part.meta["val"].shape[1]
-        self.algebra.variables = self.count = first
-        self.graph.graph.output_node().args = (list(firsts),)
-        self.graph.recompile()
+        computed.keep(list(firsts))
+        self.algebra.variables = self.local.count = first
+        self.local.function, self.local.distinct = computed, [parts.index(part) for part in firsts]
         return {
             edge: self._of_derivative(edge, firsts[part]) for edge, part in zip(self.derivatives, parts, strict=True)
         }
 
-    def _factor(self, edge: Edge, node: fx.Node) -> tuple[int | None, int, float] | None:
+    def _computed(self, operations: Mapping[Edge, Operation]) -> Callable[[Values], list[torch.Tensor]]:
+        """What computes the local derivatives, each ``(batch, elements)`` or ``(1, elements)``."""
+        # It is to hold no record of this run.
+        function, batch, selections = self.function, self.function.batch, self.selections
+        layouts = {edge: record.stage.program.layouts[edge.target] for edge, record in self.derivatives.items()}
+
+        def derivatives(values: Values) -> list[torch.Tensor]:
+            parts = []
+            for edge, operation in operations.items():
+                arguments = values.arguments(operation.referenced)
+                if edge in selections:
+                    weight = arguments[selections[edge][0]].reshape(1, -1)
+                    parts.append(weight if function.shared else weight.expand(batch, -1))
+                    continue
+                derivative = _derivative(operation, arguments, edge.call.argument, function)
+                of_samples = layouts[edge].split(derivative).reshape(batch, -1)
+                parts.append(of_samples[:1] if function.shared else of_samples)
+            return parts
+
+        return derivatives
+
+    def _factor(self, edge: Edge, operation: Operation) -> tuple[int | None, int, float] | None:
         """The number, its power and the coefficient by which a linear elementwise operator scales; else None."""
-        name, argument = edge.call.operator, edge.call.argument
+        name, argument, arguments = edge.call.operator, edge.call.argument, operation.referenced
         if name == "aten.neg":
             return None, 0, -1.0
         if name in ("aten.add", "aten.sub", "aten.rsub"):
-            alpha = float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
+            alpha = arguments.get("alpha", 1)
+            if type(alpha) is Scalar:
+                return None
             scaled = argument == ("self" if name == "aten.rsub" else "other")
-            return None, 0, (alpha if name == "aten.add" else -alpha) if scaled else 1.0
-        if name not in ("aten.mul", "aten.div") or argument != "self":
+            return None, 0, (float(alpha) if name == "aten.add" else -float(alpha)) if scaled else 1.0
+        if name not in ("aten.mul", "aten.div") or argument != "self" or "rounding_mode" in arguments:
             return None
-        number = self.numbers.get(node.args[1])  # type: ignore[arg-type]
-        return None if number is None else (number, 1 if name == "aten.mul" else -1, 1.0)
+        other, power = arguments["other"], 1 if name == "aten.mul" else -1
+        if type(other) is Scalar:
+            return other.place, power, 1.0
+        if type(other) is not Value:
+            return None, 0, float(other) ** power
+        return (self._number(other.number), power, 1.0) if self._is_number(other.number) else None
 
-    def _graph(self) -> fx.GraphModule:
-        """The graph that computes the distinct local derivatives, each ``(batch, elements)``, from the inputs."""
-        function = self.function
-        wanted: dict[fx.Node, list[Edge]] = {}
-        for edge in self.derivatives:
-            wanted.setdefault(function.nodes[edge.target], []).append(edge)
-        layouts = {edge: record.stage.program.layouts[edge.target] for edge, record in function.edges()}
+    def _is_number(self, value: int) -> bool:
+        tensor = self.function.trace.tensor(value)
+        return not tensor.ndim and tensor.is_floating_point() and not self.function.graph.infos[value].dependent
 
-        def derivatives(*inputs: torch.Tensor) -> list[torch.Tensor]:
-            parts: dict[Edge, torch.Tensor] = {}
-
-            def visit(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-                for edge in wanted.get(node, ()):
-                    if edge in self.selections:
-                        weight = args[self.selections[edge][0]].reshape(1, -1)
-                        parts[edge] = weight if function.shared else weight.expand(function.batch, -1)
-                        continue
-                    place = place_of(node, edge.call.argument)
-                    assert place is not None
-                    derivative = _derivative(node, args, kwargs, place, result.shape)
-                    of_samples = layouts[edge].split(derivative).reshape(function.batch, -1)
-                    parts[edge] = of_samples[:1] if function.shared else of_samples
-
-            with torch.no_grad():
-                evaluated(function.graph, inputs, visit)
-            return [parts[edge] for edge in self.derivatives]
-
-        return graph_of_values(derivatives, function.inputs)
-
-
-def _varying(function: Linearised) -> set[fx.Node]:
-    """The nodes whose floating-point elements may differ between calls."""
-    varying: set[fx.Node] = set()
-    for node in function.graph.graph.nodes:
-        if (node.op == "placeholder" and node.meta["val"].is_floating_point()) or varying.intersection(
-            node.all_input_nodes
-        ):
-            varying.add(node)
-    return varying
+    def _number(self, value: int) -> int:
+        """The place of a value among the numbers that scale terms."""
+        numbers = self.local.numbers
+        if value not in numbers:
+            numbers.append(value)
+        return self.local.scalars + numbers.index(value)
 
 
 def _derivative(
-    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], place: int, shape: torch.Size
+    operation: Operation, arguments: Mapping[str, Any], argument: str, function: TracedFunction
 ) -> torch.Tensor:
     """The derivative of an elementwise operator at each place of its result, by its own backward on ones."""
+    shape = function.trace.tensor(operation.value).shape
     with torch.enable_grad():
-        operand = args[place].expand(shape).detach().requires_grad_()
-        y = node.target(*args[:place], operand, *args[place + 1 :], **kwargs)  # type: ignore[operator]
+        operand = arguments[argument].expand(shape).detach().requires_grad_()
+        y = called(operation.overload, {**arguments, argument: operand})[operation.number]
         return gradient_of(y, operand, torch.ones_like(y))

@@ -2,91 +2,90 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, Self
 
-import numpy as np
 import torch
-from torch import nn
 
 from .._version import __version__
-from ..patterns import Pattern, UnsupportedOperatorError, gradient_of
+from ..patterns import Pattern, gradient_of
 from ..runtime import read_archive, write_archive
 from ..spgemm import SparseJacobian
-from ..stages import chain_of, refuse_hooks, traced
-from ..tracing import (
-    Arithmetic,
-    Reads,
-    check_module,
-    check_replays,
-    name_of,
-    same_number,
-    undisturbed,
-    without_autocast,
-    without_saving_hooks,
-)
+from ..tracing import Contents, Form, Trace, form_of, name_of, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments, FlatFunction, arguments_of
 from .compressed import Coloring, Compressed, coloring
 from .evaluation import jacobian_at
-from .evaluators import evaluator_of
+from .evaluators import Evaluator, evaluator_of
 from .folding import Folded, derivatives_of
-from .gradients import Gradient, registered_in
-from .linearised import Linearised, linearised
 from .products import ChainProducts, Products
-from .surroundings import Surroundings
-from .taped import Evaluator, TapedJacobian, taped
+from .replays import of_replay, values_of
+from .traced_function import TracedFunction
+from .tracing_for_replays import Sources, digest_of, traced_program
 from .verification import ROUNDINGS, VerificationError, difference_of, largest_finite, magnitude
-from .watched_weights import FilledWeightError, WatchedWeights, can_be_watched
+from .watched_weights import FilledWeightError, WatchedWeights
 
 METHODS = ("auto", "products", "compressed")
-#: Arguments that nobody can change; a call with any other that is no tensor runs the function.
-_CONSTANT = (bool, int, float, np.number, str, type(None), torch.dtype, torch.device)
+#: The most programs of one prepared Jacobian, for other numbers among the arguments.
+MOST = 8
 
 
-class _Run(NamedTuple):
-    """What a run of the function read, and all that it depends on besides tensors among the arguments."""
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """What was decided for arguments of one form, and for some of the numbers among them."""
 
-    #: The arguments that are no tensors.
-    plain: list[Any]
-    surroundings: Surroundings
-    reads: Reads
-    #: How its numbers come from those among the arguments; None where that is not known.
-    arithmetic: Arithmetic | None = None
+    function: TracedFunction
+    evaluator: Evaluator
+    watched: WatchedWeights
+    #: The places of the numbers among the arguments that are tensors to it.
+    tensors: frozenset[int]
+    #: Where each capture comes from.
+    captures: Sources
+    #: The elements of the captures on which patterns depend.
+    contents: dict[int, Contents]
 
-    def with_numbers(self, plain: list[Any]) -> _Run | None:
-        """A run with other numbers among the arguments; None where that is not known."""
-        if self.arithmetic is None or not _differ_in_numbers(self.plain, plain):
-            return None
-        try:
-            results = self.arithmetic.evaluate([value for value in plain if isinstance(value, float)])
-        except (ArithmeticError, TypeError):
-            # The function says what is wrong.
-            return None
-        if any(isinstance(result, complex) for result in results):
-            # The root of a negative number.
-            return None
-        numbers = list(self.reads.numbers)
-        for place, source in self.arithmetic.sources.items():
-            numbers[place] = results[source]
-        return self._replace(plain=plain, reads=self.reads._replace(numbers=tuple(numbers)))
+    def values(self, arguments: Arguments) -> torch.Tensor:
+        """The values of the Jacobian.
 
-    def tells(self, other: _Run) -> bool:
-        """Whether the arithmetic gives what another run read."""
-        told = self.with_numbers(other.plain)
-        return told is not None and told.reads.numbers == other.reads.numbers
+        Raises
+        ------
+        ValueError
+            Where an index or a mask has other elements, or a parameter another form.
+        FilledWeightError
+            Where a weight that the pattern leaves out is not zero.
+        """
+        graph, captures, arguments = self.function.graph, {}, arguments.with_tensors(self.tensors)
+        for value, source in self.captures.items():
+            if isinstance(source, int):
+                source = arguments.leaves[source]
+            tensor = source if isinstance(source, torch.Tensor) else source()
+            form, _ = graph.captures[value]
+            if form_of(tensor) != form:
+                tensor = _in_form(tensor, form)
+            captures[value] = tensor
+        for value, contents in self.contents.items():
+            if not contents.equal(captures[value]):
+                raise ValueError(
+                    f"an index or a mask of {tuple(captures[value].shape)} holds other elements than when this "
+                    "Jacobian was prepared, and patterns depend on them: prepare one for these"
+                )
+        before = self.function.trace
+        trace = Trace.replayed(graph, before.module, arguments.flat(), captures, before.scalars)
+        with torch.no_grad(), without_autocast(trace.input.device):
+            self.watched.check(trace)
+            return values_of(self.function, self.evaluator, trace, of_replay)
 
 
 class PreparedJacobian:
     """The Jacobian of a function, prepared for arguments of the same shapes; `prepare_jacobian` makes it.
 
-    It trusts its program: a call does not run the function, unless a number among the arguments, or what the function
-    reads besides them, has changed, or an argument is an object that may have. The first change of a number also shows
-    what arithmetic the function does with it; where that is all, later changes do not run the function. `check`
-    compares with the function itself. Any number of threads may call it.
+    It trusts its program: a call does not run the function. Parameters and buffers of a module are read by their names,
+    other tensors that the function reads are those that it read when it was prepared. Where a number among the
+    arguments is no factor or term but decides what the function does, as by ``math.sin`` or a comparison, another one
+    makes a program of its own. `check` compares with the function itself. Any number of threads may call it.
 
     Attributes
     ----------
@@ -97,31 +96,17 @@ class PreparedJacobian:
     """
 
     def __init__(
-        self,
-        f: Callable[..., Any],
-        arguments: Arguments,
-        function: Linearised,
-        evaluator: Evaluator,
-        reads: Reads,
-        pruned: bool,
+        self, f: Callable[..., Any], arguments: Arguments, pruned: bool, choose: Callable[[TracedFunction], Evaluator]
     ) -> None:
-        self.pattern, self.method, self._pruned = evaluator.pattern, evaluator.name, pruned
-        watched = WatchedWeights(function) if function.chain.pruned_weights else None
-        taped = TapedJacobian(arguments.form, function.tape, evaluator, watched=watched)
-        self._program = _digest(arguments, function)
-        self._f, self._arguments, self._taped, self._tolerance = f, arguments, taped, _tolerance(function)
-        self._registered_values = function.chain.registered_values
-        # Replaced as a whole, so that threads take all of one run.
-        self._run, self._lock = _Run(arguments.plain, Surroundings(f), reads), threading.RLock()
-        #: Whether the arithmetic of numbers among the arguments may be followed; False once that has failed.
-        self._follows_numbers = True
-        leaves = {id(leaf): place for place, leaf in enumerate(arguments.leaves) if isinstance(leaf, torch.Tensor)}
-        #: The places of externals that are arguments, and of the leaves that they are.
-        self._from_arguments = [
-            (place, leaves[id(external)]) for place, external in enumerate(reads.externals) if id(external) in leaves
-        ]
-        contents = [taped.tape.contents.get(slot) for slot in taped.tape.forms]
-        self._contents = [(place, each) for place, each in enumerate(contents) if each is not None]
+        self._f, self._arguments, self._pruned, self._choose = f, arguments, pruned, choose
+        self._lock = threading.RLock()
+        #: By what they were made for, the programs.
+        self._programs: dict[Any, _Program] = {}
+        #: The leaves that are numbers, which programs take as tensors.
+        self._tensors: dict[Any, frozenset[int]] = {}
+        self._first = self._program(arguments)
+        evaluator = self._first.evaluator
+        self.pattern, self.method = evaluator.pattern, evaluator.name
 
     @classmethod
     @without_saving_hooks()
@@ -144,10 +129,13 @@ class PreparedJacobian:
         if not arguments.batch:
             raise ValueError(f"the arguments are {arguments}, without any sample; give one or more to prepare for")
         differentiated = cls._differentiated(f, arguments)
-        arguments, function, reads = _traced(differentiated, arguments, pruned)
-        evaluator = evaluator_of(function, method, compile, cls._coloring)
-        _check_compiles(f, evaluator, compile)
-        prepared = cls(differentiated, arguments, function, evaluator, reads, pruned)
+
+        def choose(function: TracedFunction) -> Evaluator:
+            evaluator = evaluator_of(function, method, replays=True, compile=compile, coloring=cls._coloring)
+            _check_compiles(f, evaluator, compile)
+            return evaluator
+
+        prepared = cls(differentiated, arguments, pruned, choose)
         try:
             return prepared._checked_at(args)
         except VerificationError:
@@ -177,39 +165,52 @@ class PreparedJacobian:
         ValueError
             Where the arguments have other shapes, dtypes or indices than those that it was prepared for.
         RuntimeError
-            Where the function makes other calls than when it was prepared, or a weight that the pattern leaves out is
-            not zero.
+            Where a weight that the pattern leaves out is not zero.
         """
         arguments = self._checked(args)
-        reads = self._current(arguments)
-        for place, contents in self._contents:
-            external = reads.externals[place]
-            if not contents.equal(external):
-                raise ValueError(
-                    f"an index or a mask of {tuple(external.shape)} holds other elements than when this Jacobian was "
-                    "prepared, and patterns depend on them: prepare one for these"
-                )
+        program = self._program(arguments)
         try:
-            return self._taped.values(arguments.flat(), reads)
+            return program.values(arguments)
         except FilledWeightError as error:
-            weight = self._name_of_weight(error.places, reads)
             raise RuntimeError(
-                f"{name_of(self._f)}: {weight} was zero where the pattern leaves it out, and is not any more: "
+                f"{name_of(self._f)}: {error.weight} was zero where the pattern leaves it out, and is not any more: "
                 "prepare it again, keep the weight zero by a mask (torch.nn.utils.prune), or pass pruned=False"
             ) from None
 
-    def _name_of_weight(self, places: Sequence[int], reads: Reads) -> str:
-        """The parameters or buffers that a weight is computed from, at these places of the graph's inputs."""
-        slots = list(self._taped.tape.forms)
-        tensors = [
-            reads.externals[slots.index(self._taped.tape.inputs[place - 1])]
-            for place in places
-            if 0 < place <= len(self._taped.tape.inputs)
-        ]
-        module = self._f if isinstance(self._f, nn.Module) else nn.Module()
-        of_module = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
-        names = [of_module.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}") for tensor in tensors]
-        return " and ".join(names) or "a weight"
+    def _program(self, arguments: Arguments) -> _Program:
+        """The program for the numbers and objects among arguments of the prepared form."""
+        kinds = arguments.kinds_of_plain
+        tensors = self._tensors.get(kinds)
+        if tensors is not None:
+            program = self._programs.get((kinds, arguments.numbers_but(tensors)))
+            if program is not None:
+                return program
+        with self._lock:
+            return self._made(arguments)
+
+    @without_saving_hooks()
+    def _made(self, arguments: Arguments) -> _Program:
+        kinds = arguments.kinds_of_plain
+        tensors = self._tensors.get(kinds)
+        given = arguments if tensors is None else arguments.with_tensors(tensors)
+        # What was no tensor once never is.
+        asks = tensors is None
+        taken, tensors, captures, contents, function = traced_program(self._f, given, self._pruned, asks)
+        evaluator = self._choose(function)
+        if self._programs and evaluator.pattern != self.pattern:
+            raise ValueError(
+                f"{name_of(self._f)}: the pattern at {arguments} is another than that at {self._arguments}, for which "
+                "it was prepared: prepare one for these"
+            )
+        program = _Program(function, evaluator, WatchedWeights(function), tensors, captures, contents)
+        if not self._programs:
+            self._arguments, self._tolerance = taken, _tolerance(function)
+        function.forget()
+        self._tensors[kinds] = tensors
+        while len(self._programs) >= MOST:
+            del self._programs[next(iter(self._programs))]
+        self._programs[kinds, arguments.numbers_but(tensors)] = program
+        return program
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
         alike = self._arguments.with_args(args)
@@ -217,72 +218,23 @@ class PreparedJacobian:
             return alike
         arguments = arguments_of(args, self._arguments.argnums, self._arguments.batched)
         arguments = arguments.laid_out_as(self._arguments)
-        if torch.get_default_dtype() != self._taped.default_dtype:
+        *_, (default_dtype, autocast), _ = self._arguments.form
+        now, autocast_now = arguments.surroundings()
+        if now != default_dtype:
             raise ValueError(
-                f"the default dtype is {torch.get_default_dtype()}; this Jacobian is prepared for "
-                f"{self._taped.default_dtype}: call torch.set_default_dtype, or prepare one for this"
+                f"the default dtype is {now}; this Jacobian is prepared for {default_dtype}: call "
+                "torch.set_default_dtype, or prepare one for this"
             )
-        if arguments.form != self._taped.form:
+        if autocast_now != autocast:
+            raise ValueError(
+                f"torch.autocast is {_autocast(autocast_now)}; this Jacobian is prepared for {_autocast(autocast)}: "
+                "call it as it was prepared, or prepare one for this"
+            )
+        if arguments.form != self._arguments.form:
             raise ValueError(
                 f"the arguments are {arguments}; this Jacobian is prepared for {self._arguments}: prepare one for these"
             )
         return arguments
-
-    def _current(self, arguments: Arguments) -> Reads:
-        """The tensors and the numbers that the function reads now; it runs where they may have changed."""
-        run, plain = self._run, arguments.plain
-        if run.surroundings.changed():
-            run = self._run = self._followed(arguments.apart())
-        elif plain and not _same(run.plain, plain):
-            run = self._run = run.with_numbers(plain) or self._with_arithmetic(run, arguments.apart())
-        if not self._from_arguments:
-            return run.reads
-        externals = list(run.reads.externals)
-        for place, leaf in self._from_arguments:
-            externals[place] = arguments.leaves[leaf]
-        return Reads(externals, run.reads.numbers)
-
-    @without_saving_hooks()
-    def _followed(self, arguments: Arguments) -> _Run:
-        # One run at a time: what it changes in a module is undone when it ends.
-        with self._lock:
-            surroundings = Surroundings(self._f)
-            reads = self._taped.followed(self._f, arguments)
-        if reads is None:
-            raise RuntimeError(
-                f"{name_of(self._f)} makes other calls than when it was prepared; prepare it again, or call "
-                "jacsparse.jacobian, which follows each run"
-            )
-        return _Run(arguments.plain, surroundings, reads)
-
-    def _with_arithmetic(self, before: _Run, arguments: Arguments) -> _Run:
-        """The function's run, with how its numbers come from those among the arguments, where that can be told."""
-        run = self._followed(arguments)
-        if (
-            not self._follows_numbers
-            or not _differ_in_numbers(before.plain, run.plain)
-            # The function runs at each call, and it may store what it is called with.
-            or run.surroundings.changed()
-            # A call of `type` would not take a followed number for a number.
-            or "type" in run.surroundings.names
-        ):
-            return run
-        arithmetic = Arithmetic([value for value in run.plain if isinstance(value, float)])
-        numbers = iter(arithmetic.numbers)
-        traced = arguments.with_plain([next(numbers) if isinstance(value, float) else value for value in run.plain])
-        with self._lock:
-            reads = self._taped.followed_numbers(self._f, traced, arithmetic)
-        # Once more, so that the last number that the function may have stored is the one of this call.
-        run = self._followed(arguments)
-        if (
-            reads is None
-            # Its other numbers would differ from those of the runs if they depended on the arguments.
-            or not all(map(run._replace(reads=reads, arithmetic=arithmetic).tells, (before, run)))
-            or any(one is not other for one, other in zip(run.reads.externals, reads.externals, strict=True))
-        ):
-            self._follows_numbers = False
-            return run
-        return run._replace(arithmetic=arithmetic)
 
     @without_saving_hooks()
     def check(self, *args: Any, tolerance: float | None = None) -> float:
@@ -317,15 +269,21 @@ class PreparedJacobian:
             g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
             expected = gradient_of(y, x, g) if y.requires_grad else torch.zeros_like(x)
         g = g.to(x.dtype)
-        if self._registered_values:
+        registered = self._first.function.chain.registered_values
+        if registered:
             # Autograd does not know of registered values.
             expected = jacobian_at(self._f, arguments).vjp(g)
-        scale = largest_finite(SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()))
-        error = magnitude(difference_of(jacobian.vjp(g), expected)) / (scale or 1.0)
         limit = tolerance if tolerance is not None else self._tolerance
+        scale = largest_finite(SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()))
+        # All elements may be zero but for rounding, as those of a sum of a softmax.
+        rounding = (
+            ROUNDINGS * torch.finfo(x.dtype).eps * largest_finite(y.detach()) / (largest_finite(x.detach()) or 1.0)
+        )
+        scale = max(scale, rounding * largest_finite(g.abs().flatten(1).sum(1)) / (limit or 1.0))
+        error = magnitude(difference_of(jacobian.vjp(g), expected)) / (scale or 1.0)
         if not error <= limit:
             way = " with method='products'" if self.method == "compressed" else ""
-            whose = "that of jacsparse.jacobian" if self._registered_values else "autograd's"
+            whose = "that of jacsparse.jacobian" if registered else "autograd's"
             raise VerificationError(
                 f"{name_of(self._f)}: the prepared Jacobian differs from {whose} by {error:.1e} of the largest "
                 f"element, more than {limit:.0e}; prepare it again{way}, or call jacsparse.jacobian"
@@ -349,19 +307,19 @@ class PreparedJacobian:
         >>> prepared(x).todense().tolist()
         [[2.0, 1.0, 0.0], [0.0, 3.0, 2.0]]
         """
-        taped, pattern = self._taped, self._taped.evaluator.pattern
+        evaluator = self._first.evaluator
         content = {
             "version": __version__,
-            "program": self._program,
+            "program": digest_of(self._arguments, self._first.function),
             "argnums": list(self._arguments.argnums),
             "batched": self._arguments.batched,
             "pruned": self._pruned,
-            "evaluator": type(taped.evaluator).__name__,
-            "shape": list(pattern.shape),
-            "indptr": pattern.indptr,
-            "indices": pattern.indices,
+            "evaluator": type(evaluator).__name__,
+            "shape": list(evaluator.pattern.shape),
+            "indptr": evaluator.pattern.indptr,
+            "indices": evaluator.pattern.indices,
         }
-        write_archive(path, "prepared Jacobian", {**content, **taped.evaluator.describe()})
+        write_archive(path, "prepared Jacobian", {**content, **evaluator.describe()})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], f: Callable[..., Any], *args: Any, compile: bool = False) -> Self:
@@ -398,18 +356,21 @@ class PreparedJacobian:
             )
         arguments = arguments_of(args, argnums, batched).apart()
         f = cls._differentiated(f, arguments)
-        arguments, function, reads = _traced(f, arguments, pruned)
-        if content.get("program") != _digest(arguments, function):
-            raise ValueError(
-                f"{path} is not of this function at arguments of these shapes: {name_of(f)}, {arguments}; prepare its "
-                "Jacobian and save it again"
-            )
-        try:
-            evaluator = _restored(content, function, len(reads.numbers), compile)
-        except (ValueError, TypeError, KeyError, MemoryError) as error:
-            raise ValueError(f"{path}: no valid prepared Jacobian: {error}") from error
-        _check_compiles(f, evaluator, compile)
-        return cls(f, arguments, function, evaluator, reads, pruned)._checked_at(args)
+
+        def choose(function: TracedFunction) -> Evaluator:
+            if content.get("program") != digest_of(arguments, function):
+                raise ValueError(
+                    f"{path} is not of this function at arguments of these shapes: {name_of(f)}, {arguments}; prepare "
+                    "its Jacobian and save it again"
+                )
+            try:
+                evaluator = _restored(content, function, compile)
+            except (ValueError, TypeError, KeyError, MemoryError) as error:
+                raise ValueError(f"{path}: no valid prepared Jacobian: {error}") from error
+            _check_compiles(f, evaluator, compile)
+            return evaluator
+
+        return cls(f, arguments, pruned, choose)._checked_at(args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -418,17 +379,17 @@ class PreparedJacobian:
         )
 
     def __repr__(self) -> str:
-        evaluator, arguments = self._taped.evaluator, self._arguments
+        evaluator, arguments, program = self._first.evaluator, self._arguments, self._first
         moved = self.pattern.nnz * arguments.batch * arguments.tensors[0].element_size()
-        others = len(self._run.reads.externals) - len(self._from_arguments)
+        others = sum(not isinstance(source, int) for source in program.captures.values())
         return "\n".join(
             [
                 f"<{type(self).__name__} of {name_of(self._f)}: {self.pattern.summary()}",
                 f"  method {self.method}{evaluator.details}: about {evaluator.flop:,} flop, "
                 f"{evaluator.nbytes + moved:,} bytes",
-                f"  inputs: {len(arguments.specs)} arguments, {others} other tensors, "
-                f"{len(self._run.reads.numbers)} numbers",
-                f"  baked in: shapes, {len(self._taped.tape.contents)} indices or masks, branches, other numbers>",
+                f"  inputs: {len(arguments.specs)} arguments, {others} other tensors",
+                f"  baked in: shapes, {len(program.contents)} indices or masks, branches, numbers that the function "
+                "reads>",
             ]
         )
 
@@ -480,22 +441,22 @@ def prepare_jacobian(
 
     Notes
     -----
-    Parameters, and all tensors that the function reads, are inputs of the program. With ``pruned=False`` the pattern
-    has entries for the zeros of a constant matrix that the function reads, since they may be filled later. A sparse
-    tensor's indices are parts of the program, whose pattern has its elements alone. Masks are parts of the program too:
-    a branch of ``torch.where`` has entries only where a mask selects it.
+    A call replays what the function did when it was prepared, and does not run it. What it may change, as ``jax.jit``
+    has it, are arguments and tensors: the parameters and buffers of a module, read by their names, and other tensors
+    that the function reads, those that it read then. All else that it reads is a constant: numbers, attributes,
+    globals, NumPy arrays, which mode a module is in, and other tensors put in the place of such. `check` finds a
+    change; call `jacobian` for what a function computes now.
 
-    Weights that the pattern leaves out are read at each call, to see whether they are zero still.
+    With ``pruned=False`` the pattern has entries for the zeros of a constant matrix that the function reads, since they
+    may be filled later. A sparse tensor's indices are parts of the program, whose pattern has its elements alone. Masks
+    are parts of the program too: a branch of ``torch.where`` has entries only where a mask selects it. Weights that the
+    pattern leaves out are read at each call, to see whether they are zero still.
 
-    Numbers among the arguments may change. Where they are floats, and a function only adds, multiplies and divides
-    them, takes powers or calls NumPy's functions of them, a change costs no more than their new values. Where it
-    compares or rounds them, or calls ``math.sin`` or ``type``, it runs at each change; pass a tensor without axes
-    instead.
+    Numbers among the arguments may change. A change costs no more than their new values where a function does with a
+    tensor without axes what it does with a float, as adding, multiplying, powers and comparisons between tensors. Where
+    it needs the value, as in ``math.sin``, a branch or a shape, each other value makes a program of its own.
 
     Values have no gradients; ``jacobian(..., create_graph=True)`` gives values that have.
-
-    Numbers that Python takes out of arrays and sets, as ``float(array[0])`` and ``tensor.tolist()``, are not followed:
-    pass them as arguments.
 
     Examples
     --------
@@ -519,63 +480,29 @@ def prepare_jacobian(
     return PreparedJacobian.prepare(f, args, argnums, batched, method, compile, pruned)
 
 
-def _differ_in_numbers(before: list[Any], now: list[Any]) -> bool:
-    """Whether arguments are what they were but for floating-point numbers."""
-    pairs = list(zip(before, now, strict=True))
-    return any(isinstance(b, float) for b, _ in pairs) and all(
-        isinstance(a, float) if isinstance(b, float) else isinstance(b, _CONSTANT) and same_number(a, b)
-        for b, a in pairs
-    )
+def _in_form(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    """A tensor as one that lies in memory as another one did; ValueError where that is no matter of layout."""
+    shape, stride, layout, dtype, device = form
+    if not tensor.ndim and shape == ():
+        # A number.
+        return tensor.detach().to(dtype=dtype, device=device)
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or layout != tensor.layout:
+        raise ValueError(
+            f"a parameter or buffer is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; this Jacobian is "
+            f"prepared for {dtype} {tuple(shape)} on {device}: prepare one for these"
+        )
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(tensor.detach())
 
 
-def _same(before: list[Any], now: list[Any]) -> bool:
-    """Whether arguments are what they were; of an object that may have changed inside, this is unknown."""
-    return all(isinstance(b, _CONSTANT) and same_number(a, b) for a, b in zip(before, now, strict=True))
+def _autocast(dtype: torch.dtype | None) -> str:
+    return "off" if dtype is None else f"on, with {dtype}"
 
 
-def _traced(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> tuple[Arguments, Linearised, Reads]:
-    """A function's program, and what it reads, with errors in the user's words.
-
-    The program is for arguments whose elements are apart in memory, unless the function may read elements beside them.
-    """
-    dense = arguments.dense()
-    function, reads = _traced_at(f, dense, pruned)
-    reads_memory = any(call.overload is torch.ops.aten.as_strided.default for call in function.tape.instructions)
-    if reads_memory and dense is not arguments:
-        return arguments, *_traced_at(f, arguments, pruned)
-    return dense, function, reads
-
-
-def _traced_at(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> tuple[Linearised, Reads]:
-    function, x = FlatFunction(f, arguments), arguments.flat()
-    check_module(function)
-    with undisturbed(function):
-        trace = traced(function, x, readable=False)
-        with without_autocast(x.device):
-            refuse_hooks(chain_of(trace, pruned=False).records(trace)[1])
-        registered = registered_in(trace) if isinstance(f, Gradient) else None
-        if registered is not None:
-            raise UnsupportedOperatorError(
-                f"{name_of(f)}: a prepared Hessian takes PyTorch's derivative of {registered.name}, whose values were "
-                f"registered and may be others{registered.source}; call jacsparse.hessian, which compares them"
-            )
-    # Apart, since the second run is to find what the first one found.
-    tape, reads = taped(f, arguments)
-    check_replays(tape, name_of(f))
-    if pruned:
-        leaves = set(map(id, arguments.leaves))
-        watched = [place for place, external in enumerate(reads.externals) if id(external) not in leaves]
-        linear = linearised(tape, x, reads, watched=watched)
-        if can_be_watched(linear):
-            return linear, reads
-    return linearised(tape, x, reads), reads
-
-
-def _tolerance(function: Linearised) -> float:
+def _tolerance(function: TracedFunction) -> float:
     """The largest difference that `PreparedJacobian.check` takes for rounding."""
-    values = (node.meta.get("val") for node in function.graph.graph.nodes)
-    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
-    least = 1e-9 if function.inputs[0].dtype == torch.float64 else 1e-4
+    tensors = (tensor for tensor in function.trace.tensors if tensor is not None)
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    least = 1e-9 if function.x.dtype == torch.float64 else 1e-4
     return max(least, *(ROUNDINGS * torch.finfo(dtype).eps for dtype in dtypes))
 
 
@@ -588,33 +515,20 @@ def _check_compiles(f: Callable[..., Any], evaluator: Evaluator, compile: bool) 
         )
 
 
-def _digest(arguments: Arguments, function: Linearised) -> str:
-    """A digest of all that a prepared Jacobian depends on besides elements and numbers."""
-    digest = hashlib.blake2b(digest_size=16)
-    tape = function.tape
-    for part in (arguments.form, tape.forms, tape.dtypes, function.graph.code):
-        digest.update(repr(part).encode())
-    for contents in tape.contents.values():
-        digest.update(contents.copy.cpu().contiguous().numpy().tobytes())
-    for weight in function.chain.pruned_weights:
-        digest.update(weight.mask.cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _restored(content: Mapping[str, Any], function: Linearised, numbers: int, compile: bool) -> Evaluator:
+def _restored(content: Mapping[str, Any], function: TracedFunction, compile: bool) -> Evaluator:
     """The evaluator that a file describes; ValueError where it describes none of this function."""
     kind = content.get("evaluator")
     if kind == ChainProducts.__name__:
-        return ChainProducts(function)
+        return ChainProducts(function, replays=True)
     pattern = Pattern(content["shape"], content["indptr"], content["indices"])
     if pattern.shape != (math.prod(function.chain.out_shape), math.prod(function.chain.in_shape)):
         raise ValueError(f"its pattern is {pattern.shape}")
     if kind == Compressed.__name__:
-        return Compressed(function, Coloring.restore(content, pattern), compile)
+        return Compressed(function, Coloring.restore(content, pattern), replays=True, compile=compile)
     if kind != Products.__name__:
         raise ValueError(f"evaluator is {kind!r}")
-    entries = Folded.restore(content, pattern, numbers)
-    count, graph = derivatives_of(function)
-    if count != entries.derivatives:
-        raise ValueError(f"it has {entries.derivatives} local derivatives, and the function {count}")
-    return Products(function, entries, graph, compile)
+    derivatives = derivatives_of(function)
+    entries = Folded.restore(content, pattern, derivatives.scalars + len(derivatives.numbers))
+    if derivatives.count != entries.derivatives:
+        raise ValueError(f"it has {entries.derivatives} local derivatives, and the function {derivatives.count}")
+    return Products(function, entries, derivatives, replays=True, compile=compile)

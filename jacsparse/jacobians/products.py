@@ -7,25 +7,23 @@ of least cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import fx
 
 from ..runtime import unsigned
-from ..tracing import Tape, graph_of_values, same_numbers, trace, without_saving_hooks
+from ..tracing import Trace
 from . import kernels
 from .calls_of_terms import MOST, CallsOfTerms
-from .compilation import Runner, runner
-from .folding import Folded
-from .linearised import GraphRun, Linearised
+from .folding import Derivatives, Folded
+from .numbers import same_numbers
 from .passes import Pass
-from .results_of_runs import take_results
 from .terms import Step
-from .watched_weights import FilledWeightError
+from .traced_function import TracedFunction, Values
+from .value_functions import Compute, ValueFunction
 
 
 class Weights(NamedTuple):
@@ -42,47 +40,56 @@ class Products:
 
     Parameters
     ----------
-    function : Linearised
+    function : TracedFunction
         The function.
     folded : Folded
         The entries of its Jacobian.
-    graph : GraphModule or None
-        The graph of its local derivatives and of these elements.
+    derivatives : Derivatives
+        Its local derivatives, with these elements.
+    replays : bool
+        As in `ValueFunction`.
     compile : bool
-        Whether TorchInductor compiles that, together with the sums where they are not too many.
+        Whether TorchInductor compiles them, together with the sums where these are not too many.
     """
 
     name = "products"
 
     def __init__(
-        self, function: Linearised, folded: Folded, graph: fx.GraphModule | None, compile: bool = False
+        self,
+        function: TracedFunction,
+        folded: Folded,
+        derivatives: Derivatives,
+        *,
+        replays: bool,
+        compile: bool = False,
     ) -> None:
-        self.pattern, self.folded = folded.pattern, folded
-        self.batch, self.dtype = 1 if function.shared else function.batch, function.inputs[0].dtype
+        self.pattern, self.folded, self._derivatives = folded.pattern, folded, derivatives
+        self.batch, self.dtype = 1 if function.shared else function.batch, function.x.dtype
         self._weights: tuple[tuple[float, ...], Weights] | None = None
         dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
         self._from_monomials = [
             _OfMonomials(partial(_constants_of, folded), folded.constants[1], dtype),
             *(_OfMonomials(partial(_weights_of, step), step.monomial, dtype) for step in folded.steps),
         ]
-        calls = CallsOfTerms(folded) if compile and graph is not None else None
+        self._computed, local = derivatives.function, derivatives.function
+        calls = CallsOfTerms(folded) if compile and local is not None else None
         self._calls = calls if calls is not None and calls.count <= MOST else None
         self._passes = [] if self._calls is not None else [Pass(step, self.batch) for step in folded.steps]
-        self._graph, self._run = graph, None if graph is None else self._runner(graph, function, compile)
-        self.results: tuple[int, ...] = ()
+        if compile and local is not None:
+            compute, others = self._compiled(local.compute), []
+            if self._calls is not None:
+                others = self.weights(derivatives.numbers_of(function.trace)).tensors
+            self._computed = ValueFunction(function, compute, local.reads, others, replays=replays, compile=True)
 
-    def _runner(self, graph: fx.GraphModule, function: Linearised, compile: bool) -> Runner:
-        """What computes the local derivatives from a graph's inputs or, from the weights too, the values."""
-        if self._calls is None:
-            return runner(graph, function.inputs, compile)
-        weights = self.weights((1.0,) * len(function.numbers)).tensors
-        calls, count = self._calls, len(weights)
+    def _compiled(self, compute: Compute) -> Compute:
+        """What computes the distinct local derivatives or, from the weights too, the values."""
 
-        def values(*tensors: torch.Tensor) -> tuple[torch.Tensor]:
-            return (calls.values(graph.forward(*tensors[count:]), tensors[:count]),)
+        def computed(values: Values, *weights: torch.Tensor) -> Sequence[torch.Tensor]:
+            parts = compute(values)
+            distinct = [parts[place] for place in self._derivatives.distinct]
+            return distinct if self._calls is None else (self._calls.values(distinct, weights),)
 
-        inputs = [*weights, *function.inputs]
-        return runner(graph_of_values(values, inputs), inputs, compile)
+        return computed
 
     def describe(self) -> dict[str, Any]:
         """All of the plan as plain numbers and arrays."""
@@ -117,23 +124,16 @@ class Products:
             current = self._weights = numbers, Weights(constant, steps, tensors)
         return current[1]
 
-    def take_results(self, tape: Tape) -> None:
-        """Take results of the tape's calls from now on."""
-        if self._graph is not None and self._calls is None:
-            self.results = take_results(self._graph, tape, first=0)
-
-    def values(
-        self, inputs: list[torch.Tensor], numbers: tuple[float, ...], results: tuple[torch.Tensor, ...] = ()
-    ) -> torch.Tensor:
+    def values(self, trace: Trace) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where none depends on a tensor."""
-        weights = self.weights(numbers)
-        if self._run is None:
+        weights = self.weights(self._derivatives.numbers_of(trace))
+        if self._computed is None:
             return torch.from_numpy(weights.constant.copy())[:, None]
         if self._calls is not None:
-            return cast(torch.Tensor, self._run([*weights.tensors, *inputs])[0])
+            return self._computed(trace, *weights.tensors)[0]
         *passes, last = self._passes
-        variables = inputs[0].new_empty((last.step.first, self.batch))
-        torch.cat([part.T for part in self._run([*inputs, *results])], out=variables[: self.folded.derivatives])
+        variables = trace.input.detach().new_empty((last.step.first, self.batch))
+        torch.cat([part.T for part in self._computed(trace)], out=variables[: self.folded.derivatives])
         out = variables.new_empty((self.pattern.nnz, self.batch))
         computed, entries, constant = variables.numpy(), out.numpy(), weights.constant[:, None]
         if self.batch == 1:
@@ -181,9 +181,8 @@ class ChainProducts:
 
     name = "products"
 
-    def __init__(self, function: Linearised) -> None:
-        self.pattern, self.chain, self._graph = function.pattern, function.chain, function.graph
-        self.results: tuple[int, ...] = ()
+    def __init__(self, function: TracedFunction, *, replays: bool) -> None:
+        self.pattern, self.chain, self._replays = function.pattern, function.chain, replays
 
     def describe(self) -> dict[str, Any]:
         """Nothing: its plans are made at the first call."""
@@ -204,19 +203,11 @@ class ChainProducts:
         """Bytes of the pattern's indices."""
         return self.pattern.index_nbytes
 
-    def take_results(self, tape: Tape) -> None:
-        """Nothing: its calls run as they are."""
-
-    def values(
-        self, inputs: list[torch.Tensor], numbers: tuple[float, ...], results: tuple[torch.Tensor, ...] = ()
-    ) -> torch.Tensor:
+    def values(self, trace: Trace) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
-        with without_saving_hooks():
-            chain, records = self.chain.records(trace(GraphRun(self._graph, inputs), inputs[0]))
-            if chain is not self.chain:
-                # It is of another pattern.
-                raise FilledWeightError
-            values = chain.jacobian(records, inputs[0]).values
-        # They may lie in the memory of an input.
-        memories = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        # Who replays a graph has looked at the pruned weights.
+        records = self.chain.fitting_records(trace) if self._replays else self.chain.records(trace)[1]
+        values = self.chain.products(records, trace.input.detach()).values
+        # They may lie in the memory of a weight.
+        memories = {tensor.untyped_storage().data_ptr() for record in records for tensor in record.tensors}
         return values.clone() if values.untyped_storage().data_ptr() in memories else values

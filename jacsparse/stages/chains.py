@@ -66,17 +66,27 @@ class Chain:
 
     def records(self, trace: Trace) -> tuple[Chain, list[Record]]:
         """The chain with patterns that hold for the weights of a run, and the record of each stage."""
+        if not self._prunes:
+            return self, [Record(stage, trace, True) for stage in self.stages]
         records = [Record(stage, trace).adapted() for stage in self.stages]
         stages = [record.stage for record in records]
         if all(adapted is stage for adapted, stage in zip(stages, self.stages, strict=True)):
             return self, records
         return Chain(self.module, stages, self.in_shape, self.out_shape), records
 
+    def fitting_records(self, trace: Trace) -> list[Record]:
+        """The record of each stage in a run in which all that the patterns omit is known to be zero."""
+        return [Record(stage, trace, True) for stage in self.stages]
+
     def run(self, x: torch.Tensor) -> list[Record]:
         """Run the module on a batch, and return the record of each stage, with patterns that hold for this run."""
         trace = traced(self.module, check_input("x", x, self.in_shape))
         with without_autocast(x.device):
             return chain_of(trace).records(trace)[1]
+
+    @functools.cached_property
+    def _prunes(self) -> bool:
+        return any(edge.pruned_weights for stage in self.stages for edge in stage.edges)
 
     @functools.cached_property
     def pruned_weights(self) -> tuple[PrunedWeight, ...]:
@@ -123,7 +133,7 @@ class Chain:
 
     def jacobian(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
         """The whole module's Jacobian at each sample of a batch; its batch is 1 where all samples share the values."""
-        result = self._products(records, x)
+        result = self.products(records, x)
         # What samples share depends on weights alone, which no backward pass masks; of one sample an operator tells.
         constant = result.batch < len(x) or (len(self) == 1 and self.stages[0].operator and self.stages[0].shared)
         if constant or self.registered_values or all_finite(result.values.detach()):
@@ -135,7 +145,7 @@ class Chain:
 
         return SparseJacobian(result.pattern, with_backward_passes(result.values, result.pattern, len(x), by_autograd))
 
-    def _products(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
+    def products(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
         """`jacobian` by the operators' own Jacobians."""
         refuse_hooks(records)
         if len(self):

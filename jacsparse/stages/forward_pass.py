@@ -30,6 +30,7 @@ def traced(
     graphs: Sequence[Graph] = (),
     *,
     readable: bool = True,
+    hidden: Sequence[torch.Tensor] = (),
     connected: bool = False,
 ) -> Trace:
     """The trace of a module's forward pass, as `jacsparse.tracing.trace` makes it.
@@ -42,7 +43,7 @@ def traced(
         Where parameters are of another dtype than the input.
     """
     try:
-        return trace(module, x, graphs, readable=readable, connected=connected)
+        return trace(module, x, graphs, readable=readable, hidden=hidden, connected=connected)
     except (UnsupportedOperatorError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:

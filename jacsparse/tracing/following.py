@@ -9,9 +9,10 @@ import torch
 
 from .derivatives_seen import SeenDerivatives, next_node
 from .graph import Graph, Node, Scalar, Value, captured_form, kind_of
+from .memory import Memory
 from .operators import with_memory
 from .saved_tensors import version_of
-from .traces import Trace, memory_of
+from .traces import Trace
 
 
 class Followed:
@@ -21,24 +22,16 @@ class Followed:
     ----------
     trace : Trace
         The trace, which has the input alone.
-    numbers, values : dict
-        The tracer's: numbers of values by tensors' ids, and values by memory.
+    memory : Memory
     derivatives : SeenDerivatives
         The tracer's.
     graphs : sequence of Graph
         Graphs of the input's form, the most probable first.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        numbers: dict[int, int],
-        values: dict[int, list[int]],
-        derivatives: SeenDerivatives,
-        graphs: Sequence[Graph],
-    ) -> None:
+    def __init__(self, trace: Trace, memory: Memory, derivatives: SeenDerivatives, graphs: Sequence[Graph]) -> None:
         self.trace, self.graphs, self.derivatives = trace, graphs, derivatives
-        self.numbers, self.values = numbers, values
+        self.memory, self.numbers = memory, memory.numbers
         #: The number of calls so far.
         self.count = 0
         self.active = bool(graphs)
@@ -57,21 +50,11 @@ class Followed:
         trace.tensors = [*trace.tensors[:begin], *[None] * (size - begin)]
         trace.versions = [*trace.versions[:begin], *[0] * (size - begin)]
         if graph.writes and not noted:
-            self._note()
+            self.memory.hold_all()
 
     def _begin(self, graph: Graph) -> int:
         """How many values there are before the next call."""
         return graph.nodes[self.count].begin[0] if self.count < len(graph.nodes) else len(graph.infos)
-
-    def _note(self) -> None:
-        """Note what is needed of tensors where calls write, which was not noted so far."""
-        trace = self.trace
-        self.values.clear()
-        for value, tensor in enumerate(trace.tensors):
-            if tensor is not None:
-                trace.versions[value] = version_of(tensor)
-                self.values.setdefault(memory_of(tensor), []).append(value)
-                trace.note_edge(value)
 
     def leave(self) -> None:
         """Go on with a graph of this run's own."""
@@ -83,22 +66,22 @@ class Followed:
         size = len(trace.graph.infos)
         del trace.tensors[size:], trace.versions[size:]
         if not noted:
-            self._note()
+            self.memory.hold_all()
 
     def next(self, overload: Any, args: Any, kwargs: dict[str, Any], seen: bool | None = None) -> Node | None:
         """The next call of the graph, or of another one that begins alike, where it is this one; else None."""
-        graph = self.trace.graph
-        for other in self._alike():
-            if self.count < len(other.nodes) and self._is(other.nodes[self.count], overload, args, kwargs, seen, other):
-                if other is not graph:
-                    self._enter(other)
-                return other.nodes[self.count]
+        graph, count = self.trace.graph, self.count
+        if count < len(graph.nodes) and self._is(graph.nodes[count], overload, args, kwargs, seen, graph):
+            return graph.nodes[count]
+        for other in self._others():
+            if count < len(other.nodes) and self._is(other.nodes[count], overload, args, kwargs, seen, other):
+                self._enter(other)
+                return other.nodes[count]
         return None
 
-    def _alike(self) -> Iterator[Graph]:
-        """The graph, and the others that begin with the calls so far."""
+    def _others(self) -> Iterator[Graph]:
+        """The other graphs that begin with the calls so far."""
         graph, count = self.trace.graph, self.count
-        yield graph
         for other in self.graphs:
             if (
                 other is not graph
@@ -125,7 +108,7 @@ class Followed:
         if not self.active:
             return False
         number = self.numbers.get(id(output))
-        for other in self._alike():
+        for other in (self.trace.graph, *self._others()):
             if len(other.nodes) != self.count or other.output != number:
                 continue
             if other.last is None or other.last.active is (output.grad_fn is not None):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..patterns import is_pointwise
-from .operators import Facts, is_written, operator_name
+from .modules import name_of
+from .operators import Facts, is_written, number_types, operator_name
 from .overwrite import Overwrite
 
 
@@ -39,6 +40,11 @@ class Scalar:
     types: tuple[type, ...] = (float,)
     #: 0 or 1 where it is that in every run: rules may tell these from other numbers.
     special: float | None = None
+
+    @property
+    def is_factor(self) -> bool:
+        """Whether it is a factor or a term, which a tensor without axes may be too."""
+        return int in self.types
 
 
 class Operand(NamedTuple):
@@ -130,10 +136,19 @@ class Node:
         """The line of code, as in `` at net.py, line 7``."""
         return "" if self.code is None else f" at {self.code.co_filename}, line {self.line}"
 
+    def by_value(self, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The results of another such call, by their values in this one."""
+        # Without gradients an operator may leave out the last ones, which it saves for a backward pass.
+        return dict(zip(self.results, results, strict=False))
+
     @property
     def tensors(self) -> Iterator[tuple[str, int]]:
         """The arguments that are tensors, by name, and their values."""
         return ((name, value.number) for name, value in self.arguments.items() if type(value) is Value)
+
+    def writes_to(self, argument: str) -> bool:
+        """Whether it writes to an argument, or stands for a write to it."""
+        return argument == "tensor" if self.facts is None else argument.partition(".")[0] in self.facts.written
 
     @property
     def changes_unseen(self) -> bool:
@@ -216,6 +231,66 @@ class Graph:
         """The path of the first module that drew random numbers; None where none did."""
         return next((node.path for node in self.nodes if node.draws), None)
 
+    def call(
+        self,
+        overload: Any,
+        facts: Facts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        values: Mapping[int, int],
+        *,
+        varies: bool,
+        free: bool,
+    ) -> tuple[Node, list[Any]]:
+        """A call that is no part of the graph yet, and the numbers in it that other runs may change.
+
+        Parameters
+        ----------
+        overload, facts, args, kwargs
+            The operator, and its arguments.
+        values : dict of int to int
+            The values of the tensors among these, by ``id``.
+        varies, free : bool
+            Whether runs may change numbers: factors and terms; if also `free`, all floats.
+        """
+        kinds, scalars = list[Any](), list[Any]()
+
+        def reference(name: str, value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                kinds.append(kind_of(value))
+                return Value(values[id(value)])
+            if isinstance(value, (list, tuple)):
+                if any(isinstance(part, torch.Tensor) for part in value):
+                    return [reference(name, part) for part in value]
+                return tuple(value)
+            types = number_types(overload, name, args[0], free) if varies and type(value) in (int, float) else ()
+            if type(value) in types:
+                scalars.append(value)
+                return Scalar(self.scalars + len(scalars) - 1, types, value if value in (0, 1) else None)
+            return value
+
+        positional = tuple([reference(name, value) for name, value in zip(facts.names, args, strict=False)])
+        named = {name: reference(name, value) for name, value in kwargs.items()}
+        self.scalars += len(scalars)
+        arguments: dict[str, Any] = {}
+        for name, value in (*zip(facts.names, positional, strict=False), *named.items()):
+            parts = {f"{name}.{n}": part for n, part in enumerate(value)} if type(value) is list else {name: value}
+            arguments |= parts
+        node = Node(overload, facts, positional, named, arguments, (), tuple(kinds), torch.is_grad_enabled())
+        return node, scalars
+
+    def info(self, node: Node, dependent: bool) -> Info:
+        """What is known of the results of a call."""
+        infos = [self.infos[value] for _, value in node.tensors]
+        inactive = {operand.value for operand in node.operands if not operand.active}
+        sources = [self.infos[value].externals for _, value in node.tensors if value not in inactive]
+        externals = frozenset[int]().union(*sources) if node.operands or node.seen else frozenset[int]()
+        drawn = any(info.drawn for info in infos) or (node.facts is not None and node.facts.random)
+        of_shape = node.facts is not None and node.facts.of_shape
+        has_scalars = any(type(value) is Scalar for value in node.arguments.values())
+        fixed = not drawn and not has_scalars and (of_shape or all(info.fixed for info in infos))
+        return Info(node, None, dependent, drawn, fixed, externals)
+
     def calls_for(self, value: int, known: Callable[[int], bool]) -> list[Node]:
         """The calls that compute a value from known ones, in order.
 
@@ -258,6 +333,15 @@ class Graph:
         return frozenset[int]().union(*(self.infos[value].externals for value in values))
 
 
+def name_modules(graph: Graph, module: nn.Module) -> None:
+    """Name the parts of a module that made new calls by their paths."""
+    paths = {id(part): name for name, part in reversed(list(module.named_modules()))}
+    for node in graph.nodes:
+        for call in (node, *node.parts) if not node.path else ():
+            call.path = paths.get(id(call.module), "") or name_of(call.module or module)
+            call.module = None
+
+
 def evaluated(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
     """The results of a call in the order of `Node.results`, from its arguments by name; none of them is written to."""
     if isinstance(overload, Overwrite):
@@ -281,8 +365,13 @@ def evaluated(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]
             named[parameter.name] = value
         else:
             positional.append(value)
-    returned = tensors_in(overload(*positional, **named))
-    return [*returned, *(each for each in written if not any(each is result for result in returned))]
+    return with_written(overload(*positional, **named), written)
+
+
+def with_written(result: Any, written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a call returned, and then the others that it wrote to."""
+    returned = tensors_in(result)
+    return [*returned, *(tensor for tensor in written if not any(tensor is each for each in returned))]
 
 
 def tensors_in(result: Any) -> list[torch.Tensor]:

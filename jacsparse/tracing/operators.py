@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,3 +221,35 @@ OF_NUMBERS = frozenset(
         *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.rsub.Scalar),
     )
 )
+
+
+def named_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors among a call's arguments by name; those of lists have names of their own."""
+    for name, value in (*zip(facts.names, args, strict=False), *kwargs.items()):
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}.{n}", part) for n, part in enumerate(value) if isinstance(part, torch.Tensor))
+
+
+def written_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The dense arguments that a call writes to."""
+    tensors = named_tensors(facts, args, kwargs)
+    return [t for name, t in tensors if name.partition(".")[0] in facts.written and t.layout == torch.strided]
+
+
+def tensors_among(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among a call's arguments."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (part for part in value if isinstance(part, torch.Tensor))
+
+
+def number_types(overload: Any, name: str, first: Any, free: bool) -> tuple[type, ...]:
+    """What a number among the arguments of a call may be in other runs; empty where it is a part of the graph."""
+    if overload in OF_NUMBERS and name == "other":
+        floats = isinstance(first, torch.Tensor) and first.is_floating_point()
+        return (int, float) if floats else (int,)
+    return (float,) if free else ()

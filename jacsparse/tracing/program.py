@@ -207,7 +207,7 @@ def _operation(program: Program, trace: Trace, node: Node, value: int) -> tuple[
     operands = [operand for operand in node.operands if operand.active and operand.value in program.layouts]
     if node.changes_unseen:
         # The derivative is that of what was written to.
-        written = [operand for operand in operands if _is_written(node, operand.name)]
+        written = [operand for operand in operands if node.writes_to(operand.name)]
         overload, number = _SAME, 0
         operands = [operand._replace(name="self") for operand in written]
         arguments = {"self": trace.value(operands[0].value)} if operands else {}
@@ -259,10 +259,6 @@ def _operation(program: Program, trace: Trace, node: Node, value: int) -> tuple[
         placement.sources,
     )
     return operation, placement.output
-
-
-def _is_written(node: Node, name: str) -> bool:
-    return name == "tensor" if node.facts is None else name.partition(".")[0] in node.facts.written
 
 
 def _symbolic(value: Any, layout: Layout | None, rule: Rule, alike: bool) -> Any:

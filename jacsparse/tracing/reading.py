@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +23,19 @@ class Unreadable(TorchFunctionMode):
     READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__))
     DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, hidden: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.tracer = tracer
+        self.tracer, self.hidden = tracer, hidden
+
+    def _may_not_be_read(self, tensor: torch.Tensor) -> bool:
+        if self.tracer.depends_on_input(tensor) or any(tensor is each for each in self.hidden):
+            return True
+        hidden = self.tracer.trace.values_of(self.hidden)
+        number = self.tracer.numbers.get(id(tensor))
+        return bool(hidden) and number is not None and self.tracer.trace.graph.made_of(number, hidden)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in self.READS and self.tracer.depends_on_input(args[0]):
+        if function in self.READS and self._may_not_be_read(args[0]):
             raise self.tracer.derivatives.read_error(None)
         result = function(*args, **(kwargs or {}))
         if function is self.DATA and self.tracer.depends_on_input(args[0]):

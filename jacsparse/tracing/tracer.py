@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,15 +23,36 @@ from ..runtime import without_compiling
 from .callers import caller
 from .derivatives_seen import SeenDerivatives, next_node, untraced
 from .following import Followed
-from .graph import Graph, Info, Node, Operand, Scalar, Value, captured_form, form_of, kind_of, tensors_in
+from .graph import (
+    Graph,
+    Info,
+    Node,
+    Operand,
+    Value,
+    captured_form,
+    form_of,
+    kind_of,
+    name_modules,
+    tensors_in,
+    with_written,
+)
+from .memory import Memory, Write
 from .modules import name_of
-from .operators import OF_NUMBERS, Facts, draws, facts_of, with_memory
-from .overwrite import Extent, Overwrite, extent_of
+from .operators import (
+    Facts,
+    draws,
+    facts_of,
+    named_tensors,
+    tensors_among,
+    with_memory,
+    written_tensors,
+)
+from .overwrite import Overwrite, extent_of
 from .reading import Unreadable, shows
 from .saved_tensors import saves_by_hooks, version_of
 from .selections import selection
 from .sparse_products import is_sparse, operator_on_elements
-from .traces import Trace, base_of, memory_of, observing
+from .traces import Trace, base_of, observing
 
 aten = torch.ops.aten
 
@@ -42,6 +63,7 @@ def trace(
     graphs: Sequence[Graph] = (),
     *,
     readable: bool = True,
+    hidden: Sequence[torch.Tensor] = (),
     connected: bool = False,
 ) -> Trace:
     """Run a function of a batch, and return its trace.
@@ -56,6 +78,8 @@ def trace(
         Graphs that the run may have, the most probable first. The trace has one of them where it makes the same calls.
     readable : bool
         Whether Python may read the elements of a tensor, as a branch does: the graph then holds for this input alone.
+    hidden : sequence of Tensor
+        Tensors from elsewhere that Python may not read either, unless it may all.
     connected : bool
         Whether autograd's graph of the run goes on to what `x` was computed from.
 
@@ -74,18 +98,9 @@ def trace(
                 # Functions given to torch.compile run as they are written, operator by operator.
                 contexts.enter_context(without_compiling())
             if not readable:
-                contexts.enter_context(Unreadable(tracer))
+                contexts.enter_context(Unreadable(tracer, hidden))
             output = module(copy)
         return tracer.finished(output)
-
-
-class _Write(NamedTuple):
-    """One write to memory: its place, the value of the tensor after it, that tensor, and whether autograd saw it."""
-
-    place: Extent
-    value: int
-    tensor: torch.Tensor
-    seen: bool
 
 
 class Tracer(TorchDispatchMode):
@@ -107,21 +122,15 @@ class Tracer(TorchDispatchMode):
         #: By a tensor's id; the trace holds these tensors, and `alive` the others.
         self.numbers: dict[int, int] = {id(trace.input): 0}
         self.alive: list[torch.Tensor] = []
-        #: By memory: writes to it, and how many of them a tensor has, by its id.
-        self.writes: dict[int, list[_Write]] = {}
-        self.known: dict[int, int] = {}
-        #: By memory, the values in it that nobody has overwritten.
-        self.values: dict[int, list[int]] = {memory_of(trace.input): [0]}
+        self.memory = Memory(trace, self.numbers)
         #: The calls that take the place of an operator's, while it is decomposed.
         self.parts: list[Node] | None = None
-        #: Memory that this run has made, by its first calls, so many.
-        self.fresh, self.fresh_calls = {memory_of(trace.input)}, 0
         self.derivatives = SeenDerivatives(trace)
         trace.edges[0] = get_gradient_edge(trace.input)
         form = form_of(trace.input)
         alike = [graph for graph in graphs if graph.input == form]
         # None of these refers to the tracer: the trace is to end when nobody needs it, not later.
-        self.followed = Followed(trace, self.numbers, self.values, self.derivatives, alike)
+        self.followed = Followed(trace, self.memory, self.derivatives, alike)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -134,8 +143,8 @@ class Tracer(TorchDispatchMode):
             # Autograd calls it on the tensors that it saves.
             return self.alias(_DETACH(args[0]), args[0])
         kwargs = kwargs or {}
-        if self.writes:
-            for tensor in _tensors_among(args, kwargs):
+        if self.memory.writes:
+            for tensor in tensors_among(args, kwargs):
                 self.refresh(tensor)
         if not self.trace.saved_by_hooks and saves_by_hooks():
             self.trace.saved_by_hooks = True
@@ -149,9 +158,7 @@ class Tracer(TorchDispatchMode):
 
     def alias(self, result: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         """Give a tensor without a gradient the value of another tensor with the same elements."""
-        self.numbers[id(result)] = self.numbers[id(tensor)]
-        if id(tensor) in self.known:
-            self.known[id(result)] = self.known[id(tensor)]
+        self.memory.same_elements(result, tensor)
         self.alive.append(result)
         return result
 
@@ -169,12 +176,7 @@ class Tracer(TorchDispatchMode):
         self.numbers[id(tensor)] = number
         if self.followed.active and not trace.graph.writes:
             return
-        # A tensor gets its next version after the call's dispatch, and a view that of its base.
-        trace.versions[number] = version_of(tensor if viewed is None else viewed) + written
-        memory = memory_of(tensor)
-        self.values.setdefault(memory, []).append(number)
-        if memory in self.writes:
-            self.known[id(tensor)] = len(self.writes[memory])
+        self.memory.hold(number, tensor, written=written, viewed=viewed)
 
     def bind_results(
         self,
@@ -187,51 +189,16 @@ class Tracer(TorchDispatchMode):
         for number, tensor in zip(node.results, results, strict=True):
             self.bind(number, tensor, written=any(tensor is each for each in written), viewed=viewed)
         for tensor in written:
-            self.note_write(tensor, self.numbers[id(tensor)], node.seen or self.parts is not None)
-
-    def preserve(self, tensor: torch.Tensor, node: Node) -> None:
-        """Keep what a write to a tensor is about to change, and nobody can compute again."""
-        trace, number = self.trace, self.numbers.get(id(tensor))
-        for value in self.values.get(memory_of(tensor), ()):
-            if value not in trace.copies and trace.graph.infos[value].is_source:
-                trace.copies[value] = trace.tensor(value).detach().clone()
-        if number is None:
-            return
-        trace.note_edge(number)
-        if node.facts is not None and node.facts.reshapes:
-            # On the same memory, in the old shape.
-            same = tensor.detach()
-            trace.tensors = [same if each is tensor else each for each in trace.tensors]
-
-    def note_write(self, tensor: torch.Tensor, number: int, seen: bool) -> None:
-        """Note a write to a tensor that now has another value."""
-        trace, memory, place = self.trace, memory_of(tensor), extent_of(tensor)
-        writes = self.writes.setdefault(memory, [])
-        writes.append(_Write(place, number, tensor, seen))
-        self.known[id(tensor)] = len(writes)
-        # A write tells its new version to all views but those that ``.data`` and ``unsafe_split`` make.
-        others = [value for value in self.values[memory] if value != number and trace.is_intact(value)]
-        for value in others:
-            if Overwrite(extent_of(trace.tensor(value)), place).meets:
-                trace.versions[value] = -1
-        self.values[memory] = [number, *(value for value in others if trace.versions[value] >= 0)]
+            self.memory.note_write(tensor, node.seen or self.parts is not None)
 
     def refresh(self, tensor: torch.Tensor) -> None:
         """Give a tensor a new value where others were written to that share its memory."""
-        writes = self.writes.get(memory_of(tensor))
-        number, known = self.numbers.get(id(tensor)), self.known.get(id(tensor), 0)
-        if writes is None or known == len(writes):
-            return
-        # No write changes a leaf that has a gradient.
-        if number is None and tensor.requires_grad and tensor.is_leaf:
-            return
-        for write in writes[known:]:
+        for write in self.memory.take_writes(tensor):
             overload = Overwrite(extent_of(tensor), write.place)
             if overload.meets:
                 self.overwrite(overload, tensor, write)
-        self.known[id(tensor)] = len(writes)
 
-    def overwrite(self, overload: Overwrite, tensor: torch.Tensor, write: _Write) -> None:
+    def overwrite(self, overload: Overwrite, tensor: torch.Tensor, write: Write) -> None:
         """Give a tensor the value that it has after a write to another one."""
         in_parts = self.parts is not None
         seen = in_parts or (write.seen and base_of(tensor) is base_of(write.tensor))
@@ -269,9 +236,15 @@ class Tracer(TorchDispatchMode):
             if [tensor.shape for tensor in tensors_in(result)] != node.sizes:
                 return self.add(node.overload, args, kwargs, lambda: result)
         self.followed.take(node, self.bind)
+        if node.sizes is None and not self.trace.graph.writes:
+            result = node.overload(*args, **kwargs)
+            results = (result,) if type(result) is torch.Tensor else tensors_in(result)
+            for number, tensor in zip(node.results, results, strict=True):
+                self.trace.tensors[number], self.numbers[id(tensor)] = tensor, number
+            return result
         written = written_tensors(node.facts, args, kwargs) if node.writes else ()
         for tensor in written:
-            self.preserve(tensor, node)
+            self.memory.preserve(tensor, node)
         if node.sizes is None:
             result = node.overload(*args, **kwargs)
         viewed = self.viewed(node, args, kwargs)
@@ -308,7 +281,9 @@ class Tracer(TorchDispatchMode):
             raise derivatives.read_error(overload)
         # What takes the place of a call is made for its numbers.
         varies = parts is None and self.parts is None
-        node = self.node(overload, facts, args, kwargs, varies=varies, free=not (depends and facts.exact))
+        free = not (depends and facts.exact)
+        node, scalars = graph.call(overload, facts, args, kwargs, self.numbers, varies=varies, free=free)
+        self.trace.scalars += scalars
         node.operands, node.begin = operands if depends else (), begin
         node.module, node.code, node.line = caller()
         node.draws = facts.random and draws(overload, node.arguments)
@@ -327,7 +302,7 @@ class Tracer(TorchDispatchMode):
         self.trace.sequences.append(next_node() - 1)
         copies = {}
         for tensor in written:
-            self.preserve(tensor, node)
+            self.memory.preserve(tensor, node)
             if parts is not None:
                 copies[id(tensor)] = self.alias(tensor.clone(), tensor)
         result = overload(*args, **kwargs) if run is None else run()
@@ -350,7 +325,7 @@ class Tracer(TorchDispatchMode):
         number = self.numbers.get(id(tensor))
         if number is None:
             number = self.capture(tensor)
-        if self.parts is not None and self.writes:
+        if self.parts is not None:
             self.refresh(tensor)
             number = self.numbers[id(tensor)]
         return number
@@ -361,46 +336,12 @@ class Tracer(TorchDispatchMode):
         number = len(graph.infos)
         graph.captures[number] = captured_form(tensor)
         graph.infos.append(Info(None))
-        self.extend()
+        self.trace.extend()
         self.bind(number, tensor)
         if tensor.requires_grad and not self.derivatives.is_unseen(tensor, known=False):
             graph.infos[number].externals = frozenset((len(graph.externals),))
             graph.externals.append(number)
         return number
-
-    def extend(self) -> None:
-        """Make room for values."""
-        trace = self.trace
-        missing = len(trace.graph.infos) - len(trace.tensors)
-        trace.tensors += [None] * missing
-        trace.versions += [0] * missing
-
-    def node(self, overload: Any, facts: Facts, args: Any, kwargs: Any, *, varies: bool, free: bool) -> Node:
-        """A call with references in the place of tensors and, where they vary, of numbers: factors, or all floats."""
-        graph, kinds = self.trace.graph, list[Any]()
-
-        def reference(name: str, value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                kinds.append(kind_of(value))
-                return Value(self.numbers[id(value)])
-            if isinstance(value, (list, tuple)):
-                if any(isinstance(part, torch.Tensor) for part in value):
-                    return [reference(name, part) for part in value]
-                return tuple(value)
-            types = number_types(overload, name, args[0], free) if varies and type(value) in (int, float) else ()
-            if type(value) in types:
-                graph.scalars += 1
-                self.trace.scalars.append(value)
-                return Scalar(graph.scalars - 1, types, value if value in (0, 1) else None)
-            return value
-
-        positional = tuple([reference(name, value) for name, value in zip(facts.names, args, strict=False)])
-        named = {name: reference(name, value) for name, value in kwargs.items()}
-        arguments: dict[str, Any] = {}
-        for name, value in (*zip(facts.names, positional, strict=False), *named.items()):
-            parts = {f"{name}.{n}": part for n, part in enumerate(value)} if type(value) is list else {name: value}
-            arguments |= parts
-        return Node(overload, facts, positional, named, arguments, (), tuple(kinds), torch.is_grad_enabled())
 
     def parts_of(
         self, overload: Any, facts: Facts, args: Any, tensors: dict[str, torch.Tensor], operands: Sequence[Operand]
@@ -447,30 +388,22 @@ class Tracer(TorchDispatchMode):
         trace, graph = self.trace, self.trace.graph
         calls = graph.nodes if self.parts is None else self.parts
         node.place, node.writes = len(graph.nodes), bool(written)
-        infos = [graph.infos[number] for _, number in node.tensors]
-        inactive = {operand.value for operand in node.operands if not operand.active}
-        sources = [graph.infos[number].externals for _, number in node.tensors if number not in inactive]
-        externals = frozenset[int]().union(*sources)
-        if not node.operands and not node.seen:
-            externals = frozenset()
-        drawn = any(info.drawn for info in infos) or (node.facts is not None and node.facts.random)
-        of_shape = node.facts is not None and node.facts.of_shape
-        has_scalars = any(type(value) is Scalar for value in node.arguments.values())
-        fixed = not drawn and not has_scalars and (of_shape or all(info.fixed for info in infos))
         numbers = [*node.results, *itertools.repeat(-1, len(results) - len(node.results))]
         for place, tensor in enumerate(results):
             if numbers[place] < 0:
                 numbers[place] = len(graph.infos)
-                info = Info(node, None, dependent, drawn, fixed, externals)
+                info = graph.info(node, dependent)
                 if any(tensor is each for each in written):
                     info.externals |= graph.infos[self.numbers[id(tensor)]].externals
                 graph.infos.append(info)
-            elif numbers[place] >= node.begin[0]:
+            elif self.parts is None and numbers[place] >= node.begin[0]:
                 # An operator may return an argument.
                 graph.infos[numbers[place]].whole = node
+        # Of a part that has parts itself, these are enough.
+        if self.parts is None or min(node.results, default=-1) < 0 or len(node.results) < len(numbers):
+            calls.append(node)
         node.results = tuple(numbers)
-        calls.append(node)
-        self.extend()
+        trace.extend()
         self.bind_results(node, results, written, viewed)
         if self.parts is None:
             self.followed.count += 1
@@ -502,29 +435,16 @@ class Tracer(TorchDispatchMode):
     def check_writes(self, node: Node, written: Sequence[torch.Tensor]) -> None:
         """Note writes to tensors from before the run; set the error where one of them has a gradient."""
         graph = self.trace.graph
-        node.writes_outside = not all(map(self.is_fresh, written))
+        node.writes_outside = not all(map(self.memory.is_fresh, written))
         for tensor in written if torch.is_grad_enabled() else ():
             form = graph.captures.get(self.numbers.get(id(base_of(tensor)), -1))
             if form is not None and form[-1]:
                 what = "a tensor that has a gradient from before the call is written to"
                 self.derivatives.refuse(untraced(), what, "write to a clone of it")
 
-    def is_fresh(self, tensor: torch.Tensor) -> bool:
-        """Whether this run has made the memory that a tensor lies in."""
-        trace = self.trace
-        for call in trace.graph.nodes[self.fresh_calls :]:
-            results = {memory_of(trace.tensor(number)) for number in call.results}
-            if call.overload is not _LIFTED:
-                # What torch.tensor makes is lifted.
-                results -= {memory_of(trace.tensor(number)) for _, number in call.tensors}
-            self.fresh |= results
-        self.fresh_calls = len(trace.graph.nodes)
-        return memory_of(tensor) in self.fresh
-
     def depends_on_input(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor depends on the input."""
-        if self.writes:
-            self.refresh(tensor)
+        self.refresh(tensor)
         number = self.numbers.get(id(tensor))
         return number is not None and self.trace.graph.infos[number].dependent
 
@@ -537,8 +457,7 @@ class Tracer(TorchDispatchMode):
                 "that returns one tensor"
             )
         trace.output = output
-        if self.writes:
-            self.refresh(output)
+        self.refresh(output)
         if self.followed.ends_at(output):
             if not trace.graph.writes:
                 trace.versions = [0 if tensor is None else version_of(tensor) for tensor in trace.tensors]
@@ -550,56 +469,8 @@ class Tracer(TorchDispatchMode):
             graph.last = Operand("", number, self.derivatives.is_active(output, number))
         if self.derivatives.problem is not None:
             raise self.derivatives.problem
-        _resolve_paths(trace)
+        name_modules(trace.graph, trace.module)
         return trace
 
 
-def _resolve_paths(trace: Trace) -> None:
-    """Name the modules of new calls by their paths."""
-    module = trace.module
-    paths = {id(part): name for name, part in reversed(list(module.named_modules()))}
-    for node in trace.graph.nodes:
-        for call in (node, *node.parts) if not node.path else ():
-            call.path = paths.get(id(call.module), "") or name_of(call.module or module)
-            call.module = None
-
-
-def named_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors among a call's arguments by name; those of lists have names of their own."""
-    for name, value in (*zip(facts.names, args, strict=False), *kwargs.items()):
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif isinstance(value, (list, tuple)):
-            yield from ((f"{name}.{n}", part) for n, part in enumerate(value) if isinstance(part, torch.Tensor))
-
-
-def written_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The dense arguments that a call writes to."""
-    tensors = named_tensors(facts, args, kwargs)
-    return [t for name, t in tensors if name.partition(".")[0] in facts.written and t.layout == torch.strided]
-
-
-def with_written(result: Any, written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that a call returned, and then the others that it wrote to."""
-    returned = tensors_in(result)
-    return [*returned, *(tensor for tensor in written if not any(tensor is each for each in returned))]
-
-
-def _tensors_among(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (part for part in value if isinstance(part, torch.Tensor))
-
-
-def number_types(overload: Any, name: str, first: Any, free: bool) -> tuple[type, ...]:
-    """What a number among the arguments of a call may be in other runs; empty where it is a part of the graph."""
-    if overload in OF_NUMBERS and name == "other":
-        floats = isinstance(first, torch.Tensor) and first.is_floating_point()
-        return (int, float) if floats else (int,)
-    return (float,) if free else ()
-
-
 _DETACH = aten.detach.default
-_LIFTED = aten.lift_fresh.default

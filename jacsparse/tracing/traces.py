@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,36 @@ class Trace:
         #: Whether what its operators saved passed through hooks, as those of a checkpoint within the module.
         self.saved_by_hooks = False
         self._hooks = RemovableHandle.next_id
+
+    @classmethod
+    def replayed(
+        cls,
+        graph: Graph,
+        module: nn.Module,
+        x: torch.Tensor,
+        captures: Mapping[int, torch.Tensor],
+        scalars: Sequence[Any],
+    ) -> Trace:
+        """A trace without a run: values are computed from these where they are asked for, and have no gradients."""
+        trace = cls(module, x)
+        trace.graph, trace.scalars = graph, list(scalars)
+        trace.extend()
+        for value, tensor in captures.items():
+            trace.tensors[value], trace.versions[value] = tensor, version_of(tensor)
+        return trace
+
+    def without_elements(self) -> Trace:
+        """A trace of the same run whose tensors have no elements, unless they are sparse."""
+        trace = Trace(self.module, _without_elements(self.input))
+        trace.graph, trace.scalars, trace.versions = self.graph, self.scalars, list(self.versions)
+        trace.tensors = [None if tensor is None else _without_elements(tensor) for tensor in self.tensors]
+        return trace
+
+    def extend(self) -> None:
+        """Make room for all values of the graph."""
+        missing = len(self.graph.infos) - len(self.tensors)
+        self.tensors += [None] * missing
+        self.versions += [0] * missing
 
     @property
     def may_have_hooks(self) -> bool:
@@ -106,7 +136,7 @@ class Trace:
             with torch.no_grad():
                 for call in calls:
                     arguments = {name: self.read(argument) for name, argument in call.arguments.items()}
-                    self.copies |= zip(call.results, evaluated(call.overload, arguments), strict=True)
+                    self.copies |= call.by_value(evaluated(call.overload, arguments))
         return self.copies[value]
 
     def argument(self, node: Node, name: str) -> Any:
@@ -131,6 +161,10 @@ class Trace:
         tensor = self.tensors[value]
         if value not in self.edges and tensor is not None and tensor.grad_fn is not None:
             self.edges[value] = GradientEdge(tensor.grad_fn, tensor.output_nr)
+
+
+def _without_elements(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("meta") if tensor.layout == torch.strided else tensor
 
 
 class StaleError(RuntimeError):

@@ -70,8 +70,10 @@ def before(*names: str, groups: frozenset[str] = frozenset()) -> Feature:
     return Feature(apply, ALL if "complex" in names or "in place" in names else LAYERED, groups)
 
 
-def layer(*makers: Callable[[], nn.Module], groups: frozenset[str] = frozenset()) -> Feature:
-    return Feature(lambda world: world.program.before.append(world.choose.choice(makers)()), LAYERED, groups)
+def layer(
+    *makers: Callable[[], nn.Module], groups: frozenset[str] = frozenset(), subjects: frozenset[str] = LAYERED
+) -> Feature:
+    return Feature(lambda world: world.program.before.append(world.choose.choice(makers)()), subjects, groups)
 
 
 def first(*names: str, other: bool = False) -> Feature:
@@ -369,7 +371,8 @@ FEATURES: dict[str, Feature] = {
     "mean of samples": before("mean of samples"),
     "nested": Feature(nested, LAYERED),
     "nested recurrence": Feature(nested_recurrence, LAYERED),
-    "captured": layer(Captured, groups=group("captured", "state")),
+    # Another tensor in each call; a prepared Jacobian goes on with the first one.
+    "captured": layer(Captured, groups=group("captured", "state"), subjects=LAYERED - PREPARED),
     "one tensor twice": Feature(twice, SEVERAL, group("arguments")),
     "no sample at all": attribute("batched", samples=0),
     "one sample": attribute("batched", samples=1),
@@ -384,8 +387,9 @@ FEATURES: dict[str, Feature] = {
     "frozen": change(frozen),
     "buffers change": change(moved_buffers),
     "pruned later": change(pruned_later, made_permanent),
-    "factor": change(lambda world: setattr(world.program, "factor", 2.0)),
-    "mode": change(lambda world: world.program.train(not world.program.core.training)),
+    # Constants to a prepared Jacobian.
+    "factor": change(lambda world: setattr(world.program, "factor", 2.0), subjects=ALL - PREPARED),
+    "mode": change(lambda world: world.program.train(not world.program.core.training), subjects=ALL - PREPARED),
     "deepcopy": change(functools.partial(copied, way=copy.deepcopy)),
     "pickle": change(functools.partial(copied, way=lambda each: pickle.loads(pickle.dumps(each)))),
     "save and load": change(saved, subjects=PREPARED),

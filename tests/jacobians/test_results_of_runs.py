@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +13,11 @@ import torch
 from torch import nn
 
 import jacsparse
-from jacsparse.jacobians.arguments import arguments_of
+from jacsparse import prepare_jacobian
 from jacsparse.jacobians.evaluators import evaluator_of
-from jacsparse.jacobians.linearised import linearised
-from jacsparse.jacobians.products import ChainProducts
-from jacsparse.jacobians.results_of_runs import take_results
-from jacsparse.jacobians.taped import TapedJacobian, taped
-from jacsparse.tracing import graph_of_values, recorded_tape
+from jacsparse.jacobians.replays import of_run, values_of
+from jacsparse.jacobians.traced_function import TracedFunction
+from jacsparse.stages import chain_of, traced
 from tests.helpers import assert_equal, dense, drawn
 
 W = drawn(6, 6)
@@ -68,34 +69,32 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ..
 }
 
 
-#: Those whose results may be others when the program runs.
-COMPUTED = ("written to", "sparse matrix")
+class _Function(nn.Module):
+    def __init__(self, f: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.f(x)
 
 
-def followed(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, method: str) -> TapedJacobian:
-    arguments = arguments_of((x,), 0, True)
-    tape, reads = taped(f, arguments)
-    function = linearised(tape, arguments.flat(), reads)
-    evaluator = evaluator_of(function, method, compile=False)
-    evaluator.take_results(tape)
-    return TapedJacobian(arguments.form, tape, evaluator)
+def traced_function(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> TracedFunction:
+    trace = traced(_Function(f), x)
+    return TracedFunction(trace, *chain_of(trace).records(trace))
 
 
 @pytest.mark.parametrize("method", ["products", "compressed"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_are_those_of_autograd(name: str, method: str) -> None:
     f, shape = FUNCTIONS[name]
-    program = followed(f, drawn(3, *shape), method)
-    computed = isinstance(program.evaluator, ChainProducts) or name in COMPUTED
-    assert bool(program.evaluator.results) is not computed
+    function = traced_function(f, drawn(3, *shape))
+    evaluator = evaluator_of(function, method, replays=False)
     for seed in (1, 2):
         x = drawn(3, *shape, seed=seed)
-        arguments = arguments_of((x,), 0, True)
-        reads = program.followed(f, arguments)
-        assert reads is not None
-        assert len(reads.results) == len(program.evaluator.results)
-        values = program.values(arguments.flat(), reads)
-        assert_equal(jacsparse.SparseJacobian(program.evaluator.pattern, values), dense(f, x))
+        trace = traced(_Function(f), x, [function.graph])
+        assert trace.graph is function.graph
+        values = values_of(function, evaluator, trace, of_run)
+        assert_equal(jacsparse.SparseJacobian(evaluator.pattern, values.detach()), dense(f, x))
 
 
 def test_zeros_of_both_signs_are_other_calls() -> None:
@@ -110,28 +109,14 @@ def test_zeros_of_both_signs_are_other_calls() -> None:
 
 def test_a_network_is_not_computed_again() -> None:
     f, shape = FUNCTIONS["network"]
-    program = followed(f, drawn(1, *shape), "compressed")
-    (only,) = program.evaluator._passes
-    names = [str(node.target) for node in only._graph.graph.nodes if node.op == "call_function"]
+    evaluator = evaluator_of(traced_function(f, drawn(1, *shape)), "compressed", replays=False)
+    (only,) = evaluator._passes  # type: ignore[attr-defined]
+    names = [str(node.target) for node in only._computed.graph.graph.nodes if node.op == "call_function"]
     assert not [
         name for name in names if name in ("aten.convolution.default", "aten.relu.default", "aten.addmm.default")
     ]
     # A derivative of batch normalisation for all modes would copy its input for each seed.
     assert not [name for name in names if "batch_norm" in name]
-
-
-def test_results_that_a_graph_writes_to_are_computed() -> None:
-    x = drawn(2, 3)
-    tape, _ = recorded_tape(torch.exp, x)
-    assert take_results(graph_of_values(torch.exp, [x]), tape, first=0)
-    assert not take_results(graph_of_values(lambda x: x.exp().mul_(2), [x]), tape, first=0)
-
-
-def test_no_program_holds_results() -> None:
-    f, shape = FUNCTIONS["network"]
-    prepared = jacsparse.prepare_jacobian(f, drawn(1, *shape))
-    prepared(drawn(1, *shape, seed=1))
-    assert prepared._run.reads.results == ()
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(5), nn.BatchNorm2d(5, affine=False), nn.BatchNorm3d(5)])
@@ -151,7 +136,7 @@ def test_batch_normalisation_by_running_statistics_scales(layer: Any, columns: b
     f, x = (wide, drawn(3, 2)) if columns else (narrow, drawn(3, 5))
     prepared = jacsparse.prepare_jacobian(f, x, method="compressed")
     assert_equal(prepared(x + 1), dense(f, x + 1))
-    assert bool(prepared._taped.evaluator.coloring.counts[0]) is columns  # type: ignore[attr-defined]
+    assert bool(prepared._first.evaluator.coloring.counts[0]) is columns  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("part", ["weight", "bias"])
@@ -192,3 +177,25 @@ def test_batch_normalisation_of_few_bits() -> None:
     actual = jacsparse.prepare_jacobian(f, x, method="compressed")(x).todense(0)
     # Each weight, result of a layer and sum of positive terms is rounded to 8 bits.
     torch.testing.assert_close(actual.double(), expected, rtol=8 * 2**-9, atol=0)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_nothing_keeps_the_tensors_of_a_run(prepared: bool, sums: bool) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    weight = drawn(6, 6)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x @ weight)
+        made.append(weakref.ref(y))
+        return (y + x).softmax(1) if sums else y * y
+
+    x = drawn(3, 6)
+    if not prepared:
+        made.append(weakref.ref(x))
+    call = prepare_jacobian(f, x) if prepared else functools.partial(jacsparse.jacobian, f)
+    results = [call(x) for _ in range(4)]
+    del x
+    gc.collect()
+    assert all(each() is None for each in made)
+    assert_equal(results[-1], dense(f, drawn(3, 6)))

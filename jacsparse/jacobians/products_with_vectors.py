@@ -1,0 +1,172 @@
+"""Products of a function's Jacobian with many vectors at once, call by call, at the values of a run.
+
+A call's derivative is PyTorch's. But that of some elementwise operators takes another side of a kink in forward mode
+than in backward passes: PyTorch's tangent of a leaky ReLU with a learnt slope is one at 0, where its gradient is the
+slope; at equal elements the tangents of `fmax`, `fmin` and of clamps between tensors are those of the other operand;
+that of `atan2` at the origin is no number. Here their tangents are scaled by what the backward pass makes of ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..tracing import Node, Operand
+from .traced_function import TracedFunction, Values, called
+
+aten = torch.ops.aten
+
+#: Elementwise operators whose tangents are those of their backward passes.
+_ELEMENTWISE = (
+    *(aten._prelu_kernel.default, aten.atan2.default, aten.fmax.default, aten.fmin.default),
+    *(aten.maximum.default, aten.minimum.default),
+    *(aten.clamp.Tensor, aten.clamp_max.Tensor, aten.clamp_min.Tensor),
+)
+
+#: Operators of which PyTorch's tangents are inexact, or wrong: those of `logcumsumexp` are relative to the largest
+#: element of all lines, those of `scatter_reduce` ignore elements; and so are gradients of many at once of `cdist`.
+INEXACT = (aten.logcumsumexp.default, aten.scatter_reduce.two, aten._cdist_forward.default)
+
+#: All have the arguments input, weight, bias, running_mean, running_var, training, momentum and one for rounding.
+_NORMALISATIONS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default)
+
+Vectors = dict[int, torch.Tensor]
+
+
+def push_forward(function: TracedFunction, values: Values, tangents: torch.Tensor) -> torch.Tensor:
+    """The products with columns, ``(many, batch, columns)`` to ``(many, batch, rows)``."""
+    calls = [_call_at(function, call, values) for call in function.calls]
+    output, y = _output(function)
+
+    def pushed(tangent: torch.Tensor) -> torch.Tensor:
+        vectors = {0: tangent.reshape(function.x.shape)}
+        for call in calls:
+            operands = [operand for operand in call.operands if operand.value in vectors]
+            if operands:
+                vectors |= zip(call.results.values(), call.push(operands, vectors), strict=True)
+        result = vectors.get(output.value) if output.active else None
+        return (tangent.new_zeros(y.shape) if result is None else result).reshape(function.batch, -1)
+
+    return torch.vmap(pushed)(tangents)
+
+
+def pull_back(function: TracedFunction, values: Values, cotangents: torch.Tensor) -> torch.Tensor:
+    """The products with rows, ``(many, batch, rows)`` to ``(many, batch, columns)``."""
+    calls = [_call_at(function, call, values) for call in reversed(function.calls)]
+    output, y = _output(function)
+
+    def pulled(cotangent: torch.Tensor) -> torch.Tensor:
+        vectors = {output.value: cotangent.reshape(y.shape).to(y.dtype)} if output.active else {}
+        for call in calls:
+            if not vectors.keys().isdisjoint(call.results.values()):
+                for operand, part in zip(call.operands, call.pull(vectors), strict=True):
+                    total = vectors.get(operand.value)
+                    vectors[operand.value] = part if total is None else total + part
+        result = vectors.get(0)
+        return (cotangent.new_zeros(function.x.shape) if result is None else result).reshape(function.batch, -1)
+
+    return torch.vmap(pulled)(cotangents)
+
+
+def _output(function: TracedFunction) -> tuple[Operand, torch.Tensor]:
+    output = function.graph.last
+    assert output is not None
+    return output, function.trace.tensor(output.value)
+
+
+class _Call:
+    """A call at the values of a run, by PyTorch's derivatives."""
+
+    def __init__(self, function: TracedFunction, call: Node, arguments: dict[str, Any]) -> None:
+        self.call, self.arguments = call, arguments
+        self.operands = [operand for operand in call.operands if operand.active]
+        results = enumerate(call.results)
+        #: By their places, the results that may have derivatives.
+        self.results = {place: n for place, n in results if function.trace.tensor(n).is_floating_point()}
+
+    def _function(self, operands: Sequence[Operand]) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
+        """The results as a function of some operands, and these."""
+        names = [operand.name for operand in operands]
+
+        def f(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            results = called(self.call.overload, self.arguments | dict(zip(names, tensors, strict=True)))
+            return tuple([results[place] for place in self.results])
+
+        return f, tuple([self.arguments[name] for name in names])
+
+    def push(self, operands: Sequence[Operand], tangents: Vectors) -> Sequence[torch.Tensor]:
+        """The tangents of the results, from those of some operands."""
+        f, primals = self._function(operands)
+        return torch.func.jvp(f, primals, tuple([tangents[operand.value] for operand in operands]))[1]  # type: ignore[no-any-return]
+
+    def pull(self, cotangents: Vectors) -> Sequence[torch.Tensor]:
+        """The cotangents of all operands, from those of some results."""
+        f, primals = self._function(self.operands)
+        results, pulled = torch.func.vjp(f, *primals)[:2]
+        pairs = zip(self.results.values(), results, strict=True)
+        return pulled(tuple([cotangents[n] if n in cotangents else torch.zeros_like(part) for n, part in pairs]))  # type: ignore[no-any-return]
+
+
+class _Diagonal(_Call):
+    """A call whose result depends on each operand at its own place alone, by given derivatives."""
+
+    def __init__(
+        self, function: TracedFunction, call: Node, arguments: dict[str, Any], derivatives: Mapping[str, Any]
+    ) -> None:
+        super().__init__(function, call, arguments)
+        self.operands = [operand for operand in self.operands if operand.name in derivatives]
+        # A normalisation has further results, which nothing differentiable reads.
+        self.results = {0: call.results[0]}
+        self.derivatives, self.dtype = derivatives, function.trace.tensor(call.results[0]).dtype
+
+    def push(self, operands: Sequence[Operand], tangents: Vectors) -> Sequence[torch.Tensor]:
+        terms = [tangents[operand.value] * self.derivatives[operand.name] for operand in operands]
+        return [sum(terms[1:], terms[0]).to(self.dtype)]
+
+    def pull(self, cotangents: Vectors) -> Sequence[torch.Tensor]:
+        gradient = cotangents[self.results[0]]
+        return [self._reduced(gradient * self.derivatives[each.name], each.name) for each in self.operands]
+
+    def _reduced(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
+        """The sum over the axes along which an operand is broadcast."""
+        operand: torch.Tensor = self.arguments[name]
+        before = gradient.ndim - operand.ndim
+        axes = [*range(before), *(before + n for n, size in enumerate(operand.shape) if size == 1)]
+        return (gradient.sum(axes).reshape(operand.shape) if axes else gradient).to(operand.dtype)
+
+
+def _call_at(function: TracedFunction, call: Node, values: Values) -> _Call:
+    arguments = values.arguments(call.arguments)
+    active = [operand.name for operand in call.operands if operand.active]
+    if call.changes_unseen:
+        derivatives: dict[str, Any] = {name: 1.0 for name in active if call.writes_to(name)}
+        return _Diagonal(function, call, arguments, derivatives)
+    if call.overload in _NORMALISATIONS and active == ["input"] and not arguments["training"]:
+        # A scaling of each channel. PyTorch's derivative of it copies the input for each of many vectors.
+        return _Diagonal(function, call, arguments, {"input": _scale(arguments)})
+    if call.overload in _ELEMENTWISE:
+        return _Diagonal(function, call, arguments, _derivatives(call, arguments))
+    return _Call(function, call, arguments)
+
+
+def _scale(arguments: Mapping[str, Any]) -> torch.Tensor:
+    """The derivative of a batch normalisation by running statistics."""
+    rounding = arguments["eps"] if "eps" in arguments else arguments["epsilon"]
+    scale: torch.Tensor = torch.rsqrt(arguments["running_var"] + rounding)
+    if arguments["weight"] is not None:
+        scale = scale * arguments["weight"]
+    return scale.reshape(-1, *[1] * (arguments["input"].ndim - 2))
+
+
+def _derivatives(call: Node, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The derivatives of an elementwise call by its operands, which a backward pass makes of ones."""
+    operands = {n: a for n, a in arguments.items() if isinstance(a, torch.Tensor) and a.is_floating_point()}
+    shape = torch.broadcast_shapes(*(operand.shape for operand in operands.values()))
+
+    def applied(*tensors: torch.Tensor) -> torch.Tensor:
+        return called(call.overload, {**arguments, **dict(zip(operands, tensors, strict=True))})[0]
+
+    y, pull = torch.func.vjp(applied, *(operand.detach().expand(shape) for operand in operands.values()))[:2]
+    return dict(zip(operands, pull(torch.ones_like(y)), strict=True))

@@ -1,0 +1,81 @@
+"""Values of a function's Jacobian in a run of it, or in a replay, whichever way to them was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..stages import all_finite, pull_back, with_backward_passes
+from ..tracing import Trace, Value
+from .evaluators import Evaluator
+from .traced_function import TracedFunction, Values, called
+
+
+def values_of(
+    function: TracedFunction,
+    evaluator: Evaluator,
+    trace: Trace,
+    by_autograd: Callable[[TracedFunction, Trace], Callable[[torch.Tensor], torch.Tensor]],
+) -> torch.Tensor:
+    """The values on the pattern, ``(nnz, batch)`` or ``(nnz, 1)``, in a run of the function's graph.
+
+    Those that are not finite as products are computed by backward passes; `by_autograd` returns what takes a gradient
+    of the output back to the input.
+    """
+    x = trace.input
+    values = evaluator.values(trace)
+    # A function may return coarser numbers, as under ``torch.autocast``.
+    values = values if values.dtype is x.dtype else values.to(x.dtype)
+    if function.chain.registered_values or all_finite(values):
+        return values
+    return with_backward_passes(values, evaluator.pattern, len(x), by_autograd(function, trace))
+
+
+def of_run(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The pull-back of a run, by autograd's graph of it."""
+    _, records = function.chain.records(trace)
+
+    def pulled(gradient: torch.Tensor) -> torch.Tensor:
+        ((of_input,), _) = pull_back(records[::-1], gradient, records[:1], (), ())
+        return of_input.reshape(len(trace.input), -1)
+
+    return pulled
+
+
+def of_replay(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The pull-back of a replay, by autograd of another one."""
+    x = trace.input.detach().requires_grad_()
+    with torch.enable_grad():
+        y = _replayed(function, trace, x)
+
+    def pulled(gradient: torch.Tensor) -> torch.Tensor:
+        if not y.requires_grad:
+            return torch.zeros_like(x)
+        gradient = gradient.reshape(y.shape).to(y.dtype)
+        (of_input,) = torch.autograd.grad(y, x, gradient, retain_graph=True, materialize_grads=True)
+        return of_input.reshape(len(x), -1)
+
+    return pulled
+
+
+def _replayed(function: TracedFunction, trace: Trace, x: torch.Tensor) -> torch.Tensor:
+    """The output for an input with a gradient, with the derivatives of the run."""
+    output = function.graph.last
+    assert output is not None
+    known = {value: trace.value(value).detach() for value in function.inputs}
+    values = Values(function, known | {0: x}, function.scalars(trace))
+    for call in function.before(output.value, values):
+        arguments = values.arguments(call.arguments)
+        active = {operand.name for operand in call.operands if operand.active}
+        for name, argument in call.arguments.items():
+            if type(argument) is Value and name not in active:
+                arguments[name] = arguments[name].detach()
+        results = called(call.overload, arguments)
+        if call.changes_unseen:
+            # Other elements, with the derivative of those before.
+            before = next(arguments[name] for name in active if call.writes_to(name))
+            results = [before + (result - before).detach() for result in results]
+        values.update(call.by_value(results))
+    y = values[output.value]
+    return y if output.active else y.detach()

@@ -1,0 +1,185 @@
+"""A traced function beside the chain of its local Jacobians."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..patterns import Pattern
+from ..stages import Chain, Edge, Record
+from ..tracing import Graph, Node, Operation, Scalar, Trace, Value, evaluated
+
+aten = torch.ops.aten
+
+
+@dataclass(eq=False)
+class TracedFunction:
+    """A function's trace, and the chain of its graph.
+
+    The trace is that of the run from which all is decided. What is decided holds for other runs of its graph, and for
+    replays of it; then `forget` lets go of the run's elements.
+    """
+
+    trace: Trace
+    chain: Chain
+    records: list[Record]
+
+    @property
+    def graph(self) -> Graph:
+        """The function's calls."""
+        return self.trace.graph
+
+    @property
+    def pattern(self) -> Pattern:
+        """The pattern of the Jacobian."""
+        return self.chain.pattern.T
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The input, ``(batch, *shape)``."""
+        return self.trace.input
+
+    @property
+    def batch(self) -> int:
+        """The number of samples."""
+        return len(self.trace.input)
+
+    @functools.cached_property
+    def shared(self) -> bool:
+        """Whether all samples share the Jacobian's values."""
+        return all(stage.shared for stage in self.chain)
+
+    def edges(self) -> Iterator[tuple[Edge, Record]]:
+        """The edges of all stages in order, with their stages' records."""
+        for record in self.records:
+            for edge in record.stage.edges:
+                yield edge, record
+
+    def operation(self, edge: Edge, record: Record) -> Operation:
+        """The operation whose local Jacobian an edge is."""
+        return record.stage.program.operations[edge.target]
+
+    @functools.cached_property
+    def calls(self) -> list[Node]:
+        """The calls through which a derivative passes, as replays make them."""
+        calls = (call for node in self.graph.nodes for call in self._replayed(node))
+        return [call for call in calls if any(o.active for o in call.operands) and self._has_derivative(call)]
+
+    def _has_derivative(self, call: Node) -> bool:
+        return any(self.trace.tensor(value).is_floating_point() for value in call.results)
+
+    def _replayed(self, node: Node) -> tuple[Node, ...]:
+        """What a replay calls in the place of a call: that, or its parts where PyTorch has no such derivative."""
+        # That of a cross product is not elementwise.
+        by_parts = node.overload is aten.linalg_cross.default or any(self._is_sparse(v) for _, v in node.tensors)
+        return node.parts if by_parts and node.parts else (node,)
+
+    def _is_sparse(self, value: int) -> bool:
+        return self.trace.tensor(value).layout != torch.strided
+
+    @functools.cached_property
+    def _makers(self) -> dict[int, Node]:
+        """What replays call for each value."""
+        makers: dict[int, Node] = {}
+        for node in self.graph.nodes:
+            # A call takes the place of its parts, unless these take its own.
+            for call in (*node.parts, *self._replayed(node)):
+                # An operator may return an argument.
+                makers |= {value: call for value in call.results if value >= call.begin[0]}
+        return makers
+
+    @functools.cached_property
+    def inputs(self) -> list[int]:
+        """The values that a replay begins with: the input, captures, and what is computed of sparse ones."""
+        sparse = {value for value in self.graph.captures if self._is_sparse(value)}
+        inputs = [value for value in (0, *self.graph.captures) if value not in sparse]
+        for value, maker in sorted(self._makers.items()):
+            if not self.graph.infos[value].dependent and any(each in sparse for _, each in maker.tensors):
+                (sparse.add if self._is_sparse(value) else inputs.append)(value)
+        return inputs
+
+    def before(self, value: int, known: Collection[int]) -> list[Node]:
+        """The calls of a replay that compute a value from known ones, in order."""
+        needed: dict[int, Node] = {}
+        waiting = [value]
+        while waiting:
+            each = waiting.pop()
+            if each in known or each in needed:
+                continue
+            maker = needed[each] = self._makers[each]
+            waiting.extend(operand for _, operand in maker.tensors)
+        return sorted(dict.fromkeys(needed.values()), key=lambda call: max(call.results))
+
+    @functools.cached_property
+    def scalar_dtypes(self) -> dict[int, torch.dtype]:
+        """By their places, the dtypes in which operators work on factors and terms."""
+        pairs = ((node, argument) for node in self.graph.nodes for argument in node.arguments.values())
+        places = ((node, each.place) for node, each in pairs if type(each) is Scalar and each.is_factor)
+        return {place: self.trace.tensor(node.results[0]).dtype for node, place in places}
+
+    def scalars(self, trace: Trace) -> list[Any]:
+        """The numbers of a run: factors and terms as tensors without axes, the others as they are."""
+        dtypes, device = self.scalar_dtypes, trace.input.device
+        return [
+            torch.tensor(number, dtype=dtypes[place], device=device) if place in dtypes else number
+            for place, number in enumerate(trace.scalars)
+        ]
+
+    def fixed_scalars(self, trace: Trace) -> tuple[Any, ...]:
+        """The numbers of a run that are parts of what was decided: all but factors and terms."""
+        return tuple([number for place, number in enumerate(trace.scalars) if place not in self.scalar_dtypes])
+
+    def elements(self, call: Node) -> int:
+        """The number of elements that a call computes."""
+        return sum(self.trace.tensor(value).numel() for value in call.results)
+
+    def forget(self) -> None:
+        """Let go of the run's elements; what replays ask of the function then are forms."""
+        # These ask for forms of what the run did not compute itself.
+        _ = self.calls, self.inputs, self.scalar_dtypes
+        self.trace, self.records = self.trace.without_elements(), []
+
+
+class Values(dict[int, torch.Tensor]):
+    """The values of a function, computed from known ones where they are asked for.
+
+    Parameters
+    ----------
+    function : TracedFunction
+        The function.
+    known : dict of int to Tensor
+        Values to begin with.
+    scalars : sequence
+        The numbers of a run, as `TracedFunction.scalars` returns them.
+    """
+
+    def __init__(self, function: TracedFunction, known: Mapping[int, torch.Tensor], scalars: Sequence[Any]) -> None:
+        super().__init__(known)
+        self.function, self.numbers = function, scalars
+
+    def __missing__(self, value: int) -> torch.Tensor:
+        for call in self.function.before(value, self):
+            self.update(call.by_value(called(call.overload, self.arguments(call.arguments))))
+        return self[value]
+
+    def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What the arguments of a call refer to."""
+        return {name: self.read(argument) for name, argument in arguments.items()}
+
+    def read(self, argument: Any) -> Any:
+        """What an argument refers to; an argument that is no reference as it is."""
+        if type(argument) is Value:
+            return self[argument.number]
+        return self.numbers[argument.place] if type(argument) is Scalar else argument
+
+
+def called(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The results of an operator, among whose arguments numbers may be tensors without axes."""
+    if overload is aten.rsub.Scalar and isinstance(arguments["other"], torch.Tensor):
+        # It takes numbers alone.
+        overload = aten.rsub.Tensor
+    return evaluated(overload, arguments)

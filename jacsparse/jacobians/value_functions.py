@@ -1,0 +1,156 @@
+"""What each run computes of a function's values, as graphs of calls that begin with its inputs or with its results."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..tracing import Scalar, Trace, Value, calls_of, in_graphs
+from .compilation import Runner, runner
+from .numbers import same_numbers
+from .traced_function import TracedFunction, Values
+
+#: ``compute(values, *others)``: tensors of values of the function, and of other tensors.
+Compute = Callable[..., Sequence[torch.Tensor]]
+
+
+class ValueFunction:
+    """Tensors that are computed of a function's values, in a run of the function or in a replay of it.
+
+    Parameters
+    ----------
+    function : TracedFunction
+        The function.
+    compute : callable
+        ``compute(values, *others) -> tensors``, of the values of calls: their arguments.
+    reads : sequence of int
+        The values that it reads.
+    others : sequence of Tensor
+        The other tensors, of which each call may pass others of the same forms.
+    replays : bool
+        Whether runs are replays, which have inputs alone.
+    compile : bool
+        Whether TorchInductor compiles it.
+    """
+
+    def __init__(
+        self,
+        function: TracedFunction,
+        compute: Compute,
+        reads: Sequence[int],
+        others: Sequence[torch.Tensor] = (),
+        *,
+        replays: bool,
+        compile: bool = False,
+    ) -> None:
+        self._function, self._compile, count = function, compile, len(others)
+        self._run: Runner | None = None
+        #: The numbers of the last run, and the same as tensors.
+        self._numbers: tuple[tuple[Any, ...], list[torch.Tensor]] | None = None
+        #: What it computes, and of which values.
+        self.compute, self.reads = compute, reads
+        scalars = function.scalars(function.trace)
+        self._places = list(function.scalar_dtypes)
+        self._begin = function.inputs if replays else list(dict.fromkeys(reads))
+        #: The results of the run that the graph takes.
+        self._taken: list[int] = []
+
+        def computed(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+            others, rest = tensors[:count], iter(tensors[count:])
+            known = {value: next(rest) for value in self._begin}
+            of_run = list(scalars)
+            for place in self._places:
+                of_run[place] = next(rest)
+            return compute(Values(function, known, of_run), *others)
+
+        with torch.no_grad():
+            inputs = [*others, *self.inputs(function.trace)]
+            self.graph = calls_of(computed, inputs)
+        if not replays:
+            self._taken = _take_results(self.graph, function, self._begin, self._places, count)
+
+    def keep(self, outputs: Sequence[fx.Node]) -> None:
+        """Return these results of calls alone."""
+        self.graph.graph.output_node().args = (list(outputs),)
+        self.graph.recompile()
+
+    def inputs(self, trace: Trace) -> list[torch.Tensor]:
+        """What the graph takes of a run."""
+        values, taken = ([trace.value(value).detach() for value in part] for part in (self._begin, self._taken))
+        return [*values, *self._numbers_of(trace), *taken]
+
+    def _numbers_of(self, trace: Trace) -> list[torch.Tensor]:
+        numbers = tuple([trace.scalars[place] for place in self._places])
+        # Other threads may replace it meanwhile.
+        current = self._numbers
+        if current is None or not same_numbers(current[0], numbers):
+            dtypes, device = self._function.scalar_dtypes, trace.input.device
+            pairs = zip(numbers, self._places, strict=True)
+            tensors = [torch.tensor(number, dtype=dtypes[place], device=device) for number, place in pairs]
+            current = self._numbers = numbers, tensors
+        return current[1]
+
+    def __call__(self, trace: Trace, *others: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The tensors of a run."""
+        inputs = [*others, *self.inputs(trace)]
+        if self._run is None:
+            self._run = runner(self.graph, inputs, self._compile)
+        return self._run(inputs)  # type: ignore[no-any-return]
+
+
+def _take_results(
+    module: fx.GraphModule, function: TracedFunction, begin: Sequence[int], places: Sequence[int], count: int
+) -> list[int]:
+    """Make results of a function's calls inputs of a graph, after its others, where it would compute them."""
+    graph = module.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    names: dict[Any, Hashable] = dict(
+        zip(placeholders[count:], [*map(Value, begin), *(("scalar", place) for place in places)], strict=True)
+    )
+    calls = {_call_key(call.overload, call.args, call.kwargs, {}): call for call in function.calls}
+    taken: dict[int, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.meta.get("written") or node.target is operator.getitem:
+            continue
+        call = calls.get(_call_key(node.target, node.args, node.kwargs, names))
+        returns = [] if call is None else node.target._schema.returns
+        if call is None or len(returns) != len(call.results):
+            continue
+        users = [user for user in node.users if user.target is operator.getitem] if len(returns) > 1 else [node]
+        for user in users:
+            value = call.results[user.args[1] if len(returns) > 1 else 0]  # type: ignore[index]
+            if value not in taken:
+                with graph.inserting_after([*placeholders, *taken.values()][-1]):
+                    taken[value] = graph.placeholder(f"value_{value}")
+                taken[value].meta.update(user.meta)
+                names[taken[value]] = Value(value)
+            user.replace_all_uses_with(taken[value])
+    graph.eliminate_dead_code()
+    for value, node in list(taken.items()):
+        if not node.users:
+            graph.erase_node(node)
+            del taken[value]
+    module.recompile()
+    return list(taken)
+
+
+def _call_key(overload: Any, args: Any, kwargs: Any, names: Mapping[Any, Hashable]) -> Hashable:
+    """A call with other names for tensors and numbers that vary."""
+    return in_graphs(overload), _key(args, names), _key(kwargs, names)
+
+
+def _key(value: Any, names: Mapping[Any, Hashable]) -> Hashable:
+    if isinstance(value, dict):
+        return tuple((name, _key(part, names)) for name, part in sorted(value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(part, names) for part in value)
+    if isinstance(value, fx.Node):
+        return names.get(value, value)
+    if isinstance(value, Scalar):
+        return "scalar", value.place
+    # By its text: zeros have signs, and a bool is no number.
+    return value if isinstance(value, Value) else (type(value), repr(value))
