@@ -1,11 +1,13 @@
 """Sparsity patterns, and a rule for each family of operators: the pattern and the values of its Jacobian."""
 
 from . import (  # noqa: F401  (importing a family registers its rules)
+    adjoints,
     axis,
     blocks,
     elementwise,
     losses,
     matmul,
+    matrices,
     movement,
     ordering,
     reduction,

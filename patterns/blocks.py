@@ -195,10 +195,18 @@ class _RmsNormRule(_LayerNormRule):
 
 @add_rule("aten.native_group_norm")
 class _GroupNormRule(_NormRule):
-    """``aten.native_group_norm``: over the channels of each group, at all positions."""
+    """``aten.native_group_norm``: over the channels of each group, at all positions.
+
+    Its further results are the mean and the reciprocal deviation of each group.
+    """
+
+    all_results = True
 
     def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
-        return axis_labels(use, *range(1, use.output.ndim))
+        input_axes, out_axes = (
+            (0, *(("mixed", axis) for axis in range(1, rank))) for rank in (use.rank("input"), use.output.ndim)
+        )
+        return {"input": input_axes}, out_axes
 
     def lines(self, call: Call) -> _Lines:
         groups = call.in_shape[0] * int(call["group"])
@@ -210,6 +218,45 @@ class _GroupNormRule(_NormRule):
         images, _, *sizes = call.in_shape
         weight = call["weight"].detach().repeat_interleave(math.prod(sizes)).repeat(images)
         return weight.reshape(lines.outer, lines.length, 1, 1)
+
+    def pattern(self, call: Call) -> Pattern:
+        lines = self.lines(call)
+        return block_pattern(lines.outer, 1, lines.length) if _is_statistic(call) else super().pattern(call)
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        return self._derivative_of_statistic(call) if _is_statistic(call) else super().values(call, pattern)
+
+    def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        # The one entry of each input is in the order of the inputs.
+        return self._derivative_of_statistic(call) if _is_statistic(call) else super().transposed_values(call, pattern)
+
+    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
+        return None if _is_statistic(call) else super().transposed_parts(call, pattern, bounds)
+
+    def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
+        if not _is_statistic(call):
+            return super().pull_back(call, pattern, gradients)
+        # PyTorch's backward pass alone takes statistics for constants, and not so where it is differentiated.
+        lines, (many, batch) = self.lines(call), gradients.shape[:2]
+        derivative = self._derivative_of_statistic(call).T.reshape(batch, lines.outer, lines.length)
+        return (gradients.reshape(many, batch, lines.outer, 1) * derivative).reshape(many, batch, *call.in_shape)
+
+    def _derivative_of_statistic(self, call: Call) -> torch.Tensor:
+        """The derivative of the mean or of the reciprocal deviation, ``(in_size, batch)``."""
+        lines = self.lines(call)
+        x, count = lines.of(call.input), max(1, lines.length)
+        shape = (call["N"], call["C"], call["HxW"])
+        zeros, ones = (call.function({**call.arguments, "input": x.new_full(shape, each)}) for each in (0, 1))
+        if not torch.equal(zeros, ones):
+            return torch.full_like(x, 1 / count).flatten(0, -2)
+        x = x - x.mean(dim=1, keepdim=True)
+        deviation = torch.rsqrt((x * x).mean(dim=1, keepdim=True) + call["eps"])
+        return (x * deviation**3 / -count).flatten(0, -2)
+
+
+def _is_statistic(call: Call) -> bool:
+    """Whether the result has a number for each group; so has the normalised input in groups of one element."""
+    return call.out_shape == (call.in_shape[0], call["group"])
 
 
 _BATCH_NORMS = "native_batch_norm cudnn_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training"

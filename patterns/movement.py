@@ -29,9 +29,9 @@ def _numbered(like: torch.Tensor) -> torch.Tensor:
 
 _NAMES = (
     "_unsafe_view alias as_strided cat channel_shuffle clone constant_pad_nd copy diag_embed diagonal "
-    "diagonal_scatter expand fill flip gather im2col index index_copy index_fill index_select "
-    "masked_scatter permute pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat "
-    "replication_pad1d replication_pad2d replication_pad3d roll rot90 scatter select select_scatter slice "
+    "diagonal_scatter expand fill flip gather im2col index index_copy index_fill index_select masked_scatter "
+    "masked_scatter_backward permute pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d "
+    "repeat replication_pad1d replication_pad2d replication_pad3d roll rot90 scatter select select_scatter slice "
     "slice_scatter split split_with_sizes squeeze stack t transpose tril triu unbind unfold unsafe_split "
     "unsafe_split_with_sizes unsqueeze view zero"
 )
@@ -174,6 +174,16 @@ class _MovementRule(Rule):
         return torch.from_numpy(chosen.T).to(call.input).contiguous()
 
 
+@add_rule("aten.lu_unpack")
+class _UnpackRule(_MovementRule):
+    """The triangular factors of a matrix from one tensor that has both; those of the permutation move no element."""
+
+    reads_contents = False
+
+    def check(self, call: Call) -> None:
+        """All uses have a Jacobian."""
+
+
 def _with_operand(use: Use, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, object]:
     """An operator's arguments with another operand, and with zeros for all other floating-point tensors."""
     return _with_numbers(use, lambda other, zeros: make(zeros) if other == name else zeros)
@@ -268,7 +278,10 @@ def _pattern(sources: Sources, columns: int) -> Pattern:
     return Pattern.of(Csr(sources.size, columns, frozen(row_starts(counts, dtype)), indices))
 
 
-@add_rule("aten.col2im", "aten.index_add", "aten.scatter_add")
+@add_rule(
+    *("aten.col2im", "aten.index_add", "aten.scatter_add"),
+    *(f"aten.replication_pad{axes}d_backward" for axes in (1, 2, 3)),
+)
 class _AddedRule(_MovementRule):
     """Each element is added to one output, or to none: its gradient is that output's."""
 

@@ -204,7 +204,7 @@ def _rows(indptr: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _count(operator: str) -> int:
+def count_of_windowed_axes(operator: str) -> int:
     """Axes along which windows slide: the last ones, as many as the operator's name says."""
     match = re.search(r"(\d)d", operator)
     assert match is not None
@@ -212,16 +212,16 @@ def _count(operator: str) -> int:
 
 
 def _sizes(call: Call) -> tuple[int, ...]:
-    return call.in_shape[-_count(call.operator) :]
+    return call.in_shape[-count_of_windowed_axes(call.operator) :]
 
 
 def _windows(call: Call) -> tuple[int, ...]:
-    return call.out_shape[-_count(call.operator) :]
+    return call.out_shape[-count_of_windowed_axes(call.operator) :]
 
 
 def _channels(call: Call) -> int:
     """The product of a sample's axes before the windowed ones; 1 where the samples stand in the channels' place."""
-    return math.prod(call.in_shape[: -_count(call.operator)])
+    return math.prod(call.in_shape[: -count_of_windowed_axes(call.operator)])
 
 
 class _WindowRule(Rule):
@@ -230,7 +230,7 @@ class _WindowRule(Rule):
     selects = False
 
     def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
-        rank, count = use.output.ndim, _count(use.operator)
+        rank, count = use.output.ndim, count_of_windowed_axes(use.operator)
         out = tuple(axis if axis < rank - count else ("windows", axis) for axis in range(rank))
         return dict.fromkeys(use.layouts, tuple(range(rank))), out
 
@@ -239,7 +239,7 @@ class _WindowRule(Rule):
 
     def axes(self, call: Call) -> tuple[Any, ...]:
         """Sliding windows, or adaptive ones for an operator without a kernel size."""
-        sizes, count = _sizes(call), _count(call.operator)
+        sizes, count = _sizes(call), count_of_windowed_axes(call.operator)
         if "kernel_size" not in call.arguments:
             return tuple(Adaptive(size, windows) for size, windows in zip(sizes, _windows(call), strict=True))
         kernel = pairs(call["kernel_size"], count)

@@ -7,11 +7,14 @@ only where an operator that is not linear joins two elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
@@ -40,7 +43,9 @@ class Gradient(nn.Module):
         leaves = _pytree.tree_leaves([args[number] for number in self._argnums])
         with torch.enable_grad():
             # Copies, which the function may write to.
-            y = self.f(*(_copied(arg) if number in self._argnums else arg for number, arg in enumerate(args)))
+            copies = [_copied(arg) if number in self._argnums else arg for number, arg in enumerate(args)]
+            with _UnfusedAttention():
+                y = self.f(*copies)
             self._check_scalar(y, len(leaves[0]) if self._batched else 1)
             gradients = _gradients(y, leaves)
         return gradients[0] if len(gradients) == 1 else gradients
@@ -71,6 +76,51 @@ class Gradient(nn.Module):
         raise UnsupportedOperatorError(
             f"{name_of(self.f)} returns {what}; a Hessian is of a function that returns one number, {expected}"
         )
+
+
+class _UnfusedAttention(TorchFunctionMode):
+    """Attention by products and a softmax: PyTorch has no second derivatives of its fused kernels."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _ATTENTIONS:
+            function = _attention
+        elif function is functional.multi_head_attention_forward:
+            # What it calls is not seen here.
+            function = _with_attention(function)
+        return function(*args, **(kwargs or {}))
+
+
+_ATTENTIONS = (
+    functional.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+
+
+def _with_attention(function: Any) -> Callable[..., Any]:
+    """The same function of PyTorch's with `_attention` in the place of PyTorch's own."""
+    replaced = {"scaled_dot_product_attention": _attention, "has_torch_function": lambda _: False}
+    names = {**function.__globals__, **replaced}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention``."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    unfused = torch.ops.aten._scaled_dot_product_attention_math
+    result: torch.Tensor = unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+    return result
 
 
 def registered_in(trace: Trace) -> Node | None:

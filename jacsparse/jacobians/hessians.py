@@ -161,6 +161,11 @@ def hessian(
 
     Notes
     -----
+    Which elements win, as in max-pooling and sorting, and which ones a computed index names is decided by each run. The
+    pattern has entries for all of them.
+
+    Attention runs as products and a softmax in `f`: PyTorch has no second derivatives of its fused kernels.
+
     ``scipy.optimize.minimize`` takes ``to_scipy()`` as `hess` with the methods Newton-CG and trust-constr; trust-ncg
     and trust-krylov take products alone, by `hessp`.
 

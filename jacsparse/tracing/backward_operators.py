@@ -3,6 +3,8 @@
 The backward pass of a normalisation gets the mean and the deviation that the forward pass saved, and PyTorch
 differentiates it as if it computed them from the input. So the decomposition computes them.
 
+The gradient of a convolution's weights is a product with the windows of its input; see `weighted`.
+
 The second derivatives of ELU at 0, of Softplus at its threshold and of the Huber loss at its delta are zero in PyTorch.
 """
 
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 import torch._decomp
 
-from ..patterns import UnsupportedOperatorError
+from .grid_samples import grid_sample_backward
+from .weighted import gradient_of_weight
 
 aten = torch.ops.aten
 
@@ -31,24 +34,28 @@ def _convolution(
     output_padding: Sequence[int],
     groups: int,
     mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, None, None]:
-    """The gradient of a convolution's input, which is a convolution the other way round."""
-    if mask[1] or mask[2]:
-        raise UnsupportedOperatorError(
-            "aten.convolution_backward: the gradient of a weight depends on the input, and has no rule; write the "
-            "convolution as a product with torch.nn.functional.unfold"
-        )
-    if not mask[0]:
-        return None, None, None
-    left_over = [0] * len(stride)
-    if not transposed:
-        sizes = zip(x.shape[2:], gradient.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-        left_over = [n - ((m - 1) * s - 2 * p + d * (k - 1) + 1) for n, m, k, s, p, d in sizes]
-    return (
-        aten.convolution(gradient, weight, None, stride, padding, dilation, not transposed, left_over, groups),
-        None,
-        None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of a convolution's input, weight and bias; the first is a convolution the other way round."""
+    axes = x.ndim - 2
+    stride, padding, dilation, output_padding = (
+        list(each) * axes if len(each) == 1 else list(each) for each in (stride, padding, dilation, output_padding)
     )
+    of_x = of_weight = of_bias = None
+    if mask[0]:
+        left_over = [0] * axes
+        if not transposed:
+            sizes = zip(x.shape[2:], gradient.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+            left_over = [n - ((m - 1) * s - 2 * p + d * (k - 1) + 1) for n, m, k, s, p, d in sizes]
+        of_x = aten.convolution(gradient, weight, None, stride, padding, dilation, not transposed, left_over, groups)
+        if of_x.shape != x.shape:
+            # Padding of a transposed convolution's output may have room for windows that no input position has.
+            of_x = of_x[(..., *(slice(size) for size in x.shape[2:]))]
+    if mask[1]:
+        options = (stride, padding, dilation, transposed, output_padding, groups)
+        of_weight = gradient_of_weight(gradient, x, weight.shape, *options)
+    if mask[2]:
+        of_bias = gradient.sum([0, *range(2, gradient.ndim)])
+    return of_x, of_weight, of_bias
 
 
 def _layer_norm(
@@ -60,22 +67,52 @@ def _layer_norm(
     *rest: Any,
 ) -> Any:
     """The gradients of layer normalisation; the saved deviation is a reciprocal one."""
-    axes = list(range(x.ndim - len(shape), x.ndim))
-    variance = x.var(axes, correction=0, keepdim=True)
-    # The difference is zero, and there for its derivative.
-    deviation = (variance - variance.detach() + deviation.detach() ** -2) ** -0.5
-    mean = x.mean(axes, keepdim=True)
+    mean, deviation = _statistics(x, list(range(x.ndim - len(shape), x.ndim)), deviation, keepdim=True)
     return _decomposition(aten.native_layer_norm_backward.default)(gradient, x, shape, mean, deviation, *rest)
 
 
-def _batch_norm(gradient: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
-    _, _, _, _, _, training, _, _ = rest
+def _batch_norm(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_variance: torch.Tensor | None,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    training: bool,
+    *rest: Any,
+) -> Any:
+    """The gradients of batch normalisation; the saved deviation is a reciprocal one."""
     if training:
-        raise UnsupportedOperatorError(
-            "aten.native_batch_norm_backward, of a normalisation by the statistics of its input, has no rule; "
-            "write it with operators"
-        )
-    return _decomposition(aten.native_batch_norm_backward.default)(gradient, x, *rest)
+        mean, deviation = _statistics(x, [0, *range(2, x.ndim)], deviation, keepdim=False)
+    statistics = (running_mean, running_variance, mean, deviation)
+    return _decomposition(aten.native_batch_norm_backward.default)(gradient, x, weight, *statistics, training, *rest)
+
+
+def _cudnn_batch_norm(
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_variance: torch.Tensor | None,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    epsilon: float,
+    *_: Any,
+) -> Any:
+    """The gradients of batch normalisation by the statistics of its input, which is what cuDNN is asked for."""
+    statistics = (running_mean, running_variance, mean, deviation)
+    return _batch_norm(gradient, x, weight, *statistics, True, epsilon, [True] * 3)
+
+
+def _statistics(
+    x: torch.Tensor, axes: list[int], deviation: torch.Tensor, *, keepdim: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean and the reciprocal deviation over some axes, which has the value of a saved one."""
+    variance = x.var(axes, correction=0, keepdim=keepdim)
+    # The difference is zero, and there for its derivative.
+    variance = variance - variance.detach() + deviation.detach() ** -2
+    return x.mean(axes, keepdim=keepdim), variance**-0.5
 
 
 def _elu(
@@ -99,6 +136,84 @@ def _huber(gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduct
     return gradient * inside / (x.numel() if reduction == 1 else 1)
 
 
+def _shrink(gradient: torch.Tensor, x: torch.Tensor, threshold: float) -> torch.Tensor:
+    """The gradient of Hardshrink and of Softshrink."""
+    return torch.where(x.abs() <= threshold, 0.0, gradient)
+
+
+def _log_sigmoid(gradient: torch.Tensor, x: torch.Tensor, _buffer: torch.Tensor) -> torch.Tensor:
+    return gradient * torch.sigmoid(-x)
+
+
+def _margins(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    p: float,
+    margin: float,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+) -> torch.Tensor:
+    """The gradient of the multi-class margin loss, of a power of 1 or 2."""
+    lines, count = x.reshape(-1, x.shape[-1]), x.shape[-1]
+    right = target.reshape(-1, 1) == torch.arange(count, device=x.device)
+    excess = margin + lines - torch.where(right, lines, 0.0).sum(-1, keepdim=True)
+    slope = torch.ones_like(lines) if p == 1 else 2 * excess
+    slope = torch.where((excess.detach() > 0) & ~right, slope, 0.0) / count
+    if weight is not None:
+        slope = slope * weight[target].reshape(-1, 1)
+    slope = slope - torch.where(right, slope.sum(-1, keepdim=True), 0.0)
+    return _of_lines(gradient, slope, reduction).reshape(x.shape)
+
+
+def _margins_of_labels(
+    gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, is_target: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the multi-label margin loss, whose slopes are constants."""
+    lines, count = x.detach().reshape(-1, x.shape[-1]), x.shape[-1]
+    labels, wrong = target.reshape(-1, count), (is_target.detach() == 0).reshape(-1, 1, count)
+    # Labels end before the first negative number.
+    named = (labels[..., None] == torch.arange(count, device=x.device)) & (labels >= 0).cumprod(-1).bool()[..., None]
+    of_labels = torch.where(named, lines[:, None], 0.0).sum(-1, keepdim=True)
+    exceeds = named.any(-1, keepdim=True) & wrong & (1 - of_labels + lines[:, None] > 0)
+    counts = exceeds.sum(-1, keepdim=True)
+    slope = (exceeds.sum(1) - torch.where(named, counts, 0).sum(1)).to(x) / count
+    return _of_lines(gradient, slope, reduction).reshape(x.shape)
+
+
+def _of_lines(gradient: torch.Tensor, slope: torch.Tensor, reduction: int) -> torch.Tensor:
+    """The gradient of a loss's input from its slopes, ``(lines, classes)``."""
+    return gradient.reshape(-1, 1) * slope / (len(slope) if reduction == 1 else 1)
+
+
+def _distances(
+    gradient: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: float, distances: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the points of the first set, by their distances to those of the second one in the p-norm."""
+    difference = x1[..., :, None, :] - x2[..., None, :, :]
+    size = difference.abs()
+    if p == torch.inf:
+        # Of several largest differences each has the gradient.
+        pulled = torch.where(size == distances.detach()[..., None], difference.sgn(), 0.0)
+        return (gradient[..., None] * pulled).sum(-2)
+    if p == 1:
+        return (gradient[..., None] * difference.sgn()).sum(-2)
+    apart = size > 0
+    size = torch.where(apart, size, 1.0)
+    largest = size.detach().amax(-1, keepdim=True)
+    # Scaled, so that no power overflows; points at one place have no gradient.
+    shares = torch.where(apart, (size / largest) ** p, 0.0)
+    total = shares.sum(-1, keepdim=True)
+    total = torch.where(total > 0, total, 1.0) ** (1 / p - 1)
+    pulled = torch.where(apart, difference.sgn() * (size / largest) ** (p - 1) * total, 0.0)
+    return (gradient[..., None] * pulled).sum(-2)
+
+
+def _put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    """Elements at numbers of flat places, where the backward pass of ``torch.take`` adds gradients."""
+    return x.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1), accumulate).reshape(x.shape)
+
+
 def _decomposition(overload: Any) -> Any:
     return torch._decomp.decomposition_table[overload]
 
@@ -108,7 +223,17 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.convolution_backward.default: _convolution,
     aten.native_layer_norm_backward.default: _layer_norm,
     aten.native_batch_norm_backward.default: _batch_norm,
+    aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm,
     aten.elu_backward.default: _elu,
     aten.softplus_backward.default: _softplus,
     aten.huber_loss_backward.default: _huber,
+    aten.hardshrink_backward.default: _shrink,
+    aten.softshrink_backward.default: _shrink,
+    aten.log_sigmoid_backward.default: _log_sigmoid,
+    aten.grid_sampler_2d_backward.default: grid_sample_backward,
+    aten.grid_sampler_3d_backward.default: grid_sample_backward,
+    aten.multi_margin_loss_backward.default: _margins,
+    aten.multilabel_margin_loss_backward.default: _margins_of_labels,
+    aten._cdist_backward.default: _distances,
+    aten.put.default: _put,
 }

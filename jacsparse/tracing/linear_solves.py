@@ -55,9 +55,36 @@ def inverse(a: torch.Tensor, *, check_errors: bool = False) -> list[torch.Tensor
     return [-constant @ (a @ constant)]
 
 
+def solve_by_triangle(b: torch.Tensor, a: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    """``torch.cholesky_solve``: the solution of ``L Lᵀ X = B``, or of ``Uᵀ U X = B``."""
+    lower = a.mT if upper else a
+    x = torch.linalg.solve_triangular(lower, b, upper=False)
+    return torch.linalg.solve_triangular(lower.mT, x, upper=True)
+
+
+def inverse_by_triangle(a: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    """``torch.cholesky_inverse``, where ``B`` is the identity."""
+    return solve_by_triangle(torch.eye(a.shape[-1]).to(a).expand(a.shape), a, upper)
+
+
+def factors(a: torch.Tensor, *, pivot: bool = True) -> tuple[torch.Tensor, ...]:
+    """``torch.linalg.lu``, by the operator that returns both triangles as one tensor."""
+    both, pivots, _ = torch.linalg.lu_factor_ex(a, pivot=pivot)
+    return torch.lu_unpack(both, pivots)
+
+
+def least_squares(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> list[torch.Tensor]:
+    """``torch.linalg.lstsq``, of a matrix of full rank."""
+    return [torch.linalg.pinv(a) @ b]
+
+
 aten: Any = torch.ops.aten
 SOLVES: dict[Any, Callable[..., Any]] = {
     aten._linalg_solve_ex.default: solve,
     aten.linalg_solve_triangular.default: solve_triangular,
     aten.linalg_inv_ex.default: inverse,
+    aten.cholesky_solve.default: solve_by_triangle,
+    aten.cholesky_inverse.default: inverse_by_triangle,
+    aten.linalg_lu.default: factors,
+    aten.linalg_lstsq.default: least_squares,
 }

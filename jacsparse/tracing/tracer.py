@@ -396,7 +396,7 @@ class Tracer(TorchDispatchMode):
                 if any(tensor is each for each in written):
                     info.externals |= graph.infos[self.numbers[id(tensor)]].externals
                 graph.infos.append(info)
-            elif self.parts is None and numbers[place] >= node.begin[0]:
+            elif numbers[place] >= node.begin[0]:
                 # An operator may return an argument.
                 graph.infos[numbers[place]].whole = node
         # Of a part that has parts itself, these are enough.

@@ -30,19 +30,66 @@ def _convolution(
     groups: int,
 ) -> torch.Tensor:
     """A convolution; a transposed one is that of the input with zeros in between, by the reversed kernel."""
-    kernel = weight.shape[2:]
-    before, after = list(padding), list(padding)
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    columns, positions = _columns(x, weight.shape[2:], *options)
     weight = weight.reshape(groups, -1, *weight.shape[1:])
     if transposed:
-        x, weight = _spaced(x, stride), weight.transpose(1, 2).flip(list(range(3, weight.ndim)))
+        weight = _reversed(weight)
+    y = torch.bmm(weight.flatten(2), columns).reshape(-1, len(x), *positions).transpose(0, 1)
+    return y if bias is None else y + _by_channel(bias, y)
+
+
+def gradient_of_weight(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """The gradient of a convolution's weight of a shape: that of the result times the windows of the input."""
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    columns, positions = _columns(x, shape[2:], *options)
+    of_result = gradient.transpose(0, 1).reshape(groups, -1, len(x) * math.prod(positions))
+    product = torch.bmm(of_result, columns.transpose(1, 2))
+    if not transposed:
+        return product.reshape(list(shape))
+    first, second, *kernel = shape
+    return _reversed(product.reshape(groups, second, first // groups, *kernel)).reshape(list(shape))
+
+
+def _columns(
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> tuple[torch.Tensor, list[int]]:
+    """The windows of a convolution's input as columns, ``(groups, channels · kernel, batch · positions)``.
+
+    Also the numbers of positions.
+    """
+    before, after = list(padding), list(padding)
+    if transposed:
+        x = _spaced(x, stride)
         before = [d * (k - 1) - p for d, k, p in zip(dilation, kernel, padding, strict=True)]
         after = [first + more for first, more in zip(before, output_padding, strict=True)]
         stride = [1] * len(kernel)
     pads = [pad for both in zip(reversed(before), reversed(after), strict=True) for pad in both]
     columns, positions = _windows(functional.pad(x, pads), kernel, stride, dilation)
     columns = columns.reshape(len(x), groups, -1, math.prod(positions)).permute(1, 2, 0, 3).flatten(2)
-    y = torch.bmm(weight.flatten(2), columns).reshape(-1, len(x), *positions).transpose(0, 1)
-    return y if bias is None else y + _by_channel(bias, y)
+    return columns, positions
+
+
+def _reversed(weight: torch.Tensor) -> torch.Tensor:
+    """A grouped weight with input and output channels swapped, and its kernel reversed."""
+    return weight.transpose(1, 2).flip(list(range(3, weight.ndim)))
 
 
 def _spaced(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

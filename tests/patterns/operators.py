@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -186,6 +187,92 @@ def linear_systems(draw: st.DrawFn, kind: str) -> Case:
         return torch.linalg.solve(a, b[..., 0]) if ones else torch.linalg.solve(a, b if left else b.mT, left=left)
 
     return Apply(run, constant(size, size + columns)), (size, size + columns)
+
+
+@st.composite
+def matrix_functions(draw: st.DrawFn, kind: str) -> Case:
+    """Of matrices whose eigenvalues, or singular values, are apart."""
+    size, lead = draw(st.integers(2, 3)), draw(st.lists(st.integers(1, 2), max_size=1))
+    rows = draw(st.integers(1, 3)) if kind in ("linalg_pinv", "_linalg_svd", "linalg_qr") else size
+    number, upper = draw(st.integers(0, 1)), draw(flags)
+    diagonal = torch.zeros(rows, size, dtype=torch.float64)
+    diagonal.diagonal().copy_(8 * torch.arange(1.0, min(rows, size) + 1))
+    function = {
+        "_linalg_det": lambda x: aten._linalg_det(x + diagonal)[0],
+        "_linalg_slogdet": lambda x: aten._linalg_slogdet(x + diagonal)[1],
+        "linalg_matrix_exp": lambda x: aten.linalg_matrix_exp(x * 0.3),
+        "linalg_pinv": lambda x: torch.linalg.pinv(x + diagonal),
+        "_linalg_eigh": lambda x: torch.linalg.eigh(x + x.mT + diagonal)[number],
+        "_linalg_svd": lambda x: torch.linalg.svd(x + diagonal, full_matrices=False)[2 * number],
+        "linalg_lu_factor_ex": lambda x: aten.linalg_lu_factor_ex(x + diagonal)[0],
+        "linalg_qr": lambda x: torch.linalg.qr(x + diagonal if rows >= size else (x + diagonal).mT)[number],
+        "linalg_cholesky_ex": lambda x: torch.linalg.cholesky(x + x.mT + 2 * diagonal, upper=upper),
+        "lu_unpack": lambda x: torch.lu_unpack(
+            x, torch.arange(size, 0, -1, dtype=torch.int32).clamp(min=1).expand(x.shape[:-1]).sort(-1)[0]
+        )[1 + number],
+    }[kind]
+    return Apply(function), (*lead, rows, size)
+
+
+@st.composite
+def factor_solves(draw: st.DrawFn) -> Case:
+    """Systems by their factors, which are the input, the right side, or both."""
+    size, columns, left, adjoint = draw(sizes), draw(sizes), draw(flags), draw(flags)
+    varies, copies = draw(st.sampled_from(["factors", "right", "both"])), draw(st.integers(0, 2))
+    diagonal = 8 * size * torch.eye(size, dtype=torch.float64)
+    pivots = torch.arange(1, size + 1, dtype=torch.int32)
+
+    def run(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        a = diagonal + (c if varies == "right" else x)[..., :size]
+        b = (c.expand(len(x), *c.shape) if varies == "factors" else x)[..., size:]
+        a, b = a.expand(len(x), size, size), b if left else b.mT
+        if copies:
+            # Several systems of one matrix.
+            a, b = a[:, None], b[:, None] * torch.arange(1.0, copies + 1, dtype=b.dtype)[:, None, None]
+        return torch.linalg.lu_solve(a, pivots.expand(a.shape[:-1]), b, left=left, adjoint=adjoint)
+
+    return Apply(run, constant(size, size + columns)), (size, size + columns)
+
+
+class Backward(nn.Module):
+    """The backward pass of a module at a constant, as a function of the gradient."""
+
+    def __init__(self, operator: nn.Module, x: torch.Tensor) -> None:
+        super().__init__()
+        self.operator = operator
+        self.register_buffer("x", x)
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = self.x.expand(len(gradient), *self.x.shape[1:]).clone().requires_grad_()
+            return torch.autograd.grad(self.operator(x), x, gradient, create_graph=True)[0]
+
+
+@st.composite
+def backward_passes(draw: st.DrawFn, operator: str) -> Case:
+    """The backward pass of an operator, which is made of others at some sizes."""
+    module, shape = draw(OPERATORS[operator].filter(lambda case: _has_derivative(*case)))
+    assume(not has_other_derivative(operator, module, shape))
+    x = constant(1, *shape)
+    return Backward(module, x), tuple(module(x).shape[1:])
+
+
+def has_other_derivative(operator: str, module: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Whether PyTorch's derivative of a backward pass is wrong: that of antialiasing from one position or to one."""
+    if not operator.endswith("_aa"):
+        return False
+    return 1 in (*shape[1:], *module(torch.zeros((1, *shape), dtype=torch.float64)).shape[2:])
+
+
+def _has_derivative(module: nn.Module, shape: tuple[int, ...]) -> bool:
+    x = torch.zeros((1, *shape), dtype=torch.float64, requires_grad=True)
+    inner = getattr(module, "inner", module)
+    try:
+        y, smaller = module(x), inner(x.detach() - 1)
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    # A dilated window may lie wholly in the padding; PyTorch's backward then writes outside its tensor.
+    return y.requires_grad and bool(torch.isfinite(smaller).all())
 
 
 @st.composite
@@ -821,6 +908,28 @@ REDUCTIONS = (
     "norm linalg_vector_norm"
 )
 
+#: Backward passes, with the operators that they belong to.
+BACKWARD_PASSES = {
+    **{f"aten.avg_pool{axes}d_backward": f"aten.avg_pool{axes}d" for axes in (2, 3)},
+    **{f"aten._adaptive_avg_pool{axes}d_backward": f"aten._adaptive_avg_pool{axes}d" for axes in (2, 3)},
+    **{f"aten.max_pool{axes}d_with_indices_backward": f"aten.max_pool{axes}d" for axes in (2, 3)},
+    **{f"aten.adaptive_max_pool{axes}d_backward": f"aten.adaptive_max_pool{axes}d" for axes in (2, 3)},
+    **{f"aten.replication_pad{axes}d_backward": f"aten.replication_pad{axes}d" for axes in (1, 2, 3)},
+    **{f"aten.upsample_nearest{axes}d_backward": f"aten.upsample_nearest{axes}d" for axes in (1, 2, 3)},
+    **{f"aten._upsample_nearest_exact{axes}d_backward": f"aten._upsample_nearest_exact{axes}d" for axes in (1, 2, 3)},
+    **{
+        f"aten.{name}_backward": f"aten.{name}"
+        for name in (
+            *("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),
+            *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "masked_scatter"),
+        )
+    },
+}
+MATRIX_FUNCTIONS = (
+    "_linalg_det _linalg_slogdet _linalg_eigh _linalg_svd linalg_matrix_exp linalg_pinv linalg_lu_factor_ex linalg_qr "
+    "linalg_cholesky_ex lu_unpack"
+)
+
 #: By ATen's name.
 OPERATORS: dict[str, Cases] = {
     **{f"aten.conv{axes}d": convolutions(axes) for axes in (1, 2, 3)},
@@ -862,6 +971,8 @@ OPERATORS: dict[str, Cases] = {
     **{f"aten.grid_sampler_{axes}d": grid_samples(axes) for axes in (2, 3)},
     "aten._cdist_forward": distances(),
     **{f"aten.linalg_{kind}": linear_systems(kind) for kind in ("solve", "solve_triangular", "inv")},
+    "aten.linalg_lu_solve": factor_solves(),
+    **{f"aten.{kind}": matrix_functions(kind) for kind in MATRIX_FUNCTIONS.split()},
     "aten._trilinear": bilinears(),
     "aten.scatter_reduce": scatter_reductions(),
     "aten.cumprod": along_an_axis(torch.cumprod),
@@ -900,3 +1011,4 @@ OPERATORS: dict[str, Cases] = {
     **{f"aten.{name}": unaries(name) for name in UNARY},
     **{f"aten.{name}": binaries(function) for name, function in BINARY.items()},
 }
+OPERATORS |= {name: backward_passes(operator) for name, operator in BACKWARD_PASSES.items()}

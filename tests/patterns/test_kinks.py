@@ -16,7 +16,7 @@ from torch import nn, special
 from torch.nn import functional
 
 import jacsparse
-from tests.patterns.operators import OPERATORS
+from tests.patterns.operators import MATRIX_FUNCTIONS, OPERATORS
 from tests.patterns.test_operators import fits
 
 FULL = os.environ.get("JACSPARSE_TESTS") == "full"
@@ -63,6 +63,8 @@ POOLS_OF = {
     **dict.fromkeys(("binary_cross_entropy", "linalg_inv", "linalg_solve"), _ORDINARY),
     # A product with an inverse overflows for other matrices than a solution does.
     "linalg_solve_triangular": (*_ORDINARY, "edges", "one infinity"),
+    # Factorisations are of matrices near a diagonal one.
+    **dict.fromkeys(("linalg_lu_solve", *MATRIX_FUNCTIONS.split()), ("ties", "zeros")),
 }
 
 

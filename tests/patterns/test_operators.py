@@ -265,6 +265,24 @@ def test_pattern_of_running_operators_is_a_triangle(function: Callable[..., torc
     assert jacsparse.jacobian_pattern(module, (2, 3, 2)).nnz == 12 // size * size * (size + 1) // 2
 
 
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(("shape", "groups"), [((4, 3), 2), ((3, 1), 3), ((6, 2, 2), 1)])
+def test_statistics_of_groups(shape: tuple[int, ...], groups: int, number: int) -> None:
+    sizes = (shape[0], int(torch.tensor(shape[1:]).prod()), groups)
+    module = Apply(lambda x: torch.native_group_norm(x, None, None, len(x), *sizes, 0.1)[number])
+    x = drawn_input(shape, 3, 1)
+    jacobian = jacsparse.jacobian(module, x)
+    assert jacobian.pattern.nnz == x[0].numel()
+    # PyTorch's backward pass takes them for constants, unless the normalised input has a gradient too.
+    for column, step in enumerate(1e-6 * torch.eye(x[0].numel(), dtype=x.dtype)):
+        step = step.reshape(shape)
+        expected = (module(x + step) - module(x - step)) / 2e-6
+        for sample in range(len(x)):
+            assert (jacobian.todense(sample)[:, column] - expected[sample]).abs().max() <= 1e-8
+    transposed = jacsparse.chain(module, shape).run(x)[0].transposed_jacobian()
+    assert torch.equal(transposed.todense(1), jacobian.todense(1).T)
+
+
 def test_sum_over_nothing() -> None:
     check_values(Apply(lambda x: x[:, :0].sum(1, keepdim=True) + x), drawn_input((4,), 2, 1))
 
