@@ -18,6 +18,7 @@ from ..stages import (
     Record,
     chain,
     check_input,
+    in_own_memory,
     recent_chains,
     refuse_hooks,
     refuse_other_derivatives,
@@ -193,22 +194,17 @@ class _ChainRun:
     def jacobian(self) -> SparseJacobian:
         """The Jacobian, in memory of its own."""
         plan = plan_of(self.trace.graph, self.pruned)
-        refuse_hooks(self.records)
         # The values are computed before the module's changes are undone: they depend on its state in the run.
         with torch.no_grad(), without_autocast(self.x.device):
             planned = plan.values(self.trace, self.chain)
             if planned is not None:
+                refuse_hooks(self.records)
                 return planned
         with without_autocast(self.x.device):
             result = self.chain.jacobian(self.records, self.x)
             with torch.no_grad():
                 plan.add(self.trace, self.chain, self.records, result)
-        # The values may lie in the memory of a weight or of the forward pass, which may change later.
-        tensors = (tensor for record in self.records for tensor in record.tensors)
-        memory = result.values.untyped_storage().data_ptr()
-        if any(tensor.untyped_storage().data_ptr() == memory for tensor in tensors):
-            result = SparseJacobian(result.pattern, result.values.clone())
-        return result
+        return SparseJacobian(result.pattern, in_own_memory(result.values, self.records))
 
     def without_pruning(self) -> _ChainRun:
         """The same run, with patterns that omit no weights."""

@@ -192,10 +192,10 @@ class PreparedJacobian:
     def _made(self, arguments: Arguments) -> _Program:
         kinds = arguments.kinds_of_plain
         tensors = self._tensors.get(kinds)
-        given = arguments if tensors is None else arguments.with_tensors(tensors)
+        traced_at = arguments if tensors is None else arguments.with_tensors(tensors)
         # What was no tensor once never is.
         asks = tensors is None
-        taken, tensors, captures, contents, function = traced_program(self._f, given, self._pruned, asks)
+        taken, tensors, captures, contents, function = traced_program(self._f, traced_at, self._pruned, asks)
         evaluator = self._choose(function)
         if self._programs and evaluator.pattern != self.pattern:
             raise ValueError(

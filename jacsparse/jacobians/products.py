@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..runtime import unsigned
+from ..stages import in_own_memory
 from ..tracing import Trace
 from . import kernels
 from .calls_of_terms import MOST, CallsOfTerms
@@ -207,7 +208,4 @@ class ChainProducts:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         # Who replays a graph has looked at the pruned weights.
         records = self.chain.fitting_records(trace) if self._replays else self.chain.records(trace)[1]
-        values = self.chain.products(records, trace.input.detach()).values
-        # They may lie in the memory of a weight.
-        memories = {tensor.untyped_storage().data_ptr() for record in records for tensor in record.tensors}
-        return values.clone() if values.untyped_storage().data_ptr() in memories else values
+        return in_own_memory(self.chain.products(records, trace.input.detach()).values, records)

@@ -12,14 +12,12 @@ from collections.abc import Callable, Hashable
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..patterns import REGISTERED, UnsupportedOperatorError
 from ..spgemm import SparseJacobian
-from ..stages import Chain, ChainCache, Record
+from ..stages import Chain, ChainCache, Record, agree
 from ..tracing import Graph, Trace, parts_of
-from .compressed import coloring
 from .evaluators import Evaluator, evaluator_of
 from .gradients import Gradient
 from .products import ChainProducts
@@ -54,26 +52,16 @@ class Plan:
             return
         function = TracedFunction(trace, chain, records)
         try:
-            # The same pattern may have been coloured before.
-            evaluator = evaluator_of(function, replays=False, coloring=lambda pattern: coloring(pattern))
+            evaluator = evaluator_of(function, replays=False)
             if isinstance(evaluator, ChainProducts) or evaluator.pattern != expected.pattern:
                 return
             actual = values_of(function, evaluator, trace, of_run)
         except UnsupportedOperatorError:
             return
         # PyTorch's derivatives of many vectors at once may be wrong.
-        if _agree(actual, expected.values):
+        if agree(actual, expected.values):
             function.forget()
             self._chosen = function, evaluator
-
-
-def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two Jacobians of one pattern have the same values but for rounding."""
-    limit = torch.finfo(expected.dtype).eps ** 0.5
-    scale = float(expected.abs().nan_to_num(0, 0, 0).amax()) if expected.numel() else 0.0
-    return actual.shape == expected.shape and torch.allclose(
-        actual, expected, rtol=limit, atol=limit * scale, equal_nan=True
-    )
 
 
 def plan_of(graph: Graph, pruned: bool) -> Plan:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..patterns import UnsupportedOperatorError
-from ..stages import chain_of, refuse_hooks, traced
+from ..stages import agree, chain_of, refuse_hooks, traced
 from ..tracing import Contents, Trace, check_module, check_replays, name_of, undisturbed, without_autocast
 from .arguments import Arguments, FlatFunction
 from .gradients import Gradient, registered_in
@@ -103,29 +103,29 @@ def _trace(f: Callable[..., Any], arguments: Arguments, asks: bool) -> tuple[fro
     numbers too. What is a tensor stays one.
     """
     numbers = arguments.number_places
-    given = frozenset(place for place in numbers if isinstance(arguments.leaves[place], torch.Tensor))
+    before = frozenset(place for place in numbers if isinstance(arguments.leaves[place], torch.Tensor))
     plain, others = _run(f, arguments), [arguments.with_numbers(change) for change in _OTHERS]
 
     def taken(places: frozenset[int]) -> tuple[frozenset[int], Arguments, Trace] | None:
-        places |= given
+        places |= before
         changed = arguments.with_tensors(places)
         try:
             trace = _run(f, changed, [changed.leaves[place] for place in places])
-            if _computes(plain) != _computes(trace) or not _agree(plain.output, trace.output):
+            if _computes(plain) != _computes(trace) or not agree(trace.output.detach(), plain.output.detach()):
                 return None
             for other in others:
-                if not _agree(_output(f, other), _output(f, other.with_tensors(places))):
+                if not agree(_output(f, other.with_tensors(places)), _output(f, other)):
                     return None
         except (UnsupportedOperatorError, RuntimeError, TypeError, ValueError, ArithmeticError):
             return None
         return places, changed, trace
 
-    numbers = numbers - given if asks else frozenset()
+    numbers = numbers - before if asks else frozenset()
     best = taken(numbers) if numbers else None
     if best is None and len(numbers) > 1:
         numbers = frozenset(place for place in numbers if taken(frozenset([place])) is not None)
         best = taken(numbers) if numbers else None
-    return (given, arguments, plain) if best is None else best
+    return (before, arguments, plain) if best is None else best
 
 
 #: Other numbers to ask for than those of the arguments.
@@ -135,15 +135,7 @@ _OTHERS: tuple[Callable[[float], float], ...] = (lambda c: 1.5 * c + 1, lambda c
 def _output(f: Callable[..., Any], arguments: Arguments) -> torch.Tensor:
     function = FlatFunction(f, arguments)
     with torch.enable_grad(), undisturbed(function):
-        return function(arguments.flat().requires_grad_().clone())
-
-
-def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one, other = one.detach(), other.detach()
-    limit = torch.finfo(one.dtype).eps ** 0.5
-    return torch.allclose(
-        one, other, rtol=limit, atol=limit * float(one.nan_to_num(0, 0, 0).abs().amax()), equal_nan=True
-    )
+        return function(arguments.flat().requires_grad_().clone()).detach()
 
 
 #: A number minus a tensor is another operator than a tensor minus a tensor.

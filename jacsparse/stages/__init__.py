@@ -4,13 +4,13 @@ from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern
 from .balance import boundaries
 from .chain_cache import ChainCache, Chains, Run, recent_chains
 from .chains import Chain, chain, chain_of, refuse_hooks, refuse_other_derivatives
-from .checks import check_input, check_limit, check_shape, check_tensor
+from .checks import agree, check_input, check_limit, check_shape, check_tensor
 from .forward_pass import samples_of, traced
 from .graph_gradients import has_hooks, pull_back
 from .infinite_entries import all_finite, with_backward_passes
 from .node_gradients import pull_back_by_nodes, pull_back_input, walk
 from .order import DENSE, START
-from .record import Record, pull_back_all
+from .record import Record, in_own_memory, pull_back_all
 from .stage import Edge, Stage
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Region",
     "Run",
     "Stage",
+    "agree",
     "all_finite",
     "boundaries",
     "chain",
@@ -37,6 +38,7 @@ __all__ = [
     "eliminate",
     "empty_pattern",
     "has_hooks",
+    "in_own_memory",
     "matrix_of",
     "pull_back",
     "pull_back_all",

@@ -26,7 +26,7 @@ from ..tracing import (
 )
 from .accumulation import Accumulation, Region, empty_pattern
 from .balance import boundaries
-from .checks import check_input, check_shape
+from .checks import agree, check_input, check_shape
 from .forward_pass import samples_of, traced
 from .graph_gradients import has_hooks, pull_back
 from .infinite_entries import all_finite, with_backward_passes
@@ -67,7 +67,7 @@ class Chain:
     def records(self, trace: Trace) -> tuple[Chain, list[Record]]:
         """The chain with patterns that hold for the weights of a run, and the record of each stage."""
         if not self._prunes:
-            return self, [Record(stage, trace, True) for stage in self.stages]
+            return self, self.fitting_records(trace)
         records = [Record(stage, trace).adapted() for stage in self.stages]
         stages = [record.stage for record in records]
         if all(adapted is stage for adapted, stage in zip(stages, self.stages, strict=True)):
@@ -242,9 +242,7 @@ def refuse_other_derivatives(records: Sequence[Record], what: str) -> None:
         g = torch.randn((record.batch, *call.out_shape), generator=torch.Generator().manual_seed(0)).to(x)
         registered = matvec(edge.pattern, record.values(edge), g.reshape(len(g), -1).T.contiguous()).T
         expected = record.call(edge).vjp(g).reshape(registered.shape)
-        limit = torch.finfo(x.dtype).eps ** 0.5
-        scale = float(expected.abs().nan_to_num(0, 0, 0).amax()) if expected.numel() else 0.0
-        if not torch.allclose(registered, expected, rtol=limit, atol=limit * scale, equal_nan=True):
+        if not agree(registered, expected):
             raise UnsupportedOperatorError(
                 f"{call.path}: the values registered for {call.operator} are not those of PyTorch's derivative, which "
                 f"{what} takes{call.source}; make it an operator of your own whose derivative they are, "

@@ -88,3 +88,12 @@ def check_limit(memory_limit: int | None) -> int:
     if not isinstance(memory_limit, int) or isinstance(memory_limit, bool) or memory_limit < 0:
         raise ValueError(f"memory_limit is {memory_limit!r}; expected a number of bytes of at least 0, or None")
     return memory_limit
+
+
+def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors have the same elements but for rounding, relative to the largest finite one."""
+    limit = torch.finfo(expected.dtype).eps ** 0.5
+    scale = float(expected.abs().nan_to_num(0, 0, 0).amax()) if expected.numel() else 0.0
+    return actual.shape == expected.shape and torch.allclose(
+        actual, expected, rtol=limit, atol=limit * scale, equal_nan=True
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -449,3 +449,9 @@ def pull_back_all(records: Sequence[Record], columns: torch.Tensor) -> torch.Ten
             scaled = record.pull_back_columns(scaled)
         parts.append(scaled.product())
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).permute(2, 0, 1)
+
+
+def in_own_memory(values: torch.Tensor, records: Iterable[Record]) -> torch.Tensor:
+    """Values, copied where they lie in the memory of a weight or of the forward pass, which may change later."""
+    memories = {tensor.untyped_storage().data_ptr() for record in records for tensor in record.tensors}
+    return values.clone() if values.untyped_storage().data_ptr() in memories else values

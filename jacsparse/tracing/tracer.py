@@ -236,12 +236,6 @@ class Tracer(TorchDispatchMode):
             if [tensor.shape for tensor in tensors_in(result)] != node.sizes:
                 return self.add(node.overload, args, kwargs, lambda: result)
         self.followed.take(node, self.bind)
-        if node.sizes is None and not self.trace.graph.writes:
-            result = node.overload(*args, **kwargs)
-            results = (result,) if type(result) is torch.Tensor else tensors_in(result)
-            for number, tensor in zip(node.results, results, strict=True):
-                self.trace.tensors[number], self.numbers[id(tensor)] = tensor, number
-            return result
         written = written_tensors(node.facts, args, kwargs) if node.writes else ()
         for tensor in written:
             self.memory.preserve(tensor, node)

@@ -64,7 +64,7 @@ def expected_at(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> t
         return None
     try:
         expected = reference(f, x)
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:
         return None
     return expected if expected.isfinite().all() else None
 

@@ -182,20 +182,20 @@ def test_batch_normalisation_of_few_bits() -> None:
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_nothing_keeps_the_tensors_of_a_run(prepared: bool, sums: bool) -> None:
-    made: list[weakref.ref[torch.Tensor]] = []
+    references: list[weakref.ref[torch.Tensor]] = []
     weight = drawn(6, 6)
 
     def f(x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(x @ weight)
-        made.append(weakref.ref(y))
+        references.append(weakref.ref(y))
         return (y + x).softmax(1) if sums else y * y
 
     x = drawn(3, 6)
     if not prepared:
-        made.append(weakref.ref(x))
+        references.append(weakref.ref(x))
     call = prepare_jacobian(f, x) if prepared else functools.partial(jacsparse.jacobian, f)
     results = [call(x) for _ in range(4)]
     del x
     gc.collect()
-    assert all(each() is None for each in made)
+    assert all(each() is None for each in references)
     assert_equal(results[-1], dense(f, drawn(3, 6)))
