@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from ..patterns import UnsupportedOperatorError
+from ..patterns import UnsupportedOperatorError, requiring_gradient
 from ..stages import check_tensor
 from ..tracing import form_of, name_of
 
@@ -34,6 +34,8 @@ class Arguments:
     specs: tuple[Any, ...]
     #: The places of the leaves that the function is differentiated by, in the order of `argnums`.
     places: tuple[int, ...]
+    #: Whether the numbers among the others have gradients where they are tensors; see `connected`.
+    has_gradients: bool = False
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -56,6 +58,14 @@ class Arguments:
         for place in self.places:
             leaves[place] = leaves[place].contiguous()
         return replace(self, leaves=leaves)
+
+    def connected(self) -> Arguments:
+        """The same arguments whose other tensors of floats have gradients, and may be written to: none is a leaf."""
+        leaves = list(self.leaves)
+        for place, leaf in enumerate(leaves):
+            if place not in self.places and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                leaves[place] = requiring_gradient(leaf.detach()).clone()
+        return replace(self, leaves=leaves, has_gradients=True)
 
     def dense(self) -> Arguments:
         """The same arguments where no two elements of one lie in one place, as they do after ``expand``."""
@@ -155,13 +165,13 @@ class Arguments:
 
     def numbers_but(self, places: Collection[int]) -> tuple[str, ...]:
         """The numbers at other places than these, by their texts: zeros have signs."""
-        return tuple([repr(float(self.leaves[place])) for place in sorted(self.number_places.difference(places))])
+        return tuple([repr(_float(self.leaves[place])) for place in sorted(self.number_places.difference(places))])
 
     def with_numbers(self, change: Callable[[float], float]) -> Arguments:
         """The same arguments with other numbers."""
         leaves = list(self.leaves)
         for place in self.number_places:
-            leaf, changed = leaves[place], change(float(leaves[place]))
+            leaf, changed = leaves[place], change(_float(leaves[place]))
             leaves[place] = torch.full_like(leaf, changed) if isinstance(leaf, torch.Tensor) else changed
         return replace(self, leaves=leaves)
 
@@ -174,9 +184,10 @@ class Arguments:
         for place in numbers:
             is_tensor = isinstance(leaves[place], torch.Tensor)
             if place not in places:
-                leaves[place] = float(leaves[place])
+                leaves[place] = _float(leaves[place])
             elif not is_tensor:
-                leaves[place] = torch.tensor(float(leaves[place]), dtype=torch.float64, device=self.tensors[0].device)
+                number = torch.tensor(_float(leaves[place]), dtype=torch.float64, device=self.tensors[0].device)
+                leaves[place] = requiring_gradient(number) if self.has_gradients else number
         return replace(self, leaves=leaves)
 
     def __str__(self) -> str:
@@ -192,7 +203,7 @@ def _laid_out(leaf: Any, like: Any) -> Any:
         return leaf
     if leaf.stride() == like.stride() or _overlaps(like):
         return leaf
-    return torch.empty_strided(like.shape, like.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf.detach())
+    return torch.empty_strided(like.shape, like.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
 def _ordered_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -229,6 +240,10 @@ def _is_number(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
         return not leaf.ndim and leaf.is_floating_point() and leaf.layout == torch.strided
     return isinstance(leaf, (float, np.floating))
+
+
+def _float(number: Any) -> float:
+    return float(number.detach() if isinstance(number, torch.Tensor) else number)
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -321,8 +336,12 @@ def _check_alike(name: str, x: Any, first: torch.Tensor, batched: bool) -> None:
         )
 
 
+class WithAux(nn.Module):
+    """A function that returns ``(result, aux)``, whoever calls it."""
+
+
 class FlatFunction(nn.Module):
-    """A function of one flat tensor, ``(batch, elements)``, with a flat result: what recordings and tapes are made of.
+    """A function of one flat tensor, ``(batch, elements)``, with a flat result: what is traced.
 
     Parameters
     ----------
@@ -330,24 +349,34 @@ class FlatFunction(nn.Module):
         The function. A module is a part, so that its parameters and hooks are found.
     arguments : Arguments
         All its arguments.
+    has_aux : bool
+        Whether it returns a pair, of which the second part has no derivative.
     """
 
-    def __init__(self, f: Callable[..., Any], arguments: Arguments) -> None:
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, has_aux: bool = False) -> None:
         super().__init__()
-        self.f, self._arguments = f, [arguments]
+        self.f, self.has_aux, self._arguments = f, has_aux or isinstance(f, WithAux), [arguments]
+        #: What the last call returned.
+        self.returned: Returned | None = None
         self.__qualname__ = name_of(f)
 
     def forget(self) -> None:
-        """Let go of the function and its arguments: chains in a cache refer to this module."""
+        """Let go of the function, its arguments and results: chains in a cache refer to this module."""
         del self.f
         self._arguments.clear()
+        self.returned = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (arguments,) = self._arguments
-        outputs = _pytree.tree_leaves(self.f(*arguments.with_flat(x)))
-        parts = [self._flat_output(y, arguments) for y in outputs]
+        result, aux = parts_of_result(self.f, self.f(*arguments.with_flat(x)), self.has_aux)
+        # A view of each tensor is what it holds at the end, whatever was written to that shares its memory.
+        aux = _pytree.tree_map_only(torch.Tensor, lambda part: part.view_as(part), aux)
+        leaves, spec = _pytree.tree_flatten(result)
+        parts = [self._flat_output(y, arguments) for y in leaves]
         if not parts:
             raise UnsupportedOperatorError(f"{name_of(self.f)} returns no tensor")
+        forms = [(y.shape, y.dtype, part.shape[1]) for y, part in zip(leaves, parts, strict=True)]
+        self.returned = Returned(forms, spec, aux)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     # The hooks of all modules are not for this one.
@@ -361,6 +390,7 @@ class FlatFunction(nn.Module):
         if not y.is_floating_point():
             raise UnsupportedOperatorError(
                 f"{name_of(self.f)} returns {y.dtype}, which has no derivative; expected float32 or float64"
+                + ("" if self.has_aux else ", or with has_aux=True (result, aux)")
             )
         if not arguments.batched:
             return y.reshape(1, -1)
@@ -370,3 +400,29 @@ class FlatFunction(nn.Module):
                 "them along its first axis; permute it, or pass batched=False for arguments without samples"
             )
         return y.reshape(arguments.batch, math.prod(y.shape[1:]))
+
+
+def parts_of_result(f: Callable[..., Any], result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """What a function returned to be differentiated, and what beside that."""
+    if not has_aux:
+        return result, None
+    if not isinstance(result, tuple) or len(result) != 2:
+        what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise UnsupportedOperatorError(f"{name_of(f)} returns {what}; with has_aux=True expected a pair, (result, aux)")
+    return result[0], result[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Returned:
+    """What a function returned: how its tensors make up its result, and what it returned beside that."""
+
+    #: Of each tensor of the result the shape, the dtype, and the number of elements of a sample.
+    forms: Sequence[tuple[torch.Size, torch.dtype, int]]
+    spec: Any
+    aux: Any
+
+    def result(self, flat: torch.Tensor) -> Any:
+        """The result of which a flat output, ``(batch, rows)``, has the elements; tensors have memory of their own."""
+        parts = zip(flat.split([size for *_, size in self.forms], 1), self.forms, strict=True)
+        leaves = [part.reshape(shape).to(dtype, copy=True) for part, (shape, dtype, _) in parts]
+        return _pytree.tree_unflatten(leaves, self.spec)

@@ -95,6 +95,11 @@ def coloring(pattern: Pattern) -> Coloring:
     return min(candidates, key=lambda candidate: candidate.cost)
 
 
+def row_coloring(pattern: Pattern) -> Coloring:
+    """The colouring of rows alone."""
+    return _transposed(pattern, _apart(pattern.T, 0))
+
+
 def _counts(pattern: Pattern) -> list[int]:
     """Numbers of fullest rows to take apart: powers of two while they shorten the longest of the other rows."""
     lengths = np.sort(pattern.structure.row_counts())[::-1]
@@ -166,9 +171,10 @@ class Compressed:
 
     @property
     def details(self) -> str:
-        """The numbers of colours."""
+        """The numbers of colours, and of what they take the place of."""
         columns, rows = self.coloring.counts
-        return f" ({columns} colours of columns, {rows} of rows)"
+        products = min(self.pattern.shape)
+        return f" ({columns} colours of columns and {rows} of rows, in place of {products:,} products with vectors)"
 
     @property
     def flop(self) -> int:

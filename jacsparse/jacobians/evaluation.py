@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from ..patterns import Pattern, requiring_gradient
 from ..spgemm import SparseJacobian
@@ -70,6 +71,7 @@ def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned:
     return chain(module, input_shape, pruned=pruned).pattern.T
 
 
+@overload
 def jacobian(
     f: Callable[..., Any],
     *args: Any,
@@ -77,7 +79,34 @@ def jacobian(
     batched: bool = True,
     pruned: bool = True,
     create_graph: bool = False,
-) -> SparseJacobian:
+    value: Literal[False] = False,
+    has_aux: Literal[False] = False,
+) -> SparseJacobian: ...
+
+
+@overload
+def jacobian(
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool = True,
+    pruned: bool = True,
+    create_graph: bool = False,
+    value: bool = False,
+    has_aux: bool = False,
+) -> tuple[Any, ...]: ...
+
+
+def jacobian(
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool = True,
+    pruned: bool = True,
+    create_graph: bool = False,
+    value: bool = False,
+    has_aux: bool = False,
+) -> SparseJacobian | tuple[Any, ...]:
     """The Jacobian of a function or a module at each sample of a batch.
 
     Parameters
@@ -102,11 +131,17 @@ def jacobian(
         weight that has a gradient holds zeros without a mask, which training may fill, no weight is pruned. Gradients
         are PyTorch's second derivatives; that of `logcumsumexp` is NaN in PyTorch (2.6 to 2.15) where a gradient is
         zero.
+    value : bool
+        Whether to return what `f` returns too, of the same run: ``(jacobian, value)``.
+    has_aux : bool
+        Whether `f` returns ``(result, aux)``, of which `aux` has no derivative, as in ``torch.func.jacrev``; it is
+        returned last: ``(jacobian, aux)`` or ``(jacobian, value, aux)``.
 
     Returns
     -------
     SparseJacobian
-        The Jacobian; its batch is 1 where all samples share the values, as for a convolution.
+        The Jacobian; its batch is 1 where all samples share the values, as for a convolution. A tuple with `value` or
+        `has_aux`, whose tensors have gradients with `create_graph` alone.
 
     Raises
     ------
@@ -137,6 +172,9 @@ def jacobian(
     <SparseJacobian 12 × 48, nnz 48, sparsity 0.91667, Pooling, batch 8, torch.float32>
     >>> jacobian(lambda x, t: t * x**2, torch.tensor([1.0, 3.0]), 2.0, batched=False).values.tolist()
     [[4.0], [12.0]]
+    >>> J, y = jacobian(torch.square, torch.tensor([1.0, 3.0]), batched=False, value=True)
+    >>> y.tolist()
+    [1.0, 9.0]
     >>> x = torch.tensor([1.0, 3.0], requires_grad=True)
     >>> torch.autograd.grad(jacobian(torch.exp, x, batched=False, create_graph=True).values.log().sum(), x)[0].tolist()
     [1.0, 1.0]
@@ -144,29 +182,60 @@ def jacobian(
     if not callable(f):
         raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
     arguments = arguments_of(args, argnums, batched)
-    evaluated = _with_graph if create_graph else jacobian_at
+    result, y, aux = evaluated(f, arguments, pruned, create_graph, value, has_aux)
+    return with_parts(result, (value, y), (has_aux, aux))
+
+
+def with_parts(jacobian: SparseJacobian, *parts: tuple[bool, Any]) -> SparseJacobian | tuple[Any, ...]:
+    """A Jacobian; with the parts that are asked for, a tuple of all."""
+    asked = [part for is_asked, part in parts if is_asked]
+    return (jacobian, *asked) if asked else jacobian
+
+
+#: A Jacobian, the result of the function where it is asked for, and what the function returned beside that.
+Evaluated = tuple[SparseJacobian, Any, Any]
+
+
+def evaluated(
+    f: Callable[..., Any], arguments: Arguments, pruned: bool, create_graph: bool, value: bool, has_aux: bool
+) -> Evaluated:
+    """A Jacobian at checked arguments, and what else the same run gave."""
+    evaluate = _with_graph if create_graph else _without_graph
     if arguments.batch:
-        return evaluated(f, arguments, pruned)
+        return evaluate(f, arguments, pruned, value, has_aux)
     # Two samples show whether all share their values.
     try:
-        result = evaluated(f, arguments.with_zeros(2), pruned)
+        jacobian, *_ = evaluate(f, arguments.with_zeros(2), pruned, False, has_aux)
     except ValueError:
         # Another argument may have samples too, of which there are none.
-        result = evaluated(f, arguments.with_zeros(2, others=True), pruned)
-    return result if result.batch == 1 else SparseJacobian(result.pattern, result.values[:, :0])
+        jacobian, *_ = evaluate(f, arguments.with_zeros(2, others=True), pruned, False, has_aux)
+    jacobian = jacobian if jacobian.batch == 1 else SparseJacobian(jacobian.pattern, jacobian.values[:, :0])
+    if not (value or has_aux):
+        return jacobian, None, None
+    function = FlatFunction(f, arguments, has_aux)
+    with undisturbed(function), torch.no_grad():
+        flat, returned = function(arguments.flat()), function.returned
+    assert returned is not None
+    return jacobian, returned.result(flat), returned.aux
+
+
+def jacobian_at(f: Callable[..., Any], arguments: Arguments, *, has_aux: bool = False) -> SparseJacobian:
+    """The Jacobian of a function at checked arguments, without a graph."""
+    return _without_graph(f, arguments, True, has_aux=has_aux)[0]
 
 
 @without_saving_hooks()
-def jacobian_at(f: Callable[..., Any], arguments: Arguments, pruned: bool = True) -> SparseJacobian:
-    """The Jacobian of a function at checked arguments, without a graph."""
-    with _run(f, arguments, pruned) as run:
-        return run.jacobian()
+def _without_graph(
+    f: Callable[..., Any], arguments: Arguments, pruned: bool, value: bool = False, has_aux: bool = False
+) -> Evaluated:
+    with _run(f, arguments, pruned, has_aux) as run:
+        return run.jacobian(), *run.returned(value, torch.Tensor.detach)
 
 
 @torch.enable_grad()
 @without_saving_hooks()
-def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> SparseJacobian:
-    with _run(f, arguments, pruned, connected=True) as run:
+def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool, value: bool, has_aux: bool) -> Evaluated:
+    with _run(f, arguments, pruned, has_aux, connected=True) as run:
         if any(record.trained_zeros for record in run.records):
             run = run.without_pruning()
         if run.chain.registered_values:
@@ -175,7 +244,8 @@ def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Sp
             problem = wrong_third_derivative(run.trace, "gradients of a Hessian's values")
             if problem is not None:
                 raise problem
-        return with_graph(run.jacobian(), run.trace, run.x, run.entries())
+        result = with_graph(run.jacobian(), run.trace, run.x, run.entries())
+        return result, *run.returned(value, lambda tensor: tensor)
 
 
 @dataclass(eq=False)
@@ -187,9 +257,18 @@ class _ChainRun:
     unpruned: ChainCache
     #: What the function is differentiated by, ``(batch, *shape)``.
     x: torch.Tensor
+    function: nn.Module
     chain: Chain
     trace: Trace
     records: list[Record]
+
+    def returned(self, value: bool, each: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, Any]:
+        """The value, if it is asked for, and what the function returned beside it, its tensors as `each` makes them."""
+        y, returned = self.trace.output, getattr(self.function, "returned", None)
+        if returned is None:
+            return (each(y).clone() if value else None), None
+        aux = _pytree.tree_map_only(torch.Tensor, lambda tensor: each(tensor).clone(), returned.aux)
+        return (returned.result(each(y)) if value else None), aux
 
     def jacobian(self) -> SparseJacobian:
         """The Jacobian, in memory of its own."""
@@ -218,15 +297,20 @@ class _ChainRun:
 
 
 @contextlib.contextmanager
-def _run(f: Callable[..., Any], arguments: Arguments, pruned: bool, *, connected: bool = False) -> Iterator[_ChainRun]:
+def _run(
+    f: Callable[..., Any], arguments: Arguments, pruned: bool, has_aux: bool, *, connected: bool = False
+) -> Iterator[_ChainRun]:
     """A run of a function, whose changes to a module are undone on exit."""
     function: nn.Module
-    if isinstance(f, nn.Module) and arguments.is_one_batch:
+    if isinstance(f, nn.Module) and arguments.is_one_batch and not (has_aux or isinstance(f, Gradient)):
         # The module itself, so that messages name its parts.
         function, x = f, check_input("x", arguments.leaves[0])
         caches: list[ChainCache] = [recent_chains(f, pruned=which) for which in (pruned, False)]
     else:
-        function, x = FlatFunction(f, arguments), arguments.flat_with_graph() if connected else arguments.flat()
+        function, x = (
+            FlatFunction(f, arguments, has_aux),
+            arguments.flat_with_graph() if connected else arguments.flat(),
+        )
         caches = [recent_graphs(f, which) for which in (pruned, False)]
     if connected:
         x = requiring_gradient(x)
@@ -234,6 +318,6 @@ def _run(f: Callable[..., Any], arguments: Arguments, pruned: bool, *, connected
         chain, (trace, records) = caches[0].of_run(function, x, connected=connected)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)
-        yield _ChainRun(pruned, caches[1], x, chain, trace, records)
+        yield _ChainRun(pruned, caches[1], x, function, chain, trace, records)
     if isinstance(function, FlatFunction):
         function.forget()

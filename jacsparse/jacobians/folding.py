@@ -279,8 +279,7 @@ class _Leaves:
         references = (value for operation in operations.values() for value in operation.referenced.values())
         reads = [value.number for value in references if type(value) is Value]
         computed = ValueFunction(self.function, self._computed(operations), reads, replays=self.replays)
-        parts: list[fx.Node] = list(computed.graph.graph.output_node().args[0])  # type: ignore[arg-type]
-        first, firsts = 0, {}
+        parts, first, firsts = computed.outputs, 0, dict[fx.Node, int]()
         for part in dict.fromkeys(parts):
             firsts[part] = first
             first += part.meta["val"].shape[1]

@@ -11,7 +11,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -20,10 +19,10 @@ from torch.utils import _pytree
 from ..patterns import UnsupportedOperatorError
 from ..stages import chain_of, refuse_other_derivatives, traced
 from ..tracing import Node, Trace, leads_to, name_of, undisturbed
-from .arguments import Arguments, FlatFunction
+from .arguments import Arguments, FlatFunction, WithAux, parts_of_result
 
 
-class Gradient(nn.Module):
+class Gradient(WithAux):
     """The gradient of a scalar function, in each sample, by the tensors that its Hessian is of.
 
     Parameters
@@ -32,23 +31,26 @@ class Gradient(nn.Module):
         The function. A module is a part, so that its parameters and hooks are found.
     arguments : Arguments
         Its arguments: which of them it is differentiated by, and whether they have samples.
+    has_aux : bool
+        Whether the function returns a pair, of which the second part has no derivative.
     """
 
-    def __init__(self, f: Callable[..., Any], arguments: Arguments) -> None:
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, has_aux: bool = False) -> None:
         super().__init__()
-        self.f, self._argnums, self._batched = f, arguments.argnums, arguments.batched
+        self.f, self._argnums, self._batched, self._has_aux = f, arguments.argnums, arguments.batched, has_aux
         self.__qualname__ = f"the gradient of {name_of(f)}"
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any) -> tuple[Any, tuple[torch.Tensor, Any]]:
+        """The gradients; and beside them the function's value and what it returned beside that."""
         leaves = _pytree.tree_leaves([args[number] for number in self._argnums])
         with torch.enable_grad():
             # Copies, which the function may write to.
             copies = [_copied(arg) if number in self._argnums else arg for number, arg in enumerate(args)]
             with _UnfusedAttention():
-                y = self.f(*copies)
+                y, aux = parts_of_result(self.f, self.f(*copies), self._has_aux)
             self._check_scalar(y, len(leaves[0]) if self._batched else 1)
             gradients = _gradients(y, leaves)
-        return gradients[0] if len(gradients) == 1 else gradients
+        return gradients[0] if len(gradients) == 1 else gradients, (y, aux)
 
     # The hooks of all modules are not for this one.
     __call__ = forward
@@ -57,7 +59,7 @@ class Gradient(nn.Module):
         """Raise where a run of the function has an operator with registered values that are no derivative of it."""
         if registered_in(trace) is None:
             return
-        function = FlatFunction(self.f, arguments)
+        function = FlatFunction(self.f, arguments, self._has_aux)
         with undisturbed(function):
             run = traced(function, arguments.flat())
             if run.graph.last is not None:

@@ -56,6 +56,8 @@ class ValueFunction:
         scalars = function.scalars(function.trace)
         self._places = list(function.scalar_dtypes)
         self._begin = function.inputs if replays else list(dict.fromkeys(reads))
+        #: The values that it leaves in the trace of a replay.
+        self._kept = [value for value in function.kept if value not in self._begin]
         #: The results of the run that the graph takes.
         self._taken: list[int] = []
 
@@ -65,7 +67,8 @@ class ValueFunction:
             of_run = list(scalars)
             for place in self._places:
                 of_run[place] = next(rest)
-            return compute(Values(function, known, of_run), *others)
+            values = Values(function, known, of_run)
+            return [*compute(values, *others), *(values[value] for value in self._kept)]
 
         with torch.no_grad():
             inputs = [*others, *self.inputs(function.trace)]
@@ -73,9 +76,17 @@ class ValueFunction:
         if not replays:
             self._taken = _take_results(self.graph, function, self._begin, self._places, count)
 
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The results of calls that it returns."""
+        every: list[fx.Node] = list(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
+        return every[: len(every) - len(self._kept)]
+
     def keep(self, outputs: Sequence[fx.Node]) -> None:
         """Return these results of calls alone."""
-        self.graph.graph.output_node().args = (list(outputs),)
+        node = self.graph.graph.output_node()
+        every: Any = node.args[0]
+        node.args = ([*outputs, *every[len(self.outputs) :]],)
         self.graph.recompile()
 
     def inputs(self, trace: Trace) -> list[torch.Tensor]:
@@ -99,7 +110,10 @@ class ValueFunction:
         inputs = [*others, *self.inputs(trace)]
         if self._run is None:
             self._run = runner(self.graph, inputs, self._compile)
-        return self._run(inputs)  # type: ignore[no-any-return]
+        results = list(self._run(inputs))
+        for value in reversed(self._kept):
+            trace.copies[value] = results.pop()
+        return results
 
 
 def _take_results(

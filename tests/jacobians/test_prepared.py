@@ -680,7 +680,7 @@ def test_both_ways_at_once() -> None:
 
     x = drawn(2, 30)
     prepared = prepare_jacobian(arrow, x, method="compressed")
-    assert "2 colours of columns, 1 of rows" in repr(prepared)
+    assert "2 colours of columns and 1 of rows, in place of 30 products" in repr(prepared)
     assert_equal(prepared(x), dense(arrow, x))
 
 
