@@ -27,7 +27,7 @@ from .memory_pool import MEMORY_POOL
 from .threads import SIMD, run_rows, split, thread_count
 from .torch_versions import (
     destroy_process_groups,
-    grid_sampler_3d_is_differentiable_twice,
+    grid_sampler_is_differentiable_twice,
     is_exporting,
     parts_of_program,
     without_compiling,
@@ -57,7 +57,7 @@ __all__ = [
     "flushing",
     "frozen",
     "gpu_extra",
-    "grid_sampler_3d_is_differentiable_twice",
+    "grid_sampler_is_differentiable_twice",
     "index_dtype",
     "index_type",
     "inlined",

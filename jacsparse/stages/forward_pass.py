@@ -50,6 +50,11 @@ def traced(
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             _check_alike(module, name, tensor, x, error)
         where, shape, part = _failed(module, error, x)
+        if str(error).startswith("derivative for aten::"):
+            # Within the run, as for a Hessian.
+            raise UnsupportedOperatorError(
+                f"{where}: PyTorch has no {error}{_source_of(error)}".replace(" is not implemented", "")
+            ) from error
         what = name_of(part) if part._modules or "__qualname__" in vars(part) else str(part)
         raise ValueError(
             f"{where}: an input of shape {shape} does not fit {what}{_source_of(error)}: {error}"

@@ -82,9 +82,10 @@ def test_asking_what_compiles_frames_takes_no_references() -> None:
     assert abs(sys.getrefcount(None) - before) < 100
 
 
-def test_a_backward_pass_that_has_a_derivative_is_told_from_one_that_has_none() -> None:
-    x = torch.randn(1, 1, 2, 2, 2, dtype=torch.float64, requires_grad=True)
-    grid = torch.rand(1, 1, 1, 2, 3, dtype=torch.float64)
+@pytest.mark.parametrize("axes", [2, 3])
+def test_a_backward_pass_that_has_a_derivative_is_told_from_one_that_has_none(axes: int) -> None:
+    x = torch.randn(1, 1, *[2] * axes, dtype=torch.float64, requires_grad=True)
+    grid = torch.rand(1, *[1, 1, 2][-axes:], axes, dtype=torch.float64)
 
     def twice() -> torch.Tensor:
         y = nn.functional.grid_sample(x, grid, align_corners=False)
@@ -92,11 +93,11 @@ def test_a_backward_pass_that_has_a_derivative_is_told_from_one_that_has_none() 
         (pulled,) = torch.autograd.grad(y, x, gradient, create_graph=True)
         return torch.autograd.grad(pulled, gradient, torch.ones_like(pulled))[0]
 
-    if torch_versions.grid_sampler_3d_is_differentiable_twice():
+    if torch_versions.grid_sampler_is_differentiable_twice(axes):
         # The samples of ones, as sampling is linear.
         torch.testing.assert_close(
             twice(), nn.functional.grid_sample(torch.ones_like(x), grid, align_corners=False).detach()
         )
     else:
-        with pytest.raises(RuntimeError, match=r"derivative for aten::grid_sampler_3d_backward is not implemented"):
+        with pytest.raises(RuntimeError, match=rf"derivative for aten::grid_sampler_{axes}d_backward is not implemented"):
             twice()
