@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,17 +67,33 @@ with contextlib.suppress(ImportError):
     compiler_of_frames = _with_reference(get_eval_frame_callback) if _BORROWS else get_eval_frame_callback
 
 
+class _Uncompiled:
+    """Whether functions given to ``torch.compile`` run as they are written: PyTorch has one answer for all threads."""
+
+    def __init__(self) -> None:
+        self.lock, self.callers, self.stance = threading.Lock(), 0, contextlib.ExitStack()
+
+
+_UNCOMPILED = _Uncompiled()
+
+
 @contextlib.contextmanager
 def without_compiling() -> Iterator[None]:
-    """Run functions given to ``torch.compile`` as they are written."""
+    """Run functions given to ``torch.compile`` as they are written, until the last thread leaves."""
+    with _UNCOMPILED.lock:
+        if not _UNCOMPILED.callers:
+            _UNCOMPILED.stance.enter_context(torch.compiler.set_stance("force_eager"))
+        _UNCOMPILED.callers += 1
     try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
-        if _BORROWS:
-            # It asks when it is made, at the beginning, and at the end.
-            for _ in range(3):
-                _add_reference(compiler_of_frames())
+        with _UNCOMPILED.lock:
+            _UNCOMPILED.callers -= 1
+            if not _UNCOMPILED.callers:
+                _UNCOMPILED.stance.close()
+                # It asks when it is made, at the beginning, and at the end.
+                for _ in range(3 if _BORROWS else 0):
+                    _add_reference(compiler_of_frames())
 
 
 @functools.cache

@@ -129,7 +129,7 @@ def has_derivative_of_aminmax() -> bool:
 @pytest.mark.parametrize("name", [*FURTHER, *MATRICES])
 def test_further_operators(name: str) -> None:
     if name == "aminmax" and not has_derivative_of_aminmax():
-        with pytest.raises(UnsupportedOperatorError, match="PyTorch has no derivative for aten::aminmax at "):
+        with pytest.raises(UnsupportedOperatorError, match="PyTorch has no derivative for aten::aminmax"):
             hessian(lambda x: torch.aminmax(x)[0].square(), drawn(3))
         return
     for ending in ENDINGS if FULL else ("sines",):

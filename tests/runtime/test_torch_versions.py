@@ -82,6 +82,26 @@ def test_asking_what_compiles_frames_takes_no_references() -> None:
     assert abs(sys.getrefcount(None) - before) < 100
 
 
+def test_threads_that_run_uncompiled_leave_the_compiler_as_it_was() -> None:
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        compiled.append(graph)
+        return graph.forward
+
+    plus_one = torch.compile(lambda x: x + 1, backend=backend)
+    # As two threads do: the one that begins first ends first.
+    first, second = torch_versions.without_compiling(), torch_versions.without_compiling()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    plus_one(torch.zeros(2))
+    assert not compiled
+    second.__exit__(None, None, None)
+    plus_one(torch.zeros(2))
+    assert compiled
+
+
 @pytest.mark.parametrize("axes", [2, 3])
 def test_a_backward_pass_that_has_a_derivative_is_told_from_one_that_has_none(axes: int) -> None:
     x = torch.randn(1, 1, *[2] * axes, dtype=torch.float64, requires_grad=True)
