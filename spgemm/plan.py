@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..patterns import Diagonal, Full, Pattern
-from ..runtime import read_archive, uncompiled, write_archive
+from ..runtime import a_type, read_archive, uncompiled, write_archive
 from .gradients import ProductForm, differentiable_product, wants_gradient
 from .methods import METHODS, Method, Product
 from .operands import result, same_batch, same_device, view
@@ -233,7 +233,7 @@ def planned(
     """`plan_product`, for a product whose pattern `c` may be known already."""
     for name, factor in (("a", a), ("b", b)):
         if not isinstance(factor, Pattern):
-            raise TypeError(f"{name} is a {type(factor).__name__}; expected a Pattern (Pattern.from_scipy makes one)")
+            raise TypeError(f"{name} is {a_type(factor)}; expected a Pattern (Pattern.from_scipy makes one)")
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method is {method!r}; expected auto or one of {', '.join(sorted(METHODS))}")
     limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else memory_limit

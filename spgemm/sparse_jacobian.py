@@ -14,7 +14,7 @@ import scipy.sparse.linalg
 import torch
 
 from ..patterns import Diagonal, Full, Identity, Pattern, gathered
-from ..runtime import cupy_stream, gpu_extra
+from ..runtime import a_type, cupy_stream, gpu_extra
 from .lu import solve
 from .operands import by_sample, check_outside_transforms, same_batch
 from .plan import plan_product
@@ -65,11 +65,9 @@ class SparseJacobian:
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, Pattern):
-            raise TypeError(
-                f"pattern is a {type(self.pattern).__name__}; expected a Pattern, as Pattern.from_scipy makes"
-            )
+            raise TypeError(f"pattern is {a_type(self.pattern)}; expected a Pattern, as Pattern.from_scipy makes")
         if not isinstance(self.values, torch.Tensor):
-            raise TypeError(f"values is a {type(self.values).__name__}; expected a torch.Tensor")
+            raise TypeError(f"values is {a_type(self.values)}; expected a torch.Tensor")
         if self.values.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"values has dtype {self.values.dtype}; expected float32 or float64")
         if self.values.device.type not in ("cpu", "cuda"):
@@ -104,7 +102,7 @@ class SparseJacobian:
         [[1.5, 2.0], [2.0, 19.5]]
         """
         if not isinstance(diagonal, torch.Tensor):
-            raise TypeError(f"diagonal is a {type(diagonal).__name__}; expected a torch.Tensor")
+            raise TypeError(f"diagonal is {a_type(diagonal)}; expected a torch.Tensor")
         if diagonal.ndim not in (1, 2):
             raise ValueError(f"diagonal has shape {tuple(diagonal.shape)}; expected (n,) or (n, batch)")
         return cls(Pattern.of(Diagonal(len(diagonal))), diagonal[:, None] if diagonal.ndim == 1 else diagonal)
@@ -436,7 +434,7 @@ def _weights(weights: torch.Tensor, matrix: SparseJacobian) -> SparseJacobian:
     """The diagonal matrix of weights, for products with a matrix on its left."""
     size = matrix.shape[1]
     if not isinstance(weights, torch.Tensor):
-        raise TypeError(f"weights is a {type(weights).__name__}; expected a torch.Tensor")
+        raise TypeError(f"weights is {a_type(weights)}; expected a torch.Tensor")
     if weights.numel() == size and weights.shape[:1] != (size,):
         weights = weights.reshape(size)
     if weights.ndim not in (1, 2) or weights.shape[0] != size:

@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
-from ..stages import check_tensor
-from ..tracing import form_of, name_of
+from ..runtime import a_type
+from ..stages import check_input, check_tensor
+from ..tracing import form_of, module_of, name_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,6 +253,29 @@ def _form(leaf: Any, differentiated: bool) -> Any:
     return float if is_number else type(leaf)
 
 
+def has_samples(f: Callable[..., Any], batched: bool | None) -> bool:
+    """Whether what `f` is differentiated by has samples along its first axis: `batched`, or what is usual for `f`.
+
+    By default a module has samples, as have its methods and a ``functools.partial`` of these. Any other function has
+    none, as in ``torch.func``.
+
+    Raises
+    ------
+    TypeError
+        Where `f` is no function, or `batched` neither a bool nor None.
+    """
+    if not callable(f):
+        raise TypeError(f"f is {a_type(f)}; expected a function or a module")
+    if batched is None:
+        return module_of(f) is not None
+    if not isinstance(batched, bool):
+        raise TypeError(
+            f"batched is {batched!r}; expected True where arguments have samples along their first axis, False where "
+            "they have none, or None for what is usual: samples for a module, none for a function"
+        )
+    return batched
+
+
 def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: bool) -> Arguments:
     """The arguments of a call, checked.
 
@@ -262,7 +286,7 @@ def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: boo
     ValueError
         Where `argnums` names no argument, or batches differ.
     """
-    numbers = _checked_argnums(argnums, len(args))
+    numbers = checked_argnums(argnums, len(args))
     leaves: list[Any] = []
     specs, ranges = [], []
     for arg in args:
@@ -272,14 +296,14 @@ def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: boo
         specs.append(spec)
     places = tuple(place for number in numbers for place in ranges[number])
     arguments = Arguments(numbers, batched, leaves, tuple(specs), places)
-    names = {number: "x" if len(args) == 1 else f"argument {number}" for number in numbers}
+    names = names_of_arguments(numbers, len(args))
     for number in numbers:
         if not all(isinstance(leaves[place], torch.Tensor) for place in ranges[number]):
             remedy = (
                 "pass torch.from_numpy of it" if isinstance(args[number], np.ndarray) else "leave it out of argnums"
             )
             raise TypeError(
-                f"{names[number]} is a {type(args[number]).__name__}; expected a torch.Tensor, or a tuple, list or "
+                f"{names[number]} is {a_type(args[number])}; expected a torch.Tensor, or a tuple, list or "
                 f"dict of tensors: {remedy}"
             )
     owners = [number for number in numbers for _ in ranges[number]]
@@ -290,7 +314,13 @@ def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: boo
     return arguments
 
 
-def _checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+def names_of_arguments(numbers: Sequence[int], count: int) -> dict[int, str]:
+    """The names of some arguments in messages, by their numbers."""
+    return {number: "x" if count == 1 else f"argument {number}" for number in numbers}
+
+
+def checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """The numbers of the arguments that `argnums` names, from 0 on."""
     try:
         numbers = tuple(index(n) for n in (argnums if isinstance(argnums, (tuple, list)) else (argnums,)))
     except TypeError:
@@ -321,25 +351,47 @@ def _check_alike(name: str, x: Any, first: torch.Tensor, batched: bool) -> None:
         )
 
 
+def module_and_batch(
+    f: Callable[..., Any], arguments: Arguments, *, connected: bool = False
+) -> tuple[nn.Module, torch.Tensor]:
+    """A module of one batch that computes a function, and its input: a module itself where one batch is all it takes.
+
+    Where it is `connected`, the input has the graph of the arguments.
+    """
+    if isinstance(f, nn.Module) and arguments.is_one_batch:
+        return f, check_input("x", arguments.leaves[0])
+    return FlatFunction(f, arguments), arguments.flat_with_graph() if connected else arguments.flat()
+
+
+def wrap(wrapper: nn.Module, f: Callable[..., Any]) -> None:
+    """Make a function the attribute `f` of a module that stands for it, whose parts and name are the function's."""
+    # A part without a name of its own: the paths of its parts are those that the function's module gives them.
+    wrapper._modules[""] = module_of(f)
+    wrapper.__dict__.update(f=f, __qualname__=name_of(f))
+
+
 class FlatFunction(nn.Module):
     """A function of one flat tensor, ``(batch, elements)``, with a flat result: what recordings and tapes are made of.
 
     Parameters
     ----------
     f : callable
-        The function. A module is a part, so that its parameters and hooks are found.
+        The function. Its module, if any, is a part, so that parameters and hooks are found.
     arguments : Arguments
         All its arguments.
     """
 
+    f: Callable[..., Any]
+
     def __init__(self, f: Callable[..., Any], arguments: Arguments) -> None:
         super().__init__()
-        self.f, self._arguments = f, [arguments]
-        self.__qualname__ = name_of(f)
+        self._arguments = [arguments]
+        wrap(self, f)
 
     def forget(self) -> None:
         """Let go of the function and its arguments: chains in a cache refer to this module."""
         del self.f
+        self._modules.clear()
         self._arguments.clear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -356,7 +408,7 @@ class FlatFunction(nn.Module):
     def _flat_output(self, y: Any, arguments: Arguments) -> torch.Tensor:
         if not isinstance(y, torch.Tensor):
             raise UnsupportedOperatorError(
-                f"{name_of(self.f)} returns a {type(y).__name__}; expected tensors, in tuples, lists or dicts"
+                f"{name_of(self.f)} returns {a_type(y)}; expected tensors, in tuples, lists or dicts"
             )
         if not y.is_floating_point():
             raise UnsupportedOperatorError(

@@ -1,4 +1,4 @@
-"""The Jacobian of a function or a module at an input, and the pattern of a module's."""
+"""The Jacobian of a function or a module at an input."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..patterns import Pattern, requiring_gradient
 from ..spgemm import SparseJacobian
@@ -16,65 +15,23 @@ from ..stages import (
     Chain,
     ChainCache,
     Record,
-    chain,
-    check_input,
     in_own_memory,
     recent_chains,
     refuse_hooks,
     refuse_other_derivatives,
 )
 from ..tracing import Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
-from .arguments import Arguments, FlatFunction, arguments_of
+from .arguments import Arguments, FlatFunction, arguments_of, has_samples, module_and_batch
 from .differentiable import with_graph, wrong_third_derivative
 from .gradients import Gradient
 from .recent import plan_of, recent_graphs
-
-
-def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned: bool = True) -> Pattern:
-    """The positions of a module's Jacobian that are not guaranteed zeros, for all inputs.
-
-    Parameters
-    ----------
-    module : Module
-        A module that works on each sample by itself. It runs once, on random samples; its changes to itself are undone.
-    input_shape : tuple of int
-        Shape of one sample of the input.
-    pruned : bool
-        Whether the pattern omits pruned weights: those that a mask of ``torch.nn.utils.prune`` removes and, without a
-        mask, those that are exactly zero. So it omits the zeros of any constant factor of a matrix product, and the
-        places at which the constant condition of ``torch.where`` does not select a branch. Elements that a sparse
-        tensor does not store are never in the pattern.
-
-    Returns
-    -------
-    Pattern
-        The pattern, ``(out_size, in_size)``.
-
-    Raises
-    ------
-    UnsupportedOperatorError
-        Where an operator has no rule; the message begins with the operator's path.
-    ValueError
-        Where the input shape does not fit.
-
-    Notes
-    -----
-    Thesis, section 3.3 and Table 3.1.
-
-    Examples
-    --------
-    >>> import torch
-    >>> round(jacobian_pattern(torch.nn.Conv2d(3, 64, 3, padding=1), (3, 32, 32)).sparsity, 5)
-    0.99157
-    """
-    return chain(module, input_shape, pruned=pruned).pattern.T
 
 
 def jacobian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = True,
+    batched: bool | None = None,
     pruned: bool = True,
     create_graph: bool = False,
 ) -> SparseJacobian:
@@ -92,9 +49,11 @@ def jacobian(
     argnums : int or tuple of int
         The arguments to differentiate by. The elements of their tensors are the columns, one tensor after the other,
         and those of the outputs the rows.
-    batched : bool
-        Whether these tensors and the outputs have samples along their first axis. Without samples, the result has a
-        batch of 1. All other arguments are passed as they are.
+    batched : bool, optional
+        Whether these tensors and the outputs have samples along their first axis. By default they have where `f` is a
+        module, a method of one, as ``model.forward``, or a ``functools.partial`` of these, and have none where it is
+        any other function, as in ``torch.func``. Without samples, the result has a batch of 1. All other arguments are
+        passed as they are.
     pruned : bool
         As in `jacobian_pattern`. Each call looks for the zeros: where one is filled, the pattern has its entries again.
     create_graph : bool
@@ -135,15 +94,13 @@ def jacobian(
     >>> import torch
     >>> jacobian(torch.nn.MaxPool2d(2), torch.randn(8, 3, 4, 4))
     <SparseJacobian 12 × 48, nnz 48, sparsity 0.91667, Pooling, batch 8, torch.float32>
-    >>> jacobian(lambda x, t: t * x**2, torch.tensor([1.0, 3.0]), 2.0, batched=False).values.tolist()
+    >>> jacobian(lambda x, t: t * x**2, torch.tensor([1.0, 3.0]), 2.0).values.tolist()
     [[4.0], [12.0]]
     >>> x = torch.tensor([1.0, 3.0], requires_grad=True)
-    >>> torch.autograd.grad(jacobian(torch.exp, x, batched=False, create_graph=True).values.log().sum(), x)[0].tolist()
+    >>> torch.autograd.grad(jacobian(torch.exp, x, create_graph=True).values.log().sum(), x)[0].tolist()
     [1.0, 1.0]
     """
-    if not callable(f):
-        raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
-    arguments = arguments_of(args, argnums, batched)
+    arguments = arguments_of(args, argnums, has_samples(f, batched))
     evaluated = _with_graph if create_graph else jacobian_at
     if arguments.batch:
         return evaluated(f, arguments, pruned)
@@ -220,14 +177,10 @@ class _ChainRun:
 @contextlib.contextmanager
 def _run(f: Callable[..., Any], arguments: Arguments, pruned: bool, *, connected: bool = False) -> Iterator[_ChainRun]:
     """A run of a function, whose changes to a module are undone on exit."""
-    function: nn.Module
-    if isinstance(f, nn.Module) and arguments.is_one_batch:
-        # The module itself, so that messages name its parts.
-        function, x = f, check_input("x", arguments.leaves[0])
-        caches: list[ChainCache] = [recent_chains(f, pruned=which) for which in (pruned, False)]
-    else:
-        function, x = FlatFunction(f, arguments), arguments.flat_with_graph() if connected else arguments.flat()
-        caches = [recent_graphs(f, which) for which in (pruned, False)]
+    function, x = module_and_batch(f, arguments, connected=connected)
+    caches: list[ChainCache] = [
+        recent_chains(f, pruned=which) if function is f else recent_graphs(f, which) for which in (pruned, False)
+    ]
     if connected:
         x = requiring_gradient(x)
     with undisturbed(check_module(function)), saved_buffers(function) if connected else contextlib.nullcontext():

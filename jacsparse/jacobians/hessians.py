@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..patterns import Pattern
 from ..spgemm import SparseJacobian
-from ..stages import chain_of, check_shape, samples_of, traced
-from ..tracing import check_module, undisturbed, without_autocast
-from .arguments import Arguments, FlatFunction, arguments_of
+from .arguments import Arguments, arguments_of, has_samples
 from .compressed import Coloring
 from .evaluation import jacobian
 from .gradients import Gradient
@@ -50,7 +47,7 @@ def prepare_hessian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = False,
+    batched: bool | None = None,
     method: str = "auto",
     compile: bool = False,
     pruned: bool = True,
@@ -86,46 +83,11 @@ def prepare_hessian(
     return PreparedHessian.prepare(f, args, argnums, batched, method, compile, pruned)
 
 
-def hessian_pattern(f: Callable[..., Any], shape: Sequence[int]) -> Pattern:
-    """The positions of a scalar function's Hessian that are not guaranteed zeros, for all inputs.
-
-    Parameters
-    ----------
-    f : callable
-        A function or a module of one tensor, which returns one number. It runs once, on random numbers of the dtype and
-        on the device of a module's parameters; its changes to itself are undone.
-    shape : sequence of int
-        Shape of the tensor.
-
-    Returns
-    -------
-    Pattern
-        The pattern, symmetric. There is an entry where an operator that is not linear joins two elements: fewer than in
-        the product of a Jacobian with itself.
-
-    Raises
-    ------
-    TypeError, ValueError, UnsupportedOperatorError
-        As in `hessian`, and where the calls depend on what the tensor holds.
-
-    Examples
-    --------
-    >>> hessian_pattern(lambda x: (x[1:] * x[:-1]).sum(), (4,)).indices.tolist()
-    [1, 0, 2, 1, 3, 2]
-    """
-    sample = samples_of(f if isinstance(f, nn.Module) else nn.Module(), check_shape(shape, "shape"))[0]
-    arguments = arguments_of((sample,), 0, batched=False)
-    function = FlatFunction(_gradient(f, arguments), arguments)
-    with undisturbed(check_module(function)), without_autocast(sample.device):
-        trace = traced(function, arguments.flat(), readable=False)
-        return symmetric_part(chain_of(trace).pattern)[0]
-
-
 def hessian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = False,
+    batched: bool | None = None,
     create_graph: bool = False,
 ) -> SparseJacobian:
     """The Hessian of a scalar function.
@@ -139,9 +101,9 @@ def hessian(
     argnums : int or tuple of int
         The arguments to differentiate by. The elements of their tensors are the rows and the columns, one tensor after
         the other.
-    batched : bool
-        Whether these tensors, and the result, have samples along their first axis, each worked on by itself. Without
-        samples, the Hessian has a batch of 1.
+    batched : bool, optional
+        Whether these tensors, and the result, have samples along their first axis, each worked on by itself; left out,
+        as in `jacobian`. Without samples, the Hessian has a batch of 1.
     create_graph : bool
         As in `jacobian`.
 
@@ -175,16 +137,11 @@ def hessian(
     >>> hessian(lambda x: (x[1:] * x[:-1]).sum() + x[0] ** 3, torch.tensor([1.0, 2.0, 3.0])).todense().tolist()
     [[6.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
     """
-    gradient = _gradient(f, arguments_of(args, argnums, batched))
-    full = jacobian(gradient, *args, argnums=argnums, batched=batched, create_graph=create_graph)
+    arguments = arguments_of(args, argnums, has_samples(f, batched))
+    gradient = Gradient(f, arguments)
+    full = jacobian(gradient, *args, argnums=argnums, batched=arguments.batched, create_graph=create_graph)
     pattern, lower = symmetric_part(full.pattern)
     return SparseJacobian(pattern, _gathered(full.values, lower))
-
-
-def _gradient(f: Callable[..., Any], arguments: Arguments) -> Gradient:
-    if not callable(f):
-        raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
-    return Gradient(f, arguments)
 
 
 def _gathered(values: torch.Tensor, places: np.ndarray) -> torch.Tensor:

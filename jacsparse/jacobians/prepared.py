@@ -13,10 +13,10 @@ import torch
 
 from .._version import __version__
 from ..patterns import Pattern, gradient_of
-from ..runtime import read_archive, write_archive
+from ..runtime import a_type, read_archive, write_archive
 from ..spgemm import SparseJacobian
 from ..tracing import Contents, Form, Trace, form_of, name_of, undisturbed, without_autocast, without_saving_hooks
-from .arguments import Arguments, FlatFunction, arguments_of
+from .arguments import Arguments, FlatFunction, arguments_of, has_samples
 from .compressed import Coloring, Compressed, coloring
 from .evaluation import jacobian_at
 from .evaluators import Evaluator, evaluator_of
@@ -115,17 +115,15 @@ class PreparedJacobian:
         f: Callable[..., Any],
         args: Sequence[Any],
         argnums: int | Sequence[int],
-        batched: bool,
+        batched: bool | None,
         method: str,
         compile: bool,
         pruned: bool,
     ) -> Self:
         """What `prepare_jacobian` returns."""
-        if not callable(f):
-            raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
+        arguments = arguments_of(args, argnums, has_samples(f, batched)).apart()
         if method not in METHODS:
             raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
-        arguments = arguments_of(args, argnums, batched).apart()
         if not arguments.batch:
             raise ValueError(f"the arguments are {arguments}, without any sample; give one or more to prepare for")
         differentiated = cls._differentiated(f, arguments)
@@ -302,7 +300,7 @@ class PreparedJacobian:
         >>> import tempfile, torch
         >>> f, x = lambda x: x[1:] * x[:-1], torch.tensor([1.0, 2.0, 3.0])
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     prepare_jacobian(f, x, batched=False).save(f"{folder}/products.npz")
+        ...     prepare_jacobian(f, x).save(f"{folder}/products.npz")
         ...     prepared = PreparedJacobian.load(f"{folder}/products.npz", f, x)
         >>> prepared(x).todense().tolist()
         [[2.0, 1.0, 0.0], [0.0, 3.0, 2.0]]
@@ -374,7 +372,7 @@ class PreparedJacobian:
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
-            f"a {type(self).__name__} is neither pickled nor copied, for its function is no data: save(path) writes "
+            f"{a_type(self)} is neither pickled nor copied, for its function is no data: save(path) writes "
             f"it, and {type(self).__name__}.load(path, f, *args) reads it in another process"
         )
 
@@ -398,7 +396,7 @@ def prepare_jacobian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = True,
+    batched: bool | None = None,
     method: str = "auto",
     compile: bool = False,
     pruned: bool = True,
@@ -414,9 +412,9 @@ def prepare_jacobian(
         Its arguments: tensors, tuples, lists and dicts of them, numbers and anything else.
     argnums : int or tuple of int
         The arguments to differentiate by. Their tensors' elements are the columns, one tensor after the other.
-    batched : bool
-        Whether these tensors, and the outputs, have samples along their first axis, each worked on by itself. All other
-        arguments are passed as they are.
+    batched : bool, optional
+        Whether these tensors and the outputs have samples along their first axis, each worked on by itself; left out,
+        as in `jacobian`. All other arguments are passed as they are.
     method : str
         ``products`` multiplies local Jacobians along paths; ``compressed`` takes products of the whole function with a
         seed for each colour; ``auto`` takes the one of less predicted cost.
@@ -461,7 +459,7 @@ def prepare_jacobian(
     Examples
     --------
     >>> import torch
-    >>> differences = prepare_jacobian(lambda u, h: (u[1:] - u[:-1]) ** 2 / h, torch.zeros(4), 1.0, batched=False)
+    >>> differences = prepare_jacobian(lambda u, h: (u[1:] - u[:-1]) ** 2 / h, torch.zeros(4), 1.0)
     >>> differences(torch.tensor([0.0, 1.0, 3.0, 6.0]), 0.5).todense().tolist()
     [[-4.0, 4.0, 0.0, 0.0], [0.0, -8.0, 8.0, 0.0], [0.0, 0.0, -12.0, 12.0]]
 
@@ -470,7 +468,7 @@ def prepare_jacobian(
     >>> import scipy.integrate
     >>> decay = lambda t, y: torch.cat([-1000 * (y[:1] - torch.cos(y[1:])), -y[1:] / (1 + t)])
     >>> state = torch.ones(2, dtype=torch.float64)
-    >>> prepared = prepare_jacobian(decay, 0.0, state, argnums=1, batched=False)
+    >>> prepared = prepare_jacobian(decay, 0.0, state, argnums=1)
     >>> f = lambda t, y: decay(t, torch.from_numpy(y)).numpy()
     >>> jac = lambda t, y: prepared(t, torch.from_numpy(y)).to_scipy()
     >>> solution = scipy.integrate.solve_ivp(f, (0.0, 1.0), state.numpy(), method="Radau", jac=jac)

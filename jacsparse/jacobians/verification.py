@@ -1,14 +1,14 @@
-"""Comparison of a module's sparse Jacobians with autograd, operator by operator."""
+"""Comparison of a function's sparse Jacobians with autograd, operator by operator."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,8 +16,10 @@ import torch
 from ..patterns import Blocks, Call, Diagonal, Full, Pattern
 from ..runtime import row_starts
 from ..spgemm import matvec
-from ..stages import Chain, Edge, Record, Run, check_input, check_limit, recent_chains, refuse_hooks
-from ..tracing import check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
+from ..stages import Chain, Edge, Record, Run, check_limit, recent_chains, refuse_hooks
+from ..tracing import check_module, name_of, saved_buffers, undisturbed, without_autocast, without_saving_hooks
+from .arguments import arguments_of, has_samples, module_and_batch
+from .recent import recent_graphs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,12 +50,12 @@ class VerificationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Check:
-    """The comparison of one operator's Jacobian, or the whole module's, with autograd's.
+    """The comparison of one operator's Jacobian, or the whole function's, with autograd's.
 
     Attributes
     ----------
     path, operator : str
-        The operator's path in the model, and its name in ATen; for the whole module, its class.
+        The operator's path in the model, and its name in ATen; for the whole function, its name, a module's class.
     shape : tuple of int
         Shape of the Jacobian.
     exact : bool
@@ -66,7 +68,7 @@ class Check:
         The number of parts in which the matrix was computed and compared; more than one where it is larger than the
         memory limit.
     jacobian : bool
-        For the whole module, whether the result of `jacobian` was compared too.
+        For the whole function, whether the result of `jacobian` was compared too.
     """
 
     path: str
@@ -94,7 +96,7 @@ class Verification:
     Attributes
     ----------
     checks : tuple of Check
-        A check of each operator, and a last one of the whole module.
+        A check of each operator, and a last one of the whole function.
     """
 
     checks: tuple[Check, ...]
@@ -110,25 +112,26 @@ class Verification:
 
 @without_saving_hooks()
 def verify(
-    module: nn.Module,
-    x: torch.Tensor,
-    *,
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool | None = None,
     tolerance: float | None = None,
     raise_exception: bool = True,
     memory_limit: int | None = None,
 ) -> Verification:
-    """Compare a module's sparse Jacobians with autograd.
+    """Compare the sparse Jacobians of a function or a module with autograd.
 
     First each operator's Jacobian is compared at each sample: all entries of a small one, products with random vectors
-    of a large one. Then the whole module's output is compared, and its gradients, as the sparse Jacobians of all
-    operators give them; for a small module, also as the result of `jacobian` gives them.
+    of a large one. Then the whole function's output is compared, and its gradients, as the sparse Jacobians of all
+    operators give them; for a small function, also as the result of `jacobian` gives them.
 
     Parameters
     ----------
-    module : Module
-        A module of operators that have a rule.
-    x : Tensor, (batch, *input_shape)
-        The input, float32 or float64; float64 shows smaller errors.
+    f : callable
+        A function or a module of operators that have a rule.
+    *args, argnums, batched
+        As in `jacobian`, with at least one sample; float64 shows smaller errors.
     tolerance : float, optional
         The largest difference that is no error, as a share of the largest element. By default 1e-10 for float64 and
         1e-4 for float32; or 16 units in the last place of the coarsest dtype that the module works in, where that is
@@ -164,13 +167,15 @@ def verify(
     Tanh (aten.tanh), 2 × 2: all entries, difference 0.0e+00
     Tanh (Tanh), 2 × 2: all entries, by jacobian too, difference 0.0e+00
     """
-    check_input("x", x)
-    if not len(x):
-        raise ValueError("x is an empty batch; pass at least one sample")
+    arguments = arguments_of(args, argnums, has_samples(f, batched))
+    if not arguments.batch:
+        raise ValueError(f"the arguments are {arguments}, an empty batch; pass at least one sample")
+    module, x = module_and_batch(f, arguments)
     memory = MEMORY_LIMIT if memory_limit is None else check_limit(memory_limit)
     check_module(module)
     with _seeded(x), undisturbed(module):
-        chain, run = recent_chains(module, pruned=True).of(x, by_autograd=False)
+        cache = recent_chains(module, pruned=True) if module is f else recent_graphs(f, pruned=True)
+        chain, run = cache.of_run(module, x)
         refuse_hooks(run.records)
         limit = _tolerance(run) if tolerance is None else tolerance
         with without_autocast(x.device):
@@ -197,7 +202,7 @@ def _tolerance(run: Run) -> float:
 
 @dataclass
 class _PulledBack:
-    """Gradients of a module's input, by the sparse Jacobians of all its operators."""
+    """Gradients of a function's input, by the sparse Jacobians of all its operators."""
 
     #: Gradients of the output, (outputs, many, batch), and of the input, (inputs, many, batch).
     seeds: torch.Tensor
@@ -488,17 +493,17 @@ def _by_jacobian(chain: Chain, run: Run, x: torch.Tensor, seeds: torch.Tensor) -
 def _check_whole(
     module: nn.Module, x: torch.Tensor, run: Run, pulled_back: _PulledBack, jacobian: torch.Tensor | None, limit: float
 ) -> Check:
-    """Compare the output and the gradients with the module's own."""
+    """Compare the output and the gradients with the function's own."""
     leaf = x.detach().clone().requires_grad_()
     with torch.enable_grad(), _seeded(x), undisturbed(module), saved_buffers(module):
         y = module(leaf * 1)
-    name = type(module).__name__
+    name = name_of(module)
     output = run.trace.output
     entries = []
     rounding = _rounding(x, y)
     fits = output.shape == y.shape
     if not fits or _over(difference_of(_flat(output), _flat(y)), limit * largest_finite(y)).numel():
-        entries.append("the output is another than the module's own")
+        entries.append("the output is another than the function's own")
     worst = 0.0
     for number, seed in enumerate(pulled_back.seeds.unbind(1) if fits else ()):
         expected = torch.zeros_like(leaf)

@@ -206,12 +206,21 @@ def chain(
     >>> [stage.path for stage in chain(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()), (3, 8, 8))]
     ['0', '1']
     """
-    check_module(module)
-    x = samples_of(module, check_shape(input_shape), like)
-    with undisturbed(module):
+    x = samples_of(check_module(module), check_shape(input_shape), like)
+    return chain_for_all(module, x, pruned=pruned)
+
+
+def chain_for_all(
+    module: nn.Module, x: torch.Tensor, *, pruned: bool = True, varying: Collection[torch.Tensor] = ()
+) -> Chain:
+    """The chain of a module's operators for all batches of the shape of `x`, with `varying` as in `chain_of`.
+
+    It raises what `chain` raises.
+    """
+    with undisturbed(check_module(module)):
         trace = traced(module, x, readable=False)
         with without_autocast(x.device):
-            chain = chain_of(trace, pruned=pruned)
+            chain = chain_of(trace, pruned=pruned, varying=varying)
         refuse_hooks(chain.records(trace)[1])
     for edge in (edge for stage in chain for edge in stage.edges):
         if edge.call.sources is not None and edge.call.sources.rows > 1:

@@ -8,6 +8,7 @@ from operator import index
 import torch
 from torch import nn
 
+from ..runtime import a_type
 from ..spgemm import check_tensor_itself
 
 #: Default limit on the bytes of values that a scan holds at once, and on the bytes of its plans' index arrays.
@@ -66,7 +67,7 @@ def check_tensor(name: str, x: object) -> torch.Tensor:
     remedy = "call the function or module itself there, or take gradients by torch.autograd"
     x = check_tensor_itself(name, x, remedy)
     if type(x) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected a plain tensor: {name}.as_subclass(torch.Tensor)")
+        raise TypeError(f"{name} is {a_type(x)}; expected a plain tensor: {name}.as_subclass(torch.Tensor)")
     if x.dtype not in (torch.float32, torch.float64):
         remedy = "give real and imaginary parts" if x.is_complex() else "convert it with .float()"
         if not x.is_floating_point() and not x.is_complex():

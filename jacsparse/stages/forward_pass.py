@@ -20,8 +20,13 @@ def samples_of(module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | N
     """Random samples with the dtype and device of the module, or of `like` where the module has no tensors."""
     tensors = (tensor for tensor in tensors_of(module) if tensor.is_floating_point())
     like = next(tensors, torch.empty(0) if like is None else like)
-    samples = torch.randn((SAMPLES, *shape), generator=torch.Generator().manual_seed(0))
-    return samples if like.device.type == "meta" else samples.to(like)
+    return random_tensor((SAMPLES, *shape), like, torch.Generator().manual_seed(0))
+
+
+def random_tensor(shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random numbers with the dtype and device of a tensor; the same ones everywhere."""
+    drawn = torch.randn(shape, generator=generator)
+    return drawn if like.device.type == "meta" else drawn.to(like)
 
 
 def traced(

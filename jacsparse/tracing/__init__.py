@@ -9,6 +9,7 @@ from .graph import Form, Graph, Node, Operand, Scalar, Value, evaluated, form_of
 from .modules import (
     check_initialised,
     check_module,
+    module_of,
     name_of,
     parts_of,
     refresh_weights,
@@ -56,6 +57,7 @@ __all__ = [
     "is_users",
     "leads_to",
     "mask_of",
+    "module_of",
     "name_of",
     "operator_name",
     "parts_of",

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..patterns import UnsupportedOperatorError, requiring_gradient
-from ..runtime import without_compiling
+from ..runtime import a_type, without_compiling
 from .callers import caller
 from .derivatives_seen import SeenDerivatives, next_node, untraced
 from .following import Followed
@@ -447,8 +447,7 @@ class Tracer(TorchDispatchMode):
         trace = self.trace
         if not isinstance(output, torch.Tensor):
             raise UnsupportedOperatorError(
-                f"{name_of(trace.module)}: its output is a {type(output).__name__}; wrap it in a module "
-                "that returns one tensor"
+                f"{name_of(trace.module)}: its output is {a_type(output)}; wrap it in a module that returns one tensor"
             )
         trace.output = output
         self.refresh(output)
