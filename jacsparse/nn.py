@@ -14,7 +14,8 @@ from .runtime import a_type, uncompiled
 from .scan import Puller, Scanner, StageRanks, scanned
 from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
-from .stages import Chain, Chains, Run, chain, check_input, check_limit
+from .spgemm import check_limit
+from .stages import Chain, Chains, Run, chain, check_input
 from .tracing import check_module, is_recording, without_saving_hooks
 from .training import Leapfrogger, check_threads
 

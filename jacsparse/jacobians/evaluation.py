@@ -171,7 +171,7 @@ class _ChainRun:
     def entries(self) -> Pattern:
         """All entries, those of pruned weights that have gradients too."""
         chain = self.chain if not self.chain.pruned_weights else self.unpruned.of_trace(self.trace)[0]
-        return chain.pattern.T
+        return chain.pattern
 
 
 @contextlib.contextmanager

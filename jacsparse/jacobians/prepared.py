@@ -25,7 +25,7 @@ from .products import ChainProducts, Products
 from .replays import of_replay, values_of
 from .traced_function import TracedFunction
 from .tracing_for_replays import Sources, digest_of, traced_program
-from .verification import ROUNDINGS, VerificationError, difference_of, largest_finite, magnitude
+from .verification import ROUNDINGS, VerificationError, difference_of, largest_finite, magnitude, tolerance_for
 from .watched_weights import FilledWeightError, WatchedWeights
 
 METHODS = ("auto", "products", "compressed")
@@ -202,7 +202,7 @@ class PreparedJacobian:
             )
         program = _Program(function, evaluator, WatchedWeights(function), tensors, captures, contents)
         if not self._programs:
-            self._arguments, self._tolerance = taken, _tolerance(function)
+            self._arguments, self._tolerance = taken, tolerance_for(function.x.dtype, function.trace.tensors)
         function.forget()
         self._tensors[kinds] = tensors
         while len(self._programs) >= MOST:
@@ -245,8 +245,7 @@ class PreparedJacobian:
         *args
             Arguments of the function.
         tolerance : float, optional
-            The largest difference; by default 1e-9 for float64 and 1e-4 for float32, or 16 units in the last place of
-            the coarsest dtype that the function works in, where that is more.
+            As in `verify`.
 
         Returns
         -------
@@ -494,14 +493,6 @@ def _in_form(tensor: torch.Tensor, form: Form) -> torch.Tensor:
 
 def _autocast(dtype: torch.dtype | None) -> str:
     return "off" if dtype is None else f"on, with {dtype}"
-
-
-def _tolerance(function: TracedFunction) -> float:
-    """The largest difference that `PreparedJacobian.check` takes for rounding."""
-    tensors = (tensor for tensor in function.trace.tensors if tensor is not None)
-    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    least = 1e-9 if function.x.dtype == torch.float64 else 1e-4
-    return max(least, *(ROUNDINGS * torch.finfo(dtype).eps for dtype in dtypes))
 
 
 def _check_compiles(f: Callable[..., Any], evaluator: Evaluator, compile: bool) -> None:

@@ -137,4 +137,4 @@ def _pattern(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Patte
         for place, leaf in enumerate(arguments.leaves)
         if place not in arguments.places and isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
     ]
-    return chain_for_all(module, x, pruned=pruned, varying=others).pattern.T
+    return chain_for_all(module, x, pruned=pruned, varying=others).pattern

@@ -36,7 +36,7 @@ class TracedFunction:
     @property
     def pattern(self) -> Pattern:
         """The pattern of the Jacobian."""
-        return self.chain.pattern.T
+        return self.chain.pattern
 
     @property
     def x(self) -> torch.Tensor:

@@ -54,7 +54,7 @@ def groups_of(records: Sequence[Record]) -> list[Group]:
     groups: list[tuple[Record | None, list[Record]]] = [(None, [])]
     for record in records:
         operator = record.stage.operator
-        if operator is not None and isinstance(operator.pattern.structure, Diagonal):
+        if operator is not None and isinstance(operator.transposed_pattern.structure, Diagonal):
             groups[-1][1].append(record)
         else:
             groups.append((record, []))
@@ -149,8 +149,10 @@ class GraphSystem(RecordedSystem):
             sizes[record.stage.start] = math.prod(record.input.shape[1:])
             sizes[record.stage.stop] = math.prod(record.output.shape[1:])
             for edge in record.stage.edges:
-                terms.setdefault((edge.source, edge.target), []).append(Block(edge.pattern, record.values(edge)))
-                sizes[edge.source], sizes[edge.target] = edge.pattern.shape
+                terms.setdefault((edge.source, edge.target), []).append(
+                    Block(edge.transposed_pattern, record.values(edge))
+                )
+                sizes[edge.source], sizes[edge.target] = edge.transposed_pattern.shape
         self.nodes = {vertex: node for node, vertex in enumerate(sorted(sizes))}
         blocks = {}
         for (source, target), parts in terms.items():

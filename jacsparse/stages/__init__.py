@@ -4,7 +4,7 @@ from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern
 from .balance import boundaries
 from .chain_cache import ChainCache, Chains, Run, recent_chains
 from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
-from .checks import agree, check_input, check_limit, check_shape, check_tensor
+from .checks import agree, check_input, check_shape, check_tensor
 from .forward_pass import SAMPLES, random_tensor, samples_of, traced
 from .graph_gradients import has_hooks, pull_back
 from .infinite_entries import all_finite, with_backward_passes
@@ -34,7 +34,6 @@ __all__ = [
     "chain_for_all",
     "chain_of",
     "check_input",
-    "check_limit",
     "check_shape",
     "check_tensor",
     "eliminate",

@@ -11,9 +11,6 @@ from torch import nn
 from ..runtime import a_type
 from ..spgemm import check_tensor_itself
 
-#: Default limit on the bytes of values that a scan holds at once, and on the bytes of its plans' index arrays.
-MEMORY_LIMIT = 2**30
-
 
 def check_shape(shape: Sequence[int], name: str = "input_shape") -> tuple[int, ...]:
     """Return `shape` as a tuple where it is the shape of a sample.
@@ -80,15 +77,6 @@ def check_tensor(name: str, x: object) -> torch.Tensor:
     if x.layout != torch.strided:
         raise TypeError(f"{name} has layout {x.layout}; expected a dense tensor: {name}.to_dense()")
     return x
-
-
-def check_limit(memory_limit: int | None) -> int:
-    """Return `memory_limit` or the default; raise ValueError where it is no number of bytes."""
-    if memory_limit is None:
-        return MEMORY_LIMIT
-    if not isinstance(memory_limit, int) or isinstance(memory_limit, bool) or memory_limit < 0:
-        raise ValueError(f"memory_limit is {memory_limit!r}; expected a number of bytes of at least 0, or None")
-    return memory_limit
 
 
 def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
