@@ -502,7 +502,7 @@ def balanced(chain: Cuttable, workers: int) -> Schedule:
     Parameters
     ----------
     chain : Chain
-        The chain, whose patterns give the cost of each product in flop.
+        The chain, whose patterns give the cost of each product, in multiply-adds.
     workers : int
         The number of workers.
 

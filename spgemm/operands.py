@@ -87,14 +87,16 @@ def check_outside_transforms(name: str, values: torch.Tensor) -> torch.Tensor:
     return check_tensor_itself(name, values, "take gradients by torch.autograd, and pass samples as a batch")
 
 
-def by_sample(name: str, x: Any, size: int, also: str = "") -> tuple[torch.Tensor, bool]:
+def by_sample(
+    name: str, x: Any, size: int, also: str = "", shape: tuple[int, ...] | None = None
+) -> tuple[torch.Tensor, bool]:
     """A tensor as ``(batch, size)``, and whether it had no axis of samples: it is ``(batch, *shape)`` or one sample.
 
-    `also` tells errors which other shapes the caller takes.
+    `also` tells errors which other shapes the caller takes, and `shape` is a sample's, where it is known.
     """
     x = check_tensor_itself(name, x, "pass (batch, *shape) instead of vmap, and take gradients by torch.autograd")
     has_samples = x.ndim > 0 and math.prod(x.shape[1:]) == size
-    if x.numel() == size and (x.ndim < 2 or not has_samples):
+    if x.shape == shape or (x.numel() == size and (x.ndim < 2 or not has_samples)):
         return x.reshape(1, size), True
     if not has_samples:
         expected = f"{size} elements, or (batch, *shape) with {size} elements a sample{also}"

@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from ..patterns import UnsupportedOperatorError
 from ..runtime import a_type
 from ..stages import check_input, check_tensor
-from ..tracing import form_of, module_of, name_of
+from ..tracing import Trace, form_of, module_of, name_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +80,19 @@ class Arguments:
         # An expanded tensor has less memory than elements.
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
 
+    def shape_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The shape of a sample."""
+        return tuple(tensor.shape[1:] if self.batched else tensor.shape)
+
+    @functools.cached_property
+    def in_shape(self) -> tuple[int, ...] | None:
+        """The shape of a sample of the one tensor that the function is differentiated by; None where there are more."""
+        return self.shape_of(self.tensors[0]) if len(self.places) == 1 else None
+
     @functools.cached_property
     def _sizes(self) -> list[int]:
         """Elements of a sample of each tensor."""
-        return [math.prod(tensor.shape[1:] if self.batched else tensor.shape) for tensor in self.tensors]
+        return [math.prod(self.shape_of(tensor)) for tensor in self.tensors]
 
     def with_zeros(self, samples: int, *, others: bool = False) -> Arguments:
         """The same arguments with samples of zeros, on request also in the place of other tensors without elements."""
@@ -363,6 +372,11 @@ def module_and_batch(
     return FlatFunction(f, arguments), arguments.flat_with_graph() if connected else arguments.flat()
 
 
+def out_shape_of(trace: Trace) -> tuple[int, ...] | None:
+    """The shape of a sample of the one output of a traced function; None where there are more."""
+    return trace.module.out_shape if isinstance(trace.module, FlatFunction) else tuple(trace.output.shape[1:])
+
+
 def wrap(wrapper: nn.Module, f: Callable[..., Any]) -> None:
     """Make a function the attribute `f` of a module that stands for it, whose parts and name are the function's."""
     # A part without a name of its own: the paths of its parts are those that the function's module gives them.
@@ -386,7 +400,14 @@ class FlatFunction(nn.Module):
     def __init__(self, f: Callable[..., Any], arguments: Arguments) -> None:
         super().__init__()
         self._arguments = [arguments]
+        #: Shapes of the outputs in the last run: the list stays where attributes are restored.
+        self._shapes: list[tuple[int, ...]] = []
         wrap(self, f)
+
+    @property
+    def out_shape(self) -> tuple[int, ...] | None:
+        """The shape of a sample of the one output in the last run; None where there were more."""
+        return self._shapes[0] if len(self._shapes) == 1 else None
 
     def forget(self) -> None:
         """Let go of the function and its arguments: chains in a cache refer to this module."""
@@ -398,6 +419,7 @@ class FlatFunction(nn.Module):
         (arguments,) = self._arguments
         outputs = _pytree.tree_leaves(self.f(*arguments.with_flat(x)))
         parts = [self._flat_output(y, arguments) for y in outputs]
+        self._shapes[:] = [arguments.shape_of(y) for y in outputs]
         if not parts:
             raise UnsupportedOperatorError(f"{name_of(self.f)} returns no tensor")
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

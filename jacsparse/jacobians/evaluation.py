@@ -21,7 +21,7 @@ from ..stages import (
     refuse_other_derivatives,
 )
 from ..tracing import Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
-from .arguments import Arguments, FlatFunction, arguments_of, has_samples, module_and_batch
+from .arguments import Arguments, FlatFunction, arguments_of, has_samples, module_and_batch, out_shape_of
 from .differentiable import with_graph, wrong_third_derivative
 from .gradients import Gradient
 from .recent import plan_of, recent_graphs
@@ -110,14 +110,14 @@ def jacobian(
     except ValueError:
         # Another argument may have samples too, of which there are none.
         result = evaluated(f, arguments.with_zeros(2, others=True), pruned)
-    return result if result.batch == 1 else SparseJacobian(result.pattern, result.values[:, :0])
+    return result if result.batch == 1 else replace(result, values=result.values[:, :0])
 
 
 @without_saving_hooks()
 def jacobian_at(f: Callable[..., Any], arguments: Arguments, pruned: bool = True) -> SparseJacobian:
     """The Jacobian of a function at checked arguments, without a graph."""
     with _run(f, arguments, pruned) as run:
-        return run.jacobian()
+        return replace(run.jacobian(), in_shape=arguments.in_shape, out_shape=out_shape_of(run.trace))
 
 
 @torch.enable_grad()
@@ -132,7 +132,8 @@ def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Sp
             problem = wrong_third_derivative(run.trace, "gradients of a Hessian's values")
             if problem is not None:
                 raise problem
-        return with_graph(run.jacobian(), run.trace, run.x, run.entries())
+        result = with_graph(run.jacobian(), run.trace, run.x, run.entries())
+        return replace(result, in_shape=arguments.in_shape, out_shape=out_shape_of(run.trace))
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -141,7 +142,7 @@ def hessian(
     gradient = Gradient(f, arguments)
     full = jacobian(gradient, *args, argnums=argnums, batched=arguments.batched, create_graph=create_graph)
     pattern, lower = symmetric_part(full.pattern)
-    return SparseJacobian(pattern, _gathered(full.values, lower))
+    return replace(full, pattern=pattern, values=_gathered(full.values, lower))
 
 
 def _gathered(values: torch.Tensor, places: np.ndarray) -> torch.Tensor:

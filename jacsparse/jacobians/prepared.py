@@ -16,7 +16,7 @@ from ..patterns import Pattern, gradient_of
 from ..runtime import a_type, read_archive, write_archive
 from ..spgemm import SparseJacobian
 from ..tracing import Contents, Form, Trace, form_of, name_of, undisturbed, without_autocast, without_saving_hooks
-from .arguments import Arguments, FlatFunction, arguments_of, has_samples
+from .arguments import Arguments, FlatFunction, arguments_of, has_samples, out_shape_of
 from .compressed import Coloring, Compressed, coloring
 from .evaluation import jacobian_at
 from .evaluators import Evaluator, evaluator_of
@@ -153,7 +153,7 @@ class PreparedJacobian:
 
     def __call__(self, *args: Any) -> SparseJacobian:
         """The Jacobian at these arguments."""
-        return SparseJacobian(self.pattern, self.values(*args))
+        return SparseJacobian(self.pattern, self.values(*args), self._arguments.in_shape, self._out_shape)
 
     def values(self, *args: Any) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
@@ -203,6 +203,7 @@ class PreparedJacobian:
         program = _Program(function, evaluator, WatchedWeights(function), tensors, captures, contents)
         if not self._programs:
             self._arguments, self._tolerance = taken, tolerance_for(function.x.dtype, function.trace.tensors)
+            self._out_shape = out_shape_of(function.trace)
         function.forget()
         self._tensors[kinds] = tensors
         while len(self._programs) >= MOST:
@@ -269,7 +270,7 @@ class PreparedJacobian:
         registered = self._first.function.chain.registered_values
         if registered:
             # Autograd does not know of registered values.
-            expected = jacobian_at(self._f, arguments).vjp(g)
+            expected = jacobian_at(self._f, arguments).vjp(g).reshape(x.shape)
         limit = tolerance if tolerance is not None else self._tolerance
         scale = largest_finite(SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()))
         # All elements may be zero but for rounding, as those of a sum of a softmax.
@@ -277,7 +278,7 @@ class PreparedJacobian:
             ROUNDINGS * torch.finfo(x.dtype).eps * largest_finite(y.detach()) / (largest_finite(x.detach()) or 1.0)
         )
         scale = max(scale, rounding * largest_finite(g.abs().flatten(1).sum(1)) / (limit or 1.0))
-        error = magnitude(difference_of(jacobian.vjp(g), expected)) / (scale or 1.0)
+        error = magnitude(difference_of(jacobian.vjp(g).reshape(x.shape), expected)) / (scale or 1.0)
         if not error <= limit:
             way = " with method='products'" if self.method == "compressed" else ""
             whose = "that of jacsparse.jacobian" if registered else "autograd's"
