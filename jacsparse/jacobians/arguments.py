@@ -255,7 +255,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _form(leaf: Any, differentiated: bool) -> Any:
-    if differentiated or (isinstance(leaf, torch.Tensor) and not _is_number(leaf)):
+    if isinstance(leaf, torch.Tensor) and (differentiated or not _is_number(leaf)):
         return form_of(leaf)
     # A number may be a tensor without axes, and SciPy's solvers pass NumPy's.
     is_number = type(leaf) is int or isinstance(leaf, np.integer) or _is_number(leaf)
@@ -308,9 +308,9 @@ def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: boo
     names = names_of_arguments(numbers, len(args))
     for number in numbers:
         if not all(isinstance(leaves[place], torch.Tensor) for place in ranges[number]):
-            remedy = (
-                "pass torch.from_numpy of it" if isinstance(args[number], np.ndarray) else "leave it out of argnums"
-            )
+            remedy = "pass torch.from_numpy of it"
+            if not isinstance(args[number], np.ndarray):
+                remedy = "name the arguments that are tensors by argnums, or bind this one by functools.partial"
             raise TypeError(
                 f"{names[number]} is {a_type(args[number])}; expected a torch.Tensor, or a tuple, list or "
                 f"dict of tensors: {remedy}"
@@ -408,6 +408,11 @@ class FlatFunction(nn.Module):
     def out_shape(self) -> tuple[int, ...] | None:
         """The shape of a sample of the one output in the last run; None where there were more."""
         return self._shapes[0] if len(self._shapes) == 1 else None
+
+    @property
+    def arguments(self) -> Arguments:
+        """All arguments of the function."""
+        return self._arguments[0]
 
     def forget(self) -> None:
         """Let go of the function and its arguments: chains in a cache refer to this module."""

@@ -15,6 +15,7 @@ from .._version import __version__
 from ..patterns import Pattern, gradient_of
 from ..runtime import a_type, read_archive, write_archive
 from ..spgemm import SparseJacobian
+from ..stages import agree
 from ..tracing import Contents, Form, Trace, form_of, name_of, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments, FlatFunction, arguments_of, has_samples, out_shape_of
 from .compressed import Coloring, Compressed, coloring
@@ -280,6 +281,14 @@ class PreparedJacobian:
         scale = max(scale, rounding * largest_finite(g.abs().flatten(1).sum(1)) / (limit or 1.0))
         error = magnitude(difference_of(jacobian.vjp(g).reshape(x.shape), expected)) / (scale or 1.0)
         if not error <= limit:
+            with torch.no_grad(), undisturbed(function):
+                again = function(x.detach().clone())
+            if not agree(again, y.detach()):
+                raise VerificationError(
+                    f"{name_of(self._f)} returns other numbers where it is called again with the same arguments, as by "
+                    "random numbers that no PyTorch generator draws, or by a counter, so that no prepared program "
+                    "repeats it: pass such numbers as arguments, or call jacsparse.jacobian, which runs it each time"
+                )
             way = " with method='products'" if self.method == "compressed" else ""
             whose = "that of jacsparse.jacobian" if registered else "autograd's"
             raise VerificationError(

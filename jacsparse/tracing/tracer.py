@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ from .operators import (
     draws,
     facts_of,
     named_tensors,
+    operator_name,
     tensors_among,
     with_memory,
     written_tensors,
@@ -101,6 +103,17 @@ def trace(
                 contexts.enter_context(Unreadable(tracer, hidden))
             output = module(copy)
         return tracer.finished(output)
+
+
+def failed_call(error: BaseException) -> tuple[str, list[torch.Tensor]]:
+    """The operator at which a traced run ended with an error, and the tensors that it got; none without an operator."""
+    operator, tensors = "", list[torch.Tensor]()
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is Tracer.__torch_dispatch__.__code__:
+            given = frame.f_locals
+            operator = operator_name(given["overload"])
+            tensors = tensors_in([*given["args"], *(given["kwargs"] or {}).values()])
+    return operator, tensors
 
 
 class Tracer(TorchDispatchMode):
