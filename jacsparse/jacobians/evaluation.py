@@ -76,14 +76,15 @@ def jacobian(
 
     See Also
     --------
-    prepare_jacobian : for many calls with arguments of the same shapes.
+    prepare_jacobian : for many calls with arguments of the same shapes, by a `method` that you choose, or compiled.
 
     Notes
     -----
     Thesis, section 3.4.
 
     A call runs `f` once; the first calls with arguments of new shapes run it several times, to make a program for later
-    ones, so that what it prints or counts is seen as often.
+    ones, so that what it prints or counts is seen as often. There is no choice of a method: the first call multiplies
+    the Jacobians of operators, and later ones go another way where that pays and gave the same values.
 
     At kinks and ties, and where a derivative is infinite, entries are those of PyTorch's backward passes, which compute
     each entry that is not finite as a product of local derivatives. An entry may be a number where autograd gives NaN:

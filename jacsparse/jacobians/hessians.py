@@ -89,6 +89,7 @@ def hessian(
     *args: Any,
     argnums: int | Sequence[int] = 0,
     batched: bool | None = None,
+    pruned: bool = True,
     create_graph: bool = False,
 ) -> SparseJacobian:
     """The Hessian of a scalar function.
@@ -105,7 +106,7 @@ def hessian(
     batched : bool, optional
         Whether these tensors, and the result, have samples along their first axis, each worked on by itself; left out,
         as in `jacobian`. Without samples, the Hessian has a batch of 1.
-    create_graph : bool
+    pruned, create_graph : bool
         As in `jacobian`.
 
     Returns
@@ -120,7 +121,7 @@ def hessian(
 
     See Also
     --------
-    prepare_hessian : for many calls with arguments of the same shapes.
+    prepare_hessian : for many calls with arguments of the same shapes, by a `method` that you choose, or compiled.
 
     Notes
     -----
@@ -140,7 +141,9 @@ def hessian(
     """
     arguments = arguments_of(args, argnums, has_samples(f, batched))
     gradient = Gradient(f, arguments)
-    full = jacobian(gradient, *args, argnums=argnums, batched=arguments.batched, create_graph=create_graph)
+    full = jacobian(
+        gradient, *args, argnums=argnums, batched=arguments.batched, pruned=pruned, create_graph=create_graph
+    )
     pattern, lower = symmetric_part(full.pattern)
     return replace(full, pattern=pattern, values=_gathered(full.values, lower))
 

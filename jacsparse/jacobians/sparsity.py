@@ -32,8 +32,8 @@ def jacobian_pattern(
         A function or a module, as in `jacobian`. It runs once; a module's changes to itself are undone.
     *args
         Its arguments, as in `jacobian`. In the place of those that `argnums` names there may be the shapes of tensors,
-        as ``(3, 32, 32)``; of one sample, where there are samples. Then `f` gets random numbers, with the dtype and on
-        the device of a tensor among the other arguments or of a module's parameters.
+        as ``(3, 32, 32)``; of one sample, where there are samples and no other argument has them. Then `f` gets random
+        numbers, with the dtype and on the device of a tensor among the other arguments or of a module's parameters.
     argnums : int or tuple of int
         The arguments to differentiate by. The others are constants, but for zeros of floating-point tensors among
         them, which are not pruned.

@@ -121,6 +121,7 @@ def verify(
     *args: Any,
     argnums: int | Sequence[int] = 0,
     batched: bool | None = None,
+    pruned: bool = True,
     tolerance: float | None = None,
     raise_exception: bool = True,
     memory_limit: int | None = None,
@@ -135,7 +136,7 @@ def verify(
     ----------
     f : callable
         A function or a module of operators that have a rule.
-    *args, argnums, batched
+    *args, argnums, batched, pruned
         As in `jacobian`, with at least one sample; float64 shows smaller errors.
     tolerance : float, optional
         The largest difference that is no error, as a share of the largest element. By default 1e-9 for float64 and
@@ -179,7 +180,7 @@ def verify(
     memory = check_limit(memory_limit)
     check_module(module)
     with _seeded(x), undisturbed(module):
-        cache = recent_chains(module, pruned=True) if module is f else recent_graphs(f, pruned=True)
+        cache = recent_chains(module, pruned=pruned) if module is f else recent_graphs(f, pruned)
         chain, run = cache.of_run(module, x)
         refuse_hooks(run.records)
         if tolerance is None:

@@ -740,5 +740,5 @@ def test_dominance_is_checked_ahead_of_time() -> None:
 
 
 def test_numbers_on_numpy_are_not_taken() -> None:
-    with pytest.raises(TypeError, match=r"right\[0\] is a ndarray"):
+    with pytest.raises(TypeError, match=r"right\[0\] is an ndarray"):
         BlockBidiagonal([torch.eye(2)], [np.ones((1, 2))] * 2)
