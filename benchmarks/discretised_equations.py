@@ -96,7 +96,7 @@ class DiscretisedEquations(Experiment):
     def _case(self, case: SizedEquation, folder: Path, context: Context) -> list[Row]:
         problem = PROBLEMS[case.equation](case.size, 1)
         f, (x,) = problem.f, problem.args
-        prepared = jacsparse.prepare_jacobian(f, x, batched=False)
+        prepared = jacsparse.prepare_jacobian(f, x)
         expected = prepared(x).to_scipy()
         functions: dict[str, Callable[[], object]] = {
             _COMPILED: in_mode(functools.partial(_compiled, f, x, expected), ""),
@@ -209,7 +209,7 @@ class _Asdex:
 
 
 def _compiled(f: Callable[..., Any], x: torch.Tensor, expected: scipy.sparse.csr_array) -> Callable[[], object]:
-    prepared = jacsparse.prepare_jacobian(f, x, batched=False, compile=True)
+    prepared = jacsparse.prepare_jacobian(f, x, compile=True)
     _check(prepared(x).to_scipy(), expected)
     return functools.partial(prepared.values, x)
 
@@ -217,8 +217,8 @@ def _compiled(f: Callable[..., Any], x: torch.Tensor, expected: scipy.sparse.csr
 def _later(f: Callable[..., Any], x: torch.Tensor, expected: scipy.sparse.csr_array) -> Callable[[], object]:
     # The second call makes a program, and later ones follow it.
     for _ in range(3):
-        _check(jacsparse.jacobian(f, x, batched=False).to_scipy(), expected)
-    return lambda: jacsparse.jacobian(f, x, batched=False)
+        _check(jacsparse.jacobian(f, x).to_scipy(), expected)
+    return lambda: jacsparse.jacobian(f, x)
 
 
 def _with_gradient(f: Callable[..., Any], x: torch.Tensor) -> Callable[[], object]:

@@ -179,7 +179,9 @@ class _ScatterReduceRule(Rule):
 
     def check(self, call: Call) -> None:
         if "index" in call.dependent | call.batched:
-            raise call.unsupported("an index that is another for each sample", "use the same for all")
+            raise call.unsupported(
+                f"the index of {call.operator} depends on the input or differs between the samples", "use one for all"
+            )
 
     def pattern(self, call: Call) -> Pattern:
         if call.argument == "self":

@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError, requiring_gradient
-from ..stages import check_tensor
-from ..tracing import form_of, name_of
+from ..runtime import a_type
+from ..stages import check_input, check_tensor
+from ..tracing import Trace, form_of, module_of, name_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +90,19 @@ class Arguments:
         # An expanded tensor has less memory than elements.
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
 
+    def shape_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The shape of a sample."""
+        return tuple(tensor.shape[1:] if self.batched else tensor.shape)
+
+    @functools.cached_property
+    def in_shape(self) -> tuple[int, ...] | None:
+        """The shape of a sample of the one tensor that the function is differentiated by; None where there are more."""
+        return self.shape_of(self.tensors[0]) if len(self.places) == 1 else None
+
     @functools.cached_property
     def _sizes(self) -> list[int]:
         """Elements of a sample of each tensor."""
-        return [math.prod(tensor.shape[1:] if self.batched else tensor.shape) for tensor in self.tensors]
+        return [math.prod(self.shape_of(tensor)) for tensor in self.tensors]
 
     def with_zeros(self, samples: int, *, others: bool = False) -> Arguments:
         """The same arguments with samples of zeros, on request also in the place of other tensors without elements."""
@@ -260,11 +270,34 @@ def _kind(leaf: Any) -> Any:
 
 
 def _form(leaf: Any, differentiated: bool) -> Any:
-    if differentiated or (isinstance(leaf, torch.Tensor) and not _is_number(leaf)):
+    if isinstance(leaf, torch.Tensor) and (differentiated or not _is_number(leaf)):
         return form_of(leaf)
     # A number may be a tensor without axes, and SciPy's solvers pass NumPy's.
     is_number = type(leaf) is int or isinstance(leaf, np.integer) or _is_number(leaf)
     return float if is_number else type(leaf)
+
+
+def has_samples(f: Callable[..., Any], batched: bool | None) -> bool:
+    """Whether what `f` is differentiated by has samples along its first axis: `batched`, or what is usual for `f`.
+
+    By default a module has samples, as have its methods and a ``functools.partial`` of these. Any other function has
+    none, as in ``torch.func``.
+
+    Raises
+    ------
+    TypeError
+        Where `f` is no function, or `batched` neither a bool nor None.
+    """
+    if not callable(f):
+        raise TypeError(f"f is {a_type(f)}; expected a function or a module")
+    if batched is None:
+        return module_of(f) is not None
+    if not isinstance(batched, bool):
+        raise TypeError(
+            f"batched is {batched!r}; expected True where arguments have samples along their first axis, False where "
+            "they have none, or None for what is usual: samples for a module, none for a function"
+        )
+    return batched
 
 
 def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: bool) -> Arguments:
@@ -277,7 +310,7 @@ def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: boo
     ValueError
         Where `argnums` names no argument, or batches differ.
     """
-    numbers = _checked_argnums(argnums, len(args))
+    numbers = checked_argnums(argnums, len(args))
     leaves: list[Any] = []
     specs, ranges = [], []
     for arg in args:
@@ -287,14 +320,14 @@ def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: boo
         specs.append(spec)
     places = tuple(place for number in numbers for place in ranges[number])
     arguments = Arguments(numbers, batched, leaves, tuple(specs), places)
-    names = {number: "x" if len(args) == 1 else f"argument {number}" for number in numbers}
+    names = names_of_arguments(numbers, len(args))
     for number in numbers:
         if not all(isinstance(leaves[place], torch.Tensor) for place in ranges[number]):
-            remedy = (
-                "pass torch.from_numpy of it" if isinstance(args[number], np.ndarray) else "leave it out of argnums"
-            )
+            remedy = "pass torch.from_numpy of it"
+            if not isinstance(args[number], np.ndarray):
+                remedy = "name the arguments that are tensors by argnums, or bind this one by functools.partial"
             raise TypeError(
-                f"{names[number]} is a {type(args[number]).__name__}; expected a torch.Tensor, or a tuple, list or "
+                f"{names[number]} is {a_type(args[number])}; expected a torch.Tensor, or a tuple, list or "
                 f"dict of tensors: {remedy}"
             )
     owners = [number for number in numbers for _ in ranges[number]]
@@ -305,7 +338,13 @@ def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: boo
     return arguments
 
 
-def _checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+def names_of_arguments(numbers: Sequence[int], count: int) -> dict[int, str]:
+    """The names of some arguments in messages, by their numbers."""
+    return {number: "x" if count == 1 else f"argument {number}" for number in numbers}
+
+
+def checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """The numbers of the arguments that `argnums` names, from 0 on."""
     try:
         numbers = tuple(index(n) for n in (argnums if isinstance(argnums, (tuple, list)) else (argnums,)))
     except TypeError:
@@ -336,6 +375,31 @@ def _check_alike(name: str, x: Any, first: torch.Tensor, batched: bool) -> None:
         )
 
 
+def module_and_batch(
+    f: Callable[..., Any], arguments: Arguments, *, has_aux: bool = False, connected: bool = False
+) -> tuple[nn.Module, torch.Tensor]:
+    """A module of one batch that computes a function, and its input: a module itself where one batch is all it takes.
+
+    Where it is `connected`, the input has the graph of the arguments.
+    """
+    if isinstance(f, nn.Module) and arguments.is_one_batch and not (has_aux or isinstance(f, WithAux)):
+        return f, check_input("x", arguments.leaves[0])
+    function = FlatFunction(f, arguments, has_aux)
+    return function, arguments.flat_with_graph() if connected else arguments.flat()
+
+
+def out_shape_of(trace: Trace, returned: Returned | None) -> tuple[int, ...] | None:
+    """The shape of a sample of the one output of a traced function; None where there are more."""
+    return tuple(trace.output.shape[1:]) if returned is None else returned.out_shape
+
+
+def wrap(wrapper: nn.Module, f: Callable[..., Any]) -> None:
+    """Make a function the attribute `f` of a module that stands for it, whose parts and name are the function's."""
+    # A part without a name of its own: the paths of its parts are those that the function's module gives them.
+    wrapper._modules[""] = module_of(f)
+    wrapper.__dict__.update(f=f, __qualname__=name_of(f))
+
+
 class WithAux(nn.Module):
     """A function that returns ``(result, aux)``, whoever calls it."""
 
@@ -346,23 +410,31 @@ class FlatFunction(nn.Module):
     Parameters
     ----------
     f : callable
-        The function. A module is a part, so that its parameters and hooks are found.
+        The function. Its module, if any, is a part, so that parameters and hooks are found.
     arguments : Arguments
         All its arguments.
     has_aux : bool
         Whether it returns a pair, of which the second part has no derivative.
     """
 
+    f: Callable[..., Any]
+
     def __init__(self, f: Callable[..., Any], arguments: Arguments, has_aux: bool = False) -> None:
         super().__init__()
-        self.f, self.has_aux, self._arguments = f, has_aux or isinstance(f, WithAux), [arguments]
+        self.has_aux, self._arguments = has_aux or isinstance(f, WithAux), [arguments]
         #: What the last call returned.
         self.returned: Returned | None = None
-        self.__qualname__ = name_of(f)
+        wrap(self, f)
+
+    @property
+    def arguments(self) -> Arguments:
+        """All arguments of the function."""
+        return self._arguments[0]
 
     def forget(self) -> None:
         """Let go of the function, its arguments and results: chains in a cache refer to this module."""
         del self.f
+        self._modules.clear()
         self._arguments.clear()
         self.returned = None
 
@@ -376,7 +448,7 @@ class FlatFunction(nn.Module):
         if not parts:
             raise UnsupportedOperatorError(f"{name_of(self.f)} returns no tensor")
         forms = [(y.shape, y.dtype, part.shape[1]) for y, part in zip(leaves, parts, strict=True)]
-        self.returned = Returned(forms, spec, aux)
+        self.returned = Returned(forms, spec, aux, arguments.shape_of(leaves[0]) if len(leaves) == 1 else None)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     # The hooks of all modules are not for this one.
@@ -385,7 +457,7 @@ class FlatFunction(nn.Module):
     def _flat_output(self, y: Any, arguments: Arguments) -> torch.Tensor:
         if not isinstance(y, torch.Tensor):
             raise UnsupportedOperatorError(
-                f"{name_of(self.f)} returns a {type(y).__name__}; expected tensors, in tuples, lists or dicts"
+                f"{name_of(self.f)} returns {a_type(y)}; expected tensors, in tuples, lists or dicts"
             )
         if not y.is_floating_point():
             raise UnsupportedOperatorError(
@@ -420,6 +492,8 @@ class Returned:
     forms: Sequence[tuple[torch.Size, torch.dtype, int]]
     spec: Any
     aux: Any
+    #: The shape of a sample of the one tensor of the result; None where there are more.
+    out_shape: tuple[int, ...] | None
 
     def result(self, flat: torch.Tensor) -> Any:
         """The result of which a flat output, ``(batch, rows)``, has the elements; tensors have memory of their own."""

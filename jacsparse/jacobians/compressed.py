@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors
 from ..tracing import Trace
@@ -178,7 +179,7 @@ class Compressed:
 
     @property
     def flop(self) -> int:
-        """Elements that the calls of one run compute."""
+        """Operations of the calls of one run: two for each multiply-add of a product, else one for each element."""
         return sum(each.flop for each in self._passes)
 
     @property
@@ -230,8 +231,8 @@ class _Pass:
 
     @property
     def flop(self) -> int:
-        """Elements that the calls of all parts compute."""
-        return len(self.parts) * sum(map(elements, self._computed.graph.graph.nodes))
+        """Operations of the calls of all parts."""
+        return len(self.parts) * sum(map(_flop_of, self._computed.graph.graph.nodes))
 
     def run(self, trace: Trace) -> torch.Tensor:
         """The products with all seeds, ``(seeds · elements, batch)``."""
@@ -244,10 +245,16 @@ class _Pass:
 Products = Callable[[TracedFunction, Values, torch.Tensor], torch.Tensor]
 
 
-def elements(node: fx.Node) -> int:
-    """The number of elements of the tensor that a call computes."""
+def _flop_of(node: fx.Node) -> int:
+    """The operations of a call."""
     value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0
+    if node.op != "call_function" or not isinstance(value, torch.Tensor):
+        return 0
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return value.numel()
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    return int(count(*args, **kwargs, out_val=value))
 
 
 def seeds(coloring: Coloring) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""The Jacobian of a function or a module at an input, and the pattern of a module's."""
+"""The Jacobian of a function or a module at an input."""
 
 from __future__ import annotations
 
@@ -17,58 +17,16 @@ from ..stages import (
     Chain,
     ChainCache,
     Record,
-    chain,
-    check_input,
     in_own_memory,
     recent_chains,
     refuse_hooks,
     refuse_other_derivatives,
 )
 from ..tracing import Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
-from .arguments import Arguments, FlatFunction, arguments_of
+from .arguments import Arguments, FlatFunction, Returned, arguments_of, has_samples, module_and_batch, out_shape_of
 from .differentiable import with_graph, wrong_third_derivative
 from .gradients import Gradient
 from .recent import plan_of, recent_graphs
-
-
-def jacobian_pattern(module: nn.Module, input_shape: tuple[int, ...], *, pruned: bool = True) -> Pattern:
-    """The positions of a module's Jacobian that are not guaranteed zeros, for all inputs.
-
-    Parameters
-    ----------
-    module : Module
-        A module that works on each sample by itself. It runs once, on random samples; its changes to itself are undone.
-    input_shape : tuple of int
-        Shape of one sample of the input.
-    pruned : bool
-        Whether the pattern omits pruned weights: those that a mask of ``torch.nn.utils.prune`` removes and, without a
-        mask, those that are exactly zero. So it omits the zeros of any constant factor of a matrix product, and the
-        places at which the constant condition of ``torch.where`` does not select a branch. Elements that a sparse
-        tensor does not store are never in the pattern.
-
-    Returns
-    -------
-    Pattern
-        The pattern, ``(out_size, in_size)``.
-
-    Raises
-    ------
-    UnsupportedOperatorError
-        Where an operator has no rule; the message begins with the operator's path.
-    ValueError
-        Where the input shape does not fit.
-
-    Notes
-    -----
-    Thesis, section 3.3 and Table 3.1.
-
-    Examples
-    --------
-    >>> import torch
-    >>> round(jacobian_pattern(torch.nn.Conv2d(3, 64, 3, padding=1), (3, 32, 32)).sparsity, 5)
-    0.99157
-    """
-    return chain(module, input_shape, pruned=pruned).pattern.T
 
 
 @overload
@@ -76,7 +34,7 @@ def jacobian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = True,
+    batched: bool | None = None,
     pruned: bool = True,
     create_graph: bool = False,
     value: Literal[False] = False,
@@ -89,7 +47,7 @@ def jacobian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = True,
+    batched: bool | None = None,
     pruned: bool = True,
     create_graph: bool = False,
     value: bool = False,
@@ -101,7 +59,7 @@ def jacobian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = True,
+    batched: bool | None = None,
     pruned: bool = True,
     create_graph: bool = False,
     value: bool = False,
@@ -121,9 +79,11 @@ def jacobian(
     argnums : int or tuple of int
         The arguments to differentiate by. The elements of their tensors are the columns, one tensor after the other,
         and those of the outputs the rows.
-    batched : bool
-        Whether these tensors and the outputs have samples along their first axis. Without samples, the result has a
-        batch of 1. All other arguments are passed as they are.
+    batched : bool, optional
+        Whether these tensors and the outputs have samples along their first axis. By default they have where `f` is a
+        module, a method of one, as ``model.forward``, or a ``functools.partial`` of these, and have none where it is
+        any other function, as in ``torch.func``. Without samples, the result has a batch of 1. All other arguments are
+        passed as they are.
     pruned : bool
         As in `jacobian_pattern`. Each call looks for the zeros: where one is filled, the pattern has its entries again.
     create_graph : bool
@@ -152,14 +112,15 @@ def jacobian(
 
     See Also
     --------
-    prepare_jacobian : for many calls with arguments of the same shapes.
+    prepare_jacobian : for many calls with arguments of the same shapes, by a `method` that you choose, or compiled.
 
     Notes
     -----
     Thesis, section 3.4.
 
     A call runs `f` once; the first calls with arguments of new shapes run it several times, to make a program for later
-    ones, so that what it prints or counts is seen as often.
+    ones, so that what it prints or counts is seen as often. There is no choice of a method: the first call multiplies
+    the Jacobians of operators, and later ones go another way where that pays and gave the same values.
 
     At kinks and ties, and where a derivative is infinite, entries are those of PyTorch's backward passes, which compute
     each entry that is not finite as a product of local derivatives. An entry may be a number where autograd gives NaN:
@@ -170,18 +131,16 @@ def jacobian(
     >>> import torch
     >>> jacobian(torch.nn.MaxPool2d(2), torch.randn(8, 3, 4, 4))
     <SparseJacobian 12 × 48, nnz 48, sparsity 0.91667, Pooling, batch 8, torch.float32>
-    >>> jacobian(lambda x, t: t * x**2, torch.tensor([1.0, 3.0]), 2.0, batched=False).values.tolist()
+    >>> jacobian(lambda x, t: t * x**2, torch.tensor([1.0, 3.0]), 2.0).values.tolist()
     [[4.0], [12.0]]
-    >>> J, y = jacobian(torch.square, torch.tensor([1.0, 3.0]), batched=False, value=True)
+    >>> J, y = jacobian(torch.square, torch.tensor([1.0, 3.0]), value=True)
     >>> y.tolist()
     [1.0, 9.0]
     >>> x = torch.tensor([1.0, 3.0], requires_grad=True)
-    >>> torch.autograd.grad(jacobian(torch.exp, x, batched=False, create_graph=True).values.log().sum(), x)[0].tolist()
+    >>> torch.autograd.grad(jacobian(torch.exp, x, create_graph=True).values.log().sum(), x)[0].tolist()
     [1.0, 1.0]
     """
-    if not callable(f):
-        raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
-    arguments = arguments_of(args, argnums, batched)
+    arguments = arguments_of(args, argnums, has_samples(f, batched))
     result, y, aux = evaluated(f, arguments, pruned, create_graph, value, has_aux)
     return with_parts(result, (value, y), (has_aux, aux))
 
@@ -209,7 +168,7 @@ def evaluated(
     except ValueError:
         # Another argument may have samples too, of which there are none.
         jacobian, *_ = evaluate(f, arguments.with_zeros(2, others=True), pruned, False, has_aux)
-    jacobian = jacobian if jacobian.batch == 1 else SparseJacobian(jacobian.pattern, jacobian.values[:, :0])
+    jacobian = jacobian if jacobian.batch == 1 else replace(jacobian, values=jacobian.values[:, :0])
     if not (value or has_aux):
         return jacobian, None, None
     function = FlatFunction(f, arguments, has_aux)
@@ -229,7 +188,8 @@ def _without_graph(
     f: Callable[..., Any], arguments: Arguments, pruned: bool, value: bool = False, has_aux: bool = False
 ) -> Evaluated:
     with _run(f, arguments, pruned, has_aux) as run:
-        return run.jacobian(), *run.returned(value, torch.Tensor.detach)
+        result = replace(run.jacobian(), in_shape=arguments.in_shape, out_shape=run.out_shape)
+        return result, *run.returned(value, torch.Tensor.detach)
 
 
 @torch.enable_grad()
@@ -245,6 +205,7 @@ def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool, value
             if problem is not None:
                 raise problem
         result = with_graph(run.jacobian(), run.trace, run.x, run.entries())
+        result = replace(result, in_shape=arguments.in_shape, out_shape=run.out_shape)
         return result, *run.returned(value, lambda tensor: tensor)
 
 
@@ -264,11 +225,21 @@ class _ChainRun:
 
     def returned(self, value: bool, each: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, Any]:
         """The value, if it is asked for, and what the function returned beside it, its tensors as `each` makes them."""
-        y, returned = self.trace.output, getattr(self.function, "returned", None)
-        if returned is None:
+        y, result = self.trace.output, self.result
+        if result is None:
             return (each(y).clone() if value else None), None
-        aux = _pytree.tree_map_only(torch.Tensor, lambda tensor: each(tensor).clone(), returned.aux)
-        return (returned.result(each(y)) if value else None), aux
+        aux = _pytree.tree_map_only(torch.Tensor, lambda tensor: each(tensor).clone(), result.aux)
+        return (result.result(each(y)) if value else None), aux
+
+    @property
+    def result(self) -> Returned | None:
+        """What the function returned; None where it is a module, which returned the output."""
+        return self.function.returned if isinstance(self.function, FlatFunction) else None
+
+    @property
+    def out_shape(self) -> tuple[int, ...] | None:
+        """The shape of a sample of the one output; None where there are more."""
+        return out_shape_of(self.trace, self.result)
 
     def jacobian(self) -> SparseJacobian:
         """The Jacobian, in memory of its own."""
@@ -293,7 +264,7 @@ class _ChainRun:
     def entries(self) -> Pattern:
         """All entries, those of pruned weights that have gradients too."""
         chain = self.chain if not self.chain.pruned_weights else self.unpruned.of_trace(self.trace)[0]
-        return chain.pattern.T
+        return chain.pattern
 
 
 @contextlib.contextmanager
@@ -301,17 +272,10 @@ def _run(
     f: Callable[..., Any], arguments: Arguments, pruned: bool, has_aux: bool, *, connected: bool = False
 ) -> Iterator[_ChainRun]:
     """A run of a function, whose changes to a module are undone on exit."""
-    function: nn.Module
-    if isinstance(f, nn.Module) and arguments.is_one_batch and not (has_aux or isinstance(f, Gradient)):
-        # The module itself, so that messages name its parts.
-        function, x = f, check_input("x", arguments.leaves[0])
-        caches: list[ChainCache] = [recent_chains(f, pruned=which) for which in (pruned, False)]
-    else:
-        function, x = (
-            FlatFunction(f, arguments, has_aux),
-            arguments.flat_with_graph() if connected else arguments.flat(),
-        )
-        caches = [recent_graphs(f, which) for which in (pruned, False)]
+    function, x = module_and_batch(f, arguments, has_aux=has_aux, connected=connected)
+    caches: list[ChainCache] = [
+        recent_chains(f, pruned=which) if function is f else recent_graphs(f, which) for which in (pruned, False)
+    ]
     if connected:
         x = requiring_gradient(x)
     with undisturbed(check_module(function)), saved_buffers(function) if connected else contextlib.nullcontext():

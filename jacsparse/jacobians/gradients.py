@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
+from ..runtime import a_type
 from ..stages import chain_of, refuse_other_derivatives, traced
 from ..tracing import Node, Trace, leads_to, name_of, undisturbed
-from .arguments import Arguments, FlatFunction, WithAux, parts_of_result
+from .arguments import Arguments, FlatFunction, WithAux, parts_of_result, wrap
 
 
 class Gradient(WithAux):
@@ -28,16 +29,19 @@ class Gradient(WithAux):
     Parameters
     ----------
     f : callable
-        The function. A module is a part, so that its parameters and hooks are found.
+        The function. Its module, if any, is a part, so that parameters and hooks are found.
     arguments : Arguments
         Its arguments: which of them it is differentiated by, and whether they have samples.
     has_aux : bool
         Whether the function returns a pair, of which the second part has no derivative.
     """
 
+    f: Callable[..., Any]
+
     def __init__(self, f: Callable[..., Any], arguments: Arguments, has_aux: bool = False) -> None:
         super().__init__()
-        self.f, self._argnums, self._batched, self._has_aux = f, arguments.argnums, arguments.batched, has_aux
+        self._argnums, self._batched, self._has_aux = arguments.argnums, arguments.batched, has_aux
+        wrap(self, f)
         self.__qualname__ = f"the gradient of {name_of(f)}"
 
     def forward(self, *args: Any) -> tuple[Any, tuple[torch.Tensor, Any]]:
@@ -69,12 +73,16 @@ class Gradient(WithAux):
     def _check_scalar(self, y: Any, batch: int) -> None:
         """Raise where the function's result is not one number, or one for each sample."""
         if not isinstance(y, torch.Tensor) or not y.is_floating_point():
-            what = str(y.dtype) if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
+            what = str(y.dtype) if isinstance(y, torch.Tensor) else a_type(y)
         elif y.numel() != batch or (self._batched and (not y.ndim or len(y) != batch)):
             what = f"a tensor of shape {tuple(y.shape)}"
         else:
             return
-        expected = f"one for each of {batch} samples" if self._batched else "as by .sum()"
+        expected = (
+            f"one for each of {batch} samples: pass batched=False where it returns one for all"
+            if self._batched
+            else "as by .sum(): pass batched=True where it returns one for each sample"
+        )
         raise UnsupportedOperatorError(
             f"{name_of(self.f)} returns {what}; a Hessian is of a function that returns one number, {expected}"
         )

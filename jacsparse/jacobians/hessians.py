@@ -8,13 +8,10 @@ from typing import Any, Literal, overload
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..patterns import Pattern
 from ..spgemm import SparseJacobian
-from ..stages import chain_of, check_shape, samples_of, traced
-from ..tracing import check_module, undisturbed, without_autocast
-from .arguments import Arguments, FlatFunction, arguments_of
+from .arguments import Arguments, arguments_of, has_samples
 from .compressed import Coloring
 from .evaluation import evaluated, with_parts
 from .gradients import Gradient
@@ -57,7 +54,7 @@ def prepare_hessian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = False,
+    batched: bool | None = None,
     method: str = "auto",
     compile: bool = False,
     pruned: bool = True,
@@ -74,7 +71,7 @@ def prepare_hessian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = False,
+    batched: bool | None = None,
     method: str = "auto",
     compile: bool = False,
     pruned: bool = True,
@@ -90,7 +87,7 @@ def prepare_hessian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = False,
+    batched: bool | None = None,
     method: str = "auto",
     compile: bool = False,
     pruned: bool = True,
@@ -137,47 +134,13 @@ def prepare_hessian(
     return PreparedHessian[Any].prepare(f, args, argnums, batched, options)
 
 
-def hessian_pattern(f: Callable[..., Any], shape: Sequence[int]) -> Pattern:
-    """The positions of a scalar function's Hessian that are not guaranteed zeros, for all inputs.
-
-    Parameters
-    ----------
-    f : callable
-        A function or a module of one tensor, which returns one number. It runs once, on random numbers of the dtype and
-        on the device of a module's parameters; its changes to itself are undone.
-    shape : sequence of int
-        Shape of the tensor.
-
-    Returns
-    -------
-    Pattern
-        The pattern, symmetric. There is an entry where an operator that is not linear joins two elements: fewer than in
-        the product of a Jacobian with itself.
-
-    Raises
-    ------
-    TypeError, ValueError, UnsupportedOperatorError
-        As in `hessian`, and where the calls depend on what the tensor holds.
-
-    Examples
-    --------
-    >>> hessian_pattern(lambda x: (x[1:] * x[:-1]).sum(), (4,)).indices.tolist()
-    [1, 0, 2, 1, 3, 2]
-    """
-    sample = samples_of(f if isinstance(f, nn.Module) else nn.Module(), check_shape(shape, "shape"))[0]
-    arguments = arguments_of((sample,), 0, batched=False)
-    function = FlatFunction(_gradient(f, arguments), arguments)
-    with undisturbed(check_module(function)), without_autocast(sample.device):
-        trace = traced(function, arguments.flat(), readable=False)
-        return symmetric_part(chain_of(trace).pattern)[0]
-
-
 @overload
 def hessian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = False,
+    batched: bool | None = None,
+    pruned: bool = True,
     create_graph: bool = False,
     gradient: Literal[False] = False,
     value: Literal[False] = False,
@@ -190,7 +153,8 @@ def hessian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = False,
+    batched: bool | None = None,
+    pruned: bool = True,
     create_graph: bool = False,
     gradient: bool = False,
     value: bool = False,
@@ -202,7 +166,8 @@ def hessian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = False,
+    batched: bool | None = None,
+    pruned: bool = True,
     create_graph: bool = False,
     gradient: bool = False,
     value: bool = False,
@@ -219,10 +184,10 @@ def hessian(
     argnums : int or tuple of int
         The arguments to differentiate by. The elements of their tensors are the rows and the columns, one tensor after
         the other.
-    batched : bool
-        Whether these tensors, and the result, have samples along their first axis, each worked on by itself. Without
-        samples, the Hessian has a batch of 1.
-    create_graph : bool
+    batched : bool, optional
+        Whether these tensors, and the result, have samples along their first axis, each worked on by itself; left out,
+        as in `jacobian`. Without samples, the Hessian has a batch of 1.
+    pruned, create_graph : bool
         As in `jacobian`.
     gradient, value : bool
         Whether to return the gradient too, and what `f` returns: ``(hessian, gradient, value)``, or one of the two. The
@@ -243,7 +208,7 @@ def hessian(
 
     See Also
     --------
-    prepare_hessian : for many calls with arguments of the same shapes.
+    prepare_hessian : for many calls with arguments of the same shapes, by a `method` that you choose, or compiled.
 
     Notes
     -----
@@ -264,17 +229,12 @@ def hessian(
     >>> g.tolist(), y.item()
     ([3.0, 12.0], 9.0)
     """
-    arguments = arguments_of(args, argnums, batched)
-    full, g, beside = evaluated(_gradient(f, arguments, has_aux), arguments, True, create_graph, gradient, True)
+    arguments = arguments_of(args, argnums, has_samples(f, batched))
+    of_gradient = Gradient(f, arguments, has_aux)
+    full, g, beside = evaluated(of_gradient, arguments, pruned, create_graph, gradient, True)
     pattern, lower = symmetric_part(full.pattern)
-    result = SparseJacobian(pattern, _gathered(full.values, lower))
-    return with_parts(result, (gradient, g), (value, beside[0]), (has_aux, beside[1]))
-
-
-def _gradient(f: Callable[..., Any], arguments: Arguments, has_aux: bool = False) -> Gradient:
-    if not callable(f):
-        raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
-    return Gradient(f, arguments, has_aux)
+    result = replace(full, pattern=pattern, values=_gathered(full.values, lower))
+    return with_parts(result, (gradient, g), (value, beside and beside[0]), (has_aux, beside and beside[1]))
 
 
 def _gathered(values: torch.Tensor, places: np.ndarray) -> torch.Tensor:

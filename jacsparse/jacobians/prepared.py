@@ -14,10 +14,11 @@ from typing_extensions import TypeVar
 
 from .._version import __version__
 from ..patterns import Pattern, gradient_of
-from ..runtime import read_archive, write_archive
+from ..runtime import a_type, read_archive, write_archive
 from ..spgemm import SparseJacobian
+from ..stages import agree
 from ..tracing import name_of, undisturbed, without_saving_hooks
-from .arguments import Arguments, FlatFunction, arguments_of
+from .arguments import Arguments, FlatFunction, arguments_of, has_samples, out_shape_of
 from .compressed import Coloring, Compressed, coloring
 from .evaluation import jacobian_at, with_parts
 from .evaluators import Evaluator, evaluator_of
@@ -26,7 +27,7 @@ from .prepared_program import Evaluation, PreparedProgram
 from .products import ChainProducts, Products
 from .traced_function import TracedFunction
 from .tracing_for_replays import Options, digest_of, traced_program
-from .verification import ROUNDINGS, VerificationError, difference_of, largest_finite, magnitude
+from .verification import ROUNDINGS, VerificationError, difference_of, largest_finite, magnitude, tolerance_for
 from .watched_weights import FilledWeightError
 
 METHODS = ("auto", "products", "compressed")
@@ -80,16 +81,14 @@ class PreparedJacobian(Generic[Result]):
         f: Callable[..., Any],
         args: Sequence[Any],
         argnums: int | Sequence[int],
-        batched: bool,
+        batched: bool | None,
         options: Options,
     ) -> Self:
         """What `prepare_jacobian` returns."""
         method, compile = options.method, options.compile
-        if not callable(f):
-            raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
+        arguments = arguments_of(args, argnums, has_samples(f, batched)).apart()
         if method not in METHODS:
             raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
-        arguments = arguments_of(args, argnums, batched).apart()
         if not arguments.batch:
             raise ValueError(f"the arguments are {arguments}, without any sample; give one or more to prepare for")
         if options.pattern is not None:
@@ -123,7 +122,7 @@ class PreparedJacobian(Generic[Result]):
     def __call__(self, *args: Any) -> Result:
         """The Jacobian at these arguments; a tuple where it was prepared with `value` or `has_aux`."""
         evaluation = self._evaluated(args, returns=self._options.returns)
-        jacobian = SparseJacobian(self.pattern, evaluation.values)
+        jacobian = SparseJacobian(self.pattern, evaluation.values, self._arguments.in_shape, self._out_shape)
         return with_parts(jacobian, *self._parts(evaluation))  # type: ignore[return-value]
 
     def _parts(self, evaluation: Evaluation) -> Sequence[tuple[bool, Any]]:
@@ -171,7 +170,9 @@ class PreparedJacobian(Generic[Result]):
         # What was no tensor once never is.
         traced = traced_program(self._f, traced_at, options, asks=tensors is None)
         if not self._programs:
-            self._arguments, self._tolerance = traced.arguments, _tolerance(traced.function)
+            trace = traced.function.trace
+            self._arguments, self._tolerance = traced.arguments, tolerance_for(trace.input.dtype, trace.tensors)
+            self._out_shape = out_shape_of(trace, traced.returned)
         program = PreparedProgram.of(traced, self._choose, options.create_graph)
         if self._programs and program.evaluator.pattern != self._first.evaluator.pattern:
             raise ValueError(
@@ -219,8 +220,7 @@ class PreparedJacobian(Generic[Result]):
         *args
             Arguments of the function.
         tolerance : float, optional
-            The largest difference; by default 1e-9 for float64 and 1e-4 for float32, or 16 units in the last place of
-            the coarsest dtype that the function works in, where that is more.
+            As in `verify`.
 
         Returns
         -------
@@ -245,7 +245,7 @@ class PreparedJacobian(Generic[Result]):
         registered = self._first.traced.function.chain.registered_values
         if registered:
             # Autograd does not know of registered values.
-            expected = jacobian_at(self._f, arguments, has_aux=self._options.has_aux).vjp(g)
+            expected = jacobian_at(self._f, arguments, has_aux=self._options.has_aux).vjp(g).reshape(x.shape)
         limit = tolerance if tolerance is not None else self._tolerance
         scale = largest_finite(SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()))
         # All elements may be zero but for rounding, as those of a sum of a softmax.
@@ -253,8 +253,16 @@ class PreparedJacobian(Generic[Result]):
             ROUNDINGS * torch.finfo(x.dtype).eps * largest_finite(y.detach()) / (largest_finite(x.detach()) or 1.0)
         )
         scale = max(scale, rounding * largest_finite(g.abs().flatten(1).sum(1)) / (limit or 1.0))
-        error = magnitude(difference_of(jacobian.vjp(g), expected)) / (scale or 1.0)
+        error = magnitude(difference_of(jacobian.vjp(g).reshape(x.shape), expected)) / (scale or 1.0)
         if not error <= limit:
+            with torch.no_grad(), undisturbed(function):
+                again = function(x.detach().clone())
+            if not agree(again, y.detach()):
+                raise VerificationError(
+                    f"{name_of(self._f)} returns other numbers where it is called again with the same arguments, as by "
+                    "random numbers that no PyTorch generator draws, or by a counter, so that no prepared program "
+                    "repeats it: pass such numbers as arguments, or call jacsparse.jacobian, which runs it each time"
+                )
             way = " with method='products'" if self.method == "compressed" else ""
             if self._options.pattern is not None:
                 way = " with a pattern that has all entries, or without one"
@@ -277,7 +285,7 @@ class PreparedJacobian(Generic[Result]):
         >>> import tempfile, torch
         >>> f, x = lambda x: x[1:] * x[:-1], torch.tensor([1.0, 2.0, 3.0])
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     prepare_jacobian(f, x, batched=False).save(f"{folder}/products.npz")
+        ...     prepare_jacobian(f, x).save(f"{folder}/products.npz")
         ...     prepared = PreparedJacobian.load(f"{folder}/products.npz", f, x)
         >>> prepared(x).todense().tolist()
         [[2.0, 1.0, 0.0], [0.0, 3.0, 2.0]]
@@ -353,7 +361,7 @@ class PreparedJacobian(Generic[Result]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
-            f"a {type(self).__name__} is neither pickled nor copied, for its function is no data: save(path) writes "
+            f"{a_type(self)} is neither pickled nor copied, for its function is no data: save(path) writes "
             f"it, and {type(self).__name__}.load(path, f, *args) reads it in another process"
         )
 
@@ -377,7 +385,7 @@ def prepare_jacobian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = True,
+    batched: bool | None = None,
     method: str = "auto",
     compile: bool = False,
     pruned: bool = True,
@@ -393,7 +401,7 @@ def prepare_jacobian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = True,
+    batched: bool | None = None,
     method: str = "auto",
     compile: bool = False,
     pruned: bool = True,
@@ -408,7 +416,7 @@ def prepare_jacobian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = True,
+    batched: bool | None = None,
     method: str = "auto",
     compile: bool = False,
     pruned: bool = True,
@@ -428,9 +436,9 @@ def prepare_jacobian(
         Its arguments: tensors, tuples, lists and dicts of them, numbers and anything else.
     argnums : int or tuple of int
         The arguments to differentiate by. Their tensors' elements are the columns, one tensor after the other.
-    batched : bool
-        Whether these tensors, and the outputs, have samples along their first axis, each worked on by itself. All other
-        arguments are passed as they are.
+    batched : bool, optional
+        Whether these tensors and the outputs have samples along their first axis, each worked on by itself; left out,
+        as in `jacobian`. All other arguments are passed as they are.
     method : str
         ``products`` multiplies local Jacobians along paths; ``compressed`` takes products of the whole function with a
         seed for each colour; ``auto`` takes the one of less predicted cost.
@@ -484,14 +492,14 @@ def prepare_jacobian(
     Examples
     --------
     >>> import torch
-    >>> differences = prepare_jacobian(lambda u, h: (u[1:] - u[:-1]) ** 2 / h, torch.zeros(4), 1.0, batched=False)
+    >>> differences = prepare_jacobian(lambda u, h: (u[1:] - u[:-1]) ** 2 / h, torch.zeros(4), 1.0)
     >>> differences(torch.tensor([0.0, 1.0, 3.0, 6.0]), 0.5).todense().tolist()
     [[-4.0, 4.0, 0.0, 0.0], [0.0, -8.0, 8.0, 0.0], [0.0, 0.0, -12.0, 12.0]]
 
     Newton's method, which takes the value of the same run:
 
     >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    >>> roots = prepare_jacobian(lambda x: x**3 - torch.tensor([8.0, 1.0]), x, batched=False, value=True)
+    >>> roots = prepare_jacobian(lambda x: x**3 - torch.tensor([8.0, 1.0]), x, value=True)
     >>> for _ in range(8):
     ...     J, y = roots(x)
     ...     x = x - J.solve(y)
@@ -503,7 +511,7 @@ def prepare_jacobian(
     >>> import scipy.integrate
     >>> decay = lambda t, y: torch.cat([-1000 * (y[:1] - torch.cos(y[1:])), -y[1:] / (1 + t)])
     >>> state = torch.ones(2, dtype=torch.float64)
-    >>> prepared = prepare_jacobian(decay, 0.0, state, argnums=1, batched=False)
+    >>> prepared = prepare_jacobian(decay, 0.0, state, argnums=1)
     >>> f = lambda t, y: decay(t, torch.from_numpy(y)).numpy()
     >>> jac = lambda t, y: prepared(t, torch.from_numpy(y)).to_scipy()
     >>> solution = scipy.integrate.solve_ivp(f, (0.0, 1.0), state.numpy(), method="Radau", jac=jac)
@@ -518,20 +526,10 @@ def _autocast(dtype: torch.dtype | None) -> str:
     return "off" if dtype is None else f"on, with {dtype}"
 
 
-def _tolerance(function: TracedFunction) -> float:
-    """The largest difference that `PreparedJacobian.check` takes for rounding."""
-    tensors = (tensor for tensor in function.trace.tensors if tensor is not None)
-    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    least = 1e-9 if function.x.dtype == torch.float64 else 1e-4
-    return max(least, *(ROUNDINGS * torch.finfo(dtype).eps for dtype in dtypes))
-
-
 def _check_given(pattern: Any, method: str) -> None:
     """Raise where a pattern of the user's own cannot be taken."""
     if not isinstance(pattern, Pattern):
-        raise TypeError(
-            f"pattern is a {type(pattern).__name__}; expected a Pattern: Pattern.from_scipy(matrix) makes one"
-        )
+        raise TypeError(f"pattern is {a_type(pattern)}; expected a Pattern: Pattern.from_scipy(matrix) makes one")
     if method == "products":
         raise ValueError(
             "method is 'products', which multiplies the operators' own patterns, and a pattern is given; leave one out"

@@ -54,7 +54,7 @@ class PreparedProgram:
             check_gradients(function.trace)
             entries = function.pattern
             if function.chain.pruned_weights:
-                entries = chain_of(function.trace, pruned=False).pattern.T
+                entries = chain_of(function.trace, pruned=False).pattern
         program = cls(traced, choose(function), WatchedWeights(function), entries)
         function.forget()
         return program

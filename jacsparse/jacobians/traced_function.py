@@ -53,7 +53,7 @@ class TracedFunction:
     @property
     def pattern(self) -> Pattern:
         """The pattern of the Jacobian."""
-        return self.chain.pattern.T if self.given is None else self.given
+        return self.chain.pattern if self.given is None else self.given
 
     @property
     def x(self) -> torch.Tensor:

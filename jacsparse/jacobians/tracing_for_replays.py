@@ -106,12 +106,12 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
 
 def _named(f: Callable[..., Any]) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
     """The parameters and buffers of a function's modules by ``id``, each with what finds it by its name."""
-    for module in _modules_of(f, set()):
+    for module in modules_of(f, set()):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             yield id(tensor), functools.partial(attrgetter(name), module)
 
 
-def _modules_of(f: Any, seen: set[int]) -> Iterator[nn.Module]:
+def modules_of(f: Any, seen: set[int]) -> Iterator[nn.Module]:
     """The modules that a function is, is a method of, or reads as a variable; not those of functions that it calls."""
     if id(f) in seen:
         return
@@ -129,7 +129,7 @@ def _modules_of(f: Any, seen: set[int]) -> Iterator[nn.Module]:
         parts = [part for variables in parts for part in variables.values() if not isinstance(part, FunctionType)]
     for part in parts:
         if isinstance(part, (nn.Module, MethodType, functools.partial, FunctionType)):
-            yield from _modules_of(part, seen)
+            yield from modules_of(part, seen)
 
 
 #: A run; and what the function returned, with values in the place of the tensors beside its result.

@@ -42,5 +42,5 @@ class WatchedWeights:
         module = trace.module if isinstance(trace.module, nn.Module) else nn.Module()
         of_module = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
         tensors = [trace.tensor(each) for each in graph.captures if graph.made_of(value, {each})]
-        names = [of_module.get(id(t), f"a tensor of shape {tuple(t.shape)}").removeprefix("f.") for t in tensors]
+        names = [of_module.get(id(t), f"a tensor of shape {tuple(t.shape)}") for t in tensors]
         return " and ".join(names) or "a weight"

@@ -24,6 +24,7 @@ from .files import check_writable, replacing
 from .interception import intercept
 from .kernels import flushing, inlined, kernel, kernel_cache
 from .memory_pool import MEMORY_POOL
+from .messages import a_type
 from .threads import SIMD, run_rows, split, thread_count
 from .torch_versions import (
     destroy_process_groups,
@@ -44,6 +45,7 @@ __all__ = [
     "KernelFile",
     "Launch",
     "Shelf",
+    "a_type",
     "allocated",
     "backend",
     "blocks",

@@ -43,7 +43,7 @@ def test_equals_the_program(
     f: Callable[..., torch.Tensor], shape: tuple[int, ...], method: str, dtype: torch.dtype
 ) -> None:
     x = drawn(*shape).to(dtype)
-    prepared, compiled = (prepare_jacobian(f, x, method=method, compile=flag) for flag in (False, True))
+    prepared, compiled = (prepare_jacobian(f, x, method=method, compile=flag, batched=True) for flag in (False, True))
     for shift in (0.0, 0.3):
         expected, actual = prepared.values(x + shift), compiled.values(x + shift)
         assert actual.shape == expected.shape
@@ -56,7 +56,7 @@ def test_equals_the_program(
 def test_takes_what_the_function_reads_now() -> None:
     scale = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     f = lambda x, step: (x * scale).sin() * step / 3.0  # noqa: E731
-    compiled, x = prepare_jacobian(f, drawn(2, 3), 1.0, compile=True), drawn(2, 3, seed=1)
+    compiled, x = prepare_jacobian(f, drawn(2, 3), 1.0, compile=True, batched=True), drawn(2, 3, seed=1)
     for step in (1.0, 2.5):
         scale *= step
         assert_equal(compiled(x, step), dense(f, x, step))
@@ -68,7 +68,7 @@ def test_calls_that_are_compiled_equal_autograd(name: str, most: int, monkeypatc
     monkeypatch.setattr(compilation, "_compiled", lambda graph, inputs: graph.forward)
     monkeypatch.setattr(products, "MOST", most)
     f, shape = FUNCTIONS[name]
-    compiled = prepare_jacobian(f, drawn(2, *shape), compile=True)
+    compiled = prepare_jacobian(f, drawn(2, *shape), compile=True, batched=True)
     for seed in (1, 2):
         x = drawn(2, *shape, seed=seed)
         jacobian = compiled(x)
@@ -86,7 +86,7 @@ def test_one_program_is_compiled(method: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(compilation, "_compiled", compiled)
     x = drawn(2, 7)
-    assert_equal(prepare_jacobian(heat, drawn(2, 7), method=method, compile=True)(x), dense(heat, x))
+    assert_equal(prepare_jacobian(heat, drawn(2, 7), method=method, compile=True, batched=True)(x), dense(heat, x))
     assert len(graphs) == 1
 
 

@@ -119,5 +119,5 @@ def test_a_backward_pass_that_has_a_derivative_is_told_from_one_that_has_none(ax
             twice(), nn.functional.grid_sample(torch.ones_like(x), grid, align_corners=False).detach()
         )
     else:
-        with pytest.raises(RuntimeError, match=rf"derivative for aten::grid_sampler_{axes}d_backward is not implemented"):
+        with pytest.raises(RuntimeError, match=rf"derivative for aten::grid_sampler_{axes}d_backward is not"):
             twice()
