@@ -172,10 +172,23 @@ def evaluated(
     if not (value or has_aux):
         return jacobian, None, None
     function = FlatFunction(f, arguments, has_aux)
-    with undisturbed(function), torch.no_grad():
-        flat, returned = function(arguments.flat()), function.returned
-    assert returned is not None
-    return jacobian, returned.result(flat), returned.aux
+    with undisturbed(function), torch.enable_grad():
+        x = arguments.flat()
+        # A gradient's run takes one by its arguments.
+        flat = function(x if create_graph and x.requires_grad else x.detach().requires_grad_())
+        return jacobian, *_returned(flat, function.returned, value, create_graph)
+
+
+def _returned(y: torch.Tensor, returned: Returned | None, value: bool, connected: bool) -> tuple[Any, Any]:
+    """A run's value, if it is asked for, and what its function returned beside that, in memory of their own."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor if connected else tensor.detach()).clone()
+
+    if returned is None:
+        return (own(y) if value else None), None
+    aux = _pytree.tree_map_only(torch.Tensor, own, returned.aux)
+    return (returned.result(y if connected else y.detach()) if value else None), aux
 
 
 def jacobian_at(f: Callable[..., Any], arguments: Arguments, *, has_aux: bool = False) -> SparseJacobian:
@@ -189,7 +202,7 @@ def _without_graph(
 ) -> Evaluated:
     with _run(f, arguments, pruned, has_aux) as run:
         result = replace(run.jacobian(), in_shape=arguments.in_shape, out_shape=run.out_shape)
-        return result, *run.returned(value, torch.Tensor.detach)
+        return result, *run.returned(value, connected=False)
 
 
 @torch.enable_grad()
@@ -206,7 +219,7 @@ def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool, value
                 raise problem
         result = with_graph(run.jacobian(), run.trace, run.x, run.entries())
         result = replace(result, in_shape=arguments.in_shape, out_shape=run.out_shape)
-        return result, *run.returned(value, lambda tensor: tensor)
+        return result, *run.returned(value, connected=True)
 
 
 @dataclass(eq=False)
@@ -223,13 +236,9 @@ class _ChainRun:
     trace: Trace
     records: list[Record]
 
-    def returned(self, value: bool, each: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, Any]:
-        """The value, if it is asked for, and what the function returned beside it, its tensors as `each` makes them."""
-        y, result = self.trace.output, self.result
-        if result is None:
-            return (each(y).clone() if value else None), None
-        aux = _pytree.tree_map_only(torch.Tensor, lambda tensor: each(tensor).clone(), result.aux)
-        return (result.result(each(y)) if value else None), aux
+    def returned(self, value: bool, connected: bool) -> tuple[Any, Any]:
+        """The value, if it is asked for, and what the function returned beside it, with gradients or without."""
+        return _returned(self.trace.output, self.result, value, connected)
 
     @property
     def result(self) -> Returned | None:
