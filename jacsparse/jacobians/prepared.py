@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -21,6 +22,7 @@ from .compressed import Coloring, Compressed, coloring
 from .evaluation import jacobian_at
 from .evaluators import Evaluator, evaluator_of
 from .folding import Folded, derivatives_of
+from .fused_values import FusedValues
 from .products import ChainProducts, Products
 from .replays import of_replay, values_of
 from .traced_function import TracedFunction
@@ -47,6 +49,13 @@ class _Program:
     #: The elements of the captures on which patterns depend.
     contents: dict[int, Contents]
 
+    @functools.cached_property
+    def in_one_call(self) -> FusedValues | None:
+        """What computes the values without a trace; None where something has to be looked at in one."""
+        fused, function = self.evaluator.fused, self.function
+        looks = self.watched.any or function.chain.registered_values
+        return None if fused is None or looks or fused.reads - {0, *self.captures} else fused
+
     def values(self, arguments: Arguments) -> torch.Tensor:
         """The values of the Jacobian.
 
@@ -72,6 +81,10 @@ class _Program:
                     f"an index or a mask of {tuple(captures[value].shape)} holds other elements than when this "
                     "Jacobian was prepared, and patterns depend on them: prepare one for these"
                 )
+        if self.in_one_call is not None:
+            values, are_finite = self.in_one_call({0: arguments.memory(), **captures})
+            if are_finite:
+                return values
         before = self.function.trace
         trace = Trace.replayed(graph, before.module, arguments.flat(), captures, before.scalars)
         with torch.no_grad(), without_autocast(trace.input.device):
