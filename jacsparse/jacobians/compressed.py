@@ -163,7 +163,7 @@ class Compressed:
             for of_colors, products in zip(seeds(colors), (push_forward, pull_back), strict=True)
             if len(of_colors)
         ]
-        self.fused = None
+        self.fused: FusedValues | None = None
         if compile and len(self._passes) == 1 and len(self._passes[0].parts) == 1 and not function.x.is_cuda:
             (only,) = self._passes
             self.fused = FusedValues(only.computed, function, self._entries, self.pattern, only.parts)
@@ -206,9 +206,7 @@ class Compressed:
 class _Pass:
     """The products of a function's Jacobian with seeds, some of them at a time where all would take much memory."""
 
-    def __init__(
-        self, function: TracedFunction, seeds: torch.Tensor, products: Products, replays: bool
-    ) -> None:
+    def __init__(self, function: TracedFunction, seeds: torch.Tensor, products: Products, replays: bool) -> None:
         # What does not depend on the input is computed once for all seeds.
         width = seeds.element_size() * sum(map(function.elements, function.calls))
         most = max(1, PART // max(1, width))

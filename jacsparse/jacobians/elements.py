@@ -27,18 +27,20 @@ MOST_KINDS = 16
 aten = torch.ops.aten
 
 #: What only moves elements, and may fill up with zeros.
-_MOVES = frozenset(
-    "alias broadcast_to cat chunk clone constant_pad_nd contiguous detach diagonal expand flip gather index "
-    "index_select lift_fresh lift_fresh_copy movedim narrow permute repeat reshape roll select select_backward "
-    "select_scatter slice slice_backward slice_scatter split split_with_sizes squeeze stack t tile transpose tril triu "
-    "unbind unsqueeze view _unsafe_view".split()
-)
+_MOVES = {
+    "alias", "broadcast_to", "cat", "chunk", "clone", "constant_pad_nd", "contiguous", "detach", "diagonal",
+    "expand", "flip", "gather", "index", "index_select", "lift_fresh", "lift_fresh_copy", "movedim", "narrow",
+    "permute", "repeat", "reshape", "roll", "select", "select_backward", "select_scatter", "slice",
+    "slice_backward", "slice_scatter", "split", "split_with_sizes", "squeeze", "stack", "t", "tile",
+    "transpose", "tril", "triu", "unbind", "unsqueeze", "view", "_unsafe_view",
+}  # fmt: skip
 #: Those whose other operands are indices.
 _INDEXED = ("gather", "index", "index_select")
 #: What depends on the form of its operands alone.
-_FILLS = frozenset(
-    "_new_zeros_with_same_feature_meta arange full full_like new_full new_ones new_zeros ones ones_like scalar_tensor zeros zeros_like".split()
-)
+_FILLS = {
+    "_new_zeros_with_same_feature_meta", "arange", "full", "full_like", "new_full", "new_ones", "new_zeros",
+    "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like",
+}  # fmt: skip
 _DTYPES = (*FLOATS, torch.bool)
 
 
@@ -185,7 +187,8 @@ class CallsOfElements:
                 self._known[node] = getattr(module, node.target)
             elif node.op == "call_function":
                 self._call(node)
-        self.results = [self._result(node).numpy() for node in module.graph.output_node().args[0]]
+        outputs: Any = module.graph.output_node().args[0]
+        self.results = [self._result(node).numpy() for node in outputs]
 
     def _in_memory(self, tensor: torch.Tensor, source: Any) -> torch.Tensor:
         """The numbers of the elements of a tensor, which may lie in memory in any order."""
@@ -243,7 +246,7 @@ class CallsOfElements:
             self._check_written(node)
 
     def _move(self, node: fx.Node) -> None:
-        """Apply a call to the numbers of elements, of which zeros stand for zeros that it fills up with."""
+        """Apply a call to the numbers of elements, each one more: at zeros it fills up."""
         target: Any = node.target
         name = target.overloadpacket.__name__
         dtype = next(each.meta["val"].dtype for each in node.all_input_nodes if each in self._numbers)
@@ -258,30 +261,35 @@ class CallsOfElements:
             return self._numbers_of(each, dtype) + 1
 
         def moved(numbers: torch.Tensor) -> torch.Tensor:
-            return torch.where(numbers == 0, zero, numbers - 1)
+            return torch.where(numbers == 0, filling, numbers - 1)
 
-        zero = self.elements.constant(0.0, dtype)
-        result = target(*fx.map_arg(node.args, argument), **node.kwargs)
+        args: Any = fx.map_arg(node.args, argument)
+        filling = self.elements.constant(0.0, dtype)
+        if target is aten.constant_pad_nd.default and len(args) > 2:
+            *args, value = args
+            filling = self.elements.constant(float(value), dtype)
+        result = target(*args, **node.kwargs)
         self._numbers[node] = moved(result) if isinstance(result, torch.Tensor) else [moved(each) for each in result]
 
     def _computed(self, node: fx.Node) -> torch.Tensor | None:
         """The numbers of what an elementwise call computes; None where there is no operation for it."""
-        target, value = node.target, node.meta.get("val")
-        names = [argument.name for argument in target._schema.arguments]  # type: ignore[union-attr]
-        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        target: Any = node.target
+        value: Any = node.meta.get("val")
+        given = (
+            dict(zip([argument.name for argument in target._schema.arguments], node.args, strict=False)) | node.kwargs
+        )
         forms = {name: each.meta["val"] if isinstance(each, fx.Node) else each for name, each in given.items()}
         found = operation_of(target, forms, value.dtype) if isinstance(value, torch.Tensor) else None
         if found is None:
             return None
         operation, taken = found
-        operands = [self._numbers_of(given[name], read) for name, read in zip(taken, operation.reads, strict=True)]
-        flat = [each.expand(value.shape).reshape(-1) for each in operands]
-        # Others may be written over theirs later.
-        flat = [
-            (each.clone() if isinstance(given[name], fx.Node) and given[name].meta.get("written") else each).numpy()
-            for name, each in zip(taken, flat, strict=True)
-        ]
-        return torch.from_numpy(self.elements.compute(operation, flat)).reshape(value.shape)
+        operands = []
+        for name, dtype in zip(taken, operation.reads, strict=True):
+            operand: Any = given[name]
+            numbers = self._numbers_of(operand, dtype).expand(value.shape).reshape(-1)
+            # A later write replaces the numbers of what is written to.
+            operands.append((numbers.clone() if operand.meta.get("written") else numbers).numpy())
+        return torch.from_numpy(self.elements.compute(operation, operands)).reshape(value.shape)
 
     def _write(self, node: fx.Node) -> None:
         """Write the numbers of elements over those of others, in the memory that views of these share."""
@@ -307,10 +315,10 @@ class CallsOfElements:
         if node in self._known:
             self._numbers[node] = self._numbers_of(node, node.meta["val"].dtype).clone()
             del self._known[node]
-        numbers = self._numbers.get(node)
-        if node in self.left or not isinstance(numbers, torch.Tensor):
+        numbers, target = self._numbers.get(node), node.target
+        if node in self.left or target is operator.getitem or not isinstance(numbers, torch.Tensor):
             raise UnreadableWriteError
-        aliases = any(argument.alias_info for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+        aliases = any(argument.alias_info for argument in target._schema.arguments)  # type: ignore[union-attr]
         if not aliases and numbers.stride() != node.meta["val"].stride():
             raise UnreadableWriteError
 

@@ -89,7 +89,7 @@ class FusedValues:
             offsets[dtype] = self._bytes
             self._bytes += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         fixed, left, self._kept = list[int](), list[fx.Node](), list[Any](self._code.runs.values())
-        #: The places in the table of values with their strides, of what PyTorch computes, of arrays, and in scratch memory.
+        #: The places in the table of values, with their strides, of PyTorch's results, of arrays and of scratch memory.
         self._values: list[tuple[int, int, tuple[int, ...]]] = []
         self._left: list[tuple[int, torch.dtype]] = []
         self._arrays: list[tuple[int, int]] = []
@@ -115,7 +115,10 @@ class FusedValues:
             fixed.append(address)
         self._fixed = [*fixed, 0]
         self._table = ctypes.c_size_t * len(self._fixed)
-        self._by_pytorch, used = _returning(self._calls.graph, left) if left else (None, [])
+        self._by_pytorch: fx.GraphModule | None = None
+        used = list[int]()
+        if left:
+            self._by_pytorch, used = _returning(self._calls.graph, left)
         #: What PyTorch's calls begin with: values of the function in their shapes, or tensors.
         self._begin = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
         self.reads = {value for _, value, _ in self._values} | {begin[n] for n in used if n in begin}
@@ -162,9 +165,7 @@ class FusedValues:
         begin = [each if isinstance(each, torch.Tensor) else known[each[0]].reshape(each[1]) for each in self._begin]
         with torch.no_grad():
             results = self._by_pytorch(*begin)  # type: ignore[misc]
-        converted = [
-            result.to(dtype).contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)
-        ]
+        converted = [result.to(dtype).contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)]
         for tensor, (slot, _) in zip(converted, self._left, strict=True):
             table[slot] = tensor.data_ptr()
         return converted

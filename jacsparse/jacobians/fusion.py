@@ -1,8 +1,7 @@
 """Loops that compute elements, each of as many operations as it pays to fuse.
 
-A point of a loop is computed by the same expressions as all its other points, of elements that lie in other places of
-the same memories. Which elements are stored for other loops, and which are computed wherever they are read, is chosen by
-what either costs.
+All points of a loop are computed by the same expressions, of elements at other places in the same memories. What either
+costs decides which elements are stored for other loops, and which are computed wherever they are read.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .elements import MOST_KINDS, Elements, ElementGraph, of_kinds
+from .elements import ElementGraph, Elements, of_kinds
 from .operations import Operation
 
 #: The cost of storing an element, or of loading one, relative to a sum of two numbers in registers.
@@ -199,7 +198,7 @@ class Fusion:
             yield from self._storing_nodes(places)
 
     def _storing_nodes(self, places: Sequence[int]) -> Iterator[Loop]:
-        """The loops that store nodes of equal numbers of elements, together where these are alike in the same places."""
+        """The loops that store nodes of equal counts, together where their elements are alike in the same places."""
         together: dict[bytes, tuple[list[np.ndarray], list[int]]] = {}
         for place in places:
             classes = np.stack([self._classes[operand] for operand in self.graph.nodes[place].operands], 1)

@@ -20,7 +20,8 @@ COSTS = dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 5) | dict.fromkeys
     ("cos", "exp", "log", "pow", "sigmoid", "silu_backward", "sin", "tan", "tanh"), 40
 )
 
-Value = ir.Value
+#: A value in registers: an `ir.Value`.
+Value = Any
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class _Emitter:
         self.builder, self.type = builder, type
 
     def value(self, x: Any) -> Value:
-        return x if isinstance(x, Value) else constant(x, self.type)
+        return x if isinstance(x, ir.Value) else constant(x, self.type)
 
     def add(self, x: Any, y: Any) -> Value:
         return self.builder.fadd(self.value(x), self.value(y))
@@ -125,7 +126,7 @@ def constant(value: Any, type: ir.Type) -> Value:
 
 def converted(builder: ir.IRBuilder, value: Any, dtype: torch.dtype) -> Any:
     """A value in registers in another dtype; a number as it is."""
-    if not isinstance(value, Value):
+    if not isinstance(value, ir.Value):
         return constant(value, TRUTH) if dtype == torch.bool else value
     if dtype == torch.bool:
         return value if value.type == TRUTH else builder.fcmp_unordered("!=", value, ir.Constant(value.type, 0.0))
@@ -155,7 +156,7 @@ def _sum(b: _Emitter, operands: Iterator[Value], start: Any, terms: Sequence[tup
 
 
 def _pow(b: _Emitter, self: Any, exponent: Any) -> Value:
-    if isinstance(exponent, Value) or isinstance(self, (int, float)):
+    if isinstance(exponent, ir.Value) or isinstance(self, (int, float)):
         return b.call("pow", self, exponent)
     if exponent in (0, 1, 2, 3, -1, -2):
         if not exponent:
@@ -275,7 +276,7 @@ def operation_of(overload: Any, arguments: Mapping[str, Any], dtype: torch.dtype
     overload : OpOverload
         The operator.
     arguments : mapping
-        By their names in its schema, the arguments that are not left out: numbers, and tensors, of which the dtypes count.
+        By their names in its schema, the arguments that are not left out: numbers, and tensors for their dtypes.
     dtype : dtype
         Of its result.
     """

@@ -26,7 +26,6 @@ from .passes import Pass
 from .terms import Step
 from .traced_function import TracedFunction
 
-
 #: What the numbers that a function reads decide: the constants of the entries, and the weights of each step's terms.
 Weights = list[np.ndarray]
 
@@ -69,7 +68,7 @@ class Products:
         ]
         self._computed = derivatives.function
         self._passes = [Pass(step, self.batch) for step in folded.steps] if not compile else []
-        self.fused = None
+        self.fused: FusedValues | None = None
         if compile and self._computed is not None:
             self._scalars = tuple(function.trace.scalars)
             self._at_first = self.weights(derivatives.numbers_of(function.trace))
@@ -190,7 +189,7 @@ class ChainProducts:
     """
 
     name = "products"
-    fused = None
+    fused: FusedValues | None = None
 
     def __init__(self, function: TracedFunction, *, replays: bool) -> None:
         self.pattern, self.chain, self._replays = function.pattern, function.chain, replays
