@@ -72,15 +72,17 @@ class ElementGraph:
         #: The places of nodes whose elements are stored, since others read them in any order.
         self.stored: set[int] = set()
         self._constants: dict[tuple[str, torch.dtype], Elements] = {}
-
-    @property
-    def count(self) -> int:
-        """The number of all elements."""
-        return self.nodes[-1].first + self.nodes[-1].count if self.nodes else 0
+        #: The number of all elements, and by their numbers the places of their nodes.
+        self.count = 0
+        self._places = np.zeros(1024, np.int32)
 
     def _add(self, count: int, dtype: torch.dtype, **fields: Any) -> Elements:
-        self.nodes.append(Elements(self.count, count, dtype, **fields))
-        return self.nodes[-1]
+        node, self.count = Elements(self.count, count, dtype, **fields), self.count + count
+        if self.count > len(self._places):
+            self._places = np.concatenate([self._places[: node.first], np.zeros(self.count, np.int32)])
+        self._places[node.first : self.count] = len(self.nodes)
+        self.nodes.append(node)
+        return node
 
     def tensor(self, source: Any, count: int, dtype: torch.dtype) -> np.ndarray:
         """The numbers of the elements of a tensor, as they lie in memory."""
@@ -99,11 +101,11 @@ class ElementGraph:
         """The numbers of elements that are the same in each call."""
         array = values.reshape(-1).numpy()
         # By their bits: zeros have signs.
-        distinct, places = np.unique(array.view(f"u{array.itemsize}"), return_inverse=True)
-        if len(distinct) > MOST_KINDS:
+        firsts, kinds = kinds_of(array.view(f"i{array.itemsize}")[:, None], MOST_KINDS)
+        if kinds is None:
             return self.tensor(values.reshape(-1).clone(), values.numel(), values.dtype)
-        constants = [self.constant(each.item(), values.dtype) for each in distinct.view(array.dtype)]
-        return np.array(constants, dtype=np.int64)[places]
+        constants = [self.constant(each.item(), values.dtype) for each in array[firsts]]
+        return np.array(constants, dtype=np.int64)[kinds]
 
     def compute(self, operation: Operation, operands: Sequence[np.ndarray]) -> np.ndarray:
         """The numbers of what an operation computes."""
@@ -113,7 +115,7 @@ class ElementGraph:
         """The numbers of elements that are stored and equal others, or are these."""
         computed = np.array([node.operation is not None for node in self.nodes])
         places = self.places(numbers)
-        self.stored |= set(np.unique(places[computed[places]]).tolist())
+        self.stored |= {place for place in self.makers(numbers) if computed[place]}
         others = ~computed[places]
         if others.any():
             distinct, inverse = np.unique(numbers[others], return_inverse=True)
@@ -126,7 +128,11 @@ class ElementGraph:
 
     def places(self, numbers: np.ndarray) -> np.ndarray:
         """The place of the node of each element."""
-        return np.searchsorted([node.first for node in self.nodes], numbers, side="right") - 1
+        return self._places[numbers]
+
+    def makers(self, numbers: np.ndarray) -> list[int]:
+        """The places of the nodes of some elements, each once."""
+        return np.flatnonzero(np.bincount(self.places(numbers).reshape(-1))).tolist()  # type: ignore[no-any-return]
 
 
 class UnreadableWriteError(Exception):
@@ -364,28 +370,31 @@ def sums(
     if start is None:
         start = np.full((len(counts), 1), elements.constant(0.0, dtype))
     results = np.broadcast_to(start, (len(counts), batch)).copy()
-    distinct, kinds = (weights[:0], weights) if weights.dtype.kind == "i" else np.unique(weights, return_inverse=True)
-    fixed = 0 < len(distinct) <= MOST_KINDS
-    if not fixed:
-        if len(distinct):
+    of_weights, firsts = None, np.zeros(0, np.int64)
+    if weights.dtype.kind != "i":
+        firsts, of_weights = kinds_of(weights.view(f"i{weights.itemsize}")[:, None], MOST_KINDS)
+    fixed, distinct = of_weights is not None, weights[firsts]
+    if of_weights is None:
+        of_weights = np.zeros(len(weights), np.int64)
+        if weights.dtype.kind != "i":
             weights = elements.array(torch.from_numpy(weights).to(dtype))
-        kinds = np.zeros(len(weights), np.int64)
     for count in np.unique(counts[counts > 0]):
         rows = np.flatnonzero(counts == count)
         terms = indptr[rows, None] + np.arange(count)
         makers = np.zeros(terms.shape, np.int64)
         for factor in factors:
             makers = makers * len(elements.nodes) + elements.places(factor[:, 0])[terms]
-        of_terms = makers * max(1, len(distinct)) + kinds[terms]
-        if len(_kinds(np.sort(of_terms, 1))[0]) > MOST_KINDS:
+        of_terms = makers * max(1, len(distinct)) + of_weights[terms]
+        if kinds_of(np.sort(of_terms, 1), MOST_KINDS)[1] is None:
             factors = [elements.in_one_memory(factor.reshape(-1)).reshape(factor.shape) for factor in factors]
-            of_terms = kinds[terms]
-        terms = np.take_along_axis(terms, np.argsort(of_terms, 1, kind="stable"), 1)
-        rowsof_kinds = list(of_kinds(kinds[terms]))
+            of_terms = of_weights[terms]
+        if (of_terms[:, 1:] < of_terms[:, :-1]).any():
+            terms = np.take_along_axis(terms, np.argsort(of_terms, 1, kind="stable"), 1)
+        rows_of_kinds = list(of_kinds(of_weights[terms]))
         weighted = [OPERAND] * count if not fixed else []
-        for first, those in rowsof_kinds:
+        for first, those in rows_of_kinds:
             if fixed:
-                weighted = distinct[kinds[terms[first]]].tolist()
+                weighted = distinct[of_weights[terms[first]]].tolist()
             operands = [np.broadcast_to(start[rows[those]], (len(those), batch))]
             for term in terms[those].T:
                 operands += [] if fixed else [np.broadcast_to(weights[term, None], (len(those), batch))]
@@ -398,22 +407,23 @@ def sums(
     return results
 
 
-def _kinds(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first row of each kind, and the kind of each row."""
-    if (matrix == matrix[0]).all():
-        return np.zeros(1, np.int64), np.zeros(len(matrix), np.int64)
-    # Numbers of rows that are equal for equal rows, and almost never for others.
-    factors = np.random.default_rng(0).integers(1, 2**63, matrix.shape[1]).astype(np.uint64) | np.uint64(1)
-    mixed = (matrix.astype(np.uint64) * factors).sum(1, dtype=np.uint64)
-    firsts, kinds = np.unique(mixed, return_index=True, return_inverse=True)[1:]
-    if not (matrix[firsts][kinds] == matrix).all():
-        firsts, kinds = np.unique(matrix, axis=0, return_index=True, return_inverse=True)[1:]
-    return firsts, kinds
+def kinds_of(matrix: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """The first row of each kind, and the kind of each row; None where there are more kinds than that."""
+    firsts, kinds = list[int](), np.full(len(matrix), -1)
+    rest = np.arange(len(matrix))
+    while len(rest) and len(firsts) < most:
+        others = (matrix[rest] != matrix[rest[0]]).any(1) if len(firsts) else (matrix != matrix[0]).any(1)
+        kinds[rest[~others]] = len(firsts)
+        firsts.append(int(rest[0]))
+        rest = rest[others]
+    return np.array(firsts, dtype=np.int64), None if len(rest) else kinds
 
 
 def of_kinds(matrix: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """For each kind of rows, the first one, and all."""
-    firsts, kinds = _kinds(matrix)
+    firsts, kinds = kinds_of(matrix, 2 * MOST_KINDS)
+    if kinds is None:
+        firsts, kinds = np.unique(matrix, axis=0, return_index=True, return_inverse=True)[1:]
     if len(firsts) == 1:
         yield 0, np.arange(len(matrix))
         return

@@ -16,7 +16,7 @@ from ..patterns import Pattern
 from ..runtime import thread_count
 from .elements import CallsOfElements, ElementGraph, UnreadableWriteError
 from .fusion import OUT, Fusion, Scratch
-from .machine_code import MUCH, MachineCode
+from .machine_code import MachineCode
 from .operations import FLOATS
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
@@ -24,6 +24,8 @@ from .value_functions import ValueFunction
 _LOGGER = logging.getLogger("jacsparse")
 #: Elements beyond which the compilation is announced, as it takes about a second.
 MANY = 2**20
+#: Work beyond which several threads may pay: some 100 µs of one.
+SERIAL_WORK = 2_000_000
 #: Bytes at multiples of which memories begin.
 ALIGNMENT = 64
 
@@ -154,7 +156,7 @@ class FusedValues:
             for slot, offset in self._scratch:
                 table[slot] = begin + offset
         table[self._out] = out.data_ptr()
-        if self._code.work > MUCH and thread_count() > 1:
+        if self._code.work > SERIAL_WORK and thread_count() > 1:
             self._code.run_on_threads(table)
         else:
             self._code.run(table)

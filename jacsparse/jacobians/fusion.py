@@ -115,8 +115,8 @@ class Fusion:
     def __init__(self, graph: ElementGraph, entries: np.ndarray, indptr: np.ndarray, dtype: torch.dtype) -> None:
         self.graph, self.dtype = graph, dtype
         self.firsts = np.array([node.first for node in graph.nodes] or [0])
-        self._makers = [[np.unique(graph.places(o)) for o in node.operands] for node in graph.nodes]
-        self._choose(np.unique(graph.places(entries)).tolist())
+        self._makers = [[graph.makers(operand) for operand in node.operands] for node in graph.nodes]
+        self._choose(graph.makers(entries))
         self.scratch: dict[torch.dtype, int] = defaultdict(int)
         self._bases = np.zeros(len(graph.nodes), np.int64)
         for place in sorted(graph.stored & self._needed):
@@ -135,8 +135,7 @@ class Fusion:
         costs = np.zeros(len(nodes))
         for place, node in enumerate(nodes):
             if node.operation is not None:
-                makers = np.unique(np.concatenate(self._makers[place]))
-                operands = sum(1 if each in stored else costs[each] for each in makers)
+                operands = sum(1 if each in stored else costs[each] for each in set().union(*self._makers[place]))
                 costs[place] = min(MOST_COST, node.operation.cost + operands)
             elif node.constant is None:
                 costs[place] = 1
@@ -155,9 +154,9 @@ class Fusion:
             if place in stored:
                 often = 1.0
             for makers, operand in zip(self._makers[place], node.operands, strict=True):
-                self._needed |= set(makers.tolist())
+                self._needed |= set(makers)
                 of_operand = self.graph.places(operand) if len(makers) > 1 else None
-                for maker in makers.tolist():
+                for maker in makers:
                     if nodes[maker].operation is None:
                         continue
                     read = operand if of_operand is None else operand[of_operand == maker]
@@ -191,7 +190,7 @@ class Fusion:
         for place, node in enumerate(nodes):
             if node.operation is None or place not in self._needed:
                 continue
-            depths[place] = max(depths[np.concatenate(self._makers[place])]) + (place in self.graph.stored)
+            depths[place] = max(depths[makers].max() for makers in self._makers[place]) + (place in self.graph.stored)
             if place in self.graph.stored:
                 together[int(depths[place]), node.count].append(place)
         for _, places in sorted(together.items()):

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from llvmlite import ir
 
-from ..runtime import compiled_module, run_rows
+from ..runtime import SIMD, compiled_module, run_rows
 from .fusion import OUT, Loop, Place
 from .operations import FLOATS, TRUTH, constant, converted
 
 _INDEX, _BYTE = ir.IntType(64), ir.IntType(8)
 _NUMBERS = itertools.count()
-#: Work from which vectorised loops are worth the time of their compilation.
-MUCH = 100_000
+#: Work of each expression from which vectorised loops are worth the time of their compilation.
+MUCH = 500
 _FAST = ("reassoc", "contract")
 
 
@@ -58,7 +58,7 @@ class MachineCode:
             builder.call(module.globals[name], [_INDEX(0), _INDEX(rows), run.args[0]])
         builder.ret_void()
         self.work = sum(loop.work * loop.points for loop in loops)
-        vectorize = self.work > MUCH
+        vectorize = self.work > MUCH * sum(len(loop.expressions) for loop in loops)
         self._engine, addresses = compiled_module(module, [*names, run.name], vectorize=vectorize)
         each = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
         self._loops = [each(address) for address in addresses[:-1]]
@@ -102,15 +102,23 @@ class MachineCode:
 
         def point(outer: ir.Value, inner: ir.Value | None, starts: Sequence[ir.Value], doubt: ir.Value) -> ir.Value:
             step = outer if inner is None else inner
+            bases = dict[int, ir.Value]()
+
+            def base(sequence: int) -> ir.Value:
+                if single and table is not None:
+                    at = builder.add(outer, _INDEX(sequence * len(loop.runs)))
+                    return builder.load(builder.gep(table, [at], inbounds=True))
+                stride = 0 if single else loop.strides[sequence]  # type: ignore[index]
+                if not stride:
+                    return starts[sequence]
+                return builder.add(starts[sequence], step if stride == 1 else builder.mul(step, _INDEX(stride)))
 
             def pointer(place: Place) -> ir.Value:
-                if single and table is not None:
-                    at = builder.add(builder.mul(_INDEX(place.sequence), _INDEX(len(loop.runs))), outer)
-                    base = builder.load(builder.gep(table, [at], inbounds=True))
-                else:
-                    stride = 0 if single else loop.strides[place.sequence]  # type: ignore[index]
-                    base = builder.add(starts[place.sequence], builder.mul(step, _INDEX(stride)))
-                at = builder.add(base, _INDEX(place.distance))
+                if place.sequence not in bases:
+                    bases[place.sequence] = base(place.sequence)
+                at = bases[place.sequence]
+                if place.distance:
+                    at = builder.add(at, _INDEX(place.distance))
                 return builder.gep(named[place.memory], [at], inbounds=True)
 
             values = list[Any]()
@@ -198,4 +206,4 @@ def _rows(loop: Loop) -> int:
 def _work(loop: Loop) -> np.ndarray:
     """Running total of the work of what a loop counts."""
     counts = np.ones(loop.points, np.int64) if _is_static(loop) else loop.runs[:, 0]
-    return np.append(0, np.cumsum(counts)) * loop.work
+    return np.append(0, np.cumsum(counts)) * loop.work // SIMD
