@@ -80,6 +80,12 @@ class Arguments:
         """The tensors that the function is differentiated by, ``(batch, elements)``, in one memory."""
         return self._joined([tensor.detach() for tensor in self.tensors])
 
+    def memory(self) -> torch.Tensor:
+        """The elements of `flat` in their order, in any shape."""
+        if len(self.places) == 1 and self.leaves[self.places[0]].is_contiguous():
+            return self.leaves[self.places[0]]  # type: ignore[no-any-return]
+        return self.flat()
+
     def flat_with_graph(self) -> torch.Tensor:
         """As `flat`, with the tensors' graphs."""
         return self._joined(self.tensors)
@@ -130,7 +136,7 @@ class Arguments:
 
     def surroundings(self) -> tuple[torch.dtype, torch.dtype | None]:
         """The default dtype, and the one of autocast; None without it."""
-        device = self.tensors[0].device.type
+        device = self.leaves[self.places[0]].device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return torch.get_default_dtype(), autocast
 
@@ -152,7 +158,8 @@ class Arguments:
         for place in self.places:
             check_tensor("x" if len(args) == 1 else f"argument {place}", args[place])
         alike = object.__new__(Arguments)
-        # All that it caches depends on the form alone.
+        # All that is cached depends on the form alone.
+        _ = self.batch, self._sizes, self._plain
         alike.__dict__.update(self.__dict__, leaves=list(args))
         return alike
 
@@ -166,15 +173,22 @@ class Arguments:
     @property
     def number_places(self) -> frozenset[int]:
         """The places of floating-point numbers: Python's, NumPy's, and tensors without axes."""
-        return frozenset(n for n, leaf in enumerate(self.leaves) if n not in self.places and _is_number(leaf))
+        return frozenset([place for place in self._plain if _is_number(self.leaves[place])])
+
+    @functools.cached_property
+    def _plain(self) -> list[int]:
+        """The places of the leaves that are no tensors with axes."""
+        return [n for n, leaf in enumerate(self.leaves) if n not in self.places and _is_plain(leaf)]
 
     @property
     def kinds_of_plain(self) -> tuple[Any, ...]:
         """What the leaves are that are no tensors with axes: numbers, other constants by value, objects themselves."""
-        return tuple([_kind(leaf) for n, leaf in enumerate(self.leaves) if n not in self.places and _is_plain(leaf)])
+        return tuple([_kind(self.leaves[place]) for place in self._plain])
 
     def numbers_but(self, places: Collection[int]) -> tuple[str, ...]:
         """The numbers at other places than these, by their texts: zeros have signs."""
+        if not self._plain:
+            return ()
         return tuple([repr(_float(self.leaves[place])) for place in sorted(self.number_places.difference(places))])
 
     def with_numbers(self, change: Callable[[float], float]) -> Arguments:
@@ -187,7 +201,7 @@ class Arguments:
 
     def with_tensors(self, places: Collection[int]) -> Arguments:
         """The same arguments with tensors in the place of the numbers at some places, and numbers at the others."""
-        numbers = self.number_places
+        numbers = self.number_places if self._plain else ()
         if not numbers:
             return self
         leaves = list(self.leaves)

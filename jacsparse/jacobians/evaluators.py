@@ -16,6 +16,7 @@ from ..tracing import Trace
 from .compressed import Coloring, Compressed, row_coloring
 from .compressed import coloring as cheapest_coloring
 from .folding import NotFoldableError, folded
+from .fused_values import FusedValues
 from .products import ChainProducts, Products
 from .products_with_vectors import INEXACT
 from .traced_function import TracedFunction
@@ -35,6 +36,8 @@ class Evaluator(Protocol):
     #: The method's name, and what it took, for printing.
     name: str
     pattern: Pattern
+    #: The machine code that computes the values; None where there is none.
+    fused: FusedValues | None
 
     def describe(self) -> dict[str, Any]:
         """All that was decided, as plain numbers and arrays."""

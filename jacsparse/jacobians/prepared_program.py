@@ -18,6 +18,7 @@ from ..tracing import Form, Trace, Value, form_of, without_autocast
 from .arguments import Arguments
 from .differentiable import with_graph
 from .evaluators import Evaluator
+from .fused_values import FusedValues
 from .replays import of_replay, replayed, values_of
 from .traced_function import TracedFunction
 from .tracing_for_replays import TracedProgram
@@ -74,6 +75,10 @@ class PreparedProgram:
         tensors = (*arguments.tensors, *captures.values())
         if self.entries is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return self._connected(arguments, captures, self.entries, returns)
+        if self._in_one_call is not None and not returns:
+            values, are_finite = self._in_one_call({0: arguments.memory(), **captures})
+            if are_finite:
+                return Evaluation(values)
         function = self.traced.function
         before, x = function.trace, arguments.flat()
         trace = Trace.replayed(function.graph, before.module, x, captures, before.scalars)
@@ -135,6 +140,13 @@ class PreparedProgram:
 
         returned = self.traced.returned
         return Evaluation(values, returned.result(y), _pytree.tree_map(evaluated, returned.aux))
+
+    @cached_property
+    def _in_one_call(self) -> FusedValues | None:
+        """What computes the values without a trace; None where something has to be looked at in one."""
+        fused, function = self.evaluator.fused, self.traced.function
+        looks = self.watched.any or function.chain.registered_values
+        return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
 
     @cached_property
     def other_tensors(self) -> int:

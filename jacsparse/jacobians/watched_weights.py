@@ -29,6 +29,11 @@ class WatchedWeights:
             if weight.floating and not infos[record.node(edge.target).arguments[weight.name].number].fixed
         ]
 
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        return bool(self._uses)
+
     def check(self, trace: Trace) -> None:
         """Raise FilledWeightError where an element that the pattern leaves out is not zero in a run."""
         for edge, operation, weight in self._uses:

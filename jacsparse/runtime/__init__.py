@@ -22,7 +22,7 @@ from .disk_cache import SYMBOLIC, Shelf, cache_directory, cached_arrays, shelves
 from .dynamo import uncompiled
 from .files import check_writable, replacing
 from .interception import intercept
-from .kernels import flushing, inlined, kernel, kernel_cache
+from .kernels import compiled_module, flushing, inlined, kernel, kernel_cache
 from .memory_pool import MEMORY_POOL
 from .messages import a_type
 from .threads import SIMD, run_rows, split, thread_count
@@ -53,6 +53,7 @@ __all__ = [
     "cache_directory",
     "cached_arrays",
     "check_writable",
+    "compiled_module",
     "cupy_for",
     "cupy_stream",
     "destroy_process_groups",
