@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from dataclasses import dataclass, replace
 from numbers import Real
 from operator import index
@@ -388,6 +390,7 @@ class SparseJacobian:
         indptr, indices = (
             torch.from_numpy(array.copy()).to(values.device) for array in (self.pattern.indptr, self.pattern.indices)
         )
+        _warn_of_csr_unseen()
         return torch.sparse_csr_tensor(indptr, indices, values, size=self.shape, check_invariants=False)
 
     def to_cupy(self, sample: int | None = None) -> Any:
@@ -473,6 +476,14 @@ def _common(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple
     if one is None or other is None:
         return one if other is None else other
     return one if one == other else None
+
+
+@functools.cache
+def _warn_of_csr_unseen() -> None:
+    """Let PyTorch give its one warning that CSR tensors are in beta, of which callers need not know."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1), check_invariants=False)
 
 
 def _times(matrix: SparseJacobian, name: str, vectors: torch.Tensor) -> torch.Tensor:
