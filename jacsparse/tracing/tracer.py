@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..decompositions import is_sparse, operator_on_elements, selection
 from ..patterns import UnsupportedOperatorError, requiring_gradient
 from ..runtime import a_type, without_compiling
 from .callers import caller
@@ -52,8 +53,6 @@ from .operators import (
 from .overwrite import Overwrite, extent_of
 from .reading import Unreadable, shows
 from .saved_tensors import saves_by_hooks, version_of
-from .selections import selection
-from .sparse_products import is_sparse, operator_on_elements
 from .traces import Trace, base_of, observing
 
 aten = torch.ops.aten
