@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..decompositions import is_sparse, operator_on_elements, selection
 from ..patterns import UnsupportedOperatorError, requiring_gradient
-from ..runtime import a_type, without_compiling
+from ..runtime import DispatchMode, a_type, without_compiling
 from .callers import caller
 from .derivatives_seen import SeenDerivatives, next_node, untraced
 from .following import Followed
@@ -115,7 +114,7 @@ def failed_call(error: BaseException) -> tuple[str, list[torch.Tensor]]:
     return operator, tensors
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(DispatchMode):
     """Traces the calls while it is active.
 
     Parameters
