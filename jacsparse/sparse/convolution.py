@@ -1,0 +1,242 @@
+"""Sparse convolutions of blocks of samples, and their gradients, as part of autograd."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..runtime import MEMORY_POOL, run_rows
+from .processor import tile_positions
+from .vector_kernels import add_channels, correlation_kernel, products_kernel
+from .weights import Entries, Structure
+from .windows import Pair, Reading, Window, reading, tiles, transposed_reading
+
+#: Bytes of the inputs that stay in the second-level cache while all output channels go over them.
+_PANEL = 2**19
+#: Vectors that a kernel multiplies and adds in the time of one elementary operation.
+_VECTORS = 2
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor, in memory of an earlier one where it is large."""
+    return torch.from_numpy(MEMORY_POOL.empty(shape, _numpy_dtype(dtype)))
+
+
+def _numpy_dtype(dtype: torch.dtype) -> Any:
+    return np.float32 if dtype is torch.float32 else np.float64
+
+
+class Correlation:
+    """Sums over the weights that are left, in one direction.
+
+    Parameters
+    ----------
+    entries : Entries
+        The weights' places.
+    reading : Reading
+        Which input positions an output position reads.
+    lanes : int
+        Samples of a block.
+    dtype : torch.dtype
+        float32 or float64.
+    """
+
+    def __init__(self, entries: Entries, reading: Reading, lanes: int, dtype: torch.dtype) -> None:
+        self.entries, self.reading, self.lanes, self.dtype = entries, reading, lanes, dtype
+        self._tiles = tiles(reading, tile_positions())
+        rows, columns = reading.in_size
+        distances = np.array([tap.offset[0] * columns + tap.offset[1] for tap in reading.taps], dtype=np.int32)
+        self._offsets = entries.source * np.int32(rows * columns) + distances[entries.tap]
+        self._position = lanes * dtype.itemsize
+        self._taps = len(reading.taps)
+
+    def __call__(
+        self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, floor: float = -np.inf
+    ) -> torch.Tensor:
+        """``max(floor, bias + the sums)`` of blocks `x`."""
+        kind, table = _numpy_dtype(self.dtype), self._tiles.table
+        y = empty((len(x), self.entries.channels, *self.reading.out_size, self.lanes), self.dtype)
+        start = np.zeros(self.entries.channels, kind) if bias is None else bias.numpy()
+        rows = len(x) * len(table) * self.entries.channels
+        weights = 1 + len(self.entries.source) // max(1, self.entries.channels)
+        run_rows(
+            correlation_kernel(self.dtype.itemsize, self.lanes, self._tiles),
+            rows,
+            table,
+            self._tiles.groups,
+            self.entries.starts,
+            self._taps,
+            self.entries.channels,
+            values.numpy(),
+            self._offsets,
+            start,
+            kind(floor),
+            *self._steps(x, y),
+            lanes=8 * weights * self._tiles.rows * self._tiles.columns // _VECTORS,
+        )
+        return y
+
+    def products(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """For each weight, the sum of its inputs `x` times its outputs `y`."""
+        gradient = np.zeros(len(self.entries.source), _numpy_dtype(self.dtype))
+        positions = len(x) * self.reading.out_size[0] * self.reading.out_size[1]
+        run_rows(
+            products_kernel(self.dtype.itemsize, self.lanes, self._tiles),
+            self.entries.starts[:: self._taps].astype(np.int64),
+            self._tiles.table,
+            self._tiles.groups,
+            self.entries.starts,
+            self._taps,
+            self._offsets,
+            len(x),
+            self._panel,
+            *self._steps(x, y, gradient),
+            lanes=1 + positions // _VECTORS,
+        )
+        return torch.from_numpy(gradient)
+
+    def _steps(self, x: torch.Tensor, y: torch.Tensor, *between: Any) -> tuple[Any, ...]:
+        (in_rows, in_columns), (out_rows, out_columns) = self.reading.in_size, self.reading.out_size
+        in_step, out_step = self.reading.in_step, self.reading.out_step
+        position = self._position
+        return (
+            position,
+            *between,
+            x.data_ptr(),
+            self.entries.sources * in_rows * in_columns * position,
+            in_step[0] * in_columns * position,
+            y.data_ptr(),
+            self.entries.channels * out_rows * out_columns * position,
+            out_step[0] * out_columns * position,
+            out_step[1] * position,
+            out_rows * out_columns * position,
+        )
+
+    @functools.cached_property
+    def _panel(self) -> int:
+        """How many tiles have inputs that fit the second-level cache."""
+        sizes = []
+        for axis, count in enumerate((self._tiles.rows, self._tiles.columns)):
+            offsets = [tap.offset[axis] for tap in self.reading.taps]
+            read = (count - 1) * self.reading.in_step[axis] + 1 + max(offsets) - min(offsets)
+            sizes.append(min(read, self.reading.in_size[axis]))
+        return max(1, _PANEL // max(1, self.entries.sources * sizes[0] * sizes[1] * self._position))
+
+
+class Convolution:
+    """A convolution of blocks with the weights that are left, and its two adjoints.
+
+    Each of the three is linear in both of its arguments, and the other two give its gradients.
+
+    Parameters
+    ----------
+    structure : Structure
+        The weights' places.
+    window : Window
+        The window.
+    in_size, out_size : tuple of int
+        Rows and columns.
+    lanes : int
+        Samples of a block.
+    dtype : torch.dtype
+        float32 or float64.
+    """
+
+    def __init__(
+        self, structure: Structure, window: Window, in_size: Pair, out_size: Pair, lanes: int, dtype: torch.dtype
+    ) -> None:
+        self.structure, self.lanes = structure, lanes
+        self.forward = Correlation(structure.forward, reading(window, in_size, out_size), lanes, dtype)
+        self._transposed = (structure.transposed, transposed_reading(window, in_size, out_size), lanes, dtype)
+
+    @functools.cached_property
+    def transposed(self) -> Correlation:
+        return Correlation(*self._transposed)
+
+    def __call__(
+        self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, relu: bool = False
+    ) -> torch.Tensor:
+        """The convolution of blocks `x`, differentiable."""
+        if torch.is_grad_enabled():
+            return _Convolve.apply(x, values, bias, self, relu)  # type: ignore[no-any-return]
+        return self.forward(x, values.detach(), None if bias is None else bias.detach(), _floor(relu))
+
+
+def _floor(relu: bool) -> float:
+    return 0.0 if relu else -np.inf
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, values: Any, bias: Any, convolution: Convolution, relu: bool) -> torch.Tensor:
+        ctx.convolution, ctx.relu = convolution, relu
+        y = convolution.forward(x, values, bias, _floor(relu))
+        ctx.save_for_backward(x, values, y if relu else None)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        x, values, y = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        if ctx.relu:
+            gradient = torch.ops.aten.threshold_backward(gradient, y, 0)
+        needs_x, needs_values, needs_bias, *_ = ctx.needs_input_grad
+        return (
+            _Transposed.apply(gradient, values, ctx.convolution) if needs_x else None,
+            _Products.apply(x, gradient, ctx.convolution) if needs_values else None,
+            _ChannelSums.apply(gradient) if needs_bias else None,
+            None,
+            None,
+        )
+
+
+class _Transposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Any, values: Any, convolution: Convolution) -> torch.Tensor:
+        ctx.convolution = convolution
+        ctx.save_for_backward(y, values)
+        return convolution.transposed(y, values.index_select(0, convolution.structure.order), None)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        y, values = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        return (
+            _Convolve.apply(gradient, values, None, ctx.convolution, False),
+            _Products.apply(gradient, y, ctx.convolution),
+            None,
+        )
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, y: Any, convolution: Convolution) -> torch.Tensor:
+        ctx.convolution = convolution
+        ctx.save_for_backward(x, y)
+        return convolution.forward.products(x, y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        x, y = ctx.saved_tensors
+        return (
+            _Transposed.apply(y, gradient, ctx.convolution),
+            _Convolve.apply(x, gradient, None, ctx.convolution, False),
+            None,
+        )
+
+
+class _ChannelSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Any) -> torch.Tensor:
+        ctx.shape = y.shape
+        total = np.empty(y.shape[1], _numpy_dtype(y.dtype))
+        run_rows(add_channels, y.shape[1], y.flatten(2, 3).numpy(), total, lanes=1 + y[:, 0].numel() // 2)
+        return torch.from_numpy(total)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> torch.Tensor:
+        return gradient[:, None, None, None].expand(ctx.shape).contiguous()
