@@ -53,18 +53,20 @@ class Correlation:
         self._offsets = entries.source * np.int32(rows * columns) + distances[entries.tap]
         self._position = lanes * dtype.itemsize
         self._taps = len(reading.taps)
+        self._sum = correlation_kernel(dtype.itemsize, lanes, self._tiles)
+        self._multiply = products_kernel(dtype.itemsize, lanes, self._tiles)
 
     def __call__(
         self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, floor: float = -np.inf
     ) -> torch.Tensor:
         """``max(floor, bias + the sums)`` of blocks `x`."""
         kind, table = _numpy_dtype(self.dtype), self._tiles.table
-        y = empty((len(x), self.entries.channels, *self.reading.out_size, self.lanes), self.dtype)
+        y = empty((x.shape[0], self.entries.channels, *self.reading.out_size, self.lanes), self.dtype)
         start = np.zeros(self.entries.channels, kind) if bias is None else bias.numpy()
-        rows = len(x) * len(table) * self.entries.channels
+        rows = x.shape[0] * len(table) * self.entries.channels
         weights = 1 + len(self.entries.source) // max(1, self.entries.channels)
         run_rows(
-            correlation_kernel(self.dtype.itemsize, self.lanes, self._tiles),
+            self._sum,
             rows,
             table,
             self._tiles.groups,
@@ -83,16 +85,17 @@ class Correlation:
     def products(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """For each weight, the sum of its inputs `x` times its outputs `y`."""
         gradient = np.zeros(len(self.entries.source), _numpy_dtype(self.dtype))
-        positions = len(x) * self.reading.out_size[0] * self.reading.out_size[1]
+        blocks = x.shape[0]
+        positions = blocks * self.reading.out_size[0] * self.reading.out_size[1]
         run_rows(
-            products_kernel(self.dtype.itemsize, self.lanes, self._tiles),
+            self._multiply,
             self.entries.starts[:: self._taps].astype(np.int64),
             self._tiles.table,
             self._tiles.groups,
             self.entries.starts,
             self._taps,
             self._offsets,
-            len(x),
+            blocks,
             self._panel,
             *self._steps(x, y, gradient),
             lanes=1 + positions // _VECTORS,

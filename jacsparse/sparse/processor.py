@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import platform
 
-import numpy as np
 from numba.core.registry import cpu_target
 
 #: Bytes of one of the largest vectors, by the feature that brings them; other x86 and ARM processors have 16.
@@ -36,16 +35,16 @@ def tile_positions() -> int:
     return 16 if "avx512vl" in _features() or not x86 else 8
 
 
-def lanes_for(batch: int, dtype: np.dtype) -> int:
-    """The number of samples of a block that a batch takes the least time with.
+def lanes_for(batch: int, itemsize: int) -> int:
+    """The number of samples of a block that a batch takes the least time with, for elements of as many bytes.
 
     Examples
     --------
-    >>> lanes_for(1, np.dtype(np.float32)), lanes_for(2, np.dtype(np.float64))
+    >>> lanes_for(1, 4), lanes_for(2, 8)
     (4, 2)
     """
 
     def time(width: int) -> float:
-        return -(-max(batch, 1) * dtype.itemsize // width) * _TIMES[width]
+        return -(-max(batch, 1) * itemsize // width) * _TIMES[width]
 
-    return min(vector_widths(), key=time) // dtype.itemsize
+    return min(vector_widths(), key=time) // itemsize

@@ -102,9 +102,7 @@ class _Writer:
         )
         return self.builder.fadd(even, odd)
 
-    def weights(
-        self, groups: Any, count: Any, starts: Any
-    ) -> Iterator[tuple[tuple[int, int, int, int], Any, Any]]:
+    def weights(self, groups: Any, count: Any, starts: Any) -> Iterator[tuple[tuple[int, int, int, int], Any, Any]]:
         """For each rectangle, the code's place for the weights ``first`` to ``last`` of a group that has it."""
         builder = self.builder
         with cgutils.for_range(builder, count) as loop:
@@ -142,9 +140,7 @@ class _Writer:
 
 
 @intrinsic(prefer_literal=True)
-def _correlate_tile(
-    context, tile, x, x_row, y, y_row, y_column, values, offsets, starts, groups, count, bias, floor
-):
+def _correlate_tile(context, tile, x, x_row, y, y_row, y_column, values, offsets, starts, groups, count, bias, floor):
     """``y[p] = max(floor, bias + Σ_k values[k] * x[p + offsets[k]])`` for the positions of a tile."""
     compiled = _Tile(*ast.literal_eval(tile.literal_value))
 
@@ -250,32 +246,31 @@ def correlation_kernel(itemsize: int, lanes: int, tiles: Tiles) -> Callable[...,
 
 @functools.cache
 def _correlation_kernel(tile: str) -> Callable[..., None]:
-    _, lanes, *_ = ast.literal_eval(tile)
-
     @kernel
     def correlate(
         first, last, table, groups, starts, taps, channels, values, offsets, bias, floor, position,
         x, x_block, x_row, y, y_block, y_row, y_column, y_channel,
     ):  # fmt: skip
-        count = len(table)
-        for row in range(first, last):
-            item, channel = row // channels, row % channels
-            block, number = item // count, item % count
-            _correlate_tile(
-                tile,
-                x + block * x_block + table[number, 0] * position,
-                x_row,
-                y + block * y_block + table[number, 1] * position + channel * y_channel,
-                y_row,
-                y_column,
-                values.ctypes.data,
-                offsets.ctypes.data,
-                starts.ctypes.data + 4 * channel * taps,
-                groups.ctypes.data + 12 * table[number, 2],
-                table[number, 3],
-                bias[channel],
-                floor,
-            )
+        for item in range(first // channels, (last - 1) // channels + 1):
+            block, number = item // len(table), item % len(table)
+            x_tile = x + block * x_block + table[number, 0] * position
+            y_tile = y + block * y_block + table[number, 1] * position
+            for channel in range(max(first - item * channels, 0), min(last - item * channels, channels)):
+                _correlate_tile(
+                    tile,
+                    x_tile,
+                    x_row,
+                    y_tile + channel * y_channel,
+                    y_row,
+                    y_column,
+                    values.ctypes.data,
+                    offsets.ctypes.data,
+                    starts.ctypes.data + 4 * channel * taps,
+                    groups.ctypes.data + 12 * table[number, 2],
+                    table[number, 3],
+                    bias[channel],
+                    floor,
+                )
 
     return correlate
 

@@ -91,9 +91,7 @@ def _phase(window: Window, place: Pair) -> Pair:
 def reading(window: Window, in_size: Pair, out_size: Pair) -> Reading:
     """What a convolution's outputs read of its input."""
     _, stride, padding, dilation = window
-    offsets = [
-        (row * dilation[0] - padding[0], column * dilation[1] - padding[1]) for row, column in places(window)
-    ]
+    offsets = [(row * dilation[0] - padding[0], column * dilation[1] - padding[1]) for row, column in places(window)]
     return Reading(in_size, out_size, stride, (1, 1), tuple(Tap((0, 0), offset) for offset in offsets))
 
 
@@ -103,9 +101,7 @@ def transposed_reading(window: Window, in_size: Pair, out_size: Pair) -> Reading
     taps = []
     for place in transposed_places(window):
         phase = _phase(window, place)
-        row, column = (
-            (phase[axis] + padding[axis] - place[axis] * dilation[axis]) // stride[axis] for axis in (0, 1)
-        )
+        row, column = ((phase[axis] + padding[axis] - place[axis] * dilation[axis]) // stride[axis] for axis in (0, 1))
         taps.append(Tap(phase, (row, column)))
     return Reading(out_size, in_size, (1, 1), stride, tuple(taps))
 
