@@ -152,7 +152,9 @@ class Convolution:
     def __init__(
         self, structure: Structure, window: Window, in_size: Pair, out_size: Pair, lanes: int, dtype: torch.dtype
     ) -> None:
-        self.structure, self.lanes = structure, lanes
+        self.structure = structure
+        #: Channels, rows, columns and lanes of the output.
+        self.out_shape = (structure.forward.channels, *out_size, lanes)
         self.forward = Correlation(structure.forward, reading(window, in_size, out_size), lanes, dtype)
         self._transposed = (structure.transposed, transposed_reading(window, in_size, out_size), lanes, dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.utils import prune
 
 from ..runtime import uncompiled
 from ..tracing import check_initialised
-from .blocks import from_blocks, to_blocks
+from .blocks import Blocks, Form, from_blocks, plain, to_blocks
 from .convolution import Convolution
 from .processor import lanes_for, tile_positions
 from .weights import Structure
@@ -31,6 +32,8 @@ class SparseLayer(nn.Module):
 
     values: nn.Parameter
     bias: nn.Parameter | None
+    #: Whether outputs stay in blocks, for the layers that follow in a model of `sparsify`.
+    keeps_blocks: bool = False
     weight_shape: tuple[int, ...]
 
     def _take(self, weight: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -113,22 +116,28 @@ class SparseLayer(nn.Module):
         self._structure = structure
         self._convolutions.clear()
 
-    def on_blocks(self, x: torch.Tensor, relu: bool = False) -> torch.Tensor:
-        """The layer's output for blocks ``(blocks, channels, rows, columns, lanes)``, then ReLU where asked."""
-        _, _, rows, columns, lanes = x.shape
-        key = rows, columns, lanes, self.values.dtype
+    def _convolution(self, in_size: Pair, lanes: int) -> Convolution:
+        key = in_size, lanes, self.values.dtype
         convolution = self._convolutions.get(key)
         if convolution is None:
             if len(self._convolutions) >= _MOST_SIZES:
                 self._convolutions.clear()
-            size = rows, columns
-            convolution = Convolution(
-                self._structure, self._window(), size, self.out_size(size), lanes, self.values.dtype
-            )
+            out_size = self.out_size(in_size)
+            convolution = Convolution(self._structure, self._window(), in_size, out_size, lanes, self.values.dtype)
             self._convolutions[key] = convolution
-        return convolution(x, self.values, self.bias, relu)
+        return convolution
+
+    def _of_blocks(self, x: Blocks) -> Blocks:
+        """The layer's output for blocks, computed together with what follows."""
+        data = x.data
+        convolution = self._convolution((data.shape[2], data.shape[3]), data.shape[4])
+        return Blocks(_Output(convolution, data, self.values, self.bias, torch.is_grad_enabled()), x.form)
+
+    def _leave(self, y: Blocks) -> Any:
+        return y if self.keeps_blocks else y.tensor
 
     def _check(self, x: object) -> torch.Tensor:
+        x = plain(x)
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x is a {type(x).__name__}; expected a tensor")
         for name, tensor in (("x", x), ("the layer", self.values)):
@@ -191,7 +200,8 @@ class SparseLayer(nn.Module):
             layer.weight.copy_(self.weight)  # type: ignore[union-attr, operator]
             if self.bias is not None:
                 layer.bias.copy_(self.bias)  # type: ignore[union-attr, operator]
-        prune.custom_from_mask(layer, "weight", self.mask)
+            # Within: a weight that autograd knows could not be copied.
+            prune.custom_from_mask(layer, "weight", self.mask)
         layer.weight_orig.requires_grad_(self.values.requires_grad)  # type: ignore[union-attr, operator]
         if self.bias is not None:
             layer.bias.requires_grad_(self.bias.requires_grad)  # type: ignore[union-attr, operator]
@@ -200,6 +210,34 @@ class SparseLayer(nn.Module):
     def _left(self) -> str:
         total = math.prod(self.weight_shape)
         return f"{len(self.values)} of {total} weights left"
+
+
+@dataclass(frozen=True, eq=False)
+class _Output:
+    """A layer's output before it is computed."""
+
+    convolution: Convolution
+    x: torch.Tensor
+    values: torch.Tensor
+    bias: torch.Tensor | None
+    #: Whether gradients were asked for where the layer ran.
+    with_gradients: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.x.shape[0], *self.convolution.out_shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def compute(self, relu: bool) -> torch.Tensor:
+        with torch.set_grad_enabled(self.with_gradients):
+            return self.convolution(self.x, self.values, self.bias, relu)
+
+    def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> _Output:
+        values = self.values * scale.index_select(0, self.convolution.structure.outputs)
+        return replace(self, values=values, bias=shift if self.bias is None else torch.addcmul(shift, self.bias, scale))
 
 
 class SparseConv2d(SparseLayer):
@@ -361,21 +399,28 @@ class SparseConv2d(SparseLayer):
         rows, columns = sizes
         return rows, columns
 
-    @uncompiled
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The convolution of ``(batch, in_channels, rows, columns)``, or of one sample without the batch."""
-        x = self._check(x)
-        if x.ndim not in (3, 4) or x.shape[-3] != self.in_channels:
+    def _check_channels(self, x: Any) -> None:
+        if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected (batch, {self.in_channels}, rows, columns)")
+
+    @uncompiled
+    def forward(self, x: Any) -> Any:
+        """The convolution of ``(batch, in_channels, rows, columns)``, or of one sample without the batch."""
+        if isinstance(x, Blocks) and x.ndim == 4 and self.padding_mode == "zeros":
+            self._check_channels(x)
+            return self._of_blocks(x)
+        x = self._check(x)
         if x.ndim == 3:
             return self.forward(x[None])[0]
+        self._check_channels(x)
         if self.padding_mode != "zeros":
             (top, bottom), (left, right) = self._padded()
             x = functional.pad(x, (left, right, top, bottom), mode=self.padding_mode)
         if x.shape[0] == 0:
             padding = self.padding if self.padding_mode == "zeros" else 0
             return functional.conv2d(x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
-        return from_blocks(self.on_blocks(to_blocks(x, lanes_for(len(x), x.dtype.itemsize))), len(x))
+        lanes = lanes_for(len(x), x.dtype.itemsize)
+        return self._leave(self._of_blocks(Blocks(to_blocks(x, lanes), Form(len(x), 4, lanes))))
 
     def extra_repr(self) -> str:
         """What the layer's text shows."""
@@ -457,8 +502,10 @@ class SparseLinear(SparseLayer):
         return in_size
 
     @uncompiled
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> Any:
         """The layer's output for ``(..., in_features)``."""
+        if isinstance(x, Blocks) and x.shape == (x.form.batch, self.in_features):
+            return self._of_blocks(x)
         x = self._check(x)
         if not x.ndim or x.shape[-1] != self.in_features:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected (..., {self.in_features})")
@@ -466,10 +513,13 @@ class SparseLinear(SparseLayer):
         if not len(rows):
             return functional.linear(x, self.weight, self.bias)
         lanes = lanes_for(len(rows), x.dtype.itemsize)
+        if self.keeps_blocks and x.ndim == 2:
+            return self._of_blocks(Blocks(to_blocks(x[..., None, None], lanes), Form(len(x), 2, lanes)))
         columns = _columns(-(-len(rows) // lanes))
         # Several blocks side by side, as columns: a weight is read once for all of them.
         blocks = to_blocks(rows[..., None, None], lanes * columns)
-        y = self.on_blocks(blocks.view(len(blocks), self.in_features, 1, columns, lanes))
+        form = Form(len(rows), 4, lanes)
+        y = self._of_blocks(Blocks(blocks.view(len(blocks), self.in_features, 1, columns, lanes), form)).data
         return from_blocks(y.flatten(3)[:, :, :, None], len(rows)).view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

@@ -41,6 +41,8 @@ class Structure:
 
     #: Flat places in the dense weight, in the order in which the layer holds its weights.
     places: torch.Tensor
+    #: Each weight's output channel.
+    outputs: torch.Tensor
     forward: Entries
     transposed: Entries
     #: For each weight of `transposed`, its number in the layer's order.
@@ -63,6 +65,7 @@ class Structure:
         in_channels, taps = group_inputs * groups, rows * columns
         return cls(
             torch.from_numpy(flat),
+            torch.from_numpy(output),
             _entries(out_channels, in_channels, taps, output, source, forward_tap),
             _entries(in_channels, out_channels, taps, source[back], output[back], transposed_tap[back]),
             torch.from_numpy(back),
