@@ -44,6 +44,9 @@ def from_blocks(x: torch.Tensor, batch: int) -> torch.Tensor:
 class Sum(Protocol):
     """An affine layer's output that is not computed yet, so that what follows may become part of it."""
 
+    #: Whether ReLU is part of it already.
+    relu: bool
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the blocks."""
@@ -54,6 +57,9 @@ class Sum(Protocol):
 
     def compute(self, relu: bool) -> torch.Tensor:
         """The output's blocks, after ReLU where asked."""
+
+    def activated(self) -> Sum:
+        """The output after ReLU."""
 
     def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> Sum:
         """The output times a number for each channel, plus another one."""
@@ -92,7 +98,7 @@ class Blocks:
     def data(self) -> torch.Tensor:
         """The blocks."""
         if not isinstance(self._content, torch.Tensor):
-            self._content = self._content.compute(relu=False)
+            self._content = self._content.compute(self._content.relu)
         return self._content
 
     @property
@@ -118,7 +124,7 @@ class Blocks:
         """The tensor's dtype."""
         return self._content.dtype
 
-    def like(self, data: torch.Tensor, rank: int | None = None) -> Blocks:
+    def like(self, data: torch.Tensor | Sum, rank: int | None = None) -> Blocks:
         """An activation of the same samples."""
         return Blocks(data, self.form if rank is None else self.form._replace(rank=rank))
 

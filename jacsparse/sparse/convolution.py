@@ -11,7 +11,7 @@ import torch
 
 from ..runtime import MEMORY_POOL, run_rows
 from .processor import tile_positions
-from .vector_kernels import add_channels, correlation_kernel, products_kernel
+from .vector_kernels import correlation_kernel, products_kernel
 from .weights import Entries, Structure
 from .windows import Pair, Reading, Window, reading, tiles, transposed_reading
 
@@ -82,14 +82,16 @@ class Correlation:
         )
         return y
 
-    def products(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """For each weight, the sum of its inputs `x` times its outputs `y`."""
-        gradient = np.zeros(len(self.entries.source), _numpy_dtype(self.dtype))
-        blocks = x.shape[0]
+    def products(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each weight, the sum of its inputs `x` times its outputs `y`; and for each channel, the sum of `y`."""
+        kind, blocks = _numpy_dtype(self.dtype), x.shape[0]
+        gradient, bias_gradient = np.zeros(len(self.entries.source), kind), np.zeros(self.entries.channels, kind)
         positions = blocks * self.reading.out_size[0] * self.reading.out_size[1]
+        # A channel without weights still has a bias.
+        work = self.entries.starts[:: self._taps].astype(np.int64) + np.arange(self.entries.channels + 1)
         run_rows(
             self._multiply,
-            self.entries.starts[:: self._taps].astype(np.int64),
+            work,
             self._tiles.table,
             self._tiles.groups,
             self.entries.starts,
@@ -97,10 +99,10 @@ class Correlation:
             self._offsets,
             blocks,
             self._panel,
-            *self._steps(x, y, gradient),
+            *self._steps(x, y, gradient, bias_gradient),
             lanes=1 + positions // _VECTORS,
         )
-        return torch.from_numpy(gradient)
+        return torch.from_numpy(gradient), torch.from_numpy(bias_gradient)
 
     def _steps(self, x: torch.Tensor, y: torch.Tensor, *between: Any) -> tuple[Any, ...]:
         (in_rows, in_columns), (out_rows, out_columns) = self.reading.in_size, self.reading.out_size
@@ -178,7 +180,7 @@ def _floor(relu: bool) -> float:
 class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, values: Any, bias: Any, convolution: Convolution, relu: bool) -> torch.Tensor:
-        ctx.convolution, ctx.relu = convolution, relu
+        ctx.convolution = convolution
         y = convolution.forward(x, values, bias, _floor(relu))
         ctx.save_for_backward(x, values, y if relu else None)
         return y
@@ -187,13 +189,16 @@ class _Convolve(torch.autograd.Function):
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         x, values, y = ctx.saved_tensors
         gradient = gradient.contiguous()
-        if ctx.relu:
+        if y is not None:
             gradient = torch.ops.aten.threshold_backward(gradient, y, 0)
         needs_x, needs_values, needs_bias, *_ = ctx.needs_input_grad
+        of_values = of_bias = None
+        if needs_values or needs_bias:
+            of_values, of_bias = _Products.apply(x, gradient, ctx.convolution)
         return (
             _Transposed.apply(gradient, values, ctx.convolution) if needs_x else None,
-            _Products.apply(x, gradient, ctx.convolution) if needs_values else None,
-            _ChannelSums.apply(gradient) if needs_bias else None,
+            of_values if needs_values else None,
+            of_bias if needs_bias else None,
             None,
             None,
         )
@@ -210,38 +215,19 @@ class _Transposed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         y, values = ctx.saved_tensors
         gradient = gradient.contiguous()
-        return (
-            _Convolve.apply(gradient, values, None, ctx.convolution, False),
-            _Products.apply(gradient, y, ctx.convolution),
-            None,
-        )
+        of_values, _ = _Products.apply(gradient, y, ctx.convolution)
+        return _Convolve.apply(gradient, values, None, ctx.convolution, False), of_values, None
 
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, y: Any, convolution: Convolution) -> torch.Tensor:
+    def forward(ctx: Any, x: Any, y: Any, convolution: Convolution) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.convolution = convolution
         ctx.save_for_backward(x, y)
         return convolution.forward.products(x, y)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Any, bias_gradient: Any) -> tuple[Any, ...]:
         x, y = ctx.saved_tensors
-        return (
-            _Transposed.apply(y, gradient, ctx.convolution),
-            _Convolve.apply(x, gradient, None, ctx.convolution, False),
-            None,
-        )
-
-
-class _ChannelSums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Any) -> torch.Tensor:
-        ctx.shape = y.shape
-        total = np.empty(y.shape[1], _numpy_dtype(y.dtype))
-        run_rows(add_channels, y.shape[1], y.flatten(2, 3).numpy(), total, lanes=1 + y[:, 0].numel() // 2)
-        return torch.from_numpy(total)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> torch.Tensor:
-        return gradient[:, None, None, None].expand(ctx.shape).contiguous()
+        of_x = _Transposed.apply(y, gradient, ctx.convolution)
+        return of_x, _Convolve.apply(x, gradient, bias_gradient, ctx.convolution, False), None

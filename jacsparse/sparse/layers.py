@@ -222,6 +222,7 @@ class _Output:
     bias: torch.Tensor | None
     #: Whether gradients were asked for where the layer ran.
     with_gradients: bool
+    relu: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -234,6 +235,9 @@ class _Output:
     def compute(self, relu: bool) -> torch.Tensor:
         with torch.set_grad_enabled(self.with_gradients):
             return self.convolution(self.x, self.values, self.bias, relu)
+
+    def activated(self) -> _Output:
+        return replace(self, relu=True)
 
     def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> _Output:
         values = self.values * scale.index_select(0, self.convolution.structure.outputs)

@@ -26,7 +26,7 @@ _BINARY = {
 
 @operator(functional.relu, torch.relu, torch.Tensor.relu)
 def _relu(x: Blocks, inplace: bool = False) -> Blocks:
-    y = x.like(torch.relu(x.data) if x.pending is None else x.pending.compute(relu=True))
+    y = x.like(torch.relu(x.data) if x.pending is None else x.pending.activated())
     return x.replace(y) if inplace else y
 
 
@@ -134,8 +134,8 @@ def _batch_norm(
         scale = torch.rsqrt(running_var + eps)
         scale = scale if weight is None else scale * weight
         shift = -running_mean * scale if bias is None else bias - running_mean * scale
-        if x.pending is not None:
-            return Blocks(x.pending.scaled(scale, shift), x.form)
+        if x.pending is not None and not x.pending.relu:
+            return x.like(x.pending.scaled(scale, shift))
         view = (-1, 1, 1, 1)
         return x.like(torch.addcmul(shift.view(view), x.data, scale.view(view)))
     data = x.data
@@ -159,7 +159,11 @@ def _max_pool2d(
     if ceil_mode or return_indices or x.form.rank != 4:
         return NotImplemented
     kernel = _pair(kernel_size)
-    return x.like(max_pool(x.data, kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation)))
+    window = kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation)
+    if x.pending is not None and x.pending.relu:
+        # The maximum of what ReLU leaves is what ReLU leaves of the maximum, and there are fewer of these.
+        return x.like(max_pool(x.pending.compute(relu=False), *window, relu=True))
+    return x.like(max_pool(x.data, *window))
 
 
 @operator(functional.avg_pool2d)

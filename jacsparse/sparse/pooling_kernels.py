@@ -8,8 +8,11 @@ from ..runtime import kernel
 
 
 @kernel
-def take_winners(first, last, x, y, winners, window):
-    """Set `y` to each window's maximum, and `winners` to its number there: the first one, or one that is no number."""
+def take_winners(first, last, x, y, winners, window, relu):
+    """Set `y` to each window's maximum, and `winners` to its number there: the first one, or one that is no number.
+
+    With `relu`, a maximum that is not positive is zero, and no position has won.
+    """
     _, rows, columns, lanes = x.shape
     _, out_rows, out_columns, _ = y.shape
     for plane in range(first, last):
@@ -35,6 +38,11 @@ def take_winners(first, last, x, y, winners, window):
                             best[lane] = value if wins else best[lane]
                             winner[lane] = number if wins else winner[lane]
                         empty = False
+                if relu:
+                    for lane in range(lanes):
+                        through = not best[lane] <= 0
+                        best[lane] = best[lane] if through else 0
+                        winner[lane] = winner[lane] if through else window[0] * window[1]
 
 
 @kernel

@@ -102,6 +102,14 @@ class _Writer:
         )
         return self.builder.fadd(even, odd)
 
+    def added(self, vectors: list[Any]) -> Any:
+        """The sum of some vectors, two by two."""
+        while len(vectors) > 1:
+            odd = vectors[-1:] if len(vectors) % 2 else []
+            pairs = zip(vectors[::2], vectors[1::2], strict=False)
+            vectors = [self.builder.fadd(*pair) for pair in pairs] + odd
+        return vectors[0]
+
     def weights(self, groups: Any, count: Any, starts: Any) -> Iterator[tuple[tuple[int, int, int, int], Any, Any]]:
         """For each rectangle, the code's place for the weights ``first`` to ``last`` of a group that has it."""
         builder = self.builder
@@ -187,17 +195,23 @@ def _correlate_tile(context, tile, x, x_row, y, y_row, y_column, values, offsets
 
 
 @intrinsic(prefer_literal=True)
-def _add_products(context, tile, x, x_row, y, y_row, y_column, offsets, starts, groups, count, sums):
-    """``sums[k] += Σ_p y[p] * x[p + offsets[k]]`` over the positions of a tile, for each lane by itself."""
+def _add_products(context, tile, x, x_row, y, y_row, y_column, offsets, starts, groups, count, shared, sums, total):
+    """``sums[k] += Σ_p y[p] * x[p + offsets[k]]`` and ``total += Σ_p y[p]``, for each lane by itself.
+
+    Both are over the positions of a tile, without the first columns that it shares with the tile before it.
+    """
     compiled = _Tile(*ast.literal_eval(tile.literal_value))
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, x, x_row, y, y_row, y_column, offsets, starts, groups, count, sums = args
+        _, x, x_row, y, y_row, y_column, offsets, starts, groups, count, shared, sums, total = args
         write = _Writer(builder, compiled)
-        factors = {
-            (row, column): write.load(write.shifted(write.shifted(y, y_row, row), y_column, column))
-            for row, column in compiled.positions
-        }
+        zero = ir.Constant(write.vector, [0.0] * compiled.lanes)
+        factors = {}
+        for row, column in compiled.positions:
+            factor = write.load(write.shifted(write.shifted(y, y_row, row), y_column, column))
+            before = builder.icmp_signed("<", ir.Constant(_INT64, column), shared)
+            factors[row, column] = builder.select(before, zero, factor)
+        write.store(write.added([write.load(total), *factors.values()]), total)
         rows = [write.shifted(x, x_row, row) for row in range(compiled.rows)]
         channel = write.load_index(starts, ir.Constant(_INT64, 0))
         for bounds, first, last in write.weights(groups, count, starts):
@@ -212,14 +226,10 @@ def _add_products(context, tile, x, x_row, y, y_row, y_column, offsets, starts, 
                         totals[chain] = write.multiply_add(factors[position], loaded, totals[chain])
                     else:
                         totals.append(builder.fmul(factors[position], loaded))
-                while len(totals) > 1:
-                    pairs = zip(totals[::2], totals[1::2], strict=False)
-                    odd = totals[-1:] if len(totals) % 2 else []
-                    totals = [builder.fadd(*pair) for pair in pairs] + odd
-                write.store(totals[0], address)
+                write.store(write.added(totals), address)
         return context.get_dummy_value()
 
-    return types.void(tile, *[types.int64] * 10), generate
+    return types.void(tile, *[types.int64] * 12), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -276,7 +286,7 @@ def _correlation_kernel(tile: str) -> Callable[..., None]:
 
 
 def products_kernel(itemsize: int, lanes: int, tiles: Tiles) -> Callable[..., None]:
-    """The kernel of weights' gradients; its rows are output channels.
+    """The kernel of weights' and biases' gradients; its rows are output channels.
 
     As many tiles as make a panel have inputs that fit the second-level cache; all channels go over one panel before the
     next.
@@ -290,7 +300,7 @@ def _products_kernel(tile: str) -> Callable[..., None]:
 
     @kernel
     def multiply(
-        first, last, table, groups, starts, taps, offsets, blocks, panel, position, gradient,
+        first, last, table, groups, starts, taps, offsets, blocks, panel, position, gradient, bias_gradient,
         x, x_block, x_row, y, y_block, y_row, y_column, y_channel,
     ):  # fmt: skip
         count = len(table)
@@ -298,11 +308,12 @@ def _products_kernel(tile: str) -> Callable[..., None]:
         for channel in range(first, last):
             longest = max(longest, starts[(channel + 1) * taps] - starts[channel * taps])
         sums = np.empty((longest + lanes, lanes), gradient.dtype)
-        totals = np.empty(lanes, gradient.dtype)
+        totals, total = np.empty(lanes, gradient.dtype), np.empty(lanes, gradient.dtype)
         for begin in range(0, blocks * count, panel):
             for channel in range(first, last):
                 start, stop = starts[channel * taps], starts[(channel + 1) * taps]
                 sums[: stop - start] = 0
+                total[:] = 0
                 for item in range(begin, min(begin + panel, blocks * count)):
                     block, number = item // count, item % count
                     _add_products(
@@ -316,25 +327,14 @@ def _products_kernel(tile: str) -> Callable[..., None]:
                         starts.ctypes.data + 4 * channel * taps,
                         groups.ctypes.data + 12 * table[number, 2],
                         table[number, 3],
+                        table[number, 4],
                         sums.ctypes.data,
+                        total.ctypes.data,
                     )
+                bias_gradient[channel] += total.sum()
                 for place in range(start, stop, lanes):
                     _add_lanes(tile, sums[place - start :].ctypes.data, totals.ctypes.data)
                     for lane in range(min(lanes, stop - place)):
                         gradient[place + lane] += totals[lane]
 
     return multiply
-
-
-@kernel
-def add_channels(first, last, y, total):
-    """``total[c] = Σ y[:, c]``; rows are channels."""
-    blocks, _, positions, lanes = y.shape
-    sums = np.empty(lanes, y.dtype)
-    for channel in range(first, last):
-        sums[:] = 0
-        for block in range(blocks):
-            for position in range(positions):
-                for lane in range(lanes):
-                    sums[lane] += y[block, channel, position, lane]
-        total[channel] = sums.sum()

@@ -61,7 +61,8 @@ class Tiles(NamedTuple):
     step: int
     #: Rectangles ``(first row, last row, first column, last column)``, the last ones exclusive.
     rectangles: tuple[tuple[int, int, int, int], ...]
-    #: For each tile: its first input position, first output position, first group, and number of groups.
+    #: For each tile: its first input position, first output position, first group, number of groups, and how many of its
+    #: columns are the tile's before it too.
     table: np.ndarray
     #: For each group: its first tap, its last one (exclusive), and its rectangle.
     groups: np.ndarray
@@ -118,24 +119,26 @@ def tiles(reading: Reading, most: int) -> Tiles:
     present = [phase for phase in phases if min(sizes[phase]) > 0]
     rows, columns = _tile_size([sizes[phase] for phase in present], most, len(reading.taps))
     rectangles: dict[tuple[int, int, int, int], int] = {}
-    table: list[tuple[int, int, int, int]] = []
+    table: list[tuple[int, ...]] = []
     groups: list[tuple[int, int, int]] = []
     for phase in present:
         height, width = sizes[phase]
-        corners = itertools.product(range(0, height, rows), _starts(width, columns))
-        for corner in corners:
+        lefts = _starts(width, columns)
+        for top, number in itertools.product(range(0, height, rows), range(len(lefts))):
+            corner = top, lefts[number]
+            shared = columns - lefts[number] + lefts[number - 1] if number else 0
             found = _groups(reading, phase, corner, (rows, columns), rectangles)
             at_in = corner[0] * reading.in_step[0] * reading.in_size[1] + corner[1] * reading.in_step[1]
             at_out = (phase[0] + corner[0] * reading.out_step[0]) * reading.out_size[1]
             at_out += phase[1] + corner[1] * reading.out_step[1]
-            table.append((at_in, at_out, len(groups), len(found)))
+            table.append((at_in, at_out, len(groups), len(found), shared))
             groups += found
     return Tiles(
         rows,
         columns,
         reading.in_step[1],
         tuple(rectangles),
-        frozen(np.array(table, dtype=np.int64).reshape(-1, 4)),
+        frozen(np.array(table, dtype=np.int64).reshape(-1, 5)),
         frozen(np.array(groups, dtype=np.int32).reshape(-1, 3)),
     )
 
