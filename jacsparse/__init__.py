@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .patterns import Call, Pattern, UnsupportedOperatorError, register_rule
     from .recurrence import linear_recurrence
     from .scan import backward, vjp
+    from .sparse import SparseModel, densify, sparsify
     from .spgemm import ProductPlan, SparseJacobian, SumPlan, plan_product, plan_sum
     from .stages import Chain, Stage, chain
     from .training import leapfrog_backward
@@ -46,6 +47,7 @@ __all__ = [
     "PreparedJacobian",
     "ProductPlan",
     "SparseJacobian",
+    "SparseModel",
     "Stage",
     "SumPlan",
     "UnsupportedOperatorError",
@@ -55,6 +57,7 @@ __all__ = [
     "backward",
     "chain",
     "count_flop",
+    "densify",
     "distributed",
     "hessian",
     "hessian_pattern",
@@ -72,6 +75,7 @@ __all__ = [
     "schedule",
     "simulation",
     "solvers",
+    "sparsify",
     "training",
     "verify",
     "vjp",
@@ -100,6 +104,9 @@ _HOMES = {
     "linear_recurrence": "recurrence",
     "backward": "scan",
     "vjp": "scan",
+    "SparseModel": "sparse",
+    "densify": "sparse",
+    "sparsify": "sparse",
     "ProductPlan": "spgemm",
     "SparseJacobian": "spgemm",
     "SumPlan": "spgemm",

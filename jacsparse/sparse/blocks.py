@@ -3,9 +3,9 @@
 A vector register holds one position of all samples of a block. Where a batch does not fill its last block, that
 block's other lanes hold zeros going in, and are dropped going out.
 
-`Blocks` is such an activation in the place of a tensor: PyTorch's functions hand themselves to it, as the forward pass of
-any model calls them. Those in `OPERATORS` go on with blocks, and before any other one the activation becomes a tensor
-again. So the runs of layers that share the layout are as long as can be, whatever the model's code does.
+`Blocks` is such an activation in the place of a tensor. PyTorch hands each function that a model's forward pass calls
+on it to ``__torch_function__``. Those in `OPERATORS` go on with blocks, and before any other one the activation becomes
+a tensor again. So the runs of layers that share the layout are as long as can be, whatever the model's code does.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def from_blocks(x: torch.Tensor, batch: int) -> torch.Tensor:
 class Sum(Protocol):
     """An affine layer's output that is not computed yet, so that what follows may become part of it."""
 
-    #: Whether ReLU is part of it already.
-    relu: bool
+    @property
+    def relu(self) -> bool:
+        """Whether ReLU is part of it already."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,11 +56,14 @@ class Sum(Protocol):
     def dtype(self) -> torch.dtype:
         """Their dtype."""
 
-    def compute(self, relu: bool) -> torch.Tensor:
-        """The output's blocks, after ReLU where asked."""
+    def compute(self) -> torch.Tensor:
+        """The output's blocks."""
 
     def activated(self) -> Sum:
         """The output after ReLU."""
+
+    def pooled(self, pool: Any) -> torch.Tensor:
+        """The blocks of each window's maximum, after ReLU; the windows of the `Pool` cover each position once."""
 
     def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> Sum:
         """The output times a number for each channel, plus another one."""
@@ -98,7 +102,7 @@ class Blocks:
     def data(self) -> torch.Tensor:
         """The blocks."""
         if not isinstance(self._content, torch.Tensor):
-            self._content = self._content.compute(self._content.relu)
+            self._content = self._content.compute()
         return self._content
 
     @property

@@ -13,7 +13,7 @@ from ..runtime import MEMORY_POOL, run_rows
 from .processor import tile_positions
 from .vector_kernels import correlation_kernel, products_kernel
 from .weights import Entries, Structure
-from .windows import Pair, Reading, Window, reading, tiles, transposed_reading
+from .windows import Pair, Reading, Tiles, Window, reading, tiles, transposed_reading
 
 #: Bytes of the inputs that stay in the second-level cache while all output channels go over them.
 _PANEL = 2**19
@@ -53,6 +53,7 @@ class Correlation:
         self._offsets = entries.source * np.int32(rows * columns) + distances[entries.tap]
         self._position = lanes * dtype.itemsize
         self._taps = len(reading.taps)
+        self._pooled: dict[Pair, Any] = {}
         self._sum = correlation_kernel(dtype.itemsize, lanes, self._tiles)
         self._multiply = products_kernel(dtype.itemsize, lanes, self._tiles)
 
@@ -60,16 +61,46 @@ class Correlation:
         self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, floor: float = -np.inf
     ) -> torch.Tensor:
         """``max(floor, bias + the sums)`` of blocks `x`."""
-        kind, table = _numpy_dtype(self.dtype), self._tiles.table
         y = empty((x.shape[0], self.entries.channels, *self.reading.out_size, self.lanes), self.dtype)
+        self._add_up(self._sum, self._tiles, x, y, values, bias, floor, 0)
+        return y
+
+    def pooled(
+        self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, pool: Pair
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The maximum of each window of the sums, and of zero, and the winners' numbers in their windows, in bytes.
+
+        The windows cover each output position once.
+        """
+        if pool not in self._pooled:
+            pooled_tiles = tiles(self.reading, tile_positions(), pool)
+            self._pooled[pool] = (pooled_tiles, correlation_kernel(self.dtype.itemsize, self.lanes, pooled_tiles, pool))
+        pooled_tiles, compiled = self._pooled[pool]
+        size = [count // window for count, window in zip(self.reading.out_size, pool, strict=True)]
+        y = empty((x.shape[0], self.entries.channels, *size, self.lanes), self.dtype)
+        winners = torch.empty(y.shape, dtype=torch.uint8)
+        self._add_up(compiled, pooled_tiles, x, y, values, bias, 0.0, winners.data_ptr())
+        return y, winners
+
+    def _add_up(
+        self,
+        compiled: Any,
+        tiles: Tiles,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        values: torch.Tensor,
+        bias: torch.Tensor | None,
+        floor: float,
+        winners: int,
+    ) -> None:
+        kind = _numpy_dtype(self.dtype)
         start = np.zeros(self.entries.channels, kind) if bias is None else bias.numpy()
-        rows = x.shape[0] * len(table) * self.entries.channels
         weights = 1 + len(self.entries.source) // max(1, self.entries.channels)
         run_rows(
-            self._sum,
-            rows,
-            table,
-            self._tiles.groups,
+            compiled,
+            x.shape[0] * len(tiles.table) * self.entries.channels,
+            tiles.table,
+            tiles.groups,
             self.entries.starts,
             self._taps,
             self.entries.channels,
@@ -77,10 +108,10 @@ class Correlation:
             self._offsets,
             start,
             kind(floor),
+            winners,
             *self._steps(x, y),
-            lanes=8 * weights * self._tiles.rows * self._tiles.columns // _VECTORS,
+            lanes=8 * weights * tiles.rows * tiles.columns // _VECTORS,
         )
-        return y
 
     def products(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """For each weight, the sum of its inputs `x` times its outputs `y`; and for each channel, the sum of `y`."""
@@ -105,7 +136,7 @@ class Correlation:
         return torch.from_numpy(gradient), torch.from_numpy(bias_gradient)
 
     def _steps(self, x: torch.Tensor, y: torch.Tensor, *between: Any) -> tuple[Any, ...]:
-        (in_rows, in_columns), (out_rows, out_columns) = self.reading.in_size, self.reading.out_size
+        (in_rows, in_columns), (out_rows, out_columns) = self.reading.in_size, y.shape[2:4]
         in_step, out_step = self.reading.in_step, self.reading.out_step
         position = self._position
         return (
@@ -191,17 +222,17 @@ class _Convolve(torch.autograd.Function):
         gradient = gradient.contiguous()
         if y is not None:
             gradient = torch.ops.aten.threshold_backward(gradient, y, 0)
-        needs_x, needs_values, needs_bias, *_ = ctx.needs_input_grad
-        of_values = of_bias = None
-        if needs_values or needs_bias:
-            of_values, of_bias = _Products.apply(x, gradient, ctx.convolution)
-        return (
-            _Transposed.apply(gradient, values, ctx.convolution) if needs_x else None,
-            of_values if needs_values else None,
-            of_bias if needs_bias else None,
-            None,
-            None,
-        )
+        return *gradients(ctx, x, values, gradient), None, None
+
+
+def gradients(ctx: Any, x: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor) -> tuple[Any, Any, Any]:
+    """The gradients of a convolution's input, values and bias that `ctx` asks for, from that of its output."""
+    needs_x, needs_values, needs_bias, *_ = ctx.needs_input_grad
+    of_values = of_bias = None
+    if needs_values or needs_bias:
+        of_values, of_bias = _Products.apply(x, gradient, ctx.convolution)
+    of_x = _Transposed.apply(gradient, values, ctx.convolution) if needs_x else None
+    return of_x, of_values if needs_values else None, of_bias if needs_bias else None
 
 
 class _Transposed(torch.autograd.Function):

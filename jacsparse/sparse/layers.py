@@ -15,6 +15,7 @@ from ..runtime import uncompiled
 from ..tracing import check_initialised
 from .blocks import Blocks, Form, from_blocks, plain, to_blocks
 from .convolution import Convolution
+from .pooling import Pool, convolve_and_pool
 from .processor import lanes_for, tile_positions
 from .weights import Structure
 from .windows import Pair, Window
@@ -232,9 +233,13 @@ class _Output:
     def dtype(self) -> torch.dtype:
         return self.values.dtype
 
-    def compute(self, relu: bool) -> torch.Tensor:
+    def compute(self) -> torch.Tensor:
         with torch.set_grad_enabled(self.with_gradients):
-            return self.convolution(self.x, self.values, self.bias, relu)
+            return self.convolution(self.x, self.values, self.bias, self.relu)
+
+    def pooled(self, pool: Pool) -> torch.Tensor:
+        with torch.set_grad_enabled(self.with_gradients):
+            return convolve_and_pool(self.x, self.values, self.bias, self.convolution, pool)
 
     def activated(self) -> _Output:
         return replace(self, relu=True)

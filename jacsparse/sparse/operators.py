@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from .blocks import Blocks, alike, operator, to_blocks
-from .pooling import max_pool
+from .pooling import MOST_POSITIONS, Pool, max_pool
 
 _ELEMENTWISE = (
     "leaky_relu", "relu6", "elu", "selu", "celu", "gelu", "silu", "hardswish", "hardsigmoid", "hardtanh", "softplus",
@@ -156,14 +157,13 @@ def _max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    if ceil_mode or return_indices or x.form.rank != 4:
-        return NotImplemented
     kernel = _pair(kernel_size)
-    window = kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation)
-    if x.pending is not None and x.pending.relu:
-        # The maximum of what ReLU leaves is what ReLU leaves of the maximum, and there are fewer of these.
-        return x.like(max_pool(x.pending.compute(relu=False), *window, relu=True))
-    return x.like(max_pool(x.data, *window))
+    if ceil_mode or return_indices or x.form.rank != 4 or math.prod(kernel) > MOST_POSITIONS:
+        return NotImplemented
+    pool = Pool(kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation))
+    if x.pending is not None and x.pending.relu and pool.tiles(x.pending.shape[2:4]):
+        return x.like(x.pending.pooled(pool))
+    return x.like(max_pool(x.data, pool))
 
 
 @operator(functional.avg_pool2d)

@@ -1,57 +1,133 @@
-"""Max-pooling of blocks, as part of autograd."""
+"""Max-pooling of blocks, alone or within a convolution, as part of autograd."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..runtime import run_rows
-from .convolution import empty
-from .pooling_kernels import pull_winners, take_winners
+from .convolution import Convolution, empty, gradients
+from .pooling_kernels import gather_kernel, scatter_kernel, winners_kernel
 from .windows import Pair
 
+#: The most positions of a window: winners are bytes, and one number says that none has won.
+MOST_POSITIONS = 255
 
-def max_pool(
-    x: torch.Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, relu: bool = False
+
+@dataclass(frozen=True)
+class Pool:
+    """The windows of a max-pooling."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+
+    def out_size(self, in_size: Pair) -> Pair:
+        """Rows and columns of the output, for those of an input."""
+        rows, columns = (
+            (in_size[axis] + 2 * self.padding[axis] - self.dilation[axis] * (self.kernel[axis] - 1) - 1)
+            // self.stride[axis]
+            + 1
+            for axis in (0, 1)
+        )
+        return rows, columns
+
+    def tiles(self, in_size: Pair) -> bool:
+        """Whether the windows cover each position of a plane once."""
+        whole = all(size % kernel == 0 for size, kernel in zip(in_size, self.kernel, strict=True))
+        return whole and self.stride == self.kernel and self.padding == (0, 0) and self.dilation == (1, 1)
+
+    def run(self, kernel: Any, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor, *rest: Any) -> None:
+        """Run a kernel over the planes of blocks."""
+        window = (*self.kernel, *self.stride, *self.padding, *self.dilation)
+        run_rows(
+            kernel(x.dtype.itemsize, x.shape[4]),
+            x.shape[0] * x.shape[1],
+            x.data_ptr(),
+            y.data_ptr(),
+            winners.data_ptr(),
+            (*x.shape[2:4], *y.shape[2:4]),
+            window,
+            *rest,
+            lanes=max(1, 2 * x[0, 0].numel() // x.shape[4]),
+        )
+
+
+def max_pool(x: torch.Tensor, pool: Pool) -> torch.Tensor:
+    """The maximum of each window, as ``torch.nn.functional.max_pool2d``; `x` are blocks."""
+    return _MaxPool.apply(x, pool)  # type: ignore[no-any-return]
+
+
+def convolve_and_pool(
+    x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, convolution: Convolution, pool: Pool
 ) -> torch.Tensor:
-    """The maximum of each window, as ``torch.nn.functional.max_pool2d``, then ReLU where asked; `x` are blocks."""
-    return _MaxPool.apply(x, kernel, stride, padding, dilation, relu)  # type: ignore[no-any-return]
+    """The maximum of each window of a convolution's output, then ReLU; the output itself is never stored."""
+    return _ConvolveAndPool.apply(x, values, bias, convolution, pool)  # type: ignore[no-any-return]
 
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Any, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, relu: bool
-    ) -> torch.Tensor:
-        sizes = [
-            (x.shape[axis + 2] + 2 * padding[axis] - dilation[axis] * (kernel[axis] - 1) - 1) // stride[axis] + 1
-            for axis in (0, 1)
-        ]
-        y = empty((*x.shape[:2], *sizes, x.shape[4]), x.dtype)
-        # A winner's number in its window; that after the last one where ReLU lets none through.
-        winners = np.empty(y.shape, np.uint8 if kernel[0] * kernel[1] < 256 else np.uint32)
-        ctx.shape, ctx.window, ctx.winners = x.shape, np.array([*kernel, *stride, *padding, *dilation]), winners
-        _run(take_winners, x, y, winners, ctx.window, relu)
+    def forward(ctx: Any, x: Any, pool: Pool) -> torch.Tensor:
+        y = empty((*x.shape[:2], *pool.out_size(x.shape[2:4]), x.shape[4]), x.dtype)
+        winners = torch.empty(y.shape, dtype=torch.uint8)
+        pool.run(winners_kernel, x, y, winners)
+        ctx.shape, ctx.pool = x.shape, pool
+        ctx.save_for_backward(winners)
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        x = empty(ctx.shape, gradient.dtype)
-        _run(pull_winners, x, gradient.contiguous(), ctx.winners, ctx.window)
-        return x, None, None, None, None, None
+        (winners,) = ctx.saved_tensors
+        return _Scatter.apply(gradient.contiguous(), winners, ctx.shape, ctx.pool), None
 
 
-def _run(kernel: Any, x: torch.Tensor, y: torch.Tensor, winners: np.ndarray, *rest: Any) -> None:
-    planes = x.shape[0] * x.shape[1]
-    run_rows(
-        kernel,
-        planes,
-        x.detach().flatten(0, 1).numpy(),
-        y.detach().flatten(0, 1).numpy(),
-        winners.reshape(planes, *winners.shape[2:]),
-        *rest,
-        lanes=max(1, x[0, 0].numel() // 2),
-    )
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Any, winners: Any, shape: Any, pool: Pool) -> torch.Tensor:
+        ctx.pool = pool
+        ctx.save_for_backward(winners)
+        x = empty(shape, y.dtype)
+        apart = pool.tiles((x.shape[2], x.shape[3]))
+        if not apart:
+            x.zero_()
+        pool.run(scatter_kernel, x, y, winners, apart)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        (winners,) = ctx.saved_tensors
+        return _Gather.apply(gradient.contiguous(), winners, ctx.pool), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, winners: Any, pool: Pool) -> torch.Tensor:
+        ctx.shape, ctx.pool = x.shape, pool
+        ctx.save_for_backward(winners)
+        y = torch.zeros(winners.shape, dtype=x.dtype)
+        pool.run(gather_kernel, x, y, winners)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        (winners,) = ctx.saved_tensors
+        return _Scatter.apply(gradient.contiguous(), winners, ctx.shape, ctx.pool), None, None
+
+
+class _ConvolveAndPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, values: Any, bias: Any, convolution: Convolution, pool: Pool) -> torch.Tensor:
+        y, winners = convolution.forward.pooled(x, values, bias, pool.kernel)
+        ctx.convolution, ctx.pool = convolution, pool
+        ctx.save_for_backward(x, values, winners)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        x, values, winners = ctx.saved_tensors
+        shape = (x.shape[0], *ctx.convolution.out_shape)
+        gradient = _Scatter.apply(gradient.contiguous(), winners, shape, ctx.pool)
+        return *gradients(ctx, x, values, gradient), None, None

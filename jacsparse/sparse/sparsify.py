@@ -112,24 +112,23 @@ def _with_prefix(module: nn.Module, state: Any, prefix: str, *arguments: Any) ->
         state[prefix + _PREFIX + name[len(prefix) :]] = state.pop(name)
 
 
-def sparsify(
-    model: nn.Module, x: torch.Tensor, *, training: bool | None = None, measure: bool = True
-) -> SparseModel:
+def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None, measure: bool = True) -> SparseModel:
     """A copy of a pruned model that runs at the cost of the weights that are left, on the CPU.
 
-    Each convolution and linear layer is measured on its input, dense and sparse, and runs the faster way. Between sparse
-    layers activations stay in blocks, with the samples last, through batch normalisation, activation functions, pooling,
-    sums and flattening.
+    Each convolution and linear layer is measured on its input, dense and sparse, and runs the faster way. Between
+    sparse layers activations stay in blocks, with the samples last, through batch normalisation, activation functions,
+    pooling, sums and flattening.
 
     Parameters
     ----------
     model : Module
-        Its convolutions and linear layers have masks of ``torch.nn.utils.prune``, or zeros where they are pruned. It does
-        not change.
+        Its convolutions and linear layers have masks of ``torch.nn.utils.prune``, or zeros where they are pruned. It
+        does not change.
     x : Tensor
         A batch of inputs, of the size that is to be fast.
     training : bool, optional
-        Whether training steps shall be fast, or forward passes alone; by default, whether the model is in training mode.
+        Whether training steps shall be fast, or forward passes alone; by default, whether the model is in training
+        mode.
     measure : bool
         Whether to choose by measurements; otherwise all layers with a pruned weight become sparse.
 
@@ -146,7 +145,6 @@ def sparsify(
     Examples
     --------
     >>> from torch.nn.utils import prune
-from torch.utils._pytree import tree_leaves
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2))
     >>> _ = prune.l1_unstructured(model[0], "weight", 0.9)
     >>> sparse = sparsify(model, torch.randn(4, 3, 8, 8), measure=False)
@@ -163,7 +161,7 @@ from torch.utils._pytree import tree_leaves
         if parameter.device.type != "cpu":
             raise ValueError(f"{name} is on {parameter.device}; sparse layers run on the CPU alone: move it by .cpu()")
     dense = _copied(model)
-    inputs, shared = _inputs(dense, x, training), _shared(model)
+    inputs, shared = _inputs(dense, x, training), _shared(dense)
     choices = [
         _choice(path, part, inputs.get(path), shared, training, measure)
         for path, part in dense.named_modules()
@@ -205,7 +203,9 @@ def densify(model: nn.Module) -> nn.Module:
     )
     """
     model = _copied(model.model if isinstance(model, SparseModel) else model)
-    dense = {part: part.to_dense() for part in model.modules() if isinstance(part, (SparseConv2d, SparseLinear))}
+    dense: dict[nn.Module, nn.Module] = {
+        part: part.to_dense() for part in model.modules() if isinstance(part, (SparseConv2d, SparseLinear))
+    }
     return _replaced(model, dense)
 
 
@@ -236,7 +236,7 @@ def _sparse(layer: nn.Module) -> SparseLayer:
 def _replaced(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if child in others:
+            if child is not None and child in others:
                 parent._modules[name] = others[child]
     return others.get(model, model)
 
@@ -275,9 +275,7 @@ def _shared(model: nn.Module) -> set[int]:
     return {parameter for parameter, count in holders.items() if count > 1}
 
 
-def _choice(
-    path: str, layer: Any, x: _Input | None, shared: set[int], training: bool, measure: bool
-) -> LayerChoice:
+def _choice(path: str, layer: Any, x: _Input | None, shared: set[int], training: bool, measure: bool) -> LayerChoice:
     """How a layer is to run."""
     weight = getattr(layer, "weight_orig", layer.weight)
     mask = getattr(layer, "weight_mask", weight)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -61,8 +62,8 @@ class Tiles(NamedTuple):
     step: int
     #: Rectangles ``(first row, last row, first column, last column)``, the last ones exclusive.
     rectangles: tuple[tuple[int, int, int, int], ...]
-    #: For each tile: its first input position, first output position, first group, number of groups, and how many of its
-    #: columns are the tile's before it too.
+    #: For each tile: its first input position, first output position, first group, number of groups, and how many of
+    #: its columns are the tile's before it too.
     table: np.ndarray
     #: For each group: its first tap, its last one (exclusive), and its rectangle.
     groups: np.ndarray
@@ -108,16 +109,17 @@ def transposed_reading(window: Window, in_size: Pair, out_size: Pair) -> Reading
 
 
 @functools.lru_cache(maxsize=1024)
-def tiles(reading: Reading, most: int) -> Tiles:
+def tiles(reading: Reading, most: int, pool: Pair = (1, 1)) -> Tiles:
     """Tiles of at most `most` positions that cover all output positions.
 
     Where the columns are no multiple of a tile's, the last tile of a row begins earlier, and what two tiles share is
-    computed twice.
+    computed twice. With `pool`, tiles are made of whole windows of as many rows and columns, of which each leaves one
+    output position.
     """
     phases = sorted(itertools.product(range(reading.out_step[0]), range(reading.out_step[1])))
     sizes = {phase: _phase_size(reading, phase) for phase in phases}
     present = [phase for phase in phases if min(sizes[phase]) > 0]
-    rows, columns = _tile_size([sizes[phase] for phase in present], most, len(reading.taps))
+    rows, columns = _tile_size([sizes[phase] for phase in present], most, len(reading.taps), pool)
     rectangles: dict[tuple[int, int, int, int], int] = {}
     table: list[tuple[int, ...]] = []
     groups: list[tuple[int, int, int]] = []
@@ -129,8 +131,8 @@ def tiles(reading: Reading, most: int) -> Tiles:
             shared = columns - lefts[number] + lefts[number - 1] if number else 0
             found = _groups(reading, phase, corner, (rows, columns), rectangles)
             at_in = corner[0] * reading.in_step[0] * reading.in_size[1] + corner[1] * reading.in_step[1]
-            at_out = (phase[0] + corner[0] * reading.out_step[0]) * reading.out_size[1]
-            at_out += phase[1] + corner[1] * reading.out_step[1]
+            at_out = (phase[0] + corner[0] * reading.out_step[0]) // pool[0] * (reading.out_size[1] // pool[1])
+            at_out += (phase[1] + corner[1] * reading.out_step[1]) // pool[1]
             table.append((at_in, at_out, len(groups), len(found), shared))
             groups += found
     return Tiles(
@@ -148,14 +150,21 @@ def _phase_size(reading: Reading, phase: Pair) -> Pair:
     return max(rows, 0), max(columns, 0)
 
 
-def _tile_size(sizes: list[Pair], most: int, taps: int) -> Pair:
+def _tile_size(sizes: list[Pair], most: int, taps: int, pool: Pair) -> Pair:
     """Rows and columns of tiles: as many columns as fit, and as many rows as divide all heights."""
     narrowest = min((columns for _, columns in sizes), default=1)
-    columns = -(-narrowest // -(-narrowest // most))
+    if pool == (1, 1):
+        columns = -(-narrowest // -(-narrowest // most))
+    else:
+        columns = _largest_divisor(narrowest, most // pool[0], pool[1])
     heights = {rows for rows, _ in sizes}
-    fitting = 1 if taps > _MOST_TAPS else max(1, most // columns)
-    rows = max(count for count in range(1, fitting + 1) if all(height % count == 0 for height in heights))
-    return rows, columns
+    fitting = pool[0] if taps > _MOST_TAPS else most // columns
+    return _largest_divisor(math.gcd(*heights), fitting, pool[0]), columns
+
+
+def _largest_divisor(size: int, most: int, unit: int) -> int:
+    """The largest divisor of `size` that is a multiple of `unit` and at most `most`, or `unit`."""
+    return max(count for count in range(unit, max(most, unit) + 1, unit) if size % count == 0 or count == unit)
 
 
 def _starts(width: int, columns: int) -> list[int]:
