@@ -1,7 +1,7 @@
 """Layers and regions of pruned networks at the cost of the weights that are left: samples last, on the CPU."""
 
+from .conversion import LayerChoice, SparseModel, SparsityReport, densify, sparsify
 from .layers import SparseConv2d, SparseLayer, SparseLinear
-from .sparsify import LayerChoice, SparseModel, SparsityReport, densify, sparsify
 
 __all__ = [
     "LayerChoice",
