@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from ..runtime import MEMORY_POOL, run_rows
-from .processor import tile_positions
+from .processor import columns_for, tile_positions
 from .vector_kernels import correlation_kernel, products_kernel
 from .weights import Entries, Structure
+from .vectors import described
 from .windows import Pair, Reading, Tiles, Window, reading, tiles, transposed_reading
 
 #: Bytes of the inputs that stay in the second-level cache while all output channels go over them.
@@ -47,15 +48,19 @@ class Correlation:
 
     def __init__(self, entries: Entries, reading: Reading, lanes: int, dtype: torch.dtype) -> None:
         self.entries, self.reading, self.lanes, self.dtype = entries, reading, lanes, dtype
-        self._tiles = tiles(reading, tile_positions())
+        #: Columns of a vector, where it holds those of one sample.
+        self._along = 1
+        if lanes == 1 and reading.in_step[1] == 1 and reading.out_step == (1, 1):
+            self._along = columns_for(reading.out_size[1], dtype.itemsize)
+        self._tiles = tiles(reading, tile_positions(), along=self._along)
         rows, columns = reading.in_size
         distances = np.array([tap.offset[0] * columns + tap.offset[1] for tap in reading.taps], dtype=np.int32)
         self._offsets = entries.source * np.int32(rows * columns) + distances[entries.tap]
         self._position = lanes * dtype.itemsize
         self._taps = len(reading.taps)
         self._pooled: dict[Pair, Any] = {}
-        self._sum = correlation_kernel(dtype.itemsize, lanes, self._tiles)
-        self._multiply = products_kernel(dtype.itemsize, lanes, self._tiles)
+        tile = described(dtype.itemsize, max(lanes, self._along), self._tiles, along=self._along > 1)
+        self._sum, self._multiply = correlation_kernel(tile), products_kernel(tile)
 
     def __call__(
         self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, floor: float = -np.inf
@@ -74,7 +79,10 @@ class Correlation:
         """
         if pool not in self._pooled:
             pooled_tiles = tiles(self.reading, tile_positions(), pool)
-            self._pooled[pool] = (pooled_tiles, correlation_kernel(self.dtype.itemsize, self.lanes, pooled_tiles, pool))
+            self._pooled[pool] = (
+                pooled_tiles,
+                correlation_kernel(described(self.dtype.itemsize, self.lanes, pooled_tiles, pool)),
+            )
         pooled_tiles, compiled = self._pooled[pool]
         size = [count // window for count, window in zip(self.reading.out_size, pool, strict=True)]
         y = empty((x.shape[0], self.entries.channels, *size, self.lanes), self.dtype)

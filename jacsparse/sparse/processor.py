@@ -41,10 +41,26 @@ def lanes_for(batch: int, itemsize: int) -> int:
     Examples
     --------
     >>> lanes_for(1, 4), lanes_for(2, 8)
-    (4, 2)
+    (1, 2)
     """
+
+    if batch == 1:
+        # Vectors hold columns then.
+        return 1
 
     def time(width: int) -> float:
         return -(-max(batch, 1) * itemsize // width) * _TIMES[width]
 
     return min(vector_widths(), key=time) // itemsize
+
+
+def columns_for(width: int, itemsize: int) -> int:
+    """The number of columns of a vector, a power of two; 1 where a row has too few.
+
+    Examples
+    --------
+    >>> columns_for(7, 4), columns_for(1, 4)
+    (4, 1)
+    """
+    most = min(vector_widths()[0] // itemsize, width)
+    return 2 ** (most.bit_length() - 1)

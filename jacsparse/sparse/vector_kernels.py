@@ -21,8 +21,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ..runtime import kernel
-from .vectors import CHAINS, INT64, Tile, VectorWriter, described
-from .windows import Tiles
+from .vectors import CHAINS, INT64, Tile, VectorWriter
 
 
 @intrinsic(prefer_literal=True)
@@ -72,9 +71,9 @@ def _correlate_tile(
                 results[position] = builder.fadd(results[position], builder.load(sums[side, position]))
         least = write.filled(floor)
         window_rows, window_columns = compiled.pool
-        for row, column in itertools.product(
-            range(0, compiled.rows, window_rows), range(0, compiled.columns, window_columns)
-        ):
+        for row, column in compiled.positions:
+            if row % window_rows or column % window_columns:
+                continue
             place = write.shifted(write.shifted(y, y_row, row // window_rows), y_column, column // window_columns)
             if compiled.pool == (1, 1):
                 # A sum that is no number is not below the floor.
@@ -107,8 +106,7 @@ def _add_products(context, tile, x, x_row, y, y_row, y_column, offsets, starts, 
         factors = {}
         for row, column in compiled.positions:
             factor = write.load(write.shifted(write.shifted(y, y_row, row), y_column, column))
-            before = builder.icmp_signed("<", ir.Constant(INT64, column), shared)
-            factors[row, column] = builder.select(before, write.zero, factor)
+            factors[row, column] = builder.select(write.before(column, shared), write.zero, factor)
         write.store(write.added([write.load(total), *factors.values()]), total)
         rows = [write.shifted(x, x_row, row) for row in range(compiled.rows)]
         channel = write.load_index(starts, ir.Constant(INT64, 0))
@@ -147,13 +145,10 @@ def _add_lanes(context, tile, sums, out):
     return types.void(tile, types.int64, types.int64), generate
 
 
-def correlation_kernel(itemsize: int, lanes: int, tiles: Tiles, pool: tuple[int, int] = (1, 1)) -> Callable[..., None]:
-    """The kernel of sums over weights; its rows are the output channels of each tile of each block of samples."""
-    return _correlation_kernel(described(itemsize, lanes, tiles, pool))
-
-
 @functools.cache
-def _correlation_kernel(tile: str) -> Callable[..., None]:
+def correlation_kernel(tile: str) -> Callable[..., None]:
+    """The kernel of sums over weights; its rows are the output channels of each tile of each block of samples."""
+
     @kernel
     def correlate(
         first, last, table, groups, starts, taps, channels, values, offsets, bias, floor, winners, position,
@@ -185,17 +180,13 @@ def _correlation_kernel(tile: str) -> Callable[..., None]:
     return correlate
 
 
-def products_kernel(itemsize: int, lanes: int, tiles: Tiles) -> Callable[..., None]:
+@functools.cache
+def products_kernel(tile: str) -> Callable[..., None]:
     """The kernel of weights' and biases' gradients; its rows are output channels.
 
     As many tiles as make a panel have inputs that fit the second-level cache; all channels go over one panel before the
     next.
     """
-    return _products_kernel(described(itemsize, lanes, tiles))
-
-
-@functools.cache
-def _products_kernel(tile: str) -> Callable[..., None]:
     _, lanes, *_ = ast.literal_eval(tile)
 
     @kernel

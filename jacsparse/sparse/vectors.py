@@ -27,10 +27,13 @@ class Tile(NamedTuple):
     rectangles: tuple[tuple[int, int, int, int], ...]
     #: Rows and columns of the windows whose maximum is what is left, or one of each.
     pool: tuple[int, int] = (1, 1)
+    #: Whether a vector holds columns of one sample, and not one position of several.
+    along: bool = False
 
     @property
     def positions(self) -> list[tuple[int, int]]:
-        return [(row, column) for row in range(self.rows) for column in range(self.columns)]
+        columns = range(0, self.columns, self.lanes if self.along else 1)
+        return [(row, column) for row in range(self.rows) for column in columns]
 
     @property
     def unrolled(self) -> int:
@@ -38,8 +41,9 @@ class Tile(NamedTuple):
         return -(-CHAINS // len(self.positions))
 
 
-def described(itemsize: int, lanes: int, tiles: Tiles, pool: tuple[int, int] = (1, 1)) -> str:
-    return repr((itemsize, lanes, tiles.rows, tiles.columns, tiles.step, tiles.rectangles, pool))
+def described(itemsize: int, lanes: int, tiles: Tiles, pool: tuple[int, int] = (1, 1), along: bool = False) -> str:
+    """A tile as text, which is part of the kernel's key in the cache."""
+    return repr((itemsize, lanes, tiles.rows, tiles.columns, tiles.step, tiles.rectangles, pool, along))
 
 
 class VectorWriter:
@@ -51,6 +55,8 @@ class VectorWriter:
         self.vector = ir.VectorType(self.element, tile.lanes)
         self.bytes = ir.VectorType(ir.IntType(8), tile.lanes)
         self.width = tile.lanes * tile.itemsize
+        #: Bytes from one position to the next.
+        self.spacing = tile.itemsize if tile.along else self.width
         self.zero = ir.Constant(self.vector, [0.0] * tile.lanes)
         self._multiply_add = cgutils.get_or_insert_function(
             builder.module,
@@ -152,11 +158,36 @@ class VectorWriter:
     def inputs(self, rows: list[Any], offset: Any, bounds: tuple[int, int, int, int]) -> Iterator[tuple[Any, Any]]:
         """Each position of a rectangle, and the input that a weight with that offset meets there."""
         top, bottom, left, right = bounds
-        distance = self.builder.mul(offset, ir.Constant(INT64, self.width))
-        for row in range(top, bottom):
+        distance = self.builder.mul(offset, ir.Constant(INT64, self.spacing))
+        for row, column in self.tile.positions:
+            first, last = (min(max(edge - column, 0), self._span) for edge in (left, right))
+            if not top <= row < bottom or first >= last:
+                continue
             start = self.builder.add(rows[row], distance)
-            for column in range(left, right):
-                yield (row, column), self.load(self.shifted(start, column * self.tile.step * self.width, 1))
+            address = self.shifted(start, column * self.tile.step * self.spacing, 1)
+            yield (row, column), self.load(address) if last - first == self._span else self._part(address, first, last)
+
+    @property
+    def _span(self) -> int:
+        """Columns of a vector."""
+        return self.tile.lanes if self.tile.along else 1
+
+    def _part(self, address: Any, first: int, last: int) -> Any:
+        """The lanes from `first` to before `last` of a vector in memory, and zeros; no others are read."""
+        flags = ir.VectorType(ir.IntType(1), self.tile.lanes)
+        pointer = self.vector.as_pointer()
+        name = f"llvm.masked.load.v{self.tile.lanes}f{8 * self.tile.itemsize}.p0"
+        kind = ir.FunctionType(self.vector, [pointer, INT32, flags, self.vector])
+        load = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        mask = ir.Constant(flags, [int(first <= lane < last) for lane in range(self.tile.lanes)])
+        alignment = ir.Constant(INT32, self.tile.itemsize)
+        return self.builder.call(load, [self.builder.inttoptr(address, pointer), alignment, mask, self.zero])
+
+    def before(self, column: int, shared: Any) -> Any:
+        """Which lanes of the vector at a column belong to the first `shared` columns."""
+        numbers = [column + (lane if self.tile.along else 0) for lane in range(self.tile.lanes)]
+        kind = ir.VectorType(INT64, self.tile.lanes)
+        return self.builder.icmp_signed("<", ir.Constant(kind, numbers), self.repeated(shared, kind))
 
     def _lanes(self, places: list[int]) -> Any:
         return ir.Constant(ir.VectorType(INT32, len(places)), places)

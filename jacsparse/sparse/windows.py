@@ -109,8 +109,10 @@ def transposed_reading(window: Window, in_size: Pair, out_size: Pair) -> Reading
 
 
 @functools.lru_cache(maxsize=1024)
-def tiles(reading: Reading, most: int, pool: Pair = (1, 1)) -> Tiles:
-    """Tiles of at most `most` positions that cover all output positions.
+def tiles(reading: Reading, most: int, pool: Pair = (1, 1), along: int = 1) -> Tiles:
+    """Tiles of at most `most` vectors that cover all output positions.
+
+    A vector is a position, or as many columns as `along` says.
 
     Where the columns are no multiple of a tile's, the last tile of a row begins earlier, and what two tiles share is
     computed twice. With `pool`, tiles are made of whole windows of as many rows and columns, of which each leaves one
@@ -119,7 +121,7 @@ def tiles(reading: Reading, most: int, pool: Pair = (1, 1)) -> Tiles:
     phases = sorted(itertools.product(range(reading.out_step[0]), range(reading.out_step[1])))
     sizes = {phase: _phase_size(reading, phase) for phase in phases}
     present = [phase for phase in phases if min(sizes[phase]) > 0]
-    rows, columns = _tile_size([sizes[phase] for phase in present], most, len(reading.taps), pool)
+    rows, columns = _tile_size([sizes[phase] for phase in present], most, len(reading.taps), pool, along)
     rectangles: dict[tuple[int, int, int, int], int] = {}
     table: list[tuple[int, ...]] = []
     groups: list[tuple[int, int, int]] = []
@@ -150,15 +152,17 @@ def _phase_size(reading: Reading, phase: Pair) -> Pair:
     return max(rows, 0), max(columns, 0)
 
 
-def _tile_size(sizes: list[Pair], most: int, taps: int, pool: Pair) -> Pair:
+def _tile_size(sizes: list[Pair], most: int, taps: int, pool: Pair, along: int) -> Pair:
     """Rows and columns of tiles: as many columns as fit, and as many rows as divide all heights."""
     narrowest = min((columns for _, columns in sizes), default=1)
-    if pool == (1, 1):
+    if along > 1:
+        columns = along * (1 if narrowest % along else _largest_divisor(narrowest // along, most, 1))
+    elif pool == (1, 1):
         columns = -(-narrowest // -(-narrowest // most))
     else:
         columns = _largest_divisor(narrowest, most // pool[0], pool[1])
     heights = {rows for rows, _ in sizes}
-    fitting = pool[0] if taps > _MOST_TAPS else most // columns
+    fitting = pool[0] if taps > _MOST_TAPS else most // (columns // along)
     return _largest_divisor(math.gcd(*heights), fitting, pool[0]), columns
 
 
