@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 #: By a function of PyTorch, what computes it for blocks, or returns NotImplemented.
 OPERATORS: dict[Any, Callable[..., Any]] = {}
@@ -62,8 +63,11 @@ class Sum(Protocol):
     def activated(self) -> Sum:
         """The output after ReLU."""
 
+    def pools(self, pool: Any) -> bool:
+        """Whether the maximum of each window of a `Pool` can be computed at once, where ReLU is part of it."""
+
     def pooled(self, pool: Any) -> torch.Tensor:
-        """The blocks of each window's maximum, after ReLU; the windows of the `Pool` cover each position once."""
+        """The blocks of each window's maximum."""
 
     def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> Sum:
         """The output times a number for each channel, plus another one."""
@@ -161,7 +165,7 @@ class Blocks:
             result = OPERATORS[function](*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return function(*(plain(each) for each in args), **{name: plain(each) for name, each in kwargs.items()})
+        return function(*plain(args), **plain(kwargs))
 
 
 def _delegated(name: str) -> Callable[..., Any]:
@@ -181,17 +185,7 @@ for _name in [
 
 def plain(value: Any) -> Any:
     """The tensor of an activation in blocks; those in lists, tuples and mappings too."""
-    if isinstance(value, Blocks):
-        return value.tensor
-    if isinstance(value, torch.Tensor) or value is None:
-        return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(plain(each) for each in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(plain(each) for each in value)
-    if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
-    return value
+    return tree_map_only(Blocks, lambda blocks: blocks.tensor, value)
 
 
 def operator(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

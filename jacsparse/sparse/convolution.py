@@ -12,8 +12,8 @@ import torch
 from ..runtime import MEMORY_POOL, run_rows
 from .processor import columns_for, tile_positions
 from .vector_kernels import correlation_kernel, products_kernel
-from .weights import Entries, Structure
 from .vectors import described
+from .weights import Entries, Structure
 from .windows import Pair, Reading, Tiles, Window, reading, tiles, transposed_reading
 
 #: Bytes of the inputs that stay in the second-level cache while all output channels go over them.
@@ -70,6 +70,10 @@ class Correlation:
         self._add_up(self._sum, self._tiles, x, y, values, bias, floor, 0)
         return y
 
+    def pools(self, pool: Pair) -> bool:
+        """Whether windows of that size, which cover each output position once, can be a part of the kernel."""
+        return pool[0] * pool[1] <= tile_positions() and (self._along == 1 or pool[1] == 2)
+
     def pooled(
         self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, pool: Pair
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,10 +82,12 @@ class Correlation:
         The windows cover each output position once.
         """
         if pool not in self._pooled:
-            pooled_tiles = tiles(self.reading, tile_positions(), pool)
+            pooled_tiles = tiles(self.reading, tile_positions(), pool, self._along)
             self._pooled[pool] = (
                 pooled_tiles,
-                correlation_kernel(described(self.dtype.itemsize, self.lanes, pooled_tiles, pool)),
+                correlation_kernel(
+                    described(self.dtype.itemsize, max(self.lanes, self._along), pooled_tiles, pool, self._along > 1)
+                ),
             )
         pooled_tiles, compiled = self._pooled[pool]
         size = [count // window for count, window in zip(self.reading.out_size, pool, strict=True)]

@@ -237,6 +237,10 @@ class _Output:
         with torch.set_grad_enabled(self.with_gradients):
             return self.convolution(self.x, self.values, self.bias, self.relu)
 
+    def pools(self, pool: Pool) -> bool:
+        _, rows, columns, _ = self.convolution.out_shape
+        return self.relu and pool.tiles((rows, columns)) and self.convolution.forward.pools(pool.kernel)
+
     def pooled(self, pool: Pool) -> torch.Tensor:
         with torch.set_grad_enabled(self.with_gradients):
             return convolve_and_pool(self.x, self.values, self.bias, self.convolution, pool)

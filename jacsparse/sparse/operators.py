@@ -161,7 +161,7 @@ def _max_pool2d(
     if ceil_mode or return_indices or x.form.rank != 4 or math.prod(kernel) > MOST_POSITIONS:
         return NotImplemented
     pool = Pool(kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation))
-    if x.pending is not None and x.pending.relu and x.form.lanes > 1 and pool.tiles(x.pending.shape[2:4]):
+    if x.pending is not None and x.pending.pools(pool):
         return x.like(x.pending.pooled(pool))
     return x.like(max_pool(x.data, pool))
 

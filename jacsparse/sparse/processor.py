@@ -43,7 +43,6 @@ def lanes_for(batch: int, itemsize: int) -> int:
     >>> lanes_for(1, 4), lanes_for(2, 8)
     (1, 2)
     """
-
     if batch == 1:
         # Vectors hold columns then.
         return 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +70,8 @@ def _correlate_tile(
                 results[position] = builder.fadd(results[position], builder.load(sums[side, position]))
         least = write.filled(floor)
         window_rows, window_columns = compiled.pool
+        # Two columns of a vector become one.
+        pooled = VectorWriter(builder, compiled._replace(lanes=compiled.lanes // 2)) if compiled.along else write
         for row, column in compiled.positions:
             if row % window_rows or column % window_columns:
                 continue
@@ -81,12 +82,18 @@ def _correlate_tile(
                 write.store(builder.select(below, least, results[row, column]), place)
                 continue
             window = [
-                results[row + i, column + j] for i, j in itertools.product(range(window_rows), range(window_columns))
+                each
+                for i in range(window_rows)
+                for each in (
+                    pooled.split(results[row + i, column])
+                    if compiled.along
+                    else [results[row + i, column + j] for j in range(window_columns)]
+                )
             ]
-            best, winner = write.winner(window, least)
-            write.store(best, place)
+            best, winner = pooled.winner(window, pooled.filled(floor))
+            pooled.store(best, place)
             distance = builder.udiv(builder.sub(place, y_start), ir.Constant(INT64, compiled.itemsize))
-            write.store(winner, builder.add(winners, distance))
+            pooled.store(winner, builder.add(winners, distance))
         return context.get_dummy_value()
 
     return types.void(tile, *[types.int64] * 12, bias, floor), generate

@@ -183,6 +183,12 @@ class VectorWriter:
         alignment = ir.Constant(INT32, self.tile.itemsize)
         return self.builder.call(load, [self.builder.inttoptr(address, pointer), alignment, mask, self.zero])
 
+    def split(self, vector: Any) -> list[Any]:
+        """Of a vector with twice the lanes, those with even numbers, and those with odd ones."""
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        places = [[2 * lane + first for lane in range(self.tile.lanes)] for first in (0, 1)]
+        return [self.builder.shuffle_vector(vector, undefined, self._lanes(each)) for each in places]
+
     def before(self, column: int, shared: Any) -> Any:
         """Which lanes of the vector at a column belong to the first `shared` columns."""
         numbers = [column + (lane if self.tile.along else 0) for lane in range(self.tile.lanes)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -66,9 +67,19 @@ MODELS = {
 SIZES = {"pooled": (8, 8), "residual": (7, 7), "reshapes": (5, 4)}
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("batch", [3, 16])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("name", "batch", "training"),
+    [
+        ("pooled", 1, False),
+        ("pooled", 3, True),
+        ("pooled", 16, True),
+        ("residual", 1, True),
+        ("residual", 3, False),
+        ("residual", 8, True),
+        ("reshapes", 1, False),
+        ("reshapes", 3, True),
+    ],
+)
 def test_model(name: str, batch: int, training: bool) -> None:
     model = pruned(MODELS[name]()).train(training)
     for part in model.modules():
@@ -143,6 +154,43 @@ def test_a_layer_that_runs_twice() -> None:
     sparse = sparsify(model, torch.ones(2, 4), measure=False)
     assert sparse.model[0] is sparse.model[2]
     close(sparse(torch.ones(2, 4)), model(torch.ones(2, 4)), 1e-5)
+
+
+def test_outputs_of_any_form() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[OrderedDict[str, torch.Tensor], torch.Tensor]:
+            y = self.conv(x)
+            return OrderedDict(y=y, positive=[y.relu()]), y.sum()
+
+    model = pruned(Model())
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    named, total = sparsify(model, x, measure=False)(x)
+    expected, expected_total = model(x)
+    assert type(named) is OrderedDict
+    close(named["y"], expected["y"], 1e-12)
+    close(named["positive"][0], expected["positive"][0], 1e-12)
+    close(total, expected_total, 1e-12)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_pooling_of_equals_and_of_what_is_no_number(batch: int) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.ReLU(), nn.MaxPool2d(2), nn.MaxPool2d(3, 1, 1)).double()
+    # The weights of the input with what is no number are left: a masked layer multiplies it by zeros too.
+    with torch.no_grad():
+        prune.custom_from_mask(model[0], "weight", torch.tensor([[1, 1], [1, 0], [1, 1]])[:, :, None, None])
+    x = torch.randint(-1, 2, (batch, 2, 8, 8), dtype=torch.float64)
+    x[0, 0, 2, 3] = float("nan")
+    sparse = sparsify(model, x, measure=False)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [model(inputs[0]), sparse(inputs[1])]
+    assert torch.equal(outputs[0].isnan(), outputs[1].isnan())
+    for output in outputs:
+        output.nan_to_num().sum().backward()
+    close(inputs[1].grad.nan_to_num(), inputs[0].grad.nan_to_num(), 1e-12)
 
 
 def test_within_another_module() -> None:
