@@ -26,7 +26,7 @@ def _compiled(problem: Problem) -> None:
     prepared.values(*problem.args)
 
 
-#: The ways by name. The compiler is part of the time: `prepare_jacobian` imports it only where it is to compile.
+#: The ways by name.
 WAYS: dict[str, Callable[[Problem], None]] = {"jacobian": _by_jacobian, "compiled": _compiled}
 
 

@@ -29,7 +29,7 @@ _PEER, _FIRST_CALL = "_asdex_equations.py", "_first_call"
 _FASTER, _COMPILED, _EAGER = "prepared, the faster of both", "prepared, compiled", "prepared"
 _LATER, _GRADIENT = "jacobian, later calls", "f with a gradient"
 _MODES = {"fwd": "asdex, forward mode", "rev": "asdex, reverse mode"}
-_FIRST, _AGAIN, _FIRST_ASDEX = "first compiled call", "the same, compiled in an earlier process", "asdex, first call"
+_FIRST, _FIRST_ASDEX = "first compiled call", "asdex, first call"
 #: The largest difference of values, as a share of the largest.
 _DIFFERENCE = 1e-9
 #: Seconds of a call that no function comes below; the most time relative to asdex, and to a function with a gradient.
@@ -76,7 +76,7 @@ class DiscretisedEquations(Experiment):
     """Jacobians in float64 on one thread, without a batch."""
 
     cases: tuple[SizedEquation, ...] = _cases()
-    #: Whether compiled Jacobians are timed, which take a compiler, and seconds for each.
+    #: Whether compiled Jacobians are timed.
     compiled: bool = True
 
     name = "discretised_equations"
@@ -89,14 +89,14 @@ class DiscretisedEquations(Experiment):
         with one_thread(), tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             if self.compiled:
-                # The first process compiles the header that all compiled code includes.
-                _first_compiled_call(SizedEquation("kuramoto_sivashinsky", 7, _RATIO), folder)
+                # The first process compiles the kernels that prepare.
+                _first_compiled_call(SizedEquation("kuramoto_sivashinsky", 7, _RATIO))
             return [row for case in self.cases for row in self._case(case, folder, context)]
 
     def _case(self, case: SizedEquation, folder: Path, context: Context) -> list[Row]:
         problem = PROBLEMS[case.equation](case.size, 1)
         f, (x,) = problem.f, problem.args
-        prepared = jacsparse.prepare_jacobian(f, x, batched=False)
+        prepared = jacsparse.prepare_jacobian(f, x)
         expected = prepared(x).to_scipy()
         functions: dict[str, Callable[[], object]] = {
             _COMPILED: in_mode(functools.partial(_compiled, f, x, expected), ""),
@@ -124,26 +124,7 @@ class DiscretisedEquations(Experiment):
         asdex = _fastest(rows, peers)
         rows = _compared(case, rows, asdex)
         first = None if asdex is None else peers[asdex.label].first
-        return [*rows.values(), *(self._first_calls(case, first, folder) if self.compiled else ())]
-
-    def _first_calls(self, case: SizedEquation, asdex: float | None, folder: Path) -> list[Row]:
-        """Seconds of first calls in new processes, with kernels compiled before."""
-        rows: list[Row] = []
-        for label in (_FIRST, _AGAIN):
-            seconds, problem = _first_compiled_call(case, folder)
-            if seconds is None:
-                return [*rows, Row.missing(label, problem, group=str(case))]
-            comparisons = []
-            if asdex is not None:
-                targets = {"at_most": 1.0} if label == _FIRST else {}
-                comparisons.append(Comparison("ours / asdex", seconds / asdex, **targets))
-            if label == _FIRST:
-                comparisons.append(Comparison(f"time / {_MOST_SECONDS:g} s", seconds / _MOST_SECONDS, at_most=1.0))
-            fields: dict[str, Any] = {"group": str(case), "comparisons": tuple(comparisons)}
-            rows.append(Row.of_value(label, seconds, "time", "s", **fields))
-        if asdex is not None:
-            rows.append(Row.of_value(_FIRST_ASDEX, asdex, "time", "s", group=str(case), role="peer"))
-        return rows
+        return [*rows.values(), *(_first_calls(case, first) if self.compiled else ())]
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
         from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
@@ -209,7 +190,7 @@ class _Asdex:
 
 
 def _compiled(f: Callable[..., Any], x: torch.Tensor, expected: scipy.sparse.csr_array) -> Callable[[], object]:
-    prepared = jacsparse.prepare_jacobian(f, x, batched=False, compile=True)
+    prepared = jacsparse.prepare_jacobian(f, x, compile=True)
     _check(prepared(x).to_scipy(), expected)
     return functools.partial(prepared.values, x)
 
@@ -217,8 +198,8 @@ def _compiled(f: Callable[..., Any], x: torch.Tensor, expected: scipy.sparse.csr
 def _later(f: Callable[..., Any], x: torch.Tensor, expected: scipy.sparse.csr_array) -> Callable[[], object]:
     # The second call makes a program, and later ones follow it.
     for _ in range(3):
-        _check(jacsparse.jacobian(f, x, batched=False).to_scipy(), expected)
-    return lambda: jacsparse.jacobian(f, x, batched=False)
+        _check(jacsparse.jacobian(f, x).to_scipy(), expected)
+    return lambda: jacsparse.jacobian(f, x)
 
 
 def _with_gradient(f: Callable[..., Any], x: torch.Tensor) -> Callable[[], object]:
@@ -280,11 +261,23 @@ def _more(row: Row, ratio: float) -> Row:
     return replace(row, median=median, fastest=fastest)
 
 
-def _first_compiled_call(case: SizedEquation, folder: Path) -> tuple[float | None, str]:
-    """Seconds of the first compiled call in a new process whose compiler stores its results in a folder."""
+def _first_calls(case: SizedEquation, asdex: float | None) -> list[Row]:
+    """Seconds of first calls in new processes, with kernels compiled before."""
+    seconds, problem = _first_compiled_call(case)
+    if seconds is None:
+        return [Row.missing(_FIRST, problem, group=str(case))]
+    comparisons = [Comparison(f"time / {_MOST_SECONDS:g} s", seconds / _MOST_SECONDS, at_most=1.0)]
+    others: list[Row] = []
+    if asdex is not None:
+        comparisons.insert(0, Comparison("ours / asdex", seconds / asdex, at_most=1.0))
+        others.append(Row.of_value(_FIRST_ASDEX, asdex, "time", "s", group=str(case), role="peer"))
+    return [Row.of_value(_FIRST, seconds, "time", "s", group=str(case), comparisons=tuple(comparisons)), *others]
+
+
+def _first_compiled_call(case: SizedEquation) -> tuple[float | None, str]:
+    """Seconds of the first compiled call in a new process."""
     command = [sys.executable, "-m", f"{__package__}.{_FIRST_CALL}"]
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
-    answer, problem = json_of(command, case.equation, case.size, 1, "compiled", environment=environment)
+    answer, problem = json_of(command, case.equation, case.size, 1, "compiled")
     return (None, problem) if answer is None else (answer["first"], "")
 
 

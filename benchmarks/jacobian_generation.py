@@ -87,14 +87,14 @@ class JacobianGeneration(Experiment):
         columns = _Columns(record.input, record.output, self.columns)
         columns.check(record.transposed_jacobian().to_scipy(), _TOLERANCE[device])
         timings = context.under(operator.name).times(_functions(module, record, columns, device))
-        return _rows(operator, record.stage.pattern, columns, timings, MODES[device][-1])
+        return _rows(operator, record.stage.transposed_pattern, columns, timings, MODES[device][-1])
 
 
 def _functions(module: nn.Module, record: Record, columns: _Columns, device: str) -> dict[str, Call]:
     """The functions that are timed: the parts of making the Jacobian, a copy of as many bytes, and autograd."""
     stage = record.stage
     (edge,) = stage.edges
-    pattern, rule, prepared = stage.pattern, edge.rule, record.call(edge)
+    pattern, rule, prepared = stage.transposed_pattern, edge.rule, record.call(edge)
     runs = _kernel_runs(lambda: rule.transposed_values(prepared, pattern))
     source = record.input.new_ones(pattern.nnz)
     target, small_input = torch.empty_like(source), record.input.new_ones(1, record.stage.in_shape[0], 2, 2)

@@ -48,7 +48,7 @@ class StiffEquations(Experiment):
 
     def _size(self, n: int, context: Context) -> list[Row]:
         group, start = f"N = {n}", initial_values(n)
-        prepared = jacsparse.prepare_jacobian(brusselator, start, batched=False)
+        prepared = jacsparse.prepare_jacobian(brusselator, start)
 
         def jacobian(t: float, y: np.ndarray) -> Any:
             return prepared(torch.from_numpy(y).reshape(start.shape)).to_scipy()

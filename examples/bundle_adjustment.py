@@ -90,7 +90,7 @@ def by_scipy(scene: Scene, **options: Any) -> Any:
         cameras, points = torch.from_numpy(x).split(sizes)
         return scene.residuals(cameras.reshape(-1, 7), points.reshape(-1, 3)).flatten().numpy()
 
-    J = jacsparse.jacobian(scene.residuals, scene.cameras, scene.points, argnums=(0, 1), batched=False)
+    J = jacsparse.jacobian(scene.residuals, scene.cameras, scene.points, argnums=(0, 1))
     sparsity = J.pattern.to_scipy()
     return scipy.optimize.least_squares(f, start.numpy(), jac_sparsity=sparsity, x_scale="jac", **options)
 

@@ -24,7 +24,7 @@ def implicit_euler(
 
     A Newton correction below `tolerance` of the largest element ends a step.
     """
-    jacobian = jacsparse.prepare_jacobian(f, x, batched=False)
+    jacobian = jacsparse.prepare_jacobian(f, x)
     identity = jacsparse.SparseJacobian.identity(x.numel(), dtype=x.dtype)
     iterations = 0
     for _ in range(steps):

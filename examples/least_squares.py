@@ -22,7 +22,7 @@ def levenberg_marquardt(
     diagonal of JᵀJ so far (Moré, "The Levenberg-Marquardt algorithm", 1978). A step that lowers the sum by less than
     `tolerance` of it is the last.
     """
-    jacobian = jacsparse.prepare_jacobian(residuals, *start, argnums=tuple(range(len(start))), batched=False)
+    jacobian = jacsparse.prepare_jacobian(residuals, *start, argnums=tuple(range(len(start))))
     x, r, damping = list(start), residuals(*start).flatten(), 1e-3
     J, costs = jacobian(*x), [0.5 * float(r @ r)]
     scales = J.gram_diagonal()

@@ -40,7 +40,6 @@ class Uncertainty:
             lambda parameters, image: functional_call(net, parameters, (image,)),
             self._parameters,
             images[:1],
-            batched=False,
         )
         diagonals = [self._at(image).gram_diagonal()[:, 0] for image in images]
         self.covariance = 1 / (torch.stack(diagonals).sum(0) / noise**2 + prior)

@@ -29,7 +29,7 @@ def _right_hand_side(shape: tuple[int, ...]) -> Callable[[float, np.ndarray], np
 
 def sparse_jacobian(start: torch.Tensor) -> tuple[Callable[[float, np.ndarray], Any], scipy.sparse.csr_array]:
     """The Brusselator's Jacobian as SciPy calls it, and its sparsity."""
-    prepared = jacsparse.prepare_jacobian(brusselator, start, batched=False)
+    prepared = jacsparse.prepare_jacobian(brusselator, start)
     return lambda t, y: prepared(torch.from_numpy(y).reshape(start.shape)).to_scipy(), prepared.pattern.to_scipy()
 
 

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from ._version import __version__ as __version__
 
 _ROOT = Path(__file__).parent.parent
 if (_ROOT / "setup.cfg").exists():
@@ -14,7 +14,13 @@ if (_ROOT / "setup.cfg").exists():
     __path__.append(str(_ROOT))
 
 if TYPE_CHECKING:
-    from . import distributed, nn, recurrence, schedule, simulation, solvers, training
+    from . import distributed as distributed
+    from . import nn as nn
+    from . import recurrence as recurrence
+    from . import schedule as schedule
+    from . import simulation as simulation
+    from . import solvers as solvers
+    from . import training as training
     from .flop import FlopReport, LayerFlop, count_flop
     from .jacobians import (
         PreparedHessian,
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
     from .stages import Chain, Stage, chain
     from .training import leapfrog_backward
 
+# Without packages and modules: ``from jacsparse import *`` leaves ``torch.nn`` and others of these names alone.
 __all__ = [
     "Call",
     "Chain",
@@ -53,30 +60,22 @@ __all__ = [
     "UnsupportedOperatorError",
     "Verification",
     "VerificationError",
-    "__version__",
     "backward",
     "chain",
     "count_flop",
     "densify",
-    "distributed",
     "hessian",
     "hessian_pattern",
     "jacobian",
     "jacobian_pattern",
     "leapfrog_backward",
     "linear_recurrence",
-    "nn",
     "plan_product",
     "plan_sum",
     "prepare_hessian",
     "prepare_jacobian",
-    "recurrence",
     "register_rule",
-    "schedule",
-    "simulation",
-    "solvers",
     "sparsify",
-    "training",
     "verify",
     "vjp",
 ]
@@ -141,4 +140,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *_ROOMS, "__version__"])

@@ -10,12 +10,13 @@ from torch import nn
 
 from .patterns import UnsupportedOperatorError
 from .recurrence import GRU, LSTM, RNN, Recurrent, convert
-from .runtime import uncompiled
+from .runtime import a_type, uncompiled
 from .scan import Puller, Scanner, StageRanks, scanned
 from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
 from .sparse import SparseConv2d, SparseLinear
-from .stages import Chain, Chains, Run, chain, check_input, check_limit
+from .spgemm import check_limit
+from .stages import Chain, Chains, Run, chain, check_input
 from .tracing import check_module, is_recording, without_saving_hooks
 from .training import Leapfrogger, check_threads
 
@@ -238,7 +239,7 @@ class Solve(_OfChain):
     ) -> None:
         if isinstance(module, nn.RNNBase | Recurrent):
             raise TypeError(
-                f"module is a {type(module).__name__}, whose output is several tensors; an nn.RNN's system is made by "
+                f"module is {a_type(module)}, whose output is several tensors; an nn.RNN's system is made by "
                 "jacsparse.solvers.propagation, and any layer with batch_first=True can be wrapped in a module that "
                 "returns one tensor"
             )

@@ -40,6 +40,9 @@ __all__ = [
     "resolve",
 ]
 
+#: The schedule of the papers' analysis, which is counted by default. What executes schedules takes ``auto`` instead:
+#: plain back-propagation, the baseline of each count.
+COUNTED = "blelloch:2"
 #: The number of the identity, which is never stored.
 IDENTITY = -1
 
@@ -499,7 +502,7 @@ def balanced(chain: Cuttable, workers: int) -> Schedule:
     Parameters
     ----------
     chain : Chain
-        The chain, whose patterns give the cost of each product in flop.
+        The chain, whose patterns give the cost of each product, in multiply-adds.
     workers : int
         The number of workers.
 

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from ..runtime import check_writable, replacing
+from ..runtime import a_type, check_writable, replacing
 from ..tracing import check_initialised
 from .arguments import check_count, check_one_of
 from .pruning import pruned_fraction
@@ -76,7 +76,7 @@ def save_checkpoint(
     name = name_of(module)
     if name is None:
         raise TypeError(
-            f"the module is a {type(module).__name__}; checkpoints hold {', '.join(sorted(MODELS))}: "
+            f"the module is {a_type(module)}; checkpoints hold {', '.join(sorted(MODELS))}: "
             "save others with safetensors"
         )
     check_writable(path)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..runtime import a_type
+
 #: The names under which a container is written, by its type; a tensor is its place in the list.
 _TENSOR, _DICT, _LIST, _TUPLE = "tensor", "dict", "list", "tuple"
 
@@ -63,7 +65,7 @@ def _written(value: Any, tensors: list[torch.Tensor]) -> Any:
         return {_LIST if isinstance(value, list) else _TUPLE: [_written(item, tensors) for item in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"a state has a {type(value).__name__}; expected tensors, numbers, strings and containers of these")
+    raise TypeError(f"a state has {a_type(value)}; expected tensors, numbers, strings and containers of these")
 
 
 def _read(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

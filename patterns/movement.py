@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..runtime import frozen, index_dtype, row_starts
+from .engine import gradient_of
 from .layout import WHOLE, Layout, MixedSamplesError, layouts_of_samples
 from .pattern import Pattern
 from .rules import Call, Placement, Rule, Sources, Use, add_rule
@@ -322,8 +323,7 @@ class _AddedRule(_MovementRule):
         assert isinstance(x, torch.Tensor)
         with torch.enable_grad():
             y = use.evaluate({**arguments, name: x.requires_grad_()})
-        (gradient,) = torch.autograd.grad(y, x, _numbered(y), materialize_grads=True)
-        return gradient.to(torch.int64).numpy(force=True) - 1
+        return gradient_of(y, x, _numbered(y)).to(torch.int64).numpy(force=True) - 1
 
     def pattern(self, call: Call) -> Pattern:
         assert call.sources is not None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime import grid_sampler_3d_is_differentiable_twice
+from ..runtime import grid_sampler_is_differentiable_twice
 from .axis import axis_labels, split_at_axis
 from .blocks import block_pattern, equal_rows
 from .layout import Labels
@@ -109,7 +109,7 @@ class _GridSamplerRule(Rule):
         return equal_rows(np.broadcast_to(columns, (images, channels, places, count)), call.in_size)
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        if call.operator == "aten.grid_sampler_3d" and not grid_sampler_3d_is_differentiable_twice():
+        if not grid_sampler_is_differentiable_twice(len(call.out_shape) - 2):
             call = _without_jvp(call)
         return super().values(call, pattern)
 
@@ -179,7 +179,9 @@ class _ScatterReduceRule(Rule):
 
     def check(self, call: Call) -> None:
         if "index" in call.dependent | call.batched:
-            raise call.unsupported("an index that is another for each sample", "use the same for all")
+            raise call.unsupported(
+                f"the index of {call.operator} depends on the input or differs between the samples", "use one for all"
+            )
 
     def pattern(self, call: Call) -> Pattern:
         if call.argument == "self":

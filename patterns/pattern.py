@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import scipy.sparse
 
-from ..runtime import frozen, index_dtype, read_archive, write_archive
+from ..runtime import a_type, frozen, index_dtype, read_archive, write_archive
 from .drawing import braille, picture
 from .structure import Arrays, Csr, Full, Structure
 
@@ -160,9 +160,7 @@ class Pattern:
         True
         """
         if not scipy.sparse.issparse(matrix) or matrix.ndim != 2:
-            raise TypeError(
-                f"matrix is a {type(matrix).__name__}; expected a two-dimensional SciPy sparse matrix or array"
-            )
+            raise TypeError(f"matrix is {a_type(matrix)}; expected a two-dimensional SciPy sparse matrix or array")
         matrix = scipy.sparse.csr_array(matrix, copy=True)
         matrix.sum_duplicates()
         return cls(matrix.shape, matrix.indptr, matrix.indices)

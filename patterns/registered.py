@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..runtime import a_type
 from .layout import WHOLE, Layout, MixedSamplesError
 from .pattern import Pattern
 from .rules import RULES, Call, Placement, Rule, Use, overloads_of, rule_of
@@ -41,7 +42,7 @@ class _RegisteredRule(Rule):
     def pattern(self, call: Call) -> Pattern:
         pattern = self._pattern(call)
         if not isinstance(pattern, Pattern):
-            raise TypeError(f"{call.path}: the rule of {call.operator} gave a {type(pattern).__name__}, not a Pattern")
+            raise TypeError(f"{call.path}: the rule of {call.operator} gave {a_type(pattern)}, not a Pattern")
         return pattern
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
@@ -50,7 +51,7 @@ class _RegisteredRule(Rule):
         values, x = self._values(call, pattern), call.input
         message = f"{call.path}: the rule of {call.operator} gave values"
         if not isinstance(values, torch.Tensor):
-            raise TypeError(f"{message} that are a {type(values).__name__}; expected a tensor")
+            raise TypeError(f"{message} that are {a_type(values)}; expected a tensor")
         if values.dtype != x.dtype or values.device != x.device:
             raise TypeError(
                 f"{message} of {values.dtype} on {values.device}; expected {x.dtype} on {x.device}, as the input"
@@ -149,7 +150,7 @@ def register_rule(
     name = _name(operator)
     for what, function in (("pattern", pattern), ("values", values)):
         if not callable(function) and not (what == "values" and function is None):
-            raise TypeError(f"{what} is a {type(function).__name__}; expected a function")
+            raise TypeError(f"{what} is {a_type(function)}; expected a function")
     if not overloads_of(name):
         raise ValueError(f"there is no operator {name}; import the library that defines it first")
     if overloads_of(name)[0]._can_decompose():
@@ -167,7 +168,7 @@ def _name(operator: Any) -> str:
     if isinstance(operator, torch._ops.OpOverloadPacket):
         return str(operator)
     if not isinstance(operator, str):
-        raise TypeError(f"operator is a {type(operator).__name__}; expected its name, as in 'aten.cumsum', or itself")
+        raise TypeError(f"operator is {a_type(operator)}; expected its name, as in 'aten.cumsum', or itself")
     namespace, dot, name = operator.replace("::", ".").partition(".")
     if not namespace or not dot or not name or "." in name:
         raise ValueError(f"operator is {operator!r}; expected a namespace and a name, as in 'aten.cumsum'")

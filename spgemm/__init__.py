@@ -5,7 +5,7 @@ from .estimate import KEYS, counts, fresh_keys, spread
 from .merge import Merge
 from .methods import METHODS, Method, Product
 from .operands import check_tensor_itself
-from .plan import ProductPlan, plan_product, planned
+from .plan import ProductPlan, check_limit, plan_product, planned
 from .rowwise import Rowwise
 from .scale import Scale
 from .slots import Select, Slots
@@ -22,6 +22,7 @@ __all__ = [
     "ProductPlan",
     "SparseJacobian",
     "SumPlan",
+    "check_limit",
     "check_tensor_itself",
     "counts",
     "fresh_keys",

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..patterns import Full, Pattern, gathered
-from ..runtime import allocated, kernel, on_device, run_rows
+from ..runtime import a_type, allocated, kernel, on_device, run_rows
 from . import products_cuda
 from .lanes import block_width
 from .operands import check_outside_transforms, flat, matrices
@@ -160,7 +160,7 @@ def graph_operands(out: Any, **operands: Any) -> list[torch.Tensor]:
         raise ValueError("out is given, but an operand requires grad; omit the argument out, or detach the operands")
     for name, operand in operands.items():
         if not isinstance(operand, torch.Tensor):
-            raise TypeError(f"{name} is a {type(operand).__name__}, but another operand requires grad; pass a tensor")
+            raise TypeError(f"{name} is {a_type(operand)}, but another operand requires grad; pass a tensor")
         check_outside_transforms(name, operand)
     return [operand[:, None] if operand.ndim == 1 else operand for operand in operands.values()]
 

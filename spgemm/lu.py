@@ -22,7 +22,7 @@ import torch
 from scipy.sparse.linalg import SuperLU, splu
 
 from ..patterns import Pattern, gathered
-from ..runtime import frozen, uncompiled
+from ..runtime import a_type, frozen, uncompiled
 from .operands import by_sample, check_outside_transforms, same_device
 from .plan_cache import PLAN_CACHE
 
@@ -170,7 +170,7 @@ def solve(pattern: Pattern, values: torch.Tensor, b: torch.Tensor) -> torch.Tens
             "as_linear_operator() to scipy.sparse.linalg.lsqr"
         )
     if not isinstance(b, torch.Tensor):
-        raise TypeError(f"b is a {type(b).__name__}; expected a torch.Tensor")
+        raise TypeError(f"b is {a_type(b)}; expected a torch.Tensor")
     check_outside_transforms("the Jacobian", values)
     if values.device.type != "cpu":
         raise ValueError(f'the Jacobian is on {values.device}; SuperLU runs on the CPU: move it with J.to("cpu")')

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime import MEMORY_POOL, allocated, on_device
+from ..runtime import MEMORY_POOL, a_type, allocated, on_device
 
 _CPU = torch.device("cpu")
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
@@ -43,7 +43,7 @@ def _memory(name: str, values: Any) -> Any:
     if isinstance(values, np.ndarray):
         return values
     if not isinstance(values, torch.Tensor):
-        raise TypeError(f"{name} is a {type(values).__name__}; expected a NumPy array or a PyTorch tensor")
+        raise TypeError(f"{name} is {a_type(values)}; expected a NumPy array or a PyTorch tensor")
     check_outside_transforms(name, values)
     if values.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {values.device}; this runs on CPUs and CUDA: move it with {name}.cpu()")
@@ -76,7 +76,7 @@ def same_batch(left_name: str, left: Any, right_name: str, right: Any) -> int:
 def check_tensor_itself(name: str, x: object, remedy: str) -> torch.Tensor:
     """Return `x` where it is a tensor, and none that stands for others within a transform of ``torch.func``."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
+        raise TypeError(f"{name} is {a_type(x)}; expected a torch.Tensor")
     if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
         raise TypeError(f"{name} is within a transform of torch.func, as grad or vmap; {remedy}")
     return x
@@ -87,14 +87,16 @@ def check_outside_transforms(name: str, values: torch.Tensor) -> torch.Tensor:
     return check_tensor_itself(name, values, "take gradients by torch.autograd, and pass samples as a batch")
 
 
-def by_sample(name: str, x: Any, size: int, also: str = "") -> tuple[torch.Tensor, bool]:
+def by_sample(
+    name: str, x: Any, size: int, also: str = "", shape: tuple[int, ...] | None = None
+) -> tuple[torch.Tensor, bool]:
     """A tensor as ``(batch, size)``, and whether it had no axis of samples: it is ``(batch, *shape)`` or one sample.
 
-    `also` tells errors which other shapes the caller takes.
+    `also` tells errors which other shapes the caller takes, and `shape` is a sample's, where it is known.
     """
     x = check_tensor_itself(name, x, "pass (batch, *shape) instead of vmap, and take gradients by torch.autograd")
     has_samples = x.ndim > 0 and math.prod(x.shape[1:]) == size
-    if x.numel() == size and (x.ndim < 2 or not has_samples):
+    if x.shape == shape or (x.numel() == size and (x.ndim < 2 or not has_samples)):
         return x.reshape(1, size), True
     if not has_samples:
         expected = f"{size} elements, or (batch, *shape) with {size} elements a sample{also}"
@@ -122,7 +124,7 @@ def result(what: str, out: Any, operands: tuple[Any, ...], rows: int, batch: int
     array = _memory("out", out)
     same_device("out", array, "the operands", like)
     if isinstance(out, torch.Tensor) != all(tensors):
-        raise TypeError(f"out is a {type(out).__name__}, but the operands are not; pass one of their kind")
+        raise TypeError(f"out is {a_type(out)}, but the operands are not; pass one of their kind")
     if array.dtype != like.dtype or tuple(array.shape) != shape or not _is_plain(array):
         raise ValueError(
             f"out has shape {tuple(array.shape)}, dtype {array.dtype}; expected a writable, contiguous one of {shape}, "

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..patterns import Diagonal, Full, Pattern
-from ..runtime import read_archive, uncompiled, write_archive
+from ..runtime import a_type, read_archive, uncompiled, write_archive
 from .gradients import ProductForm, differentiable_product, wants_gradient
 from .methods import METHODS, Method, Product
 from .operands import result, same_batch, same_device, view
@@ -18,7 +18,8 @@ from .plan_cache import PLAN_CACHE
 from .symbolic import check_shapes, multiply_adds, product_digest, product_pattern, row_work
 
 #: Bytes of index arrays beyond which ``auto`` takes a method that needs fewer.
-DEFAULT_MEMORY_LIMIT = 2 * 2**30
+#: The bytes that a function may use at once where its `memory_limit` is left out.
+MEMORY_LIMIT = 2**30
 
 
 class ProductPlan:
@@ -197,7 +198,7 @@ def plan_product(
         list of pairs for each entry of C), ``rowwise`` (stores nothing for each multiply-add), or ``auto``: the first
         of scale, dense, slots and rowwise that applies and fits into `memory_limit`.
     memory_limit : int, optional
-        Bytes of index arrays that ``auto`` may use beside those of the patterns; 2 GiB by default.
+        Bytes of index arrays that ``auto`` may use beside those of the patterns; 1 GiB by default.
     winners : bool
         Whether the values of a selecting factor will be its winners: ``auto`` then tries select first.
     cache : bool
@@ -233,12 +234,10 @@ def planned(
     """`plan_product`, for a product whose pattern `c` may be known already."""
     for name, factor in (("a", a), ("b", b)):
         if not isinstance(factor, Pattern):
-            raise TypeError(f"{name} is a {type(factor).__name__}; expected a Pattern (Pattern.from_scipy makes one)")
+            raise TypeError(f"{name} is {a_type(factor)}; expected a Pattern (Pattern.from_scipy makes one)")
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method is {method!r}; expected auto or one of {', '.join(sorted(METHODS))}")
-    limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else memory_limit
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
-        raise ValueError(f"memory_limit is {memory_limit!r}; expected a number of bytes of at least 0, or None")
+    limit = check_limit(memory_limit)
     check_shapes(a, b)
     closed = any(isinstance(factor.structure, (Diagonal, Full)) for factor in (a, b))
 
@@ -257,6 +256,15 @@ def planned(
         return make()
     key = product_digest(a, b)
     return PLAN_CACHE.get((key, key if c is None else c.digest, method, limit, winners), make)
+
+
+def check_limit(memory_limit: int | None) -> int:
+    """Return `memory_limit` or the default; raise ValueError where it is no number of bytes."""
+    if memory_limit is None:
+        return MEMORY_LIMIT
+    if not isinstance(memory_limit, int) or isinstance(memory_limit, bool) or memory_limit < 0:
+        raise ValueError(f"memory_limit is {memory_limit!r}; expected a number of bytes of at least 0, or None")
+    return memory_limit
 
 
 def _best(product: Product, limit: int, winners: bool) -> type[Method]:

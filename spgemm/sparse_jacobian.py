@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from numbers import Real
 from operator import index
 from typing import Any, ClassVar
@@ -14,7 +16,7 @@ import scipy.sparse.linalg
 import torch
 
 from ..patterns import Diagonal, Full, Identity, Pattern, gathered
-from ..runtime import cupy_stream, gpu_extra
+from ..runtime import a_type, cupy_stream, gpu_extra
 from .lu import solve
 from .operands import by_sample, check_outside_transforms, same_batch
 from .plan import plan_product
@@ -33,11 +35,15 @@ class SparseJacobian:
     values : Tensor, (nnz, batch)
         The values of the entries: float32 or float64, on the CPU or a CUDA device; ``(nnz, 1)`` where all samples share
         them.
+    in_shape, out_shape : tuple of int, optional
+        Shapes of one sample of the argument and of the output, in which `vjp` and `jvp` return vectors; flat ones where
+        they are None, as where a function has several arguments. `jacobian` and prepared Jacobians know them;
+        transposes, products and sums have those of their factors and terms.
 
     Raises
     ------
     TypeError, ValueError
-        Where the values do not fit the pattern.
+        Where the values or the shapes do not fit the pattern.
 
     Examples
     --------
@@ -59,17 +65,17 @@ class SparseJacobian:
 
     pattern: Pattern
     values: torch.Tensor
+    in_shape: tuple[int, ...] | None = None
+    out_shape: tuple[int, ...] | None = None
 
     #: NumPy's scalars leave ``a * J`` to this class.
     __array_ufunc__: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, Pattern):
-            raise TypeError(
-                f"pattern is a {type(self.pattern).__name__}; expected a Pattern, as Pattern.from_scipy makes"
-            )
+            raise TypeError(f"pattern is {a_type(self.pattern)}; expected a Pattern, as Pattern.from_scipy makes")
         if not isinstance(self.values, torch.Tensor):
-            raise TypeError(f"values is a {type(self.values).__name__}; expected a torch.Tensor")
+            raise TypeError(f"values is {a_type(self.values)}; expected a torch.Tensor")
         if self.values.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"values has dtype {self.values.dtype}; expected float32 or float64")
         if self.values.device.type not in ("cpu", "cuda"):
@@ -79,6 +85,10 @@ class SparseJacobian:
         if self.values.ndim != 2 or self.values.shape[0] != self.pattern.nnz:
             expected = f"({self.pattern.nnz}, batch): values[:, None] for one sample"
             raise ValueError(f"values has shape {tuple(self.values.shape)}; expected {expected}")
+        rows, columns = self.pattern.shape
+        for name, shape, size in (("in_shape", self.in_shape, columns), ("out_shape", self.out_shape, rows)):
+            if shape is not None and math.prod(shape) != size:
+                raise ValueError(f"{name} is {tuple(shape)}, and the Jacobian {rows} × {columns}")
 
     @classmethod
     def identity(cls, n: int, *, dtype: torch.dtype | None = None, device: Any = None) -> SparseJacobian:
@@ -104,7 +114,7 @@ class SparseJacobian:
         [[1.5, 2.0], [2.0, 19.5]]
         """
         if not isinstance(diagonal, torch.Tensor):
-            raise TypeError(f"diagonal is a {type(diagonal).__name__}; expected a torch.Tensor")
+            raise TypeError(f"diagonal is {a_type(diagonal)}; expected a torch.Tensor")
         if diagonal.ndim not in (1, 2):
             raise ValueError(f"diagonal has shape {tuple(diagonal.shape)}; expected (n,) or (n, batch)")
         return cls(Pattern.of(Diagonal(len(diagonal))), diagonal[:, None] if diagonal.ndim == 1 else diagonal)
@@ -156,14 +166,17 @@ class SparseJacobian:
             # PyTorch copies to a transposed matrix in blocks, but one of a batch element by element.
             sizes = self.shape if self.batch == 1 else (*self.shape, self.batch)
             transposed = self.values.reshape(sizes).transpose(0, 1)
-            return SparseJacobian(self.pattern.T, transposed.reshape(self.values.shape))
-        return SparseJacobian(self.pattern.T, gathered(self.values, self.pattern.transposition))
+            values = transposed.reshape(self.values.shape)
+        else:
+            values = gathered(self.values, self.pattern.transposition)
+        return SparseJacobian(self.pattern.T, values, self.out_shape, self.in_shape)
 
     def __matmul__(self, other: Any) -> Any:
         """``J @ K`` for a SparseJacobian, or ``J @ v`` for dense vectors ``(n,)`` or ``(n, batch)``, the batch last."""
         if isinstance(other, SparseJacobian):
             plan = plan_product(self.pattern, other.pattern)
-            return SparseJacobian(plan.pattern, plan.multiply(self.values, other.values))
+            values = plan.multiply(self.values, other.values)
+            return SparseJacobian(plan.pattern, values, other.in_shape, self.out_shape)
         if not isinstance(other, torch.Tensor):
             return NotImplemented
         product = matvec(self.pattern, self.values, other)
@@ -174,7 +187,9 @@ class SparseJacobian:
             return NotImplemented
         plan = plan_sum([self.pattern, other.pattern])
         same_batch("the left term", self.values, "the right term", other.values)
-        return SparseJacobian(plan.pattern, plan.add([self.values, other.values]))
+        values = plan.add([self.values, other.values])
+        in_shape, out_shape = _common(self.in_shape, other.in_shape), _common(self.out_shape, other.out_shape)
+        return SparseJacobian(plan.pattern, values, in_shape, out_shape)
 
     def __sub__(self, other: Any) -> SparseJacobian:
         return self + -other if isinstance(other, SparseJacobian) else NotImplemented
@@ -194,7 +209,7 @@ class SparseJacobian:
 
     def _scaled(self, values: torch.Tensor) -> SparseJacobian:
         """The Jacobian with other values at its entries."""
-        return SparseJacobian(self.pattern.scaled(), values)
+        return replace(self, pattern=self.pattern.scaled(), values=values)
 
     def _number(self, number: Any) -> float | torch.Tensor | None:
         """A number, or one for each sample, in a form that multiplies values; None where it is something else."""
@@ -327,9 +342,10 @@ class SparseJacobian:
         return solve(self.pattern, self.values, b)
 
     def jvp(self, v: torch.Tensor) -> torch.Tensor:
-        """``J v`` of each sample, ``(batch, out_size)``, for `v` of ``(batch, in_size)`` or ``(batch, *shape)``.
+        """``J v`` of each sample, ``(batch, *out_shape)``, for `v` of ``(batch, *in_shape)`` or ``(batch, in_size)``.
 
-        Where the Jacobian has one sample, also ``(out_size,)`` for `v` of ``(in_size,)`` or of the input's shape.
+        Where the Jacobian has one sample, also ``out_shape`` for `v` of ``in_shape`` or ``(in_size,)``. Without an
+        ``out_shape``, vectors are flat: ``(batch, out_size)``.
 
         Examples
         --------
@@ -340,9 +356,17 @@ class SparseJacobian:
         return _times(self, "v", v)
 
     def vjp(self, g: torch.Tensor) -> torch.Tensor:
-        """``Jᵀ g`` of each sample, ``(batch, in_size)``, for `g` of ``(batch, out_size)`` or ``(batch, *shape)``.
+        """``Jᵀ g`` of each sample, ``(batch, *in_shape)``, for `g` of ``(batch, *out_shape)`` or ``(batch, out_size)``.
 
-        Where the Jacobian has one sample, also ``(in_size,)`` for `g` of ``(out_size,)`` or of the output's shape.
+        Where the Jacobian has one sample, also ``in_shape`` for `g` of ``out_shape`` or ``(out_size,)``. Without an
+        ``in_shape``, vectors are flat: ``(batch, in_size)``.
+
+        Examples
+        --------
+        >>> import jacsparse
+        >>> J = jacsparse.jacobian(torch.nn.Conv2d(3, 8, 3), torch.ones(16, 3, 5, 5))
+        >>> J.vjp(torch.ones(16, 8, 3, 3)).shape, J.jvp(torch.ones(16, 3, 5, 5)).shape
+        (torch.Size([16, 3, 5, 5]), torch.Size([16, 8, 3, 3]))
         """
         return _times(self.T, "g", g)
 
@@ -352,7 +376,7 @@ class SparseJacobian:
 
     def to(self, *args: Any, **options: Any) -> SparseJacobian:
         """The same Jacobian with another dtype or on another device; the arguments are those of `torch.Tensor.to`."""
-        return SparseJacobian(self.pattern, self.values.to(*args, **options))
+        return replace(self, values=self.values.to(*args, **options))
 
     def to_scipy(self, sample: int | None = None) -> scipy.sparse.csr_array:
         """One sample's Jacobian as a SciPy matrix; `sample` is optional where there is only one."""
@@ -366,6 +390,7 @@ class SparseJacobian:
         indptr, indices = (
             torch.from_numpy(array.copy()).to(values.device) for array in (self.pattern.indptr, self.pattern.indices)
         )
+        _warn_of_csr_unseen()
         return torch.sparse_csr_tensor(indptr, indices, values, size=self.shape, check_invariants=False)
 
     def to_cupy(self, sample: int | None = None) -> Any:
@@ -429,14 +454,14 @@ def _symmetric_product(left: SparseJacobian, weights: torch.Tensor | None, right
         # Both halves add the same numbers in the same order; those of full factors are added as BLAS likes.
         return product
     # The two halves are rounded differently: (J[k, i] d) J[k, j] is not (J[k, j] d) J[k, i].
-    return SparseJacobian(product.pattern, (product.values + product.T.values).div_(2))
+    return replace(product, values=(product.values + product.T.values).div_(2))
 
 
 def _weights(weights: torch.Tensor, matrix: SparseJacobian) -> SparseJacobian:
     """The diagonal matrix of weights, for products with a matrix on its left."""
     size = matrix.shape[1]
     if not isinstance(weights, torch.Tensor):
-        raise TypeError(f"weights is a {type(weights).__name__}; expected a torch.Tensor")
+        raise TypeError(f"weights is {a_type(weights)}; expected a torch.Tensor")
     if weights.numel() == size and weights.shape[:1] != (size,):
         weights = weights.reshape(size)
     if weights.ndim not in (1, 2) or weights.shape[0] != size:
@@ -446,10 +471,26 @@ def _weights(weights: torch.Tensor, matrix: SparseJacobian) -> SparseJacobian:
     return diagonal
 
 
+def _common(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The shape that two terms have, or the one of them that has one; None where they differ."""
+    if one is None or other is None:
+        return one if other is None else other
+    return one if one == other else None
+
+
+@functools.cache
+def _warn_of_csr_unseen() -> None:
+    """Let PyTorch give its one warning that CSR tensors are in beta, of which callers need not know."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1), check_invariants=False)
+
+
 def _times(matrix: SparseJacobian, name: str, vectors: torch.Tensor) -> torch.Tensor:
     """The matrix of each sample times its vector."""
-    x, is_one = by_sample(name, vectors, matrix.shape[1])
+    x, is_one = by_sample(name, vectors, matrix.shape[1], shape=matrix.in_shape)
     if matrix.batch not in (1, len(x)):
         raise ValueError(f"{name} has a batch of {len(x)}, the Jacobian one of {matrix.batch}")
     product = matvec(matrix.pattern, matrix.values, x.T.contiguous()).T.contiguous()
-    return product[0] if is_one else product
+    shape = matrix.shape[:1] if matrix.out_shape is None else matrix.out_shape
+    return product.reshape(shape if is_one else (len(x), *shape))

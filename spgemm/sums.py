@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..patterns import Csr, Diagonal, Full, Pattern
-from ..runtime import SIMD, frozen, index_dtype, kernel, run_rows, uncompiled, unsigned, uploaded
+from ..runtime import SIMD, a_type, frozen, index_dtype, kernel, run_rows, uncompiled, unsigned, uploaded
 from .gradients import graph_operands, wants_gradient
 from .operands import result, same_batch, view
 from .plan_cache import PLAN_CACHE
@@ -207,5 +207,5 @@ def plan_sum(terms: Sequence[Pattern]) -> SumPlan:
         raise ValueError("terms is empty; a sum needs at least one")
     for number, term in enumerate(terms):
         if not isinstance(term, Pattern):
-            raise TypeError(f"terms[{number}] is a {type(term).__name__}; expected a Pattern")
+            raise TypeError(f"terms[{number}] is {a_type(term)}; expected a Pattern")
     return PLAN_CACHE.get(("sum", *(term.digest for term in terms)), lambda: SumPlan(terms))

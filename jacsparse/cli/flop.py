@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..schedule import COUNTED
 from .inputs import check_outputs, load_model, make_samples, parse_numbers, submodule_at
 from .options import Checkpoint, Input, Model, Prune, Seed, Trust
 
@@ -40,7 +41,7 @@ def flop(
     ] = None,
     schedule: Annotated[
         str, typer.Option(help="linear, blelloch, blelloch:LEVELS, chunked:LENGTH, balanced:WORKERS or auto.")
-    ] = "blelloch:2",
+    ] = COUNTED,
     data: Annotated[
         str | None, typer.Option(help="Count without the zeros that these data cause: digits, cifar10:DIR or random.")
     ] = None,

@@ -101,7 +101,9 @@ def _from_factory(name: str) -> nn.Module:
     finally:
         sys.path.remove(here)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"model {name!r} gave a {type(module).__name__}; expected a torch.nn.Module")
+        from ..runtime import a_type
+
+        raise TypeError(f"model {name!r} gave {a_type(module)}; expected a torch.nn.Module")
     return module
 
 
@@ -240,5 +242,7 @@ def read_sample(path: Path, module: nn.Module) -> torch.Tensor:
             f"{path} cannot be read: it is damaged, or holds more than numbers; save one array or tensor"
         ) from error
     if not isinstance(sample, torch.Tensor) or not sample.ndim:
-        raise ValueError(f"{path} holds a {type(sample).__name__}; expected a tensor of one sample, without a batch")
+        from ..runtime import a_type
+
+        raise ValueError(f"{path} holds {a_type(sample)}; expected a tensor of one sample, without a batch")
     return sample.to(_dtype_of(module))[None]

@@ -11,6 +11,7 @@ import torch
 
 from ..affine import AffineMaps, SparseMaps
 from ..patterns import Pattern
+from ..runtime import a_type
 from .ranks import Ranks
 
 
@@ -29,7 +30,7 @@ def tensors_of(element: Any) -> list[torch.Tensor]:
     if isinstance(element, tuple | list) and element and all(isinstance(part, torch.Tensor) for part in element):
         return list(element)
     raise TypeError(
-        f"an element of the scan is a {type(element).__name__}; expected a tensor, a tuple or list of them, or affine "
+        f"an element of the scan is {a_type(element)}; expected a tensor, a tuple or list of them, or affine "
         "maps of jacsparse.distributed"
     )
 

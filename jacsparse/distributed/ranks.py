@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..runtime import a_type
+
 #: Seconds in which a rank that failed can say why.
 GRACE = 2.0
 _DTYPES = (
@@ -320,7 +322,7 @@ def checked_group(group: Any) -> dist.ProcessGroup:
         # What new_group returns to all other processes.
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("this process is not part of process_group; pass the group on its own processes alone")
-    raise TypeError(f"process_group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup")
+    raise TypeError(f"process_group is {a_type(group)}; expected a torch.distributed.ProcessGroup")
 
 
 def _registered(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -125,7 +125,9 @@ def _executed(edges: Sequence[Edge]) -> int:
     if dense:
         return 2 * rule.backward_multiply_adds(call, len(edges), False, dense)
     return sum(
-        edge.call.in_size + edge.call.out_size for edge in edges if not isinstance(edge.pattern.structure, Identity)
+        edge.call.in_size + edge.call.out_size
+        for edge in edges
+        if not isinstance(edge.transposed_pattern.structure, Identity)
     )
 
 
@@ -148,7 +150,7 @@ def _layer(
     """The FLOP of an operator with `operands` operands that need a gradient, and `parameters` not counted before."""
     call, rule = edges[0].call, edges[0].rule
     dense = rule.multiply_adds(call)
-    nnz = sum(edge.pattern.nnz for edge in edges)
+    nnz = sum(edge.transposed_pattern.nnz for edge in edges)
     sparse = nnz if _is_entrywise(edges) else dense
     # Summands are no factors; `beta` scales the summand `self` of ``aten.addmm`` and similar operators.
     summands = ("bias", "attn_mask", *(["self"] if "beta" in call.arguments else []))
@@ -168,7 +170,7 @@ def _layer(
         backward=2 * backward[0],
         backward_sparse=2 * backward[1],
         jacobian_nnz=nnz,
-        jacobian_nbytes=sum(4 * edge.pattern.nnz + edge.pattern.index_nbytes for edge in edges),
+        jacobian_nbytes=sum(4 * edge.transposed_pattern.nnz + edge.transposed_pattern.index_nbytes for edge in edges),
         weight_gradient=2 * (backward[0] - of_inputs[0]),
         weight_gradient_sparse=2 * (backward[1] - of_inputs[1]),
     )

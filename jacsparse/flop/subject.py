@@ -74,8 +74,8 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
 
     def observed_pattern(record: Record, edge: Edge) -> Pattern:
         if edge.shared:
-            return edge.pattern
-        return without_zeros(edge.pattern, record.values(edge, slice(0, 1))[:, 0].cpu().numpy())
+            return edge.transposed_pattern
+        return without_zeros(edge.transposed_pattern, record.values(edge, slice(0, 1))[:, 0].cpu().numpy())
 
     def nonzero_operands(record: Record, entrywise: Sequence[int]) -> dict[int, np.ndarray]:
         edges = _operator_edges(record.stage)
@@ -98,7 +98,7 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
             stage.path,
             stage.name,
             partial(_observed_flop, stage),
-            math.fsum(_operator_flop(edge.pattern, _unpruned_nnz(edge)) for edge in _operator_edges(stage)),
+            math.fsum(_operator_flop(edge.transposed_pattern, _unpruned_nnz(edge)) for edge in _operator_edges(stage)),
             layers.executed,
             layers.entrywise,
         )
@@ -126,12 +126,12 @@ def _observed_flop(stage: Stage, factor: Pattern | Region) -> float:
     """FLOP of a stage's gradient operators over the observed entries of its factor."""
     patterns = [pattern for _, _, pattern in factor.edges] if isinstance(factor, Region) else [factor]
     edges = zip(_operator_edges(stage), patterns, strict=True)
-    return math.fsum(_operator_flop(edge.pattern, pattern.nnz) for edge, pattern in edges)
+    return math.fsum(_operator_flop(edge.transposed_pattern, pattern.nnz) for edge, pattern in edges)
 
 
 def _unpruned_nnz(edge: Edge) -> int:
     """Entries of an edge's Jacobian without any pruning."""
-    return edge.rule.pattern(replace(edge.call, masks={})).nnz if edge.call.masks else edge.pattern.nnz
+    return edge.rule.pattern(replace(edge.call, masks={})).nnz if edge.call.masks else edge.transposed_pattern.nnz
 
 
 def _operator_flop(pattern: Pattern, nnz: int) -> float:

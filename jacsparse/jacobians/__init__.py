@@ -1,8 +1,9 @@
 """Sparse Jacobians and Hessians of functions, their patterns, prepared ones, and their comparison with autograd."""
 
-from .evaluation import jacobian, jacobian_pattern
-from .hessians import PreparedHessian, hessian, hessian_pattern, prepare_hessian
+from .evaluation import jacobian
+from .hessians import PreparedHessian, hessian, prepare_hessian
 from .prepared import PreparedJacobian, prepare_jacobian
+from .sparsity import hessian_pattern, jacobian_pattern
 from .verification import Verification, VerificationError, verify
 
 __all__ = [

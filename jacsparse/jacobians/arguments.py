@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from ..patterns import UnsupportedOperatorError
-from ..stages import check_tensor
-from ..tracing import form_of, name_of
+from ..patterns import UnsupportedOperatorError, requiring_gradient
+from ..runtime import a_type
+from ..stages import check_input, check_tensor
+from ..tracing import Trace, form_of, module_of, name_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,8 @@ class Arguments:
     specs: tuple[Any, ...]
     #: The places of the leaves that the function is differentiated by, in the order of `argnums`.
     places: tuple[int, ...]
+    #: Whether the numbers among the others have gradients where they are tensors; see `connected`.
+    has_gradients: bool = False
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -57,6 +60,14 @@ class Arguments:
             leaves[place] = leaves[place].contiguous()
         return replace(self, leaves=leaves)
 
+    def connected(self) -> Arguments:
+        """The same arguments whose other tensors of floats have gradients, and may be written to: none is a leaf."""
+        leaves = list(self.leaves)
+        for place, leaf in enumerate(leaves):
+            if place not in self.places and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                leaves[place] = requiring_gradient(leaf.detach()).clone()
+        return replace(self, leaves=leaves, has_gradients=True)
+
     def dense(self) -> Arguments:
         """The same arguments where no two elements of one lie in one place, as they do after ``expand``."""
         overlapping = [isinstance(leaf, torch.Tensor) and _overlaps(leaf) for leaf in self.leaves]
@@ -69,6 +80,12 @@ class Arguments:
         """The tensors that the function is differentiated by, ``(batch, elements)``, in one memory."""
         return self._joined([tensor.detach() for tensor in self.tensors])
 
+    def memory(self) -> torch.Tensor:
+        """The elements of `flat` in their order, in any shape."""
+        if len(self.places) == 1 and self.leaves[self.places[0]].is_contiguous():
+            return self.leaves[self.places[0]]  # type: ignore[no-any-return]
+        return self.flat()
+
     def flat_with_graph(self) -> torch.Tensor:
         """As `flat`, with the tensors' graphs."""
         return self._joined(self.tensors)
@@ -79,10 +96,19 @@ class Arguments:
         # An expanded tensor has less memory than elements.
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
 
+    def shape_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The shape of a sample."""
+        return tuple(tensor.shape[1:] if self.batched else tensor.shape)
+
+    @functools.cached_property
+    def in_shape(self) -> tuple[int, ...] | None:
+        """The shape of a sample of the one tensor that the function is differentiated by; None where there are more."""
+        return self.shape_of(self.tensors[0]) if len(self.places) == 1 else None
+
     @functools.cached_property
     def _sizes(self) -> list[int]:
         """Elements of a sample of each tensor."""
-        return [math.prod(tensor.shape[1:] if self.batched else tensor.shape) for tensor in self.tensors]
+        return [math.prod(self.shape_of(tensor)) for tensor in self.tensors]
 
     def with_zeros(self, samples: int, *, others: bool = False) -> Arguments:
         """The same arguments with samples of zeros, on request also in the place of other tensors without elements."""
@@ -110,7 +136,7 @@ class Arguments:
 
     def surroundings(self) -> tuple[torch.dtype, torch.dtype | None]:
         """The default dtype, and the one of autocast; None without it."""
-        device = self.tensors[0].device.type
+        device = self.leaves[self.places[0]].device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return torch.get_default_dtype(), autocast
 
@@ -132,7 +158,8 @@ class Arguments:
         for place in self.places:
             check_tensor("x" if len(args) == 1 else f"argument {place}", args[place])
         alike = object.__new__(Arguments)
-        # All that it caches depends on the form alone.
+        # All that is cached depends on the form alone.
+        _ = self.batch, self._sizes, self._plain
         alike.__dict__.update(self.__dict__, leaves=list(args))
         return alike
 
@@ -146,37 +173,45 @@ class Arguments:
     @property
     def number_places(self) -> frozenset[int]:
         """The places of floating-point numbers: Python's, NumPy's, and tensors without axes."""
-        return frozenset(n for n, leaf in enumerate(self.leaves) if n not in self.places and _is_number(leaf))
+        return frozenset([place for place in self._plain if _is_number(self.leaves[place])])
+
+    @functools.cached_property
+    def _plain(self) -> list[int]:
+        """The places of the leaves that are no tensors with axes."""
+        return [n for n, leaf in enumerate(self.leaves) if n not in self.places and _is_plain(leaf)]
 
     @property
     def kinds_of_plain(self) -> tuple[Any, ...]:
         """What the leaves are that are no tensors with axes: numbers, other constants by value, objects themselves."""
-        return tuple([_kind(leaf) for n, leaf in enumerate(self.leaves) if n not in self.places and _is_plain(leaf)])
+        return tuple([_kind(self.leaves[place]) for place in self._plain])
 
     def numbers_but(self, places: Collection[int]) -> tuple[str, ...]:
         """The numbers at other places than these, by their texts: zeros have signs."""
-        return tuple([repr(float(self.leaves[place])) for place in sorted(self.number_places.difference(places))])
+        if not self._plain:
+            return ()
+        return tuple([repr(_float(self.leaves[place])) for place in sorted(self.number_places.difference(places))])
 
     def with_numbers(self, change: Callable[[float], float]) -> Arguments:
         """The same arguments with other numbers."""
         leaves = list(self.leaves)
         for place in self.number_places:
-            leaf, changed = leaves[place], change(float(leaves[place]))
+            leaf, changed = leaves[place], change(_float(leaves[place]))
             leaves[place] = torch.full_like(leaf, changed) if isinstance(leaf, torch.Tensor) else changed
         return replace(self, leaves=leaves)
 
     def with_tensors(self, places: Collection[int]) -> Arguments:
         """The same arguments with tensors in the place of the numbers at some places, and numbers at the others."""
-        numbers = self.number_places
+        numbers = self.number_places if self._plain else ()
         if not numbers:
             return self
         leaves = list(self.leaves)
         for place in numbers:
             is_tensor = isinstance(leaves[place], torch.Tensor)
             if place not in places:
-                leaves[place] = float(leaves[place])
+                leaves[place] = _float(leaves[place])
             elif not is_tensor:
-                leaves[place] = torch.tensor(float(leaves[place]), dtype=torch.float64, device=self.tensors[0].device)
+                number = torch.tensor(_float(leaves[place]), dtype=torch.float64, device=self.tensors[0].device)
+                leaves[place] = requiring_gradient(number) if self.has_gradients else number
         return replace(self, leaves=leaves)
 
     def __str__(self) -> str:
@@ -192,7 +227,7 @@ def _laid_out(leaf: Any, like: Any) -> Any:
         return leaf
     if leaf.stride() == like.stride() or _overlaps(like):
         return leaf
-    return torch.empty_strided(like.shape, like.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf.detach())
+    return torch.empty_strided(like.shape, like.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
 def _ordered_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -231,6 +266,10 @@ def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, (float, np.floating))
 
 
+def _float(number: Any) -> float:
+    return float(number.detach() if isinstance(number, torch.Tensor) else number)
+
+
 def _is_plain(leaf: Any) -> bool:
     return not isinstance(leaf, torch.Tensor) or _is_number(leaf)
 
@@ -245,11 +284,34 @@ def _kind(leaf: Any) -> Any:
 
 
 def _form(leaf: Any, differentiated: bool) -> Any:
-    if differentiated or (isinstance(leaf, torch.Tensor) and not _is_number(leaf)):
+    if isinstance(leaf, torch.Tensor) and (differentiated or not _is_number(leaf)):
         return form_of(leaf)
     # A number may be a tensor without axes, and SciPy's solvers pass NumPy's.
     is_number = type(leaf) is int or isinstance(leaf, np.integer) or _is_number(leaf)
     return float if is_number else type(leaf)
+
+
+def has_samples(f: Callable[..., Any], batched: bool | None) -> bool:
+    """Whether what `f` is differentiated by has samples along its first axis: `batched`, or what is usual for `f`.
+
+    By default a module has samples, as have its methods and a ``functools.partial`` of these. Any other function has
+    none, as in ``torch.func``.
+
+    Raises
+    ------
+    TypeError
+        Where `f` is no function, or `batched` neither a bool nor None.
+    """
+    if not callable(f):
+        raise TypeError(f"f is {a_type(f)}; expected a function or a module")
+    if batched is None:
+        return module_of(f) is not None
+    if not isinstance(batched, bool):
+        raise TypeError(
+            f"batched is {batched!r}; expected True where arguments have samples along their first axis, False where "
+            "they have none, or None for what is usual: samples for a module, none for a function"
+        )
+    return batched
 
 
 def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: bool) -> Arguments:
@@ -262,7 +324,7 @@ def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: boo
     ValueError
         Where `argnums` names no argument, or batches differ.
     """
-    numbers = _checked_argnums(argnums, len(args))
+    numbers = checked_argnums(argnums, len(args))
     leaves: list[Any] = []
     specs, ranges = [], []
     for arg in args:
@@ -272,14 +334,14 @@ def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: boo
         specs.append(spec)
     places = tuple(place for number in numbers for place in ranges[number])
     arguments = Arguments(numbers, batched, leaves, tuple(specs), places)
-    names = {number: "x" if len(args) == 1 else f"argument {number}" for number in numbers}
+    names = names_of_arguments(numbers, len(args))
     for number in numbers:
         if not all(isinstance(leaves[place], torch.Tensor) for place in ranges[number]):
-            remedy = (
-                "pass torch.from_numpy of it" if isinstance(args[number], np.ndarray) else "leave it out of argnums"
-            )
+            remedy = "pass torch.from_numpy of it"
+            if not isinstance(args[number], np.ndarray):
+                remedy = "name the arguments that are tensors by argnums, or bind this one by functools.partial"
             raise TypeError(
-                f"{names[number]} is a {type(args[number]).__name__}; expected a torch.Tensor, or a tuple, list or "
+                f"{names[number]} is {a_type(args[number])}; expected a torch.Tensor, or a tuple, list or "
                 f"dict of tensors: {remedy}"
             )
     owners = [number for number in numbers for _ in ranges[number]]
@@ -290,7 +352,13 @@ def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: boo
     return arguments
 
 
-def _checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+def names_of_arguments(numbers: Sequence[int], count: int) -> dict[int, str]:
+    """The names of some arguments in messages, by their numbers."""
+    return {number: "x" if count == 1 else f"argument {number}" for number in numbers}
+
+
+def checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """The numbers of the arguments that `argnums` names, from 0 on."""
     try:
         numbers = tuple(index(n) for n in (argnums if isinstance(argnums, (tuple, list)) else (argnums,)))
     except TypeError:
@@ -321,33 +389,80 @@ def _check_alike(name: str, x: Any, first: torch.Tensor, batched: bool) -> None:
         )
 
 
+def module_and_batch(
+    f: Callable[..., Any], arguments: Arguments, *, has_aux: bool = False, connected: bool = False
+) -> tuple[nn.Module, torch.Tensor]:
+    """A module of one batch that computes a function, and its input: a module itself where one batch is all it takes.
+
+    Where it is `connected`, the input has the graph of the arguments.
+    """
+    if isinstance(f, nn.Module) and arguments.is_one_batch and not (has_aux or isinstance(f, WithAux)):
+        return f, check_input("x", arguments.leaves[0])
+    function = FlatFunction(f, arguments, has_aux)
+    return function, arguments.flat_with_graph() if connected else arguments.flat()
+
+
+def out_shape_of(trace: Trace, returned: Returned | None) -> tuple[int, ...] | None:
+    """The shape of a sample of the one output of a traced function; None where there are more."""
+    return tuple(trace.output.shape[1:]) if returned is None else returned.out_shape
+
+
+def wrap(wrapper: nn.Module, f: Callable[..., Any]) -> None:
+    """Make a function the attribute `f` of a module that stands for it, whose parts and name are the function's."""
+    # A part without a name of its own: the paths of its parts are those that the function's module gives them.
+    wrapper._modules[""] = module_of(f)
+    wrapper.__dict__.update(f=f, __qualname__=name_of(f))
+
+
+class WithAux(nn.Module):
+    """A function that returns ``(result, aux)``, whoever calls it."""
+
+
 class FlatFunction(nn.Module):
-    """A function of one flat tensor, ``(batch, elements)``, with a flat result: what recordings and tapes are made of.
+    """A function of one flat tensor, ``(batch, elements)``, with a flat result: what is traced.
 
     Parameters
     ----------
     f : callable
-        The function. A module is a part, so that its parameters and hooks are found.
+        The function. Its module, if any, is a part, so that parameters and hooks are found.
     arguments : Arguments
         All its arguments.
+    has_aux : bool
+        Whether it returns a pair, of which the second part has no derivative.
     """
 
-    def __init__(self, f: Callable[..., Any], arguments: Arguments) -> None:
+    f: Callable[..., Any]
+
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, has_aux: bool = False) -> None:
         super().__init__()
-        self.f, self._arguments = f, [arguments]
-        self.__qualname__ = name_of(f)
+        self.has_aux, self._arguments = has_aux or isinstance(f, WithAux), [arguments]
+        #: What the last call returned.
+        self.returned: Returned | None = None
+        wrap(self, f)
+
+    @property
+    def arguments(self) -> Arguments:
+        """All arguments of the function."""
+        return self._arguments[0]
 
     def forget(self) -> None:
-        """Let go of the function and its arguments: chains in a cache refer to this module."""
+        """Let go of the function, its arguments and results: chains in a cache refer to this module."""
         del self.f
+        self._modules.clear()
         self._arguments.clear()
+        self.returned = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (arguments,) = self._arguments
-        outputs = _pytree.tree_leaves(self.f(*arguments.with_flat(x)))
-        parts = [self._flat_output(y, arguments) for y in outputs]
+        result, aux = parts_of_result(self.f, self.f(*arguments.with_flat(x)), self.has_aux)
+        # A view of each tensor is what it holds at the end, whatever was written to that shares its memory.
+        aux = _pytree.tree_map_only(torch.Tensor, lambda part: part.view_as(part), aux)
+        leaves, spec = _pytree.tree_flatten(result)
+        parts = [self._flat_output(y, arguments) for y in leaves]
         if not parts:
             raise UnsupportedOperatorError(f"{name_of(self.f)} returns no tensor")
+        forms = [(y.shape, y.dtype, part.shape[1]) for y, part in zip(leaves, parts, strict=True)]
+        self.returned = Returned(forms, spec, aux, arguments.shape_of(leaves[0]) if len(leaves) == 1 else None)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     # The hooks of all modules are not for this one.
@@ -356,11 +471,12 @@ class FlatFunction(nn.Module):
     def _flat_output(self, y: Any, arguments: Arguments) -> torch.Tensor:
         if not isinstance(y, torch.Tensor):
             raise UnsupportedOperatorError(
-                f"{name_of(self.f)} returns a {type(y).__name__}; expected tensors, in tuples, lists or dicts"
+                f"{name_of(self.f)} returns {a_type(y)}; expected tensors, in tuples, lists or dicts"
             )
         if not y.is_floating_point():
             raise UnsupportedOperatorError(
                 f"{name_of(self.f)} returns {y.dtype}, which has no derivative; expected float32 or float64"
+                + ("" if self.has_aux else ", or with has_aux=True (result, aux)")
             )
         if not arguments.batched:
             return y.reshape(1, -1)
@@ -370,3 +486,31 @@ class FlatFunction(nn.Module):
                 "them along its first axis; permute it, or pass batched=False for arguments without samples"
             )
         return y.reshape(arguments.batch, math.prod(y.shape[1:]))
+
+
+def parts_of_result(f: Callable[..., Any], result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """What a function returned to be differentiated, and what beside that."""
+    if not has_aux:
+        return result, None
+    if not isinstance(result, tuple) or len(result) != 2:
+        what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise UnsupportedOperatorError(f"{name_of(f)} returns {what}; with has_aux=True expected a pair, (result, aux)")
+    return result[0], result[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Returned:
+    """What a function returned: how its tensors make up its result, and what it returned beside that."""
+
+    #: Of each tensor of the result the shape, the dtype, and the number of elements of a sample.
+    forms: Sequence[tuple[torch.Size, torch.dtype, int]]
+    spec: Any
+    aux: Any
+    #: The shape of a sample of the one tensor of the result; None where there are more.
+    out_shape: tuple[int, ...] | None
+
+    def result(self, flat: torch.Tensor) -> Any:
+        """The result of which a flat output, ``(batch, rows)``, has the elements; tensors have memory of their own."""
+        parts = zip(flat.split([size for *_, size in self.forms], 1), self.forms, strict=True)
+        leaves = [part.reshape(shape).to(dtype, copy=True) for part, (shape, dtype, _) in parts]
+        return _pytree.tree_unflatten(leaves, self.spec)

@@ -18,9 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors
 from ..tracing import Trace
+from .elements import ElementGraph
+from .fused_values import FusedValues
 from .products_with_vectors import pull_back, push_forward
 from .traced_function import TracedFunction, Values
 from .value_functions import ValueFunction
@@ -95,6 +98,11 @@ def coloring(pattern: Pattern) -> Coloring:
     return min(candidates, key=lambda candidate: candidate.cost)
 
 
+def row_coloring(pattern: Pattern) -> Coloring:
+    """The colouring of rows alone."""
+    return _transposed(pattern, _apart(pattern.T, 0))
+
+
 def _counts(pattern: Pattern) -> list[int]:
     """Numbers of fullest rows to take apart: powers of two while they shorten the longest of the other rows."""
     lengths = np.sort(pattern.structure.row_counts())[::-1]
@@ -145,8 +153,10 @@ class Compressed:
         The function.
     colors : Coloring
         The colours of its pattern.
-    replays, compile : bool
+    replays : bool
         As in `ValueFunction`.
+    compile : bool
+        Whether machine code computes what is not PyTorch's to compute, where all seeds of a pass run at once.
     """
 
     name = "compressed"
@@ -155,10 +165,18 @@ class Compressed:
         self.pattern, self.coloring, self.shared = colors.pattern, colors, function.shared
         self._places = torch.from_numpy(colors.places).to(function.x.device)
         self._passes = [
-            _Pass(function, torch.from_numpy(of_colors).to(function.x), products, replays, compile)
+            _Pass(function, torch.from_numpy(of_colors).to(function.x), products, replays)
             for of_colors, products in zip(seeds(colors), (push_forward, pull_back), strict=True)
             if len(of_colors)
         ]
+        self.fused: FusedValues | None = None
+        if compile and len(self._passes) == 1 and len(self._passes[0].parts) == 1 and not function.x.is_cuda:
+            (only,) = self._passes
+            self.fused = FusedValues(only.computed, function, self._entries, self.pattern, only.parts)
+
+    def _entries(self, graph: ElementGraph, parts: list[np.ndarray]) -> np.ndarray:
+        """The numbers of the entries, from those of the products with all seeds."""
+        return (parts[0][:, :1] if self.shared else parts[0])[self.coloring.places]
 
     def describe(self) -> dict[str, Any]:
         """The colouring as arrays."""
@@ -166,13 +184,14 @@ class Compressed:
 
     @property
     def details(self) -> str:
-        """The numbers of colours."""
+        """The numbers of colours, and of what they take the place of."""
         columns, rows = self.coloring.counts
-        return f" ({columns} colours of columns, {rows} of rows)"
+        products = min(self.pattern.shape)
+        return f" ({columns} colours of columns and {rows} of rows, in place of {products:,} products with vectors)"
 
     @property
     def flop(self) -> int:
-        """Elements that the calls of one run compute."""
+        """Operations of the calls of one run: two for each multiply-add of a product, else one for each element."""
         return sum(each.flop for each in self._passes)
 
     @property
@@ -184,6 +203,8 @@ class Compressed:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         if not self.pattern.nnz:
             return trace.input.detach().new_empty((0, 1))
+        if self.fused is not None:
+            return self.fused({value: trace.value(value).detach() for value in self.fused.reads})[0]
         products = [each.run(trace) for each in self._passes]
         together = torch.cat(products) if len(products) > 1 else products[0]
         return (together[:, :1] if self.shared else together).index_select(0, self._places)
@@ -192,9 +213,7 @@ class Compressed:
 class _Pass:
     """The products of a function's Jacobian with seeds, some of them at a time where all would take much memory."""
 
-    def __init__(
-        self, function: TracedFunction, seeds: torch.Tensor, products: Products, replays: bool, compile: bool
-    ) -> None:
+    def __init__(self, function: TracedFunction, seeds: torch.Tensor, products: Products, replays: bool) -> None:
         # What does not depend on the input is computed once for all seeds.
         width = seeds.element_size() * sum(map(function.elements, function.calls))
         most = max(1, PART // max(1, width))
@@ -211,7 +230,7 @@ class _Pass:
 
         reads = [value for call in function.calls for _, value in call.tensors]
         try:
-            self._computed = ValueFunction(function, compute, reads, [self.parts[0]], replays=replays, compile=compile)
+            self.computed = ValueFunction(function, compute, reads, [self.parts[0]], replays=replays)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -224,12 +243,12 @@ class _Pass:
 
     @property
     def flop(self) -> int:
-        """Elements that the calls of all parts compute."""
-        return len(self.parts) * sum(map(elements, self._computed.graph.graph.nodes))
+        """Operations of the calls of all parts."""
+        return len(self.parts) * sum(map(_flop_of, self.computed.graph.graph.nodes))
 
     def run(self, trace: Trace) -> torch.Tensor:
         """The products with all seeds, ``(seeds · elements, batch)``."""
-        products = [self._computed(trace, seeds)[0] for seeds in self.parts]
+        products = [self.computed(trace, seeds)[0] for seeds in self.parts]
         if len(products) == 1:
             return products[0]
         return torch.cat(products)[: self._count * (len(products[0]) // len(self.parts[0]))]
@@ -238,10 +257,16 @@ class _Pass:
 Products = Callable[[TracedFunction, Values, torch.Tensor], torch.Tensor]
 
 
-def elements(node: fx.Node) -> int:
-    """The number of elements of the tensor that a call computes."""
+def _flop_of(node: fx.Node) -> int:
+    """The operations of a call."""
     value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0
+    if node.op != "call_function" or not isinstance(value, torch.Tensor):
+        return 0
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return value.numel()
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    return int(count(*args, **kwargs, out_val=value))
 
 
 def seeds(coloring: Coloring) -> list[np.ndarray]:

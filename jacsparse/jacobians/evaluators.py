@@ -13,8 +13,10 @@ import torch
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import DENSE, START
 from ..tracing import Trace
-from .compressed import Coloring, Compressed, coloring
+from .compressed import Coloring, Compressed, row_coloring
+from .compressed import coloring as cheapest_coloring
 from .folding import NotFoldableError, folded
+from .fused_values import FusedValues
 from .products import ChainProducts, Products
 from .products_with_vectors import INEXACT
 from .traced_function import TracedFunction
@@ -34,6 +36,8 @@ class Evaluator(Protocol):
     #: The method's name, and what it took, for printing.
     name: str
     pattern: Pattern
+    #: The machine code that computes the values; None where there is none.
+    fused: FusedValues | None
 
     def describe(self) -> dict[str, Any]:
         """All that was decided, as plain numbers and arrays."""
@@ -60,7 +64,7 @@ def evaluator_of(
     *,
     replays: bool,
     compile: bool = False,
-    coloring: Callable[[Pattern], Coloring] = coloring,
+    coloring: Callable[[Pattern], Coloring] = cheapest_coloring,
 ) -> Evaluator:
     """The way to the values that was asked for, or the one of less predicted cost."""
     registered = function.chain.registered_values
@@ -73,8 +77,15 @@ def evaluator_of(
     if registered:
         # The other ways take PyTorch's derivatives too.
         return ChainProducts(function, replays=replays)
-    if method == "compressed":
-        return Compressed(function, coloring(function.pattern), replays=replays, compile=compile)
+    if method == "compressed" or function.given is not None:
+        colors = coloring(function.pattern)
+        try:
+            return Compressed(function, colors, replays=replays, compile=compile)
+        except UnsupportedOperatorError:
+            # Backward passes alone may do, where an operator has no forward mode.
+            if not colors.counts[0] or coloring is not cheapest_coloring:
+                raise
+            return Compressed(function, row_coloring(function.pattern), replays=replays, compile=compile)
     try:
         terms = folded(function, replays=replays)
         return Products(function, *terms, replays=replays, compile=compile)

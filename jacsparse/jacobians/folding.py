@@ -181,14 +181,14 @@ class _Leaves:
 
     def folded(self, most: int | None) -> Terms:
         """The function's Jacobian as terms, of which all products may have so many."""
-        if most is not None and sum(edge.pattern.nnz for edge, _ in self.function.edges()) > most:
+        if most is not None and sum(edge.transposed_pattern.nnz for edge, _ in self.function.edges()) > most:
             raise NotFoldableError("its local Jacobians have more elements of weights than pay")
         # Before the limit, so that what does not fold costs no pattern.
         matrices = self.matrices()
         limit = TERMS_PER_ENTRY * (self.function.pattern.nnz + sum(self.function.pattern.shape))
         self.algebra.limit = limit if most is None else min(limit, int(most))
         accumulation, edges, chain = Accumulation(patterns_only=True), self.function.edges(), self.function.chain
-        leaves = {accumulation.leaf(edge, edge.pattern): edge for edge, _ in edges}
+        leaves = {accumulation.leaf(edge, edge.transposed_pattern): edge for edge, _ in edges}
         rows, columns = self.function.pattern.shape
         if not len(chain):
             diagonal = np.arange(rows)
@@ -211,7 +211,7 @@ class _Leaves:
 
     def _constant(self, edge: Edge, record: Record) -> Terms | None:
         """The transposed local Jacobian of an edge where it is constant; else None, and the edge has a derivative."""
-        pattern = edge.pattern
+        pattern = edge.transposed_pattern
         entries = (pattern.shape, pattern.rows, pattern.indices)
         if isinstance(pattern.structure, Identity):
             return terms_at(*entries)
@@ -256,7 +256,7 @@ class _Leaves:
         # The rule itself tells where the elements of a weight of consecutive numbers come to lie.
         numbered = torch.arange(weight.numel(), dtype=torch.float64).reshape(weight.shape)
         of_numbers = replace(call, arguments={**call.arguments, name: numbered})
-        numbers = edge.rule.transposed_values(of_numbers, edge.pattern)[:, 0]
+        numbers = edge.rule.transposed_values(of_numbers, edge.transposed_pattern)[:, 0]
         elements = numbers.long().clamp(0, max(0, weight.numel() - 1))
         if not torch.equal(weight.reshape(-1)[elements], record.values(edge)[:, 0]):
             return None
@@ -264,7 +264,7 @@ class _Leaves:
 
     def _of_derivative(self, edge: Edge, first: int) -> Terms:
         """The transposed local Jacobian of an edge, whose entries are variables from the first one on."""
-        pattern, jacobian = edge.pattern, edge.pattern.T
+        pattern, jacobian = edge.transposed_pattern, edge.pattern
         if edge in self.selections:
             leaf = terms_at(pattern.shape, pattern.rows, pattern.indices)
             return replace(leaf, variable=first + self.selections[edge][1])
@@ -279,8 +279,7 @@ class _Leaves:
         references = (value for operation in operations.values() for value in operation.referenced.values())
         reads = [value.number for value in references if type(value) is Value]
         computed = ValueFunction(self.function, self._computed(operations), reads, replays=self.replays)
-        parts: list[fx.Node] = list(computed.graph.graph.output_node().args[0])  # type: ignore[arg-type]
-        first, firsts = 0, {}
+        parts, first, firsts = computed.outputs, 0, dict[fx.Node, int]()
         for part in dict.fromkeys(parts):
             firsts[part] = first
             first += part.meta["val"].shape[1]

@@ -11,44 +11,50 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
+from ..runtime import a_type
 from ..stages import chain_of, refuse_other_derivatives, traced
 from ..tracing import Node, Trace, leads_to, name_of, undisturbed
-from .arguments import Arguments, FlatFunction
+from .arguments import Arguments, FlatFunction, WithAux, parts_of_result, wrap
 
 
-class Gradient(nn.Module):
+class Gradient(WithAux):
     """The gradient of a scalar function, in each sample, by the tensors that its Hessian is of.
 
     Parameters
     ----------
     f : callable
-        The function. A module is a part, so that its parameters and hooks are found.
+        The function. Its module, if any, is a part, so that parameters and hooks are found.
     arguments : Arguments
         Its arguments: which of them it is differentiated by, and whether they have samples.
+    has_aux : bool
+        Whether the function returns a pair, of which the second part has no derivative.
     """
 
-    def __init__(self, f: Callable[..., Any], arguments: Arguments) -> None:
+    f: Callable[..., Any]
+
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, has_aux: bool = False) -> None:
         super().__init__()
-        self.f, self._argnums, self._batched = f, arguments.argnums, arguments.batched
+        self._argnums, self._batched, self._has_aux = arguments.argnums, arguments.batched, has_aux
+        wrap(self, f)
         self.__qualname__ = f"the gradient of {name_of(f)}"
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any) -> tuple[Any, tuple[torch.Tensor, Any]]:
+        """The gradients; and beside them the function's value and what it returned beside that."""
         leaves = _pytree.tree_leaves([args[number] for number in self._argnums])
         with torch.enable_grad():
             # Copies, which the function may write to.
             copies = [_copied(arg) if number in self._argnums else arg for number, arg in enumerate(args)]
             with _UnfusedAttention():
-                y = self.f(*copies)
+                y, aux = parts_of_result(self.f, self.f(*copies), self._has_aux)
             self._check_scalar(y, len(leaves[0]) if self._batched else 1)
             gradients = _gradients(y, leaves)
-        return gradients[0] if len(gradients) == 1 else gradients
+        return gradients[0] if len(gradients) == 1 else gradients, (y, aux)
 
     # The hooks of all modules are not for this one.
     __call__ = forward
@@ -57,7 +63,7 @@ class Gradient(nn.Module):
         """Raise where a run of the function has an operator with registered values that are no derivative of it."""
         if registered_in(trace) is None:
             return
-        function = FlatFunction(self.f, arguments)
+        function = FlatFunction(self.f, arguments, self._has_aux)
         with undisturbed(function):
             run = traced(function, arguments.flat())
             if run.graph.last is not None:
@@ -67,12 +73,16 @@ class Gradient(nn.Module):
     def _check_scalar(self, y: Any, batch: int) -> None:
         """Raise where the function's result is not one number, or one for each sample."""
         if not isinstance(y, torch.Tensor) or not y.is_floating_point():
-            what = str(y.dtype) if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
+            what = str(y.dtype) if isinstance(y, torch.Tensor) else a_type(y)
         elif y.numel() != batch or (self._batched and (not y.ndim or len(y) != batch)):
             what = f"a tensor of shape {tuple(y.shape)}"
         else:
             return
-        expected = f"one for each of {batch} samples" if self._batched else "as by .sum()"
+        expected = (
+            f"one for each of {batch} samples: pass batched=False where it returns one for all"
+            if self._batched
+            else "as by .sum(): pass batched=True where it returns one for each sample"
+        )
         raise UnsupportedOperatorError(
             f"{name_of(self.f)} returns {what}; a Hessian is of a function that returns one number, {expected}"
         )

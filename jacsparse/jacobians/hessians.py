@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..patterns import Pattern
 from ..spgemm import SparseJacobian
-from ..stages import chain_of, check_shape, samples_of, traced
-from ..tracing import check_module, undisturbed, without_autocast
-from .arguments import Arguments, FlatFunction, arguments_of
+from .arguments import Arguments, arguments_of, has_samples
 from .compressed import Coloring
-from .evaluation import jacobian
+from .evaluation import evaluated, with_parts
 from .gradients import Gradient
-from .prepared import PreparedJacobian
+from .prepared import PreparedJacobian, Result
+from .prepared_program import Evaluation
 from .star_coloring import star_coloring, symmetric_part
+from .tracing_for_replays import Options
 
 
-class PreparedHessian(PreparedJacobian):
+class PreparedHessian(PreparedJacobian[Result]):
     """The Hessian of a scalar function, prepared for arguments of the same shapes; `prepare_hessian` makes it.
 
     It is the `PreparedJacobian` of the function's gradient, and exactly symmetric.
@@ -31,30 +31,72 @@ class PreparedHessian(PreparedJacobian):
         super().__init__(*args)
         self.pattern, self._lower = symmetric_part(self.pattern)
 
-    def values(self, *args: Any) -> torch.Tensor:
-        """The values on the pattern; see `PreparedJacobian.values`."""
-        values = super().values(*args)
+    def _evaluated(self, args: Sequence[Any], returns: bool) -> Evaluation:
+        evaluation = super()._evaluated(args, returns)
         # A star colouring takes both entries of a pair from one place.
-        return values if self.method == "compressed" else _gathered(values, self._lower)
+        if self.method == "compressed":
+            return evaluation
+        return replace(evaluation, values=_gathered(evaluation.values, self._lower))
+
+    def _parts(self, evaluation: Evaluation) -> Sequence[tuple[bool, Any]]:
+        options, (value, aux) = self._options, evaluation.aux or (None, None)
+        return (options.gradient, evaluation.result), (options.value, value), (options.has_aux, aux)
 
     @staticmethod
-    def _differentiated(f: Callable[..., Any], arguments: Arguments) -> Callable[..., Any]:
-        return Gradient(f, arguments)
+    def _differentiated(f: Callable[..., Any], arguments: Arguments, options: Options) -> Callable[..., Any]:
+        return Gradient(f, arguments, options.has_aux)
 
-    @staticmethod
-    def _coloring(pattern: Pattern) -> Coloring:
-        return star_coloring(pattern)
+    _coloring: Callable[[Pattern], Coloring] = staticmethod(star_coloring)
+
+
+@overload
+def prepare_hessian(
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool | None = None,
+    method: str = "auto",
+    compile: bool = False,
+    pruned: bool = True,
+    create_graph: bool = False,
+    gradient: Literal[False] = False,
+    value: Literal[False] = False,
+    has_aux: Literal[False] = False,
+    pattern: Pattern | None = None,
+) -> PreparedHessian[SparseJacobian]: ...
+
+
+@overload
+def prepare_hessian(
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool | None = None,
+    method: str = "auto",
+    compile: bool = False,
+    pruned: bool = True,
+    create_graph: bool = False,
+    gradient: bool = False,
+    value: bool = False,
+    has_aux: bool = False,
+    pattern: Pattern | None = None,
+) -> PreparedHessian[tuple[Any, ...]]: ...
 
 
 def prepare_hessian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = False,
+    batched: bool | None = None,
     method: str = "auto",
     compile: bool = False,
     pruned: bool = True,
-) -> PreparedHessian:
+    create_graph: bool = False,
+    gradient: bool = False,
+    value: bool = False,
+    has_aux: bool = False,
+    pattern: Pattern | None = None,
+) -> PreparedHessian[Any]:
     """A scalar function's Hessian, prepared for arguments of the same shapes.
 
     Parameters
@@ -63,13 +105,16 @@ def prepare_hessian(
         As in `hessian`, and without random numbers and branches on what tensors hold.
     *args, argnums, batched
         As in `hessian`.
-    method, compile, pruned
-        As in `prepare_jacobian`; ``compressed`` takes a seed for each colour of a star colouring.
+    method, compile, pruned, create_graph, pattern
+        As in `prepare_jacobian`; ``compressed`` takes a seed for each colour of a star colouring, and a pattern has to
+        be symmetric.
+    gradient, value, has_aux
+        As in `hessian`.
 
     Returns
     -------
     PreparedHessian
-        ``prepared(*args)`` is a SparseJacobian.
+        ``prepared(*args)`` is a SparseJacobian, or a tuple as that of `hessian`.
 
     Raises
     ------
@@ -83,51 +128,51 @@ def prepare_hessian(
     >>> energy(torch.zeros(3), 3.0).todense().tolist()
     [[3.0, -3.0, 0.0], [-3.0, 6.0, -3.0], [0.0, -3.0, 3.0]]
     """
-    return PreparedHessian.prepare(f, args, argnums, batched, method, compile, pruned)
+    if isinstance(pattern, Pattern) and pattern != pattern.T:
+        raise ValueError("pattern is not symmetric; that of a Hessian is")
+    options = Options(method, compile, pruned, create_graph, value, has_aux, pattern, gradient)
+    return PreparedHessian[Any].prepare(f, args, argnums, batched, options)
 
 
-def hessian_pattern(f: Callable[..., Any], shape: Sequence[int]) -> Pattern:
-    """The positions of a scalar function's Hessian that are not guaranteed zeros, for all inputs.
+@overload
+def hessian(
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool | None = None,
+    pruned: bool = True,
+    create_graph: bool = False,
+    gradient: Literal[False] = False,
+    value: Literal[False] = False,
+    has_aux: Literal[False] = False,
+) -> SparseJacobian: ...
 
-    Parameters
-    ----------
-    f : callable
-        A function or a module of one tensor, which returns one number. It runs once, on random numbers of the dtype and
-        on the device of a module's parameters; its changes to itself are undone.
-    shape : sequence of int
-        Shape of the tensor.
 
-    Returns
-    -------
-    Pattern
-        The pattern, symmetric. There is an entry where an operator that is not linear joins two elements: fewer than in
-        the product of a Jacobian with itself.
-
-    Raises
-    ------
-    TypeError, ValueError, UnsupportedOperatorError
-        As in `hessian`, and where the calls depend on what the tensor holds.
-
-    Examples
-    --------
-    >>> hessian_pattern(lambda x: (x[1:] * x[:-1]).sum(), (4,)).indices.tolist()
-    [1, 0, 2, 1, 3, 2]
-    """
-    sample = samples_of(f if isinstance(f, nn.Module) else nn.Module(), check_shape(shape, "shape"))[0]
-    arguments = arguments_of((sample,), 0, batched=False)
-    function = FlatFunction(_gradient(f, arguments), arguments)
-    with undisturbed(check_module(function)), without_autocast(sample.device):
-        trace = traced(function, arguments.flat(), readable=False)
-        return symmetric_part(chain_of(trace).pattern)[0]
+@overload
+def hessian(
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool | None = None,
+    pruned: bool = True,
+    create_graph: bool = False,
+    gradient: bool = False,
+    value: bool = False,
+    has_aux: bool = False,
+) -> tuple[Any, ...]: ...
 
 
 def hessian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = False,
+    batched: bool | None = None,
+    pruned: bool = True,
     create_graph: bool = False,
-) -> SparseJacobian:
+    gradient: bool = False,
+    value: bool = False,
+    has_aux: bool = False,
+) -> SparseJacobian | tuple[Any, ...]:
     """The Hessian of a scalar function.
 
     Parameters
@@ -139,16 +184,22 @@ def hessian(
     argnums : int or tuple of int
         The arguments to differentiate by. The elements of their tensors are the rows and the columns, one tensor after
         the other.
-    batched : bool
-        Whether these tensors, and the result, have samples along their first axis, each worked on by itself. Without
-        samples, the Hessian has a batch of 1.
-    create_graph : bool
+    batched : bool, optional
+        Whether these tensors, and the result, have samples along their first axis, each worked on by itself; left out,
+        as in `jacobian`. Without samples, the Hessian has a batch of 1.
+    pruned, create_graph : bool
         As in `jacobian`.
+    gradient, value : bool
+        Whether to return the gradient too, and what `f` returns: ``(hessian, gradient, value)``, or one of the two. The
+        gradient has the shape of the argument; for several tensors it is a list of those of each.
+    has_aux : bool
+        Whether `f` returns ``(number, aux)``; `aux` is then returned last.
 
     Returns
     -------
     SparseJacobian
         The Hessian, exactly symmetric; its batch is 1 where all samples share the values, as for a quadratic function.
+        A tuple with `gradient`, `value` or `has_aux`.
 
     Raises
     ------
@@ -157,7 +208,7 @@ def hessian(
 
     See Also
     --------
-    prepare_hessian : for many calls with arguments of the same shapes.
+    prepare_hessian : for many calls with arguments of the same shapes, by a `method` that you choose, or compiled.
 
     Notes
     -----
@@ -174,17 +225,16 @@ def hessian(
     >>> import torch
     >>> hessian(lambda x: (x[1:] * x[:-1]).sum() + x[0] ** 3, torch.tensor([1.0, 2.0, 3.0])).todense().tolist()
     [[6.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
+    >>> H, g, y = hessian(lambda x: (x**3).sum(), torch.tensor([1.0, 2.0]), gradient=True, value=True)
+    >>> g.tolist(), y.item()
+    ([3.0, 12.0], 9.0)
     """
-    gradient = _gradient(f, arguments_of(args, argnums, batched))
-    full = jacobian(gradient, *args, argnums=argnums, batched=batched, create_graph=create_graph)
+    arguments = arguments_of(args, argnums, has_samples(f, batched))
+    of_gradient = Gradient(f, arguments, has_aux)
+    full, g, beside = evaluated(of_gradient, arguments, pruned, create_graph, gradient, True)
     pattern, lower = symmetric_part(full.pattern)
-    return SparseJacobian(pattern, _gathered(full.values, lower))
-
-
-def _gradient(f: Callable[..., Any], arguments: Arguments) -> Gradient:
-    if not callable(f):
-        raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
-    return Gradient(f, arguments)
+    result = replace(full, pattern=pattern, values=_gathered(full.values, lower))
+    return with_parts(result, (gradient, g), (value, beside and beside[0]), (has_aux, beside and beside[1]))
 
 
 def _gathered(values: torch.Tensor, places: np.ndarray) -> torch.Tensor:

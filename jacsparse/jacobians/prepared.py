@@ -6,80 +6,42 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, Generic, Literal, Self, overload
 
 import torch
+from typing_extensions import TypeVar
 
 from .._version import __version__
 from ..patterns import Pattern, gradient_of
-from ..runtime import read_archive, write_archive
+from ..runtime import a_type, read_archive, write_archive
 from ..spgemm import SparseJacobian
-from ..tracing import Contents, Form, Trace, form_of, name_of, undisturbed, without_autocast, without_saving_hooks
-from .arguments import Arguments, FlatFunction, arguments_of
+from ..stages import agree
+from ..tracing import name_of, undisturbed, without_saving_hooks
+from .arguments import Arguments, FlatFunction, arguments_of, has_samples, out_shape_of
 from .compressed import Coloring, Compressed, coloring
-from .evaluation import jacobian_at
+from .evaluation import jacobian_at, with_parts
 from .evaluators import Evaluator, evaluator_of
 from .folding import Folded, derivatives_of
+from .prepared_program import Evaluation, PreparedProgram
 from .products import ChainProducts, Products
-from .replays import of_replay, values_of
 from .traced_function import TracedFunction
-from .tracing_for_replays import Sources, digest_of, traced_program
-from .verification import ROUNDINGS, VerificationError, difference_of, largest_finite, magnitude
-from .watched_weights import FilledWeightError, WatchedWeights
+from .tracing_for_replays import Options, digest_of, traced_program
+from .verification import ROUNDINGS, VerificationError, difference_of, largest_finite, magnitude, tolerance_for
+from .watched_weights import FilledWeightError
 
 METHODS = ("auto", "products", "compressed")
+#: The options that a file holds.
+_SAVED = ("pruned", "create_graph", "value", "has_aux", "gradient")
 #: The most programs of one prepared Jacobian, for other numbers among the arguments.
 MOST = 8
 
 
-@dataclass(frozen=True, eq=False)
-class _Program:
-    """What was decided for arguments of one form, and for some of the numbers among them."""
-
-    function: TracedFunction
-    evaluator: Evaluator
-    watched: WatchedWeights
-    #: The places of the numbers among the arguments that are tensors to it.
-    tensors: frozenset[int]
-    #: Where each capture comes from.
-    captures: Sources
-    #: The elements of the captures on which patterns depend.
-    contents: dict[int, Contents]
-
-    def values(self, arguments: Arguments) -> torch.Tensor:
-        """The values of the Jacobian.
-
-        Raises
-        ------
-        ValueError
-            Where an index or a mask has other elements, or a parameter another form.
-        FilledWeightError
-            Where a weight that the pattern leaves out is not zero.
-        """
-        graph, captures, arguments = self.function.graph, {}, arguments.with_tensors(self.tensors)
-        for value, source in self.captures.items():
-            if isinstance(source, int):
-                source = arguments.leaves[source]
-            tensor = source if isinstance(source, torch.Tensor) else source()
-            form, _ = graph.captures[value]
-            if form_of(tensor) != form:
-                tensor = _in_form(tensor, form)
-            captures[value] = tensor
-        for value, contents in self.contents.items():
-            if not contents.equal(captures[value]):
-                raise ValueError(
-                    f"an index or a mask of {tuple(captures[value].shape)} holds other elements than when this "
-                    "Jacobian was prepared, and patterns depend on them: prepare one for these"
-                )
-        before = self.function.trace
-        trace = Trace.replayed(graph, before.module, arguments.flat(), captures, before.scalars)
-        with torch.no_grad(), without_autocast(trace.input.device):
-            self.watched.check(trace)
-            return values_of(self.function, self.evaluator, trace, of_replay)
+#: What a call returns: a SparseJacobian, or a tuple that begins with one.
+Result = TypeVar("Result", default=SparseJacobian)
 
 
-class PreparedJacobian:
+class PreparedJacobian(Generic[Result]):
     """The Jacobian of a function, prepared for arguments of the same shapes; `prepare_jacobian` makes it.
 
     It trusts its program: a call does not run the function. Parameters and buffers of a module are read by their names,
@@ -96,12 +58,16 @@ class PreparedJacobian:
     """
 
     def __init__(
-        self, f: Callable[..., Any], arguments: Arguments, pruned: bool, choose: Callable[[TracedFunction], Evaluator]
+        self,
+        f: Callable[..., Any],
+        arguments: Arguments,
+        options: Options,
+        choose: Callable[[TracedFunction], Evaluator],
     ) -> None:
-        self._f, self._arguments, self._pruned, self._choose = f, arguments, pruned, choose
+        self._f, self._arguments, self._options, self._choose = f, arguments, options, choose
         self._lock = threading.RLock()
         #: By what they were made for, the programs.
-        self._programs: dict[Any, _Program] = {}
+        self._programs: dict[Any, PreparedProgram] = {}
         #: The leaves that are numbers, which programs take as tensors.
         self._tensors: dict[Any, frozenset[int]] = {}
         self._first = self._program(arguments)
@@ -115,47 +81,53 @@ class PreparedJacobian:
         f: Callable[..., Any],
         args: Sequence[Any],
         argnums: int | Sequence[int],
-        batched: bool,
-        method: str,
-        compile: bool,
-        pruned: bool,
+        batched: bool | None,
+        options: Options,
     ) -> Self:
         """What `prepare_jacobian` returns."""
-        if not callable(f):
-            raise TypeError(f"f is a {type(f).__name__}; expected a function or a module")
+        method, compile = options.method, options.compile
+        arguments = arguments_of(args, argnums, has_samples(f, batched)).apart()
         if method not in METHODS:
             raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
-        arguments = arguments_of(args, argnums, batched).apart()
         if not arguments.batch:
             raise ValueError(f"the arguments are {arguments}, without any sample; give one or more to prepare for")
-        differentiated = cls._differentiated(f, arguments)
+        if options.pattern is not None:
+            _check_given(options.pattern, method)
+        if options.create_graph:
+            arguments = arguments.connected()
+        differentiated = cls._differentiated(f, arguments, options)
 
         def choose(function: TracedFunction) -> Evaluator:
             evaluator = evaluator_of(function, method, replays=True, compile=compile, coloring=cls._coloring)
             _check_compiles(f, evaluator, compile)
             return evaluator
 
-        prepared = cls(differentiated, arguments, pruned, choose)
+        prepared = cls(differentiated, arguments, options, choose)
         try:
             return prepared._checked_at(args)
         except VerificationError:
-            if method != "auto" or prepared.method != "compressed":
+            if method != "auto" or prepared.method != "compressed" or options.pattern is not None:
                 raise
             # PyTorch's own tangents may be wrong, as those of scatter_reduce's products.
-            return cls.prepare(f, args, argnums, batched, "products", compile, pruned)
+            return cls.prepare(f, args, argnums, batched, replace(options, method="products"))
 
     @staticmethod
-    def _differentiated(f: Callable[..., Any], arguments: Arguments) -> Callable[..., Any]:
+    def _differentiated(f: Callable[..., Any], arguments: Arguments, options: Options) -> Callable[..., Any]:
         """The function whose Jacobian this is."""
         return f
 
-    @staticmethod
-    def _coloring(pattern: Pattern) -> Coloring:
-        return coloring(pattern)
+    #: How its pattern is coloured.
+    _coloring: Callable[[Pattern], Coloring] = staticmethod(coloring)
 
-    def __call__(self, *args: Any) -> SparseJacobian:
-        """The Jacobian at these arguments."""
-        return SparseJacobian(self.pattern, self.values(*args))
+    def __call__(self, *args: Any) -> Result:
+        """The Jacobian at these arguments; a tuple where it was prepared with `value` or `has_aux`."""
+        evaluation = self._evaluated(args, returns=self._options.returns)
+        jacobian = SparseJacobian(self.pattern, evaluation.values, self._arguments.in_shape, self._out_shape)
+        return with_parts(jacobian, *self._parts(evaluation))  # type: ignore[return-value]
+
+    def _parts(self, evaluation: Evaluation) -> Sequence[tuple[bool, Any]]:
+        """What may be returned beside the Jacobian, and whether it is."""
+        return (self._options.value, evaluation.result), (self._options.has_aux, evaluation.aux)
 
     def values(self, *args: Any) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
@@ -167,17 +139,19 @@ class PreparedJacobian:
         RuntimeError
             Where a weight that the pattern leaves out is not zero.
         """
+        return self._evaluated(args, returns=False).values
+
+    def _evaluated(self, args: Sequence[Any], returns: bool) -> Evaluation:
         arguments = self._checked(args)
-        program = self._program(arguments)
         try:
-            return program.values(arguments)
+            return self._program(arguments)(arguments, returns)
         except FilledWeightError as error:
             raise RuntimeError(
                 f"{name_of(self._f)}: {error.weight} was zero where the pattern leaves it out, and is not any more: "
                 "prepare it again, keep the weight zero by a mask (torch.nn.utils.prune), or pass pruned=False"
             ) from None
 
-    def _program(self, arguments: Arguments) -> _Program:
+    def _program(self, arguments: Arguments) -> PreparedProgram:
         """The program for the numbers and objects among arguments of the prepared form."""
         kinds = arguments.kinds_of_plain
         tensors = self._tensors.get(kinds)
@@ -189,27 +163,26 @@ class PreparedJacobian:
             return self._made(arguments)
 
     @without_saving_hooks()
-    def _made(self, arguments: Arguments) -> _Program:
+    def _made(self, arguments: Arguments) -> PreparedProgram:
         kinds = arguments.kinds_of_plain
-        tensors = self._tensors.get(kinds)
+        tensors, options = self._tensors.get(kinds), self._options
         traced_at = arguments if tensors is None else arguments.with_tensors(tensors)
         # What was no tensor once never is.
-        asks = tensors is None
-        taken, tensors, captures, contents, function = traced_program(self._f, traced_at, self._pruned, asks)
-        evaluator = self._choose(function)
-        if self._programs and evaluator.pattern != self.pattern:
+        traced = traced_program(self._f, traced_at, options, asks=tensors is None)
+        if not self._programs:
+            trace = traced.function.trace
+            self._arguments, self._tolerance = traced.arguments, tolerance_for(trace.input.dtype, trace.tensors)
+            self._out_shape = out_shape_of(trace, traced.returned)
+        program = PreparedProgram.of(traced, self._choose, options.create_graph)
+        if self._programs and program.evaluator.pattern != self._first.evaluator.pattern:
             raise ValueError(
                 f"{name_of(self._f)}: the pattern at {arguments} is another than that at {self._arguments}, for which "
                 "it was prepared: prepare one for these"
             )
-        program = _Program(function, evaluator, WatchedWeights(function), tensors, captures, contents)
-        if not self._programs:
-            self._arguments, self._tolerance = taken, _tolerance(function)
-        function.forget()
-        self._tensors[kinds] = tensors
+        self._tensors[kinds] = traced.tensors
         while len(self._programs) >= MOST:
             del self._programs[next(iter(self._programs))]
-        self._programs[kinds, arguments.numbers_but(tensors)] = program
+        self._programs[kinds, arguments.numbers_but(traced.tensors)] = program
         return program
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
@@ -247,8 +220,7 @@ class PreparedJacobian:
         *args
             Arguments of the function.
         tolerance : float, optional
-            The largest difference; by default 1e-9 for float64 and 1e-4 for float32, or 16 units in the last place of
-            the coarsest dtype that the function works in, where that is more.
+            As in `verify`.
 
         Returns
         -------
@@ -261,18 +233,19 @@ class PreparedJacobian:
             Where the difference is larger than the tolerance.
         """
         arguments = self._checked(args)
-        jacobian = self(*args)
-        x, function = arguments.flat().requires_grad_(), FlatFunction(self._f, arguments)
+        with torch.no_grad():
+            jacobian = SparseJacobian(self.pattern, self.values(*args))
+        x, function = arguments.flat().requires_grad_(), FlatFunction(self._f, arguments, self._options.has_aux)
         with torch.enable_grad(), undisturbed(function):
             y = function(x.clone())
             generator = torch.Generator().manual_seed(0)
             g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
             expected = gradient_of(y, x, g) if y.requires_grad else torch.zeros_like(x)
         g = g.to(x.dtype)
-        registered = self._first.function.chain.registered_values
+        registered = self._first.traced.function.chain.registered_values
         if registered:
             # Autograd does not know of registered values.
-            expected = jacobian_at(self._f, arguments).vjp(g)
+            expected = jacobian_at(self._f, arguments, has_aux=self._options.has_aux).vjp(g).reshape(x.shape)
         limit = tolerance if tolerance is not None else self._tolerance
         scale = largest_finite(SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()))
         # All elements may be zero but for rounding, as those of a sum of a softmax.
@@ -280,9 +253,19 @@ class PreparedJacobian:
             ROUNDINGS * torch.finfo(x.dtype).eps * largest_finite(y.detach()) / (largest_finite(x.detach()) or 1.0)
         )
         scale = max(scale, rounding * largest_finite(g.abs().flatten(1).sum(1)) / (limit or 1.0))
-        error = magnitude(difference_of(jacobian.vjp(g), expected)) / (scale or 1.0)
+        error = magnitude(difference_of(jacobian.vjp(g).reshape(x.shape), expected)) / (scale or 1.0)
         if not error <= limit:
+            with torch.no_grad(), undisturbed(function):
+                again = function(x.detach().clone())
+            if not agree(again, y.detach()):
+                raise VerificationError(
+                    f"{name_of(self._f)} returns other numbers where it is called again with the same arguments, as by "
+                    "random numbers that no PyTorch generator draws, or by a counter, so that no prepared program "
+                    "repeats it: pass such numbers as arguments, or call jacsparse.jacobian, which runs it each time"
+                )
             way = " with method='products'" if self.method == "compressed" else ""
+            if self._options.pattern is not None:
+                way = " with a pattern that has all entries, or without one"
             whose = "that of jacsparse.jacobian" if registered else "autograd's"
             raise VerificationError(
                 f"{name_of(self._f)}: the prepared Jacobian differs from {whose} by {error:.1e} of the largest "
@@ -302,7 +285,7 @@ class PreparedJacobian:
         >>> import tempfile, torch
         >>> f, x = lambda x: x[1:] * x[:-1], torch.tensor([1.0, 2.0, 3.0])
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     prepare_jacobian(f, x, batched=False).save(f"{folder}/products.npz")
+        ...     prepare_jacobian(f, x).save(f"{folder}/products.npz")
         ...     prepared = PreparedJacobian.load(f"{folder}/products.npz", f, x)
         >>> prepared(x).todense().tolist()
         [[2.0, 1.0, 0.0], [0.0, 3.0, 2.0]]
@@ -310,10 +293,11 @@ class PreparedJacobian:
         evaluator = self._first.evaluator
         content = {
             "version": __version__,
-            "program": digest_of(self._arguments, self._first.function),
+            "program": digest_of(self._arguments, self._first.traced.function),
             "argnums": list(self._arguments.argnums),
             "batched": self._arguments.batched,
-            "pruned": self._pruned,
+            **{name: getattr(self._options, name) for name in _SAVED},
+            "given": self._options.pattern is not None,
             "evaluator": type(evaluator).__name__,
             "shape": list(evaluator.pattern.shape),
             "indptr": evaluator.pattern.indptr,
@@ -349,13 +333,16 @@ class PreparedJacobian:
                 f"{path} is of version {content.get('version')!r} of jacsparse, and this is {__version__}; prepare the "
                 "Jacobian and save it again"
             )
-        argnums, batched, pruned = (content.get(name) for name in ("argnums", "batched", "pruned"))
-        if type(argnums) is not list or type(batched) is not bool or type(pruned) is not bool:
-            raise ValueError(
-                f"{path}: argnums is {argnums!r}, batched {batched!r} and pruned {pruned!r}; the file is damaged"
-            )
-        arguments = arguments_of(args, argnums, batched).apart()
-        f = cls._differentiated(f, arguments)
+        argnums = content.get("argnums")
+        truths: dict[str, Any] = {name: content.get(name) for name in ("batched", "given", *_SAVED)}
+        if type(argnums) is not list or any(type(truth) is not bool for truth in truths.values()):
+            raise ValueError(f"{path}: argnums is {argnums!r}, and {truths}; the file is damaged")
+        arguments = arguments_of(args, argnums, truths.pop("batched")).apart()
+        pattern = _pattern_in(content, path) if truths.pop("given") else None
+        options = Options(compile=compile, pattern=pattern, **truths)
+        if options.create_graph:
+            arguments = arguments.connected()
+        f = cls._differentiated(f, arguments, options)
 
         def choose(function: TracedFunction) -> Evaluator:
             if content.get("program") != digest_of(arguments, function):
@@ -370,39 +357,74 @@ class PreparedJacobian:
             _check_compiles(f, evaluator, compile)
             return evaluator
 
-        return cls(f, arguments, pruned, choose)._checked_at(args)
+        return cls(f, arguments, options, choose)._checked_at(args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
-            f"a {type(self).__name__} is neither pickled nor copied, for its function is no data: save(path) writes "
+            f"{a_type(self)} is neither pickled nor copied, for its function is no data: save(path) writes "
             f"it, and {type(self).__name__}.load(path, f, *args) reads it in another process"
         )
 
     def __repr__(self) -> str:
         evaluator, arguments, program = self._first.evaluator, self._arguments, self._first
+        baked = f"shapes, {len(program.traced.contents)} indices or masks, branches, numbers that the function reads"
         moved = self.pattern.nnz * arguments.batch * arguments.tensors[0].element_size()
-        others = sum(not isinstance(source, int) for source in program.captures.values())
         return "\n".join(
             [
                 f"<{type(self).__name__} of {name_of(self._f)}: {self.pattern.summary()}",
                 f"  method {self.method}{evaluator.details}: about {evaluator.flop:,} flop, "
                 f"{evaluator.nbytes + moved:,} bytes",
-                f"  inputs: {len(arguments.specs)} arguments, {others} other tensors",
-                f"  baked in: shapes, {len(program.contents)} indices or masks, branches, numbers that the function "
-                "reads>",
+                f"  inputs: {len(arguments.specs)} arguments, {program.other_tensors} other tensors",
+                f"  baked in: {baked}>",
             ]
         )
+
+
+@overload
+def prepare_jacobian(
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool | None = None,
+    method: str = "auto",
+    compile: bool = False,
+    pruned: bool = True,
+    create_graph: bool = False,
+    value: Literal[False] = False,
+    has_aux: Literal[False] = False,
+    pattern: Pattern | None = None,
+) -> PreparedJacobian[SparseJacobian]: ...
+
+
+@overload
+def prepare_jacobian(
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool | None = None,
+    method: str = "auto",
+    compile: bool = False,
+    pruned: bool = True,
+    create_graph: bool = False,
+    value: bool = False,
+    has_aux: bool = False,
+    pattern: Pattern | None = None,
+) -> PreparedJacobian[tuple[Any, ...]]: ...
 
 
 def prepare_jacobian(
     f: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] = 0,
-    batched: bool = True,
+    batched: bool | None = None,
     method: str = "auto",
     compile: bool = False,
     pruned: bool = True,
-) -> PreparedJacobian:
+    create_graph: bool = False,
+    value: bool = False,
+    has_aux: bool = False,
+    pattern: Pattern | None = None,
+) -> PreparedJacobian[Any]:
     """A function's Jacobian, prepared for arguments of the same shapes.
 
     Parameters
@@ -414,28 +436,41 @@ def prepare_jacobian(
         Its arguments: tensors, tuples, lists and dicts of them, numbers and anything else.
     argnums : int or tuple of int
         The arguments to differentiate by. Their tensors' elements are the columns, one tensor after the other.
-    batched : bool
-        Whether these tensors, and the outputs, have samples along their first axis, each worked on by itself. All other
-        arguments are passed as they are.
+    batched : bool, optional
+        Whether these tensors and the outputs have samples along their first axis, each worked on by itself; left out,
+        as in `jacobian`. All other arguments are passed as they are.
     method : str
         ``products`` multiplies local Jacobians along paths; ``compressed`` takes products of the whole function with a
         seed for each colour; ``auto`` takes the one of less predicted cost.
     compile : bool
-        Whether TorchInductor, the compiler of ``torch.compile``, compiles the program; that takes seconds.
+        Whether one piece of machine code computes the values, which takes a tenth of a second to a few seconds to
+        make. It fuses elementwise operators, selections and sums of products; what else a call computes, as products of
+        matrices, is PyTorch's. The logger ``jacsparse`` tells of it, at level INFO.
     pruned : bool
         Whether the pattern omits the elements of weights that are zero when it is prepared, of parameters and all other
         tensors that `f` reads, but not of its arguments. A call in which one of them is filled raises RuntimeError.
+    create_graph : bool
+        Whether values have gradients, to the arguments and to what `f` reads that had one when it was prepared, as in
+        `jacobian`; a call under ``torch.no_grad`` makes no graph.
+    value, has_aux : bool
+        As in `jacobian`: whether a call returns what `f` returns too, computed together with the values; and whether
+        `f` returns ``(result, aux)``. Numbers in `aux` are constants.
+    pattern : Pattern, optional
+        A pattern of your own, ``(out_size, in_size)``, in the place of the one that the operators' rules give: for
+        entries that are known to be zero, for more entries than there are, or where an operator has no rule. Values
+        are then those of ``compressed``. An entry outside of it that is not zero is an error when the Jacobian is
+        prepared, and in `check`.
 
     Returns
     -------
     PreparedJacobian
-        ``prepared(*args)`` is a SparseJacobian.
+        ``prepared(*args)`` is a SparseJacobian, or with `value` or `has_aux` a tuple of it, the value and `aux`.
 
     Raises
     ------
     TypeError, ValueError
         Where arguments or outputs are not of this kind, the method is unknown or does not apply, or with `compile`,
-        where the program multiplies matrices of operators, as for large networks.
+        where operators' Jacobians are multiplied as matrices, as for large networks.
     UnsupportedOperatorError
         Where an operator has no rule, or the calls depend on what tensors hold.
 
@@ -456,54 +491,59 @@ def prepare_jacobian(
     tensor without axes what it does with a float, as adding, multiplying, powers and comparisons between tensors. Where
     it needs the value, as in ``math.sin``, a branch or a shape, each other value makes a program of its own.
 
-    Values have no gradients; ``jacobian(..., create_graph=True)`` gives values that have.
-
     Examples
     --------
     >>> import torch
-    >>> differences = prepare_jacobian(lambda u, h: (u[1:] - u[:-1]) ** 2 / h, torch.zeros(4), 1.0, batched=False)
+    >>> differences = prepare_jacobian(lambda u, h: (u[1:] - u[:-1]) ** 2 / h, torch.zeros(4), 1.0)
     >>> differences(torch.tensor([0.0, 1.0, 3.0, 6.0]), 0.5).todense().tolist()
     [[-4.0, 4.0, 0.0, 0.0], [0.0, -8.0, 8.0, 0.0], [0.0, 0.0, -12.0, 12.0]]
+
+    Newton's method, which takes the value of the same run:
+
+    >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    >>> roots = prepare_jacobian(lambda x: x**3 - torch.tensor([8.0, 1.0]), x, value=True)
+    >>> for _ in range(8):
+    ...     J, y = roots(x)
+    ...     x = x - J.solve(y)
+    >>> [round(root, 6) for root in x.tolist()]
+    [2.0, 1.0]
 
     A stiff equation by SciPy, whose `jac` gets a time and a state:
 
     >>> import scipy.integrate
     >>> decay = lambda t, y: torch.cat([-1000 * (y[:1] - torch.cos(y[1:])), -y[1:] / (1 + t)])
     >>> state = torch.ones(2, dtype=torch.float64)
-    >>> prepared = prepare_jacobian(decay, 0.0, state, argnums=1, batched=False)
+    >>> prepared = prepare_jacobian(decay, 0.0, state, argnums=1)
     >>> f = lambda t, y: decay(t, torch.from_numpy(y)).numpy()
     >>> jac = lambda t, y: prepared(t, torch.from_numpy(y)).to_scipy()
     >>> solution = scipy.integrate.solve_ivp(f, (0.0, 1.0), state.numpy(), method="Radau", jac=jac)
     >>> solution.success, round(float(solution.y[1, -1]), 2)
     (True, 0.5)
     """
-    return PreparedJacobian.prepare(f, args, argnums, batched, method, compile, pruned)
-
-
-def _in_form(tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    """A tensor as one that lies in memory as another one did; ValueError where that is no matter of layout."""
-    shape, stride, layout, dtype, device = form
-    if not tensor.ndim and shape == ():
-        # A number.
-        return tensor.detach().to(dtype=dtype, device=device)
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or layout != tensor.layout:
-        raise ValueError(
-            f"a parameter or buffer is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; this Jacobian is "
-            f"prepared for {dtype} {tuple(shape)} on {device}: prepare one for these"
-        )
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(tensor.detach())
+    options = Options(method, compile, pruned, create_graph, value, has_aux, pattern)
+    return PreparedJacobian[Any].prepare(f, args, argnums, batched, options)
 
 
 def _autocast(dtype: torch.dtype | None) -> str:
     return "off" if dtype is None else f"on, with {dtype}"
 
 
-def _tolerance(function: TracedFunction) -> float:
-    """The largest difference that `PreparedJacobian.check` takes for rounding."""
-    tensors = (tensor for tensor in function.trace.tensors if tensor is not None)
-    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    least = 1e-9 if function.x.dtype == torch.float64 else 1e-4
-    return max(least, *(ROUNDINGS * torch.finfo(dtype).eps for dtype in dtypes))
+def _check_given(pattern: Any, method: str) -> None:
+    """Raise where a pattern of the user's own cannot be taken."""
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern is {a_type(pattern)}; expected a Pattern: Pattern.from_scipy(matrix) makes one")
+    if method == "products":
+        raise ValueError(
+            "method is 'products', which multiplies the operators' own patterns, and a pattern is given; leave one out"
+        )
+
+
+def _pattern_in(content: Mapping[str, Any], path: Any) -> Pattern:
+    """The pattern in a file; ValueError where there is none."""
+    try:
+        return Pattern(content["shape"], content["indptr"], content["indices"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: no valid prepared Jacobian: {error}") from error
 
 
 def _check_compiles(f: Callable[..., Any], evaluator: Evaluator, compile: bool) -> None:

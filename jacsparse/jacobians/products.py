@@ -7,9 +7,9 @@ of least cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,22 +18,16 @@ from ..runtime import unsigned
 from ..stages import in_own_memory
 from ..tracing import Trace
 from . import kernels
-from .calls_of_terms import MOST, CallsOfTerms
+from .elements import ElementGraph, sums
 from .folding import Derivatives, Folded
+from .fused_values import FusedValues
 from .numbers import same_numbers
 from .passes import Pass
 from .terms import Step
-from .traced_function import TracedFunction, Values
-from .value_functions import Compute, ValueFunction
+from .traced_function import TracedFunction
 
-
-class Weights(NamedTuple):
-    """What the numbers that a function reads decide: the constants of the entries, and the weights of all terms."""
-
-    constant: np.ndarray
-    steps: list[np.ndarray]
-    #: Both as compiled calls take them.
-    tensors: list[torch.Tensor]
+#: What the numbers that a function reads decide: the constants of the entries, and the weights of each step's terms.
+Weights = list[np.ndarray]
 
 
 class Products:
@@ -50,7 +44,7 @@ class Products:
     replays : bool
         As in `ValueFunction`.
     compile : bool
-        Whether TorchInductor compiles them, together with the sums where these are not too many.
+        Whether machine code computes them.
     """
 
     name = "products"
@@ -72,25 +66,41 @@ class Products:
             _OfMonomials(partial(_constants_of, folded), folded.constants[1], dtype),
             *(_OfMonomials(partial(_weights_of, step), step.monomial, dtype) for step in folded.steps),
         ]
-        self._computed, local = derivatives.function, derivatives.function
-        calls = CallsOfTerms(folded) if compile and local is not None else None
-        self._calls = calls if calls is not None and calls.count <= MOST else None
-        self._passes = [] if self._calls is not None else [Pass(step, self.batch) for step in folded.steps]
-        if compile and local is not None:
-            compute, others = self._compiled(local.compute), []
-            if self._calls is not None:
-                others = self.weights(derivatives.numbers_of(function.trace)).tensors
-            self._computed = ValueFunction(function, compute, local.reads, others, replays=replays, compile=True)
+        self._computed = derivatives.function
+        self._passes = [Pass(step, self.batch) for step in folded.steps] if not compile else []
+        self.fused: FusedValues | None = None
+        if compile and self._computed is not None:
+            self._scalars = tuple(function.trace.scalars)
+            self._at_first = self.weights(derivatives.numbers_of(function.trace))
+            self.fused = FusedValues(self._computed, function, self._entries, self.pattern, arrays=self._weights_of)
+            self.fused.reads.update(derivatives.numbers)
 
-    def _compiled(self, compute: Compute) -> Compute:
-        """What computes the distinct local derivatives or, from the weights too, the values."""
+    def _entries(self, graph: ElementGraph, parts: list[np.ndarray]) -> np.ndarray:
+        """The numbers of the entries, from those of the local derivatives."""
+        folded, derivatives = self.folded, self._derivatives
+        varying = {place for place, number, _ in folded.monomials.table().tolist() if number >= derivatives.scalars}
+        dtype = torch.from_numpy(self._at_first[0]).dtype
 
-        def computed(values: Values, *weights: torch.Tensor) -> Sequence[torch.Tensor]:
-            parts = compute(values)
-            distinct = [parts[place] for place in self._derivatives.distinct]
-            return distinct if self._calls is None else (self._calls.values(distinct, weights),)
+        def weights(place: int, monomials: np.ndarray) -> np.ndarray:
+            """Weights, or where a call may change them, the numbers of elements that are these."""
+            array = self._at_first[place]
+            changes = not varying.isdisjoint(np.unique(monomials).tolist())
+            return graph.tensor(("weights", place), len(array), dtype) if changes else array
 
+        variables = np.concatenate([np.broadcast_to(part.T, (part.shape[1], self.batch)) for part in parts])
+        constant = weights(0, folded.constants[1])
+        if constant.dtype.kind != "i":
+            constant = graph.array(torch.from_numpy(constant))
+        for place, step in enumerate(folded.steps, 1):
+            start = constant[:, None] if step is folded.steps[-1] else None
+            factors, indptr = [variables[factor] for factor in step.factors], step.indptr.astype(np.int64)
+            computed = sums(graph, indptr, factors, weights(place, step.monomial), start, dtype)
+            variables = np.concatenate([variables, computed])
         return computed
+
+    def _weights_of(self, known: Mapping[int, torch.Tensor]) -> Weights:
+        """The weights in a replay that begins with known values."""
+        return self.weights((*self._scalars, *(known[value].item() for value in self._derivatives.numbers)))
 
     def describe(self) -> dict[str, Any]:
         """All of the plan as plain numbers and arrays."""
@@ -120,28 +130,26 @@ class Products:
         current = self._weights
         if current is None or not same_numbers(current[0], numbers):
             monomials = self.folded.monomials.values(numbers)
-            constant, *steps = [each.values(monomials) for each in self._from_monomials]
-            tensors = [] if self._calls is None else self._calls.weights(constant, steps)
-            current = self._weights = numbers, Weights(constant, steps, tensors)
+            current = self._weights = numbers, [each.values(monomials) for each in self._from_monomials]
         return current[1]
 
     def values(self, trace: Trace) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where none depends on a tensor."""
+        if self.fused is not None:
+            return self.fused({value: trace.value(value).detach() for value in self.fused.reads})[0]
         weights = self.weights(self._derivatives.numbers_of(trace))
         if self._computed is None:
-            return torch.from_numpy(weights.constant.copy())[:, None]
-        if self._calls is not None:
-            return self._computed(trace, *weights.tensors)[0]
+            return torch.from_numpy(weights[0].copy())[:, None]
         *passes, last = self._passes
         variables = trace.input.detach().new_empty((last.step.first, self.batch))
         torch.cat([part.T for part in self._computed(trace)], out=variables[: self.folded.derivatives])
         out = variables.new_empty((self.pattern.nnz, self.batch))
-        computed, entries, constant = variables.numpy(), out.numpy(), weights.constant[:, None]
+        computed, entries, constant = variables.numpy(), out.numpy(), weights[0][:, None]
         if self.batch == 1:
             computed, entries, constant = computed[:, 0], entries[:, 0], constant[:, 0]
-        for each, weight in zip(passes, weights.steps, strict=False):
+        for each, weight in zip(passes, weights[1:], strict=False):
             each.run(weight, computed, computed[each.step.first : each.step.stop], 0)
-        last.run(weights.steps[-1], computed, entries, constant)
+        last.run(weights[-1], computed, entries, constant)
         return out
 
 
@@ -181,6 +189,7 @@ class ChainProducts:
     """
 
     name = "products"
+    fused: FusedValues | None = None
 
     def __init__(self, function: TracedFunction, *, replays: bool) -> None:
         self.pattern, self.chain, self._replays = function.pattern, function.chain, replays

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 
 import torch
 
 from ..stages import all_finite, pull_back, with_backward_passes
-from ..tracing import Trace, Value
+from ..tracing import Node, Trace
 from .evaluators import Evaluator
 from .traced_function import TracedFunction, Values, called
 
@@ -46,8 +47,9 @@ def of_run(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], t
 def of_replay(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
     """The pull-back of a replay, by autograd of another one."""
     x = trace.input.detach().requires_grad_()
+    known = {value: trace.value(value).detach() for value in function.inputs}
     with torch.enable_grad():
-        y = _replayed(function, trace, x)
+        y = replayed(function, trace, known | {0: x})
 
     def pulled(gradient: torch.Tensor) -> torch.Tensor:
         if not y.requires_grad:
@@ -59,23 +61,32 @@ def of_replay(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor]
     return pulled
 
 
-def _replayed(function: TracedFunction, trace: Trace, x: torch.Tensor) -> torch.Tensor:
-    """The output for an input with a gradient, with the derivatives of the run."""
+def replayed(function: TracedFunction, trace: Trace, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The output, computed from the input and captures with the derivatives of the run; so are the values to keep."""
     output = function.graph.last
     assert output is not None
-    known = {value: trace.value(value).detach() for value in function.inputs}
-    values = Values(function, known | {0: x}, function.scalars(trace))
-    for call in function.before(output.value, values):
-        arguments = values.arguments(call.arguments)
-        active = {operand.name for operand in call.operands if operand.active}
-        for name, argument in call.arguments.items():
-            if type(argument) is Value and name not in active:
-                arguments[name] = arguments[name].detach()
-        results = called(call.overload, arguments)
-        if call.changes_unseen:
-            # Other elements, with the derivative of those before.
-            before = next(arguments[name] for name in active if call.writes_to(name))
-            results = [before + (result - before).detach() for result in results]
-        values.update(call.by_value(results))
+    values = Values(function, known, function.scalars(trace))
+    for wanted in (output.value, *function.kept):
+        for call in function.before(wanted, values):
+            arguments = values.arguments(call.arguments)
+            for name in arguments.keys() - _with_gradients(call):
+                if isinstance(arguments[name], torch.Tensor):
+                    arguments[name] = arguments[name].detach()
+            results = called(call.overload, arguments)
+            if call.writes_unseen:
+                # Other elements, with the derivative of those before.
+                before = next(arguments[name] for name, _ in call.tensors if call.writes_to(name))
+                results = [
+                    before + (result - before).detach() if before.requires_grad else result for result in results
+                ]
+            values.update(call.by_value(results))
+    trace.copies |= {value: values[value] for value in function.kept}
     y = values[output.value]
     return y if output.active else y.detach()
+
+
+def _with_gradients(call: Node) -> set[str]:
+    """The arguments of a call of which autograd computed gradients in the run, if captures had some."""
+    active = {operand.name: operand.active for operand in call.operands}
+    pairs = itertools.zip_longest(call.tensors, call.kinds)
+    return {pair[0] for pair, kind in pairs if pair is not None and active.get(pair[0], kind is not None)}

@@ -42,9 +42,11 @@ class Monomials:
         if not right.any():
             return left
         count = len(self._powers)
-        pairs, inverse = np.unique(left * np.int64(count) + right, return_inverse=True)
-        indices = [self._product(*divmod(int(pair), count)) for pair in pairs]
-        return np.array(indices, dtype=np.int64)[inverse]
+        pairs = left * np.int64(count) + right
+        products = np.bincount(pairs)
+        for pair in np.flatnonzero(products).tolist():
+            products[pair] = self._product(*divmod(pair, count))
+        return products[pairs]
 
     def _product(self, left: int, right: int) -> int:
         powers = dict(self._powers[left])
@@ -99,6 +101,10 @@ class Terms:
         return len(self.row)
 
     def __getitem__(self, places: np.ndarray) -> Terms:
+        if places.dtype == np.bool_:
+            if places.all():
+                return self
+            places = np.flatnonzero(places)
         arrays = (self.row, self.column, self.variable, self.monomial, self.coefficient)
         return Terms(self.shape, *(array[places] for array in arrays))
 
@@ -238,7 +244,7 @@ class Algebra:
 
     def _pairs(self, a: Terms, b: Terms) -> tuple[np.ndarray, np.ndarray]:
         """The terms of two matrices that meet, pair by pair."""
-        order = np.argsort(b.row, kind="stable")
+        order = sorted_order(b.row)
         counts = np.bincount(b.row, minlength=b.shape[0])
         starts, repeats = np.cumsum(counts) - counts, counts[a.column]
         self.terms += int(repeats.sum())
@@ -257,7 +263,7 @@ class Algebra:
     def _summed(self, terms: Terms) -> Terms:
         """The same matrix with at most one term for each entry."""
         terms = merged(terms)
-        _, entry, counts = np.unique(terms.place, return_inverse=True, return_counts=True)
+        _, entry, counts = distinct(terms.place)
         several = counts[entry] > 1
         if not several.any():
             return terms
@@ -274,7 +280,7 @@ class Algebra:
         coefficient: np.ndarray,
     ) -> Terms:
         """Add a step whose variables are the entries at distinct places, and return their matrix."""
-        places, entry, counts = np.unique(place, return_inverse=True, return_counts=True)
+        places, entry, counts = distinct(place)
         row, column = divmod(places, np.int64(max(1, shape[1])))
         # The first entries of all rows come first, then the second ones: on a grid, neighbours have the same terms.
         place_in_row = np.arange(len(row)) - np.searchsorted(row, row)
@@ -289,11 +295,32 @@ class Algebra:
         return matrix
 
 
+def distinct(array: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The distinct elements in order, the place among these of each element, and how often each occurs."""
+    order = sorted_order(array)
+    ordered = array[order]
+    begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))[: len(array)]
+    counts = np.diff(np.append(begins, len(array)))
+    places = np.empty(len(array), dtype=np.int64)
+    places[order] = np.repeat(np.arange(len(begins)), counts)
+    return ordered[begins], places, counts
+
+
+def sorted_order(array: np.ndarray) -> np.ndarray:
+    """The order that sorts an array, of equal elements as they come; it may be sorted already."""
+    return np.arange(len(array)) if (array[1:] >= array[:-1]).all() else np.argsort(array, kind="stable")
+
+
 def merged(terms: Terms) -> Terms:
     """The same matrix with at most one term for each entry, variable and monomial."""
-    order = np.lexsort((terms.monomial, terms.variable, terms.place))
-    terms = terms[order]
-    keys = np.stack((terms.place, terms.variable, terms.monomial))
+    variables, monomials = (int(array.max(initial=0)) + 2 for array in (terms.variable, terms.monomial))
+    if terms.shape[0] * terms.shape[1] * variables * monomials < 2**63:
+        keys = ((terms.place * variables + terms.variable + 1) * monomials + terms.monomial)[None]
+        order = sorted_order(keys[0])
+    else:
+        keys = np.stack((terms.place, terms.variable, terms.monomial))
+        order = np.lexsort(keys[::-1])
+    terms, keys = terms[order], keys[:, order]
     begins = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(0)))[: len(terms)]
     sums = np.add.reduceat(terms.coefficient, begins) if len(terms) else terms.coefficient
     first = terms[begins]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from ..patterns import Pattern
 from ..stages import Chain, Edge, Record
-from ..tracing import Graph, Node, Operation, Scalar, Trace, Value, evaluated
+from ..tracing import Graph, Node, Operation, Scalar, Trace, Value, evaluated, name_of
 
 aten = torch.ops.aten
 
@@ -27,6 +28,22 @@ class TracedFunction:
     trace: Trace
     chain: Chain
     records: list[Record]
+    #: The pattern that a user gave, where the operators' rules are not asked.
+    given: Pattern | None = None
+    #: The values that replays are to leave in their traces: what the function returns, where that is asked for.
+    kept: tuple[int, ...] = ()
+
+    @classmethod
+    def with_pattern(cls, trace: Trace, pattern: Pattern) -> TracedFunction:
+        """A function whose operators may have no rules, by a chain without stages."""
+        in_shape, out_shape = tuple(trace.input.shape[1:]), tuple(trace.output.shape[1:])
+        expected = math.prod(out_shape), math.prod(in_shape)
+        if pattern.shape != expected:
+            raise ValueError(
+                f"pattern has shape {pattern.shape}; expected {expected}: a row for each element of what "
+                f"{name_of(trace.module)} returns, a column for each of its arguments"
+            )
+        return cls(trace, Chain(trace.module, (), in_shape, out_shape), [], pattern)
 
     @property
     def graph(self) -> Graph:
@@ -36,7 +53,7 @@ class TracedFunction:
     @property
     def pattern(self) -> Pattern:
         """The pattern of the Jacobian."""
-        return self.chain.pattern.T
+        return self.chain.pattern if self.given is None else self.given
 
     @property
     def x(self) -> torch.Tensor:
@@ -51,7 +68,7 @@ class TracedFunction:
     @functools.cached_property
     def shared(self) -> bool:
         """Whether all samples share the Jacobian's values."""
-        return all(stage.shared for stage in self.chain)
+        return self.given is None and all(stage.shared for stage in self.chain)
 
     def edges(self) -> Iterator[tuple[Edge, Record]]:
         """The edges of all stages in order, with their stages' records."""

@@ -6,17 +6,19 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree
 
-from ..patterns import UnsupportedOperatorError
+from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import agree, chain_of, refuse_hooks, traced
-from ..tracing import Contents, Trace, check_module, check_replays, name_of, undisturbed, without_autocast
-from .arguments import Arguments, FlatFunction
+from ..tracing import Contents, Trace, Value, check_module, check_replays, name_of, undisturbed, without_autocast
+from .arguments import Arguments, FlatFunction, Returned
 from .gradients import Gradient, registered_in
 from .traced_function import TracedFunction
 
@@ -24,28 +26,51 @@ from .traced_function import TracedFunction
 Sources = dict[int, int | Callable[[], torch.Tensor] | torch.Tensor]
 
 
-def traced_program(
-    f: Callable[..., Any], arguments: Arguments, pruned: bool, asks: bool
-) -> tuple[Arguments, frozenset[int], Sources, dict[int, Contents], TracedFunction]:
-    """What a prepared Jacobian is made of; `asks` whether numbers among the arguments may be taken for tensors.
+@dataclass(frozen=True)
+class Options:
+    """What a Jacobian is prepared for, besides a function and its arguments; see `prepare_jacobian`."""
 
-    Returns
-    -------
-    arguments : Arguments
-        The arguments as the program takes them: their elements are apart in memory, unless it may read others too.
-    tensors : frozenset of int
-        The places of the numbers among the arguments that are taken for tensors without axes.
-    captures, contents : dict
-        By value, where captures come from, and the elements of those on which patterns may depend.
-    function : TracedFunction
-        The function.
-    """
+    method: str = "auto"
+    compile: bool = False
+    pruned: bool = True
+    create_graph: bool = False
+    value: bool = False
+    has_aux: bool = False
+    pattern: Pattern | None = None
+    #: Of a Hessian, whether the gradient is returned too.
+    gradient: bool = False
+
+    @property
+    def returns(self) -> bool:
+        """Whether anything is returned beside the Jacobian."""
+        return self.value or self.has_aux or self.gradient
+
+
+@dataclass(frozen=True, eq=False)
+class TracedProgram:
+    """What a function did in a run, and where a replay finds what it begins with."""
+
+    function: TracedFunction
+    #: The arguments as the program takes them: their elements are apart in memory, unless it may read others too.
+    arguments: Arguments
+    #: The places of the numbers among the arguments that are tensors without axes to it.
+    tensors: frozenset[int]
+    #: Where each capture comes from.
+    captures: Sources
+    #: The elements of the captures on which patterns depend.
+    contents: dict[int, Contents]
+    #: What the function returned; tensors that it returned beside its result are values of the graph.
+    returned: Returned
+
+
+def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options, asks: bool) -> TracedProgram:
+    """What a prepared Jacobian is made of; `asks` whether numbers among the arguments may be taken for tensors."""
     dense = arguments.dense()
-    tensors, traced_at, trace = _trace(f, dense, asks)
+    tensors, traced_at, (trace, returned) = _trace(f, dense, options, asks)
     if dense is not arguments and any(n.overload is torch.ops.aten.as_strided.default for n in trace.graph.nodes):
         # The function may read elements beside those of its arguments.
         dense = arguments
-        tensors, traced_at, trace = _trace(f, arguments, asks)
+        tensors, traced_at, (trace, returned) = _trace(f, arguments, options, asks)
     places = {id(leaf): place for place, leaf in enumerate(traced_at.leaves) if isinstance(leaf, torch.Tensor)}
     graph, by_name = trace.graph, dict(_named(f))
     captures: Sources = {}
@@ -60,22 +85,33 @@ def traced_program(
     }
     _check_indices(trace)
     floats = [tensor for tensor in read.values() if tensor.is_floating_point()]
-    varying = [tensor for tensor in floats if not pruned or id(tensor) in places]
-    watched = [tensor for tensor in floats if pruned and id(tensor) not in places]
+    varying = [tensor for tensor in floats if not options.pruned or id(tensor) in places]
+    watched = [tensor for tensor in floats if options.pruned and id(tensor) not in places]
     with without_autocast(trace.input.device):
-        chain, records = chain_of(trace, varying=varying, watched=watched).records(trace)
-        refuse_hooks(records)
-    return dense, tensors, captures, contents, TracedFunction(trace, chain, records)
+        if options.pattern is None:
+            chain, records = chain_of(trace, varying=varying, watched=watched).records(trace)
+            refuse_hooks(records)
+            if options.create_graph and any(record.trained_zeros for record in records):
+                chain, records = chain_of(trace, varying=floats).records(trace)
+            function = TracedFunction(trace, chain, records)
+        else:
+            function = TracedFunction.with_pattern(trace, options.pattern)
+    if options.value or options.gradient:
+        assert graph.last is not None
+        function.kept += (graph.last.value,)
+    beside = [leaf.number for leaf in _pytree.tree_leaves(returned.aux) if isinstance(leaf, Value)]
+    function.kept = tuple(dict.fromkeys((*function.kept, *beside)))
+    return TracedProgram(function, dense, tensors, captures, contents, returned)
 
 
 def _named(f: Callable[..., Any]) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
     """The parameters and buffers of a function's modules by ``id``, each with what finds it by its name."""
-    for module in _modules_of(f, set()):
+    for module in modules_of(f, set()):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             yield id(tensor), functools.partial(attrgetter(name), module)
 
 
-def _modules_of(f: Any, seen: set[int]) -> Iterator[nn.Module]:
+def modules_of(f: Any, seen: set[int]) -> Iterator[nn.Module]:
     """The modules that a function is, is a method of, or reads as a variable; not those of functions that it calls."""
     if id(f) in seen:
         return
@@ -93,10 +129,16 @@ def _modules_of(f: Any, seen: set[int]) -> Iterator[nn.Module]:
         parts = [part for variables in parts for part in variables.values() if not isinstance(part, FunctionType)]
     for part in parts:
         if isinstance(part, (nn.Module, MethodType, functools.partial, FunctionType)):
-            yield from _modules_of(part, seen)
+            yield from modules_of(part, seen)
 
 
-def _trace(f: Callable[..., Any], arguments: Arguments, asks: bool) -> tuple[frozenset[int], Arguments, Trace]:
+#: A run; and what the function returned, with values in the place of the tensors beside its result.
+_Run = tuple[Trace, Returned]
+
+
+def _trace(
+    f: Callable[..., Any], arguments: Arguments, options: Options, asks: bool
+) -> tuple[frozenset[int], Arguments, _Run]:
     """The places of the numbers that are taken for tensors, the arguments with these, and a run at them.
 
     A number stays one where the function needs its value, or does something else with a tensor: it is asked for other
@@ -104,21 +146,22 @@ def _trace(f: Callable[..., Any], arguments: Arguments, asks: bool) -> tuple[fro
     """
     numbers = arguments.number_places
     before = frozenset(place for place in numbers if isinstance(arguments.leaves[place], torch.Tensor))
-    plain, others = _run(f, arguments), [arguments.with_numbers(change) for change in _OTHERS]
+    plain, others = _run(f, arguments, options), [arguments.with_numbers(change) for change in _OTHERS]
 
-    def taken(places: frozenset[int]) -> tuple[frozenset[int], Arguments, Trace] | None:
+    def taken(places: frozenset[int]) -> tuple[frozenset[int], Arguments, _Run] | None:
         places |= before
         changed = arguments.with_tensors(places)
         try:
-            trace = _run(f, changed, [changed.leaves[place] for place in places])
-            if _computes(plain) != _computes(trace) or not agree(trace.output.detach(), plain.output.detach()):
+            run = _run(f, changed, options, [changed.leaves[place] for place in places])
+            (trace, _), (expected, _) = run, plain
+            if _computes(expected) != _computes(trace) or not agree(trace.output.detach(), expected.output.detach()):
                 return None
             for other in others:
-                if not agree(_output(f, other.with_tensors(places)), _output(f, other)):
+                if not agree(_output(f, other.with_tensors(places), options), _output(f, other, options)):
                     return None
         except (UnsupportedOperatorError, RuntimeError, TypeError, ValueError, ArithmeticError):
             return None
-        return places, changed, trace
+        return places, changed, run
 
     numbers = numbers - before if asks else frozenset()
     best = taken(numbers) if numbers else None
@@ -132,8 +175,8 @@ def _trace(f: Callable[..., Any], arguments: Arguments, asks: bool) -> tuple[fro
 _OTHERS: tuple[Callable[[float], float], ...] = (lambda c: 1.5 * c + 1, lambda c: 0.5 - c)
 
 
-def _output(f: Callable[..., Any], arguments: Arguments) -> torch.Tensor:
-    function = FlatFunction(f, arguments)
+def _output(f: Callable[..., Any], arguments: Arguments, options: Options) -> torch.Tensor:
+    function = FlatFunction(f, arguments, options.has_aux)
     with torch.enable_grad(), undisturbed(function):
         return function(arguments.flat().requires_grad_().clone()).detach()
 
@@ -152,20 +195,35 @@ def _computes(trace: Trace) -> list[tuple[str, torch.Size, torch.dtype]]:
     ]
 
 
-def _run(f: Callable[..., Any], arguments: Arguments, hidden: list[torch.Tensor] | None = None) -> Trace:
-    """The trace of a run that may be replayed; no elements of the input, and of hidden tensors, may be read."""
-    function = FlatFunction(f, arguments)
+def _run(
+    f: Callable[..., Any], arguments: Arguments, options: Options, hidden: list[torch.Tensor] | None = None
+) -> _Run:
+    """A run that may be replayed; no elements of the input, and of hidden tensors, may be read."""
+    function = FlatFunction(f, arguments, options.has_aux)
     check_module(function)
     with undisturbed(function):
         trace = traced(function, arguments.flat(), readable=False, hidden=hidden or ())
-        registered = registered_in(trace) if isinstance(f, Gradient) else None
+        returned = function.returned
+        assert returned is not None
+        registered = registered_in(trace) if isinstance(f, Gradient) or options.pattern is not None else None
         if registered is not None:
+            what = "a Jacobian of a given pattern" if options.pattern is not None else "a prepared Hessian"
+            remedy = (
+                "leave the pattern out"
+                if options.pattern is not None
+                else "call jacsparse.hessian, which compares them"
+            )
             raise UnsupportedOperatorError(
-                f"{name_of(f)}: a prepared Hessian takes PyTorch's derivative of {registered.name}, whose values were "
-                f"registered and may be others{registered.source}; call jacsparse.hessian, which compares them"
+                f"{name_of(f)}: {what} takes PyTorch's derivative of {registered.name}, whose values were "
+                f"registered and may be others{registered.source}; {remedy}"
             )
         check_replays(trace, name_of(f))
-    return trace
+    numbers = {id(tensor): value for value, tensor in enumerate(trace.tensors)}
+
+    def valued(tensor: torch.Tensor) -> Any:
+        return Value(numbers[id(tensor)]) if id(tensor) in numbers else tensor.detach()
+
+    return trace, replace(returned, aux=_pytree.tree_map_only(torch.Tensor, valued, returned.aux))
 
 
 def _check_indices(trace: Trace) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from ..tracing import Scalar, Trace, Value, calls_of, in_graphs
-from .compilation import Runner, runner
 from .numbers import same_numbers
 from .traced_function import TracedFunction, Values
 
@@ -33,8 +32,6 @@ class ValueFunction:
         The other tensors, of which each call may pass others of the same forms.
     replays : bool
         Whether runs are replays, which have inputs alone.
-    compile : bool
-        Whether TorchInductor compiles it.
     """
 
     def __init__(
@@ -45,42 +42,52 @@ class ValueFunction:
         others: Sequence[torch.Tensor] = (),
         *,
         replays: bool,
-        compile: bool = False,
     ) -> None:
-        self._function, self._compile, count = function, compile, len(others)
-        self._run: Runner | None = None
+        self._function, count = function, len(others)
         #: The numbers of the last run, and the same as tensors.
         self._numbers: tuple[tuple[Any, ...], list[torch.Tensor]] | None = None
         #: What it computes, and of which values.
         self.compute, self.reads = compute, reads
         scalars = function.scalars(function.trace)
         self._places = list(function.scalar_dtypes)
-        self._begin = function.inputs if replays else list(dict.fromkeys(reads))
+        #: The values that it begins with.
+        self.begin = function.inputs if replays else list(dict.fromkeys(reads))
+        #: The values that it leaves in the trace of a replay.
+        self._kept = [value for value in function.kept if value not in self.begin]
         #: The results of the run that the graph takes.
         self._taken: list[int] = []
 
         def computed(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
             others, rest = tensors[:count], iter(tensors[count:])
-            known = {value: next(rest) for value in self._begin}
+            known = {value: next(rest) for value in self.begin}
             of_run = list(scalars)
             for place in self._places:
                 of_run[place] = next(rest)
-            return compute(Values(function, known, of_run), *others)
+            values = Values(function, known, of_run)
+            return [*compute(values, *others), *(values[value] for value in self._kept)]
 
         with torch.no_grad():
             inputs = [*others, *self.inputs(function.trace)]
             self.graph = calls_of(computed, inputs)
         if not replays:
-            self._taken = _take_results(self.graph, function, self._begin, self._places, count)
+            self._taken = _take_results(self.graph, function, self.begin, self._places, count)
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The results of calls that it returns."""
+        every: list[fx.Node] = list(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
+        return every[: len(every) - len(self._kept)]
 
     def keep(self, outputs: Sequence[fx.Node]) -> None:
         """Return these results of calls alone."""
-        self.graph.graph.output_node().args = (list(outputs),)
+        node = self.graph.graph.output_node()
+        every: Any = node.args[0]
+        node.args = ([*outputs, *every[len(self.outputs) :]],)
         self.graph.recompile()
 
     def inputs(self, trace: Trace) -> list[torch.Tensor]:
         """What the graph takes of a run."""
-        values, taken = ([trace.value(value).detach() for value in part] for part in (self._begin, self._taken))
+        values, taken = ([trace.value(value).detach() for value in part] for part in (self.begin, self._taken))
         return [*values, *self._numbers_of(trace), *taken]
 
     def _numbers_of(self, trace: Trace) -> list[torch.Tensor]:
@@ -96,10 +103,10 @@ class ValueFunction:
 
     def __call__(self, trace: Trace, *others: torch.Tensor) -> Sequence[torch.Tensor]:
         """The tensors of a run."""
-        inputs = [*others, *self.inputs(trace)]
-        if self._run is None:
-            self._run = runner(self.graph, inputs, self._compile)
-        return self._run(inputs)  # type: ignore[no-any-return]
+        results = list(self.graph.forward(*others, *self.inputs(trace)))
+        for value in reversed(self._kept):
+            trace.copies[value] = results.pop()
+        return results
 
 
 def _take_results(

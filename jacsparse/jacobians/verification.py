@@ -1,23 +1,25 @@
-"""Comparison of a module's sparse Jacobians with autograd, operator by operator."""
+"""Comparison of a function's sparse Jacobians with autograd, operator by operator."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..patterns import Blocks, Call, Diagonal, Full, Pattern
 from ..runtime import row_starts
-from ..spgemm import matvec
-from ..stages import Chain, Edge, Record, Run, check_input, check_limit, recent_chains, refuse_hooks
-from ..tracing import check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
+from ..spgemm import check_limit, matvec
+from ..stages import Chain, Edge, Record, Run, recent_chains, refuse_hooks
+from ..tracing import check_module, name_of, saved_buffers, undisturbed, without_autocast, without_saving_hooks
+from .arguments import arguments_of, has_samples, module_and_batch
+from .recent import recent_graphs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,8 +30,6 @@ EXACT_ROWS = 256
 PROBES = 3
 #: The most entries that a check names.
 NAMED = 5
-#: Default limit on the bytes of an operator's values and indices that are held at once.
-MEMORY_LIMIT = 2**29
 #: A matrix is multiplied by at most this many vectors one at a time; and the number that its kernel takes at once.
 FEW, LANES = 4, 8
 #: The most elements of the whole Jacobian, and entries of all operators' patterns, for a comparison with `jacobian`.
@@ -39,7 +39,14 @@ AT_ONCE = 2**25
 #: The tolerance in units in the last place, for numbers coarser than the input's.
 ROUNDINGS = 16
 
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
+#: The largest difference from autograd that is no error, as a share of the largest element, by the input's dtype.
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+def tolerance_for(dtype: torch.dtype, tensors: Iterable[torch.Tensor | None]) -> float:
+    """The default tolerance for an input of a dtype, or for coarser numbers among the tensors of a run."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None and tensor.is_floating_point()}
+    return max([_TOLERANCE[dtype], *(ROUNDINGS * torch.finfo(each).eps for each in dtypes)])
 
 
 class VerificationError(RuntimeError):
@@ -48,12 +55,12 @@ class VerificationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Check:
-    """The comparison of one operator's Jacobian, or the whole module's, with autograd's.
+    """The comparison of one operator's Jacobian, or the whole function's, with autograd's.
 
     Attributes
     ----------
     path, operator : str
-        The operator's path in the model, and its name in ATen; for the whole module, its class.
+        The operator's path in the model, and its name in ATen; for the whole function, its name, a module's class.
     shape : tuple of int
         Shape of the Jacobian.
     exact : bool
@@ -66,7 +73,7 @@ class Check:
         The number of parts in which the matrix was computed and compared; more than one where it is larger than the
         memory limit.
     jacobian : bool
-        For the whole module, whether the result of `jacobian` was compared too.
+        For the whole function, whether the result of `jacobian` was compared too.
     """
 
     path: str
@@ -94,7 +101,7 @@ class Verification:
     Attributes
     ----------
     checks : tuple of Check
-        A check of each operator, and a last one of the whole module.
+        A check of each operator, and a last one of the whole function.
     """
 
     checks: tuple[Check, ...]
@@ -110,34 +117,36 @@ class Verification:
 
 @without_saving_hooks()
 def verify(
-    module: nn.Module,
-    x: torch.Tensor,
-    *,
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool | None = None,
+    pruned: bool = True,
     tolerance: float | None = None,
     raise_exception: bool = True,
     memory_limit: int | None = None,
 ) -> Verification:
-    """Compare a module's sparse Jacobians with autograd.
+    """Compare the sparse Jacobians of a function or a module with autograd.
 
     First each operator's Jacobian is compared at each sample: all entries of a small one, products with random vectors
-    of a large one. Then the whole module's output is compared, and its gradients, as the sparse Jacobians of all
-    operators give them; for a small module, also as the result of `jacobian` gives them.
+    of a large one. Then the whole function's output is compared, and its gradients, as the sparse Jacobians of all
+    operators give them; for a small function, also as the result of `jacobian` gives them.
 
     Parameters
     ----------
-    module : Module
-        A module of operators that have a rule.
-    x : Tensor, (batch, *input_shape)
-        The input, float32 or float64; float64 shows smaller errors.
+    f : callable
+        A function or a module of operators that have a rule.
+    *args, argnums, batched, pruned
+        As in `jacobian`, with at least one sample; float64 shows smaller errors.
     tolerance : float, optional
-        The largest difference that is no error, as a share of the largest element. By default 1e-10 for float64 and
+        The largest difference that is no error, as a share of the largest element. By default 1e-9 for float64 and
         1e-4 for float32; or 16 units in the last place of the coarsest dtype that the module works in, where that is
         coarser than the input's, as under ``torch.autocast``.
     raise_exception : bool
         Whether a difference is an error, as in ``torch.autograd.gradcheck``.
     memory_limit : int, optional
         Bytes of an operator's values and indices to hold at once: a larger matrix is computed and compared part by
-        part, by samples or by rows. 512 MiB by default.
+        part, by samples or by rows. 1 GiB by default.
 
     Returns
     -------
@@ -164,19 +173,23 @@ def verify(
     Tanh (aten.tanh), 2 × 2: all entries, difference 0.0e+00
     Tanh (Tanh), 2 × 2: all entries, by jacobian too, difference 0.0e+00
     """
-    check_input("x", x)
-    if not len(x):
-        raise ValueError("x is an empty batch; pass at least one sample")
-    memory = MEMORY_LIMIT if memory_limit is None else check_limit(memory_limit)
+    arguments = arguments_of(args, argnums, has_samples(f, batched))
+    if not arguments.batch:
+        raise ValueError(f"the arguments are {arguments}, an empty batch; pass at least one sample")
+    module, x = module_and_batch(f, arguments)
+    memory = check_limit(memory_limit)
     check_module(module)
     with _seeded(x), undisturbed(module):
-        chain, run = recent_chains(module, pruned=True).of(x, by_autograd=False)
+        cache = recent_chains(module, pruned=pruned) if module is f else recent_graphs(f, pruned)
+        chain, run = cache.of_run(module, x)
         refuse_hooks(run.records)
-        limit = _tolerance(run) if tolerance is None else tolerance
+        if tolerance is None:
+            edges = ((record, edge) for record in run.records for edge in record.stage.edges)
+            tolerance = tolerance_for(x.dtype, (record.trace.tensor(edge.target) for record, edge in edges))
         with without_autocast(x.device):
-            checks, pulled_back = _check_edges(run, limit, memory)
+            checks, pulled_back = _check_edges(run, tolerance, memory)
             jacobian = _by_jacobian(chain, run, x, pulled_back.seeds)
-    verification = Verification((*checks, _check_whole(module, x, run, pulled_back, jacobian, limit)))
+    verification = Verification((*checks, _check_whole(module, x, run, pulled_back, jacobian, tolerance)))
     failed = verification.failed
     if failed and raise_exception:
         lines = "\n".join(map(str, failed))
@@ -186,18 +199,9 @@ def verify(
     return verification
 
 
-def _tolerance(run: Run) -> float:
-    """The default tolerance for the input's dtype, or for coarser results of operators, as under autocast."""
-    edges = ((record, edge) for record in run.records for edge in record.stage.edges)
-    results = (r for record, edge in edges if (r := record.trace.tensor(edge.target)).is_floating_point())
-    coarsest = max((torch.finfo(result.dtype).eps for result in results), default=0.0)
-    dtype = run.trace.input.dtype
-    return _TOLERANCE[dtype] if coarsest <= torch.finfo(dtype).eps else ROUNDINGS * coarsest
-
-
 @dataclass
 class _PulledBack:
-    """Gradients of a module's input, by the sparse Jacobians of all its operators."""
+    """Gradients of a function's input, by the sparse Jacobians of all its operators."""
 
     #: Gradients of the output, (outputs, many, batch), and of the input, (inputs, many, batch).
     seeds: torch.Tensor
@@ -211,7 +215,7 @@ def _check_edges(run: Run, limit: float, memory: int) -> tuple[list[Check], _Pul
     y = run.trace.output.detach().to(run.trace.input.dtype)
     outputs, batch = y[:1].numel(), len(y)
     edges = [edge for record in run.records for edge in record.stage.edges]
-    largest = max((max(edge.pattern.shape) for edge in edges), default=outputs)
+    largest = max((max(edge.transposed_pattern.shape) for edge in edges), default=outputs)
     exact = outputs <= EXACT_ROWS and outputs * largest * batch * y.element_size() <= memory
     seeds = torch.stack([seed.T for seed in _seeds(y, outputs, exact)], 1) if outputs else y.new_zeros((0, 0, batch))
     checks: list[Check] = []
@@ -244,7 +248,7 @@ class _EdgeMatrix:
     def __init__(self, record: Record, edge: Edge, memory: int) -> None:
         self.record, self.edge = record, edge
         # A copy of the pattern: the indices of the edge's own pattern would live as long as that does.
-        self.pattern = Pattern.of(replace(edge.pattern.structure))  # type: ignore[type-var]
+        self.pattern = Pattern.of(replace(edge.transposed_pattern.structure))  # type: ignore[type-var]
         # Each part has the rows between two bounds, for a slice of the samples.
         self.samples = [slice(0, record.batch)]
         self.bounds: Sequence[int] = (0, self.pattern.shape[0])
@@ -477,7 +481,7 @@ def _entry(matrix: _EdgeMatrix, call: Call, sample: int, row: int, column: int) 
 
 def _by_jacobian(chain: Chain, run: Run, x: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor | None:
     """The gradients of the input for these seeds by the result of `jacobian`; None where that is large."""
-    edges = sum(edge.pattern.nnz for stage in chain.stages for edge in stage.edges)
+    edges = sum(edge.transposed_pattern.nnz for stage in chain.stages for edge in stage.edges)
     size = math.prod(chain.in_shape) * math.prod(chain.out_shape)
     if max(edges, size) * len(x) > SMALL:
         return None
@@ -488,17 +492,17 @@ def _by_jacobian(chain: Chain, run: Run, x: torch.Tensor, seeds: torch.Tensor) -
 def _check_whole(
     module: nn.Module, x: torch.Tensor, run: Run, pulled_back: _PulledBack, jacobian: torch.Tensor | None, limit: float
 ) -> Check:
-    """Compare the output and the gradients with the module's own."""
+    """Compare the output and the gradients with the function's own."""
     leaf = x.detach().clone().requires_grad_()
     with torch.enable_grad(), _seeded(x), undisturbed(module), saved_buffers(module):
         y = module(leaf * 1)
-    name = type(module).__name__
+    name = name_of(module)
     output = run.trace.output
     entries = []
     rounding = _rounding(x, y)
     fits = output.shape == y.shape
     if not fits or _over(difference_of(_flat(output), _flat(y)), limit * largest_finite(y)).numel():
-        entries.append("the output is another than the module's own")
+        entries.append("the output is another than the function's own")
     worst = 0.0
     for number, seed in enumerate(pulled_back.seeds.unbind(1) if fits else ()):
         expected = torch.zeros_like(leaf)

@@ -29,6 +29,11 @@ class WatchedWeights:
             if weight.floating and not infos[record.node(edge.target).arguments[weight.name].number].fixed
         ]
 
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        return bool(self._uses)
+
     def check(self, trace: Trace) -> None:
         """Raise FilledWeightError where an element that the pattern leaves out is not zero in a run."""
         for edge, operation, weight in self._uses:
@@ -42,5 +47,5 @@ class WatchedWeights:
         module = trace.module if isinstance(trace.module, nn.Module) else nn.Module()
         of_module = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
         tensors = [trace.tensor(each) for each in graph.captures if graph.made_of(value, {each})]
-        names = [of_module.get(id(t), f"a tensor of shape {tuple(t.shape)}").removeprefix("f.") for t in tensors]
+        names = [of_module.get(id(t), f"a tensor of shape {tuple(t.shape)}") for t in tensors]
         return " and ".join(names) or "a weight"

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
 from ..patterns import UnsupportedOperatorError
-from ..runtime import is_exporting, on_device, uncompiled
+from ..runtime import a_type, is_exporting, on_device, uncompiled
 from ..schedule import Schedule
 from ..tracing import is_recording
 from .across_ranks import SequencePart, SequenceRanks
@@ -245,7 +245,7 @@ class Recurrent(nn.RNNBase):
         if kind is nn.RNNBase:
             raise TypeError(f"torch.nn has no layer with the cell of {cls.__name__}; make one by its constructor")
         if not isinstance(layer, kind) or type(layer).forward not in (kind.forward, Recurrent.forward):
-            raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.{kind.__name__}")
+            raise TypeError(f"layer is {a_type(layer)}; expected a torch.nn.{kind.__name__}")
         other = _alike(layer, cls)
         other._set_up(**options)
         return other
@@ -307,8 +307,7 @@ class Recurrent(nn.RNNBase):
         """As `_solved`, by PyTorch's operators alone, for programs that are made of them."""
         if self._across is not None:
             raise UnsupportedOperatorError(
-                f"a {type(self).__name__} across ranks cannot be recorded, exported or traced; make one without "
-                "process_group"
+                f"{a_type(self)} across ranks cannot be recorded, exported or traced; make one without process_group"
             )
         return super().forward(input, hx) if self.mode in _OPERATORS else self._unrolled(input, hx)
 
@@ -509,9 +508,7 @@ class Recurrent(nn.RNNBase):
         parts = hx if kinds > 1 else (hx,)
         if not isinstance(parts, (tuple, list)) or len(parts) != kinds:
             expected = "a pair of" if kinds == 2 else f"a tuple of {kinds}"
-            raise TypeError(
-                f"hx is a {type(hx).__name__}; expected {expected} tensors, one for each vector of the state"
-            )
+            raise TypeError(f"hx is {a_type(hx)}; expected {expected} tensors, one for each vector of the state")
         shape = (places, self.hidden_size) if single else (places, batch, self.hidden_size)
         states = []
         for number, part in enumerate(parts):
@@ -576,7 +573,7 @@ def _check_options(schedule: object, forward: object, chunk: object) -> None:
 def _checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
     """`value` where the layer can work on it, whose weights are like another tensor; under autocast of their dtype."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
+        raise TypeError(f"{name} is {a_type(value)}; expected a torch.Tensor")
     if (
         value.is_cpu
         and like.is_cpu
@@ -659,7 +656,7 @@ def convert(module: nn.Module, *, to: str = "jacsparse", **options: Any) -> nn.M
     'torch.nn.modules.rnn'
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
+        raise TypeError(f"module is {a_type(module)}; expected a torch.nn.Module")
     if to not in ("jacsparse", "torch"):
         raise ValueError(f"to is {to!r}; expected 'jacsparse' or 'torch'")
     # Wrong options are an error for a model without such layers, too.

@@ -10,7 +10,7 @@ import torch
 
 from ..affine import AffineMaps, SparseMaps
 from ..patterns import UnsupportedOperatorError
-from ..runtime import is_exporting, uncompiled
+from ..runtime import a_type, is_exporting, uncompiled
 from ..schedule import Schedule
 from . import recurrences_cuda
 from .across_ranks import SequencePart, SequenceRanks
@@ -167,7 +167,7 @@ def linear_recurrence(
     if is_exporting() or torch.jit.is_tracing() or is_traced():  # type: ignore[attr-defined]
         raise UnsupportedOperatorError("a linear recurrence cannot be exported or traced; write it as a loop for that")
     if not isinstance(A, StepMatrices):
-        raise TypeError(f"A is a {type(A).__name__}; expected Dense, Diagonal, Scaled or Sparse")
+        raise TypeError(f"A is {a_type(A)}; expected Dense, Diagonal, Scaled or Sparse")
     checked("b", b, 3, "(time, batch, n)")
     time, batch, size = b.shape
     if (A.time, A.size) != (time, size) or A.batch not in (1, batch):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..patterns import Pattern
-from ..runtime import frozen, on_device, run_rows
+from ..runtime import a_type, frozen, on_device, run_rows
 from . import linear_kernels, recurrences_cuda
 from .sequences import DeviceRuns, Runs, check_dense, index, plain, rows_of
 from .vector import padded
@@ -97,7 +97,7 @@ class StepMatrices(ABC):
 
 def checked(name: str, value: Any, ndim: int, sizes: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
+        raise TypeError(f"{name} is {a_type(value)}; expected a torch.Tensor")
     if value.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
     if value.device.type not in ("cpu", "cuda"):
@@ -238,7 +238,7 @@ class Sparse(StepMatrices):
 
     def __init__(self, pattern: Pattern, values: torch.Tensor) -> None:
         if not isinstance(pattern, Pattern):
-            raise TypeError(f"pattern is a {type(pattern).__name__}; expected a Pattern")
+            raise TypeError(f"pattern is {a_type(pattern)}; expected a Pattern")
         if pattern.shape[0] != pattern.shape[1]:
             raise ValueError(f"pattern is {pattern.shape[0]} × {pattern.shape[1]}; expected a square one")
         self.pattern, self.values = pattern, checked("values", values, 3, "(time, nnz, batch)")

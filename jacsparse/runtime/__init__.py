@@ -22,12 +22,13 @@ from .disk_cache import SYMBOLIC, Shelf, cache_directory, cached_arrays, shelves
 from .dynamo import uncompiled
 from .files import check_writable, replacing
 from .interception import intercept
-from .kernels import flushing, inlined, kernel, kernel_cache
+from .kernels import compiled_module, flushing, inlined, kernel, kernel_cache
 from .memory_pool import MEMORY_POOL
+from .messages import a_type
 from .threads import SIMD, run_rows, split, thread_count
 from .torch_versions import (
     destroy_process_groups,
-    grid_sampler_3d_is_differentiable_twice,
+    grid_sampler_is_differentiable_twice,
     is_exporting,
     parts_of_program,
     without_compiling,
@@ -44,6 +45,7 @@ __all__ = [
     "KernelFile",
     "Launch",
     "Shelf",
+    "a_type",
     "allocated",
     "backend",
     "blocks",
@@ -51,13 +53,14 @@ __all__ = [
     "cache_directory",
     "cached_arrays",
     "check_writable",
+    "compiled_module",
     "cupy_for",
     "cupy_stream",
     "destroy_process_groups",
     "flushing",
     "frozen",
     "gpu_extra",
-    "grid_sampler_3d_is_differentiable_twice",
+    "grid_sampler_is_differentiable_twice",
     "index_dtype",
     "index_type",
     "inlined",

@@ -10,15 +10,16 @@ import contextlib
 import functools
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.core import config as numba_config
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from .disk_cache import KERNELS, sources_digest
@@ -79,6 +80,42 @@ def _forgive(cache: Any) -> None:
             save(*arguments)
 
     cache.load_overload, cache.save_overload = load_or_none, save_or_not
+
+
+def compiled_module(module: ir.Module, names: Sequence[str], *, vectorize: bool) -> tuple[object, list[int]]:
+    """Compile functions of LLVM's as machine code for this processor.
+
+    Parameters
+    ----------
+    module : Module
+        The functions.
+    names : sequence of str
+        Of those that are called from outside.
+    vectorize : bool
+        Whether loops are vectorised, which takes the compiler twice as long.
+
+    Returns
+    -------
+    engine : object
+        What holds the machine code.
+    addresses : list of int
+        Where the functions of these names begin.
+    """
+    # Numba's environment variables choose a processor for its kernels, and for this.
+    cpu = numba_config.CPU_NAME or binding.get_host_cpu_name()
+    features = numba_config.CPU_FEATURES
+    if features is None:
+        features = "" if numba_config.CPU_NAME else binding.get_host_cpu_features().flatten()
+    with global_compiler_lock:
+        parsed = binding.parse_assembly(str(module))
+        target = binding.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
+        options = binding.create_pipeline_tuning_options(speed_level=3)
+        options.loop_vectorization, options.slp_vectorization, options.loop_unrolling = vectorize, False, False
+        builder = binding.create_pass_builder(target, options)
+        builder.getModulePassManager().run(parsed, builder)
+        engine = binding.create_mcjit_compiler(parsed, target)
+        engine.finalize_object()
+        return engine, [engine.get_function_address(name) for name in names]
 
 
 @intrinsic

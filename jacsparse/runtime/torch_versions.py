@@ -5,7 +5,7 @@ Where PyTorch itself can tell, its version is not asked: builds between two rele
 - PyTorch 2.6 does not tell exporting from compiling, so that ``torch.export`` takes recurrent layers with
   ``strict=False`` alone. 2.7 has ``torch.compiler.is_exporting``.
 - PyTorch 2.6 does not know the parts of a model in a program of ``torch.export`` that was traced strictly; 2.13 does.
-- PyTorch 2.7 and before have no derivative of the backward pass of ``grid_sampler_3d``; 2.13 has one.
+- PyTorch 2.7 and before have no derivative of the backward passes of ``grid_sampler_2d`` and ``_3d``; 2.13 has.
 - PyTorch 2.7 and before read the fractions of ``quantile``, to check that they lie between 0 and 1; 2.13 reads none. A
   prepared Jacobian takes a check of constants, as numbers are; fractions in a tensor from elsewhere are refused there.
 - PyTorch 2.7 and before do not tell whose hooks of saved tensors are in force. `nn.Scan` across ranks is refused within
@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,25 +67,42 @@ with contextlib.suppress(ImportError):
     compiler_of_frames = _with_reference(get_eval_frame_callback) if _BORROWS else get_eval_frame_callback
 
 
+class _Uncompiled:
+    """Whether functions given to ``torch.compile`` run as they are written: PyTorch has one answer for all threads."""
+
+    def __init__(self) -> None:
+        self.lock, self.callers, self.stance = threading.Lock(), 0, contextlib.ExitStack()
+
+
+_UNCOMPILED = _Uncompiled()
+
+
 @contextlib.contextmanager
 def without_compiling() -> Iterator[None]:
-    """Run functions given to ``torch.compile`` as they are written."""
+    """Run functions given to ``torch.compile`` as they are written, until the last thread leaves."""
+    with _UNCOMPILED.lock:
+        if not _UNCOMPILED.callers:
+            _UNCOMPILED.stance.enter_context(torch.compiler.set_stance("force_eager"))
+        _UNCOMPILED.callers += 1
     try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
-        if _BORROWS:
-            # It asks when it is made, at the beginning, and at the end.
-            for _ in range(3):
-                _add_reference(compiler_of_frames())
+        with _UNCOMPILED.lock:
+            _UNCOMPILED.callers -= 1
+            if not _UNCOMPILED.callers:
+                _UNCOMPILED.stance.close()
+                # It asks when it is made, at the beginning, and at the end.
+                for _ in range(3 if _BORROWS else 0):
+                    _add_reference(compiler_of_frames())
 
 
 @functools.cache
-def grid_sampler_3d_is_differentiable_twice() -> bool:
-    """Whether the backward pass of ``aten.grid_sampler_3d`` has a derivative."""
+def grid_sampler_is_differentiable_twice(axes: int) -> bool:
+    """Whether the backward pass of ``aten.grid_sampler_2d``, or of ``_3d``, has a derivative."""
     with torch.enable_grad():
-        x, gradient = (torch.zeros((1, 1, 1, 1, 1), requires_grad=True) for _ in range(2))
-        y = torch.ops.aten.grid_sampler_3d(x, torch.zeros((1, 1, 1, 1, 3)), 0, 0, False)
+        x, gradient = (torch.zeros((1, 1, *[1] * axes), requires_grad=True) for _ in range(2))
+        sampler = torch.ops.aten.grid_sampler_2d if axes == 2 else torch.ops.aten.grid_sampler_3d
+        y = sampler(x, torch.zeros((1, *[1] * axes, axes)), 0, 0, False)
         (pulled,) = torch.autograd.grad(y, x, gradient, create_graph=True)
     assert pulled.grad_fn is not None
     return "NotImplemented" not in pulled.grad_fn.name()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..runtime import a_type
 from ..schedule import Schedule
 from ..stages import Chain, Chains, Run, check_input
 from ..tracing import check_module
@@ -67,7 +68,7 @@ def vjp(
 def _check_gradient(gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return a gradient of `y`, detached, where its dtype, shape and device fit."""
     if not isinstance(gradient, torch.Tensor):
-        raise TypeError(f"the gradient is a {type(gradient).__name__}; expected a torch.Tensor")
+        raise TypeError(f"the gradient is {a_type(gradient)}; expected a torch.Tensor")
     actual, expected = (f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}" for tensor in (gradient, y))
     if actual != expected:
         raise ValueError(f"the gradient is {actual}; expected that of the output: {expected}")

@@ -14,8 +14,8 @@ import torch
 from ..patterns import Pattern, batch_last
 from ..runtime import allocated
 from ..schedule import Schedule, Step, resolve
-from ..spgemm import ProductPlan, SparseJacobian, matvec, plan_product
-from ..stages import Chain, Record, check_limit, has_hooks, pull_back
+from ..spgemm import ProductPlan, SparseJacobian, check_limit, matvec, plan_product
+from ..stages import Chain, Record, has_hooks, pull_back
 from ..tracing import without_autocast
 
 
@@ -63,7 +63,7 @@ class Scanner:
             if step.kind != "mm":
                 continue
             left, right = (
-                patterns[value] if value in patterns else self.chain.stages[self.stages_of[value]].pattern
+                patterns[value] if value in patterns else self.chain.stages[self.stages_of[value]].transposed_pattern
                 for value in (step.left, step.right)
             )
             plan = plan_product(left, right, memory_limit=limit, winners=True)
@@ -232,7 +232,7 @@ class _Execution:
 
     def _pattern(self, value: int) -> Pattern:
         plan = self.scanner.plans.get(value)
-        return self._record(value).stage.pattern if plan is None else plan.pattern
+        return self._record(value).stage.transposed_pattern if plan is None else plan.pattern
 
     def _rows(self, value: int) -> int:
         """The number of rows of a matrix, without the pattern of a stage, which may be slow to compute."""

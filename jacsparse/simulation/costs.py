@@ -96,7 +96,7 @@ def measured_workload(
             stages[number] = replace(
                 stages[number], forward=forward, errors=errors if number else 0.0, gradients=gradients
             )
-            if record.stage.operator is not None and record.stage.pattern.nnz * len(x) <= _MEASURED:
+            if record.stage.operator is not None and record.stage.transposed_pattern.nnz * len(x) <= _MEASURED:
                 time = shortest_time(record.transposed_jacobian, seconds)
                 stages[number] = replace(stages[number], jacobian=time)
     return _workload(stages, x, *rates)

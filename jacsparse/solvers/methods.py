@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from ..runtime import a_type
 from .bicgstab import BiCGStab
 from .cyclic_reduction import CyclicReduction
 from .hybrid import Hybrid
@@ -30,9 +31,7 @@ def solver_of(method: str | TriangularSolver, **options: Any) -> TriangularSolve
     """
     if isinstance(method, TriangularSolver):
         if options:
-            raise TypeError(
-                f"method is a {type(method).__name__}, which has its options; pass {sorted(options)} to that"
-            )
+            raise TypeError(f"method is {a_type(method)}, which has its options; pass {sorted(options)} to that")
         return method
     if method not in SOLVERS:
         raise ValueError(f"method is {method!r}; expected one of {', '.join(SOLVERS)}, or a solver")
@@ -72,5 +71,5 @@ def solve(system: BlockTriangular, method: str | TriangularSolver = "substitutio
     (7, 0.0)
     """
     if not isinstance(system, BlockTriangular):
-        raise TypeError(f"system is a {type(system).__name__}; expected a BlockTriangular or BlockBidiagonal")
+        raise TypeError(f"system is {a_type(system)}; expected a BlockTriangular or BlockBidiagonal")
     return solver_of(method, **options).solve(system)

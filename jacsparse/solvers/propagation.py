@@ -16,6 +16,7 @@ from torch import nn
 
 from ..patterns import Diagonal, Full, Pattern
 from ..recurrence import RNN
+from ..runtime import a_type
 from ..spgemm import SparseJacobian
 from ..stages import Record, Run, check_input, empty_pattern, pull_back, recent_chains, refuse_hooks
 from ..tracing import check_module, set_weights, sets_weights, without_autocast
@@ -53,7 +54,7 @@ def groups_of(records: Sequence[Record]) -> list[Group]:
     groups: list[tuple[Record | None, list[Record]]] = [(None, [])]
     for record in records:
         operator = record.stage.operator
-        if operator is not None and isinstance(operator.pattern.structure, Diagonal):
+        if operator is not None and isinstance(operator.transposed_pattern.structure, Diagonal):
             groups[-1][1].append(record)
         else:
             groups.append((record, []))
@@ -148,8 +149,10 @@ class GraphSystem(RecordedSystem):
             sizes[record.stage.start] = math.prod(record.input.shape[1:])
             sizes[record.stage.stop] = math.prod(record.output.shape[1:])
             for edge in record.stage.edges:
-                terms.setdefault((edge.source, edge.target), []).append(Block(edge.pattern, record.values(edge)))
-                sizes[edge.source], sizes[edge.target] = edge.pattern.shape
+                terms.setdefault((edge.source, edge.target), []).append(
+                    Block(edge.transposed_pattern, record.values(edge))
+                )
+                sizes[edge.source], sizes[edge.target] = edge.transposed_pattern.shape
         self.nodes = {vertex: node for node, vertex in enumerate(sorted(sizes))}
         blocks = {}
         for (source, target), parts in terms.items():
@@ -375,7 +378,7 @@ class RecurrentPropagation(Propagation):
 
 def _check_layer(layer: object) -> None:
     if not isinstance(layer, nn.RNN):
-        raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.RNN, whose step is one matrix and f")
+        raise TypeError(f"layer is {a_type(layer)}; expected a torch.nn.RNN, whose step is one matrix and f")
     if layer.bidirectional or (layer.dropout and layer.training):
         raise ValueError("layer is bidirectional or drops out; expected one direction, and no active dropout")
     before = (hook for hook in layer._forward_pre_hooks.values() if not sets_weights(hook))
@@ -386,7 +389,7 @@ def _check_layer(layer: object) -> None:
 
 def _check_like(name: str, tensor: object, shape: Sequence[int], like: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor of shape {tuple(shape)}")
+        raise TypeError(f"{name} is {a_type(tensor)}; expected a torch.Tensor of shape {tuple(shape)}")
     if (tensor.shape, tensor.dtype, tensor.device) != (torch.Size(shape), like.dtype, like.device):
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected {like.dtype} {tuple(shape)} "
@@ -453,5 +456,5 @@ def propagation(
             raise ValueError("graph=True is for modules of operators; the nodes of an RNN are its layers and steps")
         return RecurrentPropagation(module, x, gradient, last, hx)
     if last is not None or hx is not None:
-        raise TypeError(f"last and hx are of an RNN, and the module is a {type(module).__name__}")
+        raise TypeError(f"last and hx are of an RNN, and the module is {a_type(module)}")
     return ModulePropagation(module, x, gradient, graph)

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from ..runtime import a_type
 from .blocks import Vector, Work, add
 from .systems import BlockTriangular
 
@@ -153,10 +154,10 @@ class Iteration(TriangularSolver):
         if self.guess is None:
             return
         if not isinstance(self.guess, list | tuple):
-            raise TypeError(f"guess is a {type(self.guess).__name__}; expected a list with a tensor for each block row")
+            raise TypeError(f"guess is {a_type(self.guess)}; expected a list with a tensor for each block row")
         for node, part in enumerate(self.guess):
             if not isinstance(part, torch.Tensor):
-                raise TypeError(f"guess[{node}] is a {type(part).__name__}; expected a torch.Tensor, (batch, n)")
+                raise TypeError(f"guess[{node}] is {a_type(part)}; expected a torch.Tensor, (batch, n)")
 
     def check(self, system: BlockTriangular) -> None:
         super().check(system)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..patterns import Diagonal, Full, Identity, Pattern
+from ..runtime import a_type
 from ..spgemm import SparseJacobian
 from .blocks import Block, BlockMatrix, Vector, Work, diagonal_block, identity_block
 
@@ -115,7 +116,7 @@ class BlockTriangular:
                 pattern = Pattern.of(Diagonal(pattern.shape[0]))
             result = Block(pattern, values)
         elif not isinstance(block, torch.Tensor):
-            raise TypeError(f"{name} is a {type(block).__name__}; expected a SparseJacobian or a torch.Tensor")
+            raise TypeError(f"{name} is {a_type(block)}; expected a SparseJacobian or a torch.Tensor")
         elif block.layout != torch.strided:
             raise TypeError(
                 f"{name} is a sparse tensor, {block.layout}; pass SparseJacobian(pattern, values), with a Pattern and "
@@ -299,7 +300,7 @@ class BlockBidiagonal(BlockTriangular):
 def _part(name: str, part: Any, like: torch.Tensor, check_finite: bool) -> torch.Tensor:
     """A part of a vector as ``(elements, batch)``."""
     if not isinstance(part, torch.Tensor):
-        raise TypeError(f"{name} is a {type(part).__name__}; expected a torch.Tensor")
+        raise TypeError(f"{name} is {a_type(part)}; expected a torch.Tensor")
     if part.ndim not in (1, 2):
         raise ValueError(f"{name} has shape {tuple(part.shape)}; expected (batch, elements)")
     part = (part.detach() if part.ndim == 2 else part.detach()[None]).T
@@ -327,7 +328,7 @@ def _inverted(name: str, block: Any) -> Any:
             return _reciprocal(name, block.values.T)
         block = torch.stack([block.todense(sample) for sample in range(block.batch)])
     if not isinstance(block, torch.Tensor):
-        raise TypeError(f"{name} is a {type(block).__name__}; expected a SparseJacobian or a torch.Tensor")
+        raise TypeError(f"{name} is {a_type(block)}; expected a SparseJacobian or a torch.Tensor")
     if not block.is_floating_point():
         raise TypeError(f"{name} is {block.dtype}; expected float32 or float64")
     if block.ndim == 2 and block.shape[0] == block.shape[1] > 1:

@@ -3,9 +3,9 @@
 from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern, matrix_of
 from .balance import boundaries
 from .chain_cache import ChainCache, Chains, Run, recent_chains
-from .chains import Chain, chain, chain_of, refuse_hooks, refuse_other_derivatives
-from .checks import agree, check_input, check_limit, check_shape, check_tensor
-from .forward_pass import samples_of, traced
+from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
+from .checks import agree, check_input, check_shape, check_tensor
+from .forward_pass import SAMPLES, random_tensor, samples_of, traced
 from .graph_gradients import has_hooks, pull_back
 from .infinite_entries import all_finite, with_backward_passes
 from .node_gradients import pull_back_by_nodes, pull_back_input, walk
@@ -15,6 +15,7 @@ from .stage import Edge, Stage
 
 __all__ = [
     "DENSE",
+    "SAMPLES",
     "START",
     "Accumulation",
     "Chain",
@@ -30,9 +31,9 @@ __all__ = [
     "all_finite",
     "boundaries",
     "chain",
+    "chain_for_all",
     "chain_of",
     "check_input",
-    "check_limit",
     "check_shape",
     "check_tensor",
     "eliminate",
@@ -44,6 +45,7 @@ __all__ = [
     "pull_back_all",
     "pull_back_by_nodes",
     "pull_back_input",
+    "random_tensor",
     "recent_chains",
     "refuse_hooks",
     "refuse_other_derivatives",

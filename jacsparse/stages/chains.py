@@ -122,9 +122,14 @@ class Chain:
     def _accumulated(self) -> tuple[Accumulation, int | None]:
         return accumulated(self.stages, self.order)
 
-    @functools.cached_property
+    @property
     def pattern(self) -> Pattern:
-        """The pattern of the whole module's transposed Jacobian, ``(in_size, out_size)``."""
+        """The pattern of the whole module's Jacobian, ``(out_size, in_size)``."""
+        return self.transposed_pattern.T
+
+    @functools.cached_property
+    def transposed_pattern(self) -> Pattern:
+        """The pattern of the transposed Jacobian, ``(in_size, out_size)``."""
         rows, columns = math.prod(self.in_shape), math.prod(self.out_shape)
         if not len(self):
             return Pattern.of(Identity(rows))
@@ -157,18 +162,18 @@ class Chain:
             return SparseJacobian(self.pattern, x.new_ones((self.pattern.nnz, 1)))
         accumulation, result = self._accumulated
         if result is None:
-            return SparseJacobian(self.pattern.T, x.new_empty((0, len(x))))
+            return SparseJacobian(self.pattern, x.new_empty((0, len(x))))
         values = accumulation.run(
             result,
             lambda key: records[key[0]].values(key[1]),
             lambda span, matrix: pull_back_all(records[span[0] : span[1] + 1], matrix),
         )
-        return SparseJacobian(self.pattern, values).T
+        return SparseJacobian(self.transposed_pattern, values).T
 
     def __repr__(self) -> str:
         lines = [f"<Chain of {len(self)} stages, {self.in_shape} to {self.out_shape}>"]
         lines += [
-            f"  {stage.path}: {stage.name} {stage.in_shape} to {stage.out_shape}, {stage.pattern.T.summary()}"
+            f"  {stage.path}: {stage.name} {stage.in_shape} to {stage.out_shape}, {stage.pattern.summary()}"
             for stage in self.stages
         ]
         return "\n".join(lines)
@@ -206,12 +211,21 @@ def chain(
     >>> [stage.path for stage in chain(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()), (3, 8, 8))]
     ['0', '1']
     """
-    check_module(module)
-    x = samples_of(module, check_shape(input_shape), like)
-    with undisturbed(module):
+    x = samples_of(check_module(module), check_shape(input_shape), like)
+    return chain_for_all(module, x, pruned=pruned)
+
+
+def chain_for_all(
+    module: nn.Module, x: torch.Tensor, *, pruned: bool = True, varying: Collection[torch.Tensor] = ()
+) -> Chain:
+    """The chain of a module's operators for all batches of the shape of `x`, with `varying` as in `chain_of`.
+
+    It raises what `chain` raises.
+    """
+    with undisturbed(check_module(module)):
         trace = traced(module, x, readable=False)
         with without_autocast(x.device):
-            chain = chain_of(trace, pruned=pruned)
+            chain = chain_of(trace, pruned=pruned, varying=varying)
         refuse_hooks(chain.records(trace)[1])
     for edge in (edge for stage in chain for edge in stage.edges):
         if edge.call.sources is not None and edge.call.sources.rows > 1:
@@ -240,7 +254,7 @@ def refuse_other_derivatives(records: Sequence[Record], what: str) -> None:
         if not len(x):
             continue
         g = torch.randn((record.batch, *call.out_shape), generator=torch.Generator().manual_seed(0)).to(x)
-        registered = matvec(edge.pattern, record.values(edge), g.reshape(len(g), -1).T.contiguous()).T
+        registered = matvec(edge.transposed_pattern, record.values(edge), g.reshape(len(g), -1).T.contiguous()).T
         expected = record.call(edge).vjp(g).reshape(registered.shape)
         if not agree(registered, expected):
             raise UnsupportedOperatorError(
@@ -304,7 +318,7 @@ def _stages(program: Program, trace: Trace, pruned: bool, varying: _Varying) -> 
         )
         # A sum of two identities is no identity.
         meet = len({edge.target for edge in edges}) < len(edges)
-        if not meet and all(isinstance(edge.pattern.structure, Identity) for edge in edges):
+        if not meet and all(isinstance(edge.transposed_pattern.structure, Identity) for edge in edges):
             if stop != cuts[-1]:
                 # Operators that only reshape belong to the stage that follows.
                 continue

@@ -8,10 +8,8 @@ from operator import index
 import torch
 from torch import nn
 
+from ..runtime import a_type
 from ..spgemm import check_tensor_itself
-
-#: Default limit on the bytes of values that a scan holds at once, and on the bytes of its plans' index arrays.
-MEMORY_LIMIT = 2**30
 
 
 def check_shape(shape: Sequence[int], name: str = "input_shape") -> tuple[int, ...]:
@@ -66,7 +64,7 @@ def check_tensor(name: str, x: object) -> torch.Tensor:
     remedy = "call the function or module itself there, or take gradients by torch.autograd"
     x = check_tensor_itself(name, x, remedy)
     if type(x) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected a plain tensor: {name}.as_subclass(torch.Tensor)")
+        raise TypeError(f"{name} is {a_type(x)}; expected a plain tensor: {name}.as_subclass(torch.Tensor)")
     if x.dtype not in (torch.float32, torch.float64):
         remedy = "give real and imaginary parts" if x.is_complex() else "convert it with .float()"
         if not x.is_floating_point() and not x.is_complex():
@@ -79,15 +77,6 @@ def check_tensor(name: str, x: object) -> torch.Tensor:
     if x.layout != torch.strided:
         raise TypeError(f"{name} has layout {x.layout}; expected a dense tensor: {name}.to_dense()")
     return x
-
-
-def check_limit(memory_limit: int | None) -> int:
-    """Return `memory_limit` or the default; raise ValueError where it is no number of bytes."""
-    if memory_limit is None:
-        return MEMORY_LIMIT
-    if not isinstance(memory_limit, int) or isinstance(memory_limit, bool) or memory_limit < 0:
-        raise ValueError(f"memory_limit is {memory_limit!r}; expected a number of bytes of at least 0, or None")
-    return memory_limit
 
 
 def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..patterns import UnsupportedOperatorError
-from ..tracing import Graph, Trace, is_users, name_of, tensors_of, trace
+from ..tracing import Graph, Trace, failed_call, is_users, name_of, tensors_of, trace
 
 #: Random samples that a module runs on where there is no input: a single one would not show how samples stay apart.
 SAMPLES = 3
@@ -20,8 +20,13 @@ def samples_of(module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | N
     """Random samples with the dtype and device of the module, or of `like` where the module has no tensors."""
     tensors = (tensor for tensor in tensors_of(module) if tensor.is_floating_point())
     like = next(tensors, torch.empty(0) if like is None else like)
-    samples = torch.randn((SAMPLES, *shape), generator=torch.Generator().manual_seed(0))
-    return samples if like.device.type == "meta" else samples.to(like)
+    return random_tensor((SAMPLES, *shape), like, torch.Generator().manual_seed(0))
+
+
+def random_tensor(shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random numbers with the dtype and device of a tensor; the same ones everywhere."""
+    drawn = torch.randn(shape, generator=generator)
+    return drawn if like.device.type == "meta" else drawn.to(like)
 
 
 def traced(
@@ -49,11 +54,21 @@ def traced(
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             _check_alike(module, name, tensor, x, error)
-        where, shape, part = _failed(module, error, x)
+        where, given, part = _failed(module, error, x)
+        source = _source_of(error)
+        if str(error).startswith("derivative for aten::"):
+            # Within the run, as for a Hessian.
+            missing = str(error).removesuffix(" is not implemented")
+            raise UnsupportedOperatorError(f"{where}: PyTorch has no {missing}{source}") from error
+        operator, tensors = failed_call(error)
+        dtypes = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors if tensor.is_floating_point()))
+        if len(dtypes) > 1 and "type" in str(error):
+            raise TypeError(
+                f"{where}: {operator} gets tensors of {' and '.join(dtypes)}{source}; convert them to one dtype, as by "
+                f".to({dtypes[0]}): {error}"
+            ) from error
         what = name_of(part) if part._modules or "__qualname__" in vars(part) else str(part)
-        raise ValueError(
-            f"{where}: an input of shape {shape} does not fit {what}{_source_of(error)}: {error}"
-        ) from error
+        raise ValueError(f"{where}: {given} does not fit {what}{source}: {error}") from error
 
 
 def _check_alike(module: nn.Module, name: str, tensor: torch.Tensor, x: torch.Tensor, error: Exception) -> None:
@@ -67,16 +82,19 @@ def _check_alike(module: nn.Module, name: str, tensor: torch.Tensor, x: torch.Te
         raise TypeError(f"{where} is {tensor.dtype}, its input {x.dtype}; convert one of them") from error
 
 
-def _failed(module: nn.Module, error: BaseException, x: torch.Tensor) -> tuple[str, tuple[int, ...], nn.Module]:
-    """The path of the innermost module in which an error was raised, the shape of its sample, and the module."""
+def _failed(module: nn.Module, error: BaseException, x: torch.Tensor) -> tuple[str, str, nn.Module]:
+    """The path of the innermost module in which an error was raised, what it got, in words, and the module."""
     paths = {id(part): name for name, part in module.named_modules()}
-    where, shape, innermost = name_of(module), tuple(x.shape[1:]), module
+    arguments = getattr(module, "arguments", None)
+    given = f"an input of shape {tuple(x.shape[1:])}" if arguments is None else f"a call with {arguments}"
+    where, innermost = name_of(module), module
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is nn.Module._call_impl.__code__:
             part, args = frame.f_locals["self"], frame.f_locals["args"]
             if id(part) in paths and args and isinstance(args[0], torch.Tensor):
-                where, shape, innermost = paths[id(part)] or name_of(part), tuple(args[0].shape[1:]), part
-    return where, shape, innermost
+                where, innermost = paths[id(part)] or name_of(part), part
+                given = f"an input of shape {tuple(args[0].shape[1:])}"
+    return where, given, innermost
 
 
 def _source_of(error: BaseException) -> str:

@@ -50,7 +50,7 @@ def with_backward_passes(
     entries = infinite.any(1).nonzero()[:, 0]
     places = entries.cpu().numpy()
     rows, columns = (torch.from_numpy(array[places]).long() for array in (pattern.rows, pattern.indices))
-    colors = torch.from_numpy(row_colors(pattern))[rows]
+    colors = torch.from_numpy(row_colors(pattern)[pattern.rows[places]])
     computed = values.new_empty((len(entries), batch))
     for color in colors.unique():
         chosen = (colors == color).nonzero()[:, 0]

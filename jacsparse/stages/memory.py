@@ -49,11 +49,11 @@ def _entries(stages: Sequence[Stage], itemsize: int) -> tuple[float, float]:
     """An estimate of the product's entries, and the bytes of their values and indices."""
     operator = stages[0].operator if len(stages) == 1 else None
     if operator is not None:
-        pattern = operator.pattern
+        pattern = operator.transposed_pattern
         indices = 0 if isinstance(pattern.structure, (Diagonal, Full)) else pattern.index_nbytes
         return pattern.nnz, pattern.nnz * itemsize + indices
     outputs = math.prod(stages[-1].out_shape)
-    edges = [(e.target, e.source, e.pattern) for stage in reversed(stages) for e in reversed(stage.edges)]
+    edges = [(e.target, e.source, e.transposed_pattern) for stage in reversed(stages) for e in reversed(stage.edges)]
     for vertex, keys in spread(edges, stages[-1].stop, fresh_keys(outputs, 0)):
         if vertex == stages[0].start:
             entries = float(counts(keys, np.array([outputs])).sum())

@@ -74,7 +74,7 @@ class _Estimates:
         # Entries of each interval, by its first and last stage; multiply-adds of a stage's operators, one by one, with
         # the interval on their right, by the stage and the last one; and on their left, by the stage and the first one.
         self.entries, self.through, self.onward = np.zeros((3, n, n))
-        largest = max((max(edge.pattern.shape) for stage in stages for edge in stage.edges), default=1)
+        largest = max((max(edge.transposed_pattern.shape) for stage in stages for edge in stage.edges), default=1)
         width = max(1, AT_ONCE // max(1, 4 * KEYS * int(largest)))
         chunks = [range(first, min(first + width, n)) for first in range(0, n, width)]
         # The number of elements of each later stage's output, where keys begin, that depend on an element of a tensor.
@@ -91,7 +91,7 @@ class _Estimates:
                     reached = counts(vertex_keys[part], columns)
                     for edge in stages[number].edges:
                         if edge.target == vertex:
-                            work = edge.pattern.structure.column_counts()[part] @ reached
+                            work = edge.transposed_pattern.structure.column_counts()[part] @ reached
                             self.through[number, later.start : later.stop] += scale * work
                     if vertex == stages[number].start:
                         following = vertex_keys
@@ -112,7 +112,7 @@ class _Estimates:
                     reached = counts(vertex_keys[part], sizes[sooner])
                     for edge in stages[number].edges:
                         if edge.source == vertex:
-                            work = edge.pattern.structure.row_counts()[part] @ reached
+                            work = edge.transposed_pattern.structure.row_counts()[part] @ reached
                             self.onward[number, sooner] += scale * work
                     if vertex == stages[number].stop:
                         following = vertex_keys
@@ -130,9 +130,13 @@ def _sampled(size: int) -> tuple[Any, float]:
 def _passed_keys(stage: Stage, keys: np.ndarray, *, backwards: bool) -> Iterator[tuple[Any, np.ndarray]]:
     """Each vertex of a stage with the keys passed to it from one end; infinite keys at the other end without a path."""
     if backwards:
-        first, last, edges = stage.stop, stage.start, [(e.target, e.source, e.pattern) for e in reversed(stage.edges)]
+        first, last, edges = (
+            stage.stop,
+            stage.start,
+            [(e.target, e.source, e.transposed_pattern) for e in reversed(stage.edges)],
+        )
     else:
-        first, last, edges = stage.start, stage.stop, [(e.source, e.target, e.pattern.T) for e in stage.edges]
+        first, last, edges = stage.start, stage.stop, [(e.source, e.target, e.pattern) for e in stage.edges]
     arrived = False
     for vertex, vertex_keys in spread(edges, first, keys):
         arrived |= vertex == last
@@ -159,7 +163,7 @@ def _digest(stages: Sequence[Stage]) -> str:
         digest.update(f"{stage.in_shape} {stage.out_shape} {stage.hooked} {stage.backward_work} {ends}".encode())
         for edge in stage.edges:
             ends = [numbers.setdefault(vertex, len(numbers)) for vertex in (edge.source, edge.target)]
-            digest.update(f"{ends} {edge.pattern.digest}".encode())
+            digest.update(f"{ends} {edge.transposed_pattern.digest}".encode())
     return digest.hexdigest()
 
 
@@ -234,7 +238,7 @@ def accumulated(stages: Sequence[Stage], order: Order) -> tuple[Accumulation, in
     accumulation = Accumulation()
 
     def leaf(number: int, edge: Edge) -> int:
-        return accumulation.leaf((number, edge), edge.pattern)
+        return accumulation.leaf((number, edge), edge.transposed_pattern)
 
     def add(order: Order) -> int | None:
         stage = stages[order.stage]
@@ -264,7 +268,11 @@ def accumulated(stages: Sequence[Stage], order: Order) -> tuple[Accumulation, in
         for node in reversed(span):
             if product is not None:
                 product = _multiply(
-                    shadow, stages[node.stage], node, product, lambda _, edge: shadow.leaf(None, edge.pattern)
+                    shadow,
+                    stages[node.stage],
+                    node,
+                    product,
+                    lambda _, edge: shadow.leaf(None, edge.transposed_pattern),
                 )
         if product is None:
             return None

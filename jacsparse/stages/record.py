@@ -150,7 +150,7 @@ class Record:
         operator = self.stage.operator
         if operator is None:
             return self.transposed_jacobian().T
-        pattern = self.stage.pattern.T
+        pattern = self.stage.pattern
         if not pattern.nnz:
             return self.transposed_jacobian().T
         call = self.call(operator)
@@ -158,7 +158,7 @@ class Record:
 
     def transposed_jacobian(self, samples: slice = slice(None)) -> SparseJacobian:
         """``J.T`` for a slice of the batch."""
-        operator, pattern = self.stage.operator, self.stage.pattern
+        operator, pattern = self.stage.operator, self.stage.transposed_pattern
         if operator is not None:
             return self._jacobian(pattern, lambda: self.values(operator, samples))
         accumulation, result = self.stage._accumulated
@@ -182,16 +182,16 @@ class Record:
 
     def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
-        if not edge.pattern.nnz:
+        if not edge.transposed_pattern.nnz:
             return self.trace.input.detach().new_empty((0, 1 if edge.shared else len(range(self.batch)[samples])))
-        return edge.rule.transposed_values(self.call(edge, samples), edge.pattern)
+        return edge.rule.transposed_values(self.call(edge, samples), edge.transposed_pattern)
 
     def pull_back_sparse(self, vectors: torch.Tensor, samples: slice = slice(None)) -> torch.Tensor:
         """``Jᵀ g``, ``(elements, batch)``, for a slice of the batch, by the operators' sparse Jacobians one by one."""
         gradients = {self.stage.stop: vectors}
         for edge in reversed(self.stage.edges):
             if edge.target in gradients:
-                product = matvec(edge.pattern, self.values(edge, samples), gradients[edge.target])
+                product = matvec(edge.transposed_pattern, self.values(edge, samples), gradients[edge.target])
                 gradients[edge.source] = gradients[edge.source] + product if edge.source in gradients else product
         if self.stage.start not in gradients:
             return vectors.new_zeros((math.prod(self.stage.in_shape), vectors.shape[1]))
@@ -205,19 +205,19 @@ class Record:
             if edge.target not in of_vertices:
                 continue
             gradient = of_vertices[edge.target]
-            if isinstance(edge.pattern.structure, Identity):
+            if isinstance(edge.transposed_pattern.structure, Identity):
                 pass
-            elif isinstance(edge.pattern.structure, Diagonal):
+            elif isinstance(edge.transposed_pattern.structure, Diagonal):
                 gradient = gradient.times(self.values(edge).T)
             elif edge.rule.has_registered_values:
                 values, of_output = self.values(edge), gradient.product()
                 vectors = of_output.reshape(math.prod(columns), -1).T.contiguous()
                 if values.shape[1] > 1:
                     values = values.repeat(1, columns[0])
-                gradient = Scaled(matvec(edge.pattern, values, vectors).T.reshape(*columns, -1))
+                gradient = Scaled(matvec(edge.transposed_pattern, values, vectors).T.reshape(*columns, -1))
             else:
                 of_output = gradient.product().reshape(*columns, *edge.call.out_shape)
-                pulled = edge.rule.pull_back(self.call(edge), edge.pattern.T, of_output)
+                pulled = edge.rule.pull_back(self.call(edge), edge.pattern, of_output)
                 gradient = Scaled(pulled.reshape(*columns, edge.call.in_size))
             if edge.source in of_vertices:
                 gradient = of_vertices[edge.source].plus(gradient)

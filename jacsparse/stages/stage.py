@@ -32,8 +32,13 @@ class Edge:
         """The rule that computes the pattern and the values."""
         return rule_for(self.call)
 
-    @functools.cached_property
+    @property
     def pattern(self) -> Pattern:
+        """The pattern of the Jacobian, ``(out_size, in_size)``."""
+        return self.transposed_pattern.T
+
+    @functools.cached_property
+    def transposed_pattern(self) -> Pattern:
         """The pattern of the transposed Jacobian, ``(in_size, out_size)``."""
         if not self.call.in_size * self.call.out_size:
             return empty_pattern(self.call.in_size, self.call.out_size)
@@ -67,7 +72,11 @@ class Edge:
 def working(edges: Sequence[Edge]) -> list[Edge]:
     """The edges of the operators that do more than reshape a single operand."""
     operands = Counter(edge.target for edge in edges)
-    return [edge for edge in edges if operands[edge.target] > 1 or not isinstance(edge.pattern.structure, Identity)]
+    return [
+        edge
+        for edge in edges
+        if operands[edge.target] > 1 or not isinstance(edge.transposed_pattern.structure, Identity)
+    ]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -113,11 +122,16 @@ class Stage:
     @functools.cached_property
     def _accumulated(self) -> tuple[Accumulation, int | None]:
         accumulation = Accumulation()
-        return accumulation, self.joined(accumulation, lambda edge: accumulation.leaf(edge, edge.pattern))
+        return accumulation, self.joined(accumulation, lambda edge: accumulation.leaf(edge, edge.transposed_pattern))
+
+    @property
+    def pattern(self) -> Pattern:
+        """The pattern of the Jacobian, ``(out_size, in_size)``: the union over all paths."""
+        return self.transposed_pattern.T
 
     @functools.cached_property
-    def pattern(self) -> Pattern:
-        """The pattern of the transposed Jacobian, ``(in_size, out_size)``: the union over all paths."""
+    def transposed_pattern(self) -> Pattern:
+        """The pattern of the transposed Jacobian, ``(in_size, out_size)``."""
         accumulation, result = self._accumulated
         if result is None:
             return empty_pattern(math.prod(self.in_shape), math.prod(self.out_shape))
@@ -126,7 +140,7 @@ class Stage:
     def factor(self, patterns: Sequence[Pattern] | None = None) -> Pattern | Region:
         """The transposed Jacobian as counts see it, with patterns of the edges other than their own on request."""
         if patterns is None:
-            patterns = [edge.pattern for edge in self.edges]
+            patterns = [edge.transposed_pattern for edge in self.edges]
         if self.operator is not None:
             return patterns[self.edges.index(self.operator)]
         edges = [(edge.source, edge.target, pattern) for edge, pattern in zip(self.edges, patterns, strict=True)]
@@ -162,7 +176,7 @@ class Stage:
     @functools.cached_property
     def largest(self) -> int:
         """Elements of one sample of the largest operand or result."""
-        return max(max(edge.pattern.shape) for edge in self.edges)
+        return max(max(edge.transposed_pattern.shape) for edge in self.edges)
 
     def __repr__(self) -> str:
         return f"<Stage {self.path}: {self.name}, {self.in_shape} to {self.out_shape}>"

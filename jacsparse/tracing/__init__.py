@@ -9,6 +9,7 @@ from .graph import Form, Graph, Node, Operand, Scalar, Value, evaluated, form_of
 from .modules import (
     check_initialised,
     check_module,
+    module_of,
     name_of,
     parts_of,
     refresh_weights,
@@ -24,7 +25,7 @@ from .operators import facts_of, operator_name
 from .program import Operation, Program, program_of
 from .pruned_weights import PrunedWeight, mask_of
 from .saved_tensors import check_hooks_are_told, saved_handle, saves_objects, without_saving_hooks
-from .tracer import trace
+from .tracer import failed_call, trace
 from .traces import StaleError, Trace, is_recording
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "ending_at",
     "evaluated",
     "facts_of",
+    "failed_call",
     "form_of",
     "has_node_hooks",
     "in_graphs",
@@ -56,6 +58,7 @@ __all__ = [
     "is_users",
     "leads_to",
     "mask_of",
+    "module_of",
     "name_of",
     "operator_name",
     "parts_of",

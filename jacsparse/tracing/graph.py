@@ -153,8 +153,12 @@ class Node:
     @property
     def changes_unseen(self) -> bool:
         """Whether it changes elements and no derivative: autograd did not see a write to what has a gradient."""
-        writes = self.writes or isinstance(self.overload, Overwrite)
-        return writes and not self.seen and any(operand.active for operand in self.operands)
+        return self.writes_unseen and any(operand.active for operand in self.operands)
+
+    @property
+    def writes_unseen(self) -> bool:
+        """Whether it changes elements, and autograd did not see it."""
+        return (self.writes or isinstance(self.overload, Overwrite)) and not self.seen
 
 
 @dataclass(eq=False, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
+
+from ..runtime import a_type
 
 
 def check_module(module: object) -> nn.Module:
@@ -22,7 +25,7 @@ def check_module(module: object) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         remedy = ": jacobian, prepare_jacobian and hessian take functions" if callable(module) else ""
-        raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module{remedy}")
+        raise TypeError(f"module is {a_type(module)}; expected a torch.nn.Module{remedy}")
     if any(isinstance(part, torch.jit.ScriptModule) for part in parts_of(module)):
         raise TypeError("module is, or holds, a torch.jit.ScriptModule; give the module that it was compiled from")
     return module
@@ -30,7 +33,27 @@ def check_module(module: object) -> nn.Module:
 
 def name_of(f: Any) -> str:
     """The name of a function, or the class of a module or of another callable."""
+    f = _without_partial(f)
     return getattr(f, "__qualname__", None) or type(f).__name__
+
+
+def module_of(f: Any) -> nn.Module | None:
+    """The module that a function is, or is a method or a ``functools.partial`` of; None where it is another function.
+
+    Examples
+    --------
+    >>> [module_of(f) for f in (nn.ReLU(), nn.ReLU().forward, functools.partial(nn.ReLU(), inplace=True), torch.relu)]
+    [ReLU(), ReLU(), ReLU(), None]
+    """
+    f = _without_partial(f)
+    module = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
+    return module if isinstance(module, nn.Module) else None
+
+
+def _without_partial(f: Any) -> Any:
+    while isinstance(f, functools.partial):
+        f = f.func
+    return f
 
 
 def check_initialised(module: nn.Module) -> None:

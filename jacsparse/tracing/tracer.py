@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..patterns import UnsupportedOperatorError, requiring_gradient
-from ..runtime import without_compiling
+from ..runtime import a_type, without_compiling
 from .callers import caller
 from .derivatives_seen import SeenDerivatives, next_node, untraced
 from .following import Followed
@@ -43,6 +44,7 @@ from .operators import (
     draws,
     facts_of,
     named_tensors,
+    operator_name,
     tensors_among,
     with_memory,
     written_tensors,
@@ -101,6 +103,17 @@ def trace(
                 contexts.enter_context(Unreadable(tracer, hidden))
             output = module(copy)
         return tracer.finished(output)
+
+
+def failed_call(error: BaseException) -> tuple[str, list[torch.Tensor]]:
+    """The operator at which a traced run ended with an error, and the tensors that it got; none without an operator."""
+    operator, tensors = "", list[torch.Tensor]()
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is Tracer.__torch_dispatch__.__code__:
+            given = frame.f_locals
+            operator = operator_name(given["overload"])
+            tensors = tensors_in([*given["args"], *(given["kwargs"] or {}).values()])
+    return operator, tensors
 
 
 class Tracer(TorchDispatchMode):
@@ -447,8 +460,7 @@ class Tracer(TorchDispatchMode):
         trace = self.trace
         if not isinstance(output, torch.Tensor):
             raise UnsupportedOperatorError(
-                f"{name_of(trace.module)}: its output is a {type(output).__name__}; wrap it in a module "
-                "that returns one tensor"
+                f"{name_of(trace.module)}: its output is {a_type(output)}; wrap it in a module that returns one tensor"
             )
         trace.output = output
         self.refresh(output)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..distributed import Incoming, Ranks, ranks_of
+from ..runtime import a_type
 from .delayed_part import DelayedPart, OptimizerFactory, tensors_of
 from .splitting import layers_of, partition
 
@@ -156,7 +157,7 @@ class DelayedGradients:
             Where an earlier step failed after some modules were updated.
         """
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor")
+            raise TypeError(f"x is {a_type(x)}; expected a torch.Tensor")
         if not len(x):
             raise ValueError("x has no samples; pass batches of at least one")
         if self._updating:
@@ -244,7 +245,7 @@ class DelayedGradients:
         with self._during("loss"):
             loss = self.loss(output, y)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+                what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{a_type(loss)}"
                 raise TypeError(f"the loss is {what}; expected a scalar tensor, as the mean over the batch")
             (gradient,) = torch.autograd.grad(loss, output)
         return loss.detach(), gradient

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from ..runtime import a_type
 from .splitting import in_modes, modes_of
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -84,7 +85,7 @@ class DelayedPart:
         self.optimizer = optimizer(parameters) if parameters else None
         if parameters and not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"optimizer returned a {type(self.optimizer).__name__}; expected a torch.optim.Optimizer of the "
+                f"optimizer returned {a_type(self.optimizer)}; expected a torch.optim.Optimizer of the "
                 "parameters that it takes"
             )
         if isinstance(self.optimizer, torch.optim.LBFGS):
@@ -110,7 +111,7 @@ class DelayedPart:
         with torch.set_grad_enabled(not self.recompute):
             output = self._computed(past, writes=True)
         if not isinstance(output, torch.Tensor):
-            raise TypeError(f"part {self.number} returns a {type(output).__name__}; parts pass on one tensor")
+            raise TypeError(f"part {self.number} returns {a_type(output)}; parts pass on one tensor")
         if not output.is_floating_point():
             raise TypeError(f"part {self.number} returns {output.dtype}; gradients are of floating-point numbers")
         past.output = None if self.recompute else output

@@ -12,6 +12,8 @@ from typing import SupportsIndex, TypeGuard
 import torch
 from torch import nn
 
+from ..runtime import a_type
+
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The layers between which a model can be cut, by path: children of its nested ``nn.Sequential`` containers.
@@ -23,7 +25,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """
     if not _is_container(model):
         raise TypeError(
-            f"the model is a {type(model).__name__}; expected an nn.Sequential: other models have no places where one "
+            f"the model is {a_type(model)}; expected an nn.Sequential: other models have no places where one "
             "tensor is sure to carry everything. Write it as an nn.Sequential of its parts"
         )
     return dict(_layers(model, ""))
@@ -188,7 +190,7 @@ def _place(layers: dict[str, nn.Module], split: int | str) -> int:
                 return place
             if split.startswith(f"{path}."):
                 raise ValueError(
-                    f"{split!r} is inside {path!r}, a {type(layers[path]).__name__}, where several tensors may pass; "
+                    f"{split!r} is inside {path!r}, {a_type(layers[path])}, where several tensors may pass; "
                     "split between layers"
                 )
         raise ValueError(f"there is no layer {split!r}; the layers are {_listed(layers)}")

@@ -346,7 +346,7 @@ FEATURES: dict[str, Feature] = {
     "argnums": Feature(argnums, MATRICES, group("arguments")),
     "method": option("method", "products", "compressed"),
     "compile": option("compile", True, slow=True),
-    "create_graph": Feature(lambda world: setattr(world, "create_graph", True), ALL - PREPARED),
+    "create_graph": Feature(lambda world: setattr(world, "create_graph", True), ALL),
     "float32": attribute(dtype=torch.float32),
     "complex": before("complex", "polar"),
     "fft": before("fft", "spectrum"),

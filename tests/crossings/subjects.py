@@ -212,7 +212,9 @@ SUBJECTS: dict[str, Subject] = {
     "jacobian": Subject(MODULES, lambda w, args: function(w), called_jacobian, plain_jacobian, True),
     "prepare_jacobian": Subject(
         MODULES,
-        lambda w, args: jacsparse.prepare_jacobian(function(w), *args, **how(w), **w.options),
+        lambda w, args: jacsparse.prepare_jacobian(
+            function(w), *args, **how(w), **w.options, create_graph=w.create_graph
+        ),
         called_prepared,
         plain_jacobian,
         True,
@@ -220,7 +222,7 @@ SUBJECTS: dict[str, Subject] = {
     "hessian": Subject(MODULES, lambda w, args: energy(w), called_hessian, plain_hessian, True),
     "prepare_hessian": Subject(
         MODULES,
-        lambda w, args: jacsparse.prepare_hessian(energy(w), *args, **how(w), **w.options),
+        lambda w, args: jacsparse.prepare_hessian(energy(w), *args, **how(w), **w.options, create_graph=w.create_graph),
         called_prepared,
         plain_hessian,
         True,

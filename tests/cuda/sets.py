@@ -58,7 +58,7 @@ def products() -> None:
 def selections() -> None:
     chain = jacsparse.chain(nn.MaxPool2d(2, 1), (1, 4, 4))
     (record,) = chain.run(torch.randn(3, 1, 4, 4).to(DEVICE))
-    winners, selecting = record.winners(), chain.stages[0].pattern
+    winners, selecting = record.winners(), chain.stages[0].transposed_pattern
     rows, windows = selecting.shape
     for left in (True, False):
         other = random_pattern(*((windows, 4) if left else (4, rows)), 0.4, 6)

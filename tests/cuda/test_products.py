@@ -116,7 +116,7 @@ def test_full_factors(full: str, batches: tuple[int, int], dtype: torch.dtype) -
 def test_selections(stride: int, left: bool, batch: int, dtype: torch.dtype) -> None:
     pool = nn.MaxPool2d(2, stride)
     chain = jacsparse.chain(pool, (2, 5, 5))
-    selecting = chain.stages[0].pattern
+    selecting = chain.stages[0].transposed_pattern
     (record,) = chain.run(torch.randn(batch, 2, 5, 5, dtype=dtype))
     winners = record.winners()
     # One that no window has, too.

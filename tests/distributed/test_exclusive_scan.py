@@ -112,7 +112,7 @@ def test_wrong_arguments(element: object, options: dict[str, object], message: s
         (torch.add, (torch.ones(2),), "initial is a tuple of 1, torch.float32; expected"),
         (lambda earlier, later: (earlier, later), torch.ones(2), "combine returned a tuple of 2, torch.float32"),
         (lambda earlier, later: earlier.double(), torch.ones(2), "combine returned a Tensor of 1, torch.float64"),
-        (lambda earlier, later: 3, torch.ones(2), "an element of the scan is a int"),
+        (lambda earlier, later: 3, torch.ones(2), "an element of the scan is an int"),
         (lambda earlier, later: earlier * WEIGHT, torch.ones(2), "combine reads a tensor that requires a gradient"),
     ],
 )

@@ -31,7 +31,7 @@ def scipy_matrices(module: nn.Module, shape: tuple[int, ...], x: torch.Tensor | 
     """The transposed Jacobians' patterns as SciPy matrices of ones: guaranteed, or observed on one sample."""
     chain = jacsparse.chain(module, shape)
     if x is None:
-        return [stage.pattern.to_scipy().astype(np.int64) for stage in chain]
+        return [stage.transposed_pattern.to_scipy().astype(np.int64) for stage in chain]
     matrices = []
     # Twice, as it is counted: a batch of another size is rounded in another way, and ties break there.
     for record in chain.run(x.repeat(2, *[1] * (x.ndim - 1))):
@@ -490,7 +490,7 @@ def test_layers_of_pruned_recurrent_layers() -> None:
 def test_products_that_lose_sparsity() -> None:
     model = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(), nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(), nn.ReLU())
     steps = [step for step in count_flop(model, (1, 8, 8), schedule="blelloch").steps if step.kind == "mm"]
-    chain = [stage.pattern for stage in jacsparse.chain(model, (1, 8, 8))]
+    chain = [stage.transposed_pattern for stage in jacsparse.chain(model, (1, 8, 8))]
     for step in steps:
         first, last = (
             int(number) for number in (step.left.strip("Jᵀ").split("-")[0], step.right.strip("Jᵀ").split("-")[-1])

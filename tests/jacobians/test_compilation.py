@@ -1,49 +1,74 @@
-"""Compiled programs against the same programs as PyTorch calls and kernels."""
+"""Compiled programs against the same programs as PyTorch calls and kernels, and against autograd."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 from jacsparse import SparseJacobian, prepare_jacobian
-from jacsparse.jacobians import compilation, products
-from jacsparse.jacobians.calls_of_terms import MOST
-from tests.cuda.fibers import COMPILER
-from tests.helpers import assert_equal, dense, drawn
+from jacsparse.jacobians import elements
+from tests.helpers import FLOAT, assert_equal, dense, drawn
 
 from .test_prepared import FUNCTIONS, brusselator, heat
 
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ that TorchInductor could use")
+Function = Callable[..., torch.Tensor]
 
 
 def uneven(x: torch.Tensor) -> torch.Tensor:
-    """Rows of no term, a constant, and one to three terms."""
-    rows = [x[:, :2] ** 2, x[:, 1:4].sin().cumsum(1), x[:, 2:] * 3.0, 0 * x[:, :1]]
+    """Rows of no term, a constant, and one to four terms."""
+    padded = nn.functional.pad(x, (1, -1), value=2.0)
+    rows = [x[:, :2] ** 2, x[:, 1:4].sin().cumsum(1), x[:, 2:] * 3.0, 0 * x[:, :1], padded * x]
     return torch.cat(rows, 1)
 
 
-@needs_compiler
+def long_sums(x: torch.Tensor) -> torch.Tensor:
+    """Entries of two dozen terms, whose factors other operators made."""
+    weights = torch.linspace(0.5, 1.5, 12, dtype=x.dtype)[:, None]
+    return ((x.exp()[:, None] * weights).sin() * x[:, None] ** 3).sum(1)
+
+
+def written(x: torch.Tensor) -> torch.Tensor:
+    """Writes through views, over what others have read."""
+    y = torch.zeros_like(x)
+    y[:, 1:] = x[:, :-1].sin()
+    z = y - x
+    y.view(len(x), -1, 2)[:, :, 0].add_(x[:, 1::2]).mul_(2.0)
+    y[:, 0].copy_(x[:, 3])
+    return y * z.masked_fill_(x > 1.0, 2.0)
+
+
+def kinks(x: torch.Tensor) -> torch.Tensor:
+    """Operators with kinks and ties."""
+    y = x.roll(1, 1)
+    parts = [
+        *(torch.maximum(x, y), torch.minimum(x, y), torch.fmax(x, y), x.abs() * y, x.relu() * y, x.clamp(-1, 1) * y),
+        *(x.sign() * y, torch.where(x > y, x * x, y), nn.functional.leaky_relu(x) * y, x.clamp_min(0.0).sqrt()),
+    ]
+    return torch.stack(parts, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("f", "shape", "method", "dtype"),
+    ("f", "shape", "method"),
     [
-        # What the two cases for make test-full have, others have too.
-        pytest.param(brusselator, (3, 2, 5, 4), "products", torch.float64, marks=pytest.mark.full),
-        (brusselator, (1, 2, 3, 4), "products", torch.float32),
-        (uneven, (2, 5), "products", torch.float64),
-        pytest.param(heat, (2, 9), "compressed", torch.float64, marks=pytest.mark.full),
-        (nn.Conv1d(2, 3, 3, dtype=torch.float64), (2, 2, 6), "compressed", torch.float64),
+        (brusselator, (2, 5, 4), "products"),
+        (uneven, (5,), "products"),
+        (long_sums, (6,), "products"),
+        (written, (6,), "products"),
+        (heat, (9,), "compressed"),
+        (nn.Conv1d(2, 3, 3), (2, 6), "compressed"),
     ],
-    ids=["brusselator", "one sample in float32", "uneven", "compressed", "shared"],
+    ids=["brusselator", "uneven", "long sums", "written", "compressed", "shared"],
 )
-def test_equals_the_program(
-    f: Callable[..., torch.Tensor], shape: tuple[int, ...], method: str, dtype: torch.dtype
-) -> None:
-    x = drawn(*shape).to(dtype)
-    prepared, compiled = (prepare_jacobian(f, x, method=method, compile=flag) for flag in (False, True))
+def test_equals_the_program(f: Function, shape: tuple[int, ...], method: str, dtype: torch.dtype, batch: int) -> None:
+    x = drawn(batch, *shape).to(dtype)
+    f = f.to(dtype) if isinstance(f, nn.Module) else f
+    prepared, compiled = (prepare_jacobian(f, x, method=method, compile=flag, batched=True) for flag in (False, True))
     for shift in (0.0, 0.3):
         expected, actual = prepared.values(x + shift), compiled.values(x + shift)
         assert actual.shape == expected.shape
@@ -52,23 +77,38 @@ def test_equals_the_program(
         assert (actual - expected).abs().amax() <= 1e2 * torch.finfo(dtype).eps * expected.abs().amax()
 
 
-@needs_compiler
+@pytest.mark.parametrize(
+    "x", [[0.0, 0.0, 1.0, 1.0, -1.0, 2.0], [float("nan"), 1.0, float("inf"), 0.0, -2.0, 3.0]], ids=["ties", "infinite"]
+)
+def test_kinks_are_those_of_the_program(x: list[float]) -> None:
+    at = torch.tensor([x], dtype=FLOAT)
+    prepared, compiled = (prepare_jacobian(kinks, drawn(1, 6), compile=flag, batched=True) for flag in (False, True))
+    assert torch.equal(prepared.values(at).nan_to_num(7.0), compiled.values(at).nan_to_num(7.0))
+
+
 def test_takes_what_the_function_reads_now() -> None:
-    scale = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    scale = torch.tensor([1.0, 2.0, 3.0], dtype=FLOAT)
     f = lambda x, step: (x * scale).sin() * step / 3.0  # noqa: E731
-    compiled, x = prepare_jacobian(f, drawn(2, 3), 1.0, compile=True), drawn(2, 3, seed=1)
+    compiled, x = prepare_jacobian(f, drawn(2, 3), 1.0, compile=True, batched=True), drawn(2, 3, seed=1)
     for step in (1.0, 2.5):
         scale *= step
         assert_equal(compiled(x, step), dense(f, x, step))
 
 
-@pytest.mark.parametrize("most", [0, MOST])
+def test_takes_any_memory() -> None:
+    compiled = prepare_jacobian(lambda x: x.sin() * x.roll(1), drawn(6), batched=False, compile=True)
+    x = drawn(12, seed=1)
+    for other in (x[::2], torch.view_as_complex(x.reshape(6, 2)).conj().imag, x[:6].clone().requires_grad_()):
+        expected = prepare_jacobian(lambda x: x.sin() * x.roll(1), other.detach(), batched=False)(other)
+        assert torch.equal(compiled(other).values, expected.values)
+
+
+@pytest.mark.parametrize("kinds", [1, elements.MOST_KINDS])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_calls_that_are_compiled_equal_autograd(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "_compiled", lambda graph, inputs: graph.forward)
-    monkeypatch.setattr(products, "MOST", most)
+def test_equals_autograd(name: str, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elements, "MOST_KINDS", kinds)
     f, shape = FUNCTIONS[name]
-    compiled = prepare_jacobian(f, drawn(2, *shape), compile=True)
+    compiled = prepare_jacobian(f, drawn(2, *shape), compile=True, batched=True)
     for seed in (1, 2):
         x = drawn(2, *shape, seed=seed)
         jacobian = compiled(x)
@@ -76,21 +116,25 @@ def test_calls_that_are_compiled_equal_autograd(name: str, most: int, monkeypatc
         assert_equal(SparseJacobian(jacobian.pattern, values), dense(f, x))
 
 
-@pytest.mark.parametrize("method", ["products", "compressed"])
-def test_one_program_is_compiled(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = []
+def test_threads_give_the_same_bits() -> None:
+    x, threads = drawn(1, 2, 40, 40), torch.get_num_threads()
+    compiled = prepare_jacobian(brusselator, x, compile=True, batched=True)
+    try:
+        torch.set_num_threads(1)
+        alone = compiled.values(x)
+        torch.set_num_threads(2)
+        assert torch.equal(compiled.values(x), alone)
+    finally:
+        torch.set_num_threads(threads)
 
-    def compiled(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
 
-    monkeypatch.setattr(compilation, "_compiled", compiled)
-    x = drawn(2, 7)
-    assert_equal(prepare_jacobian(heat, drawn(2, 7), method=method, compile=True)(x), dense(heat, x))
-    assert len(graphs) == 1
+def test_says_what_it_compiles(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="jacsparse"):
+        prepare_jacobian(heat, drawn(2, 7), compile=True, batched=True)
+    assert "compiled" in caplog.text
 
 
 def test_products_of_stages_are_not_compiled() -> None:
     network = nn.Sequential(nn.Linear(7, 7), nn.Softmax(1)).double()
     with pytest.raises(ValueError, match=r"Sequential: compile is True, and products of .* pass method='compressed'"):
-        prepare_jacobian(network, drawn(2, 7), method="products", compile=True)
+        prepare_jacobian(network, drawn(2, 7), method="products", compile=True, batched=True)

@@ -59,7 +59,7 @@ def by_autograd(f: Function, x: torch.Tensor, weights: torch.Tensor) -> list[tor
 
 
 def weighted_sum(f: Function, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    values = jacobian(f, x, create_graph=True)
+    values = jacobian(f, x, create_graph=True, batched=True)
     of_entries = weights[:, values.pattern.rows.copy(), values.pattern.indices.copy()].T
     return (values.values.expand(-1, len(x)) * of_entries).sum()
 
@@ -70,8 +70,8 @@ def check(f: Function, x: torch.Tensor, *, smooth: bool | None) -> None:
     Where `smooth` is None, gradients that are no numbers by autograd are not compared.
     """
     generator = torch.Generator().manual_seed(3)
-    with_graph = jacobian(f, x, create_graph=True)
-    plain = jacobian(f, x)
+    with_graph = jacobian(f, x, create_graph=True, batched=True)
+    plain = jacobian(f, x, batched=True)
     if with_graph.pattern != plain.pattern:
         # Zeros that training may fill.
         plain = jacobian(f, x, pruned=False)
@@ -224,7 +224,7 @@ def test_hessians_of_functions_that_write(create_graph: bool) -> None:
         actual = hessian(lambda a, b: (b.add_(a) * a * a).sum(), x, b, create_graph=create_graph)
         assert (actual.todense() - torch.diag(2 + 6 * x)).abs().amax() <= 8 * BOUND
         assert (b - (1 + x)).abs().amax() <= BOUND
-        actual = hessian(nn.Sequential(module, Sum()), x, create_graph=create_graph)
+        actual = hessian(nn.Sequential(module, Sum()), x, create_graph=create_graph, batched=False)
         assert (actual.todense() - torch.diag(12 * x)).abs().amax() <= 8 * BOUND
         # A module that is no part of the function counts each call, of which there is one.
         captured = Counting()
@@ -233,7 +233,7 @@ def test_hessians_of_functions_that_write(create_graph: bool) -> None:
         assert (actual.todense() - torch.diag(12 * x)).abs().amax() <= 8 * BOUND
     if create_graph:
         y = x.requires_grad_()
-        values = hessian(nn.Sequential(module, Sum()), y, create_graph=True).values
+        values = hessian(nn.Sequential(module, Sum()), y, create_graph=True, batched=False).values
         assert (torch.autograd.grad(values.sum(), y)[0] - 12).abs().amax() <= 8 * BOUND
 
 
@@ -264,7 +264,10 @@ def test_of_functions_that_read_their_argument_from_elsewhere_too(computed: bool
     f = lambda a: ((a @ weight) * x.sin() + 0.5).pow(3)  # noqa: E731
     a = x * 1
     pulled = [f(a).sum(0), torch.autograd.grad(f(a).sum(), a, create_graph=True)[0].sum(0)]
-    ours = [jacobian(f, x, create_graph=True), hessian(lambda a: f(a).sum(-1), x, batched=True, create_graph=True)]
+    ours = [
+        jacobian(f, x, create_graph=True, batched=True),
+        hessian(lambda a: f(a).sum(-1), x, batched=True, create_graph=True),
+    ]
     for actual, y in zip(ours, pulled, strict=True):
         rows = torch.stack([torch.autograd.grad(row, a, create_graph=True)[0] for row in y], 1)
         total = sum((actual.todense(n) * weights[n]).sum() for n in range(2))
@@ -314,7 +317,7 @@ def test_weights_written_to_before_the_backward_pass_are_refused(around: str) ->
 def test_kinks_have_the_values_of_calls_without_a_graph() -> None:
     for f in (nn.PReLU(dtype=FLOAT), torch.sinc, functional.relu, torch.abs, lambda x: x.clamp(0, 1), functional.elu):
         for x in (torch.zeros(1, 3, dtype=FLOAT), torch.ones(1, 3, dtype=FLOAT)):
-            plain, with_graph = jacobian(f, x), jacobian(f, x, create_graph=True)
+            plain, with_graph = jacobian(f, x, batched=True), jacobian(f, x, create_graph=True, batched=True)
             assert torch.equal(plain.values, with_graph.values.detach())
 
 
@@ -432,7 +435,7 @@ def test_hooks_of_tensors_that_a_function_reads() -> None:
     x = drawn(2, 3)
     expected = torch.autograd.grad(by_rows(f, x), parameter)[0]
     calls.clear()
-    total = jacobian(f, x, create_graph=True).values.sum()
+    total = jacobian(f, x, create_graph=True, batched=True).values.sum()
     actual = torch.autograd.grad(total, parameter)[0]
     assert len(calls) == 1
     assert (actual - expected).abs().amax() <= BOUND * expected.abs().amax()
@@ -448,7 +451,7 @@ def by_rows(f: Function, x: torch.Tensor) -> torch.Tensor:
 
 def test_large_weights_of_results_in_half_precision() -> None:
     x = drawn(1, 3).float().requires_grad_()
-    values = jacobian(lambda x: x.exp().half(), x, create_graph=True).values
+    values = jacobian(lambda x: x.exp().half(), x, create_graph=True, batched=True).values
     (gradient,) = torch.autograd.grad((values * 1e5).sum(), x)
     assert torch.allclose(gradient, 1e5 * x.exp(), rtol=2e-3)
 
@@ -460,7 +463,7 @@ def test_within_no_grad_and_without_samples() -> None:
     assert (torch.autograd.grad(values.sum(), x)[0] + x.sin()).abs().amax() <= BOUND
     values = jacobian(linear, drawn(0, 3), create_graph=True).values
     assert (torch.autograd.grad(values.sum(), linear.weight)[0] == 1).all()
-    values = jacobian(lambda x: linear(x).sin(), drawn(0, 3), create_graph=True).values
+    values = jacobian(lambda x: linear(x).sin(), drawn(0, 3), create_graph=True, batched=True).values
     assert values.shape == (6, 0) and not torch.autograd.grad(values.sum(), linear.weight)[0].any()
 
 

@@ -82,11 +82,11 @@ def test_after_a_change(change: str, function: Callable[..., Any]) -> None:
     state, x = State(), drawn(2, 4)
     f = lambda x: function(state, x)  # noqa: E731
     for _ in range(2):
-        assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+        assert_equal(jacsparse.jacobian(f, x, batched=True), dense(f, x))
     CHANGES[change](state)
     for seed in range(2):
         x = drawn(2, 4, seed=seed)
-        assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+        assert_equal(jacsparse.jacobian(f, x, batched=True), dense(f, x))
 
 
 def clamped(x: torch.Tensor) -> torch.Tensor:
@@ -121,9 +121,11 @@ def test_what_autograd_does_not_see(f: Callable[..., Any]) -> None:
     # At the first input, a derivative that passes where it should not is zero or the same.
     inputs = drawn(2, 4) / 2, drawn(2, 4, seed=1) + 1
     for x in inputs:
-        assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+        assert_equal(jacsparse.jacobian(f, x, batched=True), dense(f, x))
     for method in ("auto", "products", "compressed"):
-        assert_equal(jacsparse.prepare_jacobian(f, inputs[0], method=method)(inputs[1]), dense(f, inputs[1]))
+        assert_equal(
+            jacsparse.prepare_jacobian(f, inputs[0], method=method, batched=True)(inputs[1]), dense(f, inputs[1])
+        )
 
 
 class Reversed(torch.autograd.Function):
@@ -147,12 +149,12 @@ def test_a_derivative_of_its_own_after_other_calls(function: Any) -> None:
             y = function.forward(None, x)
         return x * y
 
-    prepared = jacsparse.prepare_jacobian(f, x)
+    prepared = jacsparse.prepare_jacobian(f, x, batched=True)
     for _ in range(2):
-        assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+        assert_equal(jacsparse.jacobian(f, x, batched=True), dense(f, x))
     straight[0] = True
     with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"is a torch\.autograd\.Function"):
-        jacsparse.jacobian(f, x)
+        jacsparse.jacobian(f, x, batched=True)
     with pytest.raises(jacsparse.VerificationError, match="differs from autograd's"):
         prepared.check(x)
 
@@ -165,7 +167,7 @@ def test_a_list_that_is_written_to() -> None:
         return x * x
 
     with pytest.raises(jacsparse.UnsupportedOperatorError, match="writes to a tensor from before the call"):
-        jacsparse.prepare_jacobian(f, drawn(2, 4))
+        jacsparse.prepare_jacobian(f, drawn(2, 4), batched=True)
 
 
 def test_memory_of_numpy() -> None:
@@ -173,16 +175,16 @@ def test_memory_of_numpy() -> None:
     f = lambda x: (x * torch.from_numpy(array)).sin() * torch.tensor(array[0])  # noqa: E731
     for _ in range(4):
         array *= 2
-        assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+        assert_equal(jacsparse.jacobian(f, x, batched=True), dense(f, x))
 
 
 def test_hooks_are_refused_after_other_calls() -> None:
     state, x = State(), drawn(2, 4)
     f = lambda x: computed(state, x)  # noqa: E731
-    jacsparse.jacobian(f, x)
+    jacsparse.jacobian(f, x, batched=True)
     state.hooks = True
     with pytest.raises(jacsparse.UnsupportedOperatorError, match="backward hook"):
-        jacsparse.jacobian(f, x)
+        jacsparse.jacobian(f, x, batched=True)
 
 
 def test_chains_of_functions_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +208,7 @@ def test_chains_of_functions_are_found_again(monkeypatch: pytest.MonkeyPatch) ->
 def test_programs_hold_no_numbers_of_a_run() -> None:
     x = drawn(2, 3001)
     for f in (_squares, lambda x: _squares(x).sin() @ drawn(3001, 1)):
-        jacsparse.jacobian(f, x)
+        jacsparse.jacobian(f, x, batched=True)
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
     assert all(tensor is x or tensor.is_meta or tensor.numel() != x.numel() for tensor in tensors)
@@ -216,13 +218,13 @@ def test_functions_of_one_code() -> None:
     x = drawn(2, 4)
     for factor in (2.0, 3.0, drawn(4), drawn(2, 1), 1):
         f = lambda x, factor=factor: x.roll(1, 1) * x * factor  # noqa: E731
-        assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+        assert_equal(jacsparse.jacobian(f, x, batched=True), dense(f, x))
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 4), (2, 5)])
 def test_shapes_in_turn(shape: tuple[int, int]) -> None:
     for x in (drawn(2, 4), drawn(*shape), drawn(2, 4), drawn(*shape).T.contiguous().T, drawn(*shape)):
-        assert_equal(jacsparse.jacobian(_squares, x), dense(_squares, x))
+        assert_equal(jacsparse.jacobian(_squares, x, batched=True), dense(_squares, x))
 
 
 def _squares(x: torch.Tensor) -> torch.Tensor:
@@ -232,14 +234,14 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shared", [True, False])
 def test_empty_batch(shared: bool) -> None:
     f = (lambda x: x.roll(1, 1)) if shared else _squares
-    jacobian = jacsparse.jacobian(f, drawn(0, 4))
+    jacobian = jacsparse.jacobian(f, drawn(0, 4), batched=True)
     assert jacobian.shape == (4, 4) and jacobian.values.shape == (jacobian.pattern.nnz, 1 if shared else 0)
 
 
 @pytest.mark.parametrize("f", [_squares, lambda x: x.sum(1), lambda x: torch.cat([x, x.new_ones(len(x), 3)], 1)])
 def test_samples_without_elements(f: Callable[..., Any]) -> None:
     for _ in range(2):
-        jacobian = jacsparse.jacobian(f, drawn(2, 0))
+        jacobian = jacsparse.jacobian(f, drawn(2, 0), batched=True)
         assert jacobian.shape == (f(drawn(2, 0)).numel() // 2, 0) and jacobian.pattern.nnz == 0
 
 
@@ -251,8 +253,8 @@ def test_hooks_of_all_modules() -> None:
     with nn.modules.module.register_module_forward_hook(lambda module, args, y: 2 * y):
         for f, value in zip(functions, expected, strict=True):
             for _ in range(2):
-                assert_equal(expanded(jacsparse.jacobian(f, x), 2), value)
-            assert_equal(expanded(jacsparse.prepare_jacobian(f, x)(x), 2), value)
+                assert_equal(expanded(jacsparse.jacobian(f, x, batched=True), 2), value)
+            assert_equal(expanded(jacsparse.prepare_jacobian(f, x, batched=True)(x), 2), value)
 
 
 def expanded(jacobian: jacsparse.SparseJacobian, batch: int) -> jacsparse.SparseJacobian:

@@ -128,7 +128,7 @@ def test_grids_along_runs(shape: tuple[int, ...], dtype: torch.dtype, monkeypatc
         return torch.stack([out, out * u], -1)
 
     u = torch.rand(shape, dtype=dtype, generator=torch.Generator().manual_seed(0)) + 0.5
-    J = jacsparse.prepare_jacobian(f, u, method="products")(u)
+    J = jacsparse.prepare_jacobian(f, u, method="products", batched=True)(u)
     assert lengths
     v = torch.rand(shape, dtype=dtype)
     _, expected = torch.func.jvp(f, (u,), (v,))

@@ -104,7 +104,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_equals_autograd(name: str, method: str, batch: int) -> None:
     f, shape = FUNCTIONS[name]
-    prepared = prepare_jacobian(f, drawn(batch, *shape), method=method)
+    prepared = prepare_jacobian(f, drawn(batch, *shape), method=method, batched=True)
     assert prepared.method == method
     for seed in (1, 2):
         x = drawn(batch, *shape, seed=seed)
@@ -121,7 +121,7 @@ def test_seeds_in_parts(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(compressed, "PART", most)
     both_ways = (lambda x: torch.cat([x**2 * x[:, :1], x.sin().sum(1, keepdim=True)], 1), (20,))
     f, shape = FUNCTIONS.get(name, both_ways)
-    prepared, x = prepare_jacobian(f, drawn(3, *shape), method="compressed"), drawn(3, *shape, seed=1)
+    prepared, x = prepare_jacobian(f, drawn(3, *shape), method="compressed", batched=True), drawn(3, *shape, seed=1)
     actual = prepared(x)
     assert_equal(jacsparse.SparseJacobian(actual.pattern, actual.values.expand(-1, 3)), dense(f, x))
 
@@ -265,19 +265,19 @@ def test_numbers_that_a_function_reads_are_parts_of_the_program(
     f: Callable[..., Any], change: Callable[[pytest.MonkeyPatch], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = drawn(2, 3)
-    prepared, before = prepare_jacobian(f, x), dense(f, x)
+    prepared, before = prepare_jacobian(f, x, batched=True), dense(f, x)
     change(monkeypatch)
     assert_equal(prepared(x), before)
     with pytest.raises(jacsparse.VerificationError, match="differs from autograd's"):
         prepared.check(x)
-    assert_equal(jacsparse.jacobian(f, x), dense(f, x))
+    assert_equal(jacsparse.jacobian(f, x, batched=True), dense(f, x))
 
 
 def test_other_calls_than_prepared() -> None:
     switch = [True]
     f = lambda x: x.sin() if switch[0] else x.cos()  # noqa: E731
     x = drawn(2, 3)
-    prepared, before = prepare_jacobian(f, x), dense(f, x)
+    prepared, before = prepare_jacobian(f, x, batched=True), dense(f, x)
     switch[0] = False
     assert_equal(prepared(x), before)
     with pytest.raises(jacsparse.VerificationError, match="differs from autograd's"):
@@ -300,7 +300,7 @@ def test_networks_take_products_of_stages() -> None:
 
 def test_the_cheaper_way_is_taken() -> None:
     inner, outer = drawn(200, 200), drawn(200, 1)
-    assert prepare_jacobian(lambda x: (x @ inner).tanh() @ outer, drawn(1, 200)).method == "compressed"
+    assert prepare_jacobian(lambda x: (x @ inner).tanh() @ outer, drawn(1, 200), batched=True).method == "compressed"
     # Messages along random edges need a colour for almost each neighbour's neighbour.
     layer, h = messages(300, 2000, 6)
     prepared = prepare_jacobian(layer, h, batched=False)
@@ -348,7 +348,7 @@ def test_arguments_that_lie_otherwise_in_memory() -> None:
         return x[:, 1:] * x[:, :-1] * scale.view(-1)[:3]
 
     x, scale = drawn(3, 4), drawn(2, 3)
-    prepared = prepare_jacobian(f, x, scale)
+    prepared = prepare_jacobian(f, x, scale, batched=True)
     for other, factor in ((drawn(4, 3).T, scale), (drawn(3, 8)[:, ::2], drawn(3, 2).T), (x[:1].expand(3, 4), scale)):
         assert_equal(prepared(other, factor), dense(lambda x: f(x, factor.contiguous()), other.contiguous()))  # noqa: B023
 
@@ -360,7 +360,7 @@ def test_constants_may_be_read() -> None:
 
     x = drawn(2, 3)
     for compile in (False, True):
-        assert_equal(prepare_jacobian(f, x, compile=compile)(x + 1), dense(f, x + 1))
+        assert_equal(prepare_jacobian(f, x, compile=compile, batched=True)(x + 1), dense(f, x + 1))
 
 
 @pytest.mark.parametrize("write", ["whole", "row", "list"])
@@ -389,14 +389,14 @@ def test_a_number_that_decides() -> None:
         return x * x if torch.equal(total, torch.ones_like(total)) else -x
 
     x = drawn(2, 3)
-    prepared = prepare_jacobian(lambda x, number: f(x, number) + x * x, x, 1.0)
+    prepared = prepare_jacobian(lambda x, number: f(x, number) + x * x, x, 1.0, batched=True)
     assert_equal(prepared(x, 1.0), dense(lambda x: 2 * x * x, x))
     assert_equal(prepared(x, 2.0), dense(lambda x: x * x - x, x))
 
 
 def test_a_tensor_is_no_list_of_one() -> None:
     x = drawn(2, 3)
-    prepared = prepare_jacobian(lambda parts: parts[0] * parts[0], [x])
+    prepared = prepare_jacobian(lambda parts: parts[0] * parts[0], [x], batched=True)
     assert_equal(prepared([x + 1]), dense(lambda x: x * x, x + 1))
     with pytest.raises(ValueError, match="prepare one for these"):
         prepared(x)
@@ -472,15 +472,17 @@ def test_operators_that_could_draw() -> None:
     attention = nn.functional.scaled_dot_product_attention
     x = drawn(2, 1, 4, 3)
     f = lambda x: nn.functional.dropout(attention(x, x, x), 0.3, training=False)  # noqa: E731
-    assert_equal(prepare_jacobian(f, drawn(2, 1, 4, 3))(x), dense(f, x))
+    assert_equal(prepare_jacobian(f, drawn(2, 1, 4, 3), batched=True)(x), dense(f, x))
     with pytest.raises(jacsparse.UnsupportedOperatorError, match="draws random numbers"):
-        prepare_jacobian(lambda x: attention(x, x, x, dropout_p=0.5), x)
+        prepare_jacobian(lambda x: attention(x, x, x, dropout_p=0.5), x, batched=True)
 
 
 def test_tangents_that_are_zero() -> None:
     bias, weight = drawn(2), drawn(3, 2)
     f = lambda x: torch.addmm(bias, x, weight, beta=0.5)  # noqa: E731
-    assert_equal(prepare_jacobian(f, drawn(4, 3), method="compressed")(drawn(4, 3)), dense(f, drawn(4, 3)))
+    assert_equal(
+        prepare_jacobian(f, drawn(4, 3), method="compressed", batched=True)(drawn(4, 3)), dense(f, drawn(4, 3))
+    )
 
 
 def padded(x: torch.Tensor) -> torch.Tensor:
@@ -500,7 +502,7 @@ DIRECTIONAL = {
 def test_derivatives_along_a_direction(name: str) -> None:
     f = lambda x, scale: torch.func.jvp(lambda x: scale * DIRECTIONAL[name](x), (x,), (x**2,))[1]  # noqa: E731
     for scale in (2.0, 3.0):
-        assert_equal(jacsparse.jacobian(f, drawn(2, 4), scale), dense(f, drawn(2, 4), scale))
+        assert_equal(jacsparse.jacobian(f, drawn(2, 4), scale, batched=True), dense(f, drawn(2, 4), scale))
     batched = name != "write"
     prepared = prepare_jacobian(f, drawn(2, 4), 2.0, batched=batched)
     assert_equal(prepared(drawn(2, 4), 3.0), dense(f, drawn(2, 4), 3.0, batched=batched))
@@ -536,7 +538,7 @@ def test_coarser_numbers_on_the_way(method: str) -> None:
     ],
 )
 def test_operators_that_need_contiguous_operands(f: Callable[[torch.Tensor], torch.Tensor], method: str) -> None:
-    prepared = prepare_jacobian(f, drawn(3, 6), method=method)
+    prepared = prepare_jacobian(f, drawn(3, 6), method=method, batched=True)
     for seed in range(3):
         assert_equal(prepared(drawn(3, 6, seed=seed)), dense(f, drawn(3, 6, seed=seed)))
 
@@ -544,7 +546,7 @@ def test_operators_that_need_contiguous_operands(f: Callable[[torch.Tensor], tor
 def test_elements_that_are_zero_but_for_rounding() -> None:
     f = lambda x: x.softmax(1).sum(1, keepdim=True)  # noqa: E731
     for seed in range(5):
-        assert prepare_jacobian(f, drawn(3, 5, seed=seed))(drawn(3, 5)).values.abs().amax() <= BOUND
+        assert prepare_jacobian(f, drawn(3, 5, seed=seed), batched=True)(drawn(3, 5)).values.abs().amax() <= BOUND
 
 
 @pytest.mark.parametrize(
@@ -591,7 +593,7 @@ class Hidden:
             NotImplementedError,
             "returns torch.int64, which has no derivative",
         ),
-        (lambda x: (x, 3), (drawn(2, 3),), {}, NotImplementedError, "returns a int"),
+        (lambda x: (x, 3), (drawn(2, 3),), {}, NotImplementedError, "returns an int"),
         (
             lambda x, y: y.mul_(2) * x,
             (drawn(2, 3), drawn(2, 3)),
@@ -602,7 +604,7 @@ class Hidden:
         (lambda x: x - x.mean(0), (drawn(2, 3),), {}, NotImplementedError, "^<lambda>: .* samples takes batched=False"),
         (lambda x, y: x, (drawn(2, 3),), {}, ValueError, "^<lambda>: .* does not fit <lambda>.*'y'"),
         (lambda x: torch.tensor(2.0), (drawn(3),), {"batched": False}, NotImplementedError, r"without .item\(\)"),
-        (lambda x: x, (np.ones((2, 3)),), {}, TypeError, "x is a ndarray.*: pass torch.from_numpy of it"),
+        (lambda x: x, (np.ones((2, 3)),), {}, TypeError, "x is an ndarray.*: pass torch.from_numpy of it"),
         (lambda x: x * torch.rand(3, dtype=FLOAT), (drawn(2, 3),), {}, NotImplementedError, "draws random numbers"),
         (lambda x: x if x.sum() > 0 else -x, (drawn(2, 3),), {}, NotImplementedError, "what a tensor holds"),
         (lambda x: x[:, x[0] > 1], (drawn(2, 3),), {}, NotImplementedError, "depends on what a tensor holds"),
@@ -616,17 +618,17 @@ class Hidden:
         (lambda x: x, (3.0,), {}, TypeError, "x is a float; expected a torch.Tensor"),
         (lambda x: x, (drawn(2, 3).int(),), {}, TypeError, "x is torch.int32"),
         (lambda x: x, ([drawn(2, 3), drawn(3, 3)],), {}, ValueError, "expected 2 samples along its first axis"),
-        (3, (drawn(2, 3),), {}, TypeError, "f is a int; expected a function"),
+        (3, (drawn(2, 3),), {}, TypeError, "f is an int; expected a function"),
         (lambda x: x, (drawn(0, 3),), {}, ValueError, r"torch.float64 \(0, 3\), without any sample; give one or more"),
     ],
 )
 def test_bad_input(f: Any, args: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        prepare_jacobian(f, *args, **options)
+        prepare_jacobian(f, *args, **{"batched": True, **options})
 
 
 def test_arguments_of_other_shapes() -> None:
-    prepared = prepare_jacobian(lambda x, i: x[:, i] ** 2, drawn(2, 3), torch.tensor([0, 2]))
+    prepared = prepare_jacobian(lambda x, i: x[:, i] ** 2, drawn(2, 3), torch.tensor([0, 2]), batched=True)
     for args, message in (
         ((drawn(3, 3), torch.tensor([0, 2])), r"the arguments are torch.float64 \(3, 3\)"),
         ((drawn(2, 3).float(), torch.tensor([0, 2])), r"prepared for torch.float64 \(2, 3\)"),
@@ -637,7 +639,7 @@ def test_arguments_of_other_shapes() -> None:
 
 
 def test_another_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = prepare_jacobian(lambda x: x**2, drawn(2, 3))
+    prepared = prepare_jacobian(lambda x: x**2, drawn(2, 3), batched=True)
     monkeypatch.setattr(torch, "get_default_dtype", lambda: FLOAT)
     with pytest.raises(ValueError, match=r"the default dtype is torch.float64; .* prepared for torch.float32: call"):
         prepared(drawn(2, 3))
@@ -645,7 +647,7 @@ def test_another_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_outputs_of_another_dtype() -> None:
     x = drawn(2, 3)
-    prepared = prepare_jacobian(lambda x: (x**2).float(), x)
+    prepared = prepare_jacobian(lambda x: (x**2).float(), x, batched=True)
     assert_equal(prepared(x), dense(lambda x: x**2, x))
 
 
@@ -679,8 +681,8 @@ def test_both_ways_at_once() -> None:
         return torch.cat([(x**2).sum(1, keepdim=True), x[:, 1:] * x[:, :1].sin()], 1)
 
     x = drawn(2, 30)
-    prepared = prepare_jacobian(arrow, x, method="compressed")
-    assert "2 colours of columns, 1 of rows" in repr(prepared)
+    prepared = prepare_jacobian(arrow, x, method="compressed", batched=True)
+    assert "2 colours of columns and 1 of rows, in place of 30 products" in repr(prepared)
     assert_equal(prepared(x), dense(arrow, x))
 
 
@@ -689,7 +691,7 @@ def test_both_ways_at_once() -> None:
 def test_saved_and_loaded(name: str, method: str, tmp_path: Path) -> None:
     f, shape = FUNCTIONS[name]
     path, x = tmp_path / "prepared.npz", drawn(2, *shape)
-    prepared = prepare_jacobian(f, x, method=method)
+    prepared = prepare_jacobian(f, x, method=method, batched=True)
     prepared.save(path)
     loaded = PreparedJacobian.load(path, f, x)
     x = drawn(2, *shape, seed=1)
@@ -722,7 +724,7 @@ def test_saved_and_loaded(name: str, method: str, tmp_path: Path) -> None:
 )
 def test_damaged_files(field: str, value: Any, message: str, tmp_path: Path) -> None:
     x, path = drawn(2, 2, 4, 4), tmp_path / "prepared.npz"
-    prepare_jacobian(brusselator, x, method="products").save(path)
+    prepare_jacobian(brusselator, x, method="products", batched=True).save(path)
     content = read_archive(path, "prepared Jacobian")
     before = content.pop(field)
     if isinstance(value, int) and isinstance(before, np.ndarray):
@@ -735,13 +737,13 @@ def test_damaged_files(field: str, value: Any, message: str, tmp_path: Path) -> 
 
 
 def test_is_not_pickled() -> None:
-    prepared = prepare_jacobian(torch.sin, drawn(2, 3))
+    prepared = prepare_jacobian(torch.sin, drawn(2, 3), batched=True)
     with pytest.raises(TypeError, match=r"PreparedJacobian.load\(path, f, \*args\)"):
         pickle.dumps(prepared)
 
 
 def test_shows_itself() -> None:
-    prepared = prepare_jacobian(brusselator, drawn(1, 2, 4, 4))
+    prepared = prepare_jacobian(brusselator, drawn(1, 2, 4, 4), batched=True)
     text = repr(prepared)
     for part in (
         "PreparedJacobian of brusselator",

@@ -108,7 +108,7 @@ def test_selections_by_what_varies_are_not_pruned() -> None:
 def test_several_weights_and_a_scale() -> None:
     weight, scale = drawn(3, 3).tril().requires_grad_(), drawn(1)
     f = lambda x: functional.linear(x, weight * scale) @ weight.T  # noqa: E731
-    prepared = prepare_jacobian(f, drawn(2, 3))
+    prepared = prepare_jacobian(f, drawn(2, 3), batched=True)
     scale.mul_(3)
     assert_equal(prepared(drawn(2, 3)), dense(f, drawn(2, 3)))
     with torch.no_grad():

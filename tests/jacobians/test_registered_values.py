@@ -63,7 +63,7 @@ def of_weight(wrapped: nn.Module, network: Network, x: torch.Tensor) -> torch.Te
 
 #: What takes derivatives by autograd, with what it is compared with where the registered values are right.
 BY_AUTOGRAD: dict[str, Callable[[Network, torch.Tensor], torch.Tensor]] = {
-    "create_graph": lambda network, x: jacobian(f, x, create_graph=True).values,
+    "create_graph": lambda network, x: jacobian(f, x, create_graph=True, batched=True).values,
     "hessian": lambda network, x: hessian(total, x[0]).values,
     "linear": lambda network, x: of_weight(jacsparse.nn.Scan(network, schedule="linear"), network, x),
     "blelloch": lambda network, x: of_weight(jacsparse.nn.Scan(network, schedule="blelloch"), network, x),
@@ -89,9 +89,9 @@ def test_other_values_are_refused_where_autograd_takes_its_own(name: str, regist
 @pytest.mark.parametrize("method", ["auto", "products"])
 def test_values_of_prepared_jacobians(method: str, register: Callable[..., None]) -> None:
     x = drawn(2, 3)
-    before = prepare_jacobian(f, x, method=method)
+    before = prepare_jacobian(f, x, method=method, batched=True)
     register(twos)
-    prepared = prepare_jacobian(f, x, method=method)
+    prepared = prepare_jacobian(f, x, method=method, batched=True)
     assert (prepared(drawn(2, 3, seed=1)).values == 6).all()
     assert prepared.check(x) == 0
     # An object prepared before keeps the rules of its time.
@@ -104,12 +104,12 @@ def test_what_cannot_compare_at_each_call_is_refused(values: Values, register: C
     with pytest.raises(UnsupportedOperatorError, match=r"aten\.sin, whose values were .* call jacsparse\.hessian"):
         prepare_hessian(total, drawn(3))
     with pytest.raises(UnsupportedOperatorError, match=r"aten\.sin, whose values were registered .* method='products'"):
-        prepare_jacobian(f, drawn(2, 3), method="compressed")
+        prepare_jacobian(f, drawn(2, 3), method="compressed", batched=True)
 
 
 def test_infinite_values(register: Callable[..., None]) -> None:
     register(lambda call, pattern: twos(call, pattern) / 0)
-    for actual in (jacobian(f, drawn(2, 3)), prepare_jacobian(f, drawn(2, 3))(drawn(2, 3))):
+    for actual in (jacobian(f, drawn(2, 3), batched=True), prepare_jacobian(f, drawn(2, 3), batched=True)(drawn(2, 3))):
         assert torch.isinf(actual.values).all()
 
 
@@ -118,7 +118,7 @@ def test_programs_of_earlier_calls_end_with_their_rules(register: Callable[..., 
     for values, expected in ((cosines, 3 * x.T.cos()), (twos, torch.full((3, 2), 6.0, dtype=FLOAT))):
         register(values)
         for _ in range(3):
-            assert (jacobian(f, x).values - expected).abs().amax() <= BOUND
+            assert (jacobian(f, x, batched=True).values - expected).abs().amax() <= BOUND
 
 
 def test_values_of_columns(register: Callable[..., None]) -> None:

@@ -104,7 +104,7 @@ def test_zeros_of_both_signs_are_other_calls() -> None:
     x = drawn(3, 6)
     for y in (0.0, -0.0):
         for _ in range(4):
-            assert_equal(jacsparse.jacobian(f, x, y), dense(f, x, y))
+            assert_equal(jacsparse.jacobian(f, x, y, batched=True), dense(f, x, y))
 
 
 def test_a_network_is_not_computed_again() -> None:
@@ -134,7 +134,7 @@ def test_batch_normalisation_by_running_statistics_scales(layer: Any, columns: b
         return many(layer(x.tanh().reshape(-1, 5, *[1] * axes)).flatten(1).exp())
 
     f, x = (wide, drawn(3, 2)) if columns else (narrow, drawn(3, 5))
-    prepared = jacsparse.prepare_jacobian(f, x, method="compressed")
+    prepared = jacsparse.prepare_jacobian(f, x, method="compressed", batched=True)
     assert_equal(prepared(x + 1), dense(f, x + 1))
     assert bool(prepared._first.evaluator.coloring.counts[0]) is columns  # type: ignore[attr-defined]
 
@@ -174,7 +174,7 @@ def test_batch_normalisation_of_few_bits() -> None:
 
     x = drawn(3, 4).float()
     expected = drawn(4, 4, seed=1) @ drawn(4, 4) / (1 + layer.eps) ** 0.5
-    actual = jacsparse.prepare_jacobian(f, x, method="compressed")(x).todense(0)
+    actual = jacsparse.prepare_jacobian(f, x, method="compressed", batched=True)(x).todense(0)
     # Each weight, result of a layer and sum of positive terms is rounded to 8 bits.
     torch.testing.assert_close(actual.double(), expected, rtol=8 * 2**-9, atol=0)
 
@@ -193,7 +193,7 @@ def test_nothing_keeps_the_tensors_of_a_run(prepared: bool, sums: bool) -> None:
     x = drawn(3, 6)
     if not prepared:
         references.append(weakref.ref(x))
-    call = prepare_jacobian(f, x) if prepared else functools.partial(jacsparse.jacobian, f)
+    call = prepare_jacobian(f, x, batched=True) if prepared else functools.partial(jacsparse.jacobian, f, batched=True)
     results = [call(x) for _ in range(4)]
     del x
     gc.collect()

@@ -218,7 +218,7 @@ def test_what_has_no_hessian(f: Any, batched: bool, message: str) -> None:
     for call in (hessian, prepare_hessian):
         with pytest.raises(NotImplementedError, match=message):
             call(f, drawn(3, 2), batched=batched)
-    with pytest.raises(TypeError, match="f is a int; expected a function"):
+    with pytest.raises(TypeError, match="f is an int; expected a function"):
         hessian(3, drawn(3))
 
 
@@ -273,12 +273,12 @@ def test_values_with_gradients(name: str, batch: int) -> None:
     f, shape = FUNCTIONS[name]
     x = drawn(batch, *shape).requires_grad_()
     parameters = list(f.parameters()) if isinstance(f, nn.Module) else []
-    plain, actual = jacsparse.jacobian(f, x), jacsparse.jacobian(f, x, create_graph=True)
+    plain, actual = jacsparse.jacobian(f, x, batched=True), jacsparse.jacobian(f, x, create_graph=True, batched=True)
     assert actual.pattern == plain.pattern and not plain.values.requires_grad
     assert (actual.values - plain.values).abs().amax() <= BOUND * plain.values.abs().amax()
 
     def values(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        return jacsparse.jacobian(f, x, create_graph=True).values
+        return jacsparse.jacobian(f, x, create_graph=True, batched=True).values
 
     # The second derivative of logcumsumexp's backward is NaN in PyTorch.
     if actual.values.requires_grad and name not in ("linear", "logarithms"):
@@ -295,7 +295,7 @@ def test_gradients_of_arguments_without_samples() -> None:
     assert torch.autograd.gradcheck(values, (u, k)) and torch.autograd.gradgradcheck(values, (u, k))
     weight = drawn(4).requires_grad_()
     (gradient,) = torch.autograd.grad(
-        jacsparse.jacobian(lambda x: weight * x, drawn(3, 4), create_graph=True).values.sum(), weight
+        jacsparse.jacobian(lambda x: weight * x, drawn(3, 4), create_graph=True, batched=True).values.sum(), weight
     )
     assert torch.equal(gradient, torch.ones(4, dtype=FLOAT))
 
@@ -303,7 +303,7 @@ def test_gradients_of_arguments_without_samples() -> None:
 @pytest.mark.parametrize("pruned", [False, True])
 def test_gradients_of_weights_that_are_zero(pruned: bool) -> None:
     weight, x = torch.diag(drawn(3)).requires_grad_(), drawn(2, 3)
-    jacobian = jacsparse.jacobian(lambda x: x.sin() @ weight, x, pruned=pruned, create_graph=True)
+    jacobian = jacsparse.jacobian(lambda x: x.sin() @ weight, x, pruned=pruned, create_graph=True, batched=True)
     (gradient,) = torch.autograd.grad(jacobian.values.sum(), weight)
     # An entry of the Jacobian is a weight times a cosine.
     assert (gradient - x.cos().sum(0)[:, None]).abs().amax() <= BOUND
@@ -318,7 +318,7 @@ def test_gradients_of_hessians() -> None:
 def test_gradients_that_pytorch_lacks() -> None:
     f = lambda x: nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])  # noqa: E731
     with pytest.raises(RuntimeError, match=r"derivative for aten::.* is not implemented"):
-        jacsparse.jacobian(f, drawn(1, 3, 2), create_graph=True).values.sum().backward()
+        jacsparse.jacobian(f, drawn(1, 3, 2), create_graph=True, batched=True).values.sum().backward()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -253,7 +253,10 @@ def test_a_condition_of_numbers_that_change() -> None:
     def by_mask(u: torch.Tensor) -> torch.Tensor:
         return torch.where(mask, u - u.roll(1, -1), u.roll(-1, -1) - u)
 
-    prepared = jacsparse.prepare_jacobian(by_speed, x), jacsparse.prepare_jacobian(by_mask, x)
+    prepared = (
+        jacsparse.prepare_jacobian(by_speed, x, batched=True),
+        jacsparse.prepare_jacobian(by_mask, x, batched=True),
+    )
     for _ in range(2):
         for f in (by_speed, by_mask):
             check(f, x, True, (dense(f, x) != 0).any(0))

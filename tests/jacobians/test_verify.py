@@ -157,7 +157,7 @@ def test_planning_enumerates_no_large_convolution(monkeypatch: pytest.MonkeyPatc
     with torch.no_grad():
         module[0].weight[0, 0, 0, 0] = 0
     chain = jacsparse.chain(module, (3, 8, 8))
-    structure = chain.stages[0].pattern.structure
+    structure = chain.stages[0].transposed_pattern.structure
     assert isinstance(structure, Convolution) and structure.mask_bits is not None
 
     def refuse(self: Convolution) -> None:
@@ -165,7 +165,7 @@ def test_planning_enumerates_no_large_convolution(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Convolution, "csr", refuse)
     assert str(chain.order)
-    assert chain.pattern == Pattern.of(Full(192, 2))
+    assert chain.transposed_pattern == Pattern.of(Full(192, 2))
 
 
 @pytest.mark.parametrize(

@@ -335,7 +335,7 @@ def test_only_entries_that_are_not_finite_are_computed_again() -> None:
     x = torch.tensor([[0.0, 4.0, -1.0], [1.0, 9.0, 0.0]], dtype=FLOAT)
     module = nn.Sequential(nn.ReLU(), nn.Linear(3, 2, bias=False, dtype=FLOAT), nn.Softplus())
     function = lambda x: module(x).sqrt() + x.relu().sqrt().sum(1, keepdim=True)  # noqa: E731
-    jacobian, expected = jacsparse.jacobian(function, x), by_rows(function, x)  # type: ignore[arg-type]
+    jacobian, expected = jacsparse.jacobian(function, x, batched=True), by_rows(function, x)  # type: ignore[arg-type]
     for sample in range(2):
         assert agreement(jacobian.todense(sample), expected[sample]).all()
 

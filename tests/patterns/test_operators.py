@@ -116,14 +116,16 @@ def check_values(module: nn.Module, x: torch.Tensor) -> jacsparse.Chain:
 def check_parts(record: Record) -> None:
     """Rows of each operator's transposed Jacobian that are made by themselves are those of the whole."""
     for edge in record.stage.edges:
-        rows = edge.pattern.shape[0]
+        rows = edge.transposed_pattern.shape[0]
         bounds = sorted({0, rows // 3, rows // 2, rows})
-        parts = [Pattern.of(structure) for structure in edge.pattern.structure.parts(bounds)]
-        assert [part.shape for part in parts] == [(b - a, edge.pattern.shape[1]) for a, b in pairwise(bounds)]
-        assert np.array_equal(np.concatenate([[], *(part.indices for part in parts)]), edge.pattern.indices)
+        parts = [Pattern.of(structure) for structure in edge.transposed_pattern.structure.parts(bounds)]
+        assert [part.shape for part in parts] == [
+            (b - a, edge.transposed_pattern.shape[1]) for a, b in pairwise(bounds)
+        ]
+        assert np.array_equal(np.concatenate([[], *(part.indices for part in parts)]), edge.transposed_pattern.indices)
         counts = np.concatenate([[], *(np.diff(part.indptr) for part in parts)])
-        assert np.array_equal(counts, np.diff(edge.pattern.indptr))
-        by_bounds = edge.rule.transposed_parts(record.call(edge), edge.pattern, bounds)
+        assert np.array_equal(counts, np.diff(edge.transposed_pattern.indptr))
+        by_bounds = edge.rule.transposed_parts(record.call(edge), edge.transposed_pattern, bounds)
         if by_bounds is not None and rows:
             whole, actual = record.values(edge), torch.cat(list(by_bounds))
             limit = 1e-13 * max(1.0, whole.abs().max().item() if whole.numel() else 0.0)

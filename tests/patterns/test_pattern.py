@@ -141,7 +141,7 @@ def test_bad_arrays(case: str) -> None:
 
 
 def test_bad_conversions() -> None:
-    with pytest.raises(TypeError, match="matrix is a ndarray; expected a two-dimensional SciPy"):
+    with pytest.raises(TypeError, match="matrix is an ndarray; expected a two-dimensional SciPy"):
         Pattern.from_scipy(np.eye(2))
     with pytest.raises(ValueError, match=r"values has shape \(3,\); this pattern has 2 entries"):
         Pattern.of(Diagonal(2)).to_scipy(np.zeros(3))

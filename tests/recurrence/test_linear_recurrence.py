@@ -334,7 +334,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "chunk": (lambda: linear_recurrence(Diagonal(ONES), ONES, schedule="chunked:0"), ValueError, "schedule is"),
     "square": (lambda: Dense(torch.ones(4, 2, 3, 5)), ValueError, "expected square matrices"),
     "W": (lambda: Scaled(torch.ones(2, 2), ONES), ValueError, r"W has shape \(2, 2\); expected \(3, 3\)"),
-    "pattern": (lambda: Sparse(np.eye(3), ONES), TypeError, "pattern is a ndarray; expected a Pattern"),
+    "pattern": (lambda: Sparse(np.eye(3), ONES), TypeError, "pattern is an ndarray; expected a Pattern"),
     "values": (
         lambda: Sparse(Pattern.from_scipy(scipy.sparse.eye(3)), torch.ones(4, 2, 1)),
         ValueError,

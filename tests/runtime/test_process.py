@@ -54,6 +54,12 @@ def test_import_is_light() -> None:
     assert loaded.split() == ["False", "False"]
 
 
+@pytest.mark.full
+def test_conversions_warn_of_nothing() -> None:
+    code = "import jacsparse, torch; print(jacsparse.jacobian(torch.sin, torch.ones(3)).to_torch().layout)"
+    assert run(code, PYTHONWARNINGS="error::UserWarning").split() == ["torch.sparse_csr"]
+
+
 def test_help_loads_no_library() -> None:
     code = """
         import sys

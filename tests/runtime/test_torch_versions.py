@@ -82,9 +82,30 @@ def test_asking_what_compiles_frames_takes_no_references() -> None:
     assert abs(sys.getrefcount(None) - before) < 100
 
 
-def test_a_backward_pass_that_has_a_derivative_is_told_from_one_that_has_none() -> None:
-    x = torch.randn(1, 1, 2, 2, 2, dtype=torch.float64, requires_grad=True)
-    grid = torch.rand(1, 1, 1, 2, 3, dtype=torch.float64)
+def test_threads_that_run_uncompiled_leave_the_compiler_as_it_was() -> None:
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        compiled.append(graph)
+        return graph.forward
+
+    plus_one = torch.compile(lambda x: x + 1, backend=backend)
+    # As two threads do: the one that begins first ends first.
+    first, second = torch_versions.without_compiling(), torch_versions.without_compiling()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    plus_one(torch.zeros(2))
+    assert not compiled
+    second.__exit__(None, None, None)
+    plus_one(torch.zeros(2))
+    assert compiled
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_a_backward_pass_that_has_a_derivative_is_told_from_one_that_has_none(axes: int) -> None:
+    x = torch.randn(1, 1, *[2] * axes, dtype=torch.float64, requires_grad=True)
+    grid = torch.rand(1, *[1, 1, 2][-axes:], axes, dtype=torch.float64)
 
     def twice() -> torch.Tensor:
         y = nn.functional.grid_sample(x, grid, align_corners=False)
@@ -92,11 +113,11 @@ def test_a_backward_pass_that_has_a_derivative_is_told_from_one_that_has_none() 
         (pulled,) = torch.autograd.grad(y, x, gradient, create_graph=True)
         return torch.autograd.grad(pulled, gradient, torch.ones_like(pulled))[0]
 
-    if torch_versions.grid_sampler_3d_is_differentiable_twice():
+    if torch_versions.grid_sampler_is_differentiable_twice(axes):
         # The samples of ones, as sampling is linear.
         torch.testing.assert_close(
             twice(), nn.functional.grid_sample(torch.ones_like(x), grid, align_corners=False).detach()
         )
     else:
-        with pytest.raises(RuntimeError, match=r"derivative for aten::grid_sampler_3d_backward is not implemented"):
+        with pytest.raises(RuntimeError, match=rf"derivative for aten::grid_sampler_{axes}d_backward is not"):
             twice()

@@ -156,7 +156,7 @@ def test_bad_operands() -> None:
     values = torch.ones(4, 1, requires_grad=True)
     with pytest.raises(ValueError, match="out is given, but an operand requires grad"):
         plan.multiply(values, values, out=torch.empty(4, 1))
-    with pytest.raises(TypeError, match="b_values is a ndarray, but another operand requires grad"):
+    with pytest.raises(TypeError, match="b_values is an ndarray, but another operand requires grad"):
         plan.multiply(values, np.ones((4, 1), dtype=np.float32))
     with pytest.raises(ValueError, match="out requires grad, but it is only written to"):
         plan.multiply(values.detach(), values.detach(), out=torch.empty(4, 1, requires_grad=True))

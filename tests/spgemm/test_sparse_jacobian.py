@@ -299,7 +299,7 @@ SHARED = SparseJacobian.identity(2)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: J.gram(3), TypeError, "weights is a int; expected a torch.Tensor"),
+        (lambda: J.gram(3), TypeError, "weights is an int; expected a torch.Tensor"),
         (lambda: J.gram(torch.ones(3)), ValueError, r"weights has shape \(3,\); expected \(2,\) or \(2, batch\)"),
         (lambda: J.outer(torch.ones(2)), ValueError, r"weights has shape \(2,\); expected \(3,\) or \(3, batch\)"),
         (lambda: J.gram_diagonal(torch.ones(2, 3)), ValueError, "weights has a batch of 3 and the Jacobian one of 2"),
@@ -319,7 +319,7 @@ SHARED = SparseJacobian.identity(2)
         (lambda: SHARED.jvp(torch.tensor(1.0)), ValueError, r"v has shape \(\)"),
         (lambda: SparseJacobian(scipy.sparse.eye_array(2), torch.ones(2, 1)), TypeError, "pattern is a .*from_scipy"),
         (lambda: SparseJacobian(S.pattern, torch.ones(4)), ValueError, r"expected \(4, batch\): values\[:, None\]"),
-        (lambda: SparseJacobian.from_scipy(np.eye(2)), TypeError, "matrix is a ndarray"),
+        (lambda: SparseJacobian.from_scipy(np.eye(2)), TypeError, "matrix is an ndarray"),
         (lambda: SparseJacobian.from_scipy(scipy.sparse.eye_array(2, dtype=int)), TypeError, "dtype torch.int64"),
         (lambda: SparseJacobian.from_diagonal([1.0]), TypeError, "diagonal is a list"),
         (lambda: SparseJacobian.from_diagonal(torch.ones(1, 2, 3)), ValueError, r"diagonal has shape \(1, 2, 3\)"),

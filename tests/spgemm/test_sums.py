@@ -34,7 +34,7 @@ def test_sums_of_patterns(batch: int) -> None:
     ("call", "error", "message"),
     [
         (lambda plan: jacsparse.plan_sum([]), ValueError, "terms is empty"),
-        (lambda plan: jacsparse.plan_sum([3]), TypeError, r"terms\[0\] is a int"),
+        (lambda plan: jacsparse.plan_sum([3]), TypeError, r"terms\[0\] is an int"),
         (
             lambda plan: jacsparse.plan_sum([Pattern.of(Full(1, 2)), Pattern.of(Full(2, 1))]),
             ValueError,

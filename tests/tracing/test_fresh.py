@@ -1055,7 +1055,7 @@ def test_what_is_no_plain_tensor() -> None:
     module = nn.Tanh()
     with pytest.raises(TypeError, match="x is within a transform of"):
         torch.func.grad(lambda x: jacsparse.nn.Scan(module)(x).sum())(samples())
-    with pytest.raises(TypeError, match=r"x is a Own; expected a plain tensor: x.as_subclass\(torch.Tensor\)"):
+    with pytest.raises(TypeError, match=r"x is an Own; expected a plain tensor: x.as_subclass\(torch.Tensor\)"):
         jacsparse.jacobian(module, samples().as_subclass(Own))
 
 
@@ -1102,7 +1102,7 @@ def test_a_solution_that_is_overwritten_after_its_use() -> None:
         lambda x: torch.linalg.solve(matrix + torch.diag(x), torch.ones(3).double()).sin(), x[0]
     )
     for _ in range(3):
-        assert torch.allclose(jacsparse.jacobian(function, x).todense(0), expected)
+        assert torch.allclose(jacsparse.jacobian(function, x, batched=True).todense(0), expected)
 
 
 @pytest.mark.parametrize("part", [lambda y: y.data[:, :2], lambda y: torch.unsafe_split(y, 2, 1)[0]])
@@ -1116,7 +1116,7 @@ def test_writes_through_views_that_do_not_tell(part: Callable[[torch.Tensor], to
 
     x = torch.randn(2, 4).double()
     for _ in range(3):
-        assert torch.allclose(jacsparse.jacobian(function, x).values, 8 * x.T)
+        assert torch.allclose(jacsparse.jacobian(function, x, batched=True).values, 8 * x.T)
 
 
 def test_sizes_of_what_is_read_may_change() -> None:

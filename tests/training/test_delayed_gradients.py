@@ -409,7 +409,7 @@ class TestErrors:
             ddg.step(*batches(1)[0])
 
     def test_inputs_that_are_no_tensors(self):
-        with pytest.raises(TypeError, match=r"x is a ndarray; expected a torch.Tensor"):
+        with pytest.raises(TypeError, match=r"x is an ndarray; expected a torch.Tensor"):
             DelayedGradients(model_of(), modules=2, optimizer=SGD).step(batches(1)[0][0].numpy(), batches(1)[0][1])
 
     def test_empty_batches(self):

@@ -1,0 +1,431 @@
+"""Graphs of tensors as arithmetic on single elements.
+
+Each element that a tensor holds, or an operation computes, has a number. What only moves elements, as a roll, a slice
+or a concatenation, is applied to these numbers when preparing, and costs nothing later; an elementwise call computes
+new elements from those of its operands. Sums of products of local derivatives are operations like any other.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from ..runtime import row_starts, within_rows
+from .operations import FLOATS, OPERAND, Operation, operation_of
+
+#: The most terms of a sum that is one operation; longer ones are sums of sums.
+MOST_TERMS = 8
+#: The most distinct numbers, or kinds of sums, of which each has code of its own.
+MOST_KINDS = 16
+
+aten = torch.ops.aten
+
+#: What only moves elements, and may fill up with zeros.
+_MOVES = {
+    "alias", "broadcast_to", "cat", "chunk", "clone", "constant_pad_nd", "contiguous", "detach", "diagonal",
+    "expand", "flip", "gather", "index", "index_select", "lift_fresh", "lift_fresh_copy", "movedim", "narrow",
+    "permute", "repeat", "reshape", "roll", "select", "select_backward", "select_scatter", "slice",
+    "slice_backward", "slice_scatter", "split", "split_with_sizes", "squeeze", "stack", "t", "tile",
+    "transpose", "tril", "triu", "unbind", "unsqueeze", "view", "_unsafe_view",
+}  # fmt: skip
+#: Those whose other operands are indices.
+_INDEXED = ("gather", "index", "index_select")
+#: What depends on the form of its operands alone.
+_FILLS = {
+    "_new_zeros_with_same_feature_meta", "arange", "full", "full_like", "new_full", "new_ones", "new_zeros",
+    "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like",
+}  # fmt: skip
+_DTYPES = (*FLOATS, torch.bool)
+
+
+@dataclass(frozen=True, eq=False)
+class Elements:
+    """Consecutive elements: those of a tensor in memory, a constant, or what an operation computes."""
+
+    first: int
+    count: int
+    dtype: torch.dtype
+    #: The operation, and the numbers of the elements of each operand.
+    operation: Operation | None = None
+    operands: tuple[np.ndarray, ...] = ()
+    constant: float | bool | None = None
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """The numbers of the elements."""
+        return np.arange(self.first, self.first + self.count)
+
+
+class ElementGraph:
+    """Elements in the order in which they are computed."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Elements] = []
+        #: What finds the tensors that hold elements, by their places among the nodes.
+        self.tensors: dict[int, Any] = {}
+        #: The places of nodes whose elements are stored, since others read them in any order.
+        self.stored: set[int] = set()
+        self._constants: dict[tuple[str, torch.dtype], Elements] = {}
+        #: The number of all elements, and by their numbers the places of their nodes.
+        self.count = 0
+        self._places = np.zeros(1024, np.int32)
+
+    def _add(self, count: int, dtype: torch.dtype, **fields: Any) -> Elements:
+        node, self.count = Elements(self.count, count, dtype, **fields), self.count + count
+        if self.count > len(self._places):
+            self._places = np.concatenate([self._places[: node.first], np.zeros(self.count, np.int32)])
+        self._places[node.first : self.count] = len(self.nodes)
+        self.nodes.append(node)
+        return node
+
+    def tensor(self, source: Any, count: int, dtype: torch.dtype) -> np.ndarray:
+        """The numbers of the elements of a tensor, as they lie in memory."""
+        self.tensors[len(self.nodes)] = source
+        return self._add(count, dtype).numbers
+
+    def constant(self, value: float | bool, dtype: torch.dtype) -> int:
+        """The number of an element that is the same in each call."""
+        # By its text: zeros have signs.
+        key = repr(value), dtype
+        if key not in self._constants:
+            self._constants[key] = self._add(1, dtype, constant=value)
+        return self._constants[key].first
+
+    def array(self, values: torch.Tensor) -> np.ndarray:
+        """The numbers of elements that are the same in each call."""
+        array = values.reshape(-1).numpy()
+        # By their bits: zeros have signs.
+        firsts, kinds = kinds_of(array.view(f"i{array.itemsize}")[:, None], MOST_KINDS)
+        if kinds is None:
+            return self.tensor(values.reshape(-1).clone(), values.numel(), values.dtype)
+        constants = [self.constant(each.item(), values.dtype) for each in array[firsts]]
+        return np.array(constants, dtype=np.int64)[kinds]
+
+    def compute(self, operation: Operation, operands: Sequence[np.ndarray]) -> np.ndarray:
+        """The numbers of what an operation computes."""
+        return self._add(len(operands[0]), operation.dtype, operation=operation, operands=tuple(operands)).numbers
+
+    def in_one_memory(self, numbers: np.ndarray) -> np.ndarray:
+        """The numbers of elements that are stored and equal others, or are these."""
+        computed = np.array([node.operation is not None for node in self.nodes])
+        places = self.places(numbers)
+        self.stored |= {place for place in self.makers(numbers) if computed[place]}
+        others = ~computed[places]
+        if others.any():
+            distinct, inverse = np.unique(numbers[others], return_inverse=True)
+            dtype = self.nodes[places[others][0]].dtype
+            self.stored.add(len(self.nodes))
+            copies = self.compute(Operation("_to_copy", dtype, (dtype,), (OPERAND,)), [distinct])
+            numbers = numbers.copy()
+            numbers[others] = copies[inverse]
+        return numbers
+
+    def places(self, numbers: np.ndarray) -> np.ndarray:
+        """The place of the node of each element."""
+        return self._places[numbers]
+
+    def makers(self, numbers: np.ndarray) -> list[int]:
+        """The places of the nodes of some elements, each once."""
+        return np.flatnonzero(np.bincount(self.places(numbers).reshape(-1))).tolist()  # type: ignore[no-any-return]
+
+
+class UnreadableWriteError(Exception):
+    """A call writes to a tensor in a way that cannot be followed element by element."""
+
+
+class CallsOfElements:
+    """The elements that a graph of calls computes.
+
+    Parameters
+    ----------
+    elements : ElementGraph
+        What they are added to.
+    module : GraphModule
+        The calls.
+    inputs : sequence of Tensor
+        Its inputs in a run.
+    sources : mapping of int to object
+        By places among the inputs, what finds them in each call; the others are the same in each call.
+    leaves : bool
+        Whether all calls are left to PyTorch.
+
+    Attributes
+    ----------
+    results : list of ndarray
+        The numbers of the elements of each tensor that the graph returns, in its shape.
+    left : list of Node
+        The calls that are no operations, and whose results are tensors in memory: PyTorch makes them.
+
+    Raises
+    ------
+    UnreadableWriteError
+        Where calls write to tensors, unless all are left to PyTorch.
+    """
+
+    def __init__(
+        self,
+        elements: ElementGraph,
+        module: fx.GraphModule,
+        inputs: Sequence[torch.Tensor],
+        sources: Mapping[int, Any],
+        *,
+        leaves: bool,
+    ) -> None:
+        self.elements, self.left, self._leaves = elements, list[fx.Node](), leaves
+        #: The tensors that are the same in each call, and the numbers of the elements of others, in their shapes.
+        self._known: dict[fx.Node, Any] = {}
+        self._numbers: dict[fx.Node, Any] = {}
+        rest = enumerate(inputs)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                place, tensor = next(rest)
+                if place not in sources:
+                    self._known[node] = tensor
+                elif tensor.dtype in _DTYPES and tensor.layout == torch.strided:
+                    self._numbers[node] = self._in_memory(tensor, sources[place])
+            elif node.op == "get_attr":
+                self._known[node] = getattr(module, node.target)
+            elif node.op == "call_function":
+                self._call(node)
+        outputs: Any = module.graph.output_node().args[0]
+        self.results = [self._result(node).numpy() for node in outputs]
+
+    def _in_memory(self, tensor: torch.Tensor, source: Any) -> torch.Tensor:
+        """The numbers of the elements of a tensor, which may lie in memory in any order."""
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
+        numbers = torch.from_numpy(self.elements.tensor(source, extent, tensor.dtype))
+        return numbers.as_strided(tensor.shape, tensor.stride())
+
+    def _result(self, node: fx.Node) -> torch.Tensor:
+        if node not in self._known and node not in self._numbers:
+            # It has another dtype, and is converted.
+            self._leave(node, torch.float32)
+        return self._numbers_of(node, torch.float64)
+
+    def _numbers_of(self, node: fx.Node, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers of the elements of a tensor; where it is the same in each call, in a dtype."""
+        if node in self._numbers:
+            return self._numbers[node]  # type: ignore[no-any-return]
+        tensor = self._known[node]
+        return torch.from_numpy(self.elements.array(tensor.to(dtype))).reshape(tensor.shape)
+
+    def _leave(self, node: fx.Node, dtype: torch.dtype | None = None) -> None:
+        """Leave a call to PyTorch, whose result may be converted to a dtype that operations read."""
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and (dtype or value.dtype) in _DTYPES:
+            self.left.append(node)
+            numbers = self.elements.tensor(node, value.numel(), dtype or value.dtype)
+            self._numbers[node] = torch.from_numpy(numbers).reshape(value.shape)
+
+    def _call(self, node: fx.Node) -> None:
+        target: Any = node.target
+        first = next((each for each in (self._known, self._numbers) if node.args and node.args[0] in each), None)
+        if self._leaves or (target is operator.getitem and first is None):
+            self._leave(node)
+            return
+        if target is operator.getitem:
+            first[node] = first[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif target._schema.is_mutable:
+            self._write(node)
+        elif target.overloadpacket.__name__ in _FILLS:
+            self._known[node] = target(*fx.map_arg(node.args, _of_form), **node.kwargs)
+        elif all(each in self._known for each in node.all_input_nodes):
+            self._known[node] = target(*fx.map_arg(node.args, self._known.__getitem__), **node.kwargs)
+        elif not all(each in self._known or each in self._numbers for each in node.all_input_nodes):
+            self._leave(node)
+        elif target.overloadpacket.__name__ in _MOVES:
+            self._move(node)
+        else:
+            numbers = self._computed(node)
+            if numbers is None:
+                self._leave(node)
+            else:
+                self._numbers[node] = numbers
+        if node.meta.get("written"):
+            self._check_written(node)
+
+    def _move(self, node: fx.Node) -> None:
+        """Apply a call to the numbers of elements, each one more: at zeros it fills up."""
+        target: Any = node.target
+        name = target.overloadpacket.__name__
+        dtype = next(each.meta["val"].dtype for each in node.all_input_nodes if each in self._numbers)
+        if node.meta.get("written") and any(argument.alias_info for argument in target._schema.arguments):
+            # A view, through which the numbers are written to.
+            self._numbers[node] = target(*fx.map_arg(node.args, self._numbers.__getitem__), **node.kwargs)
+            return
+
+        def argument(each: fx.Node) -> torch.Tensor:
+            if name in _INDEXED and each in self._known:
+                return self._known[each]  # type: ignore[no-any-return]
+            return self._numbers_of(each, dtype) + 1
+
+        def moved(numbers: torch.Tensor) -> torch.Tensor:
+            return torch.where(numbers == 0, filling, numbers - 1)
+
+        args: Any = fx.map_arg(node.args, argument)
+        filling = self.elements.constant(0.0, dtype)
+        if target is aten.constant_pad_nd.default and len(args) > 2:
+            *args, value = args
+            filling = self.elements.constant(float(value), dtype)
+        result = target(*args, **node.kwargs)
+        self._numbers[node] = moved(result) if isinstance(result, torch.Tensor) else [moved(each) for each in result]
+
+    def _computed(self, node: fx.Node) -> torch.Tensor | None:
+        """The numbers of what an elementwise call computes; None where there is no operation for it."""
+        target: Any = node.target
+        value: Any = node.meta.get("val")
+        given = (
+            dict(zip([argument.name for argument in target._schema.arguments], node.args, strict=False)) | node.kwargs
+        )
+        forms = {name: each.meta["val"] if isinstance(each, fx.Node) else each for name, each in given.items()}
+        found = operation_of(target, forms, value.dtype) if isinstance(value, torch.Tensor) else None
+        if found is None:
+            return None
+        operation, taken = found
+        operands = []
+        for name, dtype in zip(taken, operation.reads, strict=True):
+            operand: Any = given[name]
+            numbers = self._numbers_of(operand, dtype).expand(value.shape).reshape(-1)
+            # A later write replaces the numbers of what is written to.
+            operands.append((numbers.clone() if operand.meta.get("written") else numbers).numpy())
+        return torch.from_numpy(self.elements.compute(operation, operands)).reshape(value.shape)
+
+    def _write(self, node: fx.Node) -> None:
+        """Write the numbers of elements over those of others, in the memory that views of these share."""
+        target, written = node.target, self._numbers.get(node.args[0])  # type: ignore[arg-type]
+        if not isinstance(written, torch.Tensor):
+            raise UnreadableWriteError
+        dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+        numbers: torch.Tensor | None
+        if target is aten.copy_.default and node.args[1].meta["val"].dtype == dtype:  # type: ignore[union-attr]
+            numbers = self._numbers_of(node.args[1], dtype)  # type: ignore[arg-type]
+        elif target is aten.zero_.default or target is aten.fill_.Scalar:
+            value = node.args[1] if len(node.args) > 1 else 0.0
+            numbers = torch.tensor(self.elements.constant(float(value), dtype))  # type: ignore[arg-type]
+        else:
+            numbers = self._computed(node)
+        if numbers is None:
+            raise UnreadableWriteError
+        written.copy_(numbers)
+        self._numbers[node] = written
+
+    def _check_written(self, node: fx.Node) -> None:
+        """See that the numbers of a tensor that is written to lie in memory as it does."""
+        if node in self._known:
+            self._numbers[node] = self._numbers_of(node, node.meta["val"].dtype).clone()
+            del self._known[node]
+        numbers, target = self._numbers.get(node), node.target
+        if node in self.left or target is operator.getitem or not isinstance(numbers, torch.Tensor):
+            raise UnreadableWriteError
+        aliases = any(argument.alias_info for argument in target._schema.arguments)  # type: ignore[union-attr]
+        if not aliases and numbers.stride() != node.meta["val"].stride():
+            raise UnreadableWriteError
+
+
+def _of_form(node: fx.Node) -> torch.Tensor:
+    """A tensor of the form of a call's result."""
+    value: torch.Tensor = node.meta["val"]
+    return torch.zeros(value.shape, dtype=value.dtype)
+
+
+def sums(
+    elements: ElementGraph,
+    indptr: np.ndarray,
+    factors: Sequence[np.ndarray],
+    weights: np.ndarray,
+    start: np.ndarray | None,
+    dtype: torch.dtype,
+) -> np.ndarray:
+    """The numbers of sums of weighted products, ``(rows, batch)``.
+
+    Parameters
+    ----------
+    elements : ElementGraph
+        What they are added to.
+    indptr : ndarray of int, (rows + 1,)
+        Where the terms of each row begin.
+    factors : sequence of ndarray of int, (terms, batch)
+        The numbers of the factors of all terms.
+    weights : ndarray, (terms,)
+        The weights; if integers, the numbers of elements.
+    start : ndarray of int, (rows, 1), optional
+        The numbers of what the sums are added to.
+    dtype : dtype
+        Of the sums.
+    """
+    counts = np.diff(indptr)
+    if counts.max(initial=0) > MOST_TERMS:
+        blocks = row_starts(-(-counts // MOST_TERMS), np.int64)
+        begins = np.repeat(indptr[:-1], np.diff(blocks)) + MOST_TERMS * within_rows(np.diff(blocks))
+        parts = sums(elements, np.append(begins, indptr[-1]), factors, weights, None, dtype)
+        return sums(elements, blocks, [parts], np.ones(len(parts)), start, dtype)
+    batch = factors[0].shape[1]
+    if start is None:
+        start = np.full((len(counts), 1), elements.constant(0.0, dtype))
+    results = np.broadcast_to(start, (len(counts), batch)).copy()
+    of_weights, firsts = None, np.zeros(0, np.int64)
+    if weights.dtype.kind != "i":
+        firsts, of_weights = kinds_of(weights.view(f"i{weights.itemsize}")[:, None], MOST_KINDS)
+    fixed, distinct = of_weights is not None, weights[firsts]
+    if of_weights is None:
+        of_weights = np.zeros(len(weights), np.int64)
+        if weights.dtype.kind != "i":
+            weights = elements.array(torch.from_numpy(weights).to(dtype))
+    for count in np.unique(counts[counts > 0]):
+        rows = np.flatnonzero(counts == count)
+        terms = indptr[rows, None] + np.arange(count)
+        makers = np.zeros(terms.shape, np.int64)
+        for factor in factors:
+            makers = makers * len(elements.nodes) + elements.places(factor[:, 0])[terms]
+        of_terms = makers * max(1, len(distinct)) + of_weights[terms]
+        if kinds_of(np.sort(of_terms, 1), MOST_KINDS)[1] is None:
+            factors = [elements.in_one_memory(factor.reshape(-1)).reshape(factor.shape) for factor in factors]
+            of_terms = of_weights[terms]
+        if (of_terms[:, 1:] < of_terms[:, :-1]).any():
+            terms = np.take_along_axis(terms, np.argsort(of_terms, 1, kind="stable"), 1)
+        rows_of_kinds = list(of_kinds(of_weights[terms]))
+        weighted = [OPERAND] * count if not fixed else []
+        for first, those in rows_of_kinds:
+            if fixed:
+                weighted = distinct[of_weights[terms[first]]].tolist()
+            operands = [np.broadcast_to(start[rows[those]], (len(those), batch))]
+            for term in terms[those].T:
+                operands += [] if fixed else [np.broadcast_to(weights[term, None], (len(those), batch))]
+                operands += [factor[term] for factor in factors]
+            arguments = OPERAND, tuple((weight, len(factors)) for weight in weighted)
+            operation = Operation("sum", dtype, (dtype,) * len(operands), arguments)
+            # One sample after the other, as the operands of most lie.
+            numbers = elements.compute(operation, [operand.T.reshape(-1) for operand in operands])
+            results[rows[those]] = numbers.reshape(batch, -1).T
+    return results
+
+
+def kinds_of(matrix: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """The first row of each kind, and the kind of each row; None where there are more kinds than that."""
+    firsts, kinds = list[int](), np.full(len(matrix), -1)
+    rest = np.arange(len(matrix))
+    while len(rest) and len(firsts) < most:
+        others = (matrix[rest] != matrix[rest[0]]).any(1) if len(firsts) else (matrix != matrix[0]).any(1)
+        kinds[rest[~others]] = len(firsts)
+        firsts.append(int(rest[0]))
+        rest = rest[others]
+    return np.array(firsts, dtype=np.int64), None if len(rest) else kinds
+
+
+def of_kinds(matrix: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """For each kind of rows, the first one, and all."""
+    firsts, kinds = kinds_of(matrix, 2 * MOST_KINDS)
+    if kinds is None:
+        firsts, kinds = np.unique(matrix, axis=0, return_index=True, return_inverse=True)[1:]
+    if len(firsts) == 1:
+        yield 0, np.arange(len(matrix))
+        return
+    order = np.argsort(kinds, kind="stable")
+    yield from zip(firsts.tolist(), np.split(order, np.cumsum(np.bincount(kinds))[:-1]), strict=True)

@@ -1,0 +1,202 @@
+"""The values of a Jacobian as one piece of machine code."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from ..patterns import Pattern
+from ..runtime import thread_count
+from .elements import CallsOfElements, ElementGraph, UnreadableWriteError
+from .fusion import OUT, Fusion, Scratch
+from .machine_code import MachineCode
+from .operations import FLOATS
+from .traced_function import TracedFunction
+from .value_functions import ValueFunction
+
+_LOGGER = logging.getLogger("jacsparse")
+#: Elements beyond which the compilation is announced, as it takes about a second.
+MANY = 2**20
+#: Work beyond which several threads may pay: some 100 µs of one.
+SERIAL_WORK = 2_000_000
+#: Bytes at multiples of which memories begin.
+ALIGNMENT = 64
+
+
+#: The numbers of the elements that are wanted, ``(nnz, batch)``, from those of the results of a graph's calls.
+Entries = Callable[["ElementGraph", list[np.ndarray]], np.ndarray]
+#: Arrays that a call computes before it runs machine code, by their places.
+Arrays = Callable[[Mapping[int, torch.Tensor]], Sequence[np.ndarray]]
+
+
+class FusedValues:
+    """The values of a Jacobian by one call of machine code, after what PyTorch has to compute.
+
+    Parameters
+    ----------
+    calls : ValueFunction
+        Tensors of which the values are made, in replays.
+    function : TracedFunction
+        The function.
+    entries : callable
+        ``entries(graph, results)``: the numbers of the elements that are the values, which may be new ones.
+    pattern : Pattern
+        The pattern of the values.
+    others : sequence of Tensor
+        The other tensors that `calls` takes.
+    arrays : callable, optional
+        ``arrays(known)``: the arrays that elements of the graph may be read from, by `array_of`.
+
+    Attributes
+    ----------
+    reads : set of int
+        The values of the function that a call takes.
+    """
+
+    def __init__(
+        self,
+        calls: ValueFunction,
+        function: TracedFunction,
+        entries: Entries,
+        pattern: Pattern,
+        others: Sequence[torch.Tensor] = (),
+        arrays: Arrays | None = None,
+    ) -> None:
+        begin = time.perf_counter()
+        self._calls, self._dtype, self._arrays_of = calls, function.x.dtype, arrays
+        inputs = [*others, *calls.inputs(function.trace)]
+        self._first = len(others)
+        graph, elements = _elements_of(calls.graph, inputs, range(len(others), len(others) + len(calls.begin)))
+        wanted = entries(graph, elements.results[: len(calls.outputs)])
+        self._shape = wanted.shape
+        if wanted.size > MANY:
+            _LOGGER.info("compiling the values of %d × %d entries", *self._shape)
+        fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
+        self._code = MachineCode(fusion.loops, self._dtype)
+        self._make_table(graph, fusion, inputs)
+        _LOGGER.info("compiled %d loops in %.2f s", len(fusion.loops), time.perf_counter() - begin)
+
+    def _make_table(self, graph: ElementGraph, fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
+        """Decide where each call finds the memories of the machine code."""
+        begin = {self._first + place: value for place, value in enumerate(self._calls.begin)}
+        offsets, self._bytes = dict[torch.dtype, int](), 0
+        for dtype, count in fusion.scratch.items():
+            offsets[dtype] = self._bytes
+            self._bytes += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        fixed, left, self._kept = list[int](), list[fx.Node](), list[Any](self._code.runs.values())
+        #: The places in the table of values, with their strides, of PyTorch's results, of arrays and of scratch memory.
+        self._values: list[tuple[int, int, tuple[int, ...]]] = []
+        self._left: list[tuple[int, torch.dtype]] = []
+        self._arrays: list[tuple[int, int]] = []
+        self._scratch: list[tuple[int, int]] = []
+        for slot, memory in enumerate(self._code.memories):
+            source, address = graph.tensors[memory] if isinstance(memory, int) else memory, 0
+            if source == OUT:
+                self._out = slot
+            elif isinstance(source, str):
+                address = self._code.runs[source].ctypes.data
+            elif isinstance(source, Scratch):
+                self._scratch.append((slot, offsets[source.dtype]))
+            elif isinstance(source, torch.Tensor):
+                self._kept.append(source)
+                address = source.data_ptr()
+            elif isinstance(source, fx.Node):
+                left.append(source)
+                self._left.append((slot, graph.nodes[memory].dtype))
+            elif isinstance(source, int):
+                self._values.append((slot, begin[source], inputs[source].stride()))
+            else:
+                self._arrays.append((slot, source[1]))
+            fixed.append(address)
+        self._fixed = [*fixed, 0]
+        self._table = ctypes.c_size_t * len(self._fixed)
+        self._by_pytorch: fx.GraphModule | None = None
+        used = list[int]()
+        if left:
+            self._by_pytorch, used = _returning(self._calls.graph, left)
+        #: What PyTorch's calls begin with: values of the function in their shapes, or tensors.
+        self._begin = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
+        self.reads = {value for _, value, _ in self._values} | {begin[n] for n in used if n in begin}
+
+    def __call__(self, known: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, bool]:
+        """The values, ``(nnz, batch)``, and whether all are finite.
+
+        Parameters
+        ----------
+        known : mapping of int to Tensor
+            Values of the function, those in `reads` among them; the input is contiguous, in any shape.
+        """
+        out = torch.empty(self._shape, dtype=self._dtype)
+        table, alive = self._table(*self._fixed), [out]
+        for slot, value, stride in self._values:
+            tensor = known[value]
+            if value and tensor.stride() != stride:
+                tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor.detach())
+            if tensor.is_neg():
+                tensor = tensor.detach().resolve_neg()
+            alive.append(tensor)
+            table[slot] = tensor.data_ptr()
+        if self._arrays:
+            arrays = self._arrays_of(known)  # type: ignore[misc]
+            for slot, place in self._arrays:
+                table[slot] = arrays[place].ctypes.data
+        if self._by_pytorch is not None:
+            alive += self._computed_by_pytorch(known, table)
+        if self._scratch:
+            memory = torch.empty(self._bytes, dtype=torch.uint8)
+            alive.append(memory)
+            begin = memory.data_ptr()
+            for slot, offset in self._scratch:
+                table[slot] = begin + offset
+        table[self._out] = out.data_ptr()
+        if self._code.work > SERIAL_WORK and thread_count() > 1:
+            self._code.run_on_threads(table)
+        else:
+            self._code.run(table)
+        return out, not table[-1]
+
+    def _computed_by_pytorch(self, known: Mapping[int, torch.Tensor], table: Any) -> list[torch.Tensor]:
+        """What the machine code reads of PyTorch's calls, and puts into a table."""
+        begin = [each if isinstance(each, torch.Tensor) else known[each[0]].reshape(each[1]) for each in self._begin]
+        with torch.no_grad():
+            results = self._by_pytorch(*begin)  # type: ignore[misc]
+        converted = [result.to(dtype).contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)]
+        for tensor, (slot, _) in zip(converted, self._left, strict=True):
+            table[slot] = tensor.data_ptr()
+        return converted
+
+
+def _elements_of(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], values: Sequence[int]
+) -> tuple[ElementGraph, CallsOfElements]:
+    """The elements that a graph computes, and its calls; the inputs after `values` are the same in each call."""
+    # The elements of indices and masks are compared at each call.
+    sources = {place: place for place in values if inputs[place].dtype in FLOATS}
+    graph = ElementGraph()
+    try:
+        return graph, CallsOfElements(graph, module, inputs, sources, leaves=False)
+    except UnreadableWriteError:
+        graph = ElementGraph()
+        return graph, CallsOfElements(graph, module, inputs, sources, leaves=True)
+
+
+def _returning(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[int]]:
+    """The graph of the calls for some results, and the places of the inputs that it takes."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(module.graph, copies)
+    graph.output([copies[node] for node in nodes])
+    graph.eliminate_dead_code()
+    used = []
+    for place, node in enumerate([node for node in graph.nodes if node.op == "placeholder"]):
+        if node.users:
+            used.append(place)
+        else:
+            graph.erase_node(node)
+    return fx.GraphModule(module, graph), used

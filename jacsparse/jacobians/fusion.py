@@ -1,0 +1,336 @@
+"""Loops that compute elements, each of as many operations as it pays to fuse.
+
+All points of a loop are computed by the same expressions, of elements at other places in the same memories. What either
+costs decides which elements are stored for other loops, and which are computed wherever they are read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .elements import ElementGraph, Elements, of_kinds
+from .operations import Operation
+
+#: The cost of storing an element, or of loading one, relative to a sum of two numbers in registers.
+MEMORY = 4
+#: The most that it may cost to compute an element wherever it is read.
+MOST_COST = 100
+#: The most entries of a row that one point of a loop computes.
+MOST_ENTRIES = 24
+#: The least share of rows that are computed row by row, where they are alike.
+SHARE = 8
+#: The rows of which all samples are computed before those of others.
+BLOCK = 128
+#: Points of a run on average, below which each point has places of its own; and the most points of a run.
+SHORTEST, LONGEST = 4, 4096
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a point reads or writes: a memory, which of the loop's sequences of places, and a distance from these."""
+
+    memory: Any
+    dtype: torch.dtype
+    sequence: int
+    distance: int
+
+
+#: A number, a place from which it is loaded, or an operation and the places of its operands among the expressions.
+Expression = float | bool | Place | tuple[Operation, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Points that are computed by the same expressions.
+
+    Its runs are points whose places are `strides` apart, or single points.
+
+    Attributes
+    ----------
+    expressions : list
+        What a point computes, in order.
+    stores : list of (int, Place)
+        The expressions that are stored, and where.
+    runs : ndarray of int, (runs, 1 + sequences)
+        The number of points of each run, and the places of the first one in each sequence.
+    strides : list of int or None
+        How far the places of a sequence are apart along runs; None where all runs are single points.
+    points : int
+        The number of points.
+    """
+
+    expressions: list[Expression]
+    stores: list[tuple[int, Place]]
+    runs: np.ndarray
+    strides: list[int] | None
+    points: int
+
+    @property
+    def work(self) -> int:
+        """Elementary operations of a point."""
+        costs = (1 if not isinstance(each, tuple) else each[0].cost for each in self.expressions)
+        return sum(costs) + len(self.stores)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """The memory of a dtype for elements that are stored."""
+
+    dtype: torch.dtype
+    writes: bool = False
+
+
+#: The memory of the results.
+OUT = "out"
+
+
+class Fusion:
+    """The loops that compute some elements.
+
+    Parameters
+    ----------
+    graph : ElementGraph
+        The elements.
+    entries : ndarray of int, (entries, batch)
+        Those that are wanted, which are stored one after the other.
+    indptr : ndarray of int
+        Where the entries of each row begin; the entries of a row are computed together.
+
+    Attributes
+    ----------
+    loops : list of Loop
+        The loops, in order; the last ones store the entries.
+    scratch : dict of dtype to int
+        How many elements are stored for other loops.
+    reads : set of int
+        The places of the nodes in memory that are read.
+    """
+
+    def __init__(self, graph: ElementGraph, entries: np.ndarray, indptr: np.ndarray, dtype: torch.dtype) -> None:
+        self.graph, self.dtype = graph, dtype
+        self.firsts = np.array([node.first for node in graph.nodes] or [0])
+        self._makers = [[graph.makers(operand) for operand in node.operands] for node in graph.nodes]
+        self._choose(graph.makers(entries))
+        self.scratch: dict[torch.dtype, int] = defaultdict(int)
+        self._bases = np.zeros(len(graph.nodes), np.int64)
+        for place in sorted(graph.stored & self._needed):
+            node = graph.nodes[place]
+            self._bases[place] = self.scratch[node.dtype]
+            self.scratch[node.dtype] += node.count
+        self._classify()
+        self.reads = {place for place in self._needed if place in graph.tensors}
+        self.loops = list(self._of_stored())
+        self.inner = len(self.loops)
+        self.loops += self._of_entries(entries, indptr)
+
+    def _choose(self, wanted: Sequence[int]) -> None:
+        """Choose which nodes are needed, and which are stored."""
+        nodes, stored = self.graph.nodes, self.graph.stored
+        costs = np.zeros(len(nodes))
+        for place, node in enumerate(nodes):
+            if node.operation is not None:
+                operands = sum(1 if each in stored else costs[each] for each in set().union(*self._makers[place]))
+                costs[place] = min(MOST_COST, node.operation.cost + operands)
+            elif node.constant is None:
+                costs[place] = 1
+        self._needed = set(wanted)
+        # By the elements that are read, how often at most.
+        times: list[dict[Any, float]] = [{} for _ in nodes]
+        for each in wanted:
+            times[each][None] = 1.0
+        for place in range(len(nodes) - 1, -1, -1):
+            node = nodes[place]
+            if place not in self._needed or node.operation is None:
+                continue
+            often = sum(times[place].values())
+            if (often - 1) * costs[place] > MEMORY * (1 + often):
+                stored.add(place)
+            if place in stored:
+                often = 1.0
+            for makers, operand in zip(self._makers[place], node.operands, strict=True):
+                self._needed |= set(makers)
+                of_operand = self.graph.places(operand) if len(makers) > 1 else None
+                for maker in makers:
+                    if nodes[maker].operation is None:
+                        continue
+                    read = operand if of_operand is None else operand[of_operand == maker]
+                    key = len(read), int(read[0]), int(read[-1]), int(read.sum())
+                    share = often * len(read) / nodes[maker].count
+                    times[maker][key] = max(times[maker].get(key, 0.0), share)
+
+    def _classify(self) -> None:
+        """Number the classes of elements: those of one are computed alike."""
+        self._classes = np.zeros(self.graph.count, np.int32)
+        known: dict[Any, int] = {}
+        for place, node in enumerate(self.graph.nodes):
+            where = slice(node.first, node.first + node.count)
+            if place in self.graph.stored:
+                self._classes[where] = known.setdefault(node.dtype, len(known))
+            elif node.operation is None:
+                self._classes[where] = known.setdefault(place, len(known))
+            elif place in self._needed:
+                operands = [self._classes[operand] for operand in node.operands]
+                varying = [each for each in operands if (each != each[0]).any()]
+                if not varying:
+                    self._classes[where] = known.setdefault((place, 0), len(known))
+                    continue
+                for number, (_, those) in enumerate(of_kinds(np.stack(varying, 1))):
+                    self._classes[node.first + those] = known.setdefault((place, number), len(known))
+
+    def _of_stored(self) -> Iterator[Loop]:
+        """The loops that store elements for others, those first that the others read."""
+        nodes, depths = self.graph.nodes, np.zeros(len(self.graph.nodes), np.int64)
+        together: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for place, node in enumerate(nodes):
+            if node.operation is None or place not in self._needed:
+                continue
+            depths[place] = max(depths[makers].max() for makers in self._makers[place]) + (place in self.graph.stored)
+            if place in self.graph.stored:
+                together[int(depths[place]), node.count].append(place)
+        for _, places in sorted(together.items()):
+            yield from self._storing_nodes(places)
+
+    def _storing_nodes(self, places: Sequence[int]) -> Iterator[Loop]:
+        """The loops that store nodes of equal counts, together where their elements are alike in the same places."""
+        together: dict[bytes, tuple[list[np.ndarray], list[int]]] = {}
+        for place in places:
+            classes = np.stack([self._classes[operand] for operand in self.graph.nodes[place].operands], 1)
+            kinds = [those for _, those in of_kinds(classes)]
+            key = b"".join(those.tobytes() + b"," for those in kinds)
+            together.setdefault(key, (kinds, []))[1].append(place)
+        for kinds, places in together.values():
+            for those in kinds:
+                body = _Body(self, len(those))
+                for place in places:
+                    node = self.graph.nodes[place]
+                    value = body.computed(place, those)
+                    body.store(value, Scratch(node.dtype, writes=True), node.dtype, self._bases[place] + those)
+                yield body.loop()
+
+    def _of_entries(self, entries: np.ndarray, indptr: np.ndarray) -> Iterator[Loop]:
+        """The loops that store the entries."""
+        batch = entries.shape[1]
+        counts, classes = np.diff(indptr), self._classes[entries]
+        alone = []
+        for count in np.unique(counts[counts > 0]):
+            rows = np.flatnonzero(counts == count)
+            # The places of the entries of a row and sample. Rows of a block, of one sample after the other.
+            sample, row = np.divmod(np.arange(batch * len(rows)), max(1, len(rows)))
+            order = np.lexsort((row, sample, row // BLOCK)) if batch > 1 else row
+            members = (indptr[rows[row[order]], None] + np.arange(count)) * batch + sample[order, None]
+            of_members = classes.reshape(-1)[members]
+            members = np.take_along_axis(members, np.argsort(of_members, 1, kind="stable"), 1)
+            kinds = list(of_kinds(classes.reshape(-1)[members])) if count <= MOST_ENTRIES else []
+            for _, those in kinds:
+                if SHARE * len(those) >= len(counts) * batch:
+                    yield self._storing(entries, members[those])
+                else:
+                    alone.append(members[those].reshape(-1))
+            if not kinds:
+                alone.append(members.reshape(-1))
+        if alone:
+            members = np.sort(np.concatenate(alone))
+            for _, those in of_kinds(classes.reshape(-1)[members, None]):
+                yield self._storing(entries, members[those, None])
+
+    def _storing(self, entries: np.ndarray, members: np.ndarray) -> Loop:
+        """A loop that stores some entries of each point."""
+        body = _Body(self, len(members))
+        for each in members.T:
+            body.store(body.value(entries.reshape(-1)[each]), OUT, self.dtype, each)
+        return body.loop()
+
+    def address(self, numbers: np.ndarray) -> tuple[Any, torch.dtype, np.ndarray] | None:
+        """The memory of elements of a class, its dtype and their places there; None where they are not in memory."""
+        place = int(self.graph.places(numbers[:1])[0])
+        node = self.graph.nodes[place]
+        if place in self.graph.stored:
+            places = self.graph.places(numbers)
+            return Scratch(node.dtype), node.dtype, numbers - self.firsts[places] + self._bases[places]
+        return (place, node.dtype, numbers - node.first) if node.operation is None else None
+
+
+@dataclass
+class _Body:
+    """The expressions of a loop's points."""
+
+    fusion: Fusion
+    points: int
+    expressions: list[Expression] = field(default_factory=list)
+    stores: list[tuple[int, Place]] = field(default_factory=list)
+    #: By what identifies them but for rare cases, the elements and the expressions that compute them.
+    known: dict[Any, list[tuple[np.ndarray, int]]] = field(default_factory=lambda: defaultdict(list))
+    #: The places of the first point, and the distances to the next ones, of each sequence.
+    starts: list[int] = field(default_factory=list)
+    steps: list[np.ndarray] = field(default_factory=list)
+    sequences: dict[Any, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def value(self, numbers: np.ndarray) -> int:
+        """The expression that computes elements of a class, one for each point."""
+        alike = self.known[int(numbers[0]), int(numbers[-1]), int(numbers.sum())]
+        for others, number in alike:
+            if np.array_equal(others, numbers):
+                return number
+        graph = self.fusion.graph
+        place = int(graph.places(numbers[:1])[0])
+        node: Elements = graph.nodes[place]
+        address = self.fusion.address(numbers)
+        if node.constant is not None:
+            number = self._added(node.constant)
+        elif address is not None:
+            number = self._added(self._place(*address))
+        else:
+            number = self.computed(place, numbers - node.first)
+        alike.append((numbers, number))
+        return number
+
+    def computed(self, place: int, points: np.ndarray) -> int:
+        """The expression of a node's operation, on some of its elements."""
+        node: Elements = self.fusion.graph.nodes[place]
+        assert node.operation is not None
+        return self._added((node.operation, tuple(self.value(operand[points]) for operand in node.operands)))
+
+    def store(self, value: int, memory: Any, dtype: torch.dtype, places: np.ndarray) -> None:
+        """Store an expression."""
+        self.stores.append((value, self._place(memory, dtype, places)))
+
+    def _added(self, expression: Expression) -> int:
+        self.expressions.append(expression)
+        return len(self.expressions) - 1
+
+    def _place(self, memory: Any, dtype: torch.dtype, places: np.ndarray) -> Place:
+        """Where each point finds something: a distance from a sequence of places that may serve others too."""
+        steps, start = np.diff(places), int(places[0])
+        alike = self.sequences[int(places[-1]) - start, int(steps[: len(steps) // 2].sum())]
+        for sequence in alike:
+            if np.array_equal(self.steps[sequence], steps):
+                return Place(memory, dtype, sequence, start - self.starts[sequence])
+        alike.append(len(self.steps))
+        self.starts.append(start)
+        self.steps.append(steps)
+        return Place(memory, dtype, alike[-1], 0)
+
+    def loop(self) -> Loop:
+        """The loop, whose points are in runs where these are long."""
+        steps = np.stack(self.steps) if self.steps else np.zeros((0, self.points - 1), np.int64)
+        count = steps.shape[1]
+        strides = np.sort(steps, 1)[:, count // 2] if count else np.zeros(len(steps), np.int64)
+        breaks = (steps != strides[:, None]).any(0)
+        begin = np.append(0, 1 + np.flatnonzero(breaks))
+        single = self.points < SHORTEST * len(begin)
+        if single:
+            begin = np.arange(self.points)
+        else:
+            within = np.arange(self.points) - np.repeat(begin, np.diff(np.append(begin, self.points)))
+            begin = np.flatnonzero(within % LONGEST == 0)
+        places = np.concatenate([np.array(self.starts)[:, None], steps], 1).cumsum(1) if self.steps else steps[:, :0]
+        runs = np.concatenate([np.diff(np.append(begin, self.points))[None], places[:, begin]]).T
+        return Loop(
+            self.expressions, self.stores, np.ascontiguousarray(runs), None if single else strides.tolist(), self.points
+        )

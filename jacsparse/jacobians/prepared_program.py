@@ -1,0 +1,187 @@
+"""What was decided for a prepared Jacobian, and one evaluation of it at other arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree
+
+from ..patterns import Pattern, UnsupportedOperatorError, requiring_gradient
+from ..spgemm import SparseJacobian
+from ..stages import chain_of
+from ..tracing import Form, Trace, Value, form_of, without_autocast
+from .arguments import Arguments
+from .differentiable import with_graph
+from .evaluators import Evaluator
+from .fused_values import FusedValues
+from .replays import of_replay, replayed, values_of
+from .traced_function import TracedFunction
+from .tracing_for_replays import TracedProgram
+from .watched_weights import WatchedWeights
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A prepared Jacobian at some arguments: its values, the function's result, and what that returned beside it."""
+
+    values: torch.Tensor
+    result: Any = None
+    aux: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedProgram:
+    """What was decided for arguments of one form, and for some of the numbers among them."""
+
+    traced: TracedProgram
+    evaluator: Evaluator
+    watched: WatchedWeights
+    #: All entries, those of pruned weights too, where values are to have gradients.
+    entries: Pattern | None
+
+    @classmethod
+    def of(
+        cls, traced: TracedProgram, choose: Callable[[TracedFunction], Evaluator], create_graph: bool
+    ) -> PreparedProgram:
+        """Decide all, and let go of the elements of the run."""
+        function = traced.function
+        entries = None
+        if create_graph:
+            check_gradients(function.trace)
+            entries = function.pattern
+            if function.chain.pruned_weights:
+                entries = chain_of(function.trace, pruned=False).pattern
+        program = cls(traced, choose(function), WatchedWeights(function), entries)
+        function.forget()
+        return program
+
+    def __call__(self, arguments: Arguments, returns: bool) -> Evaluation:
+        """The Jacobian at arguments of the same form, and what the function returned where that is asked for.
+
+        Raises
+        ------
+        ValueError
+            Where an index or a mask has other elements, or a parameter another form.
+        FilledWeightError
+            Where a weight that the pattern leaves out is not zero.
+        """
+        arguments = arguments.with_tensors(self.traced.tensors)
+        captures = self._captures(arguments)
+        tensors = (*arguments.tensors, *captures.values())
+        if self.entries is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return self._connected(arguments, captures, self.entries, returns)
+        if self._in_one_call is not None and not returns:
+            values, are_finite = self._in_one_call({0: arguments.memory(), **captures})
+            if are_finite:
+                return Evaluation(values)
+        function = self.traced.function
+        before, x = function.trace, arguments.flat()
+        trace = Trace.replayed(function.graph, before.module, x, captures, before.scalars)
+        with torch.no_grad(), without_autocast(x.device):
+            self.watched.check(trace)
+            values = values_of(function, self.evaluator, trace, of_replay)
+            if not returns:
+                return Evaluation(values)
+            output = function.graph.last
+            assert output is not None
+            return self._returned(trace, trace.value(output.value), values)
+
+    def _connected(
+        self, arguments: Arguments, captures: dict[int, torch.Tensor], entries: Pattern, returns: bool
+    ) -> Evaluation:
+        """The same with gradients."""
+        function = self.traced.function
+        before, x = function.trace, requiring_gradient(arguments.flat_with_graph())
+        trace = Trace.replayed(function.graph, before.module, x.view_as(x), captures, before.scalars)
+        trace.edges[0] = get_gradient_edge(trace.input)
+        with without_autocast(x.device):
+            trace.output = replayed(function, trace, {value: trace.value(value) for value in function.inputs})
+            with torch.no_grad():
+                self.watched.check(trace)
+                values = values_of(function, self.evaluator, trace, of_replay)
+            values = with_graph(SparseJacobian(self.evaluator.pattern, values), trace, x, entries).values
+            return self._returned(trace, trace.output, values) if returns else Evaluation(values)
+
+    def _captures(self, arguments: Arguments) -> dict[int, torch.Tensor]:
+        graph, captures = self.traced.function.graph, dict[int, torch.Tensor]()
+        for value, source in self.traced.captures.items():
+            if isinstance(source, int):
+                source = arguments.leaves[source]
+            tensor = source if isinstance(source, torch.Tensor) else source()
+            form, has_gradient = graph.captures[value]
+            if form_of(tensor) != form:
+                tensor = _in_form(tensor, form)
+            if self.entries is not None and tensor.requires_grad and not has_gradient and torch.is_grad_enabled():
+                raise ValueError(
+                    f"a tensor of shape {tuple(tensor.shape)} that the function reads requires a gradient, and did not "
+                    "when this Jacobian was prepared: prepare it again"
+                )
+            captures[value] = tensor
+        for value, contents in self.traced.contents.items():
+            if not contents.equal(captures[value]):
+                raise ValueError(
+                    f"an index or a mask of {tuple(captures[value].shape)} holds other elements than when this "
+                    "Jacobian was prepared, and patterns depend on them: prepare one for these"
+                )
+        return captures
+
+    def _returned(self, trace: Trace, y: torch.Tensor, values: torch.Tensor) -> Evaluation:
+        """The evaluation with what the function returned, whose tensors may have gradients where values may."""
+
+        def evaluated(leaf: Any) -> Any:
+            leaf = trace.value(leaf.number) if isinstance(leaf, Value) else leaf
+            # It may share memory with an argument.
+            return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+        returned = self.traced.returned
+        return Evaluation(values, returned.result(y), _pytree.tree_map(evaluated, returned.aux))
+
+    @cached_property
+    def _in_one_call(self) -> FusedValues | None:
+        """What computes the values without a trace; None where something has to be looked at in one."""
+        fused, function = self.evaluator.fused, self.traced.function
+        looks = self.watched.any or function.chain.registered_values
+        return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
+
+    @cached_property
+    def other_tensors(self) -> int:
+        """The number of tensors that the function reads from elsewhere than its arguments."""
+        return sum(not isinstance(source, int) for source in self.traced.captures.values())
+
+
+def check_gradients(trace: Trace) -> None:
+    """Raise where a replay's gradients by what the function reads would not be the function's."""
+    graph = trace.graph
+    for node in graph.calls:
+        if any(node.behind.values()):
+            raise UnsupportedOperatorError(
+                f"{node.path}: {node.name} works on what a torch.autograd.Function makes of a parameter{node.source}, "
+                "and values of a prepared Jacobian have gradients by operators alone; write it with operators, or call "
+                "jacsparse.jacobian(..., create_graph=True)"
+            )
+    for value in graph.externals:
+        if trace.tensor(value).layout != torch.strided:
+            raise UnsupportedOperatorError(
+                f"a sparse tensor of shape {tuple(trace.tensor(value).shape)} that the function reads requires a "
+                "gradient, which values of a prepared Jacobian do not have; call jacsparse.jacobian(..., "
+                "create_graph=True)"
+            )
+
+
+def _in_form(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    """A tensor as one that lies in memory as another one did; ValueError where that is no matter of layout."""
+    shape, stride, layout, dtype, device = form
+    if not tensor.ndim and shape == ():
+        # A number.
+        return tensor.to(dtype=dtype, device=device)
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or layout != tensor.layout:
+        raise ValueError(
+            f"a parameter or buffer is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; this Jacobian is "
+            f"prepared for {dtype} {tuple(shape)} on {device}: prepare one for these"
+        )
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(tensor)

@@ -1,0 +1,20 @@
+"""Words of messages."""
+
+from __future__ import annotations
+
+#: Letters whose names begin with a vowel: "an LSTM".
+_SPOKEN_WITH_VOWEL = "AEFHILMNORSX"
+
+
+def a_type(value: object) -> str:
+    """The name of a value's type with its article.
+
+    Examples
+    --------
+    >>> a_type(1), a_type("1"), a_type({})
+    ('an int', 'a str', 'a dict')
+    """
+    name = type(value).__name__
+    spelled = name[:2].isupper() or name.startswith("nd")
+    vowel = name[0].upper() in _SPOKEN_WITH_VOWEL if spelled else name[0] in "aeioAEIO"
+    return f"{'an' if vowel else 'a'} {name}"
