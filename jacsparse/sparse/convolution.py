@@ -11,8 +11,8 @@ import torch
 
 from ..runtime import MEMORY_POOL, run_rows
 from .processor import columns_for, tile_positions
-from .vector_kernels import correlation_kernel, products_kernel
-from .vectors import described
+from .vector_kernels import add_lanes, add_products, correlate, correlate_tile, multiply
+from .vectors import Tile
 from .weights import Entries, Structure
 from .windows import Pair, Reading, Tiles, Window, reading, tiles, transposed_reading
 
@@ -58,16 +58,18 @@ class Correlation:
         self._offsets = entries.source * np.int32(rows * columns) + distances[entries.tap]
         self._position = lanes * dtype.itemsize
         self._taps = len(reading.taps)
-        self._pooled: dict[Pair, Any] = {}
-        tile = described(dtype.itemsize, max(lanes, self._along), self._tiles, along=self._along > 1)
-        self._sum, self._multiply = correlation_kernel(tile), products_kernel(tile)
+        self._pooled: dict[Pair, tuple[Tiles, int]] = {}
+        self._tile = self._tile_of(self._tiles)
+
+    def _tile_of(self, tiles: Tiles, pool: Pair = (1, 1)) -> Tile:
+        return Tile.of(self.dtype.itemsize, max(self.lanes, self._along), tiles, pool, self._along > 1)
 
     def __call__(
         self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, floor: float = -np.inf
     ) -> torch.Tensor:
         """``max(floor, bias + the sums)`` of blocks `x`."""
         y = empty((x.shape[0], self.entries.channels, *self.reading.out_size, self.lanes), self.dtype)
-        self._add_up(self._sum, self._tiles, x, y, values, bias, floor, 0)
+        self._add_up(correlate_tile(self._tile), self._tiles, x, y, values, bias, floor, 0)
         return y
 
     def pools(self, pool: Pair) -> bool:
@@ -83,22 +85,17 @@ class Correlation:
         """
         if pool not in self._pooled:
             pooled_tiles = tiles(self.reading, tile_positions(), pool, self._along)
-            self._pooled[pool] = (
-                pooled_tiles,
-                correlation_kernel(
-                    described(self.dtype.itemsize, max(self.lanes, self._along), pooled_tiles, pool, self._along > 1)
-                ),
-            )
-        pooled_tiles, compiled = self._pooled[pool]
+            self._pooled[pool] = pooled_tiles, correlate_tile(self._tile_of(pooled_tiles, pool))
+        pooled_tiles, function = self._pooled[pool]
         size = [count // window for count, window in zip(self.reading.out_size, pool, strict=True)]
         y = empty((x.shape[0], self.entries.channels, *size, self.lanes), self.dtype)
         winners = torch.empty(y.shape, dtype=torch.uint8)
-        self._add_up(compiled, pooled_tiles, x, y, values, bias, 0.0, winners.data_ptr())
+        self._add_up(function, pooled_tiles, x, y, values, bias, 0.0, winners.data_ptr())
         return y, winners
 
     def _add_up(
         self,
-        compiled: Any,
+        function: int,
         tiles: Tiles,
         x: torch.Tensor,
         y: torch.Tensor,
@@ -111,8 +108,9 @@ class Correlation:
         start = np.zeros(self.entries.channels, kind) if bias is None else bias.numpy()
         weights = 1 + len(self.entries.source) // max(1, self.entries.channels)
         run_rows(
-            compiled,
+            correlate,
             x.shape[0] * len(tiles.table) * self.entries.channels,
+            function,
             tiles.table,
             tiles.groups,
             self.entries.starts,
@@ -135,8 +133,11 @@ class Correlation:
         # A channel without weights still has a bias.
         work = self.entries.starts[:: self._taps].astype(np.int64) + np.arange(self.entries.channels + 1)
         run_rows(
-            self._multiply,
+            multiply,
             work,
+            add_products(self._tile),
+            add_lanes(self._tile),
+            self._tile.lanes,
             self._tiles.table,
             self._tiles.groups,
             self.entries.starts,

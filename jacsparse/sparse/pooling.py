@@ -9,7 +9,8 @@ import torch
 
 from ..runtime import run_rows
 from .convolution import Convolution, empty, gradients
-from .pooling_kernels import gather_kernel, scatter_kernel, winners_kernel
+from .pooling_kernels import add_to_winners, find_winners, on_windows, set_winners, take_winners
+from .vectors import Tile
 from .windows import Pair
 
 #: The most positions of a window: winners are bytes, and one number says that none has won.
@@ -40,19 +41,21 @@ class Pool:
         whole = all(size % kernel == 0 for size, kernel in zip(in_size, self.kernel, strict=True))
         return whole and self.stride == self.kernel and self.padding == (0, 0) and self.dilation == (1, 1)
 
-    def run(self, kernel: Any, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor, *rest: Any) -> None:
-        """Run a kernel over the planes of blocks."""
-        window = (*self.kernel, *self.stride, *self.padding, *self.dilation)
+    def run(self, function: Any, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> None:
+        """Run a function of windows over the planes of blocks."""
+        tile = Tile(x.dtype.itemsize, x.shape[4])
         run_rows(
-            kernel(x.dtype.itemsize, x.shape[4]),
+            on_windows,
             x.shape[0] * x.shape[1],
+            function(tile),
             x.data_ptr(),
             y.data_ptr(),
             winners.data_ptr(),
             (*x.shape[2:4], *y.shape[2:4]),
-            window,
-            *rest,
-            lanes=max(1, 2 * x[0, 0].numel() // x.shape[4]),
+            (*self.kernel, *self.stride, *self.padding, *self.dilation),
+            tile.lanes,
+            tile.itemsize,
+            lanes=max(1, 2 * x[0, 0].numel() // tile.lanes),
         )
 
 
@@ -73,7 +76,7 @@ class _MaxPool(torch.autograd.Function):
     def forward(ctx: Any, x: Any, pool: Pool) -> torch.Tensor:
         y = empty((*x.shape[:2], *pool.out_size(x.shape[2:4]), x.shape[4]), x.dtype)
         winners = torch.empty(y.shape, dtype=torch.uint8)
-        pool.run(winners_kernel, x, y, winners)
+        pool.run(find_winners, x, y, winners)
         ctx.shape, ctx.pool = x.shape, pool
         ctx.save_for_backward(winners)
         return y
@@ -93,7 +96,7 @@ class _Scatter(torch.autograd.Function):
         apart = pool.tiles((x.shape[2], x.shape[3]))
         if not apart:
             x.zero_()
-        pool.run(scatter_kernel, x, y, winners, apart)
+        pool.run(set_winners if apart else add_to_winners, x, y, winners)
         return x
 
     @staticmethod
@@ -107,8 +110,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Any, winners: Any, pool: Pool) -> torch.Tensor:
         ctx.shape, ctx.pool = x.shape, pool
         ctx.save_for_backward(winners)
-        y = torch.zeros(winners.shape, dtype=x.dtype)
-        pool.run(gather_kernel, x, y, winners)
+        y = empty(winners.shape, x.dtype)
+        pool.run(take_winners, x, y, winners)
         return y
 
     @staticmethod
