@@ -19,6 +19,7 @@ from .recurrent_shapes import RecurrentShapes
 from .rnn_sensitivity import RnnSensitivity
 from .simulation import SimulatedTraining
 from .sparse_jacobian import SparseJacobian
+from .sparse_networks import SparseInference, SparseTraining
 from .spgemm import Spgemm
 from .stiff_equations import StiffEquations
 from .triangular_solvers import TriangularSolvers
@@ -34,6 +35,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         FlopAnalysis(),
         WholeJacobian(),
         SparseJacobian(),
+        SparseTraining(),
+        SparseInference(),
         DiscretisedEquations(),
         StiffEquations(),
         TriangularSolvers(),

@@ -9,7 +9,7 @@ import torch
 from jacsparse.models import VGG11, load_data, prune_weights, train, vgg11_settings
 from torch import nn
 
-__all__ = ["Trained", "pruned_vgg11", "retrained_vgg11"]
+__all__ = ["Trained", "pruned_resnet18", "pruned_vgg11", "retrained_vgg11", "whole_pruned_vgg11"]
 
 
 class Trained(NamedTuple):
@@ -28,6 +28,49 @@ def pruned_vgg11() -> nn.Module:
     features = VGG11().get_submodule("features")
     prune_weights(features, 0.97)
     return features.eval()
+
+
+def whole_pruned_vgg11() -> nn.Module:
+    """VGG-11 with random weights, the smallest 97 % of each convolution pruned, and a dense classifier."""
+    torch.manual_seed(0)
+    model = VGG11(dropout=0.0)
+    prune_weights(model.get_submodule("features"), 0.97, rescale=True)
+    return model
+
+
+class _Residual(nn.Module):
+    """A basic block of a ResNet, with a convolution of 1 × 1 where the shape changes."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(
+            nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.branch(x) + self.shortcut(x))
+
+
+def pruned_resnet18() -> nn.Module:
+    """ResNet-18 for images of 32 × 32 with random weights, the smallest 95 % of each convolution pruned."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    channels = 64
+    for width in (64, 128, 256, 512):
+        layers += [_Residual(channels, width, 1 if width == 64 else 2), _Residual(width, width, 1)]
+        channels = width
+    features = nn.Sequential(*layers)
+    prune_weights(features, 0.95)
+    return nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
 def retrained_vgg11(say: Callable[[str], None]) -> Trained:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .patterns import Call, Pattern, UnsupportedOperatorError, register_rule
     from .recurrence import linear_recurrence
     from .scan import backward, vjp
+    from .sparse import SparseModel, densify, sparsify
     from .spgemm import ProductPlan, SparseJacobian, SumPlan, plan_product, plan_sum
     from .stages import Chain, Stage, chain
     from .training import leapfrog_backward
@@ -53,6 +54,7 @@ __all__ = [
     "PreparedJacobian",
     "ProductPlan",
     "SparseJacobian",
+    "SparseModel",
     "Stage",
     "SumPlan",
     "UnsupportedOperatorError",
@@ -61,6 +63,7 @@ __all__ = [
     "backward",
     "chain",
     "count_flop",
+    "densify",
     "hessian",
     "hessian_pattern",
     "jacobian",
@@ -72,6 +75,7 @@ __all__ = [
     "prepare_hessian",
     "prepare_jacobian",
     "register_rule",
+    "sparsify",
     "verify",
     "vjp",
 ]
@@ -99,6 +103,9 @@ _HOMES = {
     "linear_recurrence": "recurrence",
     "backward": "scan",
     "vjp": "scan",
+    "SparseModel": "sparse",
+    "densify": "sparse",
+    "sparsify": "sparse",
     "ProductPlan": "spgemm",
     "SparseJacobian": "spgemm",
     "SumPlan": "spgemm",

@@ -1,4 +1,4 @@
-"""Modules whose backward pass is a scan or a solver: of any chain of operators, and recurrent layers."""
+"""Modules whose backward pass is a scan or a solver, recurrent layers, and layers of pruned weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .runtime import a_type, uncompiled
 from .scan import Puller, Scanner, StageRanks, scanned
 from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
+from .sparse import SparseConv2d, SparseLinear
 from .spgemm import check_limit
 from .stages import Chain, Chains, Run, chain, check_input
 from .tracing import check_module, is_recording, without_saving_hooks
@@ -22,7 +23,7 @@ from .training import Leapfrogger, check_threads
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["GRU", "LSTM", "RNN", "Leapfrog", "Recurrent", "Scan", "Solve", "convert"]
+__all__ = ["GRU", "LSTM", "RNN", "Leapfrog", "Recurrent", "Scan", "Solve", "SparseConv2d", "SparseLinear", "convert"]
 
 
 class _OfChain(nn.Module):

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .bench import bench
 from .clear_cache import clear_cache
 from .compare import compare
 from .doctor import doctor
@@ -22,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (flop, compare, simulate, jacobian, spy, train, doctor, clear_cache):
+for _command in (flop, compare, simulate, jacobian, spy, train, bench, doctor, clear_cache):
     app.command()(_command)
 
 

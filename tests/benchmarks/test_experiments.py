@@ -45,6 +45,7 @@ from benchmarks.recurrent_shapes import RecurrentShapes
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.simulation import SimulatedTraining
 from benchmarks.sparse_jacobian import Case, SparseJacobian
+from benchmarks.sparse_networks import PrunedNetwork, SparseInference, SparseTraining
 from benchmarks.spgemm import Spgemm
 from benchmarks.stiff_equations import StiffEquations
 from benchmarks.triangular_solvers import TriangularSolvers
@@ -63,12 +64,15 @@ def small_network() -> nn.Sequential:
 
 
 SMALL_TASK = Task("bits", lambda: bitstreams(6, train=40, test=10), BitstreamRNN, 1e-2, 3, 0.9, 2.17)
+SMALL_PRUNED = PrunedNetwork("small", lambda: nn.Sequential(small_network(), nn.Flatten()), (3,), (2, 6, 6))
 SMALL: list[Experiment] = [
     JacobianGeneration(size=6, columns=3),
     Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
     FlopAnalysis(build=lambda _: Trained(small_network(), torch.randn(2, 2, 6, 6), {"retrained": 0.9})),
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
     SparseJacobian(cases=(Case("burgers", 8, asdex=1.0, seconds=1.0),), compiled=False, processes=1),
+    SparseTraining(networks=(SMALL_PRUNED,), compiled=False),
+    SparseInference(networks=(SMALL_PRUNED,), compiled=False),
     DiscretisedEquations(cases=(SizedEquation("power_flow", 5, at_most=1.5),), compiled=False),
     StiffEquations(sizes=(3, 4), most=3, end=0.05),
     TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2),

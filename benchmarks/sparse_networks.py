@@ -1,0 +1,196 @@
+"""Pruned networks at the cost of the weights that are left: training steps and inference, beside dense PyTorch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import jacsparse
+
+from ._context import Context, Timing, reason
+from ._experiment import Comparison, Experiment, Row, compare
+from ._figures import bars
+from ._memory import peak_memory
+from ._sparse_peers import (
+    DEEPSPARSE,
+    ONNX_RUNTIME,
+    SPARSEPROP,
+    deepsparse_call,
+    onnx_runtime_call,
+    sparseprop_model,
+)
+from ._workloads import pruned_resnet18, whole_pruned_vgg11
+
+__all__ = ["PrunedNetwork", "SparseInference", "SparseTraining"]
+
+_DENSE, _COMPILED, _OURS = "PyTorch, dense with masks", "PyTorch, dense, torch.compile", "jacsparse.sparsify"
+
+
+@dataclass(frozen=True)
+class PrunedNetwork:
+    """A pruned network, and the batches that it is measured at."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batches: tuple[int, ...]
+    input_shape: tuple[int, ...] = (3, 32, 32)
+    #: How many times as fast as dense PyTorch, and as SparseProp, jacsparse should be.
+    dense: float = 1.0
+    peer: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Comparison(Experiment):
+    """Functions of one network and batch that take turns."""
+
+    #: Whether torch.compile is a peer, which takes a minute to compile each network.
+    compiled: bool = True
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        bars(rows, path, self.title)
+
+    def _timed(
+        self, network: PrunedNetwork, batch: int, prepare: dict[str, Callable[[], Callable[[], Any]]], context: Context
+    ) -> list[Row]:
+        """A row for each function; those of our own model are compared with the others."""
+        group = f"{network.name}, batch {batch}"
+        calls, missing = {}, []
+        for label, prepared in prepare.items():
+            try:
+                calls[label] = prepared()
+            except Exception as error:
+                missing.append(Row.missing(label, reason(error), group=group, role="peer"))
+        timings = context.under(group).times(calls)
+        rows = {
+            label: Row.timed(label, timing, group=group, role="ours" if label == _OURS else "peer", data=_tail(timing))
+            for label, timing in timings.items()
+        }
+        dense = [rows[label] for label in (_DENSE, _COMPILED) if label in rows and rows[label].median is not None]
+        comparisons: tuple[Comparison, ...] = ()
+        if dense:
+            best = min(dense, key=lambda row: row.median or 0.0)
+            comparisons = compare("the better dense PyTorch / jacsparse", best, rows[_OURS], at_least=network.dense)
+        for label in (SPARSEPROP, ONNX_RUNTIME, DEEPSPARSE):
+            if label in rows:
+                target = {"at_least": network.peer} if label == SPARSEPROP else {}
+                comparisons += compare(f"{label} / jacsparse", rows[label], rows[_OURS], **target)
+        rows[_OURS] = replace(rows[_OURS], comparisons=comparisons)
+        return [*rows.values(), *missing]
+
+
+def _tail(timing: Timing) -> dict[str, Any]:
+    """High percentiles of the runs' seconds."""
+    if timing.problem:
+        return {}
+    return {f"{share} %": float(np.quantile(timing.seconds, share / 100)) for share in (90, 99)}
+
+
+@dataclass(frozen=True)
+class SparseTraining(_Comparison):
+    """A whole step: forward pass, loss, backward pass, and SGD with momentum."""
+
+    networks: tuple[PrunedNetwork, ...] = (
+        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (16, 64), dense=7.0, peer=2.6),
+        PrunedNetwork("ResNet-18, 95 % pruned", pruned_resnet18, (64,), dense=3.0, peer=1.5),
+    )
+
+    name = "sparse_training"
+    title = "A training step of a pruned network"
+    source = "Nikdan et al., SparseProp (2023): training at the cost of the weights that are left"
+
+    def run(self, context: Context) -> list[Row]:
+        return [
+            row for network in self.networks for batch in network.batches for row in self._rows(network, batch, context)
+        ]
+
+    def _rows(self, network: PrunedNetwork, batch: int, context: Context) -> list[Row]:
+        torch.manual_seed(0)
+        model = network.build().train()
+        x = torch.randn(batch, *network.input_shape)
+        targets = torch.randint(0, 2, (batch,))
+
+        def step(trained: nn.Module) -> Callable[[], Any]:
+            return _step(trained, x, targets)
+
+        prepare = {
+            _DENSE: lambda: step(network.build().train()),
+            _OURS: lambda: step(jacsparse.sparsify(model, x)),
+            SPARSEPROP: lambda: step(sparseprop_model(model, tuple(x.shape))),
+        }
+        if self.compiled:
+            prepare[_COMPILED] = lambda: step(torch.compile(network.build().train()))  # type: ignore[arg-type]
+        rows = self._timed(network, batch, prepare, context)
+        group = rows[0].group
+        peaks = {label: Row.missing(f"{label}: memory", "", group=group) for label in (_DENSE, _OURS)}
+        for label, prepared in ((_DENSE, prepare[_DENSE]), (_OURS, prepare[_OURS])):
+            call = prepared()
+            call()
+            role: Any = "ours" if label == _OURS else "peer"
+            try:
+                peaks[label] = Row.of_value(
+                    f"{label}: memory", peak_memory(call), "peak memory of a step", "B", group=group, role=role
+                )
+            except (OSError, AttributeError) as error:
+                peaks[label] = Row.missing(f"{label}: memory", reason(error), group=group, role=role)
+        less = compare("dense / jacsparse, memory", peaks[_DENSE], peaks[_OURS], at_least=1.0)
+        return [*rows, peaks[_DENSE], replace(peaks[_OURS], comparisons=less)]
+
+
+def _step(model: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> Callable[[], Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+@dataclass(frozen=True)
+class SparseInference(_Comparison):
+    """A forward pass in evaluation mode."""
+
+    networks: tuple[PrunedNetwork, ...] = (
+        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (1,), dense=3.0),
+        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (16, 64), dense=10.0),
+    )
+
+    name = "sparse_inference"
+    title = "Inference with a pruned network"
+    source = "Kurtz et al. (2020), and DeepSparse: inference at the cost of the weights that are left"
+
+    def run(self, context: Context) -> list[Row]:
+        return [
+            row for network in self.networks for batch in network.batches for row in self._rows(network, batch, context)
+        ]
+
+    def _rows(self, network: PrunedNetwork, batch: int, context: Context) -> list[Row]:
+        torch.manual_seed(0)
+        model = network.build().eval()
+        x = torch.randn(batch, *network.input_shape)
+
+        def inferred(module: Any) -> Callable[[], Any]:
+            def call() -> Any:
+                with torch.inference_mode():
+                    return module(x)
+
+            return call
+
+        with tempfile.TemporaryDirectory() as folder:
+            prepare: dict[str, Callable[[], Callable[[], Any]]] = {
+                _DENSE: lambda: inferred(model),
+                _OURS: lambda: inferred(jacsparse.sparsify(model, x)),
+                ONNX_RUNTIME: lambda: onnx_runtime_call(model, x, folder),
+                DEEPSPARSE: lambda: deepsparse_call(model, x, folder),
+            }
+            if self.compiled:
+                prepare[_COMPILED] = lambda: inferred(torch.compile(network.build().eval()))
+            return self._timed(network, batch, prepare, context)

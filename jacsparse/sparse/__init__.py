@@ -1,0 +1,15 @@
+"""Layers and regions of pruned networks at the cost of the weights that are left: samples last, on the CPU."""
+
+from .conversion import LayerChoice, SparseModel, SparsityReport, densify, sparsify
+from .layers import SparseConv2d, SparseLayer, SparseLinear
+
+__all__ = [
+    "LayerChoice",
+    "SparseConv2d",
+    "SparseLayer",
+    "SparseLinear",
+    "SparseModel",
+    "SparsityReport",
+    "densify",
+    "sparsify",
+]

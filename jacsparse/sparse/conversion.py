@@ -1,0 +1,372 @@
+"""Whole models: pruned layers become sparse where that is faster, and share the layout of blocks from end to end."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils._pytree import tree_leaves
+
+from ..runtime import thread_count, uncompiled
+from ..tracing import check_initialised, check_module
+from . import operators
+from .blocks import Blocks, Form, plain, to_blocks
+from .layers import SparseConv2d, SparseLayer, SparseLinear
+from .processor import lanes_for
+
+assert operators
+
+#: Seconds for which a layer, or a model, is timed each way at least, and the least and most runs.
+_SECONDS, _LEAST_RUNS, _MOST_RUNS = 0.05, 3, 50
+#: By layer, input and what runs, seconds of dense and sparse runs.
+_COSTS: dict[Any, tuple[float, float]] = {}
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """How a layer of a model runs, and why."""
+
+    path: str
+    kind: str
+    #: Weights that are left, and all.
+    left: int
+    total: int
+    #: Milliseconds of the dense and of the sparse layer; None where they were not measured.
+    dense: float | None
+    sparse: float | None
+    is_sparse: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class SparsityReport:
+    """How each layer of a model runs, and what the whole model takes."""
+
+    layers: tuple[LayerChoice, ...]
+    #: Whether forward and backward passes were measured, or forward passes alone.
+    training: bool
+    #: Milliseconds of the whole model, dense and with sparse layers.
+    dense: float | None
+    sparse: float | None
+    reason: str
+
+    def __str__(self) -> str:
+        measured = "forward and backward" if self.training else "forward"
+        lines = [f"{'layer':24} {'weights left':>22} {'dense ms':>9} {'sparse ms':>9}  runs"]
+        for layer in self.layers:
+            share = f"{layer.left} of {layer.total}"
+            lines.append(
+                f"{layer.path:24} {share:>22} {_shown(layer.dense)} {_shown(layer.sparse)}  "
+                f"{'sparse' if layer.is_sparse else 'dense'}: {layer.reason}"
+            )
+        lines.append(f"{'whole model':24} {'':22} {_shown(self.dense)} {_shown(self.sparse)}  {self.reason}")
+        return "\n".join([*lines, f"Milliseconds of {measured}, the least of several runs."])
+
+
+def _shown(milliseconds: float | None) -> str:
+    return f"{'-':>9}" if milliseconds is None else f"{milliseconds:9.3f}"
+
+
+class SparseModel(nn.Module):
+    """A model whose pruned layers run at the cost of the weights that are left; made by `sparsify`.
+
+    Its parameters are those of `model`, a copy of the dense model in which some layers are `SparseConv2d` and
+    `SparseLinear`. Their `state_dict` is that of the model with masks of ``torch.nn.utils.prune``, and is loaded from
+    such a one.
+    """
+
+    def __init__(self, model: nn.Module, report: SparsityReport) -> None:
+        super().__init__()
+        self.model, self._report = model, report
+        self.training = model.training
+        self.register_state_dict_post_hook(_without_prefix)
+        self.register_load_state_dict_pre_hook(_with_prefix)
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        return plain(self.model(*args, **kwargs))
+
+    def report(self) -> SparsityReport:
+        """Which layers are sparse, and why."""
+        return self._report
+
+
+_PREFIX = "model."
+
+
+def _without_prefix(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    for name in [name for name in state if name.startswith(prefix + _PREFIX)]:
+        state[prefix + name[len(prefix) + len(_PREFIX) :]] = state.pop(name)
+
+
+def _with_prefix(module: nn.Module, state: Any, prefix: str, *arguments: Any) -> None:
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[prefix + _PREFIX + name[len(prefix) :]] = state.pop(name)
+
+
+def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None, measure: bool = True) -> SparseModel:
+    """A copy of a pruned model that runs at the cost of the weights that are left, on the CPU.
+
+    Each convolution and linear layer is measured on its input, dense and sparse, and runs the faster way. Between
+    sparse layers activations stay in blocks, with the samples last, through batch normalisation, activation functions,
+    pooling, sums and flattening.
+
+    Parameters
+    ----------
+    model : Module
+        Its convolutions and linear layers have masks of ``torch.nn.utils.prune``, or zeros where they are pruned. It
+        does not change.
+    x : Tensor
+        A batch of inputs, of the size that is to be fast.
+    training : bool, optional
+        Whether training steps shall be fast, or forward passes alone; by default, whether the model is in training
+        mode.
+    measure : bool
+        Whether to choose by measurements; otherwise all layers with a pruned weight become sparse.
+
+    Returns
+    -------
+    SparseModel
+        Make optimisers of its parameters. `SparseModel.report` tells how each layer runs, and why.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where the model is no module, is not on the CPU or holds weights that are not numbers, or `x` is no batch.
+
+    Examples
+    --------
+    >>> from torch.nn.utils import prune
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2))
+    >>> _ = prune.l1_unstructured(model[0], "weight", 0.9)
+    >>> sparse = sparsify(model, torch.randn(4, 3, 8, 8), measure=False)
+    >>> sparse.report().layers[0].is_sparse, len(sparse.model[0].values)
+    (True, 22)
+    """
+    check_module(model)
+    check_initialised(model)
+    if not isinstance(x, torch.Tensor) or x.ndim < 2 or not len(x):
+        described = f"of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+        raise ValueError(f"x is {described}; expected a batch of at least one input")
+    training = model.training if training is None else training
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "cpu":
+            raise ValueError(f"{name} is on {parameter.device}; sparse layers run on the CPU alone: move it by .cpu()")
+    dense = _copied(model)
+    inputs, shared = _inputs(dense, x, training), _shared(dense)
+    choices = [
+        _choice(path, part, inputs.get(path), shared, training, measure)
+        for path, part in dense.named_modules()
+        if isinstance(part, (nn.Conv2d, nn.Linear))
+    ]
+    paths = {choice.path for choice in choices if choice.is_sparse}
+    if not paths:
+        return SparseModel(dense, SparsityReport(tuple(choices), training, None, None, "no layer is sparse"))
+    if not measure:
+        report = SparsityReport(tuple(choices), training, None, None, "not measured")
+        return SparseModel(_converted(model, paths), report)
+    # What is timed takes steps, and so is no copy to give away.
+    timed = SparseModel(_converted(model, paths), SparsityReport((), training, None, None, ""))
+    seconds = _least_seconds(*(_pass(each, x, training) for each in (dense, timed)))
+    if seconds[1] <= seconds[0]:
+        result, reason = _converted(model, paths), "faster with sparse layers"
+    else:
+        result, reason = _copied(model), "slower with sparse layers, and so all are dense"
+        choices = [replace(choice, is_sparse=False) for choice in choices]
+    report = SparsityReport(tuple(choices), training, 1000 * seconds[0], 1000 * seconds[1], reason)
+    return SparseModel(result, report)
+
+
+def densify(model: nn.Module) -> nn.Module:
+    """The dense model of a sparse one: a copy with masks of ``torch.nn.utils.prune``.
+
+    Parameters
+    ----------
+    model : Module
+        A `SparseModel`, or any module with sparse layers inside.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(SparseLinear(3, 2, mask=torch.ones(2, 3)), nn.ReLU())
+    >>> densify(model)
+    Sequential(
+      (0): Linear(in_features=3, out_features=2, bias=True)
+      (1): ReLU()
+    )
+    """
+    model = _copied(model.model if isinstance(model, SparseModel) else model)
+    dense: dict[nn.Module, nn.Module] = {
+        part: part.to_dense() for part in model.modules() if isinstance(part, (SparseConv2d, SparseLinear))
+    }
+    return _replaced(model, dense)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A deep copy, also where masks have computed weights that autograd knows."""
+    computed = [
+        tensor
+        for part in model.modules()
+        for tensor in vars(part).values()
+        if isinstance(tensor, torch.Tensor) and not tensor.is_leaf
+    ]
+    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in computed})
+
+
+def _converted(model: nn.Module, paths: set[str]) -> nn.Module:
+    """A copy in which the layers at some paths are sparse."""
+    model = _copied(model)
+    layers = {part: _sparse(part) for path, part in model.named_modules() if path in paths}
+    return _replaced(model, layers)
+
+
+def _sparse(layer: nn.Module) -> SparseLayer:
+    sparse = SparseConv2d.from_dense(layer) if isinstance(layer, nn.Conv2d) else SparseLinear.from_dense(layer)  # type: ignore[arg-type]
+    sparse.keeps_blocks = True
+    return sparse
+
+
+def _replaced(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and child in others:
+                parent._modules[name] = others[child]
+    return others.get(model, model)
+
+
+@dataclass(frozen=True)
+class _Input:
+    """What a layer was called with."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def _inputs(model: nn.Module, x: torch.Tensor, training: bool) -> dict[str, _Input]:
+    """The inputs of all convolutions and linear layers in a run of the model; it may change the model's buffers."""
+    found: dict[str, _Input] = {}
+
+    def note(path: str, args: Any) -> None:
+        if len(args) == 1 and isinstance(args[0], torch.Tensor):
+            found[path] = _Input(tuple(args[0].shape), args[0].dtype, args[0].requires_grad)
+
+    observed = _copied(model)
+    for path, part in observed.named_modules():
+        if isinstance(part, (nn.Conv2d, nn.Linear)):
+            part.register_forward_pre_hook(lambda part, args, path=path: note(path, args))
+    with torch.set_grad_enabled(training):
+        observed(x)
+    return found
+
+
+def _shared(model: nn.Module) -> set[int]:
+    """Parameters that several modules hold."""
+    holders = Counter(
+        id(parameter) for part in model.modules() for parameter in part.parameters(recurse=False) if parameter.numel()
+    )
+    return {parameter for parameter, count in holders.items() if count > 1}
+
+
+def _choice(path: str, layer: Any, x: _Input | None, shared: set[int], training: bool, measure: bool) -> LayerChoice:
+    """How a layer is to run."""
+    weight = getattr(layer, "weight_orig", layer.weight)
+    mask = getattr(layer, "weight_mask", weight)
+    choice = LayerChoice(
+        path, type(layer).__name__, int(mask.count_nonzero()), weight.numel(), None, None, False, "nothing is pruned"
+    )
+    obstacle = _obstacle(layer, weight, x, shared)
+    if obstacle is not None:
+        return replace(choice, reason=obstacle)
+    if choice.left == choice.total:
+        return choice
+    if not measure:
+        return replace(choice, is_sparse=True, reason="not measured")
+    assert x is not None
+    dense, sparse = _costs(layer, x, training, choice.left)
+    faster = sparse < dense
+    return replace(
+        choice,
+        dense=1000 * dense,
+        sparse=1000 * sparse,
+        is_sparse=faster,
+        reason=f"{dense / sparse:.1f} times as fast" if faster else "dense is faster",
+    )
+
+
+def _obstacle(layer: nn.Module, weight: torch.Tensor, x: _Input | None, shared: set[int]) -> str | None:
+    """Why a layer cannot be sparse, if it cannot."""
+    if type(layer) not in (nn.Conv2d, nn.Linear):
+        return f"a {type(layer).__name__} may compute something else than its base class"
+    if any(id(parameter) in shared for parameter in layer.parameters(recurse=False)):
+        return "another layer has the same weight or bias"
+    hooks = [layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks]
+    others = [hook for hook in layer._forward_pre_hooks.values() if not isinstance(hook, prune.BasePruningMethod)]
+    if any(hooks) or others:
+        return "it has hooks, which only the dense layer runs"
+    if x is None:
+        return "it did not run on x, or not with one tensor alone"
+    if weight.dtype not in (torch.float32, torch.float64) or x.dtype != weight.dtype:
+        return f"its weight is {weight.dtype} and its input {x.dtype}; sparse layers take float32 or float64 for both"
+    return None
+
+
+def _costs(layer: Any, x: _Input, training: bool, left: int) -> tuple[float, float]:
+    """Seconds of a layer, dense and sparse, the latter in blocks."""
+    key = repr(layer), x, training, left, thread_count(), layer.weight.dtype
+    if key not in _COSTS:
+        example = torch.randn(x.shape, dtype=x.dtype)
+        sparse = _sparse(layer)
+        example_blocks: Any = example
+        if (example.ndim == 4) == isinstance(layer, nn.Conv2d) and example.ndim in (2, 4):
+            lanes = lanes_for(len(example), x.dtype.itemsize)
+            data = to_blocks(example.view(*example.shape, *(1,) * (4 - example.ndim)), lanes)
+            data.requires_grad_(x.requires_grad)
+            example_blocks = Blocks(data, Form(len(example), example.ndim, lanes))
+        _COSTS[key] = _least_seconds(
+            _pass(_copied(layer), example.requires_grad_(x.requires_grad), training),
+            _pass(sparse, example_blocks, training),
+        )
+    return _COSTS[key]
+
+
+def _pass(module: nn.Module, x: Any, training: bool) -> Callable[[], None]:
+    """A forward pass, or a training step's two passes."""
+
+    def run() -> None:
+        with torch.set_grad_enabled(training):
+            results = [
+                each.data if isinstance(each, Blocks) else each
+                for each in tree_leaves(module(x))
+                if isinstance(each, (Blocks, torch.Tensor))
+            ]
+        targets = [result for result in results if result.requires_grad]
+        if training and targets:
+            torch.autograd.backward(targets, [torch.ones_like(target) for target in targets])
+            module.zero_grad()
+
+    return run
+
+
+def _least_seconds(*calls: Callable[[], None]) -> tuple[float, float]:
+    """The least seconds of each of two calls, which take turns."""
+    least = [float("inf")] * len(calls)
+    for call in calls:
+        call()
+    started = time.perf_counter()
+    for number in range(_MOST_RUNS):
+        if number >= _LEAST_RUNS and time.perf_counter() - started > _SECONDS:
+            break
+        for place, call in enumerate(calls):
+            begin = time.perf_counter()
+            call()
+            least[place] = min(least[place], time.perf_counter() - begin)
+    first, second = least
+    return first, second

@@ -1,0 +1,279 @@
+"""Sparse convolutions of blocks of samples, and their gradients, as part of autograd."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..runtime import MEMORY_POOL, run_rows
+from .processor import columns_for, tile_positions
+from .vector_kernels import add_lanes, add_products, correlate, correlate_tile, multiply
+from .vectors import Tile
+from .weights import Entries, Structure
+from .windows import Pair, Reading, Tiles, Window, reading, tiles, transposed_reading
+
+#: Bytes of the inputs that stay in the second-level cache while all output channels go over them.
+_PANEL = 2**19
+#: Vectors that a kernel multiplies and adds in the time of one elementary operation.
+_VECTORS = 2
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor, in memory of an earlier one where it is large."""
+    return torch.from_numpy(MEMORY_POOL.empty(shape, _numpy_dtype(dtype)))
+
+
+def _numpy_dtype(dtype: torch.dtype) -> Any:
+    return np.float32 if dtype is torch.float32 else np.float64
+
+
+class Correlation:
+    """Sums over the weights that are left, in one direction.
+
+    Parameters
+    ----------
+    entries : Entries
+        The weights' places.
+    reading : Reading
+        Which input positions an output position reads.
+    lanes : int
+        Samples of a block.
+    dtype : torch.dtype
+        float32 or float64.
+    """
+
+    def __init__(self, entries: Entries, reading: Reading, lanes: int, dtype: torch.dtype) -> None:
+        self.entries, self.reading, self.lanes, self.dtype = entries, reading, lanes, dtype
+        #: Columns of a vector, where it holds those of one sample.
+        self._along = 1
+        if lanes == 1 and reading.in_step[1] == 1 and reading.out_step == (1, 1):
+            self._along = columns_for(reading.out_size[1], dtype.itemsize)
+        self._tiles = tiles(reading, tile_positions(), along=self._along)
+        rows, columns = reading.in_size
+        distances = np.array([tap.offset[0] * columns + tap.offset[1] for tap in reading.taps], dtype=np.int32)
+        self._offsets = entries.source * np.int32(rows * columns) + distances[entries.tap]
+        self._position = lanes * dtype.itemsize
+        self._taps = len(reading.taps)
+        self._pooled: dict[Pair, tuple[Tiles, int]] = {}
+        self._tile = self._tile_of(self._tiles)
+
+    def _tile_of(self, tiles: Tiles, pool: Pair = (1, 1)) -> Tile:
+        return Tile.of(self.dtype.itemsize, max(self.lanes, self._along), tiles, pool, self._along > 1)
+
+    def __call__(
+        self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, floor: float = -np.inf
+    ) -> torch.Tensor:
+        """``max(floor, bias + the sums)`` of blocks `x`."""
+        y = empty((x.shape[0], self.entries.channels, *self.reading.out_size, self.lanes), self.dtype)
+        self._add_up(correlate_tile(self._tile), self._tiles, x, y, values, bias, floor, 0)
+        return y
+
+    def pools(self, pool: Pair) -> bool:
+        """Whether windows of that size, which cover each output position once, can be a part of the kernel."""
+        return pool[0] * pool[1] <= tile_positions() and (self._along == 1 or pool[1] == 2)
+
+    def pooled(
+        self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, pool: Pair
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The maximum of each window of the sums, and of zero, and the winners' numbers in their windows, in bytes.
+
+        The windows cover each output position once.
+        """
+        if pool not in self._pooled:
+            pooled_tiles = tiles(self.reading, tile_positions(), pool, self._along)
+            self._pooled[pool] = pooled_tiles, correlate_tile(self._tile_of(pooled_tiles, pool))
+        pooled_tiles, function = self._pooled[pool]
+        size = [count // window for count, window in zip(self.reading.out_size, pool, strict=True)]
+        y = empty((x.shape[0], self.entries.channels, *size, self.lanes), self.dtype)
+        winners = torch.empty(y.shape, dtype=torch.uint8)
+        self._add_up(function, pooled_tiles, x, y, values, bias, 0.0, winners.data_ptr())
+        return y, winners
+
+    def _add_up(
+        self,
+        function: int,
+        tiles: Tiles,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        values: torch.Tensor,
+        bias: torch.Tensor | None,
+        floor: float,
+        winners: int,
+    ) -> None:
+        kind = _numpy_dtype(self.dtype)
+        start = np.zeros(self.entries.channels, kind) if bias is None else bias.numpy()
+        weights = 1 + len(self.entries.source) // max(1, self.entries.channels)
+        run_rows(
+            correlate,
+            x.shape[0] * len(tiles.table) * self.entries.channels,
+            function,
+            tiles.table,
+            tiles.groups,
+            self.entries.starts,
+            self._taps,
+            self.entries.channels,
+            values.numpy(),
+            self._offsets,
+            start,
+            kind(floor),
+            winners,
+            *self._steps(x, y),
+            lanes=8 * weights * tiles.rows * tiles.columns // _VECTORS,
+        )
+
+    def products(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each weight, the sum of its inputs `x` times its outputs `y`; and for each channel, the sum of `y`."""
+        kind, blocks = _numpy_dtype(self.dtype), x.shape[0]
+        gradient, bias_gradient = np.zeros(len(self.entries.source), kind), np.zeros(self.entries.channels, kind)
+        positions = blocks * self.reading.out_size[0] * self.reading.out_size[1]
+        # A channel without weights still has a bias.
+        work = self.entries.starts[:: self._taps].astype(np.int64) + np.arange(self.entries.channels + 1)
+        run_rows(
+            multiply,
+            work,
+            add_products(self._tile),
+            add_lanes(self._tile),
+            self._tile.lanes,
+            self._tiles.table,
+            self._tiles.groups,
+            self.entries.starts,
+            self._taps,
+            self._offsets,
+            blocks,
+            self._panel,
+            *self._steps(x, y, gradient, bias_gradient),
+            lanes=1 + positions // _VECTORS,
+        )
+        return torch.from_numpy(gradient), torch.from_numpy(bias_gradient)
+
+    def _steps(self, x: torch.Tensor, y: torch.Tensor, *between: Any) -> tuple[Any, ...]:
+        (in_rows, in_columns), (out_rows, out_columns) = self.reading.in_size, y.shape[2:4]
+        in_step, out_step = self.reading.in_step, self.reading.out_step
+        position = self._position
+        return (
+            position,
+            *between,
+            x.data_ptr(),
+            self.entries.sources * in_rows * in_columns * position,
+            in_step[0] * in_columns * position,
+            y.data_ptr(),
+            self.entries.channels * out_rows * out_columns * position,
+            out_step[0] * out_columns * position,
+            out_step[1] * position,
+            out_rows * out_columns * position,
+        )
+
+    @functools.cached_property
+    def _panel(self) -> int:
+        """How many tiles have inputs that fit the second-level cache."""
+        sizes = []
+        for axis, count in enumerate((self._tiles.rows, self._tiles.columns)):
+            offsets = [tap.offset[axis] for tap in self.reading.taps]
+            read = (count - 1) * self.reading.in_step[axis] + 1 + max(offsets) - min(offsets)
+            sizes.append(min(read, self.reading.in_size[axis]))
+        return max(1, _PANEL // max(1, self.entries.sources * sizes[0] * sizes[1] * self._position))
+
+
+class Convolution:
+    """A convolution of blocks with the weights that are left, and its two adjoints.
+
+    Each of the three is linear in both of its arguments, and the other two give its gradients.
+
+    Parameters
+    ----------
+    structure : Structure
+        The weights' places.
+    window : Window
+        The window.
+    in_size, out_size : tuple of int
+        Rows and columns.
+    lanes : int
+        Samples of a block.
+    dtype : torch.dtype
+        float32 or float64.
+    """
+
+    def __init__(
+        self, structure: Structure, window: Window, in_size: Pair, out_size: Pair, lanes: int, dtype: torch.dtype
+    ) -> None:
+        self.structure = structure
+        #: Channels, rows, columns and lanes of the output.
+        self.out_shape = (structure.forward.channels, *out_size, lanes)
+        self.forward = Correlation(structure.forward, reading(window, in_size, out_size), lanes, dtype)
+        self._transposed = (structure.transposed, transposed_reading(window, in_size, out_size), lanes, dtype)
+
+    @functools.cached_property
+    def transposed(self) -> Correlation:
+        return Correlation(*self._transposed)
+
+    def __call__(
+        self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, relu: bool = False
+    ) -> torch.Tensor:
+        """The convolution of blocks `x`, differentiable."""
+        if torch.is_grad_enabled():
+            return _Convolve.apply(x, values, bias, self, relu)  # type: ignore[no-any-return]
+        return self.forward(x, values.detach(), None if bias is None else bias.detach(), _floor(relu))
+
+
+def _floor(relu: bool) -> float:
+    return 0.0 if relu else -np.inf
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, values: Any, bias: Any, convolution: Convolution, relu: bool) -> torch.Tensor:
+        ctx.convolution = convolution
+        y = convolution.forward(x, values, bias, _floor(relu))
+        ctx.save_for_backward(x, values, y if relu else None)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        x, values, y = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        if y is not None:
+            gradient = torch.ops.aten.threshold_backward(gradient, y, 0)
+        return *gradients(ctx, x, values, gradient), None, None
+
+
+def gradients(ctx: Any, x: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor) -> tuple[Any, Any, Any]:
+    """The gradients of a convolution's input, values and bias that `ctx` asks for, from that of its output."""
+    needs_x, needs_values, needs_bias, *_ = ctx.needs_input_grad
+    of_values = of_bias = None
+    if needs_values or needs_bias:
+        of_values, of_bias = _Products.apply(x, gradient, ctx.convolution)
+    of_x = _Transposed.apply(gradient, values, ctx.convolution) if needs_x else None
+    return of_x, of_values if needs_values else None, of_bias if needs_bias else None
+
+
+class _Transposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Any, values: Any, convolution: Convolution) -> torch.Tensor:
+        ctx.convolution = convolution
+        ctx.save_for_backward(y, values)
+        return convolution.transposed(y, values.index_select(0, convolution.structure.order), None)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        y, values = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_values, _ = _Products.apply(gradient, y, ctx.convolution)
+        return _Convolve.apply(gradient, values, None, ctx.convolution, False), of_values, None
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, y: Any, convolution: Convolution) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.convolution = convolution
+        ctx.save_for_backward(x, y)
+        return convolution.forward.products(x, y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any, bias_gradient: Any) -> tuple[Any, ...]:
+        x, y = ctx.saved_tensors
+        of_x = _Transposed.apply(y, gradient, ctx.convolution)
+        return of_x, _Convolve.apply(x, gradient, bias_gradient, ctx.convolution, False), None

@@ -1,0 +1,193 @@
+"""Functions of PyTorch for activations in blocks, beside the sparse layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from .blocks import Blocks, alike, operator, to_blocks
+from .pooling import MOST_POSITIONS, Pool, max_pool
+
+_ELEMENTWISE = (
+    "leaky_relu", "relu6", "elu", "selu", "celu", "gelu", "silu", "hardswish", "hardsigmoid", "hardtanh", "softplus",
+    "mish", "sigmoid", "tanh", "logsigmoid", "softsign", "dropout",
+)  # fmt: skip
+_ELEMENTWISE_METHODS = ("sigmoid", "tanh", "abs", "exp", "square", "neg", "__neg__", "clamp")
+#: By a function of two operands, its operators in Python, those in place last.
+_BINARY = {
+    "add": ("__add__", "__radd__", "__iadd__"),
+    "sub": ("__sub__", "__isub__"),
+    "mul": ("__mul__", "__rmul__", "__imul__"),
+    "div": ("__truediv__", "__itruediv__"),
+}
+
+
+@operator(functional.relu, torch.relu, torch.Tensor.relu)
+def _relu(x: Blocks, inplace: bool = False) -> Blocks:
+    y = x.like(torch.relu(x.data) if x.pending is None else x.pending.activated())
+    return x.replace(y) if inplace else y
+
+
+@operator(functional.relu_, torch.relu_, torch.Tensor.relu_)
+def _relu_in_place(x: Blocks) -> Blocks:
+    return _relu(x, inplace=True)
+
+
+def _elementwise(function: Any) -> None:
+    @operator(function)
+    def compute(x: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
+        if not isinstance(x, Blocks) or any(isinstance(each, (Blocks, torch.Tensor)) for each in args):
+            return NotImplemented
+        y = x.like(function(x.data, *args, **kwargs))
+        return x.replace(y) if inplace else y
+
+
+for _function in {
+    *(getattr(functional, name) for name in _ELEMENTWISE),
+    *(getattr(torch.Tensor, name) for name in _ELEMENTWISE_METHODS),
+    *(getattr(torch, name) for name in _ELEMENTWISE_METHODS if not name.startswith("_")),
+}:
+    _elementwise(_function)
+
+
+def _binary(name: str, *others: str) -> None:
+    function, tensor = getattr(torch, name), torch.Tensor
+
+    @operator(function, *(getattr(tensor, each) for each in (name, *others[:-1])))
+    def compute(x: Any, y: Any, **kwargs: Any) -> Any:
+        form = alike((x, y))
+        if form is None:
+            return NotImplemented
+        first, second = (_data(each, x if isinstance(x, Blocks) else y) for each in (x, y))
+        if first is NotImplemented or second is NotImplemented:
+            return NotImplemented
+        return Blocks(function(first, second, **kwargs), form)
+
+    @operator(getattr(tensor, f"{name}_"), getattr(tensor, others[-1]))
+    def compute_in_place(x: Any, y: Any, **kwargs: Any) -> Any:
+        result = compute(x, y, **kwargs)
+        return x.replace(result) if isinstance(x, Blocks) and isinstance(result, Blocks) else NotImplemented
+
+
+def _data(value: Any, other: Blocks) -> Any:
+    """What stands for an operand beside an activation in blocks: a number, or blocks."""
+    if isinstance(value, Blocks):
+        return value.data
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.ndim == 0:
+        return value
+    if value.shape != other.shape:
+        return NotImplemented
+    return to_blocks(value.view(*value.shape, *(1,) * (4 - value.ndim)), other.form.lanes).view(other.data.shape)
+
+
+for _name, _others in _BINARY.items():
+    _binary(_name, *_others)
+
+
+@operator(torch.flatten, torch.Tensor.flatten)
+def _flatten(x: Blocks, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if start_dim % x.ndim != 1 or end_dim % x.ndim != x.ndim - 1:
+        return NotImplemented
+    return _as_features(x)
+
+
+@operator(torch.reshape, torch.Tensor.reshape, torch.Tensor.view)
+def _reshape(x: Blocks, *shape: Any) -> Any:
+    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    features = x.shape[1:].numel()
+    if len(sizes) != 2 or sizes[0] not in (x.form.batch, -1) or sizes[1] not in (features, -1) or sizes == (-1, -1):
+        return NotImplemented
+    return _as_features(x)
+
+
+def _as_features(x: Blocks) -> Blocks:
+    blocks, channels, rows, columns, lanes = x.data.shape
+    return x.like(x.data.view(blocks, channels * rows * columns, 1, 1, lanes), rank=2)
+
+
+@operator(torch.cat, torch.concat, torch.concatenate)
+def _cat(tensors: Any, dim: int = 0) -> Any:
+    form = alike(tensors)
+    if form is None or form.rank != 4 or dim % 4 != 1 or not all(isinstance(each, Blocks) for each in tensors):
+        return NotImplemented
+    return Blocks(torch.cat([each.data for each in tensors], dim=1), form)
+
+
+@operator(functional.batch_norm)
+def _batch_norm(
+    x: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if not isinstance(x, Blocks):
+        return NotImplemented
+    if not training:
+        scale = torch.rsqrt(running_var + eps)
+        scale = scale if weight is None else scale * weight
+        shift = -running_mean * scale if bias is None else bias - running_mean * scale
+        if x.pending is not None and not x.pending.relu:
+            return x.like(x.pending.scaled(scale, shift))
+        view = (-1, 1, 1, 1)
+        return x.like(torch.addcmul(shift.view(view), x.data, scale.view(view)))
+    data = x.data
+    if x.form.batch % x.form.lanes == 0:
+        # To PyTorch's kernel, a block is a sample.
+        y = functional.batch_norm(data.flatten(2), running_mean, running_var, weight, bias, True, momentum, eps)
+        return x.like(y.view(data.shape))
+    return NotImplemented
+
+
+@operator(functional.max_pool2d, torch.max_pool2d)
+def _max_pool2d(
+    x: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    kernel = _pair(kernel_size)
+    if ceil_mode or return_indices or x.form.rank != 4 or math.prod(kernel) > MOST_POSITIONS:
+        return NotImplemented
+    pool = Pool(kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation))
+    if x.pending is not None and x.pending.pools(pool):
+        return x.like(x.pending.pooled(pool))
+    return x.like(max_pool(x.data, pool))
+
+
+@operator(functional.avg_pool2d)
+def _avg_pool2d(x: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, *rest: Any, **options: Any) -> Any:
+    kernel, (_, _, rows, columns) = _pair(kernel_size), x.shape
+    divides = rows % kernel[0] == 0 and columns % kernel[1] == 0
+    if rest or options or _pair(padding) != (0, 0) or (stride and _pair(stride) != kernel) or not divides:
+        return NotImplemented
+    return x.like(_means(x.data, (rows // kernel[0], columns // kernel[1])))
+
+
+@operator(functional.adaptive_avg_pool2d)
+def _adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
+    sizes = tuple(old if new is None else new for new, old in zip(_pair(output_size), x.shape[2:], strict=True))
+    if any(old % new for old, new in zip(x.shape[2:], sizes, strict=True)):
+        return NotImplemented
+    return x.like(_means(x.data, sizes))
+
+
+def _means(data: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    rows, columns = sizes
+    return data.unflatten(3, (columns, -1)).unflatten(2, (rows, -1)).mean((3, 5))
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    first, second = (value, value) if isinstance(value, int) else (value[0], value[-1])
+    return first, second

@@ -1,0 +1,136 @@
+"""Max-pooling of blocks, alone or within a convolution, as part of autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..runtime import run_rows
+from .convolution import Convolution, empty, gradients
+from .pooling_kernels import add_to_winners, find_winners, on_windows, set_winners, take_winners
+from .vectors import Tile
+from .windows import Pair
+
+#: The most positions of a window: winners are bytes, and one number says that none has won.
+MOST_POSITIONS = 255
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The windows of a max-pooling."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+
+    def out_size(self, in_size: Pair) -> Pair:
+        """Rows and columns of the output, for those of an input."""
+        rows, columns = (
+            (in_size[axis] + 2 * self.padding[axis] - self.dilation[axis] * (self.kernel[axis] - 1) - 1)
+            // self.stride[axis]
+            + 1
+            for axis in (0, 1)
+        )
+        return rows, columns
+
+    def tiles(self, in_size: Pair) -> bool:
+        """Whether the windows cover each position of a plane once."""
+        whole = all(size % kernel == 0 for size, kernel in zip(in_size, self.kernel, strict=True))
+        return whole and self.stride == self.kernel and self.padding == (0, 0) and self.dilation == (1, 1)
+
+    def run(self, function: Any, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> None:
+        """Run a function of windows over the planes of blocks."""
+        tile = Tile(x.dtype.itemsize, x.shape[4])
+        run_rows(
+            on_windows,
+            x.shape[0] * x.shape[1],
+            function(tile),
+            x.data_ptr(),
+            y.data_ptr(),
+            winners.data_ptr(),
+            (*x.shape[2:4], *y.shape[2:4]),
+            (*self.kernel, *self.stride, *self.padding, *self.dilation),
+            tile.lanes,
+            tile.itemsize,
+            lanes=max(1, 2 * x[0, 0].numel() // tile.lanes),
+        )
+
+
+def max_pool(x: torch.Tensor, pool: Pool) -> torch.Tensor:
+    """The maximum of each window, as ``torch.nn.functional.max_pool2d``; `x` are blocks."""
+    return _MaxPool.apply(x, pool)  # type: ignore[no-any-return]
+
+
+def convolve_and_pool(
+    x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, convolution: Convolution, pool: Pool
+) -> torch.Tensor:
+    """The maximum of each window of a convolution's output, then ReLU; the output itself is never stored."""
+    return _ConvolveAndPool.apply(x, values, bias, convolution, pool)  # type: ignore[no-any-return]
+
+
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, pool: Pool) -> torch.Tensor:
+        y = empty((*x.shape[:2], *pool.out_size(x.shape[2:4]), x.shape[4]), x.dtype)
+        winners = torch.empty(y.shape, dtype=torch.uint8)
+        pool.run(find_winners, x, y, winners)
+        ctx.shape, ctx.pool = x.shape, pool
+        ctx.save_for_backward(winners)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        (winners,) = ctx.saved_tensors
+        return _Scatter.apply(gradient.contiguous(), winners, ctx.shape, ctx.pool), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Any, winners: Any, shape: Any, pool: Pool) -> torch.Tensor:
+        ctx.pool = pool
+        ctx.save_for_backward(winners)
+        x = empty(shape, y.dtype)
+        apart = pool.tiles((x.shape[2], x.shape[3]))
+        if not apart:
+            x.zero_()
+        pool.run(set_winners if apart else add_to_winners, x, y, winners)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        (winners,) = ctx.saved_tensors
+        return _Gather.apply(gradient.contiguous(), winners, ctx.pool), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, winners: Any, pool: Pool) -> torch.Tensor:
+        ctx.shape, ctx.pool = x.shape, pool
+        ctx.save_for_backward(winners)
+        y = empty(winners.shape, x.dtype)
+        pool.run(take_winners, x, y, winners)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        (winners,) = ctx.saved_tensors
+        return _Scatter.apply(gradient.contiguous(), winners, ctx.shape, ctx.pool), None, None
+
+
+class _ConvolveAndPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, values: Any, bias: Any, convolution: Convolution, pool: Pool) -> torch.Tensor:
+        y, winners = convolution.forward.pooled(x, values, bias, pool.kernel)
+        ctx.convolution, ctx.pool = convolution, pool
+        ctx.save_for_backward(x, values, winners)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        x, values, winners = ctx.saved_tensors
+        shape = (x.shape[0], *ctx.convolution.out_shape)
+        gradient = _Scatter.apply(gradient.contiguous(), winners, shape, ctx.pool)
+        return *gradients(ctx, x, values, gradient), None, None

@@ -1,0 +1,234 @@
+"""Sparse layers against masked dense ones."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from jacsparse.nn import SparseConv2d, SparseLinear
+
+from ..helpers import close
+
+#: Kernel, stride, padding, dilation, groups, rows, columns, and a padding mode.
+CONVOLUTIONS = [
+    (3, 1, 1, 1, 1, 4, 4, "zeros"),
+    ((3, 2), (2, 1), (1, 2), 1, 2, 7, 19, "zeros"),
+    (3, 2, "valid", (1, 2), 3, 9, 8, "zeros"),
+    ((2, 5), 1, "same", 1, 1, 3, 17, "zeros"),
+    (1, (1, 3), 2, 1, 1, 5, 9, "zeros"),
+    (3, 1, 1, 1, 1, 5, 5, "circular"),
+]
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def masked(layer: nn.Module, share: float, seed: int = 0) -> nn.Module:
+    """A layer of which a drawn mask leaves a share of the weights."""
+    with torch.no_grad():
+        drawn = torch.rand(layer.weight.shape, generator=torch.Generator().manual_seed(seed))
+        prune.custom_from_mask(layer, "weight", drawn < share)
+    return layer
+
+
+def convolution(case: tuple, dtype: torch.dtype, share: float) -> nn.Module:
+    kernel, stride, padding, dilation, groups, _, _, mode = case
+    layer = nn.Conv2d(3 * groups, 2 * groups, kernel, stride, padding, dilation, groups, padding_mode=mode, dtype=dtype)
+    return masked(layer, share)
+
+
+def sparse(layer: nn.Module) -> SparseConv2d | SparseLinear:
+    return (SparseConv2d if isinstance(layer, nn.Conv2d) else SparseLinear).from_dense(layer)
+
+
+def agree(dense: nn.Module, layer: SparseConv2d | SparseLinear, x: torch.Tensor) -> None:
+    """Assert that outputs and all gradients are alike."""
+    tolerance = TOLERANCES[x.dtype]
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    expected, y = dense(inputs[0]), layer(inputs[1])
+    close(y, expected, tolerance)
+    gradient = torch.randn(expected.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1))
+    x_expected, w_expected, *b_expected = torch.autograd.grad(
+        expected, [inputs[0], dense.weight_orig, *([] if dense.bias is None else [dense.bias])], gradient
+    )
+    x_gradient, w_gradient, *b_gradient = torch.autograd.grad(
+        y, [inputs[1], layer.values, *([] if layer.bias is None else [layer.bias])], gradient
+    )
+    for actual, wanted in zip([x_gradient, *b_gradient], [x_expected, *b_expected], strict=True):
+        close(actual, wanted, tolerance)
+    close(w_gradient, w_expected[layer.mask][order(layer)], tolerance)
+
+
+def order(layer: SparseConv2d | SparseLinear) -> torch.Tensor:
+    """By the place of a value in `values`, its place among the mask's entries in C order."""
+    numbered = copy.deepcopy(layer)
+    numbered.load_state_dict(
+        numbered.state_dict()
+        | {"weight_orig": torch.arange(layer.mask.numel(), dtype=torch.float64).view(layer.mask.shape)}
+    )
+    return numbered.values.detach().argsort().argsort()
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float64), (5, torch.float64)])
+def test_convolution(case: tuple, batch: int, dtype: torch.dtype) -> None:
+    dense = convolution(case, dtype, 0.3)
+    agree(dense, sparse(dense), torch.randn(batch, dense.in_channels, *case[5:7], dtype=dtype))
+
+
+@pytest.mark.parametrize("batch", [2, 3, 16, 31, 70])
+@pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
+def test_batches_and_shares(batch: int, share: float) -> None:
+    dense = convolution(CONVOLUTIONS[0], torch.float64, share)
+    agree(dense, sparse(dense), torch.randn(batch, 3, 4, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("batch", [1, 17])
+def test_float32(batch: int) -> None:
+    dense = convolution(CONVOLUTIONS[0], torch.float32, 0.3)
+    agree(dense, sparse(dense), torch.randn(batch, 3, 4, 4))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (70,), (3, 5)])
+def test_linear(shape: tuple[int, ...]) -> None:
+    dense = masked(nn.Linear(20, 30, bias=len(shape) != 1, dtype=torch.float64), 0.2)
+    agree(dense, sparse(dense), torch.randn(*shape, 20, dtype=torch.float64))
+
+
+def test_one_sample_without_a_batch() -> None:
+    dense = convolution(CONVOLUTIONS[0], torch.float64, 0.3)
+    x = torch.randn(3, 4, 4, dtype=torch.float64)
+    close(sparse(dense)(x), dense(x), 1e-12)
+
+
+def test_batch_of_none() -> None:
+    dense = convolution(CONVOLUTIONS[0], torch.float64, 0.3)
+    layer = sparse(dense)
+    y = layer(torch.zeros(0, 3, 4, 4, dtype=torch.float64))
+    y.sum().backward()
+    assert y.shape == (0, 2, 4, 4) and not layer.values.grad.any()
+    assert sparse(masked(nn.Linear(3, 2), 0.5))(torch.zeros(0, 3)).shape == (0, 2)
+
+
+def test_second_derivatives() -> None:
+    layer = sparse(convolution(CONVOLUTIONS[0], torch.float64, 0.3))
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+
+    def output(x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, {"values": values, "bias": bias}, x)
+
+    assert torch.autograd.gradgradcheck(output, (x, layer.values, layer.bias))
+
+
+def test_same_bits_for_any_number_of_threads() -> None:
+    layer = sparse(masked(nn.Conv2d(32, 64, 3, padding=1), 0.1))
+    x = torch.randn(33, 32, 8, 8, requires_grad=True)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 8):
+            torch.set_num_threads(threads)
+            y = layer(x)
+            results.append([y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True))
+
+
+def test_denormals_and_what_is_no_number() -> None:
+    dense = convolution(CONVOLUTIONS[0], torch.float64, 0.5)
+    x = torch.randn(4, 3, 4, 4, dtype=torch.float64) * 1e-310
+    close(sparse(dense)(x) - dense.bias.view(-1, 1, 1), dense(x) - dense.bias.view(-1, 1, 1), 1e-12)
+    dense = convolution(CONVOLUTIONS[0], torch.float64, 1.0)
+    x = torch.randn(4, 3, 4, 4, dtype=torch.float64)
+    x[1, 0, 2, 2] = float("nan")
+    assert torch.equal(sparse(dense)(x).isnan(), dense(x).isnan())
+
+
+def test_state_dict_both_ways() -> None:
+    dense, other = (convolution(CONVOLUTIONS[1], torch.float64, share) for share in (0.3, 0.6))
+    layer = sparse(other)
+    assert set(layer.state_dict()) == set(dense.state_dict())
+    layer.load_state_dict(dense.state_dict())
+    x = torch.randn(3, 6, 7, 19, dtype=torch.float64)
+    close(layer(x), dense(x), 1e-12)
+    other.load_state_dict(layer.state_dict())
+    close(other(x), dense(x), 1e-12)
+    plain = nn.Conv2d(6, 4, (3, 2), (2, 1), (1, 2), groups=2, dtype=torch.float64)
+    with torch.no_grad():
+        plain.weight.mul_(layer.mask)
+    layer.load_state_dict(plain.state_dict())
+    close(layer(x), plain(x), 1e-12)
+
+
+def test_to_dense_keeps_what_is_frozen() -> None:
+    dense = convolution(CONVOLUTIONS[1], torch.float64, 0.3)
+    dense.weight_orig.requires_grad_(False)
+    layer = sparse(dense)
+    assert not layer.values.requires_grad
+    again = layer.to_dense()
+    assert not again.weight_orig.requires_grad and torch.equal(again.weight, dense.weight.detach())
+    x = torch.randn(3, 6, 7, 19, dtype=torch.float64)
+    layer(x).sum().backward()
+    assert layer.values.grad is None and layer.bias.grad is not None
+
+
+def test_masks_change_with_their_momentum() -> None:
+    layer = SparseLinear(4, 3, mask=torch.eye(3, 4))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    layer(torch.ones(5, 4)).sum().backward()
+    optimizer.step()
+    before = layer.weight.detach().clone()
+    layer.set_mask(torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]]), optimizer)
+    assert torch.equal(layer.weight.detach(), before * layer.mask)
+    assert optimizer.state[layer.values]["momentum_buffer"].tolist() == [5, 0, 5, 0]
+    layer(torch.ones(5, 4)).sum().backward()
+    optimizer.step()
+    assert layer.weight.count_nonzero() == 4
+
+
+def test_copies() -> None:
+    layer = sparse(convolution(CONVOLUTIONS[0], torch.float64, 0.3))
+    x = torch.randn(3, 3, 4, 4, dtype=torch.float64)
+    y = layer(x)
+    assert torch.equal(copy.deepcopy(layer)(x), y)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (torch.ones(2, 3, 3, 2), ValueError, r"shape \(2, 3, 3, 2\); expected the weight's, \(2, 3, 3, 3\)"),
+        (torch.full((2, 3, 3, 3), float("nan")), ValueError, "holds nan; expected zeros and ones"),
+        (torch.full((2, 3, 3, 3), 0.5), ValueError, "holds 0.5"),
+        (None, TypeError, "the mask is a NoneType"),
+    ],
+)
+def test_masks_that_are_none(mask: torch.Tensor | None, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SparseConv2d(3, 2, 3, mask=mask) if mask is not None else SparseLinear(3, 2, mask=torch.ones(2, 3)).set_mask(
+            mask
+        )
+
+
+def test_inputs_that_do_not_fit() -> None:
+    layer = SparseConv2d(3, 2, 3, mask=torch.ones(2, 3, 3, 3))
+    with pytest.raises(TypeError, match=r"x is torch.int64; expected float32 or float64: convert it by .float"):
+        layer(torch.ones(1, 3, 4, 4, dtype=torch.int64))
+    with pytest.raises(TypeError, match="leave sparse layers out of autocast"):
+        layer(torch.ones(1, 3, 4, 4, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match=r"x is torch.float64 and the layer's values are torch.float32"):
+        layer(torch.ones(1, 3, 4, 4, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"x is on meta; SparseConv2d runs on the CPU alone"):
+        layer(torch.ones(1, 3, 4, 4, device="meta"))
+    with pytest.raises(ValueError, match=r"shape \(1, 4, 4, 4\); expected \(batch, 3, rows, columns\)"):
+        layer(torch.ones(1, 4, 4, 4))
+    with pytest.raises(ValueError, match="the kernel reaches over 3 rows, and the input of 2 × 4 has 2"):
+        layer(torch.ones(1, 3, 2, 4))
+    with pytest.raises(ValueError, match="the weight holds 1 NaN"):
+        dense = nn.Conv2d(3, 2, 3)
+        nn.init.constant_(dense.weight[0, 0, 0], 1.0)
+        with torch.no_grad():
+            dense.weight[0, 0, 0, 0] = float("nan")
+        SparseConv2d.from_dense(dense)

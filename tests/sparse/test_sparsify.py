@@ -1,0 +1,221 @@
+"""Whole models with sparse layers against the dense ones."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from jacsparse.sparse import SparseConv2d, SparseLinear, SparseModel, densify, sparsify
+
+from ..helpers import close
+
+
+def pruned(model: nn.Module, share: float = 0.3) -> nn.Module:
+    """The model in float64, with drawn masks that leave a share of the weights."""
+    model.double()
+    for part in model.modules():
+        if isinstance(part, (nn.Conv2d, nn.Linear)):
+            with torch.no_grad():
+                prune.custom_from_mask(part, "weight", torch.rand(part.weight.shape) < share)
+    return model
+
+
+class Residual(nn.Module):
+    """Two branches that join, with batch normalisation."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.norms[0](self.first(x)))
+        y = self.norms[1](self.second(y))
+        y += x
+        return torch.cat([y.relu(), torch.sigmoid(y) * y.relu()], dim=1)
+
+
+class OwnReshape(nn.Module):
+    """Leaves blocks in the middle, and goes on with what it made of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        scaled = y * y.amax((2, 3), keepdim=True) if len(y) > 1 else y[:, :, 0:1]
+        return self.linear(scaled.mean([2, 3]).view(y.size(0), -1)) - 2 * y.shape[1]
+
+
+MODELS = {
+    "pooled": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(4, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1),
+        nn.Flatten(), nn.Linear(20, 6), nn.BatchNorm1d(6), nn.GELU(), nn.Linear(6, 2),
+    ),
+    "residual": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3, 2), Residual(4), nn.AvgPool2d(3), nn.Conv2d(8, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    ),
+    "reshapes": OwnReshape,
+}  # fmt: skip
+SIZES = {"pooled": (8, 8), "residual": (7, 7), "reshapes": (5, 4)}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "training"),
+    [
+        ("pooled", 1, False),
+        ("pooled", 3, True),
+        ("pooled", 16, True),
+        ("residual", 1, True),
+        ("residual", 3, False),
+        ("residual", 8, True),
+        ("reshapes", 1, False),
+        ("reshapes", 3, True),
+    ],
+)
+def test_model(name: str, batch: int, training: bool) -> None:
+    model = pruned(MODELS[name]()).train(training)
+    for part in model.modules():
+        if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            part.running_mean.normal_()
+            part.running_var.uniform_(0.5, 2)
+    x = torch.randn(batch, 3, *SIZES[name], dtype=torch.float64)
+    sparse = sparsify(model, x, measure=False)
+    assert all(layer.is_sparse for layer in sparse.report().layers) and sparse.training is training
+    before = copy.deepcopy(sparse.state_dict())
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    expected, y = model(inputs[0]), sparse(inputs[1])
+    close(y, expected, 1e-12)
+    for output in (expected, y):
+        (output * torch.arange(1, output.numel() + 1).view(output.shape)).sum().backward()
+    close(inputs[1].grad, inputs[0].grad, 1e-12)
+    dense = densify(sparse)
+    for path, part in sparse.model.named_modules():
+        if isinstance(part, (SparseConv2d, SparseLinear)):
+            gradient = model.get_submodule(path).weight_orig.grad * part.mask
+            actual = torch.zeros_like(gradient).flatten()
+            actual[part._structure.places] = part.values.grad
+            close(actual.view(gradient.shape), gradient, 1e-12)
+    for other, tensor in dense.state_dict().items():
+        if "running" in other:
+            close(tensor, model.state_dict()[other], 1e-12)
+    with torch.no_grad():
+        close(sparse(x).detach(), model(x), 1e-12)
+        model.load_state_dict(before)
+        sparse.load_state_dict(model.state_dict())
+        close(sparse(x), model(x), 1e-12)
+
+
+def test_measured_choice_and_report() -> None:
+    model = nn.Sequential(nn.Conv2d(16, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 2, 1))
+    prune.l1_unstructured(model[1], "weight", 0.99)
+    x = torch.randn(8, 16, 12, 12)
+    sparse = sparsify(model, x)
+    first, second, third = sparse.report().layers
+    assert first.reason == third.reason == "nothing is pruned" and third.dense is None
+    assert second.left == 369 and second.dense > 0 and second.sparse > 0
+    text = str(sparse.report())
+    assert "369 of 36864" in text and "whole model" in text and "forward and backward" in text
+    with torch.no_grad():
+        close(sparse(x), model(x), 1e-5)
+
+
+def test_what_stays_dense() -> None:
+    class Another(nn.Linear):
+        pass
+
+    tied = nn.Linear(4, 4)
+    tied.weight = nn.Parameter(torch.eye(4))
+    other = nn.Linear(4, 4)
+    other.weight = tied.weight
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda *_: None)
+    model = nn.Sequential(tied, other, hooked, Another(4, 4), nn.Linear(4, 4))
+    for layer in (hooked, model[3], model[4]):
+        prune.l1_unstructured(layer, "weight", 0.5)
+    sparse = sparsify(model, torch.ones(2, 4), measure=False)
+    reasons = [layer.reason for layer in sparse.report().layers]
+    assert reasons[0] == reasons[1] == "another layer has the same weight or bias"
+    assert "hooks" in reasons[2] and "Another" in reasons[3] and sparse.report().layers[4].is_sparse
+    close(sparse(torch.ones(2, 4)), model(torch.ones(2, 4)), 1e-5)
+
+
+def test_a_layer_that_runs_twice() -> None:
+    layer = nn.Linear(4, 4)
+    prune.l1_unstructured(layer, "weight", 0.5)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    sparse = sparsify(model, torch.ones(2, 4), measure=False)
+    assert sparse.model[0] is sparse.model[2]
+    close(sparse(torch.ones(2, 4)), model(torch.ones(2, 4)), 1e-5)
+
+
+def test_outputs_of_any_form() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[OrderedDict[str, torch.Tensor], torch.Tensor]:
+            y = self.conv(x)
+            return OrderedDict(y=y, positive=[y.relu()]), y.sum()
+
+    model = pruned(Model())
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    named, total = sparsify(model, x, measure=False)(x)
+    expected, expected_total = model(x)
+    assert type(named) is OrderedDict
+    close(named["y"], expected["y"], 1e-12)
+    close(named["positive"][0], expected["positive"][0], 1e-12)
+    close(total, expected_total, 1e-12)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_pooling_of_equals_and_of_what_is_no_number(batch: int) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.ReLU(), nn.MaxPool2d(2), nn.MaxPool2d(3, 1, 1)).double()
+    # The weights of the input with what is no number are left: a masked layer multiplies it by zeros too.
+    with torch.no_grad():
+        prune.custom_from_mask(model[0], "weight", torch.tensor([[1, 1], [1, 0], [1, 1]])[:, :, None, None])
+    x = torch.randint(-1, 2, (batch, 2, 8, 8), dtype=torch.float64)
+    x[0, 0, 2, 3] = float("nan")
+    sparse = sparsify(model, x, measure=False)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [model(inputs[0]), sparse(inputs[1])]
+    assert torch.equal(outputs[0].isnan(), outputs[1].isnan())
+    for output in outputs:
+        output.nan_to_num().sum().backward()
+    close(inputs[1].grad.nan_to_num(), inputs[0].grad.nan_to_num(), 1e-12)
+
+
+def test_within_another_module() -> None:
+    model = pruned(MODELS["pooled"]()).eval()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    whole, other = nn.Sequential(sparsify(model, x, measure=False)), nn.Sequential(model)
+    assert set(whole.state_dict()) == set(other.state_dict())
+    whole.load_state_dict(other.state_dict())
+    with torch.inference_mode():
+        close(torch.compile(whole, backend="eager")(x), other(x), 1e-12)
+
+
+def test_errors() -> None:
+    with pytest.raises(TypeError, match=r"module is a function; expected a torch.nn.Module"):
+        sparsify(lambda x: x, torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"x is of shape \(0, 3\); expected a batch of at least one input"):
+        sparsify(nn.Linear(3, 2), torch.ones(0, 3))
+    with pytest.raises(ValueError, match="weight is on meta; sparse layers run on the CPU alone"):
+        sparsify(nn.Linear(3, 2, device="meta"), torch.ones(1, 3))
+
+
+def test_one_layer() -> None:
+    layer = nn.Linear(3, 2)
+    prune.l1_unstructured(layer, "weight", 0.5)
+    sparse = sparsify(layer, torch.ones(1, 3), measure=False)
+    assert isinstance(sparse, SparseModel) and isinstance(sparse.model, SparseLinear)
+    assert isinstance(densify(sparse), nn.Linear)
+    close(sparse(torch.ones(1, 3)), layer(torch.ones(1, 3)), 1e-5)
