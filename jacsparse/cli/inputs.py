@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,19 +164,69 @@ def layer_input(part: nn.Module, x: torch.Tensor, steps: int | None) -> torch.Te
     return x if part.batch_first else x.transpose(0, 1)
 
 
-@contextlib.contextmanager
-def announcements(doing: str) -> Iterator[Callable[[str], None]]:
-    """A context with a function that shows what is done next: in one line of a terminal, or line by line."""
+#: Seconds before progress is shown, seconds between the lines of a log, and how many lines there are at most.
+_SILENT, _PAUSE, _MOST_LINES = 2.0, 5.0, 10
+
+
+def echo(line: str) -> None:
+    """A line for the person at the terminal, beside what is printed."""
     from rich.console import Console
 
-    errors = Console(stderr=True, highlight=False)
+    Console(stderr=True, markup=False, emoji=False, highlight=False).print(line, soft_wrap=True)
+
+
+class _Lines:
+    """Lines of a log, ever rarer: at most `_MOST_LINES` of what may take any time."""
+
+    def __init__(self) -> None:
+        self.next, self.pause, self.left = time.perf_counter() + _SILENT, _PAUSE, _MOST_LINES
+
+    def show(self, line: str) -> None:
+        now = time.perf_counter()
+        if now >= self.next and self.left:
+            echo(line)
+            self.next, self.pause, self.left = now + self.pause, 2 * self.pause, self.left - 1
+
+
+@contextlib.contextmanager
+def progress_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """A context with a function that takes how many parts of how many are done.
+
+    After two seconds a terminal shows a bar, and a log a line from time to time.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    errors, lines = Console(stderr=True), _Lines()
+    bar = Progress(console=errors, transient=True)
+    task = bar.add_task(doing, total=None)
+
+    def update(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if not errors.is_terminal:
+            lines.show(f"{doing}: {done:,} of {total:,}")
+        elif not bar.live.is_started and time.perf_counter() >= lines.next:
+            bar.start()
+
+    try:
+        yield update
+    finally:
+        bar.stop()
+
+
+@contextlib.contextmanager
+def announcements(doing: str) -> Iterator[Callable[[str], None]]:
+    """A context with a function that shows what is done next: in one line of a terminal, or now and then in a log."""
+    from rich.console import Console
+
+    errors, lines = Console(stderr=True, highlight=False), _Lines()
     with errors.status("preparing") as status:
 
         def announce(subject: str) -> None:
             if errors.is_terminal:
                 status.update(f"{doing} {subject}")
             else:
-                errors.print(f"{doing} {subject}", soft_wrap=True)
+                lines.show(f"{doing} {subject}")
 
         yield announce
 

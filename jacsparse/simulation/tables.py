@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import glossary, new_table, short, short_time
+from ..terminal import glossary, nbytes, new_table, short, short_time
 from .registry import TRAINING_METHODS
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def _methods(simulation: Simulation) -> Any:
                 f"{row.steps:,.0f}" if row.steps >= 10 else f"{row.steps:.3g}",
                 short_time(row.step_seconds),
                 short_time(row.seconds),
-                _bytes(row.memory),
-                _bytes(row.sent),
+                nbytes(row.memory),
+                nbytes(row.sent),
                 end_section=number == len(rows) - 1,
             )
     return table
@@ -190,11 +190,3 @@ def draw_methods(lines: Mapping[str, Mapping[str, Sequence[float]]], last: int, 
 
 def _short(count: float) -> str:
     return short(count) if count >= 1000 else f"{count:.3g}"
-
-
-def _bytes(nbytes: float) -> str:
-    """Bytes with a unit, in three digits."""
-    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}" if nbytes < 999.5 * scale else f"{nbytes / scale:.0f} {unit}"
-    return f"{nbytes:.0f} B"

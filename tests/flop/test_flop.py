@@ -344,7 +344,7 @@ def test_dense_totals_equal_pytorchs_counter(name: str) -> None:
         y = model(x)
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
-    layers = count_flop(model, (3, 32, 32), schedule="linear").layers
+    layers = count_flop(model, (3, 32, 32), schedule="linear").operators
     assert sum(layer.forward for layer in layers) == forward.get_total_flops()
     assert sum(layer.backward for layer in layers) == backward.get_total_flops()
     assert sum(layer.parameters for layer in layers) == sum(p.numel() for p in model.parameters())
@@ -408,14 +408,14 @@ def test_dense_totals_of_other_weights_equal_pytorchs_counter(name: str, frozen:
     kind, shape = OTHER_WEIGHTS[name]
     model = kind()
     next(model.parameters()).requires_grad_(not frozen)
-    layers = count_flop(model, shape, schedule="linear").layers
+    layers = count_flop(model, shape, schedule="linear").operators
     actual = (sum(layer.forward for layer in layers), sum(layer.backward for layer in layers))
     assert actual == counted(model, shape)
     assert sum(layer.parameters for layer in layers) == sum(p.numel() for p in model.parameters())
 
 
 def test_a_weight_masked_in_the_forward_pass() -> None:
-    convolution, *_ = count_flop(Computed(), (2, 8), schedule="linear").layers
+    convolution, *_ = count_flop(Computed(), (2, 8), schedule="linear").operators
     assert (convolution.parameters, convolution.nonzero, convolution.weights, convolution.zeros) == (18, 6, 18, 12)
     # Its first tap alone, which misses the first of eight places, between each of two channels and three.
     assert convolution.forward_sparse == 2 * 7 * 2 * 3
@@ -430,7 +430,7 @@ def test_a_frozen_weight_with_a_bias_that_trains(pruned: bool) -> None:
         nn.utils.parametrizations.weight_norm(model[1])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("bias"))
-    layers = count_flop(model, (4,), schedule="linear").layers
+    layers = count_flop(model, (4,), schedule="linear").operators
     # Of the inputs alone, but for the first layer's.
     assert [layer.backward for layer in layers] == [0, 2 * 6 * 5, 2 * 5 * 3]
 
@@ -438,7 +438,7 @@ def test_a_frozen_weight_with_a_bias_that_trains(pruned: bool) -> None:
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_pytorchs_counter_multiplies_by_groups(groups: int) -> None:
     model = nn.Conv2d(4, 8, 3, groups=groups)
-    (layer,) = count_flop(model, (4, 6, 6), schedule="linear").layers
+    (layer,) = count_flop(model, (4, 6, 6), schedule="linear").operators
     assert (layer.forward, layer.backward * groups) == counted(model, (4, 6, 6))
 
 
@@ -449,8 +449,8 @@ def test_dense_totals_of_recurrent_models_equal_pytorchs_counter(name: str, shap
         y = model(torch.randn(1, *shape))
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
-    (layer,) = count_flop(model.rnn, shape[::-1], schedule="linear").layers
-    (head,) = count_flop(model.head, (20,), schedule="linear").layers
+    (layer,) = count_flop(model.rnn, shape[::-1], schedule="linear").operators
+    (head,) = count_flop(model.head, (20,), schedule="linear").operators
     assert layer.forward + head.forward == forward.get_total_flops()
     # Within the model the head's input has a gradient, too.
     of_state = 2 * model.head.weight.numel()
@@ -470,13 +470,13 @@ def test_dense_totals_of_recurrent_layers_equal_pytorchs_counter(kind: type[nn.R
     with FlopCounterMode(display=False) as backward:
         if out.requires_grad:
             out.sum().backward()
-    (actual,) = count_flop(layer, (7, 3), schedule="linear").layers
+    (actual,) = count_flop(layer, (7, 3), schedule="linear").operators
     assert (actual.forward, actual.backward) == (forward.get_total_flops(), backward.get_total_flops())
 
 
 def test_layers_of_pruned_recurrent_layers() -> None:
     layer = pruned_layer(nn.GRU)
-    (actual,) = count_flop(layer, (7, 3), schedule="linear").layers
+    (actual,) = count_flop(layer, (7, 3), schedule="linear").operators
     entering, nonzero = layer.weight_ih_l0.numel(), int(layer.weight_hh_l0.count_nonzero())
     assert actual.forward_sparse == 2 * 7 * (entering + nonzero)
     assert actual.backward_sparse == 2 * (7 * entering + 13 * nonzero)
@@ -507,7 +507,7 @@ def test_frozen_layers_have_no_backward() -> None:
     model[0].requires_grad_(False)
     with FlopCounterMode(display=False) as backward:
         model(torch.randn(1, 2, 8, 8)).sum().backward()
-    layers = count_flop(model, (2, 8, 8), schedule="linear").layers
+    layers = count_flop(model, (2, 8, 8), schedule="linear").operators
     assert [layer.path for layer in layers] == ["0", "2", "4"] and layers[0].backward == 0
     # The counter saw the forward pass, too.
     assert sum(layer.backward for layer in layers) == backward.get_total_flops() - sum(
@@ -518,7 +518,7 @@ def test_frozen_layers_have_no_backward() -> None:
 def test_pruned_layers() -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(48, 5))
     prune.random_unstructured(model[0], "weight", 0.5)
-    convolution, linear_layer = count_flop(model, (2, 4, 4), schedule="linear").layers
+    convolution, linear_layer = count_flop(model, (2, 4, 4), schedule="linear").operators
     nnz = jacsparse.jacobian_pattern(model[0], (2, 4, 4)).nnz
     assert (convolution.parameters, convolution.nonzero, convolution.sparsity) == (54, 27, 0.5)
     # Padding is counted dense, but has no entries.
@@ -535,7 +535,7 @@ def test_pruned_layers() -> None:
 def test_sparsity_is_of_what_is_multiplied_by() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     nn.init.zeros_(model[0].bias)
-    linear_layer, norm = count_flop(model, (4,), schedule="linear").layers
+    linear_layer, norm = count_flop(model, (4,), schedule="linear").operators
     assert (linear_layer.parameters, linear_layer.nonzero, linear_layer.sparsity) == (20, 16, 0.0)
     # Its bias is zero.
     assert (norm.parameters, norm.nonzero, norm.weights, norm.sparsity) == (8, 4, 0, 0.0)
