@@ -49,7 +49,11 @@ def flop(
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Count without the zeros that these data cause: digits, cifar10:DIR or random.")
+        str | None,
+        typer.Option(
+            help="Count also without the zeros that these data cause: digits, cifar10:DIR, random, or samples of yours "
+            "(.npy, .pt or .safetensors, along the first axis)."
+        ),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples of --data to count. Default: 4.")] = None,
     workers: Annotated[str, typer.Option(help="Compare schedules for these numbers of workers, as in 1,2,4,8.")] = "",
@@ -89,7 +93,7 @@ def flop(
         """Whether to count the scan, which is asked for or takes little."""
         memory = f" and {nbytes(estimate.nbytes)}" if estimate.nbytes else ""
         takes = f"{'about' if estimate.complete else 'more than'} {_duration(estimate.seconds)}{memory}"
-        heavy = estimate.seconds > _LONG or estimate.nbytes > _LARGE
+        heavy = not estimate.complete or estimate.seconds > _LONG or estimate.nbytes > _LARGE
         if schedule is not None:
             if heavy:
                 echo(f"counting {schedule} takes {takes}; without --schedule it is left out")

@@ -18,7 +18,9 @@ from ..stages import Region
 #: Pairs of entries that a thread looks at per second, about, and seconds of a count without products.
 PAIRS, START = 2.5e8, 0.5
 #: Pairs and bytes beyond which it does not matter how many more there are.
-ENOUGH, ENOUGH_BYTES = 1.5e10, 2**33
+ENOUGH, ENOUGH_BYTES = 1e10, 2**33
+#: Entries of all factors, at most, for which products are estimated: a few seconds.
+_BUDGET = 1e8
 #: Bytes of an entry of a pattern.
 _ENTRY = 4
 
@@ -36,7 +38,7 @@ class CountEstimate:
     nbytes : float
         Bytes of the patterns of these products; 0 where they are not estimated.
     complete : bool
-        Whether all products are estimated, or so many that those left do not matter: then it is a lower bound.
+        Whether all products are estimated. If not, those that are take long enough, and the figures are lower bounds.
     """
 
     schedule: str
@@ -72,9 +74,12 @@ def estimate_count(
     users = Counter(value for step in plan.products for value in (step.left, step.right))
     once = {step.left for step in plan.products if step.kind == "mv" and users[step.left] == 1}
     unused = {stage for stage, factor in enumerate(factors) if isinstance(factor, Region)}
-    surely = sum(_least_pairs(factors[stage]) for stage in unused) if any(s.kind == "mm" for s in plan.products) else 0
-    if runs * surely > enough:
-        return CountEstimate(plan.name, runs * surely, 0.0, False)
+    if all(step.kind == "mv" for step in plan.products):
+        return CountEstimate(plan.name, 0.0, 0.0, True)
+    surely = sum(_least_pairs(factors[stage]) for stage in unused)
+    entries = sum(factor.nnz for factor in factors if isinstance(factor, Region))
+    if runs * surely > enough or entries > _BUDGET:
+        return CountEstimate(plan.name, runs * max(surely, entries), 0.0, False)
     pairs, nbytes, complete = 0.0, 0.0, True
     for step in plan.products:
         if step.kind != "mm":

@@ -30,8 +30,9 @@ def layer_records(
         layer = operators[number].layer
         path = OTHERS if layer is None or not layer.forward else layer.path
         record = records.setdefault(path, dict.fromkeys(_COUNTS, 0))
-        for name in _COUNTS:
-            record[name] += getattr(layer, name) if isinstance(layer, LayerFlop) else 0
+        for name in _COUNTS if isinstance(layer, LayerFlop) else ():
+            # The Jacobians of operators that multiply by no weights are not stored as matrices.
+            record[name] += getattr(layer, name) if path != OTHERS or "jacobian" not in name else 0
         for structure, works in flop.items():
             for quantity, value in zip(StepFlop._fields, works[number], strict=True):
                 column = f"{structure}_{quantity}"

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..terminal import nbytes, new_table, percent, ratio, short, text
 from .layer_flop import StepFlop
-from .layers import OTHERS
 
 if TYPE_CHECKING:
     from .report import FlopReport
@@ -194,7 +193,7 @@ def summary_of(report: FlopReport) -> FlopSummary:
     layers = report.layers
     steps = []
     for structure in _NAMES:
-        if layers and f"{structure}_step" in layers[0]:
+        if structure != "observed" or any("observed_step" in layer for layer in layers):
             sums = [
                 sum(layer[f"{structure}_{quantity}"] for layer in layers) for quantity in (*StepFlop._fields, "step")
             ]
@@ -219,7 +218,7 @@ def summary_of(report: FlopReport) -> FlopSummary:
         *_cut_off(report),
         4 * parameters,
         8 * nonzero,
-        sum(layer["jacobian_nbytes"] for layer in layers if layer["layer"] != OTHERS),
+        sum(layer["jacobian_nbytes"] for layer in layers),
     )
 
 

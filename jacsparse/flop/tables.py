@@ -101,10 +101,10 @@ class Page:
             yield _steps(report)
             yield totals(report)
             yield from _remarks(report)
-        yield glossary(words if not self.steps else words | _WORDS)
+            words |= {word: each for word, each in _WORDS.items() if word not in words}
         if self.explain:
-            every = _LAYER_WORDS | _CHOICE_WORDS | _WORDS
-            yield glossary({word: each for word, each in every.items() if word not in words})
+            words = _LAYER_WORDS | _CHOICE_WORDS | _WORDS | words
+        yield glossary(words)
 
 
 def structure_name(report: FlopReport) -> str:
