@@ -23,7 +23,7 @@ Data = Annotated[
     str,
     typer.Option(
         "--data",
-        help="Samples: digits, cifar10:DIR, random, or a file of yours (.npy, .pt, .safetensors), along the first axis.",
+        help="Samples: digits, cifar10:DIR, random, or a file of yours (.npy, .pt, .safetensors).",
     ),
 ]
 

@@ -90,7 +90,8 @@ def simulate(
             progress=announce,
         )
     settings = {
-        "model": model, "part": path, "data": data, "prune": prune, "seed": seed, "schedule": schedule, "microbatches": microbatches,
+        "model": model, "part": path, "data": data, "prune": prune, "seed": seed, "schedule": schedule,
+        "microbatches": microbatches,
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }  # fmt: skip
     simulation = replace(simulation, name=f"{model}{f'.{path}' if path else ''}", settings=settings)
