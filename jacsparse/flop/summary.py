@@ -152,7 +152,7 @@ class FlopSummary:
             else:
                 yield f"{gain}. Dense kernels, as PyTorch's, gain nothing."
         elif self.weights:
-            yield "No weight is pruned: only padding and data leave something out, and sparse kernels lose."
+            yield "No weight is pruned: dense kernels, as PyTorch's, are the faster ones."
         if self.densest and self.zeros:
             if self.densest[0][1] > self.sparsest[0][1] - 0.0005:
                 yield f"Pruned: {percent(self.sparsest[0][1])} of every layer."

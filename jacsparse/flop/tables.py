@@ -26,7 +26,8 @@ _WORDS = {
     "*": "on the critical path: the largest step of each level, and every step of the middle",
     "<": "a product of two matrices that is less sparse than both",
     "dead": "in Algorithm 1 as printed: counted here, but in no sum, and not run",
-    "activations": "gradients of what passes from stage to stage, with those that only a scan's order needs",
+    "activations": "gradients of what passes from stage to stage: without zeros, 2 for each entry of a Jacobian that "
+    "meets one of the gradient, also of ReLU and pooling, which the first page counts by elements read and written",
     "input": "the gradient of the network's input, or of a recurrence's first state: one product more",
     "weights": "gradients of the weights, which no schedule changes",
     "dense": "what PyTorch executes: no zero is left out",
@@ -53,8 +54,8 @@ _CHOICE_WORDS = {
 #: The columns of the table of layers.
 _LAYER_COLUMNS = (
     "layer", "weights", "zero", "step", "of dense", "forward", "inputs'\ngradients", "weights'\ngradients",
-    "dense\nstep", "dense\nforward", "dense\ninputs'\ngradients", "dense\nweights'\ngradients",
     "Jacobian\nentries", "Jacobian\nMiB",
+    "dense\nstep", "dense\nforward", "dense\ninputs'\ngradients", "dense\nweights'\ngradients",
 )  # fmt: skip
 #: Columns by which layers can be sorted.
 SORTS = {"layer": "layer", "weights": "weights", "zero": "sparsity", "step": "", "jacobian": "jacobian_nnz"}
@@ -226,9 +227,9 @@ def _layer_cells(layer: Mapping[str, Any], structure: str) -> tuple[str, ...]:
         short(round(layer[f"{structure}_step"])),
         percent(layer[f"{structure}_step"] / dense) if dense else "",
         *(short(round(layer[f"{structure}_{quantity}"])) for quantity in quantities),
+        *((short(layer["jacobian_nnz"]), f"{layer['jacobian_nbytes'] / 2**20:.1f}") if layer["weights"] else ("", "")),
         short(round(dense)),
         *(short(round(layer[f"dense_{quantity}"])) for quantity in quantities),
-        *((short(layer["jacobian_nnz"]), f"{layer['jacobian_nbytes'] / 2**20:.1f}") if layer["weights"] else ("", "")),
     )
 
 

@@ -237,7 +237,7 @@ class Simulation:
         if late and self.fastest_exact:
             sentences.append(f"With the gradients of back-propagation: {_changes(self.fastest_exact)}.")
         exact = [row for row in self.rows if row.exact]
-        if "bp" in self.methods and len(self.methods) > 1:
+        if "bp" in self.methods and any(row.method != "bp" for row in exact):
             best = min(exact, key=lambda row: row.seconds)
             gain = self.methods["bp"][0].seconds / best.seconds
             sentences.append(

@@ -9,11 +9,13 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from jacsparse.models import build, prune_weights
+from rich.console import Console
 from torch import nn
 from torch.nn.utils import prune
 
@@ -21,14 +23,13 @@ from jacsparse import count_flop
 from jacsparse.__main__ import main
 from jacsparse.terminal import percent, ratio, short
 from tests import example_models
-from tests.drawn_networks import NETWORKS
 
 PAGES = Path(__file__).parent / "pages"
 _RESNET = ("tests.example_models:thin_resnet18", "--input", "3,224,224", "--checkpoint", "pruned.pt")
 _COUNTED = ("--rate", "1e12", "--workers", "1..64")
 #: The commands, by the names of their pages.
 COMMANDS = {
-    "flop-vgg11": ("flop", "vgg11", "--prune", "0.97", "--data", "random"),
+    "flop-vgg11": ("flop", "vgg11", "--prune", "0.97", "--data", "random", "--samples", "1"),
     "flop-resnet18": ("flop", *_RESNET),
     "flop-lenet5": ("flop", "lenet5", "--steps"),
     "flop-bitstream": ("flop", "bitstream", "--input", "1,40"),
@@ -49,20 +50,32 @@ def checkpoint(folder: Path) -> None:
     torch.save(net.state_dict(), folder / "pruned.pt")
 
 
-def printed(name: str, width: int) -> str:
-    """What a command prints, without times that are measured."""
-    out = io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["jacsparse", *COMMANDS[name]]),
-        mock.patch.dict("os.environ", {"COLUMNS": str(width)}),
-        contextlib.redirect_stdout(out),
-        contextlib.suppress(SystemExit),
-    ):
-        main()
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    # Measured times, residuals of iterations and numbers of threads differ between machines.
-    measured = r"[0-9.e+-]+ (?:s|ms|µs)$|(?<= )[0-9.]+e-[0-9]+|[0-9]+ threads?"
-    return "\n".join(re.sub(measured, "*", line) if name.startswith("compare") else line for line in lines) + "\n"
+def printed(name: str) -> dict[int, str]:
+    """What a command prints, by the columns of the terminal, without times that are measured."""
+    shown: list[object] = []
+    recorder = SimpleNamespace(print=shown.append)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with (
+            mock.patch.object(sys, "argv", ["jacsparse", *COMMANDS[name]]),
+            mock.patch("jacsparse.terminal.console", lambda: recorder),
+            contextlib.suppress(SystemExit),
+        ):
+            main()
+    finally:
+        torch.set_num_threads(threads)
+    return {width: _text(shown, width, name.startswith("compare")) for width in (80, 140)}
+
+
+def _text(shown: list[object], width: int, measured: bool) -> str:
+    console = Console(file=io.StringIO(), width=width, markup=False, emoji=False, highlight=False)
+    for each in shown:
+        console.print(each)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    # Measured times and residuals of iterations differ between machines.
+    pattern = r"[0-9.e+-]+ (?:s|ms|µs)$|(?<= )[0-9.]+e-[0-9]+"
+    return "\n".join(re.sub(pattern, "*", line) if measured else line for line in lines) + "\n"
 
 
 @pytest.fixture
@@ -75,8 +88,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_pages(name: str, folder: Path) -> None:
-    for width in (80, 140):
-        page = printed(name, width)
+    for width, page in printed(name).items():
         assert page == (PAGES / f"{name}-{width}.txt").read_text(encoding="utf-8")
         assert "…" not in page and max(map(len, page.splitlines())) <= width
 
@@ -105,7 +117,8 @@ CASES = {
     "recurrent": (lambda: nn.GRU(3, 5, batch_first=True), (7, 3)),
     "one layer": (lambda: nn.Linear(4, 3), (4,)),
     "pooled": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2), nn.ReLU()), (2, 8, 8)),
-    **{name: (module, shape) for name, (module, shape) in list(NETWORKS.items())[:0]},
+    "normalised": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten()), (2, 8, 8)),
+    "frozen": (lambda: nn.Sequential(nn.Linear(4, 3).requires_grad_(False), nn.Tanh(), nn.Linear(3, 2)), (4,)),
 }
 
 
@@ -160,5 +173,5 @@ if __name__ == "__main__":
         PAGES.mkdir(exist_ok=True)
         os.chdir(temporary)
         for page in COMMANDS:
-            for columns in (80, 140):
-                (PAGES / f"{page}-{columns}.txt").write_text(printed(page, columns), encoding="utf-8")
+            for columns, lines in printed(page).items():
+                (PAGES / f"{page}-{columns}.txt").write_text(lines, encoding="utf-8")
