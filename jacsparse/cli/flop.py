@@ -15,7 +15,7 @@ from .options import Checkpoint, Input, Model, Prune, Seed, Trust
 if TYPE_CHECKING:
     import torch
 
-    from ..flop import CountEstimate
+    from ..flop import CountEstimate, FlopReport
 
 #: A scan that takes more seconds or bytes is left out unless it is asked for.
 _LONG, _LARGE = 20.0, 2**32
@@ -61,6 +61,10 @@ def flop(
     explain: Annotated[bool, typer.Option("--explain", help="Explain all words, also of tables not shown.")] = False,
     sort: Annotated[str | None, typer.Option(help="Sort layers by layer, weights, zero, step or jacobian.")] = None,
     top: Annotated[int | None, typer.Option(min=1, help="Show so many layers. Default: all.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Show two checkpoints of the model side by side, as before and after pruning further."),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the steps to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the thesis' Figure 5.5 into this file.")] = None,
@@ -69,7 +73,7 @@ def flop(
     """Say what a training step takes with and without pruned weights, and whether a parallel scan pays."""
     from .. import count_flop
     from ..figures import check_figure
-    from ..flop import SORTS, Page
+    from ..flop import SORTS, Page, SideBySide
     from ..terminal import console, nbytes
 
     check_outputs(json, csv, plot)
@@ -80,6 +84,17 @@ def flop(
         raise ValueError(f"--sort is {sort!r}; expected one of {', '.join(SORTS)}")
     if samples is not None and data is None:
         raise ValueError("--samples says how many to observe, but not of what; add --data, as in --data digits")
+    if compare is not None:
+        unused = [("--checkpoint", checkpoint), ("--prune", prune), ("--schedule", schedule), ("--data", data),
+                  ("--workers", workers), ("--json", json), ("--csv", csv), ("--plot", plot)]  # fmt: skip
+        for option, value in unused:
+            if value:
+                raise ValueError(
+                    f"{option} is of no use with --compare, which shows back-propagation of two checkpoints"
+                )
+        reports = [_linear(model, input, each, seed, part) for each in compare]
+        console().print(SideBySide(reports[0], reports[1], (str(compare[0]), str(compare[1]))))
+        return
     module, shape, default_part = load_model(model, input, prune, checkpoint, seed, trust)
     path = part if part is not None else default_part
     analysed = module
@@ -125,3 +140,13 @@ def flop(
         report.save_csv(csv)
     if plot is not None:
         report.plot(plot)
+
+
+def _linear(model: str, sizes: str | None, checkpoint: Path, seed: int, part: str | None) -> FlopReport:
+    """Back-propagation of a model with the weights of a checkpoint."""
+    from .. import count_flop
+
+    module, shape, default_part = load_model(model, sizes, 0.0, checkpoint, seed, False)
+    path = part if part is not None else default_part
+    analysed, x = submodule_at(module, path, "--part", make_samples("random", 1, shape, seed, module))
+    return count_flop(analysed, tuple(x.shape[1:]), schedule="linear")

@@ -6,7 +6,7 @@ from .layer_flop import LayerFlop, layers_of
 from .recurrent_subject import sequence_subject
 from .report import BaselineStep, FlopReport, FlopStep
 from .summary import FlopSummary
-from .tables import SORTS, Page, totals
+from .tables import SORTS, Page, SideBySide, totals
 
 __all__ = [
     "SORTS",
@@ -17,6 +17,7 @@ __all__ = [
     "FlopSummary",
     "LayerFlop",
     "Page",
+    "SideBySide",
     "count_flop",
     "layers_of",
     "sequence_subject",

@@ -191,14 +191,14 @@ def _steps(steps: Sequence[TrainingStep]) -> Any:
 def summary_of(report: FlopReport) -> FlopSummary:
     """The summary of a report."""
     layers = report.layers
-    steps = []
+    steps = list[TrainingStep]()
     for structure in _NAMES:
         if structure != "observed" or any("observed_step" in layer for layer in layers):
             sums = [
                 sum(layer[f"{structure}_{quantity}"] for layer in layers) for quantity in (*StepFlop._fields, "step")
             ]
             dense = steps[0].step if steps else sums[-1]
-            steps.append(TrainingStep(structure, *sums, sums[-1] / dense if dense else 1.0))
+            steps.append(TrainingStep(structure, sums[0], sums[1], sums[2], sums[3], sums[3] / dense if dense else 1.0))
     weighted = [(layer["layer"], layer["sparsity"]) for layer in layers if layer["weights"]]
     by_share = sorted(weighted, key=lambda pair: pair[1])
     last = steps[-1]

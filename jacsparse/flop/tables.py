@@ -90,7 +90,7 @@ class Page:
         yield report.summary()
         for warning in report.warnings:
             yield f"Warning: {warning}"
-        words = {}
+        words = dict[str, str]()
         if report.layers:
             yield _layers(report, self.sort, self.top)
             names = {layer["layer"] for layer in report.layers}
@@ -215,6 +215,53 @@ def _layers(report: FlopReport, sort: str | None, top: int | None) -> Any:
         [_layer_cells(layer, last) for layer in [*shown, total]],
         sections=frozenset([len(shown) - 1]),
     )
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Two reports of one model with other weights, layer by layer.
+
+    Attributes
+    ----------
+    before, after : FlopReport
+        The reports; `after` has the layers of `before`.
+    names : tuple of str
+        What the two are called.
+    """
+
+    before: FlopReport
+    after: FlopReport
+    names: tuple[str, str]
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        steps = [report.summary().steps[-1] for report in (self.before, self.after)]
+        zeros = [report.summary().sparsity for report in (self.before, self.after)]
+        yield f"A is {self.names[0]}, B is {self.names[1]}."
+        yield (
+            f"B's training step takes {_share(steps[1].step, steps[0].step)} of A's FLOP without zeros: "
+            f"{short(round(steps[1].step))} in place of {short(round(steps[0].step))}, with {percent(zeros[1])} of the "
+            f"weights zero in place of {percent(zeros[0])}."
+        )
+        old = set(self.before.warnings)
+        yield from (f"Warning: {warning}" for warning in self.after.warnings if warning not in old)
+        column = f"{steps[1].structure}_step"
+        pairs = list(zip(self.before.layers, self.after.layers, strict=True))
+        rows = [
+            (a["layer"], *(percent(each["sparsity"]) if each["weights"] else "" for each in (a, b)),
+             *(short(round(each[column])) for each in (a, b)), _share(b[column], a[column]))
+            for a, b in pairs
+        ]  # fmt: skip
+        total = ("all", *map(percent, zeros), *(short(round(step.step)) for step in steps))
+        yield Fitted(
+            "Layers: FLOP of a training step without zeros",
+            ("layer", "zero, A", "zero, B", "step, A", "step, B", "B / A"),
+            [*rows, (*total, _share(steps[1].step, steps[0].step))],
+            sections=frozenset([len(rows) - 1]),
+        )
+
+
+def _share(part: float, whole: float) -> str:
+    return percent(part / whole) if whole else ""
 
 
 def _layer_cells(layer: Mapping[str, Any], structure: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import scipy.sparse
 import torch
-from jacsparse.models import build, save_checkpoint
+from jacsparse.models import build, prune_weights, save_checkpoint
 from torch import nn
 from torch.nn.utils import prune
 
@@ -622,3 +622,18 @@ def test_layers_are_sorted_and_chosen(jac) -> None:
     assert "Layers, 1 of 6" in out and "classifier.0 48.0 k" in out and "features.3 " not in out.split("Layers, ")[1]
     assert "critical path" not in out
     assert "critical path" in jac("flop", "lenet5", "--schedule", "linear", "--explain")[1]
+
+
+def test_two_checkpoints_side_by_side(jac, tmp_path: Path) -> None:
+    files = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for file, fraction in zip(files, (0.5, 0.9), strict=True):
+        torch.manual_seed(0)
+        module = custom_model()
+        prune_weights(module, fraction)
+        torch.save(module.state_dict(), file)
+    words = ("flop", "tests.cli.test_cli:custom_model", "--input", "3,8,8", "--compare", *files)
+    status, out, err = jac(*words)
+    assert status == 0, err
+    assert "with 90.0% of the weights zero in place of 50.0%" in out and " 3 50.0% 90.0% 2.16 k 432 20.0%" in out
+    status, _, err = jac(*words, "--prune", 0.5)
+    assert status == 2 and "--prune is of no use with --compare" in err
