@@ -108,6 +108,8 @@ def flop(
         """Whether to count the scan, which is asked for or takes little."""
         memory = f" and {nbytes(estimate.nbytes)}" if estimate.nbytes else ""
         takes = f"{'about' if estimate.complete else 'more than'} {_duration(estimate.seconds)}{memory}"
+        if not estimate.complete and estimate.seconds <= _LONG:
+            takes = "too long to estimate"
         heavy = not estimate.complete or estimate.seconds > _LONG or estimate.nbytes > _LARGE
         if schedule is not None:
             if heavy:
