@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 #: Columns of a line in a file or a pipe, which have no width.
@@ -35,7 +36,67 @@ def new_table(title: str) -> Any:
     from rich import box
     from rich.table import Table
 
-    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    return Table(title=title or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A table that cuts nothing: columns that do not fit a terminal's width follow in further tables.
+
+    Attributes
+    ----------
+    title : str
+        The title of the first table.
+    columns : sequence of str
+        Headers, which may have several lines.
+    rows : sequence of sequences of str
+        A cell for each column.
+    keys : int
+        How many first columns each table repeats.
+    left : frozenset of int
+        Columns that are aligned to the left, beside the keys.
+    sections : frozenset of int
+        Rows after which there is a line.
+    faint : frozenset of int
+        Rows that are dim.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    keys: int = 1
+    left: frozenset[int] = frozenset()
+    sections: frozenset[int] = frozenset()
+    faint: frozenset[int] = frozenset()
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        for number, columns in enumerate(self._parts(options.max_width)):
+            yield self._table(columns, self.title if not number else "")
+
+    def _parts(self, width: int) -> Iterator[list[int]]:
+        """The columns of each table."""
+        keys, lines = [*range(self.keys)], [self.columns, *self.rows]
+        # A space follows each column, a space divides two, and one is at each edge.
+        sizes = [2 + max(max(map(len, row[place].split("\n"))) for row in lines) for place in range(len(self.columns))]
+        start, part = 1 + sum(sizes[key] for key in keys), list[int]()
+        used = start
+        for place in range(self.keys, len(self.columns)):
+            if part and used + sizes[place] > width:
+                yield keys + part
+                used, part = start, []
+            used += sizes[place]
+            part.append(place)
+        yield keys + part
+
+    def _table(self, columns: Sequence[int], title: str) -> Any:
+        table = new_table(title)
+        for place in columns:
+            aligned = "left" if place < self.keys or place in self.left else "right"
+            table.add_column(self.columns[place], justify=aligned, overflow="fold", no_wrap=place >= self.keys)
+        for number, row in enumerate(self.rows):
+            cells = [row[place] for place in columns]
+            table.add_row(*cells, style="dim" if number in self.faint else "", end_section=number in self.sections)
+        return table
 
 
 def glossary(words: Mapping[str, str]) -> Any:
@@ -58,7 +119,7 @@ def short(count: float) -> str:
     >>> short(326_301_528), short(999_600), short(4096.0), short(12.5)
     ('326 M', '1.00 M', '4.10 k', '12.5')
     """
-    for scale, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+    for scale, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if count >= 0.9995 * scale:
             return f"{count / scale:#.3g}".removesuffix(".") + unit
     return f"{count:g}"
@@ -76,3 +137,40 @@ def short_time(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.3g}{unit}"
     return f"{seconds / 1e-9:.3g} ns"
+
+
+def percent(share: float) -> str:
+    """A share in percent, in three digits at most.
+
+    Examples
+    --------
+    >>> percent(0.97), percent(0.0366), percent(0.000123), percent(1.0)
+    ('97.0%', '3.66%', '0.0123%', '100%')
+    """
+    value = 100 * share
+    return f"{value:.3g}%" if value < 1 or value >= 99.95 else f"{value:#.3g}%"
+
+
+def ratio(value: float) -> str:
+    """A ratio in three digits.
+
+    Examples
+    --------
+    >>> ratio(53.71), ratio(0.01234), ratio(2287.4)
+    ('53.7', '0.0123', '2,287')
+    """
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
+def nbytes(count: float) -> str:
+    """Bytes with a unit, in three digits.
+
+    Examples
+    --------
+    >>> nbytes(100), nbytes(1536), nbytes(9.2e9)
+    ('100 B', '1.5 KiB', '8.57 GiB')
+    """
+    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}" if count < 999.5 * scale else f"{count / scale:.0f} {unit}"
+    return f"{count:.0f} B"

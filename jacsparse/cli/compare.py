@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .inputs import announcements, check_outputs, layer_input, load_model, make_samples, parse_numbers, submodule_at
-from .options import Checkpoint, Input, Model, Prune, Seed, Trust
+from .options import Checkpoint, Data, Input, Model, Prune, Seed, Trust
 
 if TYPE_CHECKING:
     from ..solvers import TriangularSolver
@@ -27,7 +27,7 @@ def compare(
         str | None,
         typer.Option(help="Submodule to compare on. Default: all; vgg11: features; bitstream, irmas: rnn."),
     ] = None,
-    data: Annotated[str, typer.Option(help="Samples: digits, cifar10:DIR or random.")] = "random",
+    data: Data = "random",
     batch: Annotated[int, typer.Option(min=1, help="Samples of the mini-batch.")] = 1,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of a recurrent layer's input to take. Default: all.")

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schedule import COUNTED
-from .inputs import check_outputs, load_model, make_samples, parse_numbers, submodule_at
+from .inputs import check_outputs, echo, load_model, make_samples, parse_numbers, progress_bar, submodule_at
 from .options import Checkpoint, Input, Model, Prune, Seed, Trust
 
 if TYPE_CHECKING:
     import torch
 
-#: Pairs of entries that a thread looks at per second, about; and the seconds from which on a count is announced.
-_PAIRS, _LONG = 3e8, 15.0
+    from ..flop import CountEstimate, FlopReport
+
+#: A scan that takes more seconds or bytes is left out unless it is asked for.
+_LONG, _LARGE = 20.0, 2**32
 
 
 def _duration(seconds: float) -> str:
@@ -40,33 +42,59 @@ def flop(
         ),
     ] = None,
     schedule: Annotated[
-        str, typer.Option(help="linear, blelloch, blelloch:LEVELS, chunked:LENGTH, balanced:WORKERS or auto.")
-    ] = COUNTED,
+        str | None,
+        typer.Option(
+            help="Scan to count, whatever that takes: linear (none), blelloch, blelloch:LEVELS, chunked:LENGTH, "
+            f"balanced:WORKERS or auto. Default: {COUNTED} if it takes little time and memory."
+        ),
+    ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Count without the zeros that these data cause: digits, cifar10:DIR or random.")
+        str | None,
+        typer.Option(
+            help="Count also without the zeros that these data cause: digits, cifar10:DIR, random, or samples of yours "
+            "(.npy, .pt or .safetensors, along the first axis)."
+        ),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples of --data to count. Default: 4.")] = None,
     workers: Annotated[str, typer.Option(help="Compare schedules for these numbers of workers, as in 1,2,4,8.")] = "",
+    steps: Annotated[bool, typer.Option("--steps", help="Show the steps of the scan, and their sums.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain all words, also of tables not shown.")] = False,
+    sort: Annotated[str | None, typer.Option(help="Sort layers by layer, weights, zero, step or jacobian.")] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="Show so many layers. Default: all.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Show two checkpoints of the model side by side, as before and after pruning further."),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the steps to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the thesis' Figure 5.5 into this file.")] = None,
     seed: Seed = 0,
 ) -> None:
-    """Count the FLOP of one sample's backward pass, by scan and by back-propagation."""
-    import torch
-    from rich.console import Console
-    from rich.progress import Progress
-
+    """Say what a training step takes with and without pruned weights, and whether a parallel scan pays."""
     from .. import count_flop
     from ..figures import check_figure
-    from ..terminal import console
+    from ..flop import SORTS, Page, SideBySide
+    from ..terminal import console, nbytes
 
     check_outputs(json, csv, plot)
     if plot is not None:
         check_figure(plot)
     counts = parse_numbers("--workers", workers, "numbers of workers, as in 1,2,4,8") if workers else ()
+    if sort is not None and sort not in SORTS:
+        raise ValueError(f"--sort is {sort!r}; expected one of {', '.join(SORTS)}")
     if samples is not None and data is None:
         raise ValueError("--samples says how many to observe, but not of what; add --data, as in --data digits")
+    if compare is not None:
+        unused = [("--checkpoint", checkpoint), ("--prune", prune), ("--schedule", schedule), ("--data", data),
+                  ("--workers", workers), ("--json", json), ("--csv", csv), ("--plot", plot)]  # fmt: skip
+        for option, value in unused:
+            if value:
+                raise ValueError(
+                    f"{option} is of no use with --compare, which shows back-propagation of two checkpoints"
+                )
+        reports = [_linear(model, input, each, seed, part) for each in compare]
+        console().print(SideBySide(reports[0], reports[1], (str(compare[0]), str(compare[1]))))
+        return
     module, shape, default_part = load_model(model, input, prune, checkpoint, seed, trust)
     path = part if part is not None else default_part
     analysed = module
@@ -74,35 +102,39 @@ def flop(
     if data is not None or path:
         x = make_samples("random" if data is None else data, 1 if data is None else samples or 4, shape, seed, module)
         analysed, x = submodule_at(module, path, "--part", x)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("counting products", total=None)
+    notes: list[str] = []
 
-        def announce(pairs: float) -> None:
-            seconds = pairs / (_PAIRS * torch.get_num_threads())
-            if seconds > _LONG:
-                cheap = "--schedule linear takes seconds: it multiplies no matrices"
-                times = f", for each of {samples or 4} samples and once more" if data else ""
-                bar.console.print(
-                    f"{schedule}: products of matrices with {pairs:.2g} pairs of entries or more to look at{times}, "
-                    f"about {_duration(seconds)} at least. {cheap}.",
-                    soft_wrap=True,
-                    highlight=False,
-                )
+    def accept(estimate: CountEstimate) -> bool:
+        """Whether to count the scan, which is asked for or takes little."""
+        memory = f" and {nbytes(estimate.nbytes)}" if estimate.nbytes else ""
+        takes = f"{'about' if estimate.complete else 'more than'} {_duration(estimate.seconds)}{memory}"
+        if not estimate.complete and estimate.seconds <= _LONG:
+            takes = "too long to estimate"
+        heavy = not estimate.complete or estimate.seconds > _LONG or estimate.nbytes > _LARGE
+        if schedule is not None:
+            if heavy:
+                echo(f"counting {schedule} takes {takes}; without --schedule it is left out")
+            return True
+        if heavy:
+            notes.append(f"Scan: not counted, as that takes {takes}. Ask for it with --schedule {COUNTED}.")
+        return not heavy
 
+    with progress_bar("counting products") as progress:
         report = count_flop(
             analysed,
             shape if x is None else tuple(x.shape[1:]),
-            schedule=schedule,
+            schedule=schedule or COUNTED,
             structure="observed" if data else "guaranteed",
             inputs=x if data else None,
             executed=True,
             workers=counts,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-            announce=announce,
+            progress=progress,
+            accept=accept,
         )
     name = f"{model}{f'.{path}' if path else ''}{f' on {data}' if data else ''}"
-    console().print(replace(report, name=name))
-    if report.schedule != schedule:
+    report = replace(report, name=name, note=" ".join(notes))
+    console().print(Page(report, steps, explain, sort, top))
+    if schedule is not None and report.schedule != schedule:
         typer.echo(f"--schedule {schedule} is {report.schedule} for {len(report.baseline)} stages")
     if json is not None:
         report.save_json(json)
@@ -110,3 +142,13 @@ def flop(
         report.save_csv(csv)
     if plot is not None:
         report.plot(plot)
+
+
+def _linear(model: str, sizes: str | None, checkpoint: Path, seed: int, part: str | None) -> FlopReport:
+    """Back-propagation of a model with the weights of a checkpoint."""
+    from .. import count_flop
+
+    module, shape, default_part = load_model(model, sizes, 0.0, checkpoint, seed, False)
+    path = part if part is not None else default_part
+    analysed, x = submodule_at(module, path, "--part", make_samples("random", 1, shape, seed, module))
+    return count_flop(analysed, tuple(x.shape[1:]), schedule="linear")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,19 +164,69 @@ def layer_input(part: nn.Module, x: torch.Tensor, steps: int | None) -> torch.Te
     return x if part.batch_first else x.transpose(0, 1)
 
 
-@contextlib.contextmanager
-def announcements(doing: str) -> Iterator[Callable[[str], None]]:
-    """A context with a function that shows what is done next: in one line of a terminal, or line by line."""
+#: Seconds before progress is shown, seconds between the lines of a log, and how many lines there are at most.
+_SILENT, _PAUSE, _MOST_LINES = 2.0, 5.0, 10
+
+
+def echo(line: str) -> None:
+    """A line for the person at the terminal, beside what is printed."""
     from rich.console import Console
 
-    errors = Console(stderr=True, highlight=False)
+    Console(stderr=True, markup=False, emoji=False, highlight=False).print(line, soft_wrap=True)
+
+
+class _Lines:
+    """Lines of a log, ever rarer: at most `_MOST_LINES` of what may take any time."""
+
+    def __init__(self) -> None:
+        self.next, self.pause, self.left = time.perf_counter() + _SILENT, _PAUSE, _MOST_LINES
+
+    def show(self, line: str) -> None:
+        now = time.perf_counter()
+        if now >= self.next and self.left:
+            echo(line)
+            self.next, self.pause, self.left = now + self.pause, 2 * self.pause, self.left - 1
+
+
+@contextlib.contextmanager
+def progress_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """A context with a function that takes how many parts of how many are done.
+
+    After two seconds a terminal shows a bar, and a log a line from time to time.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    errors, lines = Console(stderr=True), _Lines()
+    bar = Progress(console=errors, transient=True)
+    task = bar.add_task(doing, total=None)
+
+    def update(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if not errors.is_terminal:
+            lines.show(f"{doing}: {done:,} of {total:,}")
+        elif not bar.live.is_started and time.perf_counter() >= lines.next:
+            bar.start()
+
+    try:
+        yield update
+    finally:
+        bar.stop()
+
+
+@contextlib.contextmanager
+def announcements(doing: str) -> Iterator[Callable[[str], None]]:
+    """A context with a function that shows what is done next: in one line of a terminal, or now and then in a log."""
+    from rich.console import Console
+
+    errors, lines = Console(stderr=True, highlight=False), _Lines()
     with errors.status("preparing") as status:
 
         def announce(subject: str) -> None:
             if errors.is_terminal:
                 status.update(f"{doing} {subject}")
             else:
-                errors.print(f"{doing} {subject}", soft_wrap=True)
+                lines.show(f"{doing} {subject}")
 
         yield announce
 
@@ -208,12 +259,29 @@ def make_samples(data: str, count: int, shape: tuple[int, ...], seed: int, modul
             raise ValueError(
                 f"{count} samples of shape {shape} are more than there is memory for; name smaller sizes with --input"
             ) from error
-    images = models.load_data(data).test_inputs
-    if tuple(images.shape[1:]) != shape:
-        raise ValueError(f"--data {data} has samples of shape {tuple(images.shape[1:])}, --input is {shape}")
-    if count > len(images):
-        raise ValueError(f"--samples is {count}, but {data} has {len(images)} test images")
-    return images[:count].to(dtype)
+    own = Path(data).suffix in _READERS
+    samples = _read_samples(Path(data)) if own else models.load_data(data).test_inputs
+    if tuple(samples.shape[1:]) != shape:
+        raise ValueError(f"--data {data} has samples of shape {tuple(samples.shape[1:])}, --input is {shape}")
+    if count > len(samples):
+        kind = "samples" if own else "test images"
+        raise ValueError(f"--samples is {count}, but {data} has {len(samples)} {kind}")
+    return samples[:count].to(dtype)
+
+
+def _read_samples(path: Path) -> torch.Tensor:
+    """The samples in a file, along the first axis; no code in the file runs."""
+    samples = _read_tensor(path, "expected one tensor of samples, along its first axis")
+    if not samples.is_floating_point():
+        raise ValueError(f"{path} holds {samples.dtype}; expected floating-point samples, as the model takes them")
+    if not len(samples):
+        raise ValueError(f"{path} holds no sample")
+    finite = samples.flatten(1).isfinite().all(1)
+    if not finite.all():
+        raise ValueError(
+            f"{path} holds NaN or infinity in sample {int((~finite).nonzero()[0])}; leave out such samples"
+        )
+    return samples
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype:
@@ -224,25 +292,54 @@ def _dtype_of(module: nn.Module) -> torch.dtype:
 
 def read_sample(path: Path, module: nn.Module) -> torch.Tensor:
     """A sample from a file, as a batch of one, of the model's dtype; no code in the file runs."""
-    import numpy as np
-    import torch
-
     if path.suffix not in (".npy", ".pt"):
         raise ValueError(f"--input-file is {path}; expected an array (.npy) or a tensor (.pt)")
+    return _read_tensor(path, "expected a tensor of one sample, without a batch").to(_dtype_of(module))[None]
+
+
+def _read_tensor(path: Path, expected: str) -> torch.Tensor:
+    """The one tensor in a file; no code in the file runs."""
+    import torch
+
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; make one with numpy.save or torch.save")
     try:
-        if path.suffix == ".pt":
-            sample = torch.load(path, weights_only=True, map_location="cpu")
-        else:
-            sample = torch.from_numpy(np.load(path, allow_pickle=False))
+        value = _READERS[path.suffix](path)
     except Exception as error:
         # The errors of NumPy and PyTorch for a damaged file share no base class.
         raise ValueError(
             f"{path} cannot be read: it is damaged, or holds more than numbers; save one array or tensor"
         ) from error
-    if not isinstance(sample, torch.Tensor) or not sample.ndim:
+    if not isinstance(value, torch.Tensor) or not value.ndim:
         from ..runtime import a_type
 
-        raise ValueError(f"{path} holds {a_type(sample)}; expected a tensor of one sample, without a batch")
-    return sample.to(_dtype_of(module))[None]
+        raise ValueError(f"{path} holds {a_type(value)}; {expected}")
+    return value
+
+
+def _load_numpy(path: Path) -> object:
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.load(path, allow_pickle=False))
+
+
+def _load_torch(path: Path) -> object:
+    import torch
+
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+def _load_safetensors(path: Path) -> object:
+    import safetensors.torch
+
+    tensors = safetensors.torch.load_file(path)
+    return next(iter(tensors.values())) if len(tensors) == 1 else tensors
+
+
+#: How files of samples are read, by their suffix.
+_READERS: dict[str, Callable[[Path], object]] = {
+    ".npy": _load_numpy,
+    ".pt": _load_torch,
+    ".safetensors": _load_safetensors,
+}

@@ -19,6 +19,14 @@ Input = Annotated[
     ),
 ]
 
+Data = Annotated[
+    str,
+    typer.Option(
+        "--data",
+        help="Samples: digits, cifar10:DIR, random, or a file of yours (.npy, .pt, .safetensors).",
+    ),
+]
+
 Layer = Annotated[str, typer.Option("--layer", help="Path of an operator in the model, as in features.0.")]
 
 Prune = Annotated[float, typer.Option(help="Prune this share of the weights of each convolution and linear layer.")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .inputs import announcements, check_outputs, layer_input, load_model, make_samples, parse_numbers, submodule_at
-from .options import Checkpoint, Input, Model, Prune, Seed, Trust
+from .options import Checkpoint, Data, Input, Model, Prune, Seed, Trust
 
 if TYPE_CHECKING:
     from ..simulation import TrainingMethod
@@ -26,6 +26,7 @@ def simulate(
         str | None,
         typer.Option(help="Submodule to simulate. Default: all; vgg11: features; bitstream, irmas: rnn."),
     ] = None,
+    data: Data = "random",
     batch: Annotated[int, typer.Option(min=1, help="Samples of the mini-batch.")] = 16,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of a recurrent layer's input to take. Default: all.")
@@ -73,7 +74,7 @@ def simulate(
     methods = _methods(method, schedule, microbatches)
     module, shape, default_part = load_model(model, input, prune, checkpoint, seed, trust)
     path = part if part is not None else default_part
-    analysed, x = submodule_at(module, path, "--part", make_samples("random", batch, shape, seed, module))
+    analysed, x = submodule_at(module, path, "--part", make_samples(data, batch, shape, seed, module))
     if steps is not None and not isinstance(analysed, nn.RNNBase):
         raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
     x = layer_input(analysed, x, steps)
@@ -89,7 +90,8 @@ def simulate(
             progress=announce,
         )
     settings = {
-        "model": model, "part": path, "prune": prune, "seed": seed, "schedule": schedule, "microbatches": microbatches,
+        "model": model, "part": path, "data": data, "prune": prune, "seed": seed, "schedule": schedule,
+        "microbatches": microbatches,
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }  # fmt: skip
     simulation = replace(simulation, name=f"{model}{f'.{path}' if path else ''}", settings=settings)

@@ -1,16 +1,23 @@
 """FLOP of back-propagation, by scan and step after step."""
 
 from .counting import count_flop
+from .estimate import CountEstimate
 from .layer_flop import LayerFlop, layers_of
 from .recurrent_subject import sequence_subject
 from .report import BaselineStep, FlopReport, FlopStep
-from .tables import totals
+from .summary import FlopSummary
+from .tables import SORTS, Page, SideBySide, totals
 
 __all__ = [
+    "SORTS",
     "BaselineStep",
+    "CountEstimate",
     "FlopReport",
     "FlopStep",
+    "FlopSummary",
     "LayerFlop",
+    "Page",
+    "SideBySide",
     "count_flop",
     "layers_of",
     "sequence_subject",

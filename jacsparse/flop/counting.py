@@ -13,10 +13,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..patterns import Diagonal, Full, Pattern
+from ..patterns import Pattern
 from ..schedule import COUNTED, Schedule, Step, balanced, linear, resolve
 from ..spgemm import meeting, multiply_adds, product_meeting, product_pattern
 from ..stages import Region, check_input, matrix_of
+from .estimate import ENOUGH, CountEstimate, estimate_count
+from .layer_flop import OperatorWork, StepFlop
+from .layers import layer_records
 from .report import BackPropagation, BaselineStep, FlopReport, FlopStep, ScheduleChoice
 from .subject import Subject, chain_subject
 
@@ -31,7 +34,7 @@ def count_flop(
     executed: bool | None = None,
     workers: Sequence[int] = (),
     progress: Callable[[int, int], None] | None = None,
-    announce: Callable[[float], None] | None = None,
+    accept: Callable[[CountEstimate], bool] | None = None,
 ) -> FlopReport:
     """Count the FLOP of one sample's backward pass, step by step.
 
@@ -57,9 +60,9 @@ def count_flop(
         For each number of workers, the report names the fastest schedule of ``linear``, ``balanced`` and `schedule`.
     progress : callable, optional
         Called after each product with the numbers of finished and of all products, over all samples.
-    announce : callable, optional
-        Called before counting starts, with a lower bound on the pairs of entries that the products of matrices go
-        through one by one: an estimate of the time that counting takes. It is 0 for ``linear``.
+    accept : callable, optional
+        Called before counting starts, with an estimate of what it takes. Where it returns False, products of matrices
+        are left out, and the schedule is ``linear``.
 
     Returns
     -------
@@ -101,14 +104,14 @@ def count_flop(
     plan = resolve(schedule, len(subject.factors), subject)
     observed_only = structure == "observed" and not (executed or workers)
     runs = 1 if structure == "guaranteed" or inputs is None else len(inputs) + (not observed_only)
+    if accept is not None and not accept(estimate_count(plan, subject.factors, runs, enough=ENOUGH)):
+        plan = linear(plan.n)
     numbers, total = itertools.count(1), runs * len(plan.products)
 
     def count_product() -> None:
         if progress is not None:
             progress(next(numbers), total)
 
-    if announce is not None:
-        announce(_least_pairs(plan, subject.factors))
     if structure == "observed":
         if inputs is None:
             raise ValueError("structure='observed' needs inputs: a batch to observe")
@@ -178,27 +181,6 @@ class _Count:
     nnz: int
     left_nnz: int
     right_nnz: int
-
-
-def _least_pairs(plan: Schedule, factors: Sequence[Pattern | Region]) -> float:
-    """A lower bound on the pairs of entries that products of matrices go through one by one.
-
-    It covers the matrices of regions, and the products of two operators' matrices. Products of products add to it, but
-    their patterns are unknown before counting.
-    """
-    values = {plan.n - stage: factor for stage, factor in enumerate(factors)}
-    total, regions = 0.0, dict[int, Region]()
-    for step in plan.products:
-        if step.kind != "mm":
-            continue
-        operands = {value: values[value] for value in (step.left, step.right) if value in values}
-        regions |= {value: factor for value, factor in operands.items() if isinstance(factor, Region)}
-        patterns = [factor for factor in operands.values() if isinstance(factor, Pattern)]
-        # Products with a diagonal or full matrix need no index.
-        if len(patterns) == 2 and not any(isinstance(pattern.structure, (Diagonal, Full)) for pattern in patterns):
-            left, right = patterns
-            total += float(left.structure.column_counts() @ right.structure.row_counts())
-    return total + sum(region.estimate for region in regions.values())
 
 
 def _input_step(plan: Schedule) -> Step:
@@ -284,10 +266,17 @@ def _full_mask(factors: Sequence[Pattern | Region]) -> np.ndarray:
     return np.ones(factors[-1].shape[1] if factors else 0, dtype=np.bool_)
 
 
-def _multiply_mask(factor: Pattern | Region, mask: np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
-    """The pairs of entries that meet in each row of each edge, and the mask of the product with a masked vector."""
+def _multiply_mask(
+    factor: Pattern | Region, mask: np.ndarray, read: dict[int, int] | None = None
+) -> tuple[dict[int, np.ndarray], np.ndarray]:
+    """The pairs of entries that meet in each row of each edge, and the mask of the product with a masked vector.
+
+    The elements of the vectors that each edge reads go into `read`.
+    """
     if isinstance(factor, Region):
-        return factor.pairs(mask)
+        return factor.pairs(mask, read)
+    if read is not None:
+        read[0] = int(np.count_nonzero(mask))
     pairs = meeting(factor, mask)
     return {0: pairs}, pairs > 0
 
@@ -297,20 +286,62 @@ def _backpropagated(
     structure: str,
     factors: Sequence[Pattern | Region],
     operands: Sequence[Mapping[int, np.ndarray]] | None = None,
-) -> BackPropagation:
-    """Back-propagation over counts, as the ``linear`` schedule goes; without `operands`, operands are full."""
+) -> tuple[BackPropagation, list[StepFlop]]:
+    """Back-propagation over counts, as the ``linear`` schedule goes, and a training step's work of each operator.
+
+    Without `operands`, operands are full.
+    """
     mask = _full_mask(factors)
-    weight_pairs, edge_pairs = 0, []
+    weight_pairs, edge_pairs, work = 0, [], list[StepFlop]()
     for number in reversed(range(len(factors))):
-        pairs, mask = _multiply_mask(factors[number], mask)
-        edge_pairs.append(sum(int(rows.sum()) for rows in pairs.values()))
-        for edge in subject.operators[number].entrywise:
-            rows = pairs.get(edge, np.zeros(0, dtype=np.int64))
-            weight_pairs += int((rows if operands is None else rows[operands[number][edge]]).sum())
+        operator, read = subject.operators[number], dict[int, int]()
+        pairs, mask = _multiply_mask(factors[number], mask, read)
+        sums = {edge: int(rows.sum()) for edge, rows in pairs.items()}
+        edge_pairs.append(sum(sums.values()))
+        trained = dict.fromkeys(operator.entrywise, 0)
+        for edge in operator.entrywise:
+            if operands is None:
+                trained[edge] = sums.get(edge, 0)
+            elif edge in pairs:
+                trained[edge] = int(pairs[edge][operands[number][edge]].sum())
+        weight_pairs += sum(trained.values())
+        seen = None if operands is None else operands[number]
+        work += [_work(each, factors[number], pairs, sums, read, trained, seen) for each in reversed(operator.work)]
     *between, first = edge_pairs or [0]
     other_weights = subject.weights.get(structure, 0.0)
     weights = None if other_weights is None else other_weights + 2.0 * weight_pairs
-    return BackPropagation(structure, 2.0 * sum(between), 2.0 * first, weights)
+    return BackPropagation(structure, 2.0 * sum(between), 2.0 * first, weights), work
+
+
+def _work(
+    work: OperatorWork,
+    factor: Pattern | Region,
+    pairs: Mapping[int, np.ndarray],
+    sums: Mapping[int, int],
+    read: Mapping[int, int],
+    trained: Mapping[int, int],
+    operands: Mapping[int, np.ndarray] | None,
+) -> StepFlop:
+    """The FLOP of an operator where zeros are left out.
+
+    `pairs` are those of each row of each edge, `sums` their sums, `read` the elements of gradients that edges read,
+    `trained` the pairs of the weights' gradients.
+    """
+    layer = work.layer
+    if work.entrywise:
+        assert layer is not None
+        (edge,) = work.edges
+        forward = float(layer.forward_sparse)
+        if operands is not None and edge in operands:
+            pattern = factor.edges[edge][2] if isinstance(factor, Region) else factor
+            forward = 2.0 * int(pattern.structure.row_counts()[operands[edge]].sum())
+        return StepFlop(forward, 2.0 * sum(sums.get(n, 0) for n in work.needed), 2.0 * trained.get(edge, 0))
+    if layer is not None and layer.forward:
+        # Products without an entry for each multiply-add, and recurrent layers.
+        weights = layer.weight_gradient_sparse
+        return StepFlop(layer.forward_sparse, layer.backward_sparse - weights, weights)
+    written = {edge: int(np.count_nonzero(pairs[edge])) for edge in work.needed if edge in pairs}
+    return StepFlop(work.dense.forward, sum(written[edge] + read.get(edge, 0) for edge in written), 0.0)
 
 
 def _dense(subject: Subject) -> BackPropagation:
@@ -335,7 +366,7 @@ def _report(
     subject: Subject,
     samples: Sequence[_Counts],
     guaranteed: _Counts | None,
-    observed: Sequence[BackPropagation],
+    observed: Sequence[tuple[BackPropagation, list[StepFlop]]],
 ) -> FlopReport:
     """The report of the counts of all samples; `guaranteed` has the counts of what the scan executes."""
     names = _names(plan)
@@ -370,9 +401,14 @@ def _report(
 
     steps = [flop_step(number, step, step.phase) for number, step in enumerate(plan.products)]
     last = flop_step(len(steps), _input_step(plan), "input") if plan.n else None
-    backpropagation = [_dense(subject), _backpropagated(subject, "pruned", subject.factors)]
+    pruned, pruned_work = _backpropagated(subject, "pruned", subject.factors)
+    backpropagation = [_dense(subject), pruned]
+    operators = [each for operator in reversed(subject.operators) for each in reversed(operator.work)]
+    work = {"dense": [each.dense for each in operators], "pruned": pruned_work}
     if observed:
-        backpropagation.append(_mean(observed))
+        backpropagation.append(_mean([each for each, _ in observed]))
+        if backpropagation[-1].weights is not None:
+            work["observed"] = [_mean_work(samples) for samples in zip(*(each for _, each in observed), strict=True)]
     return FlopReport(
         plan.name,
         "observed" if observed else "guaranteed",
@@ -381,8 +417,25 @@ def _report(
         last,
         tuple(_baseline(subject, [counts.factors for counts in samples])),
         subject.layers,
+        layer_records(operators, work),
         backpropagation=tuple(backpropagation),
+        pays_from=_pays_from(plan, [step.flop for step in steps if step.live], backpropagation[-1]),
     )
+
+
+def _mean_work(samples: Sequence[StepFlop]) -> StepFlop:
+    return StepFlop(*(float(np.mean(figures)) for figures in zip(*samples, strict=True)))
+
+
+def _pays_from(plan: Schedule, flop: Sequence[float], linear: BackPropagation) -> int | None:
+    """The least power of two of workers with which a schedule is done before back-propagation; None for none."""
+    if all(step.kind == "mv" for step in plan.steps):
+        return None
+    most = max(1, len(flop))
+    candidates = [2**power for power in range(most.bit_length() + 1)]
+    if plan.makespan(flop, candidates[-1]) >= linear.activations:
+        return None
+    return next(workers for workers in candidates if plan.makespan(flop, workers) < linear.activations)
 
 
 def _critical(steps: Sequence[FlopStep]) -> Iterable[FlopStep]:

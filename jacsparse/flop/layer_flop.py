@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..patterns import Identity
-from ..stages import Edge, Record
+from ..stages import Edge, Record, Stage
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class LayerFlop:
         Attention and products of two tensors that depend on the input have no sparse form: they count as dense.
     jacobian_nnz, jacobian_nbytes : int
         Entries of the Jacobian, and its bytes as CSR with float32 values.
+    unmasked_zeros : int
+        Those of the zeros that no pruning mask holds at zero: training may fill them.
 
     Notes
     -----
@@ -58,11 +60,36 @@ class LayerFlop:
     jacobian_nbytes: int
     weight_gradient: int = 0
     weight_gradient_sparse: int = 0
+    unmasked_zeros: int = 0
 
     @property
     def sparsity(self) -> float:
         """Share of the weights that is zero."""
         return self.zeros / self.weights if self.weights else 0.0
+
+
+class StepFlop(NamedTuple):
+    """The FLOP of one operator in a training step of one sample."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+
+@dataclass(frozen=True)
+class OperatorWork:
+    """What a training step computes for one operator."""
+
+    #: The counts of the operator; None where it neither multiplies nor has parameters.
+    layer: LayerFlop | None
+    #: FLOP as PyTorch executes them. An operator without products takes one for each element that it reads and writes.
+    dense: StepFlop
+    #: The numbers of its edges in the stage's factor; identities take no FLOP, and are left out.
+    edges: tuple[int, ...] = ()
+    #: Those of the edges whose source needs a gradient.
+    needed: tuple[int, ...] = ()
+    #: Whether it takes a multiply-add for each entry of the Jacobian.
+    entrywise: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +106,8 @@ class StageLayers:
     entrywise: tuple[int, ...]
     #: FLOP of the gradients of all other weights.
     other_weights: int
+    #: The work of each operator.
+    work: tuple[OperatorWork, ...]
 
 
 def layers_of(records: Sequence[Record]) -> list[StageLayers]:
@@ -91,7 +120,7 @@ def layers_of(records: Sequence[Record]) -> list[StageLayers]:
     for record in records:
         stage = record.stage
         needs_gradient[stage.start] = before
-        layers, executed, entrywise, other_weights = [], 0, [], 0
+        layers, executed, entrywise, other_weights, work = [], 0, [], 0, []
         for target, group in groupby(stage.edges, lambda edge: edge.target):
             edges = list(group)
             weights = _weights_of(record, edges[0])
@@ -101,6 +130,7 @@ def layers_of(records: Sequence[Record]) -> list[StageLayers]:
             counted.update(map(id, parameters))
             layer = _layer(edges, operands, weights, parameters)
             executed += _executed(edges)
+            work.append(_work(stage, edges, [needs_gradient.get(edge.source, False) for edge in edges], layer))
             if layer.parameters or layer.forward:
                 layers.append(layer)
             if layer.weight_gradient and _is_entrywise(edges):
@@ -109,8 +139,32 @@ def layers_of(records: Sequence[Record]) -> list[StageLayers]:
                 other_weights += layer.weight_gradient
             needs_gradient[target] = operands > 0 or any(weight.requires_grad for weight in weights.values())
         before = needs_gradient.get(stage.stop, False)
-        stages.append(StageLayers(tuple(layers), executed, tuple(entrywise), other_weights))
+        stages.append(StageLayers(tuple(layers), executed, tuple(entrywise), other_weights, tuple(work)))
     return stages
+
+
+def _work(stage: Stage, edges: Sequence[Edge], needed: Sequence[bool], layer: LayerFlop) -> OperatorWork:
+    """The work of one operator, some of whose operands need a gradient."""
+    single, multiplies = stage.operator, bool(layer.forward)
+    counted = [
+        (edge, needs)
+        for edge, needs in zip(edges, needed, strict=True)
+        # A stage's one operator is edge 0 of its factor, and what only reshapes beside it is no edge.
+        if (single is None or edge is single)
+        and (multiplies or not isinstance(edge.transposed_pattern.structure, Identity))
+    ]
+    numbers = [(0 if single is not None else stage.edges.index(edge), needs) for edge, needs in counted]
+    elements = [(edge.call.in_size + edge.call.out_size, needs) for edge, needs in counted]
+    dense = StepFlop(sum(size for size, _ in elements), sum(size for size, needs in elements if needs), 0)
+    if multiplies:
+        dense = StepFlop(layer.forward, layer.backward - layer.weight_gradient, layer.weight_gradient)
+    return OperatorWork(
+        layer if layer.parameters or multiplies else None,
+        dense,
+        tuple(number for number, _ in numbers),
+        tuple(number for number, needs in numbers if needs),
+        _is_entrywise(edges),
+    )
 
 
 def _is_entrywise(edges: Sequence[Edge]) -> bool:
@@ -173,6 +227,11 @@ def _layer(
         jacobian_nbytes=sum(4 * edge.transposed_pattern.nnz + edge.transposed_pattern.index_nbytes for edge in edges),
         weight_gradient=2 * (backward[0] - of_inputs[0]),
         weight_gradient_sparse=2 * (backward[1] - of_inputs[1]),
+        unmasked_zeros=sum(
+            int((~pruned.mask).sum())
+            for pruned in edges[0].pruned_weights
+            if not pruned.masked and pruned.floating and pruned.name in weights
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from ..patterns import Pattern, UnsupportedOperatorError, state_jacobian_pattern
 from ..recurrence import CELLS, Saved, Sequences, Weights
 from ..stages import check_shape
 from ..tracing import refresh_weights, trains
-from .layer_flop import LayerFlop
+from .layer_flop import LayerFlop, OperatorWork, StepFlop
 from .subject import CountedOperator, Observation, Subject, without_zeros
 
 _NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
@@ -52,6 +53,9 @@ def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
         CountedOperator(f"step {step}", module.mode.lower(), lambda _: gate_flop, dense, dense) for step in range(time)
     ]
     layer = _layer(module, transposed, time)
+    # The layer's figures are those of all steps together.
+    dense_flop = StepFlop(layer.forward, layer.backward - layer.weight_gradient, layer.weight_gradient)
+    operators[0] = replace(operators[0], work=(OperatorWork(layer, dense_flop),))
     weight_gradients = {"pruned": float(layer.weight_gradient_sparse), "observed": None}
     return Subject(shape, [transposed] * time, operators, observe, (layer,), weight_gradients)
 

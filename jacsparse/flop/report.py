@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import math
 import os
@@ -14,7 +15,8 @@ from ..runtime import replacing
 from ..terminal import text
 from .figure import flop_figure
 from .layer_flop import LayerFlop
-from .tables import tables
+from .summary import FlopSummary, summary_of, warnings_of
+from .tables import Page
 
 
 @dataclass(frozen=True)
@@ -174,14 +176,22 @@ class FlopReport:
         The additional product that gives the gradient of the network's input.
     baseline : tuple of BaselineStep
         Back-propagation's gradient operators, from the last stage to the first.
-    layers : tuple of LayerFlop
+    operators : tuple of LayerFlop
         FLOP of each operator with weights, forward and backward, dense and sparse, over the guaranteed structure.
+    layers : tuple of dict
+        A record for each module that multiplies by weights and one for all other operators, of which tables are made:
+        ``pandas.DataFrame(report.layers)``. Weights and their zeros, entries of the Jacobian and, for each structure,
+        the FLOP of a training step, whose sums over records are those of `summary`.
     choices : tuple of ScheduleChoice
         The schedule that is done first, for each requested number of workers.
     backpropagation : tuple of BackPropagation
         Back-propagation with dense and pruned structure and, if the structure is observed, with that.
     name : str
         What was counted: the module's class, or the model as named on the command line.
+    pays_from : int or None
+        The least power of two of workers with which the schedule is done before back-propagation of the same structure.
+    note : str
+        Why no scan was counted, in words.
     """
 
     schedule: str
@@ -190,10 +200,13 @@ class FlopReport:
     steps: tuple[FlopStep, ...]
     input_gradient: FlopStep | None
     baseline: tuple[BaselineStep, ...]
-    layers: tuple[LayerFlop, ...] = ()
+    operators: tuple[LayerFlop, ...] = ()
+    layers: tuple[dict[str, Any], ...] = ()
     choices: tuple[ScheduleChoice, ...] = ()
     backpropagation: tuple[BackPropagation, ...] = ()
     name: str = ""
+    pays_from: int | None = None
+    note: str = ""
 
     def __str__(self) -> str:
         return text(self)
@@ -206,7 +219,19 @@ class FlopReport:
         )
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield from tables(self)
+        yield Page(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def summary(self) -> FlopSummary:
+        """What the figures come to: a training step's FLOP, and whether a scan pays."""
+        return summary_of(self)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is wrong with the network, in words that name the layers."""
+        return warnings_of(self)
 
     @property
     def executed(self) -> float | None:
@@ -234,6 +259,8 @@ class FlopReport:
         """The report as plain values, for JSON."""
         return {
             **asdict(self),
+            "summary": asdict(self.summary()),
+            "warnings": list(self.warnings),
             "choices": [{**asdict(choice), "reason": choice.reason} for choice in self.choices],
             "total": self.total,
             "executed": self.executed,

@@ -15,7 +15,7 @@ from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from ..runtime import frozen, row_starts
 from ..stages import Chains, Edge, Record, Region, Stage, boundaries, check_shape, samples_of, traced
 from ..tracing import check_module, undisturbed
-from .layer_flop import LayerFlop, layers_of
+from .layer_flop import LayerFlop, OperatorWork, layers_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class CountedOperator:
     executed: float
     #: The edges of the factor whose weights' gradient takes a multiply-add for each entry.
     entrywise: tuple[int, ...] = ()
+    #: What a training step computes for each operator of the stage.
+    work: tuple[OperatorWork, ...] = ()
 
 
 #: The factors of one sample; and, for each factor, which elements of the operands of entrywise edges are not zero.
@@ -101,6 +103,7 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
             math.fsum(_operator_flop(edge.transposed_pattern, _unpruned_nnz(edge)) for edge in _operator_edges(stage)),
             layers.executed,
             layers.entrywise,
+            layers.work,
         )
         for stage, layers in zip(chain, stages, strict=True)
     ]

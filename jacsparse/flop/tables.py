@@ -3,66 +3,109 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
-from itertools import chain
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import glossary, new_table, short
-from .layer_flop import LayerFlop
+from ..terminal import Fitted, glossary, new_table, percent, ratio, short
+from .layers import OTHERS
 
 if TYPE_CHECKING:
     from .report import FlopReport, FlopStep
 
-#: The meaning of words and columns of every report.
+#: The meaning of words of the table of steps, and of totals.
 _WORDS = {
-    "FLOP": "a multiplication or an addition: a multiply-add is 2. Of one sample, backward but for the column forward",
+    "FLOP": "2 for each pair of stored entries that meets; a vector stores what a product reaches",
     "L": "level: its steps do not wait for each other, except in the middle",
+    "product": "J2-3ᵀ: the transposed Jacobian of stages 2 to 3; ∇x2: the gradient by the output of stage 2",
+    "stages": "the modules of the first and the last stage of the first factor",
     "m×k×n": "sizes of the factors",
     "sparse": "share of zeros in the product",
-    "FLOP of a step": "2 for each pair of stored entries that meets; a vector stores what a product reaches",
-    "run": "FLOP that the scan executes: over the guaranteed structure, with full vectors",
+    "run": "FLOP that the scan executes: without zeros on any input, with full vectors",
     "*": "on the critical path: the largest step of each level, and every step of the middle",
     "<": "a product of two matrices that is less sparse than both",
     "dead": "in Algorithm 1 as printed: counted here, but in no sum, and not run",
-    "activations": "gradients of what passes from one stage to the next, which schedules find in different orders",
+    "activations": "gradients of what passes from stage to stage: without zeros, 2 for each entry of a Jacobian that "
+    "meets one of the gradient, also of ReLU and pooling, which the first page counts by elements read and written",
     "input": "the gradient of the network's input, or of a recurrence's first state: one product more",
     "weights": "gradients of the weights, which no schedule changes",
     "dense": "what PyTorch executes: no zero is left out",
-    "pruned": "over the guaranteed structure: without pruned weights and what is zero on any input; for a recurrence, "
-    "products with each step's Jacobian, once that is made",
+    "pruned": "without pruned weights and what is zero on any input; of a recurrence, with each step's Jacobian made",
     "observed": "without what is zero on the given samples, as ReLU's and pooling's zeros; mean of the samples",
     "executed": "sum of the column run",
     "/ dense": "activations, as a multiple of back-propagation's dense ones; the other columns likewise",
 }
-#: Of the table of layers.
+#: Of the first page.
 _LAYER_WORDS = {
-    "layers": "a training step's products of matrices and convolutions: forward, for inputs (∇x), for weights (∇W)",
-    "forward, ∇x, ∇W": "dense, with padding, as PyTorch's FlopCounterMode counts, but each group's gradient once",
-    "their sparse": "2 for each entry of the Jacobian: without padding and pruned weights",
-    "zero": "share of zeros among the weights that are multiplied by",
-    "J": "the Jacobian: its entries, and its size as CSR with float32 values",
+    "FLOP": "a multiplication or an addition; a multiply-add is 2",
+    "step": "forward, inputs' gradients and weights' gradients, with the zeros that the title leaves out",
+    "of dense": "as a share of what PyTorch executes, with padding and all zeros",
+    "zero": "share of zeros among the weights that a layer multiplies by",
+    "inputs' gradients": "of what passes from layer to layer; no step needs that of the network's input",
+    "Jacobian": "of a layer's output by its input: entries not zero on any input, and MiB as CSR in float32",
+    OTHERS: "one FLOP for each element read and written, as ReLU, pooling, normalisation",
 }
 #: Of the choice of a schedule.
 _CHOICE_WORDS = {
     "done first": "FLOP until the last step is done, each worker doing one at a time; counted as in the column run",
     "holds": "entries of matrices that the fullest worker holds at once, by the schedule that is done first",
 }
+#: The columns of the table of layers.
+_LAYER_COLUMNS = (
+    "layer", "weights", "zero", "step", "of dense", "forward", "inputs'\ngradients", "weights'\ngradients",
+    "Jacobian\nentries", "Jacobian\nMiB",
+    "dense\nstep", "dense\nforward", "dense\ninputs'\ngradients", "dense\nweights'\ngradients",
+)  # fmt: skip
+#: Columns by which layers can be sorted.
+SORTS = {"layer": "layer", "weights": "weights", "zero": "sparsity", "step": "", "jacobian": "jacobian_nnz"}
 
 
-def tables(report: FlopReport) -> Iterator[Any]:
-    """Everything that a report shows, in order."""
-    words = _WORDS
-    yield _steps(report)
-    yield totals(report)
-    yield from _remarks(report)
-    if report.choices:
-        yield _choices(report)
-        words = words | _CHOICE_WORDS
-    if report.layers:
-        yield _layers(report)
-        words = words | _LAYER_WORDS
-    yield glossary(words)
+@dataclass(frozen=True)
+class Page:
+    """A report as it is shown: its first page and, if asked for, the steps of the schedule.
+
+    Attributes
+    ----------
+    report : FlopReport
+        What is shown.
+    steps : bool
+        Whether the schedule's steps and totals follow.
+    explain : bool
+        Whether all words are explained, and not only those of the tables.
+    sort : str or None
+        A name in `SORTS` by which layers are sorted; None for the network's order.
+    top : int or None
+        How many layers are shown; None for all.
+    """
+
+    report: FlopReport
+    steps: bool = False
+    explain: bool = False
+    sort: str | None = None
+    top: int | None = None
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        report = self.report
+        yield report.summary()
+        for warning in report.warnings:
+            yield f"Warning: {warning}"
+        words = dict[str, str]()
+        if report.layers:
+            yield _layers(report, self.sort, self.top)
+            names = {layer["layer"] for layer in report.layers}
+            words |= {word: each for word, each in _LAYER_WORDS.items() if word != OTHERS or OTHERS in names}
+        if report.choices:
+            yield _choices(report)
+            words |= _CHOICE_WORDS
+        if self.steps:
+            yield _steps(report)
+            yield totals(report)
+            yield from _remarks(report)
+            words |= {word: each for word, each in _WORDS.items() if word not in words}
+        if self.explain:
+            words = _LAYER_WORDS | _CHOICE_WORDS | _WORDS | words
+        yield glossary(words)
 
 
 def structure_name(report: FlopReport) -> str:
@@ -74,20 +117,17 @@ def structure_name(report: FlopReport) -> str:
 
 def _steps(report: FlopReport) -> Any:
     """A table with a line for each step."""
-    table = new_table(f"{report.name}: {report.schedule}, {structure_name(report)}")
-    for column in ("L", "phase", ""):
-        table.add_column(column, no_wrap=True)
-    # In a narrow terminal names and sizes are folded, so that no count loses its unit.
-    table.add_column("product", overflow="fold")
-    table.add_column("m×k×n", justify="right", overflow="fold")
-    for column in ("sparse", "FLOP", "run", ""):
-        table.add_column(column, justify="right", no_wrap=True)
-    for step in report.steps:
-        table.add_row(*_cells(step), style="dim" if not step.live else "")
-    if report.input_gradient is not None:
-        table.add_section()
-        table.add_row(*_cells(report.input_gradient))
-    return table
+    steps = [*report.steps, *([] if report.input_gradient is None else [report.input_gradient])]
+    stages = [each.stage or each.operator for each in reversed(report.baseline)]
+    return Fitted(
+        f"{report.name}: {report.schedule}, {structure_name(report)}",
+        ("L", "phase", "", "product", "FLOP", "run", "sparse", "", "m×k×n", "stages"),
+        [_cells(step, stages) for step in steps],
+        keys=4,
+        left=frozenset([7, 9]),
+        sections=frozenset([len(report.steps) - 1]),
+        faint=frozenset(number for number, step in enumerate(steps) if not step.live),
+    )
 
 
 def totals(report: FlopReport) -> Any:
@@ -99,7 +139,7 @@ def totals(report: FlopReport) -> Any:
         table.add_column(column, justify="right", no_wrap=True)
 
     def row(name: str, activations: float, input_gradient: float | None, weights: float | None) -> None:
-        shares = [_ratio(activations / each.activations) if each.activations else "" for each in baselines.values()]
+        shares = [ratio(activations / each.activations) if each.activations else "" for each in baselines.values()]
         others = ["" if flop is None else f"{flop:,.0f}" for flop in (input_gradient, weights)]
         table.add_row(name, f"{activations:,.0f}", *shares, *others)
 
@@ -126,8 +166,8 @@ def _remarks(report: FlopReport) -> Iterator[str]:
     if pruned and unpruned:
         yield (
             f"The thesis' Figure 5.5 counts gradient operators by their Jacobians' entries: {unpruned:,.0f} in the "
-            f"unpruned network, of which the critical path is {_ratio(report.critical_path / unpruned)}, and "
-            f"{pruned:,.0f} in this one, of which it is {_ratio(report.critical_path / pruned)}."
+            f"unpruned network, of which the critical path is {ratio(report.critical_path / unpruned)}, and "
+            f"{pruned:,.0f} in this one, of which it is {ratio(report.critical_path / pruned)}."
         )
     denser = [step for step in report.steps if step.live and step.loses_sparsity]
     if denser:
@@ -156,48 +196,102 @@ def _choices(report: FlopReport) -> Any:
     return table
 
 
-def _layers(report: FlopReport) -> Any:
-    """A table with a line for each module with weights, and one for their sum."""
-    table = new_table("layers, one sample")
-    table.add_column("layer", overflow="fold")
-    for column in ("parameters", "zero", "forward", "sparse", "∇x", "sparse", "∇W", "sparse", "J nnz", "J MiB"):
-        table.add_column(column, justify="right", no_wrap=True)
-    # A module may run several operators, and each more than once.
-    for path in dict.fromkeys(layer.path for layer in report.layers):
-        table.add_row(path, *_layer_cells(_sum([layer for layer in report.layers if layer.path == path])))
-    table.add_section()
-    table.add_row("all", *_layer_cells(_sum(report.layers)))
-    return table
+def _layers(report: FlopReport, sort: str | None, top: int | None) -> Any:
+    """A table with a line for each layer, one for other operators, and one for their sum."""
+    last = "observed" if "observed_step" in report.layers[0] else "pruned"
+    layers = list(report.layers)
+    if sort is not None:
+        column = SORTS[sort] or f"{last}_step"
+        layers.sort(key=lambda layer: layer[column], reverse=column != "layer")
+    shown = layers[:top]
+    numbers = [column for column in layers[0] if column not in ("layer", "sparsity")]
+    total = {column: sum(layer[column] for layer in layers) for column in numbers}
+    total |= {"layer": "all", "sparsity": total["zeros"] / total["weights"] if total["weights"] else 0.0}
+    left_out = f", {len(shown)} of {len(layers)}" if len(shown) < len(layers) else ""
+    zeros = "pruned weights" if last == "pruned" else "pruned weights and the data's zeros"
+    return Fitted(
+        f"Layers{left_out}: FLOP of a training step without {zeros}",
+        _LAYER_COLUMNS,
+        [_layer_cells(layer, last) for layer in [*shown, total]],
+        sections=frozenset([len(shown) - 1]),
+    )
 
 
-def _sum(layers: Sequence[LayerFlop]) -> LayerFlop:
-    """The sums of all counts; the path and the operator are those of the first layer."""
-    names = [field.name for field in fields(LayerFlop) if field.name not in ("path", "operator")]
-    return replace(layers[0], **{name: sum(getattr(layer, name) for layer in layers) for name in names})
+@dataclass(frozen=True)
+class SideBySide:
+    """Two reports of one model with other weights, layer by layer.
+
+    Attributes
+    ----------
+    before, after : FlopReport
+        The reports; `after` has the layers of `before`.
+    names : tuple of str
+        What the two are called.
+    """
+
+    before: FlopReport
+    after: FlopReport
+    names: tuple[str, str]
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        steps = [report.summary().steps[-1] for report in (self.before, self.after)]
+        zeros = [report.summary().sparsity for report in (self.before, self.after)]
+        yield f"A is {self.names[0]}, B is {self.names[1]}."
+        yield (
+            f"B's training step takes {_share(steps[1].step, steps[0].step)} of A's FLOP without zeros: "
+            f"{short(round(steps[1].step))} in place of {short(round(steps[0].step))}, with {percent(zeros[1])} of the "
+            f"weights zero in place of {percent(zeros[0])}."
+        )
+        old = set(self.before.warnings)
+        yield from (f"Warning: {warning}" for warning in self.after.warnings if warning not in old)
+        column = f"{steps[1].structure}_step"
+        pairs = list(zip(self.before.layers, self.after.layers, strict=True))
+        rows = [
+            (a["layer"], *(percent(each["sparsity"]) if each["weights"] else "" for each in (a, b)),
+             *(short(round(each[column])) for each in (a, b)), _share(b[column], a[column]))
+            for a, b in pairs
+        ]  # fmt: skip
+        total = ("all", *map(percent, zeros), *(short(round(step.step)) for step in steps))
+        yield Fitted(
+            "Layers: FLOP of a training step without zeros",
+            ("layer", "zero, A", "zero, B", "step, A", "step, B", "B / A"),
+            [*rows, (*total, _share(steps[1].step, steps[0].step))],
+            sections=frozenset([len(rows) - 1]),
+        )
 
 
-def _layer_cells(layer: LayerFlop) -> tuple[str, ...]:
-    dense = (layer.forward, layer.backward - layer.weight_gradient, layer.weight_gradient)
-    sparse = (layer.forward_sparse, layer.backward_sparse - layer.weight_gradient_sparse, layer.weight_gradient_sparse)
-    counts = (*chain(*zip(dense, sparse, strict=True)), layer.jacobian_nnz)
-    size = f"{layer.jacobian_nbytes / 2**20:.1f}"
-    return short(layer.parameters), f"{layer.sparsity:.3f}", *map(short, counts), size
+def _share(part: float, whole: float) -> str:
+    return percent(part / whole) if whole else ""
 
 
-def _cells(step: FlopStep) -> tuple[str, ...]:
+def _layer_cells(layer: Mapping[str, Any], structure: str) -> tuple[str, ...]:
+    dense = layer["dense_step"]
+    quantities = ("forward", "input_gradient", "weight_gradient")
+    return (
+        layer["layer"],
+        short(layer["weights"]) if layer["weights"] else "",
+        percent(layer["sparsity"]) if layer["weights"] else "",
+        short(round(layer[f"{structure}_step"])),
+        percent(layer[f"{structure}_step"] / dense) if dense else "",
+        *(short(round(layer[f"{structure}_{quantity}"])) for quantity in quantities),
+        *((short(layer["jacobian_nnz"]), f"{layer['jacobian_nbytes'] / 2**20:.1f}") if layer["weights"] else ("", "")),
+        short(round(dense)),
+        *(short(round(layer[f"dense_{quantity}"])) for quantity in quantities),
+    )
+
+
+def _cells(step: FlopStep, stages: Sequence[str]) -> tuple[str, ...]:
     mark = "dead" if not step.live else ("*" if step.critical else "") + ("<" if step.loses_sparsity else "")
+    spanned = [stages[int(number) - 1] for number in re.findall(r"[0-9]+", step.left)]
     return (
         str(step.level),
         step.phase,
         step.kind,
         f"{step.left}·{step.right}",
-        f"{step.m}×{step.k}×{step.n}",
-        f"{step.sparsity:.4f}",
-        short(step.flop),
+        short(round(step.flop)),
         short(step.executed) if step.live and step.executed is not None else "",
+        f"{step.sparsity:.4f}",
         mark,
+        f"{step.m}×{step.k}×{step.n}",
+        " to ".join(spanned),
     )
-
-
-def _ratio(value: float) -> str:
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"

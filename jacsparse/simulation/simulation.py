@@ -224,11 +224,42 @@ class Simulation:
             if name != "bp"
         }
 
+    @property
+    def verdict(self) -> str:
+        """Which method to take, by the number of workers, and whether products of matrices pay, in words."""
+        if not self.rows:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.obstacles.items())
+            return f"No method can train it. {reasons}."
+        sentences = [f"Fastest: {_changes(self.fastest)}."]
+        late = dict.fromkeys(name for _, name in self.fastest if not self.methods[name][0].exact)
+        if late:
+            sentences.append(f"The gradients of {' and '.join(late)} are late.")
+        if late and self.fastest_exact:
+            sentences.append(f"With the gradients of back-propagation: {_changes(self.fastest_exact)}.")
+        exact = [row for row in self.rows if row.exact]
+        if "bp" in self.methods and any(row.method != "bp" for row in exact):
+            best = min(exact, key=lambda row: row.seconds)
+            gain = self.methods["bp"][0].seconds / best.seconds
+            sentences.append(
+                f"Exact gradients are at most {gain:.3g} times faster, by {best.method} on {best.workers:,} workers."
+                if best.method != "bp" and gain * _SURELY > 1
+                else "No way to exact gradients is faster than back-propagation on one worker."
+            )
+        if "bppsa" in self.methods:
+            scans = [row for row in self.methods["bppsa"] if row.choice != "linear"]
+            sentences.append(
+                f"The scan's products are of use in bppsa from {scans[0].workers:,} workers on, by {scans[0].choice}."
+                if scans
+                else f"The scan's products never pay, up to {max(self.workers):,} workers."
+            )
+        return " ".join(sentences)
+
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain values, what they depend on, and what the words mean."""
         versions = {"jacsparse": __version__, "torch": torch.__version__}
         conclusions = {"fastest": self.fastest, "fastest_exact": self.fastest_exact, "pays": self.pays}
-        return {**asdict(self), **conclusions, "words": WORDS, "versions": versions}
+        words = {"verdict": self.verdict, "words": WORDS}
+        return {**asdict(self), **conclusions, **words, "versions": versions}
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict` to a file."""
@@ -253,6 +284,13 @@ class Simulation:
             Where no method can train the model.
         """
         simulation_figure(self, path)
+
+
+def _changes(changes: Sequence[tuple[int, str]]) -> str:
+    """The methods from each number of workers on."""
+    (first, method), *others = changes
+    on = f"{method} on {first:,} worker{'s' if first > 1 else ''}"
+    return ", ".join([on, *(f"{other} from {workers:,} on" for workers, other in others)])
 
 
 def simulate(

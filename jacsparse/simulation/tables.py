@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import glossary, new_table, short, short_time
+from ..terminal import glossary, nbytes, new_table, short, short_time
 from .registry import TRAINING_METHODS
 
 if TYPE_CHECKING:
@@ -15,22 +15,18 @@ if TYPE_CHECKING:
 
 #: The meaning of words and columns.
 WORDS = {
-    "p": "workers",
-    "steps": "of an iteration on the critical path: a stage's forward pass, its input's gradient, its weights' "
-    "gradients, its Jacobian, a product. Of pipelines that never wait, in the long run",
+    "stage": "what lies between two points that all data pass; each job of one runs on one worker",
+    "steps": "passes of stages and products on the critical path; of pipelines, in the long run",
     "per step": "total / steps, with the messages that steps wait for",
     "total": "an iteration over one mini-batch, with messages but without the optimiser",
-    "memory": "the most bytes that one worker holds: weights, their gradients and copies, activations, Jacobians and "
-    "their products by their entries, messages",
+    "memory": "the most bytes that one worker holds, of weights, activations, Jacobians, messages",
     "sent": "bytes of all messages of an iteration",
     "bp": "back-propagation on one worker",
-    "bppsa": "back-propagation by parallel scan, by the schedule asked for or the fastest",
-    "cyclic_reduction": "a scan of half as many levels, at Θ(n log n) work instead of equation 3.4's Θ(n); so is the "
-    "scan across p ranks that each hold two products, at Θ(p log p)",
-    "ranks": "consecutive stages on processes (`process_group=`): gradients go from rank to rank, or by a scan across "
-    "them",
-    "gpipe": "micro-batches forward, then back, each block of stages running forward once more",
-    "1f1b": "PipeDream: whole mini-batches, never waiting, with the weights of each pass stored; gradients are late",
+    "bppsa": "parallel scan of gradients, by the fastest schedule; linear multiplies no matrices",
+    "cyclic_reduction": "a scan of half as many levels and more work",
+    "ranks": "consecutive stages on processes; gradients go from rank to rank, or by a scan",
+    "gpipe": "micro-batches forward, then back, each block of stages running forward twice",
+    "1f1b": "PipeDream: mini-batches one after the other, never waiting; gradients are late",
     "ddg": "delayed gradients: blocks go back with the gradient of an earlier mini-batch",
     "leapfrog": "each worker computes the gradients of every k-th layer's weights",
 }
@@ -38,17 +34,18 @@ WORDS = {
 
 def tables(simulation: Simulation) -> Iterator[Any]:
     """Everything that a simulation shows, in order."""
+    yield simulation.verdict
     if simulation.rows:
         yield _methods(simulation)
         yield _idle(simulation)
-    yield from (f"{name}: {reason}." for name, reason in simulation.obstacles.items())
+        yield from (f"{name} is not possible: {reason}." for name, reason in simulation.obstacles.items())
     yield from _choices(simulation)
     if simulation.predictions:
         yield _predictions(simulation)
     yield from _conclusions(simulation)
     yield ""
     shown = simulation.methods
-    methods = {*WORDS} - {"p", "steps", "per step", "total", "memory", "sent"}
+    methods = {*WORDS} - {"stage", "steps", "per step", "total", "memory", "sent"}
     yield glossary({word: meaning for word, meaning in WORDS.items() if word not in methods or word in shown})
 
 
@@ -59,7 +56,7 @@ def _methods(simulation: Simulation) -> Any:
         f"messages {short_time(simulation.latency)}, {short(simulation.bandwidth)}B/s"
     )
     table.add_column("", overflow="fold")
-    for column in ("p", "steps", "per step", "total", "memory", "sent"):
+    for column in ("workers", "steps", "per step", "total", "memory", "sent"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, rows in simulation.methods.items():
         for number, row in enumerate(rows):
@@ -69,8 +66,8 @@ def _methods(simulation: Simulation) -> Any:
                 f"{row.steps:,.0f}" if row.steps >= 10 else f"{row.steps:.3g}",
                 short_time(row.step_seconds),
                 short_time(row.seconds),
-                _bytes(row.memory),
-                _bytes(row.sent),
+                nbytes(row.memory),
+                nbytes(row.sent),
                 end_section=number == len(rows) - 1,
             )
     return table
@@ -92,9 +89,13 @@ def _choices(simulation: Simulation) -> Iterator[str]:
     """What methods have chosen, by the number of workers."""
     for name, rows in simulation.methods.items():
         changes = [next(group) for _, group in itertools.groupby(rows, key=lambda row: row.choice)]
-        parts = [f"{row.choice} from p = {row.workers:,}" for row in changes if row.choice and row.choice != name]
+        named = [row for row in changes if row.choice and row.choice != name]
+        parts = [f"{row.choice} from {_workers(row.workers)} on" for row in named]
         if parts:
-            yield f"{name} runs {', '.join(parts)}."
+            shared = ""
+            if name == "bppsa" and any(row.choice == "linear" and row.workers > 1 for row in rows):
+                shared = "; linear is no scan: workers share the weights' gradients, and no product of matrices runs"
+            yield f"{name} runs {', '.join(parts)}{shared}."
 
 
 def _predictions(simulation: Simulation) -> Any:
@@ -113,28 +114,26 @@ def _predictions(simulation: Simulation) -> Any:
 
 def _conclusions(simulation: Simulation) -> Iterator[str]:
     """Break-even points and fill-in, in words."""
-    fastest = {"Fastest": simulation.fastest, "Fastest with the gradients of bp": simulation.fastest_exact}
-    for title, changes in fastest.items():
-        parts = [method if not place else f"from p = {p:,} on {method}" for place, (p, method) in enumerate(changes)]
-        yield f"{title}: {', '.join(parts) or 'none'}."
     pays = simulation.pays
     if pays:
-        parts = [f"{name} from p = {workers:,}" for name, workers in pays.items() if workers is not None]
+        parts = [f"{name} from {_workers(workers)} on" for name, workers in pays.items() if workers is not None]
         never = [name for name, workers in pays.items() if workers is None]
         yield f"Faster than bp: {', '.join([*parts, *(f'{name} never' for name in never)])}."
     if simulation.largest_product:
         ratio = simulation.largest_product / max(1, simulation.largest_factor)
         most = "at most " if simulation.bounded else ""
         yield (
-            f"Fill-in: the largest product of a full scan has {most}{simulation.largest_product:,} entries; section "
-            f"3.6 expects no more than the largest Jacobian's {simulation.largest_factor:,}, a ratio of {ratio:.3g}."
+            f"Fill-in: the largest product of a full scan has {most}{simulation.largest_product:,} entries, "
+            f"{ratio:.3g} times the {simulation.largest_factor:,} of the largest Jacobian; the thesis (3.6) expects no "
+            "more than 1."
         )
     each = simulation.break_even
     if each is not None:
         yield (
             f"The poster's break-even, C_BPPSA / C_Base < n / log2 n, {'holds' if each.holds else 'fails'} at n = "
-            f"{each.n:,}: the left side is {short_time(each.scan_step)} / {short_time(each.base_step)} = "
-            f"{each.scan_step / each.base_step:.3g}. It holds from n = {each.starts:,} on."
+            f"{each.n:,}: the left side, a scan's step by a stage's gradient, is {short_time(each.scan_step)} / "
+            f"{short_time(each.base_step)} = {each.scan_step / each.base_step:.3g}. It holds from n = {each.starts:,} "
+            "stages on."
         )
 
 
@@ -188,13 +187,9 @@ def draw_methods(lines: Mapping[str, Mapping[str, Sequence[float]]], last: int, 
     panels[0].legend(fontsize=8, frameon=False)
 
 
+def _workers(count: int) -> str:
+    return f"{count:,} worker{'s' if count > 1 else ''}"
+
+
 def _short(count: float) -> str:
     return short(count) if count >= 1000 else f"{count:.3g}"
-
-
-def _bytes(nbytes: float) -> str:
-    """Bytes with a unit, in three digits."""
-    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}" if nbytes < 999.5 * scale else f"{nbytes / scale:.0f} {unit}"
-    return f"{nbytes:.0f} B"

@@ -144,15 +144,15 @@ class SolverComparison:
         bound = self.layers / math.log2(self.layers) if self.layers > 1 else 0.0
         direct = reduction_pays(self.layers, self.units, self.samples)
         lines = [
-            f"Direct methods pay, says the paper, where r = {self.samples} samples >= n = {self.units:,} units or "
-            f"l / log2 l = {bound:.1f} >= n: {_verdict(direct)}."
+            f"By the paper's criteria, direct methods pay where samples r = {self.samples} >= the widest layer's units "
+            f"n = {self.units:,}, or l / log2 l = {bound:.1f} >= n for l = {self.layers} layers: {_verdict(direct)}."
         ]
         settled = [row for row in self.rows if row.solved and row.iterations is not None and row.steps]
         if settled:
             best = min(settled, key=lambda row: row.steps or 0)
             lines.append(
-                f"Iterative ones pay where η < l = {self.layers}, η being steps: the fewest are {best.steps}, by "
-                f"{best.label}; {_verdict(iteration_pays(self.layers, best.steps or 0))}."
+                f"Iterative ones pay where their steps (η) are fewer than the layers l = {self.layers}: the fewest are "
+                f"{best.steps}, by {best.label}; {_verdict(iteration_pays(self.layers, best.steps or 0))}."
             )
         return " ".join(lines)
 

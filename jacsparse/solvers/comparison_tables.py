@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 #: The meaning of words and columns.
 WORDS = {
-    "steps": "levels of products that wait for each other; in iterative solvers each is a product with the system's "
-    "matrix, the paper's η, except in hybrid, which also multiplies parts of it",
+    "layers": "block rows of the system: an operator with weights and the elementwise ones behind it, which flop and "
+    "simulate count as stages of their own",
+    "steps": "levels of products that wait for each other; of iterative solvers, products with the system's matrix (η)",
     "work": "multiply-adds of all products and scalings",
     "stored": "the most entries of blocks that are stored at once, beside those of the system",
     "iter.": "iterations: one step each in jacobi, whose last step only checks, two in bicgstab, more in hybrid",
     "residual": "largest change of a block row in one more sweep, as a fraction of its largest element",
-    "here": "measured time of a solution, without making the system and plans. Work per second differs by solver",
-    "p = 4": "multiply-adds until the last level is done by 4 workers, which share the elements of its results evenly. "
-    "These are not seconds: products of matrices run at another rate than products with vectors",
+    "here": "measured time of a solution, without making the system and plans",
+    "workers": "they share the elements of each result evenly; in simulate, each product runs on one worker. "
+    "Multiply-adds are not seconds: products of matrices run at another rate than products with vectors",
 }
 #: Of the table of estimates.
 _ESTIMATE_WORDS = {
@@ -32,6 +33,8 @@ _ESTIMATE_WORDS = {
 
 def tables(comparison: SolverComparison) -> Iterator[Any]:
     """Everything that a comparison shows, in order."""
+    yield comparison.conclusion
+    yield comparison.criterion
     yield _solvers(comparison)
     yield from (f"{row.label}: {row.remark}" for row in comparison.rows if row.remark)
     yield ""
@@ -41,9 +44,6 @@ def tables(comparison: SolverComparison) -> Iterator[Any]:
     if comparison.estimates:
         yield _estimates(comparison)
         words = words | _ESTIMATE_WORDS
-    yield comparison.conclusion
-    yield comparison.criterion
-    yield ""
     yield glossary(words)
 
 
@@ -52,8 +52,8 @@ def _solvers(comparison: SolverComparison) -> Any:
     threads = f"{comparison.threads} thread{'s' if comparison.threads > 1 else ''}"
     where = threads if comparison.device == "cpu" else comparison.device
     table = new_table(
-        f"{comparison.name}: depth l = {comparison.layers}, up to n = {comparison.units:,} units, "
-        f"batch r = {comparison.samples}, {comparison.dtype}, {where}"
+        f"{comparison.name}: {comparison.layers} layers of up to {comparison.units:,} units, "
+        f"batch {comparison.samples}, {comparison.dtype}, {where}"
     )
     table.add_column("", overflow="fold")
     for column in ("steps", "work", "stored", "iter.", "residual", "here"):
@@ -68,13 +68,13 @@ def _solvers(comparison: SolverComparison) -> Any:
 def _workers(comparison: SolverComparison) -> Any:
     """A table with a line for each number of workers, and a column for each solver that solved the system."""
     columns: list[SolverFigures] = [row for row in comparison.rows if row.solved]
-    table = new_table("multiply-adds until the last level is done, by p workers")
+    table = new_table("multiply-adds until the last level is done")
     table.add_column("", no_wrap=True)
     for row in columns:
         table.add_column(row.label, justify="right", overflow="fold")
     for workers in comparison.workers:
         counts = ((row.multiply_adds_until_done or {})[workers] for row in columns)
-        table.add_row(f"p = {workers:,}", *(short(round(count)) for count in counts))
+        table.add_row(f"{workers:,} worker{'s' if workers > 1 else ''}", *(short(round(count)) for count in counts))
     return table
 
 

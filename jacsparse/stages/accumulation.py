@@ -264,16 +264,20 @@ class Region:
         pattern = empty_pattern(*self.shape) if result is None else shadow.matrices[result].pattern
         return pattern, shadow.multiply_adds
 
-    def pairs(self, nonzero: np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
+    def pairs(
+        self, nonzero: np.ndarray, read: dict[int, int] | None = None
+    ) -> tuple[dict[int, np.ndarray], np.ndarray]:
         """Multiply-adds in each row of each edge that a vector reaches, by the edge's number; and the rows it reaches.
 
-        `nonzero` has a flag for each column.
+        `nonzero` has a flag for each column. The elements other than zero that each edge reads go into `read`.
         """
         reached = {self.stop: nonzero}
         pairs: dict[int, np.ndarray] = {}
         for number in reversed(range(len(self.edges))):
             source, target, pattern = self.edges[number]
             if target in reached:
+                if read is not None:
+                    read[number] = int(np.count_nonzero(reached[target]))
                 rows = pairs[number] = meeting(pattern, reached[target])
                 reached[source] = reached[source] | (rows > 0) if source in reached else rows > 0
         return pairs, reached.get(self.start, np.zeros(self.shape[0], dtype=np.bool_))

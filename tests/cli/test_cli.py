@@ -15,14 +15,16 @@ import pytest
 import safetensors.torch
 import scipy.sparse
 import torch
-from jacsparse.models import build, save_checkpoint
+from jacsparse.models import build, prune_weights, save_checkpoint
 from torch import nn
 from torch.nn.utils import prune
 
 import jacsparse
 from jacsparse.__main__ import main
 from jacsparse.cli import flop
+from jacsparse.flop import Page
 from jacsparse.runtime import cupy_for
+from jacsparse.terminal import text
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def test_version_and_help(jac) -> None:
 def test_flop_of_pruned_vgg_11(jac, tmp_path: Path) -> None:
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "csv", "png")}
     status, out, err = jac(
-        "flop", "vgg11", "--prune", 0.97, "--data", "digits", "--samples", 1,
+        "flop", "vgg11", "--prune", 0.97, "--data", "digits", "--samples", 1, "--steps",
         "--json", files["json"], "--csv", files["csv"], "--plot", files["png"],
     )  # fmt: skip
     assert status == 0, err
@@ -82,7 +84,9 @@ def test_flop_of_pruned_vgg_11(jac, tmp_path: Path) -> None:
 
 
 def test_flop_of_a_factory(jac) -> None:
-    status, out, err = jac("flop", "tests.cli.test_cli:custom_model", "--input", "3,8,8", "--schedule", "blelloch")
+    status, out, err = jac(
+        "flop", "tests.cli.test_cli:custom_model", "--input", "3,8,8", "--schedule", "blelloch", "--steps"
+    )
     assert status == 0, err
     assert "guaranteed structure" in out and "J1ᵀ·" in out
     # The dead step of Algorithm 1 is shown, and marked.
@@ -91,7 +95,7 @@ def test_flop_of_a_factory(jac) -> None:
 
 def test_flop_of_a_part(jac) -> None:
     _, out, _ = jac("flop", "lenet5", "--part", "features", "--schedule", "linear")
-    assert "lenet5.features: linear" in out
+    assert out.startswith("lenet5.features: none of 2,850 weights is zero.") and "scan" not in out
     status, _, err = jac("flop", "lenet5", "--part", "head")
     assert status == 2 and "--part is 'head'" in err
 
@@ -103,8 +107,8 @@ def test_flop_with_weights_of_another_origin(jac, tmp_path: Path) -> None:
     factory = "tests.cli.test_cli:custom_model"
     status, out, err = jac("flop", factory, "--input", "3,8,8", "--checkpoint", tmp_path / "pruned.pt")
     assert status == 0, err
-    # Parameters, and the share of zeros: half of 108 weights, no bias.
-    assert "0 112 0.500" in out
+    # The share of zeros: half of 108 weights, no bias.
+    assert "0 108 50.0%" in out and "Warning: At most half is pruned of 0 (50.0%), 3 (0%)" in out
     vgg = build("vgg11")
     safetensors.torch.save_file(vgg.state_dict(), tmp_path / "vgg.safetensors")
     status, out, err = jac("flop", "vgg11", "--schedule", "linear", "--checkpoint", tmp_path / "vgg.safetensors")
@@ -139,9 +143,9 @@ def test_flop_of_an_exported_file(jac, tmp_path: Path) -> None:
     status, out, err = jac("flop", file, "--trust")
     assert status == 0, err
     # Parts have the names that they had, and no other before them.
-    assert " 3 725 0.000 " in out and "model." not in out
+    assert " 3 720 0% " in out and "model." not in out
     status, out, err = jac("flop", file, "--trust", "--part", "3", "--schedule", "linear")
-    assert status == 0 and "net.pt2.3: linear" in out, err
+    assert status == 0 and "net.pt2.3: none of 720 weights is zero" in out, err
     status, out, err = jac("spy", file, "--trust", "--layer", "0")
     assert status == 0 and out.startswith("0: 144 × 192"), err
 
@@ -209,8 +213,8 @@ def test_a_picture_of_a_pattern(jac, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_a_schedule_becomes(jac) -> None:
     for asked, becomes in (("blelloch:99", "blelloch:3"), ("auto", "linear")):
-        status, out, _ = jac("flop", "lenet5", "--schedule", asked)
-        assert status == 0 and out.startswith(f"lenet5: {becomes}, guaranteed")
+        status, out, _ = jac("flop", "lenet5", "--schedule", asked, "--steps")
+        assert status == 0 and f"lenet5: {becomes}, guaranteed" in out
         assert out.endswith(f"--schedule {asked} is {becomes} for 11 stages")
     assert "is blelloch:1" not in jac("flop", "lenet5", "--schedule", "blelloch:1")[1]
 
@@ -221,8 +225,7 @@ def test_solvers_are_compared(jac, tmp_path: Path) -> None:
     files = ["--plot", picture, "--json", report]
     status, out, err = jac("compare", *model, "--batch", "2", "--workers", "1,8", *files)
     assert status == 0, err
-    assert "cyclic_reduction" in out and "p = 8" in out and "r = 2 samples >= n = 6 units" in out
-    assert "solving by jacobi" in err
+    assert "cyclic_reduction" in out and "8 workers" in out and "samples r = 2 >= the widest layer's units n = 6" in out
     figures = json.loads(report.read_text(encoding="utf-8"))
     assert (figures["name"], figures["settings"]["seed"], figures["input_shape"]) == (model[0], 0, [2, 5])
     rows = {row["method"]: row for row in figures["rows"]}
@@ -273,8 +276,7 @@ def test_training_is_simulated(jac, tmp_path: Path) -> None:
         "--json", files["json"], "--csv", files["csv"], "--plot", files["png"],
     )  # fmt: skip
     assert status == 0, err
-    assert "5 stages, batch 16, counted, 1e+09 FLOP/s" in out and "bppsa runs blelloch:1" in out
-    assert "simulating gpipe on 4 workers" in err
+    assert "5 stages, batch 16, counted, 1e+09 FLOP/s" in out and "bppsa runs blelloch:1 from" in out
     figures = json.loads(files["json"].read_text(encoding="utf-8"))
     assert figures["workers"] == [1, 2, 4, 8] and figures["settings"]["microbatches"] == 2
     with files["csv"].open(encoding="utf-8") as file:
@@ -380,6 +382,37 @@ def test_threads_are_of_leapfrog_alone(jac, tmp_path: Path) -> None:
     assert status == 2 and "threads is 0; expected an integer of at least 1" in err
 
 
+def test_samples_of_ones_own(jac, tmp_path: Path) -> None:
+    samples = torch.rand(3, 2, 6, 6)
+    files = {kind: tmp_path / f"samples.{kind}" for kind in ("npy", "pt", "safetensors")}
+    np.save(files["npy"], samples.numpy())
+    torch.save(samples, files["pt"])
+    safetensors.torch.save_file({"x": samples}, files["safetensors"])
+    words = ("flop", "tests.cli.test_cli:double_model", "--input", "2,6,6", "--samples", 2, "--data")
+    pages = {jac(*words, file)[1].replace(str(file), "") for file in files.values()}
+    assert len(pages) == 1 and "and without the data's zeros" in pages.pop()
+    status, out, err = jac("simulate", *words[1:4], "--data", files["npy"], "--batch", 3, "--method", "bp", "--rate", 1)
+    assert status == 0 and "batch 3" in out, err
+    status, out, err = jac("compare", *words[1:4], "--data", files["pt"], "--batch", 2, "--method", "substitution")
+    assert status == 0, err
+    for bad, message in (
+        (samples[:, :1], "has samples of shape (1, 6, 6), --input is (2, 6, 6)"),
+        (samples[0], "has samples of shape (6, 6), --input is (2, 6, 6)"),
+        (samples.long(), "holds torch.int64; expected floating-point samples"),
+        (samples * torch.nan, "holds NaN or infinity in sample 0; leave out such samples"),
+        (samples[:0], "holds no sample"),
+        (samples[:1], "--samples is 2, but "),
+        ({"x": samples}, "holds a dict; expected one tensor of samples"),
+    ):
+        torch.save(bad, files["pt"])
+        status, out, err = jac(*words, files["pt"])
+        assert status == 2 and message in err and not out and len(err.splitlines()) == 1
+    for name in ("nowhere.npy", "damaged.safetensors"):
+        (tmp_path / "damaged.safetensors").write_text("no tensors", encoding="utf-8")
+        status, out, err = jac(*words, tmp_path / name)
+        assert status == 2 and name in err and not out
+
+
 LAYER = ("lenet5", "--layer", "features.0", "--out", "J.npz")
 BAD = {
     "model": (["flop", "vgg99"], "vgg99"),
@@ -403,6 +436,8 @@ BAD = {
     "sample's kind": (["jacobian", *LAYER, "--input-file", "x.png"], "--input-file is x.png; expected an array (.npy)"),
     "sample missing": (["jacobian", *LAYER, "--input-file", "nowhere.npy"], "there is no file nowhere.npy; make one"),
     "picture's ending": (["spy", "lenet5", "--layer", "features.0", "--out", "p.xyz"], "p.xyz names no format"),
+    "sort": (["flop", "lenet5", "--sort", "age"], "--sort is 'age'; expected one of layer, weights, zero, step"),
+    "no workers": (["flop", "lenet5", "--workers", "0"], "--workers is '0'; expected numbers of workers"),
     "input": (["flop", "lenet5", "--input", "3,x"], "--input is '3,x'"),
     "input zero": (["flop", "lenet5", "--input", "0,32,32"], "--input is '0,32,32'; expected sizes of one sample"),
     "input shape": (["flop", "lenet5", "--input", "1,32,32"], "0: an input of shape (1, 32, 32) does not fit"),
@@ -437,7 +472,9 @@ def test_an_unwritable_output_is_noticed_first(jac, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_part_is_given_what_the_model_gives_it(jac) -> None:
-    status, out, err = jac("flop", "lenet5", "--part", "classifier", "--schedule", "linear", "--data", "digits")
+    status, out, err = jac(
+        "flop", "lenet5", "--part", "classifier", "--schedule", "linear", "--data", "digits", "--steps"
+    )
     assert status == 0 and "lenet5.classifier on digits: linear, structure observed on 4 samples" in out, err
 
 
@@ -464,7 +501,7 @@ class Callers(nn.Module):
 def test_parts_that_are_called_in_other_ways(jac) -> None:
     model = ("tests.cli.test_cli:Callers", "--input", "3,4")
     status, out, err = jac("flop", *model, "--part", "named")
-    assert status == 0 and "Callers.named: blelloch:0" in out, err
+    assert status == 0 and "Callers.named: nothing in it multiplies by weights" in out, err
     status, _, err = jac("flop", *model, "--part", "with_options", "--schedule", "linear")
     assert status == 0, err
     for part, what in (("pair", "Tensor, Tensor"), ("listed", "tuple"), ("empty", "nothing")):
@@ -494,11 +531,10 @@ def test_names_are_printed_as_they_are(jac) -> None:
 
 def test_narrow_tables_keep_units(monkeypatch: pytest.MonkeyPatch) -> None:
     report = jacsparse.count_flop(build("vgg11").features, (3, 32, 32), schedule="linear")
-    monkeypatch.setenv("COLUMNS", "100")
-    assert "…" not in str(report)
-    # A pipe has no width.
-    monkeypatch.delenv("COLUMNS")
-    assert "J20ᵀ·∇x20" in str(report)
+    for width in ("60", "80", "140"):
+        monkeypatch.setenv("COLUMNS", width)
+        shown = text(Page(report, steps=True))
+        assert "…" not in shown and "J20ᵀ·∇x20" in shown and max(map(len, shown.splitlines())) <= int(width)
 
 
 def test_what_a_report_prints_is_the_table(jac) -> None:
@@ -532,7 +568,7 @@ def test_a_figure_of_a_single_stage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model", "size"), [("bitstream", "1,40"), ("irmas", "38,40")])
 def test_flop_of_the_recurrent_models(jac, model: str, size: str) -> None:
-    status, out, err = jac("flop", model, "--input", size, "--prune", 0.9)
+    status, out, err = jac("flop", model, "--input", size, "--prune", 0.9, "--steps")
     assert status == 0, err
     # A step of the sequence is a stage: Algorithm 1 over 40 of them.
     assert f"{model}.rnn: blelloch:2" in out and "J40" in out and "20×20×1" in out
@@ -568,14 +604,36 @@ def test_errors_of_training_the_recurrent_models(jac, tmp_path: Path) -> None:
         assert not list(tmp_path.glob("x.*"))
 
 
-def test_what_takes_long_is_said_before(jac, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("flop", "resnet8", "--input", "3,8,8", "--schedule")
-    assert "pairs of entries" not in jac(*words, "blelloch:1")[2]
-    monkeypatch.setattr(flop, "_PAIRS", 1e3)
-    status, _, err = jac(*words, "blelloch:1")
-    told = " ".join(err.split())
-    assert status == 0 and "blelloch:1: products of matrices with " in told and " hours at least. " in told, err
-    assert "--schedule linear takes seconds: it multiplies no matrices" in told
-    assert "pairs of entries" not in jac(*words, "linear")[2]
-    _, _, err = jac(*words, "blelloch:1", "--data", "random", "--samples", 2)
-    assert "to look at, for each of 2 samples and once more, about" in " ".join(err.split())
+def test_what_takes_long_is_left_out_unless_asked_for(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("flop", "resnet8", "--input", "3,8,8")
+    assert "The scan blelloch:2 takes" in jac(*words)[1]
+    monkeypatch.setattr("jacsparse.flop.estimate.PAIRS", 1e3)
+    _, out, err = jac(*words)
+    assert "Scan: not counted, as that takes about" in out and "hours" in out
+    assert "Ask for it with --schedule blelloch:2." in out
+    status, out, err = jac(*words, "--schedule", "blelloch:1")
+    assert status == 0 and "The scan blelloch:1 takes" in out
+    assert "counting blelloch:1 takes about" in err and "hours" in err
+    assert "hours" not in "".join(jac(*words, "--schedule", "linear")[1:])
+
+
+def test_layers_are_sorted_and_chosen(jac) -> None:
+    _, out, _ = jac("flop", "lenet5", "--schedule", "linear", "--sort", "weights", "--top", 1)
+    assert "Layers, 1 of 6" in out and "classifier.0 48.0 k" in out and "features.3 " not in out.split("Layers, ")[1]
+    assert "critical path" not in out
+    assert "critical path" in jac("flop", "lenet5", "--schedule", "linear", "--explain")[1]
+
+
+def test_two_checkpoints_side_by_side(jac, tmp_path: Path) -> None:
+    files = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for file, fraction in zip(files, (0.5, 0.9), strict=True):
+        torch.manual_seed(0)
+        module = custom_model()
+        prune_weights(module, fraction)
+        torch.save(module.state_dict(), file)
+    words = ("flop", "tests.cli.test_cli:custom_model", "--input", "3,8,8", "--compare", *files)
+    status, out, err = jac(*words)
+    assert status == 0, err
+    assert "with 90.0% of the weights zero in place of 50.0%" in out and " 3 50.0% 90.0% 2.16 k 432 20.0%" in out
+    status, _, err = jac(*words, "--prune", 0.5)
+    assert status == 2 and "--prune is of no use with --compare" in err

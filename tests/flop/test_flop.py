@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from jacsparse.models import MODELS, build
+from jacsparse.models import MODELS, build, prune_weights
 from jacsparse.patterns import Pattern
 from torch import nn
 from torch.nn import functional
@@ -20,9 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import jacsparse
 from jacsparse import FlopReport, count_flop
-from jacsparse.flop import counting
+from jacsparse.flop import CountEstimate, Page, counting
 from jacsparse.flop.report import BackPropagation
 from jacsparse.schedule import Schedule, balanced, blelloch, linear
+from jacsparse.terminal import text
 from tests.drawn_networks import NETWORKS
 from tests.example_models import kaiming, lenet, small, vgg_features
 
@@ -243,26 +244,28 @@ def test_a_report_prints_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     x = torch.randn(2, 3, 32, 32)
     report = count_flop(lenet(), (3, 32, 32), structure="observed", inputs=x, executed=True, workers=[2])
-    shown, words = str(report), " ".join(str(report).split())
-    assert words.startswith("Sequential: blelloch:2, structure observed on 2 samples") and "\x1b" not in shown
+    shown = text(Page(report, steps=True, explain=True))
+    words = " ".join(shown.split())
+    assert "Sequential: blelloch:2, structure observed on 2 samples" in words and "\x1b" not in shown
     for row in report.backpropagation:
         assert f"back-propagation, {row.structure} {row.activations:,.0f} " in words
     assert f"blelloch:2, critical path {report.critical_path:,.0f} " in words
     assert f"blelloch:2, executed {report.executed:,.0f} " in words
     unpruned = sum(step.unpruned for step in report.baseline if step.live)
     assert f"unpruned network, of which the critical path is {report.critical_path / unpruned:.3g}" in words
-    for word in ("a multiply-add is 2", "which schedule is done first", "layers, one sample", "∇W"):
+    for word in ("a multiply-add is 2", "which schedule is done first", "FLOP of a training step", "∇x2"):
         assert word in words
     assert not any(line != line.rstrip() or len(line) > 160 for line in shown.splitlines())
     assert repr(report).startswith("<FlopReport of Sequential: blelloch:2, observed structure, 15 live steps, ")
-    plain = str(count_flop(nn.Flatten(), (3, 4)))
-    assert "layers" not in plain and "all 0 live steps of 0" in plain
+    assert report._repr_html_().startswith("<pre>Sequential: none of 61,770 weights is zero.")
+    plain = count_flop(nn.Flatten(), (3, 4))
+    assert "nothing to prune" in str(plain) and "all 0 live steps of 0" in text(Page(plain, steps=True))
 
 
 def test_no_share_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     one = count_flop(nn.Linear(3, 2), (3,))
-    assert "back-propagation, dense 0 12 12" in " ".join(str(one).split())
+    assert "back-propagation, dense 0 12 12" in " ".join(text(Page(one, steps=True)).split())
     assert one.executed == 0 and count_flop(lenet(), (3, 32, 32), executed=False).executed is None
 
 
@@ -344,7 +347,7 @@ def test_dense_totals_equal_pytorchs_counter(name: str) -> None:
         y = model(x)
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
-    layers = count_flop(model, (3, 32, 32), schedule="linear").layers
+    layers = count_flop(model, (3, 32, 32), schedule="linear").operators
     assert sum(layer.forward for layer in layers) == forward.get_total_flops()
     assert sum(layer.backward for layer in layers) == backward.get_total_flops()
     assert sum(layer.parameters for layer in layers) == sum(p.numel() for p in model.parameters())
@@ -408,14 +411,14 @@ def test_dense_totals_of_other_weights_equal_pytorchs_counter(name: str, frozen:
     kind, shape = OTHER_WEIGHTS[name]
     model = kind()
     next(model.parameters()).requires_grad_(not frozen)
-    layers = count_flop(model, shape, schedule="linear").layers
+    layers = count_flop(model, shape, schedule="linear").operators
     actual = (sum(layer.forward for layer in layers), sum(layer.backward for layer in layers))
     assert actual == counted(model, shape)
     assert sum(layer.parameters for layer in layers) == sum(p.numel() for p in model.parameters())
 
 
 def test_a_weight_masked_in_the_forward_pass() -> None:
-    convolution, *_ = count_flop(Computed(), (2, 8), schedule="linear").layers
+    convolution, *_ = count_flop(Computed(), (2, 8), schedule="linear").operators
     assert (convolution.parameters, convolution.nonzero, convolution.weights, convolution.zeros) == (18, 6, 18, 12)
     # Its first tap alone, which misses the first of eight places, between each of two channels and three.
     assert convolution.forward_sparse == 2 * 7 * 2 * 3
@@ -430,7 +433,7 @@ def test_a_frozen_weight_with_a_bias_that_trains(pruned: bool) -> None:
         nn.utils.parametrizations.weight_norm(model[1])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("bias"))
-    layers = count_flop(model, (4,), schedule="linear").layers
+    layers = count_flop(model, (4,), schedule="linear").operators
     # Of the inputs alone, but for the first layer's.
     assert [layer.backward for layer in layers] == [0, 2 * 6 * 5, 2 * 5 * 3]
 
@@ -438,7 +441,7 @@ def test_a_frozen_weight_with_a_bias_that_trains(pruned: bool) -> None:
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_pytorchs_counter_multiplies_by_groups(groups: int) -> None:
     model = nn.Conv2d(4, 8, 3, groups=groups)
-    (layer,) = count_flop(model, (4, 6, 6), schedule="linear").layers
+    (layer,) = count_flop(model, (4, 6, 6), schedule="linear").operators
     assert (layer.forward, layer.backward * groups) == counted(model, (4, 6, 6))
 
 
@@ -449,8 +452,8 @@ def test_dense_totals_of_recurrent_models_equal_pytorchs_counter(name: str, shap
         y = model(torch.randn(1, *shape))
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
-    (layer,) = count_flop(model.rnn, shape[::-1], schedule="linear").layers
-    (head,) = count_flop(model.head, (20,), schedule="linear").layers
+    (layer,) = count_flop(model.rnn, shape[::-1], schedule="linear").operators
+    (head,) = count_flop(model.head, (20,), schedule="linear").operators
     assert layer.forward + head.forward == forward.get_total_flops()
     # Within the model the head's input has a gradient, too.
     of_state = 2 * model.head.weight.numel()
@@ -470,13 +473,13 @@ def test_dense_totals_of_recurrent_layers_equal_pytorchs_counter(kind: type[nn.R
     with FlopCounterMode(display=False) as backward:
         if out.requires_grad:
             out.sum().backward()
-    (actual,) = count_flop(layer, (7, 3), schedule="linear").layers
+    (actual,) = count_flop(layer, (7, 3), schedule="linear").operators
     assert (actual.forward, actual.backward) == (forward.get_total_flops(), backward.get_total_flops())
 
 
 def test_layers_of_pruned_recurrent_layers() -> None:
     layer = pruned_layer(nn.GRU)
-    (actual,) = count_flop(layer, (7, 3), schedule="linear").layers
+    (actual,) = count_flop(layer, (7, 3), schedule="linear").operators
     entering, nonzero = layer.weight_ih_l0.numel(), int(layer.weight_hh_l0.count_nonzero())
     assert actual.forward_sparse == 2 * 7 * (entering + nonzero)
     assert actual.backward_sparse == 2 * (7 * entering + 13 * nonzero)
@@ -507,7 +510,7 @@ def test_frozen_layers_have_no_backward() -> None:
     model[0].requires_grad_(False)
     with FlopCounterMode(display=False) as backward:
         model(torch.randn(1, 2, 8, 8)).sum().backward()
-    layers = count_flop(model, (2, 8, 8), schedule="linear").layers
+    layers = count_flop(model, (2, 8, 8), schedule="linear").operators
     assert [layer.path for layer in layers] == ["0", "2", "4"] and layers[0].backward == 0
     # The counter saw the forward pass, too.
     assert sum(layer.backward for layer in layers) == backward.get_total_flops() - sum(
@@ -518,7 +521,7 @@ def test_frozen_layers_have_no_backward() -> None:
 def test_pruned_layers() -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(48, 5))
     prune.random_unstructured(model[0], "weight", 0.5)
-    convolution, linear_layer = count_flop(model, (2, 4, 4), schedule="linear").layers
+    convolution, linear_layer = count_flop(model, (2, 4, 4), schedule="linear").operators
     nnz = jacsparse.jacobian_pattern(model[0], (2, 4, 4)).nnz
     assert (convolution.parameters, convolution.nonzero, convolution.sparsity) == (54, 27, 0.5)
     # Padding is counted dense, but has no entries.
@@ -535,7 +538,7 @@ def test_pruned_layers() -> None:
 def test_sparsity_is_of_what_is_multiplied_by() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     nn.init.zeros_(model[0].bias)
-    linear_layer, norm = count_flop(model, (4,), schedule="linear").layers
+    linear_layer, norm = count_flop(model, (4,), schedule="linear").operators
     assert (linear_layer.parameters, linear_layer.nonzero, linear_layer.sparsity) == (20, 16, 0.0)
     # Its bias is zero.
     assert (norm.parameters, norm.nonzero, norm.weights, norm.sparsity) == (8, 4, 0, 0.0)
@@ -677,31 +680,46 @@ def test_choices_of_a_single_operator_and_of_steps() -> None:
 # How long counting takes.
 
 
-def test_pairs_are_announced_before_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[float] = []
+def test_pairs_are_estimated_before_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[CountEstimate] = []
+
+    def accept(estimate: CountEstimate) -> bool:
+        told.append(estimate)
+        return True
+
     first, second, third = nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)
-    report = count_flop(
-        nn.Sequential(first, second, third, nn.ReLU()), (2, 9, 9), schedule="blelloch:1", announce=told.append
-    )
+    report = count_flop(nn.Sequential(first, second, third, nn.ReLU()), (2, 9, 9), schedule="blelloch:1", accept=accept)
     (product,) = (step for step in report.steps if step.kind == "mm")
-    assert (product.left, product.right, product.flop / 2) == ("J2ᵀ", "J3ᵀ", told.pop())
+    assert (product.left, product.right, product.flop / 2) == ("J2ᵀ", "J3ᵀ", told.pop().pairs)
     # A product with ReLU's diagonal takes no time.
     module = nn.Sequential(first, second, nn.ReLU(), third)
     for schedule in ("blelloch:1", "linear"):
-        count_flop(module, (2, 9, 9), schedule=schedule, announce=told.append)
-        assert told.pop() == 0
-    residual = build("resnet8").eval()
-    report = count_flop(residual, (3, 16, 16), schedule="blelloch:1", announce=told.append)
-    products = sum(step.flop for step in report.steps if step.kind == "mm")
-    assert 0.3 * products / 2 < told.pop() < 1.5 * products / 2
+        count_flop(module, (2, 9, 9), schedule=schedule, accept=accept)
+        assert told.pop().pairs == 0
     # Before any pattern of a product is made.
-    monkeypatch.setattr(counting._Counts, "run", lambda *_: pytest.fail("it was counted first"))
+    residual = build("resnet8").eval()
+    monkeypatch.setattr(counting._Counts, "_product", lambda *_: pytest.fail("it was counted first"))
+    declined = count_flop(residual, (3, 16, 16), accept=lambda estimate: estimate.pairs == 0)
+    assert declined.schedule == "linear" and declined.summary().scan is None
 
-    def stop(_: float) -> None:
-        raise InterruptedError
 
-    with pytest.raises(InterruptedError):
-        count_flop(residual, (3, 16, 16), schedule="blelloch", announce=stop)
+@pytest.mark.parametrize(
+    ("name", "size", "fraction", "schedule"),
+    [
+        ("lenet5", 32, 0.0, "blelloch:2"),
+        ("lenet5", 32, 0.5, "blelloch"),
+        ("resnet8", 16, 0.9, "blelloch"),
+        ("resnet8", 16, 0.0, "blelloch:1"),
+        ("vgg11", 32, 0.97, "blelloch:2"),
+    ],
+)
+def test_estimates_are_right_within_a_factor_of_two(name: str, size: int, fraction: float, schedule: str) -> None:
+    model, told = build(name).eval(), []
+    if fraction:
+        prune_weights(model, fraction)
+    report = count_flop(model, (3, size, size), schedule=schedule, accept=lambda each: told.append(each) or True)
+    pairs = sum(step.flop for step in report.steps if step.kind == "mm") / 2
+    assert told[0].complete and 0.5 * pairs < told[0].pairs < 2 * pairs
 
 
 @pytest.mark.parametrize("executed", [False, True])

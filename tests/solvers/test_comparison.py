@@ -38,7 +38,10 @@ def test_figures() -> None:
         if row.solved:
             assert row.multiply_adds_until_done is not None
             assert row.multiply_adds_until_done[1] == row.multiply_adds >= row.multiply_adds_until_done[16]
-    assert "r = 4 samples >= n = 8 units or l / log2 l = 4.0 >= n: they would not" in comparison.criterion
+    assert (
+        "samples r = 4 >= the widest layer's units n = 8, or l / log2 l = 4.0 >= n for l = 16 layers: they would not"
+        in comparison.criterion
+    )
 
 
 def test_the_conclusion_names_the_solver_with_the_fewest_multiply_adds() -> None:
@@ -155,7 +158,7 @@ def test_tables_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("COLUMNS", str(columns))
     printed = str(compared(workers=tuple(2**power for power in range(0, 21, 2))))
     assert "…" not in printed and max(map(len, printed.splitlines())) <= columns
-    for word in ("cyclic_reduction", "p = 1,048,576", "equation", "These are not seconds", "η being steps"):
+    for word in ("cyclic_reduction", "1,048,576 workers", "equation", "are not seconds", "their steps (η)"):
         assert word in " ".join(printed.split())
 
 
@@ -167,7 +170,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert (figures["input_shape"], figures["samples"], figures["workers"]) == ([4, 8], 4, [1, 16])
     assert figures["versions"]["torch"] == torch.__version__ and figures["threads"] == torch.get_num_threads()
     assert figures["settings"] == {"seed": 7} and {each["equation"] for each in figures["estimates"]} == {42, 45}
-    assert "not seconds" in figures["words"]["p = 4"]
+    assert "not seconds" in figures["words"]["workers"]
     comparison.plot(tmp_path / "figures.png")
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
     assert repr(comparison) == "<SolverComparison of Sequential: substitution>"

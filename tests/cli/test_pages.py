@@ -1,0 +1,185 @@
+"""The pages of the command line, as they are printed; ``python -m tests.cli.test_pages`` writes them anew."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from jacsparse.models import build, prune_weights
+from rich.console import Console
+from torch import nn
+from torch.nn.utils import prune
+
+from jacsparse import count_flop
+from jacsparse.__main__ import main
+from jacsparse.solvers import SolverComparison
+from jacsparse.terminal import percent, ratio, short
+from tests import example_models
+
+PAGES = Path(__file__).parent / "pages"
+_RESNET = ("tests.example_models:thin_resnet18", "--input", "3,224,224", "--checkpoint", "pruned.pt")
+_COUNTED = ("--rate", "1e12", "--workers", "1..64")
+#: The commands, by the names of their pages.
+COMMANDS = {
+    "flop-vgg11": ("flop", "vgg11", "--prune", "0.97", "--data", "random", "--samples", "1"),
+    "flop-resnet18": ("flop", *_RESNET),
+    "flop-lenet5": ("flop", "lenet5", "--steps"),
+    "flop-bitstream": ("flop", "bitstream", "--input", "1,40"),
+    "simulate-vgg11": ("simulate", "vgg11", "--prune", "0.97", "--method", "bp", "--method", "1f1b", *_COUNTED),
+    "simulate-lenet5": ("simulate", "lenet5", *_COUNTED),
+    "simulate-bitstream": ("simulate", "bitstream", "--steps", "40", *_COUNTED),
+    "compare-lenet5": ("compare", "lenet5", "--method", "substitution", "--method", "scan"),
+    "compare-bitstream": ("compare", "bitstream", "--steps", "8"),
+}
+
+
+def checkpoint(folder: Path) -> None:
+    """A ResNet-18's weights, 95 % of which are pruned, wherever they are."""
+    torch.manual_seed(0)
+    net = example_models.thin_resnet18()
+    layers = [(part, "weight") for part in net.modules() if isinstance(part, (nn.Conv2d, nn.Linear))]
+    prune.global_unstructured(layers, prune.L1Unstructured, amount=0.95)
+    torch.save(net.state_dict(), folder / "pruned.pt")
+
+
+def printed(name: str) -> dict[int, str]:
+    """What a command prints, by the columns of the terminal, without times that are measured."""
+    shown: list[object] = []
+    recorder = SimpleNamespace(print=shown.append)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with (
+            mock.patch.object(sys, "argv", ["jacsparse", *COMMANDS[name]]),
+            mock.patch("jacsparse.terminal.console", lambda: recorder),
+            contextlib.suppress(SystemExit),
+        ):
+            main()
+    finally:
+        torch.set_num_threads(threads)
+    return {width: _text(shown, width) for width in (80, 140)}
+
+
+def _text(shown: list[object], width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, markup=False, emoji=False, highlight=False)
+    for each in shown:
+        console.print(_unmeasured(each) if isinstance(each, SolverComparison) else each)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"  # type: ignore[attr-defined]
+
+
+def _unmeasured(comparison: SolverComparison) -> SolverComparison:
+    """The comparison with a made-up time and residual of each solver: they differ between machines."""
+    return replace(
+        comparison,
+        rows=tuple(
+            replace(row, seconds=row.seconds and 1.0, residual=row.residual and 1e-6) for row in comparison.rows
+        ),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    monkeypatch.chdir(tmp_path)
+    checkpoint(tmp_path)
+    yield tmp_path
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_pages(name: str, folder: Path) -> None:
+    for width, page in printed(name).items():
+        assert page == (PAGES / f"{name}-{width}.txt").read_text(encoding="utf-8")
+        assert "…" not in page and max(map(len, page.splitlines())) <= width
+
+
+def grouped() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.ReLU(), nn.Conv2d(6, 4, 3, groups=2))
+
+
+class Shared(nn.Module):
+    """A layer that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x).tanh())
+
+
+CASES = {
+    "residual": (lambda: build("resnet8"), (3, 16, 16)),
+    "grouped": (grouped, (3, 9, 9)),
+    "shared": (Shared, (6,)),
+    "cut in two": (example_models.cut_in_two, (5,)),
+    "lenet5": (lambda: build("lenet5"), (3, 32, 32)),
+    "recurrent": (lambda: nn.GRU(3, 5, batch_first=True), (7, 3)),
+    "one layer": (lambda: nn.Linear(4, 3), (4,)),
+    "pooled": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2), nn.ReLU()), (2, 8, 8)),
+    "normalised": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten()), (2, 8, 8)),
+    "frozen": (lambda: nn.Sequential(nn.Linear(4, 3).requires_grad_(False), nn.Tanh(), nn.Linear(3, 2)), (4,)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("observed", [False, True])
+def test_every_printed_figure_is_one_of_the_report(case: str, observed: bool) -> None:
+    torch.manual_seed(0)
+    make, shape = CASES[case]
+    model = make().eval()
+    if case not in ("cut in two", "recurrent"):
+        prune_weights(model, 0.6)
+    options = {"structure": "observed", "inputs": torch.randn(2, *shape), "executed": True} if observed else {}
+    report = count_flop(model, shape, **options)  # type: ignore[arg-type]
+    figures = json.loads(json.dumps(report.to_dict()))
+    for step in figures["summary"]["steps"]:
+        for quantity in ("forward", "input_gradient", "weight_gradient", "step"):
+            assert step[quantity] == pytest.approx(
+                sum(layer[f"{step['structure']}_{quantity}"] for layer in figures["layers"])
+            )
+    page = str(report)
+    for step in report.summary().steps:
+        assert " ".join([short(round(step.step)), percent(step.of_dense)]) in " ".join(page.split())
+    for layer in report.layers:
+        assert f"{layer['layer']} " in page
+    scan = report.summary().scan
+    if scan is not None:
+        assert f"takes {ratio(scan.work_ratio)} times" in " ".join(page.split())
+    dense = report.summary().steps[0]
+    assert dense.weight_gradient == sum(layer.weight_gradient for layer in report.operators)
+
+
+def test_what_the_network_lacks_is_named() -> None:
+    report = count_flop(example_models.cut_in_two(), (5,))
+    (empty, dense) = report.warnings
+    assert empty.startswith("No weight is left in 2; no gradient reaches 0. What they computed is lost")
+    assert dense == "At most half is pruned of 0 (0%), 4 (0%): dense kernels are faster there."
+    assert report.summary().without_weights == ("2",) and "part of the network is cut off" in str(report.summary())
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        net[0].weight[:3] = 0
+    (warning,) = count_flop(net, (4,)).warnings[-1:]
+    assert warning.startswith("Weights are zero without a mask in 0 (12): they are counted as pruned")
+
+
+if __name__ == "__main__":
+    import os
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as temporary:
+        sys.path.insert(0, str(Path.cwd()))
+        checkpoint(Path(temporary))
+        PAGES.mkdir(exist_ok=True)
+        os.chdir(temporary)
+        for page in COMMANDS:
+            for columns, lines in printed(page).items():
+                (PAGES / f"{page}-{columns}.txt").write_text(lines, encoding="utf-8")
