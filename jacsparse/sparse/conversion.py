@@ -189,18 +189,27 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
         result, reason = _converted(model, paths), "faster with sparse layers"
     else:
         result, reason = _copied(model), "slower with sparse layers, and so all are dense"
-        choices = [replace(choice, is_sparse=False) for choice in choices]
+        lost = "faster by itself, and the whole model is not"
+        choices = [replace(each, is_sparse=False, reason=lost) if each.is_sparse else each for each in choices]
     report = SparsityReport(tuple(choices), training, 1000 * seconds[0], 1000 * seconds[1], reason)
     return SparseModel(result, report)
 
 
-def densify(model: nn.Module) -> nn.Module:
+def densify(model: nn.Module, *, masks: bool = True) -> nn.Module:
     """The dense model of a sparse one: a copy with masks of ``torch.nn.utils.prune``.
 
     Parameters
     ----------
     model : Module
         A `SparseModel`, or any module with sparse layers inside.
+    masks : bool
+        Whether the copy has masks; without them its weights hold zeros, and its `state_dict` is that of a model that
+        was never pruned.
+
+    Raises
+    ------
+    TypeError
+        Where it is no module.
 
     Examples
     --------
@@ -216,7 +225,13 @@ def densify(model: nn.Module) -> nn.Module:
     dense: dict[nn.Module, nn.Module] = {
         part: part.to_dense() for part in model.modules() if isinstance(part, (SparseConv2d, SparseLinear))
     }
-    return _replaced(model, dense)
+    model = _replaced(model, dense)
+    if not masks:
+        for part in model.modules():
+            for hook in list(part._forward_pre_hooks.values()):
+                if isinstance(hook, prune.BasePruningMethod):
+                    prune.remove(part, hook._tensor_name)  # type: ignore[attr-defined]
+    return model
 
 
 def _copied(model: nn.Module) -> nn.Module:

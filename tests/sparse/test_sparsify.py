@@ -310,6 +310,16 @@ def test_errors() -> None:
         sparsify(nn.Linear(3, 2, device="meta"), torch.ones(1, 3))
 
 
+def test_saved_for_a_model_that_was_never_pruned() -> None:
+    sparse = sparsify(pruned(MODELS["pooled"]()).eval(), torch.ones(2, 3, 8, 8, dtype=torch.float64), measure=False)
+    plain = MODELS["pooled"]().double().eval()
+    plain.load_state_dict(densify(sparse, masks=False).state_dict())
+    x = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    close(plain(x), sparse(x), 1e-12)
+    again = sparsify(plain, x, measure=False)
+    assert [each.left for each in again.report().layers] == [each.left for each in sparse.report().layers]
+
+
 def test_one_layer() -> None:
     layer = nn.Linear(3, 2)
     prune.l1_unstructured(layer, "weight", 0.5)
