@@ -2,7 +2,8 @@
 
 from .evaluation import jacobian
 from .hessians import PreparedHessian, hessian, prepare_hessian
-from .prepared import PreparedJacobian, prepare_jacobian
+from .preparation import prepare_jacobian
+from .prepared import PreparedJacobian
 from .sparsity import hessian_pattern, jacobian_pattern
 from .verification import Verification, VerificationError, verify
 

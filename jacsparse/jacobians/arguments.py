@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils import _pytree
 
-from ..patterns import UnsupportedOperatorError, requiring_gradient
+from ..patterns import requiring_gradient
 from ..runtime import a_type
-from ..stages import check_input, check_tensor
-from ..tracing import Trace, form_of, module_of, name_of
+from ..stages import check_tensor
+from ..tracing import form_of, module_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -387,130 +386,3 @@ def _check_alike(name: str, x: Any, first: torch.Tensor, batched: bool) -> None:
             f"{name} has shape {tuple(x.shape)}; expected {samples} samples along its first axis: pass batched=False "
             "for arguments without samples"
         )
-
-
-def module_and_batch(
-    f: Callable[..., Any], arguments: Arguments, *, has_aux: bool = False, connected: bool = False
-) -> tuple[nn.Module, torch.Tensor]:
-    """A module of one batch that computes a function, and its input: a module itself where one batch is all it takes.
-
-    Where it is `connected`, the input has the graph of the arguments.
-    """
-    if isinstance(f, nn.Module) and arguments.is_one_batch and not (has_aux or isinstance(f, WithAux)):
-        return f, check_input("x", arguments.leaves[0])
-    function = FlatFunction(f, arguments, has_aux)
-    return function, arguments.flat_with_graph() if connected else arguments.flat()
-
-
-def out_shape_of(trace: Trace, returned: Returned | None) -> tuple[int, ...] | None:
-    """The shape of a sample of the one output of a traced function; None where there are more."""
-    return tuple(trace.output.shape[1:]) if returned is None else returned.out_shape
-
-
-def wrap(wrapper: nn.Module, f: Callable[..., Any]) -> None:
-    """Make a function the attribute `f` of a module that stands for it, whose parts and name are the function's."""
-    # A part without a name of its own: the paths of its parts are those that the function's module gives them.
-    wrapper._modules[""] = module_of(f)
-    wrapper.__dict__.update(f=f, __qualname__=name_of(f))
-
-
-class WithAux(nn.Module):
-    """A function that returns ``(result, aux)``, whoever calls it."""
-
-
-class FlatFunction(nn.Module):
-    """A function of one flat tensor, ``(batch, elements)``, with a flat result: what is traced.
-
-    Parameters
-    ----------
-    f : callable
-        The function. Its module, if any, is a part, so that parameters and hooks are found.
-    arguments : Arguments
-        All its arguments.
-    has_aux : bool
-        Whether it returns a pair, of which the second part has no derivative.
-    """
-
-    f: Callable[..., Any]
-
-    def __init__(self, f: Callable[..., Any], arguments: Arguments, has_aux: bool = False) -> None:
-        super().__init__()
-        self.has_aux, self._arguments = has_aux or isinstance(f, WithAux), [arguments]
-        #: What the last call returned.
-        self.returned: Returned | None = None
-        wrap(self, f)
-
-    @property
-    def arguments(self) -> Arguments:
-        """All arguments of the function."""
-        return self._arguments[0]
-
-    def forget(self) -> None:
-        """Let go of the function, its arguments and results: chains in a cache refer to this module."""
-        del self.f
-        self._modules.clear()
-        self._arguments.clear()
-        self.returned = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (arguments,) = self._arguments
-        result, aux = parts_of_result(self.f, self.f(*arguments.with_flat(x)), self.has_aux)
-        # A view of each tensor is what it holds at the end, whatever was written to that shares its memory.
-        aux = _pytree.tree_map_only(torch.Tensor, lambda part: part.view_as(part), aux)
-        leaves, spec = _pytree.tree_flatten(result)
-        parts = [self._flat_output(y, arguments) for y in leaves]
-        if not parts:
-            raise UnsupportedOperatorError(f"{name_of(self.f)} returns no tensor")
-        forms = [(y.shape, y.dtype, part.shape[1]) for y, part in zip(leaves, parts, strict=True)]
-        self.returned = Returned(forms, spec, aux, arguments.shape_of(leaves[0]) if len(leaves) == 1 else None)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-    # The hooks of all modules are not for this one.
-    __call__ = forward
-
-    def _flat_output(self, y: Any, arguments: Arguments) -> torch.Tensor:
-        if not isinstance(y, torch.Tensor):
-            raise UnsupportedOperatorError(
-                f"{name_of(self.f)} returns {a_type(y)}; expected tensors, in tuples, lists or dicts"
-            )
-        if not y.is_floating_point():
-            raise UnsupportedOperatorError(
-                f"{name_of(self.f)} returns {y.dtype}, which has no derivative; expected float32 or float64"
-                + ("" if self.has_aux else ", or with has_aux=True (result, aux)")
-            )
-        if not arguments.batched:
-            return y.reshape(1, -1)
-        if not y.ndim or len(y) != arguments.batch:
-            raise UnsupportedOperatorError(
-                f"{name_of(self.f)}: its output of shape {tuple(y.shape)} for {arguments.batch} samples does not have "
-                "them along its first axis; permute it, or pass batched=False for arguments without samples"
-            )
-        return y.reshape(arguments.batch, math.prod(y.shape[1:]))
-
-
-def parts_of_result(f: Callable[..., Any], result: Any, has_aux: bool) -> tuple[Any, Any]:
-    """What a function returned to be differentiated, and what beside that."""
-    if not has_aux:
-        return result, None
-    if not isinstance(result, tuple) or len(result) != 2:
-        what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
-        raise UnsupportedOperatorError(f"{name_of(f)} returns {what}; with has_aux=True expected a pair, (result, aux)")
-    return result[0], result[1]
-
-
-@dataclass(frozen=True, eq=False)
-class Returned:
-    """What a function returned: how its tensors make up its result, and what it returned beside that."""
-
-    #: Of each tensor of the result the shape, the dtype, and the number of elements of a sample.
-    forms: Sequence[tuple[torch.Size, torch.dtype, int]]
-    spec: Any
-    aux: Any
-    #: The shape of a sample of the one tensor of the result; None where there are more.
-    out_shape: tuple[int, ...] | None
-
-    def result(self, flat: torch.Tensor) -> Any:
-        """The result of which a flat output, ``(batch, rows)``, has the elements; tensors have memory of their own."""
-        parts = zip(flat.split([size for *_, size in self.forms], 1), self.forms, strict=True)
-        leaves = [part.reshape(shape).to(dtype, copy=True) for part, (shape, dtype, _) in parts]
-        return _pytree.tree_unflatten(leaves, self.spec)

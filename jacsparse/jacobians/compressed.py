@@ -20,9 +20,9 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from ..codegen import ElementGraph
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors
 from ..tracing import Trace
-from .elements import ElementGraph
 from .fused_values import FusedValues
 from .products_with_vectors import pull_back, push_forward
 from .traced_function import TracedFunction, Values

@@ -23,8 +23,9 @@ from ..stages import (
     refuse_other_derivatives,
 )
 from ..tracing import Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
-from .arguments import Arguments, FlatFunction, Returned, arguments_of, has_samples, module_and_batch, out_shape_of
+from .arguments import Arguments, arguments_of, has_samples
 from .differentiable import with_graph, wrong_third_derivative
+from .flat_function import FlatFunction, Returned, module_and_batch, out_shape_of
 from .gradients import Gradient
 from .recent import plan_of, recent_graphs
 

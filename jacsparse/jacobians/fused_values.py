@@ -12,12 +12,9 @@ import numpy as np
 import torch
 from torch import fx
 
+from ..codegen import FLOATS, OUT, CallsOfElements, ElementGraph, Fusion, MachineCode, Scratch, UnreadableWriteError
 from ..patterns import Pattern
 from ..runtime import thread_count
-from .elements import CallsOfElements, ElementGraph, UnreadableWriteError
-from .fusion import OUT, Fusion, Scratch
-from .machine_code import MachineCode
-from .operations import FLOATS
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
 

@@ -20,7 +20,8 @@ from ..patterns import UnsupportedOperatorError
 from ..runtime import a_type
 from ..stages import chain_of, refuse_other_derivatives, traced
 from ..tracing import Node, Trace, leads_to, name_of, undisturbed
-from .arguments import Arguments, FlatFunction, WithAux, parts_of_result, wrap
+from .arguments import Arguments
+from .flat_function import FlatFunction, WithAux, parts_of_result, wrap
 
 
 class Gradient(WithAux):

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Literal, Self, overload
+from typing import Any, Generic, Self
 
 import torch
 from typing_extensions import TypeVar
 
-from .._version import __version__
 from ..patterns import Pattern, gradient_of
-from ..runtime import a_type, read_archive, write_archive
+from ..runtime import a_type
 from ..spgemm import SparseJacobian
 from ..stages import agree
 from ..tracing import name_of, undisturbed, without_saving_hooks
-from .arguments import Arguments, FlatFunction, arguments_of, has_samples, out_shape_of
-from .compressed import Coloring, Compressed, coloring
+from .arguments import Arguments, arguments_of, has_samples
+from .compressed import Coloring, coloring
+from .differences import ROUNDINGS, difference_of, largest_finite, magnitude, tolerance_for
 from .evaluation import jacobian_at, with_parts
 from .evaluators import Evaluator, evaluator_of
-from .folding import Folded, derivatives_of
+from .flat_function import FlatFunction, out_shape_of
 from .prepared_program import Evaluation, PreparedProgram
-from .products import ChainProducts, Products
+from .products import ChainProducts
+from .saved_programs import SavedProgram, write_program
 from .traced_function import TracedFunction
-from .tracing_for_replays import Options, digest_of, traced_program
-from .verification import ROUNDINGS, VerificationError, difference_of, largest_finite, magnitude, tolerance_for
+from .tracing_for_replays import Options, traced_program
+from .verification import VerificationError
 from .watched_weights import FilledWeightError
 
 METHODS = ("auto", "products", "compressed")
-#: The options that a file holds.
-_SAVED = ("pruned", "create_graph", "value", "has_aux", "gradient")
 #: The most programs of one prepared Jacobian, for other numbers among the arguments.
 MOST = 8
 
@@ -283,6 +281,7 @@ class PreparedJacobian(Generic[Result]):
         Examples
         --------
         >>> import tempfile, torch
+        >>> from jacsparse import prepare_jacobian
         >>> f, x = lambda x: x[1:] * x[:-1], torch.tensor([1.0, 2.0, 3.0])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     prepare_jacobian(f, x).save(f"{folder}/products.npz")
@@ -290,20 +289,7 @@ class PreparedJacobian(Generic[Result]):
         >>> prepared(x).todense().tolist()
         [[2.0, 1.0, 0.0], [0.0, 3.0, 2.0]]
         """
-        evaluator = self._first.evaluator
-        content = {
-            "version": __version__,
-            "program": digest_of(self._arguments, self._first.traced.function),
-            "argnums": list(self._arguments.argnums),
-            "batched": self._arguments.batched,
-            **{name: getattr(self._options, name) for name in _SAVED},
-            "given": self._options.pattern is not None,
-            "evaluator": type(evaluator).__name__,
-            "shape": list(evaluator.pattern.shape),
-            "indptr": evaluator.pattern.indptr,
-            "indices": evaluator.pattern.indices,
-        }
-        write_archive(path, "prepared Jacobian", {**content, **evaluator.describe()})
+        write_program(path, self._arguments, self._options, self._first)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], f: Callable[..., Any], *args: Any, compile: bool = False) -> Self:
@@ -327,33 +313,12 @@ class PreparedJacobian(Generic[Result]):
         ValueError
             Where the file is damaged, of another version, or of another function.
         """
-        content = read_archive(path, "prepared Jacobian")
-        if content.get("version") != __version__:
-            raise ValueError(
-                f"{path} is of version {content.get('version')!r} of jacsparse, and this is {__version__}; prepare the "
-                "Jacobian and save it again"
-            )
-        argnums = content.get("argnums")
-        truths: dict[str, Any] = {name: content.get(name) for name in ("batched", "given", *_SAVED)}
-        if type(argnums) is not list or any(type(truth) is not bool for truth in truths.values()):
-            raise ValueError(f"{path}: argnums is {argnums!r}, and {truths}; the file is damaged")
-        arguments = arguments_of(args, argnums, truths.pop("batched")).apart()
-        pattern = _pattern_in(content, path) if truths.pop("given") else None
-        options = Options(compile=compile, pattern=pattern, **truths)
-        if options.create_graph:
-            arguments = arguments.connected()
+        saved = SavedProgram.read(path)
+        arguments, options = saved.arguments(args), saved.options(compile)
         f = cls._differentiated(f, arguments, options)
 
         def choose(function: TracedFunction) -> Evaluator:
-            if content.get("program") != digest_of(arguments, function):
-                raise ValueError(
-                    f"{path} is not of this function at arguments of these shapes: {name_of(f)}, {arguments}; prepare "
-                    "its Jacobian and save it again"
-                )
-            try:
-                evaluator = _restored(content, function, compile)
-            except (ValueError, TypeError, KeyError, MemoryError) as error:
-                raise ValueError(f"{path}: no valid prepared Jacobian: {error}") from error
+            evaluator = saved.evaluator(f, arguments, function, compile)
             _check_compiles(f, evaluator, compile)
             return evaluator
 
@@ -380,150 +345,6 @@ class PreparedJacobian(Generic[Result]):
         )
 
 
-@overload
-def prepare_jacobian(
-    f: Callable[..., Any],
-    *args: Any,
-    argnums: int | Sequence[int] = 0,
-    batched: bool | None = None,
-    method: str = "auto",
-    compile: bool = False,
-    pruned: bool = True,
-    create_graph: bool = False,
-    value: Literal[False] = False,
-    has_aux: Literal[False] = False,
-    pattern: Pattern | None = None,
-) -> PreparedJacobian[SparseJacobian]: ...
-
-
-@overload
-def prepare_jacobian(
-    f: Callable[..., Any],
-    *args: Any,
-    argnums: int | Sequence[int] = 0,
-    batched: bool | None = None,
-    method: str = "auto",
-    compile: bool = False,
-    pruned: bool = True,
-    create_graph: bool = False,
-    value: bool = False,
-    has_aux: bool = False,
-    pattern: Pattern | None = None,
-) -> PreparedJacobian[tuple[Any, ...]]: ...
-
-
-def prepare_jacobian(
-    f: Callable[..., Any],
-    *args: Any,
-    argnums: int | Sequence[int] = 0,
-    batched: bool | None = None,
-    method: str = "auto",
-    compile: bool = False,
-    pruned: bool = True,
-    create_graph: bool = False,
-    value: bool = False,
-    has_aux: bool = False,
-    pattern: Pattern | None = None,
-) -> PreparedJacobian[Any]:
-    """A function's Jacobian, prepared for arguments of the same shapes.
-
-    Parameters
-    ----------
-    f : callable
-        A function or a module. It must be a function of its arguments and of what it reads alone: without random
-        numbers, and without branches on what tensors hold.
-    *args
-        Its arguments: tensors, tuples, lists and dicts of them, numbers and anything else.
-    argnums : int or tuple of int
-        The arguments to differentiate by. Their tensors' elements are the columns, one tensor after the other.
-    batched : bool, optional
-        Whether these tensors and the outputs have samples along their first axis, each worked on by itself; left out,
-        as in `jacobian`. All other arguments are passed as they are.
-    method : str
-        ``products`` multiplies local Jacobians along paths; ``compressed`` takes products of the whole function with a
-        seed for each colour; ``auto`` takes the one of less predicted cost.
-    compile : bool
-        Whether one piece of machine code computes the values, which takes a tenth of a second to a few seconds to
-        make. It fuses elementwise operators, selections and sums of products; what else a call computes, as products of
-        matrices, is PyTorch's. The logger ``jacsparse`` tells of it, at level INFO.
-    pruned : bool
-        Whether the pattern omits the elements of weights that are zero when it is prepared, of parameters and all other
-        tensors that `f` reads, but not of its arguments. A call in which one of them is filled raises RuntimeError.
-    create_graph : bool
-        Whether values have gradients, to the arguments and to what `f` reads that had one when it was prepared, as in
-        `jacobian`; a call under ``torch.no_grad`` makes no graph.
-    value, has_aux : bool
-        As in `jacobian`: whether a call returns what `f` returns too, computed together with the values; and whether
-        `f` returns ``(result, aux)``. Numbers in `aux` are constants.
-    pattern : Pattern, optional
-        A pattern of your own, ``(out_size, in_size)``, in the place of the one that the operators' rules give: for
-        entries that are known to be zero, for more entries than there are, or where an operator has no rule. Values
-        are then those of ``compressed``. An entry outside of it that is not zero is an error when the Jacobian is
-        prepared, and in `check`.
-
-    Returns
-    -------
-    PreparedJacobian
-        ``prepared(*args)`` is a SparseJacobian, or with `value` or `has_aux` a tuple of it, the value and `aux`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Where arguments or outputs are not of this kind, the method is unknown or does not apply, or with `compile`,
-        where operators' Jacobians are multiplied as matrices, as for large networks.
-    UnsupportedOperatorError
-        Where an operator has no rule, or the calls depend on what tensors hold.
-
-    Notes
-    -----
-    A call replays what the function did when it was prepared, and does not run it. What it may change, as ``jax.jit``
-    has it, are arguments and tensors: the parameters and buffers of a module, read by their names, and other tensors
-    that the function reads, those that it read then. All else that it reads is a constant: numbers, attributes,
-    globals, NumPy arrays, which mode a module is in, and other tensors put in the place of such. `check` finds a
-    change; call `jacobian` for what a function computes now.
-
-    With ``pruned=False`` the pattern has entries for the zeros of a constant matrix that the function reads, since they
-    may be filled later. A sparse tensor's indices are parts of the program, whose pattern has its elements alone. Masks
-    are parts of the program too: a branch of ``torch.where`` has entries only where a mask selects it. Weights that the
-    pattern leaves out are read at each call, to see whether they are zero still.
-
-    Numbers among the arguments may change. A change costs no more than their new values where a function does with a
-    tensor without axes what it does with a float, as adding, multiplying, powers and comparisons between tensors. Where
-    it needs the value, as in ``math.sin``, a branch or a shape, each other value makes a program of its own.
-
-    Examples
-    --------
-    >>> import torch
-    >>> differences = prepare_jacobian(lambda u, h: (u[1:] - u[:-1]) ** 2 / h, torch.zeros(4), 1.0)
-    >>> differences(torch.tensor([0.0, 1.0, 3.0, 6.0]), 0.5).todense().tolist()
-    [[-4.0, 4.0, 0.0, 0.0], [0.0, -8.0, 8.0, 0.0], [0.0, 0.0, -12.0, 12.0]]
-
-    Newton's method, which takes the value of the same run:
-
-    >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    >>> roots = prepare_jacobian(lambda x: x**3 - torch.tensor([8.0, 1.0]), x, value=True)
-    >>> for _ in range(8):
-    ...     J, y = roots(x)
-    ...     x = x - J.solve(y)
-    >>> [round(root, 6) for root in x.tolist()]
-    [2.0, 1.0]
-
-    A stiff equation by SciPy, whose `jac` gets a time and a state:
-
-    >>> import scipy.integrate
-    >>> decay = lambda t, y: torch.cat([-1000 * (y[:1] - torch.cos(y[1:])), -y[1:] / (1 + t)])
-    >>> state = torch.ones(2, dtype=torch.float64)
-    >>> prepared = prepare_jacobian(decay, 0.0, state, argnums=1)
-    >>> f = lambda t, y: decay(t, torch.from_numpy(y)).numpy()
-    >>> jac = lambda t, y: prepared(t, torch.from_numpy(y)).to_scipy()
-    >>> solution = scipy.integrate.solve_ivp(f, (0.0, 1.0), state.numpy(), method="Radau", jac=jac)
-    >>> solution.success, round(float(solution.y[1, -1]), 2)
-    (True, 0.5)
-    """
-    options = Options(method, compile, pruned, create_graph, value, has_aux, pattern)
-    return PreparedJacobian[Any].prepare(f, args, argnums, batched, options)
-
-
 def _autocast(dtype: torch.dtype | None) -> str:
     return "off" if dtype is None else f"on, with {dtype}"
 
@@ -538,14 +359,6 @@ def _check_given(pattern: Any, method: str) -> None:
         )
 
 
-def _pattern_in(content: Mapping[str, Any], path: Any) -> Pattern:
-    """The pattern in a file; ValueError where there is none."""
-    try:
-        return Pattern(content["shape"], content["indptr"], content["indices"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: no valid prepared Jacobian: {error}") from error
-
-
 def _check_compiles(f: Callable[..., Any], evaluator: Evaluator, compile: bool) -> None:
     """Raise where a program is to be compiled and cannot be."""
     if compile and isinstance(evaluator, ChainProducts):
@@ -553,22 +366,3 @@ def _check_compiles(f: Callable[..., Any], evaluator: Evaluator, compile: bool) 
             f"{name_of(f)}: compile is True, and products of operators' matrices cannot be compiled; leave it out, or "
             "pass method='compressed'"
         )
-
-
-def _restored(content: Mapping[str, Any], function: TracedFunction, compile: bool) -> Evaluator:
-    """The evaluator that a file describes; ValueError where it describes none of this function."""
-    kind = content.get("evaluator")
-    if kind == ChainProducts.__name__:
-        return ChainProducts(function, replays=True)
-    pattern = Pattern(content["shape"], content["indptr"], content["indices"])
-    if pattern.shape != (math.prod(function.chain.out_shape), math.prod(function.chain.in_shape)):
-        raise ValueError(f"its pattern is {pattern.shape}")
-    if kind == Compressed.__name__:
-        return Compressed(function, Coloring.restore(content, pattern), replays=True, compile=compile)
-    if kind != Products.__name__:
-        raise ValueError(f"evaluator is {kind!r}")
-    derivatives = derivatives_of(function)
-    entries = Folded.restore(content, pattern, derivatives.scalars + len(derivatives.numbers))
-    if derivatives.count != entries.derivatives:
-        raise ValueError(f"it has {entries.derivatives} local derivatives, and the function {derivatives.count}")
-    return Products(function, entries, derivatives, replays=True, compile=compile)

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..codegen import ElementGraph, sums
 from ..runtime import unsigned
 from ..stages import in_own_memory
 from ..tracing import Trace
 from . import kernels
-from .elements import ElementGraph, sums
 from .folding import Derivatives, Folded
 from .fused_values import FusedValues
 from .numbers import same_numbers

@@ -11,7 +11,8 @@ from torch.utils import _pytree
 from ..patterns import Pattern
 from ..stages import SAMPLES, chain_for_all, check_shape, random_tensor
 from ..tracing import tensors_of
-from .arguments import Arguments, arguments_of, checked_argnums, has_samples, module_and_batch, names_of_arguments
+from .arguments import Arguments, arguments_of, checked_argnums, has_samples, names_of_arguments
+from .flat_function import module_and_batch
 from .gradients import Gradient
 from .star_coloring import symmetric_part
 from .tracing_for_replays import modules_of

@@ -18,7 +18,8 @@ from torch.utils import _pytree
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import agree, chain_of, refuse_hooks, traced
 from ..tracing import Contents, Trace, Value, check_module, check_replays, name_of, undisturbed, without_autocast
-from .arguments import Arguments, FlatFunction, Returned
+from .arguments import Arguments
+from .flat_function import FlatFunction, Returned
 from .gradients import Gradient, registered_in
 from .traced_function import TracedFunction
 

@@ -6,19 +6,20 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..patterns import Blocks, Call, Diagonal, Full, Pattern
-from ..runtime import row_starts
-from ..spgemm import check_limit, matvec
+from ..patterns import Call
+from ..spgemm import check_limit
 from ..stages import Chain, Edge, Record, Run, recent_chains, refuse_hooks
 from ..tracing import check_module, name_of, saved_buffers, undisturbed, without_autocast, without_saving_hooks
-from .arguments import arguments_of, has_samples, module_and_batch
+from .arguments import arguments_of, has_samples
+from .differences import difference_of, largest_finite, magnitude, places_over, rounding_of, share_of, tolerance_for
+from .edge_matrices import EdgeMatrix, times
+from .flat_function import module_and_batch
 from .recent import recent_graphs
 
 if TYPE_CHECKING:
@@ -30,23 +31,8 @@ EXACT_ROWS = 256
 PROBES = 3
 #: The most entries that a check names.
 NAMED = 5
-#: A matrix is multiplied by at most this many vectors one at a time; and the number that its kernel takes at once.
-FEW, LANES = 4, 8
 #: The most elements of the whole Jacobian, and entries of all operators' patterns, for a comparison with `jacobian`.
 SMALL = 2**20
-#: The most bytes of a part of a matrix: larger ones spend their time on fresh pages.
-AT_ONCE = 2**25
-#: The tolerance in units in the last place, for numbers coarser than the input's.
-ROUNDINGS = 16
-
-#: The largest difference from autograd that is no error, as a share of the largest element, by the input's dtype.
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
-
-
-def tolerance_for(dtype: torch.dtype, tensors: Iterable[torch.Tensor | None]) -> float:
-    """The default tolerance for an input of a dtype, or for coarser numbers among the tensors of a run."""
-    dtypes = {tensor.dtype for tensor in tensors if tensor is not None and tensor.is_floating_point()}
-    return max([_TOLERANCE[dtype], *(ROUNDINGS * torch.finfo(each).eps for each in dtypes)])
 
 
 class VerificationError(RuntimeError):
@@ -239,140 +225,15 @@ def _check_edges(run: Run, limit: float, memory: int) -> tuple[list[Check], _Pul
     return checks[::-1], _PulledBack(seeds, of_output, exact)
 
 
-class _EdgeMatrix:
-    """An operator's transposed Jacobian in a run; beyond the memory limit, parts of it, computed anew for each use.
-
-    The constructor raises ValueError where one sample's matrix is beyond the limit, and the rule cannot compute parts.
-    """
-
-    def __init__(self, record: Record, edge: Edge, memory: int) -> None:
-        self.record, self.edge = record, edge
-        # A copy of the pattern: the indices of the edge's own pattern would live as long as that does.
-        self.pattern = Pattern.of(replace(edge.transposed_pattern.structure))  # type: ignore[type-var]
-        # Each part has the rows between two bounds, for a slice of the samples.
-        self.samples = [slice(0, record.batch)]
-        self.bounds: Sequence[int] = (0, self.pattern.shape[0])
-        self._whole: torch.Tensor | None = None
-        closed = isinstance(self.pattern.structure, (Diagonal, Full))
-        indices = 0 if closed else self.pattern.index_nbytes
-        sample = self.pattern.nnz * record.trace.input.element_size()
-        if indices + sample * (1 if edge.shared else record.batch) <= memory:
-            return
-        if not edge.shared:
-            at_once = max(1, (memory - indices) // max(1, sample))
-            starts = range(0, record.batch, at_once)
-            self.samples = [slice(start, min(start + at_once, record.batch)) for start in starts]
-        if indices + sample > memory:
-            self.bounds = self._split(memory, indices + sample)
-
-    def _split(self, memory: int, needed: int) -> Sequence[int]:
-        """The bounds of parts that each take about half of the memory, AT_ONCE where that is less, or one row."""
-        parts = max(2, -(-2 * needed // max(1, min(memory, 2 * AT_ONCE))))
-        running = row_starts(self.pattern.structure.row_counts(), np.int64)
-        targets = int(running[-1]) * np.arange(1, parts, dtype=object) // parts
-        inner = np.searchsorted(running, targets.astype(np.int64), side="left")
-        bounds = sorted({0, self.pattern.shape[0], *inner.tolist()})
-        if self._parts(bounds, self.samples[0]) is None:
-            call, (columns, rows) = self.edge.call, self.pattern.shape
-            raise ValueError(
-                f"{call.path}: the Jacobian of {call.operator}, {rows:,} × {columns:,}, takes {needed / 2**20:,.0f} "
-                f"MiB of values and indices, more than the memory limit of {memory / 2**20:,.0f} MiB, and its rule "
-                "makes no part of it by itself; pass a smaller input or a larger memory_limit"
-            )
-        return bounds
-
-    @property
-    def parts(self) -> int:
-        """The number of parts."""
-        return len(self.samples) * (len(self.bounds) - 1)
-
-    def _parts(self, bounds: Sequence[int], samples: slice) -> Iterator[torch.Tensor] | None:
-        """The values of the rows between bounds; None where the rule cannot compute parts."""
-        return self.edge.rule.transposed_parts(self.record.call(self.edge, samples), self.pattern, bounds)
-
-    def _values(self, samples: slice) -> torch.Tensor:
-        """The values of all rows, cached where all samples are in one slice."""
-        if self._whole is not None:
-            return self._whole
-        whole = len(self.samples) == 1
-        call = self.record.call(self.edge, slice(None) if whole else samples)
-        values = self.edge.rule.transposed_values(call, self.pattern)
-        if whole:
-            self._whole = values
-        return values
-
-    def times(self, vectors: torch.Tensor) -> torch.Tensor:
-        """The products with many vectors for each sample, ``(outputs, many, batch)`` to ``(inputs, many, batch)``."""
-        products = vectors.new_empty((self.pattern.shape[0], *vectors.shape[1:]))
-        for samples in self.samples:
-            factors, out = vectors[:, :, samples], products[:, :, samples]
-            if len(self.bounds) == 2:
-                out[:] = _times(self.pattern, self._values(samples), factors)
-                continue
-            parts = self._parts(self.bounds, samples)
-            assert parts is not None
-            structure, bounds = self.pattern.structure, pairwise(self.bounds)
-            if isinstance(structure, Blocks) and structure.inner == 1:
-                for (first, last), values in zip(bounds, parts, strict=True):
-                    _times_blocks(structure, first, values, factors, out[first:last])
-            else:
-                for (first, last), part, values in zip(bounds, structure.parts(self.bounds), parts, strict=True):
-                    out[first:last] = _times(Pattern.of(part), values, factors)
-        return products
-
-    def row(self, number: int, sample: int) -> tuple[np.ndarray, torch.Tensor]:
-        """Columns and values of one row of one sample's matrix."""
-        (structure,) = self.pattern.structure.parts((number, number + 1))
-        samples = next(part for part in self.samples if part.start <= sample < part.stop)
-        if len(self.bounds) > 2:
-            parts = self._parts((number, number + 1), samples)
-            assert parts is not None
-            (values,) = parts
-        else:
-            start = int(self.pattern.structure.row_counts()[:number].sum())
-            values = self._values(samples)[start : start + structure.nnz]
-        return structure.csr()[1], values[:, min(sample - samples.start, values.shape[1] - 1)]
-
-
-def _times(pattern: Pattern, values: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """The products of a matrix and vectors, ``(columns, many, batch)`` to ``(rows, many, batch)``."""
-    rows, (count, batch) = pattern.shape[0], vectors.shape[1:]
-    if not count * batch:
-        return vectors.new_zeros((rows, count, batch))
-    if values.shape[1] > 1:
-        return torch.stack([matvec(pattern, values, vector.contiguous()) for vector in vectors.unbind(1)], 1)
-    columns = vectors.flatten(1)
-    if count * batch <= FEW:
-        products = torch.cat([matvec(pattern, values, column.contiguous()) for column in columns.split(1, 1)], 1)
-    else:
-        # A multiple of the number of columns that the kernel takes at once.
-        products = matvec(pattern, values, torch.nn.functional.pad(columns, (0, -count * batch % LANES)))
-    return products[:, : count * batch].reshape(rows, count, batch)
-
-
-def _times_blocks(
-    structure: Blocks, first: int, values: torch.Tensor, vectors: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Write the products of the rows from `first` on to `out`, as `_times` does: full blocks need no index."""
-    values = values.reshape(len(out), structure.columns, -1)
-    while len(out):
-        block = first // structure.rows
-        count = min(first + len(out), (block + 1) * structure.rows) - first
-        factor = vectors[block * structure.columns : (block + 1) * structure.columns]
-        # A product of two dense matrices for each sample.
-        out[:count] = torch.matmul(values[:count].movedim(2, 0), factor.movedim(2, 0)).movedim(0, 2)
-        values, out, first = values[count:], out[count:], first + count
-
-
 def _check_edge(
     record: Record, edge: Edge, limit: float, memory: int, gradients: torch.Tensor | None
 ) -> tuple[Check, torch.Tensor | None]:
     """Check an operator, and take gradients of its result, if any, back to its operand."""
     call = record.call(edge)
     assert call.input is not None
-    matrix = _EdgeMatrix(record, edge, memory)
+    matrix = EdgeMatrix(record, edge, memory)
     exact = call.out_size <= EXACT_ROWS and matrix.parts == 1
-    largest, worst, rounding = 0.0, 0.0, _rounding(call.input, call.output)
+    largest, worst, rounding = 0.0, 0.0, rounding_of(call.input, call.output)
     entries: list[str] = []
     suspects: list[tuple[int, int, int, float]] = []
     pulled, products = _products(matrix, _seeds(call.input, call.out_size, exact), gradients)
@@ -382,19 +243,19 @@ def _check_edge(
         largest = max(largest, largest_finite(expected))
         worst = max(worst, magnitude(difference))
         # A later expected gradient may have a larger element: then some suspects are no errors.
-        over = _over(difference, max(limit * largest, rounding))[:NAMED].tolist()
+        over = places_over(difference, max(limit * largest, rounding))[:NAMED].tolist()
         suspects += [(number, *place, magnitude(difference[tuple(place)])) for place in over]
     for number, sample, column, size in suspects:
         if size > max(limit * largest, rounding) and len(entries) < NAMED:
             row = number if exact else _row(matrix, call, sample, column, limit)
             entries.append(_entry(matrix, call, sample, row, column))
-    share = _share(worst, largest, rounding, limit)
+    share = share_of(worst, largest, rounding, limit)
     shape = (call.out_size, call.in_size)
     return Check(call.path, call.operator, shape, exact, share, tuple(entries), matrix.parts), pulled
 
 
 def _products(
-    matrix: _EdgeMatrix, seeds: Iterator[torch.Tensor], gradients: torch.Tensor | None
+    matrix: EdgeMatrix, seeds: Iterator[torch.Tensor], gradients: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
     """The gradients taken back, if any; and each seed, ``(batch, outputs)``, with its product, ``(batch, inputs)``."""
     if matrix.parts == 1:
@@ -418,38 +279,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(len(tensor), -1)
 
 
-def largest_finite(tensor: torch.Tensor) -> float:
-    """The largest finite absolute value; 0 where there is none."""
-    return tensor.nan_to_num(0, 0, 0).abs().max().item() if tensor.numel() else 0.0
-
-
-def magnitude(difference: torch.Tensor) -> float:
-    """The largest absolute value, infinite where an element is NaN."""
-    return difference.abs().nan_to_num(math.inf, math.inf).max().item() if difference.numel() else 0.0
-
-
-def difference_of(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The difference; zero where autograd's element is NaN, or both are the same infinity."""
-    return torch.where(expected.isnan() | (actual == expected), 0.0, actual - expected)
-
-
-def _rounding(x: torch.Tensor, y: torch.Tensor | None) -> float:
-    """The rounding error of a derivative that is zero: 100 units in the last place of output over input."""
-    scale = 0.0 if y is None else largest_finite(y) / max(largest_finite(x), 1e-300)
-    return 100 * torch.finfo(x.dtype).eps * scale
-
-
-def _share(difference: float, largest: float, rounding: float, limit: float) -> float:
-    """A difference as a share of the largest element, or of the rounding error where that is larger."""
-    return difference / max(largest, rounding / limit if limit else 0.0, 1e-300)
-
-
-def _over(difference: torch.Tensor, limit: float) -> torch.Tensor:
-    """The samples and columns at which a difference is beyond a limit, or NaN."""
-    return (~(difference.abs() <= limit)).nonzero()
-
-
-def _row(matrix: _EdgeMatrix, call: Call, sample: int, column: int, limit: float) -> int:
+def _row(matrix: EdgeMatrix, call: Call, sample: int, column: int, limit: float) -> int:
     """A row in which the entries at a column and sample differ: the search halves the outputs."""
     assert call.input is not None
     low, high = 0, call.out_size
@@ -466,7 +296,7 @@ def _row(matrix: _EdgeMatrix, call: Call, sample: int, column: int, limit: float
     return low
 
 
-def _entry(matrix: _EdgeMatrix, call: Call, sample: int, row: int, column: int) -> str:
+def _entry(matrix: EdgeMatrix, call: Call, sample: int, row: int, column: int) -> str:
     """Describe one entry: its place, its value and autograd's."""
     assert call.input is not None
     seed = call.input.new_zeros((len(call.input), call.out_size))
@@ -486,7 +316,7 @@ def _by_jacobian(chain: Chain, run: Run, x: torch.Tensor, seeds: torch.Tensor) -
     if max(edges, size) * len(x) > SMALL:
         return None
     transposed = chain.jacobian(run.records, x).T
-    return _times(transposed.pattern, transposed.values, seeds)
+    return times(transposed.pattern, transposed.values, seeds)
 
 
 def _check_whole(
@@ -499,9 +329,9 @@ def _check_whole(
     name = name_of(module)
     output = run.trace.output
     entries = []
-    rounding = _rounding(x, y)
+    rounding = rounding_of(x, y)
     fits = output.shape == y.shape
-    if not fits or _over(difference_of(_flat(output), _flat(y)), limit * largest_finite(y)).numel():
+    if not fits or places_over(difference_of(_flat(output), _flat(y)), limit * largest_finite(y)).numel():
         entries.append("the output is another than the function's own")
     worst = 0.0
     for number, seed in enumerate(pulled_back.seeds.unbind(1) if fits else ()):
@@ -514,8 +344,8 @@ def _check_whole(
             if gradients is None:
                 continue
             difference, largest = difference_of(gradients[:, number].T, expected), largest_finite(expected)
-            worst = max(worst, _share(magnitude(difference), largest, rounding, limit))
-            over = _over(difference, max(limit * largest, rounding))
+            worst = max(worst, share_of(magnitude(difference), largest, rounding, limit))
+            over = places_over(difference, max(limit * largest, rounding))
             for sample, column in over[: max(0, NAMED - len(entries))].tolist():
                 entries.append(f"sample {sample}: {how} of x[{column}] is another than autograd's")
     shape = (y[:1].numel(), x[:1].numel())

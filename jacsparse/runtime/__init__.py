@@ -27,6 +27,7 @@ from .memory_pool import MEMORY_POOL
 from .messages import a_type
 from .threads import SIMD, run_rows, split, thread_count
 from .torch_versions import (
+    DispatchMode,
     destroy_process_groups,
     grid_sampler_is_differentiable_twice,
     is_exporting,
@@ -43,6 +44,7 @@ __all__ = [
     "SIMD",
     "SYMBOLIC",
     "THREADS",
+    "DispatchMode",
     "KernelFile",
     "Launch",
     "Shelf",

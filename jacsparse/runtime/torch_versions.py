@@ -13,6 +13,7 @@ Where PyTorch itself can tell, its version is not asked: builds between two rele
 - In PyTorch 2.6 the derivative of ``atan2`` at the origin is no number; in 2.13 it is 0.
 - PyTorch 2.7 and before return what compiles the frames of a thread, which is mostly None, without a reference to it.
   Before Python 3.12, where None does not live for ever, the process ended after some hundred thousand products.
+- PyTorch 2.6 compiles nothing while any thread is in a dispatch mode; later ones ask for the calling thread's.
 - PyTorch 2.6 may wait for ever where a process group of gloo ends: it holds the interpreter's lock while it waits for a
   thread that frees the last call's tensors, for which that needs the lock. 2.13 does not.
 """
@@ -24,11 +25,12 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Whether `torch.export` traces the caller.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
@@ -65,6 +67,33 @@ with contextlib.suppress(ImportError):
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
     compiler_of_frames = _with_reference(get_eval_frame_callback) if _BORROWS else get_eval_frame_callback
+
+
+def _one() -> int:
+    return 1
+
+
+#: The number of this thread's dispatch modes.
+_dispatch_modes: Callable[[], int] = _one
+with contextlib.suppress(ImportError):
+    from torch._C import _len_torch_dispatch_stack as _dispatch_modes
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that threads may be in at the same time.
+
+    PyTorch keeps whether there is a mode in variables of the process, which each mode sets back to what it found. Where
+    that is another thread's mode, ``torch.compile`` would compile nothing for the rest of the process.
+    """
+
+    def __enter__(self) -> Self:
+        is_outermost = not _dispatch_modes()
+        super().__enter__()
+        if is_outermost:
+            for name, found in vars(self).items():
+                if name.startswith("old_") and name.endswith("_flags"):
+                    found[-1] = False
+        return self
 
 
 class _Uncompiled:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..runtime import DispatchMode
 from ..tracing import Operation, Trace, apply_node, with_all_gradients
 from .record import Record
 
@@ -61,7 +61,7 @@ def pull_back_by_copies(record: Record, gradient: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(leaf) if of_input is None else of_input
 
 
-class _Results(TorchDispatchMode):
+class _Results(DispatchMode):
     """Returns what an operator has computed in a traced run; runs it again only where that makes views or a list."""
 
     def __init__(self, trace: Trace, operation: Operation) -> None:

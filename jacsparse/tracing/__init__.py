@@ -24,8 +24,8 @@ from .modules import (
 from .operators import facts_of, operator_name
 from .program import Operation, Program, program_of
 from .pruned_weights import PrunedWeight, mask_of
+from .runs import failed_call, trace
 from .saved_tensors import check_hooks_are_told, saved_handle, saves_objects, without_saving_hooks
-from .tracer import failed_call, trace
 from .traces import StaleError, Trace, is_recording
 
 __all__ = [

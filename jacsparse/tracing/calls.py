@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from ..runtime import DispatchMode
 from .graph import tensors_in
 from .operators import is_written, with_memory
 
@@ -25,7 +25,7 @@ def calls_of(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx
     return _with_contiguous_operands(_simplified(_traced(function, inputs)), inputs)
 
 
-class _Calls(TorchDispatchMode):
+class _Calls(DispatchMode):
     """Collects calls while it is active: PyTorch's own tracer first loads its compiler, which takes seconds."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .sparse_products import indices_of, is_sparse
+from ..decompositions import indices_of, is_sparse
 
 
 @dataclass(frozen=True, eq=False)

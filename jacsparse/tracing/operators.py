@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._decomp
 
-from ..patterns import CONSTANT, RULES, Rule, UnsupportedOperatorError, rule_of
-from .backward_operators import BACKWARD
-from .linear_solves import SOLVES
+from ..decompositions import WEIGHTED, decomposition
+from ..patterns import CONSTANT, RULES, Rule, rule_of
 from .overwrite import Overwrite, extent_of
-from .weighted import WEIGHTED
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -94,7 +91,7 @@ def _new_facts(overload: Any) -> Facts:
         of_shape=name in _OF_SHAPE,
         reshapes=torch.Tag.inplace_view in tags,
         # The parts of a random operator would draw other numbers.
-        parts=_decomposition(overload) if rule is None and name not in CONSTANT and not random else None,
+        parts=_parts(overload) if rule is None and name not in CONSTANT and not random else None,
         weighted=WEIGHTED.get(overload),
     )
 
@@ -133,49 +130,9 @@ def _without_optional(kind: Any) -> Any:
     return _without_optional(kind.getElementType()) if isinstance(kind, torch.OptionalType) else kind
 
 
-def cross(a: torch.Tensor, b: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
-    """``aten.linalg_cross`` by other operators; PyTorch's decomposition loads SymPy, which takes half a second."""
-    a, b = torch.broadcast_tensors(a, b)
-    return a.roll(-1, dim) * b.roll(-2, dim) - a.roll(-2, dim) * b.roll(-1, dim)
-
-
-def _decomposition(overload: Any) -> Callable[..., Any] | None:
-    if overload == torch.ops.aten.mkldnn_rnn_layer.default:
-        return _lstm_layer
-    if overload == torch.ops.aten.embedding.default:
-        return _embedding
-    if overload == torch.ops.prims.as_strided_scatter.default:
-        return _as_strided_scatter
-    if overload == torch.ops.aten.linalg_cross.default:
-        return cross
-    for decompositions in (SOLVES, BACKWARD):
-        if overload in decompositions:
-            return decompositions[overload]
-    if overload._can_decompose():
-        # Only within parts of another operator: elsewhere autograd decomposes such an operator before it is seen here.
-        return overload.decompose  # type: ignore[no-any-return]
-    return torch._decomp.decomposition_table.get(overload)  # type: ignore[no-any-return]
-
-
-def _lstm_layer(
-    x: torch.Tensor,
-    w_ih: torch.Tensor,
-    w_hh: torch.Tensor,
-    b_ih: torch.Tensor,
-    b_hh: torch.Tensor,
-    h: torch.Tensor,
-    c: torch.Tensor,
-    reverse: bool,
-    *_: Any,
-) -> list[torch.Tensor]:
-    """A layer of an LSTM on ``(time, batch, features)``, which oneDNN computes as one operator."""
-    gates, states = torch.nn.functional.linear(x, w_ih, b_ih), []
-    for step in reversed(gates.unbind(0)) if reverse else gates.unbind(0):
-        i, f, g, o = (step + torch.nn.functional.linear(h, w_hh, b_hh)).chunk(4, 1)
-        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        h = o.sigmoid() * c.tanh()
-        states.append(h)
-    return [torch.stack(states[::-1] if reverse else states), h, c]
+def _parts(overload: Any) -> Callable[..., Any] | None:
+    """An operator by others; None where it is not made of any."""
+    return _as_strided_scatter if overload == torch.ops.prims.as_strided_scatter.default else decomposition(overload)
 
 
 def _as_strided_scatter(
@@ -183,18 +140,6 @@ def _as_strided_scatter(
 ) -> torch.Tensor:
     """What a forward-mode derivative of a write to a view writes, in graphs without writes."""
     return Overwrite(extent_of(x), (torch.Size(size), tuple(stride), offset))(x, source)
-
-
-def _embedding(
-    weight: torch.Tensor, indices: torch.Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, *_: Any
-) -> torch.Tensor:
-    """Rows of a table that depends on the input."""
-    if padding_idx >= 0 or scale_grad_by_freq:
-        raise UnsupportedOperatorError(
-            "aten.embedding: with padding_idx or scale_grad_by_freq the gradient of its table, which depends on the "
-            "input, is not its derivative; leave them out"
-        )
-    return weight[indices]
 
 
 @functools.cache

@@ -111,7 +111,7 @@ def test_a_network_is_not_computed_again() -> None:
     f, shape = FUNCTIONS["network"]
     evaluator = evaluator_of(traced_function(f, drawn(1, *shape)), "compressed", replays=False)
     (only,) = evaluator._passes  # type: ignore[attr-defined]
-    names = [str(node.target) for node in only._computed.graph.graph.nodes if node.op == "call_function"]
+    names = [str(node.target) for node in only.computed.graph.graph.nodes if node.op == "call_function"]
     assert not [
         name for name in names if name in ("aten.convolution.default", "aten.relu.default", "aten.addmm.default")
     ]

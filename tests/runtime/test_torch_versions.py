@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +101,33 @@ def test_threads_that_run_uncompiled_leave_the_compiler_as_it_was() -> None:
     assert not compiled
     second.__exit__(None, None, None)
     plus_one(torch.zeros(2))
+    assert compiled
+
+
+class Mode(torch_versions.DispatchMode):
+    def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return overload(*args, **(kwargs or {}))
+
+
+def test_modes_in_two_threads_leave_the_compiler_as_it_was() -> None:
+    compiled, entered, left = [], threading.Event(), threading.Event()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        compiled.append(graph)
+        return graph.forward
+
+    def between() -> None:
+        with Mode():
+            entered.set()
+            assert left.wait(60)
+
+    with Mode():
+        thread = threading.Thread(target=between)
+        thread.start()
+        assert entered.wait(60)
+    left.set()
+    thread.join()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
     assert compiled
 
 

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from jacsparse import SparseJacobian, prepare_jacobian
-from jacsparse.jacobians import elements
+from jacsparse.codegen import elements
 from tests.helpers import FLOAT, assert_equal, dense, drawn
-
-from .test_prepared import FUNCTIONS, brusselator, heat
+from tests.jacobians.test_prepared import FUNCTIONS, brusselator, heat
 
 Function = Callable[..., torch.Tensor]
 

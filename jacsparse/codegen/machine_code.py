@@ -12,7 +12,7 @@ import torch
 from llvmlite import ir
 
 from ..runtime import SIMD, compiled_module, run_rows
-from .fusion import OUT, Loop, Place
+from .loops import OUT, Loop, Place
 from .operations import FLOATS, TRUTH, constant, converted
 
 _INDEX, _BYTE = ir.IntType(64), ir.IntType(8)

@@ -1,0 +1,18 @@
+"""Arithmetic on single elements of tensors as fused loops of machine code, by the compiler that Numba brings."""
+
+from .elements import CallsOfElements, ElementGraph, UnreadableWriteError, sums
+from .loops import OUT, Fusion, Scratch
+from .machine_code import MachineCode
+from .operations import FLOATS
+
+__all__ = [
+    "FLOATS",
+    "OUT",
+    "CallsOfElements",
+    "ElementGraph",
+    "Fusion",
+    "MachineCode",
+    "Scratch",
+    "UnreadableWriteError",
+    "sums",
+]

@@ -1,0 +1,124 @@
+"""Prepared Jacobians in files: what was decided, as plain numbers and arrays."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .._version import __version__
+from ..patterns import Pattern
+from ..runtime import read_archive, write_archive
+from ..tracing import name_of
+from .arguments import Arguments, arguments_of
+from .compressed import Coloring, Compressed
+from .evaluators import Evaluator
+from .folding import Folded, derivatives_of
+from .prepared_program import PreparedProgram
+from .products import ChainProducts, Products
+from .traced_function import TracedFunction
+from .tracing_for_replays import Options, digest_of
+
+KIND = "prepared Jacobian"
+#: The options that a file holds.
+_SAVED = ("pruned", "create_graph", "value", "has_aux", "gradient")
+
+
+def write_program(
+    path: str | os.PathLike[str], arguments: Arguments, options: Options, program: PreparedProgram
+) -> None:
+    """Write all that was decided for a function."""
+    evaluator = program.evaluator
+    content = {
+        "version": __version__,
+        "program": digest_of(arguments, program.traced.function),
+        "argnums": list(arguments.argnums),
+        "batched": arguments.batched,
+        **{name: getattr(options, name) for name in _SAVED},
+        "given": options.pattern is not None,
+        "evaluator": type(evaluator).__name__,
+        "shape": list(evaluator.pattern.shape),
+        "indptr": evaluator.pattern.indptr,
+        "indices": evaluator.pattern.indices,
+    }
+    write_archive(path, KIND, {**content, **evaluator.describe()})
+
+
+@dataclass(frozen=True)
+class SavedProgram:
+    """What a file holds; each method raises ValueError where it is damaged, or fits no such call."""
+
+    path: str | os.PathLike[str]
+    content: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> SavedProgram:
+        """The content of a file of this version."""
+        content = read_archive(path, KIND)
+        if content.get("version") != __version__:
+            raise ValueError(
+                f"{path} is of version {content.get('version')!r} of jacsparse, and this is {__version__}; prepare the "
+                "Jacobian and save it again"
+            )
+        argnums = content.get("argnums")
+        truths = {name: content.get(name) for name in ("batched", "given", *_SAVED)}
+        if type(argnums) is not list or any(type(truth) is not bool for truth in truths.values()):
+            raise ValueError(f"{path}: argnums is {argnums!r}, and {truths}; the file is damaged")
+        return cls(path, content)
+
+    def arguments(self, args: Sequence[Any]) -> Arguments:
+        """A call's arguments, by those that the Jacobian is by."""
+        arguments = arguments_of(args, self.content["argnums"], self.content["batched"]).apart()
+        return arguments.connected() if self.content["create_graph"] else arguments
+
+    def options(self, compile: bool) -> Options:
+        """What it was prepared with."""
+        pattern = None
+        if self.content["given"]:
+            try:
+                pattern = _pattern_in(self.content)
+            except (ValueError, TypeError, KeyError) as error:
+                raise self._is_damaged(error) from error
+        return Options(compile=compile, pattern=pattern, **{name: self.content[name] for name in _SAVED})
+
+    def evaluator(
+        self, f: Callable[..., Any], arguments: Arguments, function: TracedFunction, compile: bool
+    ) -> Evaluator:
+        """The way to the values of a traced function."""
+        if self.content.get("program") != digest_of(arguments, function):
+            raise ValueError(
+                f"{self.path} is not of this function at arguments of these shapes: {name_of(f)}, {arguments}; prepare "
+                "its Jacobian and save it again"
+            )
+        try:
+            return _restored(self.content, function, compile)
+        except (ValueError, TypeError, KeyError, MemoryError) as error:
+            raise self._is_damaged(error) from error
+
+    def _is_damaged(self, error: Exception) -> ValueError:
+        return ValueError(f"{self.path}: no valid prepared Jacobian: {error}")
+
+
+def _pattern_in(content: Mapping[str, Any]) -> Pattern:
+    return Pattern(content["shape"], content["indptr"], content["indices"])
+
+
+def _restored(content: Mapping[str, Any], function: TracedFunction, compile: bool) -> Evaluator:
+    """The evaluator that a file describes; ValueError where it describes none of this function."""
+    kind = content.get("evaluator")
+    if kind == ChainProducts.__name__:
+        return ChainProducts(function, replays=True)
+    pattern = _pattern_in(content)
+    if pattern.shape != (math.prod(function.chain.out_shape), math.prod(function.chain.in_shape)):
+        raise ValueError(f"its pattern is {pattern.shape}")
+    if kind == Compressed.__name__:
+        return Compressed(function, Coloring.restore(content, pattern), replays=True, compile=compile)
+    if kind != Products.__name__:
+        raise ValueError(f"evaluator is {kind!r}")
+    derivatives = derivatives_of(function)
+    entries = Folded.restore(content, pattern, derivatives.scalars + len(derivatives.numbers))
+    if derivatives.count != entries.derivatives:
+        raise ValueError(f"it has {entries.derivatives} local derivatives, and the function {derivatives.count}")
+    return Products(function, entries, derivatives, replays=True, compile=compile)
