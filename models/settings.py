@@ -69,6 +69,9 @@ class TrainSettings:
         Whether pruning rescales, as `prune_weights` takes it.
     retrain_epochs : int
         Epochs after pruning.
+    engine : {"dense", "sparse"}
+        What retrains, where `backward` is "bp": the model with its masks, or `jacsparse.sparsify`'s copy of it, which
+        computes with the weights that are left alone. Both have the same gradients but for rounding.
     retrain_lr : float or None
         Learning rate after pruning; `lr` where it is None.
     seed : int
@@ -105,6 +108,7 @@ class TrainSettings:
     scope: str = "layer"
     rescale: bool = False
     retrain_epochs: int = 0
+    engine: str = "dense"
     retrain_lr: float | None = None
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -123,6 +127,12 @@ class TrainSettings:
         check_one_of("optimizer", self.optimizer, ("adam", "sgd"))
         check_one_of("decay", self.decay, ("constant", "cosine", "diminishing", "steps"))
         check_one_of("scope", self.scope, SCOPES)
+        check_one_of("engine", self.engine, ("dense", "sparse"))
+        if self.engine == "sparse" and (self.backward != "bp" or not self.retrain_epochs):
+            raise ValueError(
+                f"engine is 'sparse', but backward is {self.backward!r} and retrain_epochs is {self.retrain_epochs}; "
+                "it retrains pruned networks by 'bp'"
+            )
         checked: dict[str, Any] = {
             name: check_count(name, getattr(self, name), least)
             for name, least in (("epochs", 1), ("batch", 1), ("retrain_epochs", 0), ("seed", 0))

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from ..distributed import ranks_of
 from ..runtime import check_writable, destroy_process_groups
+from ..sparse import sparsify
 from ..training import Backpropagation, DelayedGradients, SyntheticGradients, in_eval_mode
 from .arguments import check_count, check_number
 from .checkpoint import Checkpoint, model_of, read_checkpoint, save_checkpoint
@@ -33,7 +34,7 @@ from .curves import PHASES, Point, from_tensor, plot_curves, save_csv, to_tensor
 from .data import Dataset, load_data
 from .nested_state import from_tensors, to_tensors
 from .progress import Progress
-from .pruning import prune_weights
+from .pruning import prune_weights, pruned_fraction
 from .registry import MODELS, build
 from .settings import TrainSettings
 
@@ -197,6 +198,9 @@ def _checkpoint_of(settings: TrainSettings) -> Checkpoint:
         raise FileNotFoundError(f"there is no checkpoint {path} to resume; train without resume first")
     checkpoint = read_checkpoint(path)
     before, now = checkpoint.metadata.get("settings"), settings.to_dict()
+    if isinstance(before, dict):
+        # Checkpoints of earlier versions have no engine.
+        before = {"engine": "dense", **before}
     if not isinstance(before, dict) or not checkpoint.state:
         missing = "" if path == beside else f", and there is no {beside}, which would have it"
         raise ValueError(
@@ -420,7 +424,23 @@ def _trainer(
         return SyntheticGradients(
             model, modules=settings.modules, optimizer=optimizer, classes=data.classes, example=example
         )
+    if settings.engine == "sparse" and pruned_fraction(model) > 0:
+        return _SparseBackpropagation(model, _as_float(data.train_inputs[: settings.batch]), optimizer)
     return Backpropagation(_runner(settings, model), optimizer=optimizer)
+
+
+class _SparseBackpropagation(Backpropagation):
+    """Trains a sparse copy of a pruned model, which gets its weights after each epoch."""
+
+    def __init__(
+        self, dense: nn.Module, x: torch.Tensor, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    ) -> None:
+        # All pruned layers, whatever they take: measurements would decide anew where a training is resumed.
+        super().__init__(sparsify(dense, x, training=True, measure=False).train(), optimizer=optimizer)
+        self._dense = dense
+
+    def synchronize(self) -> None:
+        self._dense.load_state_dict(self.model.state_dict())
 
 
 def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:

@@ -45,6 +45,9 @@ def train(
         float | None, typer.Option(help="Share of all weights to prune after training, as in 0.97.")
     ] = None,
     scope: Annotated[str | None, typer.Option(help="Where --prune counts its share: layer or global.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="What retrains: dense, with masks, or sparse, with the weights that are left.")
+    ] = None,
     retrain_epochs: Annotated[int | None, typer.Option(help="Epochs of training after pruning.")] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of weights, order, augmentation and dropout.")
@@ -63,7 +66,7 @@ def train(
         "data": data, "features": features, "skip_damaged": skip_damaged or None, "backward": backward,
         "schedule": schedule, "threads": threads, "modules": _modules(modules), "epochs": epochs, "batch": batch,
         "optimizer": optimizer, "lr": lr, "decay": decay, "momentum": momentum, "prune": prune, "scope": scope,
-        "retrain_epochs": retrain_epochs, "seed": seed, "out": out,
+        "engine": engine, "retrain_epochs": retrain_epochs, "seed": seed, "out": out,
     }  # fmt: skip
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if prune == 0:

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..runtime import on_device
+from ..runtime import is_transformed, on_device
 from .cells import Cell, Saved, Weights, preceding
 from .layer_recurrences import Options, solve_backward, solve_forward
 from .once_differentiable import differentiable_once, once
 from .sequences import Sequences, index, plain
-from .tracers import is_transformed
 
 
 def run_layer(

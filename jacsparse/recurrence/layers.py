@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
 from ..patterns import UnsupportedOperatorError
-from ..runtime import a_type, is_exporting, on_device, uncompiled
+from ..runtime import a_type, is_exporting, is_traced, on_device, uncompiled
 from ..schedule import Schedule
 from ..tracing import is_recording
 from .across_ranks import SequencePart, SequenceRanks
@@ -29,7 +29,6 @@ from .reference import recurrent_layer
 from .reports import Report
 from .sequences import Sequences, check_dense
 from .solvers import CHUNK, forward_choice, parse
-from .tracers import is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

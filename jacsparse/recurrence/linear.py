@@ -10,7 +10,7 @@ import torch
 
 from ..affine import AffineMaps, SparseMaps
 from ..patterns import UnsupportedOperatorError
-from ..runtime import a_type, is_exporting, uncompiled
+from ..runtime import a_type, is_exporting, is_traced, uncompiled
 from ..schedule import Schedule
 from . import recurrences_cuda
 from .across_ranks import SequencePart, SequenceRanks
@@ -19,7 +19,6 @@ from .once_differentiable import differentiable_once, once
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index, plain
 from .solvers import SOLVERS, Problem, Recurrence, choose, parse, solve
-from .tracers import is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -34,6 +34,7 @@ from .torch_versions import (
     parts_of_program,
     without_compiling,
 )
+from .tracers import is_traced, is_transformed
 
 __all__ = [
     "INDEX",
@@ -69,6 +70,8 @@ __all__ = [
     "instances",
     "intercept",
     "is_exporting",
+    "is_traced",
+    "is_transformed",
     "kernel",
     "kernel_cache",
     "memory_for",

@@ -97,6 +97,11 @@ class Blocks:
         self._content, self.form = content, form
         self._tensor: torch.Tensor | None = None
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """A tensor's, to code that asks by ``isinstance``; so blocks are what to ask for first."""
+        return torch.Tensor
+
     @property
     def pending(self) -> Sum | None:
         """What computes the blocks, unless they are computed already."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 
-from ..runtime import thread_count, uncompiled
+from ..runtime import a_type, is_exporting, thread_count, uncompiled
 from ..tracing import check_initialised, check_module
 from . import operators
 from .blocks import Blocks, Form, plain, to_blocks
@@ -89,9 +89,14 @@ class SparseModel(nn.Module):
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
 
-    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output."""
+        """The model's output; as of its layers, programs that are exported get PyTorch's operators."""
+        if is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return self.model(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    @uncompiled
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         return plain(self.model(*args, **kwargs))
 
     def report(self) -> SparsityReport:
@@ -153,9 +158,13 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     """
     check_module(model)
     check_initialised(model)
-    if not isinstance(x, torch.Tensor) or x.ndim < 2 or not len(x):
-        described = f"of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-        raise ValueError(f"x is {described}; expected a batch of at least one input")
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is {a_type(x)}; expected a tensor: a batch of inputs")
+    if x.ndim < 2 or not len(x):
+        raise ValueError(f"x is of shape {tuple(x.shape)}; expected a batch of at least one input")
+    for option, value in (("training", training), ("measure", measure)):
+        if not isinstance(value, bool) and (option == "measure" or value is not None):
+            raise TypeError(f"{option} is {a_type(value)}; expected a bool")
     training = model.training if training is None else training
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
@@ -180,18 +189,27 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
         result, reason = _converted(model, paths), "faster with sparse layers"
     else:
         result, reason = _copied(model), "slower with sparse layers, and so all are dense"
-        choices = [replace(choice, is_sparse=False) for choice in choices]
+        lost = "faster by itself, and the whole model is not"
+        choices = [replace(each, is_sparse=False, reason=lost) if each.is_sparse else each for each in choices]
     report = SparsityReport(tuple(choices), training, 1000 * seconds[0], 1000 * seconds[1], reason)
     return SparseModel(result, report)
 
 
-def densify(model: nn.Module) -> nn.Module:
+def densify(model: nn.Module, *, masks: bool = True) -> nn.Module:
     """The dense model of a sparse one: a copy with masks of ``torch.nn.utils.prune``.
 
     Parameters
     ----------
     model : Module
         A `SparseModel`, or any module with sparse layers inside.
+    masks : bool
+        Whether the copy has masks; without them its weights hold zeros, and its `state_dict` is that of a model that
+        was never pruned.
+
+    Raises
+    ------
+    TypeError
+        Where it is no module.
 
     Examples
     --------
@@ -202,11 +220,18 @@ def densify(model: nn.Module) -> nn.Module:
       (1): ReLU()
     )
     """
-    model = _copied(model.model if isinstance(model, SparseModel) else model)
+    model = _copied(check_module(model.model if isinstance(model, SparseModel) else model))
+    _hand_over_blocks(model)
     dense: dict[nn.Module, nn.Module] = {
         part: part.to_dense() for part in model.modules() if isinstance(part, (SparseConv2d, SparseLinear))
     }
-    return _replaced(model, dense)
+    model = _replaced(model, dense)
+    if not masks:
+        for part in model.modules():
+            for hook in list(part._forward_pre_hooks.values()):
+                if isinstance(hook, prune.BasePruningMethod):
+                    prune.remove(part, hook._tensor_name)  # type: ignore[attr-defined]
+    return model
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -223,12 +248,41 @@ def _copied(model: nn.Module) -> nn.Module:
 def _converted(model: nn.Module, paths: set[str]) -> nn.Module:
     """A copy in which the layers at some paths are sparse."""
     model = _copied(model)
-    layers = {part: _sparse(part) for path, part in model.named_modules() if path in paths}
+    layers = {part: _sparse(path, part) for path, part in model.named_modules() if path in paths}
+    for part in model.modules():
+        if part not in layers and any(hooks for name in _HOOKS for hooks in [getattr(part, name)]):
+            part.register_forward_pre_hook(_take_tensors, prepend=True, with_kwargs=True)
+            part.register_forward_hook(_give_tensors, prepend=True)
     return _replaced(model, layers)
 
 
-def _sparse(layer: nn.Module) -> SparseLayer:
-    sparse = SparseConv2d.from_dense(layer) if isinstance(layer, nn.Conv2d) else SparseLinear.from_dense(layer)  # type: ignore[arg-type]
+#: Where modules hold the hooks that see their inputs, outputs or gradients.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _take_tensors(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Ahead of a module's own hooks, which may ask for what tensors alone have."""
+    return plain(args), plain(kwargs)
+
+
+def _give_tensors(module: nn.Module, args: Any, output: Any) -> Any:
+    return plain(output)
+
+
+def _hand_over_blocks(model: nn.Module) -> None:
+    """Remove what gave hooks tensors."""
+    for part in model.modules():
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (_take_tensors, _give_tensors)]:
+                del hooks[key]
+                part._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _sparse(path: str, layer: nn.Module) -> SparseLayer:
+    try:
+        sparse = SparseConv2d.from_dense(layer) if isinstance(layer, nn.Conv2d) else SparseLinear.from_dense(layer)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}" if path else str(error)) from None
     sparse.keeps_blocks = True
     return sparse
 
@@ -290,7 +344,7 @@ def _choice(path: str, layer: Any, x: _Input | None, shared: set[int], training:
     if not measure:
         return replace(choice, is_sparse=True, reason="not measured")
     assert x is not None
-    dense, sparse = _costs(layer, x, training, choice.left)
+    dense, sparse = _costs(path, layer, x, training, choice.left)
     faster = sparse < dense
     return replace(
         choice,
@@ -307,6 +361,8 @@ def _obstacle(layer: nn.Module, weight: torch.Tensor, x: _Input | None, shared: 
         return f"a {type(layer).__name__} may compute something else than its base class"
     if any(id(parameter) in shared for parameter in layer.parameters(recurse=False)):
         return "another layer has the same weight or bias"
+    if hasattr(layer, "bias_mask"):
+        return "its bias is pruned too, which only the dense layer keeps so"
     hooks = [layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks]
     others = [hook for hook in layer._forward_pre_hooks.values() if not isinstance(hook, prune.BasePruningMethod)]
     if any(hooks) or others:
@@ -318,12 +374,12 @@ def _obstacle(layer: nn.Module, weight: torch.Tensor, x: _Input | None, shared: 
     return None
 
 
-def _costs(layer: Any, x: _Input, training: bool, left: int) -> tuple[float, float]:
+def _costs(path: str, layer: Any, x: _Input, training: bool, left: int) -> tuple[float, float]:
     """Seconds of a layer, dense and sparse, the latter in blocks."""
     key = repr(layer), x, training, left, thread_count(), layer.weight.dtype
     if key not in _COSTS:
         example = torch.randn(x.shape, dtype=x.dtype)
-        sparse = _sparse(layer)
+        sparse = _sparse(path, layer)
         example_blocks: Any = example
         if (example.ndim == 4) == isinstance(layer, nn.Conv2d) and example.ndim in (2, 4):
             lanes = lanes_for(len(example), x.dtype.itemsize)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
-from ..runtime import uncompiled
-from ..tracing import check_initialised
+from ..runtime import a_type, is_exporting, is_traced, is_transformed, uncompiled
+from ..tracing import check_initialised, is_recording
 from .blocks import Blocks, Form, from_blocks, plain, to_blocks
 from .convolution import Convolution
 from .pooling import Pool, convolve_and_pool
@@ -128,6 +128,30 @@ class SparseLayer(nn.Module):
             self._convolutions[key] = convolution
         return convolution
 
+    def forward(self, x: Any) -> Any:
+        """The layer's output.
+
+        Programs that torch.export and torch.jit.trace make get PyTorch's own operators with a dense weight; so do
+        transforms of ``torch.func``, and `jacsparse.jacobian` and its like, which see no kernels of ours.
+        """
+        if is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return self._by_operators(x)
+        return self._run(x)
+
+    @uncompiled
+    def _run(self, x: Any) -> Any:
+        if is_recording() or is_traced() or is_transformed():
+            return self._by_operators(x)
+        return self._by_kernels(x)
+
+    def _by_operators(self, x: Any) -> Any:
+        """The layer's output by PyTorch's operators alone."""
+        raise NotImplementedError
+
+    def _by_kernels(self, x: Any) -> Any:
+        """The layer's output at the cost of the weights that are left; blocks, where the layer keeps them."""
+        raise NotImplementedError
+
     def _of_blocks(self, x: Blocks) -> Blocks:
         """The layer's output for blocks, computed together with what follows."""
         data = x.data
@@ -140,7 +164,7 @@ class SparseLayer(nn.Module):
     def _check(self, x: object) -> torch.Tensor:
         x = plain(x)
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x is a {type(x).__name__}; expected a tensor")
+            raise TypeError(f"x is {a_type(x)}; expected a tensor")
         for name, tensor in (("x", x), ("the layer", self.values)):
             if tensor.device.type != "cpu":
                 raise ValueError(
@@ -338,7 +362,7 @@ class SparseConv2d(SparseLayer):
             Where the layer is another one, or the mask has another shape.
         """
         if type(layer) is not nn.Conv2d:
-            raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.Conv2d")
+            raise TypeError(f"layer is {a_type(layer)}; expected a torch.nn.Conv2d")
         sparse = cls.__new__(cls)
         nn.Module.__init__(sparse)
         sparse._like(layer, mask)
@@ -416,22 +440,29 @@ class SparseConv2d(SparseLayer):
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected (batch, {self.in_channels}, rows, columns)")
 
-    @uncompiled
-    def forward(self, x: Any) -> Any:
-        """The convolution of ``(batch, in_channels, rows, columns)``, or of one sample without the batch."""
+    def _by_operators(self, x: Any) -> Any:
+        padding: Any = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = self._with_border(x), 0
+        return functional.conv2d(x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
+
+    def _with_border(self, x: torch.Tensor) -> torch.Tensor:
+        """The input with a border that is no zeros."""
+        (top, bottom), (left, right) = self._padded()
+        return functional.pad(x, (left, right, top, bottom), mode=self.padding_mode)
+
+    def _by_kernels(self, x: Any) -> Any:
         if isinstance(x, Blocks) and x.ndim == 4 and self.padding_mode == "zeros":
             self._check_channels(x)
             return self._of_blocks(x)
         x = self._check(x)
         if x.ndim == 3:
-            return self.forward(x[None])[0]
+            return self._by_kernels(x[None])[0]
         self._check_channels(x)
-        if self.padding_mode != "zeros":
-            (top, bottom), (left, right) = self._padded()
-            x = functional.pad(x, (left, right, top, bottom), mode=self.padding_mode)
         if x.shape[0] == 0:
-            padding = self.padding if self.padding_mode == "zeros" else 0
-            return functional.conv2d(x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
+            return self._by_operators(x)
+        if self.padding_mode != "zeros":
+            x = self._with_border(x)
         lanes = lanes_for(len(x), x.dtype.itemsize)
         return self._leave(self._of_blocks(Blocks(to_blocks(x, lanes), Form(len(x), 4, lanes))))
 
@@ -487,7 +518,7 @@ class SparseLinear(SparseLayer):
     def from_dense(cls, layer: nn.Linear, mask: torch.Tensor | None = None) -> SparseLinear:
         """The sparse layer of a dense one, as `SparseConv2d.from_dense`."""
         if type(layer) is not nn.Linear:
-            raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.Linear")
+            raise TypeError(f"layer is {a_type(layer)}; expected a torch.nn.Linear")
         sparse = cls.__new__(cls)
         nn.Module.__init__(sparse)
         sparse._like(layer, mask)
@@ -514,9 +545,10 @@ class SparseLinear(SparseLayer):
         """The same rows and columns."""
         return in_size
 
-    @uncompiled
-    def forward(self, x: Any) -> Any:
-        """The layer's output for ``(..., in_features)``."""
+    def _by_operators(self, x: Any) -> Any:
+        return functional.linear(x, self.weight, self.bias)
+
+    def _by_kernels(self, x: Any) -> Any:
         if isinstance(x, Blocks) and x.shape == (x.form.batch, self.in_features):
             return self._of_blocks(x)
         x = self._check(x)
@@ -524,7 +556,7 @@ class SparseLinear(SparseLayer):
             raise ValueError(f"x has shape {tuple(x.shape)}; expected (..., {self.in_features})")
         rows = x.reshape(-1, self.in_features)
         if not len(rows):
-            return functional.linear(x, self.weight, self.bias)
+            return self._by_operators(x)
         lanes = lanes_for(len(rows), x.dtype.itemsize)
         if self.keeps_blocks and x.ndim == 2:
             return self._of_blocks(Blocks(to_blocks(x[..., None, None], lanes), Form(len(x), 2, lanes)))
@@ -558,7 +590,7 @@ def check_mask(mask: object, shape: tuple[int, ...]) -> torch.Tensor:
         Where it is no tensor, has another shape, or holds what is neither 0 nor 1.
     """
     if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"the mask is a {type(mask).__name__}; expected a tensor of bool, or of zeros and ones")
+        raise TypeError(f"the mask is {a_type(mask)}; expected a tensor of bool, or of zeros and ones")
     if tuple(mask.shape) != shape:
         raise ValueError(f"the mask has shape {tuple(mask.shape)}; expected the weight's, {shape}")
     other = mask[(mask != 0) & (mask != 1)]
@@ -570,6 +602,8 @@ def check_mask(mask: object, shape: tuple[int, ...]) -> torch.Tensor:
 def _masked(layer: nn.Module, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's weight, before the mask of its own is applied, and the mask to take."""
     check_initialised(layer)
+    if hasattr(layer, "bias_mask"):
+        raise ValueError("the bias is pruned too; make that permanent by torch.nn.utils.prune.remove(layer, 'bias')")
     original, own = getattr(layer, "weight_orig", None), getattr(layer, "weight_mask", None)
     weight = layer.weight if original is None else original
     assert isinstance(weight, torch.Tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -12,9 +13,11 @@ import pytest
 import scipy.integrate
 import scipy.optimize
 import torch
+from jacsparse.models import load_data
 from scipy.spatial.transform import Rotation
 
 import examples
+from examples import dynamic_sparse_training
 from examples.bundle_adjustment import Scene, by_scipy, synthetic
 from examples.equations import brusselator, initial_values
 from examples.implicit_euler import implicit_euler
@@ -22,6 +25,7 @@ from examples.least_squares import levenberg_marquardt
 from examples.physics_informed import by_gauss_newton, exact, network, solution
 from examples.posterior_variance import Uncertainty, denoiser, dense_variance, images
 from examples.radau import solve_by_radau, ways
+from jacsparse.sparse import SparseLayer, SparseModel
 
 
 def reference_brusselator(y: np.ndarray, n: int) -> np.ndarray:
@@ -141,3 +145,16 @@ def test_main_prints_a_table(name: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_each_example_runs_here() -> None:
     modules = {module.name for module in pkgutil.iter_modules(examples.__path__)}
     assert modules - {"equations", "least_squares"} == set(SMALL)
+
+
+def test_dynamic_sparse_training() -> None:
+    data = load_data("digits")
+    few = dataclasses.replace(data, train_inputs=data.train_inputs[:128], train_labels=data.train_labels[:128])
+    still, moved = (dynamic_sparse_training.train(few, epochs=3, every=2, share=share) for share in (0.0, 0.3))
+    assert isinstance(still, SparseModel) and isinstance(moved, SparseModel)
+    changed = 0
+    for before, after in zip(still.model.modules(), moved.model.modules(), strict=True):
+        if isinstance(before, SparseLayer):
+            assert len(before.values) == len(after.values) == int(after.mask.sum())
+            changed += int((before.mask != after.mask).sum())
+    assert changed > 100

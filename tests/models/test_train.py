@@ -175,6 +175,26 @@ def test_resumed_as_if_never_broken_off(settings: TrainSettings, data: Dataset, 
     assert len(settings.outputs[1].read_text(encoding="utf-8").splitlines()) == 13
 
 
+def test_engines_retrain_alike(settings: TrainSettings, data: Dataset) -> None:
+    dense = train(dataclasses.replace(settings, out=None), data=data)
+    settings = dataclasses.replace(settings, engine="sparse")
+    sparse = train(settings, data=data)
+    losses = [torch.tensor([point.train_loss for point in result.points]) for result in (sparse, dense)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    assert set(state(sparse.model)) == set(state(dense.model)) and sparse.accuracy == dense.accuracy
+    loaded, _ = load_checkpoint(settings.out)
+    assert equal(state(loaded), state(sparse.model))
+
+    def break_off(progress: Progress) -> None:
+        if progress.phase == "retrain" and progress.epoch == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(settings, data=data, progress=break_off)
+    resumed = train(settings, data=data, resume=True)
+    assert curve(resumed.points) == curve(sparse.points) and equal(state(resumed.model), state(sparse.model))
+
+
 def test_dropout_is_resumed_too(settings: TrainSettings, data: Dataset) -> None:
     few = dataclasses.replace(data, train_inputs=data.train_inputs[:4], train_labels=data.train_labels[:4])
     settings = dataclasses.replace(settings, task="vgg11", batch=4, prune=0.0, retrain_epochs=0)
@@ -296,6 +316,8 @@ def test_curves_as_tensors_and_pictures(tmp_path: Path) -> None:
         ({"optimizer": "lion"}, "optimizer is 'lion'"),
         ({"decay": "step"}, "decay is 'step'"),
         ({"scope": "channel"}, "scope is 'channel'"),
+        ({"engine": "csr"}, "engine is 'csr'; expected one of dense, sparse"),
+        ({"engine": "sparse", "backward": "scan"}, "engine is 'sparse', but backward is 'scan'"),
         ({"epochs": 0}, "epochs is 0; expected an integer of at least 1"),
         ({"batch": 2.5}, "batch is 2.5"),
         ({"retrain_epochs": -1}, "retrain_epochs is -1; expected an integer of at least 0"),

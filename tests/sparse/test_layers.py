@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
@@ -76,6 +79,44 @@ def order(layer: SparseConv2d | SparseLinear) -> torch.Tensor:
 def test_convolution(case: tuple, batch: int, dtype: torch.dtype) -> None:
     dense = convolution(case, dtype, 0.3)
     agree(dense, sparse(dense), torch.randn(batch, dense.in_channels, *case[5:7], dtype=dtype))
+
+
+_PAIRS = st.tuples(*[st.integers(1, 3)] * 2)
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
+    """A masked convolution and its input, both dtypes, of any batch up to 70."""
+    kernel, stride, dilation = draw(st.tuples(*[st.integers(1, 4)] * 2)), draw(_PAIRS), draw(_PAIRS)
+    groups, channels, outputs = (draw(st.integers(1, most)) for most in (3, 3, 3))
+    padding = tuple(draw(st.integers(0, reach * (size - 1) + 1)) for reach, size in zip(dilation, kernel, strict=True))
+    sizes = [
+        draw(st.integers(max(1, reach * (size - 1) + 1 - 2 * border), 21))
+        for reach, size, border in zip(dilation, kernel, padding, strict=True)
+    ]
+    dtype = draw(st.sampled_from([torch.float64, torch.float32]))
+    layer = nn.Conv2d(
+        channels * groups, outputs * groups, kernel, stride, padding, dilation, groups, draw(st.booleans()), dtype=dtype
+    )
+    masked(layer, draw(st.sampled_from([0.05, 0.3, 0.9])), draw(st.integers(0, 99)))
+    shape = draw(st.integers(1, 70)), channels * groups, *sizes
+    x = np.random.default_rng(draw(st.integers(0, 99))).standard_normal(shape)
+    return layer, torch.from_numpy(x).to(dtype)
+
+
+@settings(max_examples=10)
+@given(_cases())
+def test_drawn(case: tuple[nn.Module, torch.Tensor]) -> None:
+    dense, x = case
+    agree(dense, sparse(dense), x)
+
+
+@pytest.mark.full
+@settings(max_examples=400)
+@given(_cases())
+def test_many_drawn(case: tuple[nn.Module, torch.Tensor]) -> None:
+    dense, x = case
+    agree(dense, sparse(dense), x)
 
 
 @pytest.mark.parametrize("batch", [2, 3, 16, 31, 70])
@@ -226,6 +267,10 @@ def test_inputs_that_do_not_fit() -> None:
         layer(torch.ones(1, 4, 4, 4))
     with pytest.raises(ValueError, match="the kernel reaches over 3 rows, and the input of 2 × 4 has 2"):
         layer(torch.ones(1, 3, 2, 4))
+    with pytest.raises(ValueError, match=r"the bias is pruned too; make that permanent by torch.nn.utils.prune.remove"):
+        SparseLinear.from_dense(prune.l1_unstructured(nn.Linear(3, 2), "bias", 0.5))
+    with pytest.raises(TypeError, match="the mask is a list"):
+        SparseLinear(3, 2, mask=[1, 0])
     with pytest.raises(ValueError, match="the weight holds 1 NaN"):
         dense = nn.Conv2d(3, 2, 3)
         nn.init.constant_(dense.weight[0, 0, 0], 1.0)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+from jacsparse import jacobian
 from jacsparse.sparse import SparseConv2d, SparseLinear, SparseModel, densify, sparsify
 
 from ..helpers import close
@@ -137,13 +138,15 @@ def test_what_stays_dense() -> None:
     other.weight = tied.weight
     hooked = nn.Linear(4, 4)
     hooked.register_forward_hook(lambda *_: None)
-    model = nn.Sequential(tied, other, hooked, Another(4, 4), nn.Linear(4, 4))
-    for layer in (hooked, model[3], model[4]):
+    model = nn.Sequential(tied, other, hooked, Another(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in (hooked, *model[3:]):
         prune.l1_unstructured(layer, "weight", 0.5)
+    prune.l1_unstructured(model[5], "bias", 0.5)
     sparse = sparsify(model, torch.ones(2, 4), measure=False)
     reasons = [layer.reason for layer in sparse.report().layers]
     assert reasons[0] == reasons[1] == "another layer has the same weight or bias"
     assert "hooks" in reasons[2] and "Another" in reasons[3] and sparse.report().layers[4].is_sparse
+    assert "bias is pruned" in reasons[5]
     close(sparse(torch.ones(2, 4)), model(torch.ones(2, 4)), 1e-5)
 
 
@@ -203,13 +206,118 @@ def test_within_another_module() -> None:
         close(torch.compile(whole, backend="eager")(x), other(x), 1e-12)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_hooks_within_get_tensors(training: bool) -> None:
+    model = pruned(MODELS["residual"]()).train(training)
+    x = torch.randn(3, 3, 7, 7, dtype=torch.float64)
+    seen: list[torch.Tensor] = []
+
+    def see(module: nn.Module, *values: object) -> None:
+        tensors = [value for each in values for value in (each if isinstance(each, tuple) else (each,))]
+        assert all(type(tensor) is torch.Tensor for tensor in tensors)
+        seen.extend(tensor.detach().clone() for tensor in tensors)
+
+    hooked = model[1], model[1].norms[0], model[2]
+    for part in hooked:
+        part.register_forward_pre_hook(see)
+        part.register_forward_hook(see)
+        part.register_full_backward_hook(see)
+    sparse = sparsify(model, x, measure=False)
+    runs = []
+    for each in (model, sparse, densify(sparse)):
+        seen.clear()
+        each(x.clone().requires_grad_()).square().sum().backward()
+        runs.append(list(seen))
+    for other in runs[1:]:
+        for actual, expected in zip(other, runs[0], strict=True):
+            close(actual, expected, 1e-11)
+    assert sum(len(part._forward_hooks) for part in densify(sparse).modules()) == len(hooked)
+
+
+def test_code_that_asks_for_tensors() -> None:
+    class Dense(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(5, 2, 3, padding=1)
+
+        def joined(self, x: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([x] if isinstance(x, torch.Tensor) else x, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.joined(self.first(x))
+            return self.joined([y, self.second(self.joined([x, y]))])
+
+    model = pruned(Dense())
+    x = torch.randn(5, 3, 4, 4, dtype=torch.float64)
+    close(sparsify(model, x, measure=False)(x), model(x), 1e-12)
+
+
+def test_programs_and_transforms() -> None:
+    model = pruned(MODELS["pooled"]()).eval()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    sparse, expected = sparsify(model, x, measure=False), model(x)
+    close(torch.export.export(sparse, (x,)).module()(x), expected, 1e-12)
+    close(torch.func.vmap(lambda each: sparse(each[None])[0])(x), expected, 1e-12)
+    v = torch.randn_like(x)
+    close(torch.func.jvp(sparse, (x,), (v,))[1], torch.func.jvp(model, (x,), (v,))[1], 1e-12)
+    J, reference = jacobian(sparse, x), jacobian(densify(sparse), x)
+    assert J.pattern.nnz == reference.pattern.nnz
+    close(J.vjp(expected), reference.vjp(expected), 1e-12)
+
+
+def test_what_later_inputs_may_be() -> None:
+    model = pruned(MODELS["pooled"]()).eval()
+    sparse = sparsify(model, torch.ones(2, 3, 8, 8, dtype=torch.float64), measure=False)
+    for batch in (0, 1, 19):
+        x = torch.randn(batch, 3, 8, 8, dtype=torch.float64, requires_grad=True)
+        y = sparse(x)
+        close(y, model(x), 1e-12)
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+    for dtype in (torch.int64, torch.float16):
+        with pytest.raises(TypeError, match=f"x is {dtype}; expected float32 or float64"):
+            sparse(torch.ones(2, 3, 8, 8, dtype=dtype))
+
+
+def test_what_is_pruned_counts_for_nothing() -> None:
+    layer = nn.Linear(4, 3)
+    prune.l1_unstructured(layer, "weight", 0.5)
+    with torch.no_grad():
+        layer.weight_orig[layer.weight_mask == 0] = float("nan")
+    sparse = sparsify(layer, torch.ones(2, 4), measure=False)
+    assert sparse(torch.ones(2, 4)).isfinite().all() and densify(sparse).weight.isfinite().all()
+
+
 def test_errors() -> None:
     with pytest.raises(TypeError, match=r"module is a function; expected a torch.nn.Module"):
         sparsify(lambda x: x, torch.ones(1, 2))
     with pytest.raises(ValueError, match=r"x is of shape \(0, 3\); expected a batch of at least one input"):
         sparsify(nn.Linear(3, 2), torch.ones(0, 3))
+    with pytest.raises(TypeError, match="x is a list; expected a tensor: a batch of inputs"):
+        sparsify(nn.Linear(3, 2), [torch.ones(1, 3)])
+    with pytest.raises(TypeError, match="training is a str; expected a bool"):
+        sparsify(nn.Linear(3, 2), torch.ones(1, 3), training="yes")
+    with pytest.raises(TypeError, match="measure is a NoneType; expected a bool"):
+        sparsify(nn.Linear(3, 2), torch.ones(1, 3), measure=None)
+    with pytest.raises(TypeError, match=r"module is an int; expected a torch.nn.Module"):
+        densify(1)
+    layer = nn.Linear(3, 2)
+    nn.init.constant_(layer.weight[0], float("nan"))
+    model = nn.Sequential(prune.custom_from_mask(layer, "weight", torch.tensor([[1] * 3, [0] * 3])))
+    with pytest.raises(ValueError, match="0: the weight holds 3 NaN where the mask leaves it"):
+        sparsify(model, torch.ones(1, 3), measure=False)
     with pytest.raises(ValueError, match="weight is on meta; sparse layers run on the CPU alone"):
         sparsify(nn.Linear(3, 2, device="meta"), torch.ones(1, 3))
+
+
+def test_saved_for_a_model_that_was_never_pruned() -> None:
+    sparse = sparsify(pruned(MODELS["pooled"]()).eval(), torch.ones(2, 3, 8, 8, dtype=torch.float64), measure=False)
+    plain = MODELS["pooled"]().double().eval()
+    plain.load_state_dict(densify(sparse, masks=False).state_dict())
+    x = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    close(plain(x), sparse(x), 1e-12)
+    again = sparsify(plain, x, measure=False)
+    assert [each.left for each in again.report().layers] == [each.left for each in sparse.report().layers]
 
 
 def test_one_layer() -> None:
