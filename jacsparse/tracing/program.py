@@ -92,8 +92,8 @@ class Program:
     #: For each value, where the samples are, and the shape for a batch of one.
     layouts: dict[int, Layout] = field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    #: Values at which no stage may end: those within a module whose backward hooks are called at both its ends, and
-    #: those without a gradient.
+    #: Values at which no stage may end: those within a module whose backward hooks are called at both its ends, those
+    #: without a gradient, and views that are written to.
     uncut: set[int] = field(default_factory=set)
 
     def between(self, start: int, stop: int) -> list[Operation]:
@@ -160,8 +160,32 @@ def program_of(trace: Trace) -> Program:
         program.shapes[value] = layout.shape_of_sample(result.shape)
     # The parts of a decomposed operator are one node to autograd: tensors between them have no gradient.
     without_gradient = {value for value in program.operations if trace.edge(value) is None}
-    program.uncut = without_gradient | _between_hooks(trace)
+    program.uncut = without_gradient | _written_views(trace) | _between_hooks(trace)
     return program
+
+
+def _written_views(trace: Trace) -> set[int]:
+    """The views that calls write to, and those that these are views of.
+
+    Autograd takes the gradient on to the tensor that has the memory, and not to them.
+    """
+    views = set[int]()
+    for node in trace.graph.calls:
+        written = (value for name, value in node.tensors if node.writes_to(name))
+        for value in written if node.writes and node.shift is None else ():
+            views.add(value)
+            viewed = _viewed(trace, value)
+            while viewed is not None and (behind := _viewed(trace, viewed)) is not None:
+                views.add(viewed)
+                viewed = behind
+    return views
+
+
+def _viewed(trace: Trace, value: int) -> int | None:
+    """What a value is a view of; None where it is none."""
+    maker = trace.graph.infos[value].maker
+    name = None if maker is None or maker.facts is None else maker.facts.viewed
+    return None if maker is None or name is None else maker.arguments[name].number
 
 
 def _between_hooks(trace: Trace) -> set[int]:

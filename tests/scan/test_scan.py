@@ -716,6 +716,29 @@ def test_bad_schedule_is_named_at_the_call() -> None:
     assert Scanner(jacsparse.chain(lenet(), (3, 32, 32)), "blelloch:2").schedule.name == "blelloch:2"
 
 
+@pytest.mark.parametrize("schedule", ["linear", "blelloch", "blelloch:1", "chunked:2", "chunked:3"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y[:, :1].mul_(2).sin(),
+        lambda y: nn.functional.relu6(y[:, :1], inplace=True),
+        lambda y: y.view(-1, 2, 3).sin_().cos().sinh(),
+        lambda y: y.reshape(-1, 2, 3).transpose(1, 2)[:, 1:].sigmoid_().sin(),
+    ],
+)
+def test_writes_through_views(write: Callable[[torch.Tensor], torch.Tensor], schedule: str) -> None:
+    class Written(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return write(x.cos().sin().sinh())
+
+    x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+    module = Written()
+    y, expected = jacsparse.nn.Scan(module, schedule=schedule)(x), module(x)
+    g = torch.randn_like(expected)
+    (actual,), (gradient,) = (torch.autograd.grad(each, x, g) for each in (y, expected))
+    assert (actual - gradient).abs().max() <= 1e-12
+
+
 def test_what_follows_may_change_the_output_in_place() -> None:
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh())
     x = torch.randn(2, 1, 5, 5, requires_grad=True)
