@@ -128,6 +128,7 @@ def test_posterior_variances() -> None:
 
 SMALL: dict[str, dict[str, Any]] = {
     "bundle_adjustment": {"cameras": 4, "points": 12},
+    "dynamic_sparse_training": {"epochs": 1},
     "implicit_euler": {"n": 4, "end": 0.02},
     "posterior_variance": {"size": 4, "steps": 2},
     "physics_informed": {"steps": 4, "adam_steps": 2},
