@@ -29,6 +29,9 @@ class _DiagonalRule(Rule):
         rank = use.output.ndim
         return {name: tuple(range(rank - len(shape), rank)) for name, shape in use.shapes.items()}, tuple(range(rank))
 
+    def elementwise(self, call: Call) -> bool:
+        return True
+
     def check(self, call: Call) -> None:
         # Constants may differ between the samples.
         super().check(replace(call, batched=frozenset()))
@@ -41,10 +44,15 @@ class _DiagonalRule(Rule):
 
 
 # Activations too: PyTorch's own backward takes the derivative from the input or the output, whichever it has saved.
-add_rule(
-    *("aten._prelu_kernel", "aten.hardswish", "aten.leaky_relu", "aten.log_sigmoid_forward", "aten.native_dropout"),
-    "aten.rrelu_with_noise",
-)(_DiagonalRule)
+add_rule("aten._prelu_kernel", "aten.hardswish", "aten.leaky_relu", "aten.log_sigmoid_forward")(_DiagonalRule)
+
+
+@add_rule("aten.native_dropout", "aten.rrelu_with_noise")
+class _RandomRule(_DiagonalRule):
+    """Another call of the operator draws other numbers: only its own backward pass knows the derivative."""
+
+    def elementwise(self, call: Call) -> bool:
+        return False
 
 
 #: Operands that enter the output unscaled; the second one is multiplied by ``alpha``.
@@ -61,9 +69,6 @@ class PointwiseRule(_DiagonalRule):
     """An operator that ATen tags as pointwise, or a copy; any number of operands are broadcast to one shape."""
 
     several = True
-
-    def elementwise(self, call: Call) -> bool:
-        return True
 
     def pattern(self, call: Call) -> Pattern:
         if call.in_size != call.out_size:

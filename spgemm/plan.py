@@ -17,7 +17,6 @@ from .operands import result, same_batch, same_device, view
 from .plan_cache import PLAN_CACHE
 from .symbolic import check_shapes, multiply_adds, product_digest, product_pattern, row_work
 
-#: Bytes of index arrays beyond which ``auto`` takes a method that needs fewer.
 #: The bytes that a function may use at once where its `memory_limit` is left out.
 MEMORY_LIMIT = 2**30
 

@@ -11,7 +11,7 @@ and one gather decompresses the result.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,19 +164,26 @@ class Compressed:
     def __init__(self, function: TracedFunction, colors: Coloring, *, replays: bool, compile: bool = False) -> None:
         self.pattern, self.coloring, self.shared = colors.pattern, colors, function.shared
         self._places = torch.from_numpy(colors.places).to(function.x.device)
-        self._passes = [
-            _Pass(function, torch.from_numpy(of_colors).to(function.x), products, replays)
+        directions = [
+            (torch.from_numpy(of_colors).to(function.x), products)
             for of_colors, products in zip(seeds(colors), (push_forward, pull_back), strict=True)
             if len(of_colors)
         ]
+        # What does not depend on the input is computed once for all seeds.
+        width = function.x.element_size() * sum(map(function.elements, function.calls))
+        most = max(1, PART // max(1, width))
+        together = sum(len(of_colors) for of_colors, _ in directions) <= most
+        groups = [directions] if together else [[direction] for direction in directions]
+        self._passes = [_Pass(function, each, most, replays) for each in groups if each]
         self.fused: FusedValues | None = None
-        if compile and len(self._passes) == 1 and len(self._passes[0].parts) == 1 and not function.x.is_cuda:
+        if compile and together and directions and not function.x.is_cuda:
             (only,) = self._passes
-            self.fused = FusedValues(only.computed, function, self._entries, self.pattern, only.parts)
+            self.fused = FusedValues(only.computed, function, self._entries, self.pattern, only.parts[0])
 
     def _entries(self, graph: ElementGraph, parts: list[np.ndarray]) -> np.ndarray:
         """The numbers of the entries, from those of the products with all seeds."""
-        return (parts[0][:, :1] if self.shared else parts[0])[self.coloring.places]
+        products = np.concatenate(parts)
+        return (products[:, :1] if self.shared else products)[self.coloring.places]
 
     def describe(self) -> dict[str, Any]:
         """The colouring as arrays."""
@@ -197,7 +204,7 @@ class Compressed:
     @property
     def nbytes(self) -> int:
         """Bytes of the seeds and of the places that decompress."""
-        return sum(seeds.nbytes for each in self._passes for seeds in each.parts) + self._places.nbytes
+        return self._places.nbytes + sum(seeds.nbytes for each in self._passes for part in each.parts for seeds in part)
 
     def values(self, trace: Trace) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
@@ -205,32 +212,35 @@ class Compressed:
             return trace.input.detach().new_empty((0, 1))
         if self.fused is not None:
             return self.fused({value: trace.value(value).detach() for value in self.fused.reads})[0]
-        products = [each.run(trace) for each in self._passes]
-        together = torch.cat(products) if len(products) > 1 else products[0]
-        return (together[:, :1] if self.shared else together).index_select(0, self._places)
+        products = _joined([each.run(trace) for each in self._passes])
+        return (products[:, :1] if self.shared else products).index_select(0, self._places)
 
 
 class _Pass:
     """The products of a function's Jacobian with seeds, some of them at a time where all would take much memory."""
 
-    def __init__(self, function: TracedFunction, seeds: torch.Tensor, products: Products, replays: bool) -> None:
-        # What does not depend on the input is computed once for all seeds.
-        width = seeds.element_size() * sum(map(function.elements, function.calls))
-        most = max(1, PART // max(1, width))
-        count = -(-len(seeds) // most)
-        # Parts of equal lengths, so that one graph takes all of them.
-        length = -(-len(seeds) // count)
-        padded = torch.cat([seeds, seeds.new_zeros((count * length - len(seeds), seeds.shape[1]))])
-        self.parts: list[torch.Tensor] = list(padded.split(length))
-        self._count, batch = len(seeds), function.batch
+    def __init__(
+        self, function: TracedFunction, directions: Sequence[tuple[torch.Tensor, Products]], most: int, replays: bool
+    ) -> None:
+        #: The seeds of each run, of one direction or of both.
+        self.parts: list[list[torch.Tensor]] = [[seeds for seeds, _ in directions]]
+        self._count, batch = sum(len(seeds) for seeds, _ in directions), function.batch
+        if self._count > most:
+            ((seeds, _),) = directions
+            # Parts of equal lengths, so that one graph takes all of them.
+            length = -(-len(seeds) // -(-len(seeds) // most))
+            padding = seeds.new_zeros((-len(seeds) % length, seeds.shape[1]))
+            self.parts = [[part] for part in torch.cat([seeds, padding]).split(length)]
 
-        def compute(values: Values, seeds: torch.Tensor) -> tuple[torch.Tensor]:
-            many = seeds[:, None, :].expand(-1, batch, -1)
-            return (products(function, values, many).permute(0, 2, 1).reshape(-1, batch),)
+        def compute(values: Values, *seeds: torch.Tensor) -> list[torch.Tensor]:
+            return [
+                products(function, values, each[:, None, :].expand(-1, batch, -1)).permute(0, 2, 1).reshape(-1, batch)
+                for each, (_, products) in zip(seeds, directions, strict=True)
+            ]
 
         reads = [value for call in function.calls for _, value in call.tensors]
         try:
-            self.computed = ValueFunction(function, compute, reads, [self.parts[0]], replays=replays)
+            self.computed = ValueFunction(function, compute, reads, self.parts[0], replays=replays)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -248,10 +258,13 @@ class _Pass:
 
     def run(self, trace: Trace) -> torch.Tensor:
         """The products with all seeds, ``(seeds · elements, batch)``."""
-        products = [self.computed(trace, seeds)[0] for seeds in self.parts]
-        if len(products) == 1:
-            return products[0]
-        return torch.cat(products)[: self._count * (len(products[0]) // len(self.parts[0]))]
+        products = _joined([product for part in self.parts for product in self.computed(trace, *part)])
+        padded = sum(len(seeds) for part in self.parts for seeds in part)
+        return products if padded == self._count else products[: self._count * (len(products) // padded)]
+
+
+def _joined(products: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(products) if len(products) > 1 else products[0]
 
 
 Products = Callable[[TracedFunction, Values, torch.Tensor], torch.Tensor]

@@ -119,9 +119,8 @@ def jacobian(
     -----
     Thesis, section 3.4.
 
-    A call runs `f` once; the first calls with arguments of new shapes run it several times, to make a program for later
-    ones, so that what it prints or counts is seen as often. There is no choice of a method: the first call multiplies
-    the Jacobians of operators, and later ones go another way where that pays and gave the same values.
+    A call runs `f` once; without any sample, with samples of zeros too. There is no choice of a method: the first call
+    multiplies the Jacobians of operators, and later ones go another way where that pays and gave the same values.
 
     At kinks and ties, and where a derivative is infinite, entries are those of PyTorch's backward passes, which compute
     each entry that is not finite as a product of local derivatives. An entry may be a number where autograd gives NaN:
@@ -229,7 +228,7 @@ class _ChainRun:
 
     #: Whether patterns omit pruned weights; and the chains of the same function that do not.
     pruned: bool
-    unpruned: ChainCache
+    unpruned: Callable[[], ChainCache]
     #: What the function is differentiated by, ``(batch, *shape)``.
     x: torch.Tensor
     function: nn.Module
@@ -268,12 +267,12 @@ class _ChainRun:
 
     def without_pruning(self) -> _ChainRun:
         """The same run, with patterns that omit no weights."""
-        chain, records = self.unpruned.of_trace(self.trace)
+        chain, records = self.unpruned().of_trace(self.trace)
         return replace(self, pruned=False, chain=chain, records=records)
 
     def entries(self) -> Pattern:
         """All entries, those of pruned weights that have gradients too."""
-        chain = self.chain if not self.chain.pruned_weights else self.unpruned.of_trace(self.trace)[0]
+        chain = self.chain if not self.chain.pruned_weights else self.unpruned().of_trace(self.trace)[0]
         return chain.pattern
 
 
@@ -283,15 +282,16 @@ def _run(
 ) -> Iterator[_ChainRun]:
     """A run of a function, whose changes to a module are undone on exit."""
     function, x = module_and_batch(f, arguments, has_aux=has_aux, connected=connected)
-    caches: list[ChainCache] = [
-        recent_chains(f, pruned=which) if function is f else recent_graphs(f, which) for which in (pruned, False)
-    ]
+
+    def cache(pruned: bool) -> ChainCache:
+        return recent_chains(function, pruned=pruned) if function is f else recent_graphs(f, pruned)
+
     if connected:
         x = requiring_gradient(x)
     with undisturbed(check_module(function)), saved_buffers(function) if connected else contextlib.nullcontext():
-        chain, (trace, records) = caches[0].of_run(function, x, connected=connected)
+        chain, (trace, records) = cache(pruned).of_run(function, x, connected=connected)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)
-        yield _ChainRun(pruned, caches[1], x, function, chain, trace, records)
+        yield _ChainRun(pruned, lambda: cache(False), x, function, chain, trace, records)
     if isinstance(function, FlatFunction):
         function.forget()

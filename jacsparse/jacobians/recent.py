@@ -7,6 +7,7 @@ are the run's. So a result is of what the function computes now.
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from types import FunctionType, MethodType
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..patterns import REGISTERED, UnsupportedOperatorError
+from ..patterns import UnsupportedOperatorError
 from ..spgemm import SparseJacobian
 from ..stages import Chain, ChainCache, Record, agree
 from ..tracing import Graph, Trace, parts_of
@@ -73,15 +74,17 @@ def plan_of(graph: Graph, pruned: bool) -> Plan:
 #: The caches by code, for the codes that were used last.
 _RECENT: OrderedDict[Hashable, ChainCache] = OrderedDict()
 _MOST = 32
+_LOCK = threading.Lock()
 
 
 def recent_graphs(f: Callable[..., Any], pruned: bool) -> ChainCache:
     """The graphs of the code that a function runs, for patterns with or without pruned weights."""
-    key = _code_of(f), pruned, len(REGISTERED)
-    entry = _RECENT.setdefault(key, ChainCache(pruned=pruned))
-    _RECENT.move_to_end(key)
-    while len(_RECENT) > _MOST:
-        _RECENT.popitem(last=False)
+    key = _code_of(f), pruned
+    with _LOCK:
+        entry = _RECENT.setdefault(key, ChainCache(pruned=pruned))
+        _RECENT.move_to_end(key)
+        while len(_RECENT) > _MOST:
+            _RECENT.popitem(last=False)
     return entry
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..patterns import REGISTERED
 from ..tracing import Graph, Trace, saves_objects, without_autocast, without_saving_hooks
 from .chains import Chain, chain_of, refuse_other_derivatives
 from .checks import check_shape
@@ -42,10 +43,14 @@ class ChainCache:
         self.pruned = pruned
         #: The last one first.
         self._graphs: list[Graph] = []
+        self._rules = len(REGISTERED)
         self._lock = threading.RLock()
 
     def of_run(self, module: nn.Module, x: torch.Tensor, *, connected: bool = False) -> tuple[Chain, Run]:
         """The chain of the calls that a module makes for a batch, and the forward pass."""
+        if self._rules != len(REGISTERED):
+            # What was recorded and decided before may follow another rule.
+            self._graphs, self._rules = [], len(REGISTERED)
         # A checkpoint around the call lets go of the whole run, and needs no part of it. It counts what is saved, which
         # is to be as much where the chain is found as where it is made.
         with without_saving_hooks() if saves_objects() else contextlib.nullcontext():

@@ -133,6 +133,12 @@ def test_says_what_it_compiles(caplog: pytest.LogCaptureFixture) -> None:
     assert "compiled" in caplog.text
 
 
+def test_seeds_in_parts_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jacsparse.jacobians.compressed.PART", 1)
+    with pytest.raises(ValueError, match=r"compile is True, and the seeds of its colours take too much memory"):
+        prepare_jacobian(heat, drawn(2, 7), method="compressed", compile=True, batched=True)
+
+
 def test_products_of_stages_are_not_compiled() -> None:
     network = nn.Sequential(nn.Linear(7, 7), nn.Softmax(1)).double()
     with pytest.raises(ValueError, match=r"Sequential: compile is True, and products of .* pass method='compressed'"):

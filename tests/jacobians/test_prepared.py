@@ -681,9 +681,22 @@ def test_both_ways_at_once() -> None:
         return torch.cat([(x**2).sum(1, keepdim=True), x[:, 1:] * x[:, :1].sin()], 1)
 
     x = drawn(2, 30)
-    prepared = prepare_jacobian(arrow, x, method="compressed", batched=True)
-    assert "2 colours of columns and 1 of rows, in place of 30 products" in repr(prepared)
-    assert_equal(prepared(x), dense(arrow, x))
+    for compile in (False, True):
+        prepared = prepare_jacobian(arrow, x, method="compressed", compile=compile, batched=True)
+        assert "2 colours of columns and 1 of rows, in place of 30 products" in repr(prepared)
+        assert_equal(prepared(x + 1), dense(arrow, x + 1))
+
+
+def test_activations_fold() -> None:
+    x, slope = drawn(2, 7), drawn(7).abs()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = functional.hardswish(3 * x) * functional.logsigmoid(x.roll(1, 1)) + functional.leaky_relu(x, 0.1)
+        return y[:, 1:] - functional.prelu(x, slope)[:, :-1]
+
+    prepared = prepare_jacobian(f, x, method="products", batched=True)
+    assert "local derivatives" in repr(prepared)
+    assert_equal(prepared(x - 0.5), dense(f, x - 0.5))
 
 
 @pytest.mark.parametrize("method", ["products", "compressed"])

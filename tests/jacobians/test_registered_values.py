@@ -113,12 +113,27 @@ def test_infinite_values(register: Callable[..., None]) -> None:
         assert torch.isinf(actual.values).all()
 
 
-def test_programs_of_earlier_calls_end_with_their_rules(register: Callable[..., None]) -> None:
+class Sines(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return f(x)
+
+
+@pytest.mark.parametrize("function", [f, Sines()])
+def test_programs_of_earlier_calls_end_with_their_rules(function: Any, register: Callable[..., None]) -> None:
     x = drawn(2, 3)
     for values, expected in ((cosines, 3 * x.T.cos()), (twos, torch.full((3, 2), 6.0, dtype=FLOAT))):
         register(values)
         for _ in range(3):
-            assert (jacobian(f, x, batched=True).values - expected).abs().amax() <= BOUND
+            assert (jacobian(function, x, batched=True).values - expected).abs().amax() <= BOUND
+
+
+def test_a_living_scan_takes_new_rules(register: Callable[..., None]) -> None:
+    scan, x = jacsparse.nn.Scan(Sines(), schedule="blelloch"), drawn(2, 3).requires_grad_()
+    register(cosines)
+    assert torch.autograd.grad(scan(x).sum(), x)[0].allclose(3 * x.cos())
+    register(twos)
+    with pytest.raises(UnsupportedOperatorError, match=r"values registered for aten\.sin"):
+        scan(x)
 
 
 def test_values_of_columns(register: Callable[..., None]) -> None:
