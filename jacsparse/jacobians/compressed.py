@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from ..codegen import ElementGraph
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors
 from ..tracing import Trace
+from .evaluator import Evaluator
 from .fused_values import FusedValues
 from .products_with_vectors import pull_back, push_forward
 from .traced_function import TracedFunction, Values
@@ -144,7 +145,7 @@ def _transposed(pattern: Pattern, of_transpose: Coloring) -> Coloring:
     return _colored(pattern, of_transpose.rows, of_transpose.columns, forward)
 
 
-class Compressed:
+class Compressed(Evaluator):
     """The values of a function's Jacobian from products with the seeds of its colours.
 
     Parameters
@@ -175,8 +176,11 @@ class Compressed:
         together = sum(len(of_colors) for of_colors, _ in directions) <= most
         groups = [directions] if together else [[direction] for direction in directions]
         self._passes = [_Pass(function, each, most, replays) for each in groups if each]
-        self.fused: FusedValues | None = None
-        if compile and together and directions and not function.x.is_cuda:
+        if function.x.is_cuda:
+            self.uncompiled = f"machine code is for CPUs, and the arguments are on {function.x.device}; leave it out"
+        elif not together:
+            self.uncompiled = "the seeds of its colours take too much memory for one run of machine code; leave it out"
+        elif compile and directions:
             (only,) = self._passes
             self.fused = FusedValues(only.computed, function, self._entries, self.pattern, only.parts[0])
 
@@ -188,6 +192,11 @@ class Compressed:
     def describe(self) -> dict[str, Any]:
         """The colouring as arrays."""
         return self.coloring.describe()
+
+    @classmethod
+    def restore(cls, content: Mapping[str, Any], pattern: Pattern, function: TracedFunction, *, compile: bool) -> Self:
+        """The way with the colouring of arrays from outside."""
+        return cls(function, Coloring.restore(content, pattern), replays=True, compile=compile)
 
     @property
     def details(self) -> str:
@@ -206,12 +215,10 @@ class Compressed:
         """Bytes of the seeds and of the places that decompress."""
         return self._places.nbytes + sum(seeds.nbytes for each in self._passes for part in each.parts for seeds in part)
 
-    def values(self, trace: Trace) -> torch.Tensor:
-        """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
+    def computed(self, trace: Trace) -> torch.Tensor:
+        """The values without machine code."""
         if not self.pattern.nnz:
             return trace.input.detach().new_empty((0, 1))
-        if self.fused is not None:
-            return self.fused({value: trace.value(value).detach() for value in self.fused.reads})[0]
         products = _joined([each.run(trace) for each in self._passes])
         return (products[:, :1] if self.shared else products).index_select(0, self._places)
 
@@ -263,7 +270,7 @@ class _Pass:
         return products if padded == self._count else products[: self._count * (len(products) // padded)]
 
 
-def _joined(products: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(products: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(products) if len(products) > 1 else products[0]
 
 

@@ -6,17 +6,13 @@ Costs are in multiply-adds of sparse products, half a nanosecond each on CPUs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
-
-import torch
 
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import DENSE, START
-from ..tracing import Trace
 from .compressed import Coloring, Compressed, row_coloring
 from .compressed import coloring as cheapest_coloring
+from .evaluator import Evaluator
 from .folding import NotFoldableError, folded
-from .fused_values import FusedValues
 from .products import ChainProducts, Products
 from .products_with_vectors import INEXACT
 from .traced_function import TracedFunction
@@ -30,32 +26,10 @@ MOST_TERMS = 2**20
 CALL = 30_000
 
 
-class Evaluator(Protocol):
-    """A way to the values of a Jacobian."""
-
-    #: The method's name, and what it took, for printing.
-    name: str
-    pattern: Pattern
-    #: The machine code that computes the values; None where there is none.
-    fused: FusedValues | None
-
-    def describe(self) -> dict[str, Any]:
-        """All that was decided, as plain numbers and arrays."""
-
-    @property
-    def details(self) -> str:
-        """What the method took, in words."""
-
-    @property
-    def flop(self) -> int:
-        """Operations of one call."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-
-    def values(self, trace: Trace) -> torch.Tensor:
-        """The values on the pattern in a run, ``(nnz, batch)`` or ``(nnz, 1)``."""
+#: The ways, by the names in a prepared Jacobian's file.
+EVALUATORS: dict[str, type[Evaluator]] = {each.__name__: each for each in (Products, Compressed, ChainProducts)}
+#: What may be asked for.
+METHODS = ("auto", *dict.fromkeys(each.name for each in EVALUATORS.values()))
 
 
 def evaluator_of(

@@ -20,17 +20,16 @@ from .arguments import Arguments, arguments_of, has_samples
 from .compressed import Coloring, coloring
 from .differences import ROUNDINGS, difference_of, largest_finite, magnitude, tolerance_for
 from .evaluation import jacobian_at, with_parts
-from .evaluators import Evaluator, evaluator_of
+from .evaluator import Evaluator
+from .evaluators import METHODS, evaluator_of
 from .flat_function import FlatFunction, out_shape_of
 from .prepared_program import Evaluation, PreparedProgram
-from .products import ChainProducts, Products
 from .saved_programs import SavedProgram, write_program
 from .traced_function import TracedFunction
 from .tracing_for_replays import Options, traced_program
 from .verification import VerificationError
 from .watched_weights import FilledWeightError
 
-METHODS = ("auto", "products", "compressed")
 #: The most programs of one prepared Jacobian, for other numbers among the arguments.
 MOST = 8
 
@@ -97,8 +96,7 @@ class PreparedJacobian(Generic[Result]):
 
         def choose(function: TracedFunction) -> Evaluator:
             evaluator = evaluator_of(function, method, replays=True, compile=compile, coloring=cls._coloring)
-            _check_compiles(f, function, evaluator, compile)
-            return evaluator
+            return _checked_to_compile(f, evaluator, compile)
 
         prepared = cls(differentiated, arguments, options, choose)
         try:
@@ -318,9 +316,7 @@ class PreparedJacobian(Generic[Result]):
         f = cls._differentiated(f, arguments, options)
 
         def choose(function: TracedFunction) -> Evaluator:
-            evaluator = saved.evaluator(f, arguments, function, compile)
-            _check_compiles(f, function, evaluator, compile)
-            return evaluator
+            return _checked_to_compile(f, saved.evaluator(f, arguments, function, compile), compile)
 
         return cls(f, arguments, options, choose)._checked_at(args)
 
@@ -359,14 +355,8 @@ def _check_given(pattern: Any, method: str) -> None:
         )
 
 
-def _check_compiles(f: Callable[..., Any], function: TracedFunction, evaluator: Evaluator, compile: bool) -> None:
-    """Raise where a program is to be compiled and cannot be."""
-    if not compile or evaluator.fused is not None or isinstance(evaluator, Products) or not evaluator.pattern.nnz:
-        return
-    if function.x.is_cuda:
-        reason = f"machine code is for CPUs, and the arguments are on {function.x.device}; leave it out"
-    elif isinstance(evaluator, ChainProducts):
-        reason = "products of operators' matrices cannot be compiled; leave it out, or pass method='compressed'"
-    else:
-        reason = "the seeds of its colours take too much memory for one run of machine code; leave it out"
-    raise ValueError(f"{name_of(f)}: compile is True, and {reason}")
+def _checked_to_compile(f: Callable[..., Any], evaluator: Evaluator, compile: bool) -> Evaluator:
+    """The evaluator; ValueError where it is to be compiled and cannot be."""
+    if compile and evaluator.uncompiled is not None:
+        raise ValueError(f"{name_of(f)}: compile is True, and {evaluator.uncompiled}")
+    return evaluator

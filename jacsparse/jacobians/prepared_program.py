@@ -17,7 +17,7 @@ from ..stages import chain_of
 from ..tracing import Form, Trace, Value, form_of, without_autocast
 from .arguments import Arguments
 from .differentiable import with_graph
-from .evaluators import Evaluator
+from .evaluator import Evaluator
 from .fused_values import FusedValues
 from .replays import of_replay, replayed, values_of
 from .traced_function import TracedFunction

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from ..codegen import ElementGraph, sums
+from ..patterns import Pattern
 from ..runtime import unsigned
 from ..stages import in_own_memory
 from ..tracing import Trace
 from . import kernels
-from .folding import Derivatives, Folded
+from .evaluator import Evaluator
+from .folding import Derivatives, Folded, derivatives_of
 from .fused_values import FusedValues
 from .numbers import same_numbers
 from .passes import Pass
@@ -30,7 +32,7 @@ from .traced_function import TracedFunction
 Weights = list[np.ndarray]
 
 
-class Products:
+class Products(Evaluator):
     """The values of a function's Jacobian from local derivatives of elementwise operators and elements of weights.
 
     Parameters
@@ -66,13 +68,12 @@ class Products:
             _OfMonomials(partial(_constants_of, folded), folded.constants[1], dtype),
             *(_OfMonomials(partial(_weights_of, step), step.monomial, dtype) for step in folded.steps),
         ]
-        self._computed = derivatives.function
+        self._local = derivatives.function
         self._passes = [Pass(step, self.batch) for step in folded.steps] if not compile else []
-        self.fused: FusedValues | None = None
-        if compile and self._computed is not None:
+        if compile and self._local is not None:
             self._scalars = tuple(function.trace.scalars)
             self._at_first = self.weights(derivatives.numbers_of(function.trace))
-            self.fused = FusedValues(self._computed, function, self._entries, self.pattern, arrays=self._weights_of)
+            self.fused = FusedValues(self._local, function, self._entries, self.pattern, arrays=self._weights_of)
             self.fused.reads.update(derivatives.numbers)
 
     def _entries(self, graph: ElementGraph, parts: list[np.ndarray]) -> np.ndarray:
@@ -106,6 +107,15 @@ class Products:
         """All of the plan as plain numbers and arrays."""
         return self.folded.describe()
 
+    @classmethod
+    def restore(cls, content: Mapping[str, Any], pattern: Pattern, function: TracedFunction, *, compile: bool) -> Self:
+        """The way with the terms of arrays from outside."""
+        derivatives = derivatives_of(function)
+        entries = Folded.restore(content, pattern, derivatives.scalars + len(derivatives.numbers))
+        if derivatives.count != entries.derivatives:
+            raise ValueError(f"it has {entries.derivatives} local derivatives, and the function {derivatives.count}")
+        return cls(function, entries, derivatives, replays=True, compile=compile)
+
     @property
     def details(self) -> str:
         """The numbers of local derivatives, and of sums and products of them."""
@@ -133,16 +143,14 @@ class Products:
             current = self._weights = numbers, [each.values(monomials) for each in self._from_monomials]
         return current[1]
 
-    def values(self, trace: Trace) -> torch.Tensor:
-        """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where none depends on a tensor."""
-        if self.fused is not None:
-            return self.fused({value: trace.value(value).detach() for value in self.fused.reads})[0]
+    def computed(self, trace: Trace) -> torch.Tensor:
+        """The values without machine code."""
         weights = self.weights(self._derivatives.numbers_of(trace))
-        if self._computed is None:
+        if self._local is None:
             return torch.from_numpy(weights[0].copy())[:, None]
         *passes, last = self._passes
         variables = trace.input.detach().new_empty((last.step.first, self.batch))
-        torch.cat([part.T for part in self._computed(trace)], out=variables[: self.folded.derivatives])
+        torch.cat([part.T for part in self._local(trace)], out=variables[: self.folded.derivatives])
         out = variables.new_empty((self.pattern.nnz, self.batch))
         computed, entries, constant = variables.numpy(), out.numpy(), weights[0][:, None]
         if self.batch == 1:
@@ -182,14 +190,14 @@ def _weights_of(step: Step, monomials: np.ndarray) -> np.ndarray:
     return np.asarray(step.coefficient * monomials[unsigned(step.monomial)])
 
 
-class ChainProducts:
+class ChainProducts(Evaluator):
     """The values of a function's Jacobian from those of each operator, multiplied in the order of least cost.
 
     It is for functions whose local Jacobians are full of weights, as those of networks.
     """
 
     name = "products"
-    fused: FusedValues | None = None
+    uncompiled = "products of operators' matrices cannot be compiled; leave it out, or pass method='compressed'"
 
     def __init__(self, function: TracedFunction, *, replays: bool) -> None:
         self.pattern, self.chain, self._replays = function.pattern, function.chain, replays
@@ -197,6 +205,11 @@ class ChainProducts:
     def describe(self) -> dict[str, Any]:
         """Nothing: its plans are made at the first call."""
         return {}
+
+    @classmethod
+    def restore(cls, content: Mapping[str, Any], pattern: Pattern, function: TracedFunction, *, compile: bool) -> Self:
+        """The way of this function, whose own pattern it has."""
+        return cls(function, replays=True)
 
     @property
     def details(self) -> str:
@@ -213,8 +226,8 @@ class ChainProducts:
         """Bytes of the pattern's indices."""
         return self.pattern.index_nbytes
 
-    def values(self, trace: Trace) -> torch.Tensor:
-        """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
+    def computed(self, trace: Trace) -> torch.Tensor:
+        """The values without machine code."""
         # Who replays a graph has looked at the pruned weights.
         records = self.chain.fitting_records(trace) if self._replays else self.chain.records(trace)[1]
         return in_own_memory(self.chain.products(records, trace.input.detach()).values, records)

@@ -7,6 +7,7 @@ are the run's. So a result is of what the function computes now.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -19,12 +20,14 @@ from ..patterns import UnsupportedOperatorError
 from ..spgemm import SparseJacobian
 from ..stages import Chain, ChainCache, Record, agree
 from ..tracing import Graph, Trace, parts_of
-from .evaluators import Evaluator, evaluator_of
+from .evaluator import Evaluator
+from .evaluators import evaluator_of
 from .gradients import Gradient
 from .products import ChainProducts
 from .replays import of_run, values_of
 from .traced_function import TracedFunction
 
+_LOGGER = logging.getLogger("jacsparse")
 #: The calls of a graph before a way other than by its chain is looked for: many a function is called once.
 BEFORE = 1
 
@@ -61,6 +64,7 @@ class Plan:
             return
         # PyTorch's derivatives of many vectors at once may be wrong.
         if agree(actual, expected.values):
+            _LOGGER.debug("later runs: %s%s", evaluator.name, evaluator.details)
             function.forget()
             self._chosen = function, evaluator
 

@@ -9,7 +9,7 @@ import torch
 
 from ..stages import all_finite, pull_back, with_backward_passes
 from ..tracing import Node, Trace
-from .evaluators import Evaluator
+from .evaluator import Evaluator
 from .traced_function import TracedFunction, Values, called
 
 

@@ -13,11 +13,9 @@ from ..patterns import Pattern
 from ..runtime import read_archive, write_archive
 from ..tracing import name_of
 from .arguments import Arguments, arguments_of
-from .compressed import Coloring, Compressed
-from .evaluators import Evaluator
-from .folding import Folded, derivatives_of
+from .evaluator import Evaluator
+from .evaluators import EVALUATORS
 from .prepared_program import PreparedProgram
-from .products import ChainProducts, Products
 from .traced_function import TracedFunction
 from .tracing_for_replays import Options, digest_of
 
@@ -107,18 +105,9 @@ def _pattern_in(content: Mapping[str, Any]) -> Pattern:
 
 def _restored(content: Mapping[str, Any], function: TracedFunction, compile: bool) -> Evaluator:
     """The evaluator that a file describes; ValueError where it describes none of this function."""
-    kind = content.get("evaluator")
-    if kind == ChainProducts.__name__:
-        return ChainProducts(function, replays=True)
-    pattern = _pattern_in(content)
+    kind, pattern = EVALUATORS.get(content.get("evaluator", "")), _pattern_in(content)
     if pattern.shape != (math.prod(function.chain.out_shape), math.prod(function.chain.in_shape)):
         raise ValueError(f"its pattern is {pattern.shape}")
-    if kind == Compressed.__name__:
-        return Compressed(function, Coloring.restore(content, pattern), replays=True, compile=compile)
-    if kind != Products.__name__:
-        raise ValueError(f"evaluator is {kind!r}")
-    derivatives = derivatives_of(function)
-    entries = Folded.restore(content, pattern, derivatives.scalars + len(derivatives.numbers))
-    if derivatives.count != entries.derivatives:
-        raise ValueError(f"it has {entries.derivatives} local derivatives, and the function {derivatives.count}")
-    return Products(function, entries, derivatives, replays=True, compile=compile)
+    if kind is None:
+        raise ValueError(f"evaluator is {content.get('evaluator')!r}")
+    return kind.restore(content, pattern, function, compile=compile)

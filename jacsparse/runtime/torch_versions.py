@@ -86,6 +86,11 @@ class DispatchMode(TorchDispatchMode):
     that is another thread's mode, ``torch.compile`` would compile nothing for the rest of the process.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled in these modes, and PyTorch's wrapper against compilation is slow.
+        return False
+
     def __enter__(self) -> Self:
         is_outermost = not _dispatch_modes()
         super().__enter__()

@@ -38,11 +38,6 @@ class _Calls(DispatchMode):
         for number, tensor in enumerate(inputs):
             self.note(tensor, self.graph.placeholder(f"input_{number}"))
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here, and PyTorch's wrapper against compilation is slow.
-        return False
-
     def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         overload, kwargs = with_memory(overload), kwargs or {}
         node = self.graph.call_function(overload, *tree_map(self.argument, (args, kwargs)))

@@ -81,11 +81,6 @@ class Tracer(DispatchMode):
         # None of these refers to the tracer: the trace is to end when nobody needs it, not later.
         self.followed = Followed(trace, self.memory, self.derivatives, alike)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here, and PyTorch's wrapper against compilation is slow.
-        return False
-
     def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Written for speed: with small operators this method is most of a run's cost.
         if overload is _DETACH and id(args[0]) in self.numbers:
