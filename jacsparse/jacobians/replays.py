@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ..stages import all_finite, pull_back, with_backward_passes
+from ..stages import all_finite, pulled_by_autograd, with_backward_passes
 from ..tracing import Node, Trace
 from .evaluator import Evaluator
 from .traced_function import TracedFunction, Values, called
@@ -35,13 +35,7 @@ def values_of(
 
 def of_run(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
     """The pull-back of a run, by autograd's graph of it."""
-    _, records = function.chain.records(trace)
-
-    def pulled(gradient: torch.Tensor) -> torch.Tensor:
-        ((of_input,), _) = pull_back(records[::-1], gradient, records[:1], (), ())
-        return of_input.reshape(len(trace.input), -1)
-
-    return pulled
+    return pulled_by_autograd(function.chain.records(trace)[1], len(trace.input))
 
 
 def of_replay(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:

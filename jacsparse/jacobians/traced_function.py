@@ -12,7 +12,7 @@ import torch
 
 from ..patterns import Pattern
 from ..stages import Chain, Edge, Record
-from ..tracing import Graph, Node, Operation, Scalar, Trace, Value, evaluated, name_of
+from ..tracing import Graph, Node, Operation, Scalar, Trace, Value, evaluated, name_of, needed_calls
 
 aten = torch.ops.aten
 
@@ -121,15 +121,7 @@ class TracedFunction:
 
     def before(self, value: int, known: Collection[int]) -> list[Node]:
         """The calls of a replay that compute a value from known ones, in order."""
-        needed: dict[int, Node] = {}
-        waiting = [value]
-        while waiting:
-            each = waiting.pop()
-            if each in known or each in needed:
-                continue
-            maker = needed[each] = self._makers[each]
-            waiting.extend(operand for _, operand in maker.tensors)
-        return sorted(dict.fromkeys(needed.values()), key=lambda call: max(call.results))
+        return needed_calls(value, known.__contains__, self._makers.__getitem__)
 
     @functools.cached_property
     def scalar_dtypes(self) -> dict[int, torch.dtype]:

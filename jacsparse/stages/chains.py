@@ -28,7 +28,7 @@ from .accumulation import Accumulation, Region, empty_pattern
 from .balance import boundaries
 from .checks import agree, check_input, check_shape
 from .forward_pass import samples_of, traced
-from .graph_gradients import has_hooks, pull_back
+from .graph_gradients import has_hooks, pulled_by_autograd
 from .infinite_entries import all_finite, with_backward_passes
 from .memory import check_size
 from .order import Order, accumulated, best_order
@@ -143,11 +143,7 @@ class Chain:
         constant = result.batch < len(x) or (len(self) == 1 and self.stages[0].operator and self.stages[0].shared)
         if constant or self.registered_values or all_finite(result.values.detach()):
             return result
-
-        def by_autograd(gradient: torch.Tensor) -> torch.Tensor:
-            ((pulled,), _) = pull_back(records[::-1], gradient, records[:1], (), ())
-            return pulled.reshape(len(x), -1)
-
+        by_autograd = pulled_by_autograd(records, len(x))
         return SparseJacobian(result.pattern, with_backward_passes(result.values, result.pattern, len(x), by_autograd))
 
     def products(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -134,3 +134,13 @@ def _changes(record: Record) -> RuntimeError:
         f"{record.stage.path}: a backward hook changes the gradient, or may, which a product of Jacobians cannot know; "
         "use schedule='linear', or a module of its own"
     )
+
+
+def pulled_by_autograd(records: Sequence[Record], batch: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What takes gradients of the last stage's output, ``(batch, out_size)``, to the input's, ``(batch, in_size)``."""
+
+    def pulled(gradient: torch.Tensor) -> torch.Tensor:
+        ((of_input,), _) = pull_back(records[::-1], gradient, records[:1], (), ())
+        return of_input.reshape(batch, -1)
+
+    return pulled

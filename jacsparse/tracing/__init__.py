@@ -5,7 +5,7 @@ from .callers import is_users
 from .calls import calls_of, in_graphs
 from .contents import Contents
 from .effects import check_replays
-from .graph import Form, Graph, Node, Operand, Scalar, Value, evaluated, form_of
+from .graph import Form, Graph, Node, Operand, Scalar, Value, evaluated, form_of, needed_calls
 from .modules import (
     check_initialised,
     check_module,
@@ -60,6 +60,7 @@ __all__ = [
     "mask_of",
     "module_of",
     "name_of",
+    "needed_calls",
     "operator_name",
     "parts_of",
     "program_of",

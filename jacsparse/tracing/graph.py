@@ -303,19 +303,15 @@ class Graph:
         LookupError
             Where that takes the input, or a capture, which is not known.
         """
-        needed: dict[int, Node] = {}
-        waiting = [value]
-        while waiting:
-            each = waiting.pop()
-            if each in needed or known(each):
-                continue
-            info = self.infos[each]
+
+        def maker(value: int) -> Node:
+            info = self.infos[value]
             call = info.whole or info.maker
             if call is None or call.draws:
                 raise LookupError
-            needed[each] = call
-            waiting.extend(operand for _, operand in call.tensors)
-        return sorted(dict.fromkeys(needed.values()), key=lambda call: max(call.results))
+            return call
+
+        return needed_calls(value, known, maker)
 
     def made_of(self, value: int, others: Collection[int]) -> bool:
         """Whether a value is among others, or was computed from them."""
@@ -383,3 +379,15 @@ def tensors_in(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
     return [part for part in result if isinstance(part, torch.Tensor)] if isinstance(result, (list, tuple)) else []
+
+
+def needed_calls(value: int, known: Callable[[int], bool], maker: Callable[[int], Node]) -> list[Node]:
+    """The calls that compute a value from known ones, in order, of those that make each."""
+    needed: dict[int, Node] = {}
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if each not in needed and not known(each):
+            call = needed[each] = maker(each)
+            waiting.extend(operand for _, operand in call.tensors)
+    return sorted(dict.fromkeys(needed.values()), key=lambda call: max(call.results))
