@@ -12,9 +12,8 @@ from torch.nn import functional
 from torch.nn.utils import prune
 
 from jacsparse import PreparedJacobian, jacobian, prepare_hessian, prepare_jacobian
+from jacsparse.jacobians.evaluators import METHODS
 from tests.helpers import BOUND, FLOAT, assert_equal, dense, drawn
-
-METHODS = ("auto", "products", "compressed")
 
 
 def network(how: str) -> nn.Sequential:
