@@ -227,7 +227,11 @@ class _Pass:
     """The products of a function's Jacobian with seeds, some of them at a time where all would take much memory."""
 
     def __init__(
-        self, function: TracedFunction, directions: Sequence[tuple[torch.Tensor, Products]], most: int, replays: bool
+        self,
+        function: TracedFunction,
+        directions: Sequence[tuple[torch.Tensor, SeedProducts]],
+        most: int,
+        replays: bool,
     ) -> None:
         #: The seeds of each run, of one direction or of both.
         self.parts: list[list[torch.Tensor]] = [[seeds for seeds, _ in directions]]
@@ -274,7 +278,7 @@ def _joined(products: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(products) if len(products) > 1 else products[0]
 
 
-Products = Callable[[TracedFunction, Values, torch.Tensor], torch.Tensor]
+SeedProducts = Callable[[TracedFunction, Values, torch.Tensor], torch.Tensor]
 
 
 def _flop_of(node: fx.Node) -> int:

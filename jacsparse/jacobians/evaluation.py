@@ -141,7 +141,7 @@ def jacobian(
     [1.0, 1.0]
     """
     arguments = arguments_of(args, argnums, has_samples(f, batched))
-    result, y, aux = evaluated(f, arguments, pruned, create_graph, value, has_aux)
+    result, y, aux = jacobian_and_returned(f, arguments, pruned, create_graph, value, has_aux)
     return with_parts(result, (value, y), (has_aux, aux))
 
 
@@ -155,7 +155,7 @@ def with_parts(jacobian: SparseJacobian, *parts: tuple[bool, Any]) -> SparseJaco
 Evaluated = tuple[SparseJacobian, Any, Any]
 
 
-def evaluated(
+def jacobian_and_returned(
     f: Callable[..., Any], arguments: Arguments, pruned: bool, create_graph: bool, value: bool, has_aux: bool
 ) -> Evaluated:
     """A Jacobian at checked arguments, and what else the same run gave."""

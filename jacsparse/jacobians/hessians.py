@@ -13,7 +13,7 @@ from ..patterns import Pattern
 from ..spgemm import SparseJacobian
 from .arguments import Arguments, arguments_of, has_samples
 from .compressed import Coloring
-from .evaluation import evaluated, with_parts
+from .evaluation import jacobian_and_returned, with_parts
 from .gradients import Gradient
 from .prepared import PreparedJacobian, Result
 from .prepared_program import Evaluation
@@ -231,7 +231,7 @@ def hessian(
     """
     arguments = arguments_of(args, argnums, has_samples(f, batched))
     of_gradient = Gradient(f, arguments, has_aux)
-    full, g, beside = evaluated(of_gradient, arguments, pruned, create_graph, gradient, True)
+    full, g, beside = jacobian_and_returned(of_gradient, arguments, pruned, create_graph, gradient, True)
     pattern, lower = symmetric_part(full.pattern)
     result = replace(full, pattern=pattern, values=_gathered(full.values, lower))
     return with_parts(result, (gradient, g), (value, beside and beside[0]), (has_aux, beside and beside[1]))

@@ -19,7 +19,7 @@ from .arguments import Arguments
 from .differentiable import with_graph
 from .evaluator import Evaluator
 from .fused_values import FusedValues
-from .replays import of_replay, replayed, values_of
+from .replays import jacobian_values, of_replay, replayed
 from .traced_function import TracedFunction
 from .tracing_for_replays import TracedProgram
 from .watched_weights import WatchedWeights
@@ -84,7 +84,7 @@ class PreparedProgram:
         trace = Trace.replayed(function.graph, before.module, x, captures, before.scalars)
         with torch.no_grad(), without_autocast(x.device):
             self.watched.check(trace)
-            values = values_of(function, self.evaluator, trace, of_replay)
+            values = jacobian_values(function, self.evaluator, trace, of_replay)
             if not returns:
                 return Evaluation(values)
             output = function.graph.last
@@ -103,7 +103,7 @@ class PreparedProgram:
             trace.output = replayed(function, trace, {value: trace.value(value) for value in function.inputs})
             with torch.no_grad():
                 self.watched.check(trace)
-                values = values_of(function, self.evaluator, trace, of_replay)
+                values = jacobian_values(function, self.evaluator, trace, of_replay)
             values = with_graph(SparseJacobian(self.evaluator.pattern, values), trace, x, entries).values
             return self._returned(trace, trace.output, values) if returns else Evaluation(values)
 
@@ -133,13 +133,13 @@ class PreparedProgram:
     def _returned(self, trace: Trace, y: torch.Tensor, values: torch.Tensor) -> Evaluation:
         """The evaluation with what the function returned, whose tensors may have gradients where values may."""
 
-        def evaluated(leaf: Any) -> Any:
+        def of_this_call(leaf: Any) -> Any:
             leaf = trace.value(leaf.number) if isinstance(leaf, Value) else leaf
             # It may share memory with an argument.
             return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
         returned = self.traced.returned
-        return Evaluation(values, returned.result(y), _pytree.tree_map(evaluated, returned.aux))
+        return Evaluation(values, returned.result(y), _pytree.tree_map(of_this_call, returned.aux))
 
     @cached_property
     def _in_one_call(self) -> FusedValues | None:

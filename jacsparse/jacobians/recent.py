@@ -24,7 +24,7 @@ from .evaluator import Evaluator
 from .evaluators import evaluator_of
 from .gradients import Gradient
 from .products import ChainProducts
-from .replays import of_run, values_of
+from .replays import jacobian_values, of_run
 from .traced_function import TracedFunction
 
 _LOGGER = logging.getLogger("jacsparse")
@@ -46,7 +46,7 @@ class Plan:
         function, evaluator = self._chosen
         if chain is not function.chain or function.fixed_scalars(trace) != function.fixed_scalars(function.trace):
             return None
-        return SparseJacobian(evaluator.pattern, values_of(function, evaluator, trace, of_run))
+        return SparseJacobian(evaluator.pattern, jacobian_values(function, evaluator, trace, of_run))
 
     def add(self, trace: Trace, chain: Chain, records: list[Record], expected: SparseJacobian) -> None:
         """Choose a way for later runs, where that pays and gives this run's Jacobian."""
@@ -59,7 +59,7 @@ class Plan:
             evaluator = evaluator_of(function, replays=False)
             if isinstance(evaluator, ChainProducts) or evaluator.pattern != expected.pattern:
                 return
-            actual = values_of(function, evaluator, trace, of_run)
+            actual = jacobian_values(function, evaluator, trace, of_run)
         except UnsupportedOperatorError:
             return
         # PyTorch's derivatives of many vectors at once may be wrong.

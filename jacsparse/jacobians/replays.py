@@ -13,7 +13,7 @@ from .evaluator import Evaluator
 from .traced_function import TracedFunction, Values, called
 
 
-def values_of(
+def jacobian_values(
     function: TracedFunction,
     evaluator: Evaluator,
     trace: Trace,
@@ -61,7 +61,7 @@ def replayed(function: TracedFunction, trace: Trace, known: Mapping[int, torch.T
     assert output is not None
     values = Values(function, known, function.scalars(trace))
     for wanted in (output.value, *function.kept):
-        for call in function.before(wanted, values):
+        for call in function.calls_for(wanted, values):
             arguments = values.arguments(call.arguments)
             for name in arguments.keys() - _with_gradients(call):
                 if isinstance(arguments[name], torch.Tensor):

@@ -12,7 +12,7 @@ import torch
 
 from ..patterns import Pattern
 from ..stages import Chain, Edge, Record
-from ..tracing import Graph, Node, Operation, Scalar, Trace, Value, evaluated, name_of, needed_calls
+from ..tracing import Graph, Node, Operation, Scalar, Trace, Value, name_of, needed_calls, results_of
 
 aten = torch.ops.aten
 
@@ -119,7 +119,7 @@ class TracedFunction:
                 (sparse.add if self._is_sparse(value) else inputs.append)(value)
         return inputs
 
-    def before(self, value: int, known: Collection[int]) -> list[Node]:
+    def calls_for(self, value: int, known: Collection[int]) -> list[Node]:
         """The calls of a replay that compute a value from known ones, in order."""
         return needed_calls(value, known.__contains__, self._makers.__getitem__)
 
@@ -171,7 +171,7 @@ class Values(dict[int, torch.Tensor]):
         self.function, self.numbers = function, scalars
 
     def __missing__(self, value: int) -> torch.Tensor:
-        for call in self.function.before(value, self):
+        for call in self.function.calls_for(value, self):
             self.update(call.by_value(called(call.overload, self.arguments(call.arguments))))
         return self[value]
 
@@ -191,4 +191,4 @@ def called(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
     if overload is aten.rsub.Scalar and isinstance(arguments["other"], torch.Tensor):
         # It takes numbers alone.
         overload = aten.rsub.Tensor
-    return evaluated(overload, arguments)
+    return results_of(overload, arguments)

@@ -5,7 +5,7 @@ from .callers import is_users
 from .calls import calls_of, in_graphs
 from .contents import Contents
 from .effects import check_replays
-from .graph import Form, Graph, Node, Operand, Scalar, Value, evaluated, form_of, needed_calls
+from .graph import Form, Graph, Node, Operand, Scalar, Value, form_of, needed_calls, results_of
 from .modules import (
     check_initialised,
     check_module,
@@ -48,7 +48,6 @@ __all__ = [
     "check_module",
     "check_replays",
     "ending_at",
-    "evaluated",
     "facts_of",
     "failed_call",
     "form_of",
@@ -65,6 +64,7 @@ __all__ = [
     "parts_of",
     "program_of",
     "refresh_weights",
+    "results_of",
     "saved_buffers",
     "saved_handle",
     "saves_objects",

@@ -342,7 +342,7 @@ def name_modules(graph: Graph, module: nn.Module) -> None:
             call.module = None
 
 
-def evaluated(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+def results_of(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
     """The results of a call in the order of `Node.results`, from its arguments by name; none of them is written to."""
     if isinstance(overload, Overwrite):
         return [overload(arguments["tensor"], arguments["written"])]

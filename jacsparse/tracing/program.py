@@ -24,7 +24,7 @@ from ..patterns import (
     Use,
     rule_of,
 )
-from .graph import Node, Value, evaluated
+from .graph import Node, Value, results_of
 from .operators import operator_name
 from .overwrite import Overwrite
 from .traces import Trace
@@ -76,7 +76,7 @@ class Operation:
 
     def evaluate(self, arguments: Mapping[str, Any]) -> torch.Tensor:
         """The result for other arguments; none of them is written to."""
-        return evaluated(self.overload, arguments)[self.number]
+        return results_of(self.overload, arguments)[self.number]
 
 
 @dataclass(eq=False)
@@ -243,7 +243,7 @@ def _operation(program: Program, trace: Trace, node: Node, value: int) -> tuple[
         {argument: program.layouts[operand] for argument, operand in active.items()},
         result,
         program.batch,
-        lambda arguments: evaluated(overload, arguments)[number],
+        lambda arguments: results_of(overload, arguments)[number],
     )
     rule = rule_of(name)
     if rule is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..patterns import any_nonzero_at
-from .graph import Value, evaluated
+from .graph import Value, results_of
 from .traces import Trace
 
 #: The most elements of a weight whose omitted elements are always read one by one.
@@ -69,9 +69,9 @@ def mask_of(trace: Trace, value: int) -> torch.Tensor | None:
         mask = mask_of(trace, node.arguments["self"].number)
         if mask is None:
             return None
-        return evaluated(node.overload, {name: trace.argument(node, name) for name in node.arguments} | {"self": mask})[
-            0
-        ]
+        return results_of(
+            node.overload, {name: trace.argument(node, name) for name in node.arguments} | {"self": mask}
+        )[0]
     if node.name != "aten.mul":
         return None
     for argument in ("self", "other"):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from .graph import Graph, Node, Scalar, Value, evaluated, form_of
+from .graph import Graph, Node, Scalar, Value, form_of, results_of
 from .saved_tensors import version_of
 
 
@@ -136,7 +136,7 @@ class Trace:
             with torch.no_grad():
                 for call in calls:
                     arguments = {name: self.read(argument) for name, argument in call.arguments.items()}
-                    self.copies |= call.by_value(evaluated(call.overload, arguments))
+                    self.copies |= call.by_value(results_of(call.overload, arguments))
         return self.copies[value]
 
     def argument(self, node: Node, name: str) -> Any:
