@@ -69,8 +69,10 @@ class Products(Evaluator):
             *(_OfMonomials(partial(_weights_of, step), step.monomial, dtype) for step in folded.steps),
         ]
         self._local = derivatives.function
-        self._passes = [Pass(step, self.batch) for step in folded.steps] if not compile else []
-        if compile and self._local is not None:
+        fuses = compile and self._local is not None and self.pattern.nnz > 0
+        self._passes = [] if fuses else [Pass(step, self.batch) for step in folded.steps]
+        if fuses:
+            assert self._local is not None
             self._scalars = tuple(function.trace.scalars)
             self._at_first = self.weights(derivatives.numbers_of(function.trace))
             self.fused = FusedValues(self._local, function, self._entries, self.pattern, arrays=self._weights_of)

@@ -127,6 +127,14 @@ def test_threads_give_the_same_bits() -> None:
         torch.set_num_threads(threads)
 
 
+def test_no_entries() -> None:
+    """The local derivatives that there are reach no entry."""
+    f = lambda x: nn.functional.pad(x, (0, 3)).square()[:, 1:]  # noqa: E731
+    for method in ("auto", "products", "compressed"):
+        jacobian = prepare_jacobian(f, drawn(2, 1), method=method, compile=True, batched=True)(drawn(2, 1, seed=1))
+        assert jacobian.shape == (3, 1) and jacobian.pattern.nnz == 0
+
+
 def test_says_what_it_compiles(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="jacsparse"):
         prepare_jacobian(heat, drawn(2, 7), compile=True, batched=True)
