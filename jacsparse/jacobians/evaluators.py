@@ -14,7 +14,7 @@ from .compressed import coloring as cheapest_coloring
 from .evaluator import Evaluator
 from .folding import NotFoldableError, folded
 from .products import ChainProducts, Products
-from .products_with_vectors import INEXACT
+from .products_with_vectors import INEXACT, WRONG_TANGENTS
 from .traced_function import TracedFunction
 
 #: A value of 8 bytes that a product or sum reads or writes, or that a call computes: about 3 ns.
@@ -51,6 +51,8 @@ def evaluator_of(
     if registered:
         # The other ways take PyTorch's derivatives too.
         return ChainProducts(function, replays=replays)
+    if coloring is cheapest_coloring and any(call.overload in WRONG_TANGENTS for call in function.calls):
+        coloring = row_coloring
     if method == "compressed" or function.given is not None:
         colors = coloring(function.pattern)
         try:

@@ -251,8 +251,9 @@ class PreparedJacobian(Generic[Result]):
         scale = max(scale, rounding * largest_finite(g.abs().flatten(1).sum(1)) / (limit or 1.0))
         error = magnitude(difference_of(jacobian.vjp(g).reshape(x.shape), expected)) / (scale or 1.0)
         if not error <= limit:
-            with torch.no_grad(), undisturbed(function):
-                again = function(x.detach().clone())
+            # As before: a gradient is one by its arguments.
+            with torch.enable_grad(), undisturbed(function):
+                again = function(x.clone()).detach()
             if not agree(again, y.detach()):
                 raise VerificationError(
                     f"{name_of(self._f)} returns other numbers where it is called again with the same arguments, as by "

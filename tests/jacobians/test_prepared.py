@@ -651,8 +651,18 @@ def test_outputs_of_another_dtype() -> None:
     assert_equal(prepared(x), dense(lambda x: x**2, x))
 
 
-def test_a_wrong_derivative_of_pytorch() -> None:
-    # That of its forward mode.
+def test_wrong_tangents_of_pytorch_are_not_taken() -> None:
+    products = lambda x: x.scatter_reduce(0, torch.tensor([0, 0, 1]), x, "prod")  # noqa: E731
+    inverse = lambda x: torch.cholesky_inverse(x.reshape(3, 3).tril())  # noqa: E731
+    for f, size in ((products, 3), (inverse, 9)):
+        prepared, x = prepare_jacobian(f, drawn(size), batched=False, method="compressed"), drawn(size, seed=1)
+        assert prepared.method == "compressed"
+        assert_equal(prepared(x), dense(f, x, batched=False))
+
+
+def test_a_wrong_derivative_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # That of its forward mode, were it not known.
+    monkeypatch.setattr("jacsparse.jacobians.evaluators.WRONG_TANGENTS", ())
     f, x = lambda x: x.scatter_reduce(0, torch.tensor([0, 0, 1]), x, "prod"), drawn(3)
     with pytest.raises(jacsparse.VerificationError, match="prepare it again with method='products'"):
         prepare_jacobian(f, x, batched=False, method="compressed")
