@@ -20,6 +20,8 @@ from .test_drawn_hessians import REMEDIES, assert_close, expected_at
 FULL = os.environ.get("JACSPARSE_TESTS") == "full"
 #: Refusals of prepared Jacobians alone.
 PREPARED_REMEDIES = (*REMEDIES, "pass method=", "leave it out", "use the same", "prepare ")
+#: Drawn operators of which PyTorch's gradients of many at once are wrong: `cdist`.
+WRONG = {"distance"}
 
 
 class OneToThree(nn.Module):
@@ -83,6 +85,9 @@ def test_every_way_agrees_with_autograd() -> None:
                     for number, matrix in enumerate(matrices):
                         assert agrees(actual.todense(0 if actual.batch == 1 else number), matrix), (name, drawn)
                 counts[name] += 1
+            except jacsparse.VerificationError:
+                assert name.startswith("compressed") and {step.name for step in drawn.steps} & WRONG, (name, drawn)
+                counts[f"{name}: refused"] += 1
             except (UnsupportedOperatorError, ValueError) as error:
                 assert any(remedy in str(error) for remedy in PREPARED_REMEDIES), (name, drawn, error)
                 counts[f"{name}: refused"] += 1
