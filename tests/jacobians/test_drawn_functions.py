@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given, seed, settings
 from torch import nn
 
 import jacsparse
@@ -18,6 +18,7 @@ from .drawn_hessians import Drawn, drawn_functions, fit
 from .test_drawn_hessians import REMEDIES, assert_close, expected_at
 
 FULL = os.environ.get("JACSPARSE_TESTS") == "full"
+PARTS, DRAWS = (20, 100) if FULL else (1, 4)
 #: Refusals of prepared Jacobians alone.
 PREPARED_REMEDIES = (*REMEDIES, "pass method=", "leave it out", "use the same", "prepare ")
 #: Drawn operators of which PyTorch's gradients of many at once are wrong: `cdist`.
@@ -65,11 +66,12 @@ def ways(f: nn.Module, x: torch.Tensor) -> dict[str, Callable[[], Callable[[torc
     return found
 
 
-@pytest.mark.timeout(7200 if FULL else 600)
-def test_every_way_agrees_with_autograd() -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_way_agrees_with_autograd(part: int) -> None:
     counts: Counter[str] = Counter()
 
-    @settings(max_examples=2000 if FULL else 4)
+    @seed(part)
+    @settings(max_examples=DRAWS)
     @given(drawn=drawn_functions())
     def check(drawn: Drawn) -> None:
         f, points = OneToThree(drawn), [drawn.input(seed) for seed in range(3)]
