@@ -62,7 +62,7 @@ class _OfChain(nn.Module):
 
     def reset(self) -> None:
         """Forget patterns and plans; the next forward makes new ones for its weights."""
-        self._chains = Chains(self.module, pruned=self.pruned)
+        self._chains = Chains(self.module, pruned=self.pruned, couples=True)
 
     def __getstate__(self) -> dict[str, Any]:
         # Patterns and plans are not copied or written to files.
@@ -162,7 +162,7 @@ class Scan(_OfChain):
 
     def scanner(self, input_shape: tuple[int, ...]) -> Scanner:
         """The chain, schedule and plans for inputs of a shape, without the batch axis."""
-        return self._scanner(chain(self.module, input_shape, pruned=self.pruned))
+        return self._scanner(chain(self.module, input_shape, pruned=self.pruned, couples=True))
 
     def _puller(self, chain: Chain, run: Run) -> Scanner:
         return self._scanner(chain)

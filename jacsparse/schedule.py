@@ -18,7 +18,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import index
@@ -52,8 +52,12 @@ class Cuttable(Protocol):
 
     def __len__(self) -> int: ...
 
-    def boundaries(self, workers: int) -> list[int]:
-        """The places of the scan's array at which blocks begin, for a short predicted time on `workers` workers."""
+    @property
+    def coupling(self) -> Sequence[int]:
+        """The stages, from 0, that couple samples: they have products with vectors, and no matrix."""
+
+    def boundaries(self, workers: int, first: int = 0, stop: int | None = None) -> list[int]:
+        """The places of the array of the stages from `first` to `stop` at which blocks begin, for `workers` workers."""
 
 
 Kind = Literal["mm", "mv", "move"]
@@ -516,10 +520,13 @@ def balanced(chain: Cuttable, workers: int) -> Schedule:
     workers = _natural("workers", workers, 1)
     if not hasattr(chain, "boundaries"):
         raise TypeError(f"chain is a {type(chain).__name__}; make one with jacsparse.chain(module, input_shape)")
-    if workers == 1:
-        # This needs no pattern.
-        return blocked(len(chain), [0], "balanced:1")
-    return blocked(len(chain), chain.boundaries(workers), f"balanced:{workers}")
+
+    def part(first: int, stop: int) -> Schedule:
+        # One worker needs no pattern.
+        begins = [0] if workers == 1 else chain.boundaries(workers, first, stop)
+        return blocked(stop - first, begins, f"balanced:{workers}")
+
+    return between(len(chain), chain.coupling, part)
 
 
 def chunked(n: int, length: int) -> Schedule:
@@ -588,6 +595,59 @@ def blocked(n: int, boundaries: Sequence[int], name: str) -> Schedule:
             result[place + 1] = builder.multiply(builder.a[place], result[place], longest + 1 + place - begin, "down")
     builder.a = result
     return builder.finish(name)
+
+
+def between(n: int, coupling: Sequence[int], part: Callable[[int, int], Schedule]) -> Schedule:
+    """A schedule for a chain in which some stages have no matrix: others between them, one after the other.
+
+    Parameters
+    ----------
+    n : int
+        The number of stages.
+    coupling : sequence of int
+        Those without a matrix, from 0, in order. They take the gradient from the stages behind them to those before.
+    part : callable
+        ``part(first, stop)``: the schedule for the stages from `first` on and before `stop`.
+
+    Examples
+    --------
+    >>> schedule = between(7, [3], lambda first, stop: blelloch(stop - first))
+    >>> [(step.left, step.right) for step in schedule.live_steps() if step.kind == "mm"]
+    []
+    >>> len(schedule.gradients)
+    7
+    """
+    if not coupling:
+        return part(0, n)
+    steps, gradients = list[Step](), list[int]()
+    level, name, gradient, free, stop = 0, "linear", 0, n + 1, n
+
+    def through(stage: int) -> int:
+        """The gradient of a stage's input."""
+        nonlocal level, free
+        steps.append(Step(free, n - stage, gradients[-1], "mv", level, "middle"))
+        level, free = level + 1, free + 1
+        return free - 1
+
+    for stage in (*reversed(coupling), -1):
+        first = stage + 1
+        if first < stop:
+            schedule = part(first, stop)
+            # The places of these stages, and values of their own.
+            moved = {IDENTITY: IDENTITY, 0: gradient} | {place: n - stop + place for place in range(1, schedule.n + 1)}
+            for step in schedule.steps:
+                if step.out not in moved:
+                    moved[step.out], free = free, free + 1
+                out, left, right = (moved[value] for value in (step.out, step.left, step.right))
+                steps.append(replace(step, out=out, left=left, right=right, level=level + step.level))
+            gradients += [moved[value] for value in schedule.gradients]
+            level, name = 1 + max((step.level for step in steps), default=-1), schedule.name
+            gradient = through(first) if stage >= 0 else gradient
+        if stage >= 0:
+            gradients.append(gradient)
+            gradient = through(stage) if stage else gradient
+        stop = stage
+    return Schedule(name, n, tuple(steps), tuple(gradients))
 
 
 class Message(NamedTuple):
@@ -682,27 +742,36 @@ def resolve(schedule: Schedule | str, n: int, chain: Cuttable | None = None) -> 
     n : int
         The number of stages.
     chain : Chain, optional
-        The chain that ``balanced`` cuts into blocks.
+        The chain that ``balanced`` cuts into blocks. No matrices are multiplied across its stages that couple samples.
 
     Raises
     ------
     TypeError
         If `schedule` is neither a schedule nor a name.
     ValueError
-        If the name is unknown, or the schedule is for another number of stages.
+        If the name is unknown, or the schedule is for another number of stages, or multiplies what has no matrix.
     """
     name, number = parse(schedule)
+    coupling = () if chain is None else chain.coupling
     if isinstance(schedule, Schedule):
         if schedule.n != n:
             raise ValueError(f"the schedule is for {schedule.n} stages, but the chain has {n}; make one with n={n}")
+        without = {n - stage for stage in coupling}
+        step = next((s for s in schedule.live_steps() if s.kind == "mm" and without & {s.left, s.right}), None)
+        if step is not None:
+            raise ValueError(
+                f"the schedule's step {step} multiplies the matrix of a stage that couples samples, which has none; "
+                "pass a name such as 'blelloch:2', by which no product goes across those stages"
+            )
         return schedule
     if name in ("linear", "auto"):
         return linear(n)
     if name == "blelloch":
-        return blelloch(n, number)
+        return between(n, coupling, lambda first, stop: blelloch(stop - first, number))
     assert number is not None
     if name == "chunked":
-        return chunked(n, number)
+        length = number
+        return between(n, coupling, lambda first, stop: chunked(stop - first, length))
     if chain is None:
         raise ValueError(f"schedule is {schedule!r}, which balances a chain; pass the chain")
     return balanced(chain, number)

@@ -281,6 +281,7 @@ class _BatchNormRule(_NormRule):
                 what, remedy = "without running statistics", "make it with track_running_stats=True, and call .eval()"
             else:
                 what, remedy = "in training mode", "call .eval() on it first"
+            remedy += ", or take the Jacobian of the whole batch by batched=False"
             raise MixedSamplesError(f"batch normalisation {what} couples the samples of a batch", remedy)
         return super().placement(use)
 

@@ -60,9 +60,14 @@ class Subject:
     def __len__(self) -> int:
         return len(self.factors)
 
-    def boundaries(self, workers: int) -> list[int]:
-        """The places at which `jacsparse.schedule.balanced` cuts the sequence."""
-        return boundaries(self.factors, workers)
+    @property
+    def coupling(self) -> tuple[int, ...]:
+        """No operator here couples samples."""
+        return ()
+
+    def boundaries(self, workers: int, first: int = 0, stop: int | None = None) -> list[int]:
+        """The places at which `jacsparse.schedule.balanced` cuts the operators from `first` to `stop`."""
+        return boundaries(self.factors[first:stop], workers)
 
 
 def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -123,7 +123,7 @@ class _Execution:
 
     Steps before all products of matrices, or after them, run on the whole batch: autograd goes through all their stages
     in one pass, which computes the gradients of weights as well. The other steps run in slices of samples, because only
-    they need matrices.
+    they need matrices. Stages that couple samples are steps on the whole batch, between such products.
     """
 
     def __init__(
@@ -149,15 +149,17 @@ class _Execution:
         }
         self.wanted = {scanner.gradient_of(number) for number in self.asked}
         self.steps = scanner.schedule.live_steps(self.wanted)
-        self.before, self.sliced, self.after = _split(self.steps)
-        # The values that passes of autograd compute, and those that are multiplied in slices.
-        self.used = self.wanted | _operands([*self.sliced, *self.after])
-        self.matrices = _operands(self.sliced)
-        multiplied = _operands(step for step in self.sliced if step.kind == "mm")
+        coupling = {len(records) - number for number in scanner.chain.coupling}
+        #: In turn, steps on the whole batch and steps in slices; the last ones are on the whole batch.
+        self.phases = _phases(self.steps, coupling)
+        sliced = [step for steps in self.phases[1::2] for step in steps]
+        # The values that are multiplied in slices.
+        self.matrices = _operands(sliced)
+        multiplied = _operands(step for step in sliced if step.kind == "mm")
         # Stages of several operators that are multiplied by vectors only: their matrices are not computed.
         self.through = {
             step.left
-            for step in self.sliced
+            for step in sliced
             if step.left in scanner.stages_of
             and step.left not in multiplied
             and scanner.chain.stages[scanner.stages_of[step.left]].operator is None
@@ -165,12 +167,14 @@ class _Execution:
         self.memory: dict[int, torch.Tensor] = {}
         self.external_gradients: dict[int, torch.Tensor] = {}
         self.input_gradient: torch.Tensor | None = None
-        self.passes_before, self.passes_after = self._passes(self.before), self._passes(self.after)
-        passed = {number for each in (*self.passes_before, *self.passes_after) for number in each.stages}
-        remaining = sorted(self.asked - passed)
-        self.passes_after += [_AutogradPass(scanner.gradient_of(number), [number], {}) for number in remaining]
+        #: The passes of autograd in each phase of the whole batch.
+        self.passes = [self._passes(steps) for steps in self.phases[::2]]
+        passes = [each for phase in self.passes for each in phase]
+        remaining = sorted(self.asked - {number for each in passes for number in each.stages})
+        alone = [_AutogradPass(scanner.gradient_of(number), [number], {}) for number in remaining]
+        self.passes[-1] += alone
+        passes += alone
         # Externals that several passes read: each pass leaves out the others' gradients.
-        passes = (*self.passes_before, *self.passes_after)
         readers = Counter(place for each in passes for place in {p for n in each.stages for p in externals[n]})
         self.apart = {place for place, count in readers.items() if count > 1}
 
@@ -197,16 +201,18 @@ class _Execution:
 
     def run(self) -> None:
         """Take all steps, and compute the gradients that are asked for."""
-        for autograd_pass in self.passes_before:
-            self._go_back(autograd_pass)
-        if self.sliced:
-            self._run_slices()
-        for autograd_pass in self.passes_after:
-            self._go_back(autograd_pass)
+        for phase, steps in enumerate(self.phases):
+            # The values that later phases multiply, or that are asked for.
+            used = self.wanted.union(*map(_operands, self.phases[phase + 1 :]))
+            if phase % 2:
+                self._run_slices(steps, used)
+                continue
+            for autograd_pass in self.passes[phase // 2]:
+                self._go_back(autograd_pass, used)
 
-    def _go_back(self, autograd_pass: _AutogradPass) -> None:
+    def _go_back(self, autograd_pass: _AutogradPass, used: set[int]) -> None:
         numbers, steps = autograd_pass.stages, autograd_pass.steps
-        inputs = [number for number in numbers if steps.get(number) in self.used]
+        inputs = [number for number in numbers if steps.get(number) in used]
         if self.for_input and 0 in numbers:
             inputs.append(0)
         gradients, external_gradients = pull_back(
@@ -239,21 +245,20 @@ class _Execution:
         plan = self.scanner.plans.get(value)
         return math.prod(self._record(value).stage.in_shape) if plan is None else plan.pattern.shape[0]
 
-    def _run_slices(self) -> None:
-        used_later = self.wanted | {step.right for step in self.after}
-        for step in self.sliced:
-            if step.kind == "mv" and step.out in used_later:
+    def _run_slices(self, steps: Sequence[Step], used: set[int]) -> None:
+        for step in steps:
+            if step.kind == "mv" and step.out in used:
                 self.vectors[step.out] = self.like.new_empty((self.batch, self._rows(step.left)))
         shared: dict[int, SparseJacobian] = {}
-        size = self._slice_size()
+        size = self._slice_size(steps)
         for begin in range(0, self.batch, size):
-            self._run_slice(slice(begin, min(begin + size, self.batch)), shared)
+            self._run_slice(steps, slice(begin, min(begin + size, self.batch)), shared)
 
-    def _run_slice(self, samples: slice, shared: dict[int, SparseJacobian]) -> None:
+    def _run_slice(self, steps: Sequence[Step], samples: slice, shared: dict[int, SparseJacobian]) -> None:
         """Take the steps for some samples; `shared` caches the matrices that all samples share."""
         matrices: dict[int, SparseJacobian] = {}
         vectors: dict[int, torch.Tensor] = {}
-        last_use = {value: number for number, step in enumerate(self.sliced) for value in (step.left, step.right)}
+        last_use = {value: number for number, step in enumerate(steps) for value in (step.left, step.right)}
 
         def matrix(value: int) -> SparseJacobian:
             if value not in shared and value not in matrices:
@@ -268,7 +273,7 @@ class _Execution:
                 return winners
             return matrix(value).values
 
-        for number, step in enumerate(self.sliced):
+        for number, step in enumerate(steps):
             if step.kind == "mm":
                 plan = self.scanner.plans[step.out]
                 left, right = operand(step.left, plan.selects_left), operand(step.right, plan.selects_right)
@@ -297,9 +302,9 @@ class _Execution:
             self.memory[value] = allocated(what, shape, like.dtype, like.device, shape[1]).view(-1)
         return self.memory[value][: math.prod(shape)].view(shape)
 
-    def _slice_size(self) -> int:
+    def _slice_size(self, steps: Sequence[Step]) -> int:
         """The number of samples whose matrices fit the memory limit together."""
-        values = ((step.left, step.right, step.out) if step.kind == "mm" else (step.left,) for step in self.sliced)
+        values = ((step.left, step.right, step.out) if step.kind == "mm" else (step.left,) for step in steps)
         matrices = set[int]().union(*values) - self.through
         total = sum(self._pattern(value).nnz for value in matrices) * self.like.element_size()
         size = max(1, min(self.batch, self.scanner.memory_limit // max(1, total)))
@@ -310,6 +315,21 @@ class _Execution:
 def _operands(steps: Iterable[Step]) -> set[int]:
     """The values that steps multiply."""
     return {value for step in steps for value in (step.left, step.right)}
+
+
+def _phases(steps: Sequence[Step], coupling: Collection[int]) -> list[list[Step]]:
+    """Steps on the whole batch, steps in slices, and so on; `coupling` are the values of stages that couple samples."""
+    parts: list[list[Step]] = [[]]
+    for step in steps:
+        if step.left in coupling:
+            parts.append([])
+        parts[-1].append(step)
+    phases: list[list[Step]] = [[]]
+    for part in parts:
+        before, sliced, after = _split(part)
+        phases[-1] += before
+        phases += [sliced, after] if sliced else []
+    return phases
 
 
 def _split(steps: Sequence[Step]) -> tuple[list[Step], list[Step], list[Step]]:

@@ -20,6 +20,8 @@ from .scanner import Scanner
 
 #: The most multiply-adds, for a sample, of a product of stages whose pattern is worked out to see what it costs.
 _WORTH_A_LOOK = 1e8
+#: Multiply-adds that no other way costs.
+_NEVER = 1e18
 
 
 class StageRanks(RankGroup):
@@ -139,9 +141,11 @@ class RankedScanner:
         if ranks.size < 3 or not len(chain):
             # The first and the last rank multiply vectors alone.
             return "linear" if ranks.size < 3 else self._predicted(0, 0, 0)
-        vectors, matrices = sum(factor.nnz for factor in chain.factors), chain.order.cost
-        block = chain.pattern.nnz if matrices < _WORTH_A_LOOK else 0
-        return self._predicted(batch * vectors, int(batch * matrices), batch * block * self._itemsize)
+        vectors = sum(stage.factor().nnz for stage in chain if not stage.couples)
+        # What couples samples has no matrix.
+        matrices = _NEVER if chain.coupling else batch * chain.order.cost
+        block = chain.pattern.nnz if matrices < batch * _WORTH_A_LOOK else 0
+        return self._predicted(batch * vectors, int(matrices), batch * block * self._itemsize)
 
     def _predicted(self, vectors: int, matrices: int, nbytes: int) -> str:
         count, interconnect = self._ranks.size, interconnect_of(self._ranks)

@@ -7,7 +7,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -75,21 +75,31 @@ class RecordedSystem(ABC):
     def outputs(self, values: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[Record], torch.Tensor]]:
         """Successive records, and the gradient of the last one's output, ``(batch, elements)``; all records in turn."""
 
-    def external_gradients(self, values: Sequence[torch.Tensor], places: Collection[int]) -> dict[int, torch.Tensor]:
-        """Gradients of externals by their places in the trace, from the solution of the system."""
+    def external_gradients(
+        self, values: Sequence[torch.Tensor], places: Collection[int], apart: Collection[int] = ()
+    ) -> dict[int, torch.Tensor]:
+        """Gradients of externals by their places in the trace, from the solution of the system.
+
+        Those in `apart` are read elsewhere too: the gradients through that are left out.
+        """
         passes = [
             (records, gradient, sorted(set().union(*(record.externals for record in records)) & set(places)))
             for records, gradient in self.outputs(values)
         ]
         readers = Counter(place for *_, read in passes for place in read)
-        apart = {place for place, count in readers.items() if count > 1}
+        apart = {place for place, count in readers.items() if count > 1 or place in apart}
         gradients: dict[int, torch.Tensor] = {}
         for records, gradient, read in passes:
             if read:
                 _, pulled = pull_back(records[::-1], gradient, [], read, apart)
-                for place, term in pulled.items():
-                    gradients[place] = gradients[place] + term if place in gradients else term
+                _add(gradients, pulled)
         return gradients
+
+
+def _add(gradients: dict[int, torch.Tensor], terms: Mapping[int, torch.Tensor]) -> None:
+    """Add terms to gradients by their places."""
+    for place, term in terms.items():
+        gradients[place] = gradients[place] + term if place in gradients else term
 
 
 class ChainSystem(RecordedSystem):
@@ -171,7 +181,7 @@ def _outline(records: Sequence[Record]) -> BlockTriangular:
     """A system with the shape, dtype and device of a chain's, and no elements in its blocks."""
     x = records[0].trace.input.detach()
     linear = [group.linear for group in groups_of(records) if group.linear is not None]
-    sizes = [x[0].numel(), *(record.output[0].numel() for record in linear)]
+    sizes = [records[0].input[0].numel(), *(record.output[0].numel() for record in linear)]
     blocks = {
         (place, place + 1): SparseJacobian(empty_pattern(*shape), x.new_empty(0, 1))
         for place, shape in enumerate(itertools.pairwise(sizes))
@@ -179,8 +189,16 @@ def _outline(records: Sequence[Record]) -> BlockTriangular:
     return BlockTriangular(blocks, [x.new_zeros(len(x), size) for size in sizes], check_finite=False)
 
 
+def _stretches(records: Sequence[Record]) -> list[Sequence[Record]]:
+    """The records between those that couple samples, and each of these by itself, in order."""
+    groups = itertools.groupby(records, lambda record: record.stage.stop if record.stage.couples else None)
+    return [list(group) for _, group in groups]
+
+
 class Propagator:
     """Pulls gradients back through a chain by a triangular solver, as `jacsparse.scan.Scanner` does by a schedule.
+
+    Stages that couple samples have no block: each stretch between them is a system, and autograd goes through them.
 
     Raises
     ------
@@ -195,7 +213,9 @@ class Propagator:
         if run.records:
             # In the forward pass, where the traceback shows the caller's own line.
             refuse_hooks(run.records)
-            method.check(_outline(run.records))
+            for records in _stretches(run.records):
+                if not records[0].stage.couples:
+                    method.check(_outline(records))
 
     def pull_back(
         self, records: Sequence[Record], gradient: torch.Tensor, externals: Iterable[int], *, for_input: bool
@@ -204,18 +224,35 @@ class Propagator:
         places = set(externals)
         if not records:
             return (gradient.reshape(len(gradient), *self.in_shape) if for_input else None), {}
+        stretches = [
+            (part, places & set[int]().union(*(record.externals for record in part))) for part in _stretches(records)
+        ]
+        readers = Counter(place for _, read in stretches for place in read)
+        apart = {place for place, count in readers.items() if count > 1}
+        gradients: dict[int, torch.Tensor] = {}
         with without_autocast(gradient.device):
-            recorded = ChainSystem(records, gradient)
-            solution = self.method.solve(recorded.system)
-            if not solution.converged and solution.residual is not None:
-                warnings.warn(
-                    f"{solution.method} stopped after {solution.iterations} iterations, with a residual of "
-                    f"{solution.residual:.1e}; the gradients are as inexact",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            gradients = recorded.external_gradients(solution.values, places)
-        return (solution.values[0].reshape(records[0].input.shape) if for_input else None), gradients
+            for part, read in reversed(stretches):
+                if part[0].stage.couples:
+                    (gradient,), terms = pull_back(part, gradient, part, sorted(read), apart)
+                else:
+                    gradient, terms = self._solved(part, gradient, read, apart)
+                _add(gradients, terms)
+        return (gradient.reshape(records[0].input.shape) if for_input else None), gradients
+
+    def _solved(
+        self, records: Sequence[Record], gradient: torch.Tensor, places: Collection[int], apart: Collection[int]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The gradients of the input of successive stages, ``(batch, elements)``, and of externals."""
+        recorded = ChainSystem(records, gradient)
+        solution = self.method.solve(recorded.system)
+        if not solution.converged and solution.residual is not None:
+            warnings.warn(
+                f"{solution.method} stopped after {solution.iterations} iterations, with a residual of "
+                f"{solution.residual:.1e}; the gradients are as inexact",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return solution.values[0], recorded.external_gradients(solution.values, places, apart)
 
 
 class Propagation(ABC):

@@ -34,13 +34,15 @@ class ChainCache:
     ----------
     pruned : bool
         As in `chain`.
+    couples : bool
+        As in `chain_of`.
     """
 
     #: The most graphs in the cache.
     most = 8
 
-    def __init__(self, *, pruned: bool = True) -> None:
-        self.pruned = pruned
+    def __init__(self, *, pruned: bool = True, couples: bool = False) -> None:
+        self.pruned, self.couples = pruned, couples
         #: The last one first.
         self._graphs: list[Graph] = []
         self._rules = len(REGISTERED)
@@ -65,7 +67,7 @@ class ChainCache:
         with self._lock, without_autocast(trace.input.device):
             chain = graph.cache.get(self.pruned)
             if chain is None:
-                chain = chain_of(trace, pruned=self.pruned)
+                chain = chain_of(trace, pruned=self.pruned, couples=self.couples)
             # Weights that were zero when the patterns were made may have changed since.
             graph.cache[self.pruned], records = chain.records(trace)
             if graph not in self._graphs[:1]:
@@ -80,12 +82,12 @@ class Chains(ChainCache):
     ----------
     module : Module
         The module, which runs at each call.
-    pruned : bool
-        As in `chain`.
+    pruned, couples : bool
+        As of `ChainCache`.
     """
 
-    def __init__(self, module: nn.Module, *, pruned: bool = True) -> None:
-        super().__init__(pruned=pruned)
+    def __init__(self, module: nn.Module, *, pruned: bool = True, couples: bool = False) -> None:
+        super().__init__(pruned=pruned, couples=couples)
         self._module = weakref.ref(module)
 
     @property

@@ -99,18 +99,28 @@ class Chain:
         """The edges whose values were registered, and may be others than those of PyTorch's derivative."""
         return tuple(edge for stage in self.stages for edge in stage.edges if edge.rule.has_registered_values)
 
+    @functools.cached_property
+    def coupling(self) -> tuple[int, ...]:
+        """The stages, from 0, in which the samples of a batch depend on each other."""
+        return tuple(number for number, stage in enumerate(self.stages) if stage.couples)
+
     @property
     def factors(self) -> list[Pattern | Region]:
         """The transposed Jacobian of each stage, as counts see it."""
         return [stage.factor() for stage in self.stages]
 
-    def boundaries(self, workers: int) -> list[int]:
-        """The places at which `jacsparse.schedule.balanced` cuts the chain."""
-        return boundaries(self.factors, workers)
+    def boundaries(self, workers: int, first: int = 0, stop: int | None = None) -> list[int]:
+        """The places at which `jacsparse.schedule.balanced` cuts the stages from `first` to `stop`."""
+        return boundaries([stage.factor() for stage in self.stages[first:stop]], workers)
 
     @functools.cached_property
     def order(self) -> Order:
-        """The order of least predicted cost, in which `jacobian` multiplies; the chain has at least one stage."""
+        """The order of least predicted cost, in which `jacobian` multiplies; the chain has at least one stage.
+
+        UnsupportedOperatorError is raised where a stage couples samples.
+        """
+        for number in self.coupling:
+            self.stages[number].check_matrix()
         return best_order(self.stages)
 
     @property
@@ -176,7 +186,12 @@ class Chain:
 
 
 def chain(
-    module: nn.Module, input_shape: Sequence[int], *, pruned: bool = True, like: torch.Tensor | None = None
+    module: nn.Module,
+    input_shape: Sequence[int],
+    *,
+    pruned: bool = True,
+    couples: bool = False,
+    like: torch.Tensor | None = None,
 ) -> Chain:
     """The chain of a module's operators.
 
@@ -189,6 +204,9 @@ def chain(
     pruned : bool
         Whether patterns omit pruned weights where that pays: those that a mask of ``torch.nn.utils.prune`` removes and,
         without a mask, those that are exactly zero.
+    couples : bool
+        Whether stages may couple the samples of a batch, as batch normalisation in training mode does. These have
+        products with vectors and no matrix.
     like : Tensor, optional
         A tensor of the input's dtype and device, for a module without parameters.
 
@@ -208,20 +226,25 @@ def chain(
     ['0', '1']
     """
     x = samples_of(check_module(module), check_shape(input_shape), like)
-    return chain_for_all(module, x, pruned=pruned)
+    return chain_for_all(module, x, pruned=pruned, couples=couples)
 
 
 def chain_for_all(
-    module: nn.Module, x: torch.Tensor, *, pruned: bool = True, varying: Collection[torch.Tensor] = ()
+    module: nn.Module,
+    x: torch.Tensor,
+    *,
+    pruned: bool = True,
+    varying: Collection[torch.Tensor] = (),
+    couples: bool = False,
 ) -> Chain:
-    """The chain of a module's operators for all batches of the shape of `x`, with `varying` as in `chain_of`.
+    """The chain of a module's operators for all batches of the shape of `x`, with the others as in `chain_of`.
 
     It raises what `chain` raises.
     """
     with undisturbed(check_module(module)):
         trace = traced(module, x, readable=False)
         with without_autocast(x.device):
-            chain = chain_of(trace, pruned=pruned, varying=varying)
+            chain = chain_of(trace, pruned=pruned, varying=varying, couples=couples)
         refuse_hooks(chain.records(trace)[1])
     for edge in (edge for stage in chain for edge in stage.edges):
         if edge.call.sources is not None and edge.call.sources.rows > 1:
@@ -266,11 +289,13 @@ def chain_of(
     pruned: bool = True,
     varying: Collection[torch.Tensor] = (),
     watched: Collection[torch.Tensor] = (),
+    couples: bool = False,
 ) -> Chain:
     """The chain of a traced function; UnsupportedOperatorError where its output has no samples along its first axis.
 
-    No weight is pruned that is among the `varying` tensors or was computed from one. Weights of the `watched` tensors
-    may vary too: their zeros are pruned, but the truth values of a selection that was computed from them are not.
+    Stages may couple samples where `couples`; these have products with vectors alone. No weight is pruned that is
+    among the `varying` tensors or was computed from one. Weights of the `watched` tensors may vary too: their zeros are
+    pruned, but the truth values of a selection that was computed from them are not.
     """
     module, x, y = trace.module, trace.input, trace.output
     name, in_shape, out_shape = name_of(module), tuple(x.shape[1:]), tuple(y.shape[1:])
@@ -285,8 +310,8 @@ def chain_of(
     )
     if not y.ndim or y.shape[0] != len(x):
         raise without_samples
-    program = program_of(trace)
-    if program.operations and program.layouts[program.output] != program.layouts[0]:
+    program = program_of(trace, couples=couples)
+    if program.operations and program.layouts.get(program.output) != program.layouts[0]:
         raise without_samples
     if trace.graph.last.value and not program.operations:
         # No derivative passes.
@@ -305,38 +330,44 @@ def _stages(program: Program, trace: Trace, pruned: bool, varying: _Varying) -> 
     start, *cuts = program.cuts()
     for stop in cuts:
         operations = program.between(start, stop)
-        edges = tuple(
-            _pruned(_edge(program, operation, name), trace, operation, varying)
-            if pruned
-            else _edge(program, operation, name)
-            for operation in operations
-            for name in operation.operands
+        couples = any(operation.couples for operation in operations)
+        edges = (
+            ()
+            if couples
+            else tuple(
+                _pruned(_edge(program, operation, name), trace, operation, varying)
+                if pruned
+                else _edge(program, operation, name)
+                for operation in operations
+                for name in operation.operands
+            )
         )
         # A sum of two identities is no identity.
         meet = len({edge.target for edge in edges}) < len(edges)
-        if not meet and all(isinstance(edge.transposed_pattern.structure, Identity) for edge in edges):
+        if not meet and not couples and all(isinstance(edge.transposed_pattern.structure, Identity) for edge in edges):
             if stop != cuts[-1]:
                 # Operators that only reshape belong to the stage that follows.
                 continue
             if stages:
                 # At the end, they belong to the last stage.
                 last = stages.pop()
-                edges, start = (*last.edges, *edges), last.start
+                edges, start, couples = () if last.couples else (*last.edges, *edges), last.start, last.couples
+                operations = program.between(start, stop)
             elif not any(
                 operation.node.hooked or trace.graph.externals_of(operation.node, operation.operands)
                 for operation in operations
             ):
                 return []
         out_shape = program.shapes[stop][1:]
-        path = _path(edges, program, {stage.path for stage in stages})
-        stages.append(Stage(path, program.shapes[start][1:], out_shape, edges, start, stop, program))
+        worked = [program.operations[edge.target] for edge in working(edges) or edges]
+        path = _path(worked or operations, {stage.path for stage in stages})
+        stages.append(Stage(path, program.shapes[start][1:], out_shape, edges, start, stop, program, couples))
         start = stop
     return stages
 
 
-def _path(edges: Sequence[Edge], program: Program, taken: set[str]) -> str:
+def _path(operations: Sequence[Operation], taken: set[str]) -> str:
     """The path of a stage: the common part of its operations' paths, with an operator and number if it is taken."""
-    operations = [program.operations[edge.target] for edge in working(edges) or edges]
     paths = zip(*(operation.node.path.split(".") for operation in operations), strict=False)
     common = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, paths)]
     path = ".".join(common) or operations[-1].node.path.rpartition(".")[0] or operations[-1].node.path

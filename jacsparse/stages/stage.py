@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..patterns import Call, Identity, Pattern, Rule, rule_for
+from ..patterns import Call, Identity, Pattern, Rule, UnsupportedOperatorError, rule_for
 from ..tracing import Operation, Program, PrunedWeight
 from .accumulation import Accumulation, Region, eliminate, empty_pattern
 
@@ -105,6 +105,9 @@ class Stage:
     stop: int
     program: Program
 
+    #: Whether the samples of a batch depend on each other: then there are no edges, and no matrix.
+    couples: bool = False
+
     @functools.cached_property
     def operator(self) -> Edge | None:
         """The edge of the stage's one operator besides those that only reshape; None where there are more."""
@@ -116,6 +119,8 @@ class Stage:
     @property
     def name(self) -> str:
         """The ATen operator; or the number of operators that do more than reshape."""
+        if self.couples:
+            return "couples samples"
         operator, count = self.operator, len({edge.target for edge in working(self.edges)})
         return f"{count} operators" if operator is None else operator.call.operator
 
@@ -139,6 +144,7 @@ class Stage:
 
     def factor(self, patterns: Sequence[Pattern] | None = None) -> Pattern | Region:
         """The transposed Jacobian as counts see it, with patterns of the edges other than their own on request."""
+        self.check_matrix()
         if patterns is None:
             patterns = [edge.transposed_pattern for edge in self.edges]
         if self.operator is not None:
@@ -148,6 +154,7 @@ class Stage:
 
     def joined(self, accumulation: Accumulation, leaf: Callable[[Edge], int]) -> int | None:
         """Add the stage's matrix to an accumulation, from the leaves of its edges; None where it is zero."""
+        self.check_matrix()
         if self.operator is not None:
             return leaf(self.operator)
         edges = [(edge.source, edge.target, leaf(edge)) for edge in self.edges]
@@ -156,16 +163,27 @@ class Stage:
     @functools.cached_property
     def shared(self) -> bool:
         """Whether all samples share the Jacobian's values."""
-        return all(edge.shared for edge in self.edges)
+        return not self.couples and all(edge.shared for edge in self.edges)
 
     @property
     def backward_work(self) -> int:
         """Rough multiply-adds of the operators' dense backward for one sample, and one for each element."""
         return sum(edge.rule.multiply_adds(edge.call) + edge.call.in_size + edge.call.out_size for edge in self.edges)
 
+    def check_matrix(self) -> None:
+        """Raise where there is no matrix for each sample."""
+        if self.couples:
+            name = next(operation.name for operation in self.operations if operation.couples)
+            raise UnsupportedOperatorError(
+                f"{self.path}: {name} couples the samples of a batch, so that there is no Jacobian of each of them; take "
+                "products with vectors, as schedule='linear' and exchange='linear' do"
+            )
+
     @functools.cached_property
     def operations(self) -> tuple[Operation, ...]:
-        """The operations of the edges, in order."""
+        """The operations, in order."""
+        if self.couples:
+            return tuple(self.program.between(self.start, self.stop))
         return tuple(self.program.operations[target] for target in dict.fromkeys(edge.target for edge in self.edges))
 
     @functools.cached_property
@@ -176,6 +194,8 @@ class Stage:
     @functools.cached_property
     def largest(self) -> int:
         """Elements of one sample of the largest operand or result."""
+        if self.couples:
+            return max(math.prod(self.in_shape), math.prod(self.out_shape))
         return max(max(edge.transposed_pattern.shape) for edge in self.edges)
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ every run of its graph.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,8 @@ class Operation:
     alike: frozenset[str]
     #: `Placement.sources` of an operator that moves elements.
     sources: dict[str, Sources]
+    #: Whether the samples of a batch depend on each other, here or in an operand: shapes are those of the batch.
+    couples: bool = False
 
     @property
     def name(self) -> str:
@@ -89,7 +91,7 @@ class Program:
     output: int
     #: The operations by value, in the order in which they run.
     operations: dict[int, Operation] = field(default_factory=dict)
-    #: For each value, where the samples are, and the shape for a batch of one.
+    #: For each value, where the samples are, and the shape for a batch of one; without a layout, that of the batch.
     layouts: dict[int, Layout] = field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     #: Values at which no stage may end: those within a module whose backward hooks are called at both its ends, those
@@ -114,18 +116,11 @@ class Program:
         if not self.output:
             return [0]
         operations = self.between(0, self.output)
-        # The last value that is computed from each one: operands come before what is computed from them.
-        last = {operand: operation.value for operation in operations for operand in operation.operands.values()}
-        # A path passes by a value where one before it leads to one after it.
-        passed, furthest = [], last.get(0, self.output)
-        for operation in operations[:-1]:
-            if furthest == operation.value:
-                passed.append(operation.value)
-            furthest = max(furthest, last[operation.value])
+        passed = _passed([(operation.value, operation.operands.values()) for operation in operations])
         inner = [
             value
             for value in passed
-            if self.layouts[value] == self.layouts[0]
+            if self.layouts.get(value) == self.layouts[0]
             and self.shapes[value][:1] == (1,)
             and value not in self.uncut
             and not isinstance(self.operations[value].overload, Overwrite)
@@ -133,8 +128,29 @@ class Program:
         return [0, *inner, self.output]
 
 
-def program_of(trace: Trace) -> Program:
+def _passed(made: Sequence[tuple[int, Collection[int]]]) -> list[int]:
+    """The values that all paths pass from 0 to the last one, of values in order with those that each is made of."""
+    # The last value that is computed from each one: operands come before what is computed from them.
+    last = {operand: value for value, operands in made for operand in operands}
+    # A path passes by a value where one before it leads to one after it.
+    passed, furthest = [], last.get(0, made[-1][0])
+    for value, _ in made[:-1]:
+        if furthest == value:
+            passed.append(value)
+        furthest = max(furthest, last[value])
+    return passed
+
+
+def program_of(trace: Trace, *, couples: bool = False) -> Program:
     """The program of a trace's graph.
+
+    Parameters
+    ----------
+    trace : Trace
+        A run.
+    couples : bool
+        Whether operators may mix samples. Samples are apart again from the first value on that all paths pass, whose
+        first axis has their number.
 
     Raises
     ------
@@ -146,7 +162,17 @@ def program_of(trace: Trace) -> Program:
     program = Program(x.shape[0], graph.last.value)
     program.layouts[0] = WHOLE if program.batch == 1 else Layout(0)
     program.shapes[0] = program.layouts[0].shape_of_sample(x.shape)
-    for value in _needed(trace):
+    needed = _needed(trace)
+    passed = set[int]()
+    if couples and needed:
+        known, makers = {0, *needed}, [(value, graph.infos[value].maker) for value in needed]
+        made = [
+            (value, [each.value for each in maker.operands if each.active and each.value in known])
+            for value, maker in makers
+            if maker is not None
+        ]
+        passed = {*_passed(made), program.output}
+    for value in needed:
         node = graph.infos[value].maker
         assert node is not None
         result = trace.tensor(value)
@@ -155,9 +181,12 @@ def program_of(trace: Trace) -> Program:
                 f"{node.path}: {node.name} gives complex numbers{node.source}; Jacobians are of real ones: "
                 "work on real and imaginary parts"
             )
-        operation, layout = _operation(program, trace, node, value)
-        program.operations[value], program.layouts[value] = operation, layout
-        program.shapes[value] = layout.shape_of_sample(result.shape)
+        operation, layout = _operation(program, trace, node, value, couples)
+        if layout is None and value in passed and result.shape[:1] == x.shape[:1]:
+            layout = program.layouts[0]
+        program.operations[value], program.shapes[value] = operation, tuple(result.shape)
+        if layout is not None:
+            program.layouts[value], program.shapes[value] = layout, layout.shape_of_sample(result.shape)
     # The parts of a decomposed operator are one node to autograd: tensors between them have no gradient.
     without_gradient = {value for value in program.operations if trace.edge(value) is None}
     program.uncut = without_gradient | _written_views(trace) | _between_hooks(trace)
@@ -224,11 +253,13 @@ def _needed(trace: Trace) -> list[int]:
     return sorted(needed)
 
 
-def _operation(program: Program, trace: Trace, node: Node, value: int) -> tuple[Operation, Layout]:
-    """The operation that computes a value, and the layout of its result."""
+def _operation(
+    program: Program, trace: Trace, node: Node, value: int, couples: bool
+) -> tuple[Operation, Layout | None]:
+    """The operation that computes a value, and the layout of its result; None where it has none."""
     result, overload, number = trace.tensor(value), node.overload, node.results.index(value)
     arguments = {**_defaults(overload), **{name: trace.argument(node, name) for name in node.arguments}}
-    operands = [operand for operand in node.operands if operand.active and operand.value in program.layouts]
+    operands = [operand for operand in node.operands if operand.active and operand.value in program.shapes]
     if node.changes_unseen:
         # The derivative is that of what was written to.
         written = [operand for operand in operands if node.writes_to(operand.name)]
@@ -237,6 +268,10 @@ def _operation(program: Program, trace: Trace, node: Node, value: int) -> tuple[
         arguments = {"self": trace.value(operands[0].value)} if operands else {}
     active = {operand.name: operand.value for operand in operands}
     name, where = operator_name(overload), node.path
+    dependent = frozenset(active) if node.changes_unseen else frozenset(operand.name for operand in node.operands)
+    coupling = Operation(value, node, number, overload, active, dependent, {}, {}, frozenset(), {}, couples=True)
+    if not program.layouts.keys() >= set(active.values()):
+        return coupling, None
     use = Use(
         name,
         arguments,
@@ -258,6 +293,8 @@ def _operation(program: Program, trace: Trace, node: Node, value: int) -> tuple[
     try:
         placement = rule.placement(use)
     except MixedSamplesError as error:
+        if couples:
+            return coupling, None
         what, remedy = error.args or (
             f"{name} mixes the samples of a batch{node.source}",
             "each sample must be worked on by itself; a Jacobian by arguments without samples takes batched=False",
@@ -276,7 +313,7 @@ def _operation(program: Program, trace: Trace, node: Node, value: int) -> tuple[
         number,
         overload,
         active,
-        frozenset(active) if node.changes_unseen else frozenset(operand.name for operand in node.operands),
+        dependent,
         {name: _symbolic(value, layouts.get(name), rule, name in alike) for name, value in arguments.items()},
         layouts,
         alike,

@@ -416,25 +416,22 @@ def test_backward_accumulates_and_refuses_randomness() -> None:
             close(parameter.grad, times * reference, 1e-10)
     with pytest.raises(ValueError, match=r"^1: backward runs the forward again"):
         jacsparse.backward(nn.Sequential(nn.ReLU(), nn.Dropout()), x, x)
-    with pytest.raises(jacsparse.UnsupportedOperatorError, match="batch normalisation in training mode"):
-        jacsparse.backward(nn.BatchNorm2d(3).double(), x, x)
 
 
-@pytest.mark.parametrize("use", ["jacobian", "verify", "vjp", "count_flop", "scan"])
+@pytest.mark.parametrize("use", ["jacobian", "verify", "count_flop"])
 def test_training_mode_is_refused_in_one_line(use: str) -> None:
     """Whatever is asked of a network of seven such layers."""
     module, x = build("resnet8").train(), torch.randn(2, 3, 16, 16)
     uses: dict[str, Callable[[], Any]] = {
         "jacobian": lambda: jacsparse.jacobian(module, x),
         "verify": lambda: jacsparse.verify(module, x),
-        "vjp": lambda: jacsparse.vjp(module, x)[1](torch.ones(2, 10)),
         "count_flop": lambda: jacsparse.count_flop(module, (3, 16, 16)),
-        "scan": lambda: jacsparse.nn.Scan(module, schedule="blelloch")(x).sum().backward(),
     }
     with pytest.raises(jacsparse.UnsupportedOperatorError) as caught:
         uses[use]()
     assert str(caught.value) == (
-        "stem.1: batch normalisation in training mode couples the samples of a batch; call .eval() on it first"
+        "stem.1: batch normalisation in training mode couples the samples of a batch; call .eval() on it first, or "
+        "take the Jacobian of the whole batch by batched=False"
     )
 
 
