@@ -82,7 +82,9 @@ class Scan(_OfChain):
     Parameters
     ----------
     module : Module
-        A module that works on each sample by itself. Its own forward pass computes the output at each call.
+        A module. Its own forward pass computes the output at each call. Where the samples of a batch depend on each
+        other, as by batch normalisation in training mode, no Jacobians are multiplied: the gradient goes through such a
+        stage as autograd has it, and a schedule is for each stretch between them.
     schedule : Schedule or str
         The order of the products: ``linear`` is plain back-propagation, ``blelloch`` or ``blelloch:LEVELS`` is
         Algorithm 1 of the thesis. ``auto`` is ``linear``, because no other order is faster on one device.
@@ -104,7 +106,7 @@ class Scan(_OfChain):
     TypeError, ValueError
         Where the schedule is none, or the limit is no number of bytes.
     UnsupportedOperatorError
-        At a forward pass with gradients, where an operator has no rule, or mixes samples.
+        At a forward pass with gradients, where an operator has no rule.
 
     Notes
     -----
@@ -212,7 +214,7 @@ class Solve(_OfChain):
         Where there is no such method or option, or the module is a recurrent layer; at a forward pass with gradients,
         where the method does not apply to its chain.
     UnsupportedOperatorError
-        At a forward pass with gradients, where an operator has no rule, mixes samples or has backward hooks.
+        At a forward pass with gradients, where an operator has no rule or has backward hooks.
 
     Warns
     -----

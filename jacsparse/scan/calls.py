@@ -28,7 +28,7 @@ def vjp(
     Parameters
     ----------
     module : Module
-        A module that works on each sample by itself.
+        A module, as of `jacsparse.nn.Scan`.
     x : Tensor, (batch, *input_shape)
         The input, float32 or float64.
     schedule : Schedule or str
@@ -89,7 +89,7 @@ def backward(
     Parameters
     ----------
     module : Module
-        A module that works on each sample by itself and draws no random numbers: this function runs it once more.
+        A module, as of `jacsparse.nn.Scan`, that draws no random numbers: this function runs it once more.
     x : Tensor, (batch, *input_shape)
         The input, float32 or float64.
     grad_output : Tensor, (batch, *output_shape)

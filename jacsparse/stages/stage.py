@@ -175,8 +175,8 @@ class Stage:
         if self.couples:
             name = next(operation.name for operation in self.operations if operation.couples)
             raise UnsupportedOperatorError(
-                f"{self.path}: {name} couples the samples of a batch, so that there is no Jacobian of each of them; take "
-                "products with vectors, as schedule='linear' and exchange='linear' do"
+                f"{self.path}: {name} couples the samples of a batch, so that there is no Jacobian of each of them; "
+                "take products with vectors, as schedule='linear' and exchange='linear' do"
             )
 
     @functools.cached_property

@@ -59,8 +59,8 @@ def leapfrog_backward(module: nn.Module, x: torch.Tensor, grad_output: torch.Ten
     Parameters
     ----------
     module : Module
-        A module that works on each sample by itself, draws no random numbers, as this function runs it once more, and
-        has no backward hooks, which each thread would call.
+        A module, as of `jacsparse.nn.Scan`, that draws no random numbers, as this function runs it once more, and has
+        no backward hooks, which each thread would call.
     x : Tensor, (batch, *input_shape)
         The input, float32 or float64.
     grad_output : Tensor, (batch, *output_shape)
@@ -79,7 +79,7 @@ def leapfrog_backward(module: nn.Module, x: torch.Tensor, grad_output: torch.Ten
     ValueError
         Where `threads` is no integer of at least 1, the module draws random numbers, or a shape does not fit.
     UnsupportedOperatorError
-        Where a backward hook may change gradients, an operator has no rule, or mixes samples.
+        Where a backward hook may change gradients, or an operator has no rule.
 
     Notes
     -----

@@ -38,6 +38,12 @@ def frozen():
     return model, shape, cuts
 
 
+def normalised():
+    """Stages that couple samples on every rank."""
+    layers = [part for n in range(5) for part in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())]
+    return nn.Sequential(*layers), (6,), [2, 5, 8, 11]
+
+
 def equal():
     """A model's stages on ranks against the whole model in this process: output, and all gradients."""
     cases = list(itertools.product((perceptron, convolutions, frozen), ("linear", "gather", "scan", "auto")))
@@ -49,6 +55,10 @@ def equal():
             # Five and twelve have no common divisor, so that each case meets each call.
             batch, for_x = calls[number % 5]
             compare(model.double(), shape, cuts[: size - 1], batch, group, exchange, for_x=for_x)
+        for exchange in ("linear", "auto"):
+            torch.manual_seed(1)
+            model, shape, cuts = normalised()
+            compare(model.double(), shape, cuts[: size - 1], 3, group, exchange, for_x=True)
 
 
 def checkpointed():
