@@ -139,6 +139,12 @@ class UnreadableWriteError(Exception):
     """A call writes to a tensor in a way that cannot be followed element by element."""
 
 
+def _name_of(overload: Any) -> str | None:
+    """The name of an operator of ATen; other libraries may have the same ones."""
+    name: str = overload.overloadpacket.__name__
+    return name if overload.namespace == "aten" else None
+
+
 class CallsOfElements:
     """The elements that a graph of calls computes.
 
@@ -234,13 +240,13 @@ class CallsOfElements:
             first[node] = first[node.args[0]][node.args[1]]  # type: ignore[index]
         elif target._schema.is_mutable:
             self._write(node)
-        elif target.overloadpacket.__name__ in _FILLS:
+        elif _name_of(target) in _FILLS:
             self._known[node] = target(*fx.map_arg(node.args, _of_form), **node.kwargs)
         elif all(each in self._known for each in node.all_input_nodes):
             self._known[node] = target(*fx.map_arg(node.args, self._known.__getitem__), **node.kwargs)
         elif not all(each in self._known or each in self._numbers for each in node.all_input_nodes):
             self._leave(node)
-        elif target.overloadpacket.__name__ in _MOVES:
+        elif _name_of(target) in _MOVES:
             self._move(node)
         else:
             numbers = self._computed(node)

@@ -226,7 +226,8 @@ _EMITTERS: dict[str, Callable[..., Value]] = {
     "gt": _comparison(">"),
     "isnan": lambda b, self: b.is_nan(self),
     "le": _comparison("<="),
-    "leaky_relu_backward": lambda b, grad_output, self, negative_slope: b.select(
+    # Of the result, whose sign is the input's: no negative slope is taken there.
+    "leaky_relu_backward": lambda b, grad_output, self, negative_slope, self_is_result: b.select(
         b.compare(">", self, 0.0), grad_output, b.mul(grad_output, negative_slope)
     ),
     "log": lambda b, self: b.call("log", self),
@@ -282,7 +283,7 @@ def operation_of(overload: Any, arguments: Mapping[str, Any], dtype: torch.dtype
     """
     name = overload.overloadpacket.__name__.removesuffix("_")
     emitter = _EMITTERS.get(name)
-    if emitter is None or (dtype not in FLOATS and dtype != torch.bool):
+    if emitter is None or overload.namespace != "aten" or (dtype not in FLOATS and dtype != torch.bool):
         return None
     defaults = {argument.name: argument.default_value for argument in overload._schema.arguments}
     taken = list(inspect.signature(emitter).parameters)[1:]

@@ -192,6 +192,9 @@ def _distances(
     """The gradient of the points of the first set, by their distances to those of the second one in the p-norm."""
     difference = x1[..., :, None, :] - x2[..., None, :, :]
     size = difference.abs()
+    if p == 0:
+        # A count of the coordinates that differ.
+        return torch.zeros_like(x1)
     if p == torch.inf:
         # Of several largest differences each has the gradient.
         pulled = torch.where(size == distances.detach()[..., None], difference.sgn(), 0.0)

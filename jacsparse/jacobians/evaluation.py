@@ -172,7 +172,7 @@ def jacobian_and_returned(
     if not (value or has_aux):
         return jacobian, None, None
     function = FlatFunction(f, arguments, has_aux)
-    with undisturbed(function), torch.enable_grad():
+    with undisturbed(function, arguments.tensors[0].device), torch.enable_grad():
         x = arguments.flat()
         # A gradient's run takes one by its arguments.
         flat = function(x if create_graph and x.requires_grad else x.detach().requires_grad_())
@@ -288,10 +288,9 @@ def _run(
 
     if connected:
         x = requiring_gradient(x)
-    with undisturbed(check_module(function)), saved_buffers(function) if connected else contextlib.nullcontext():
+    buffers = saved_buffers(function) if connected else contextlib.nullcontext()
+    with undisturbed(check_module(function), x.device), buffers:
         chain, (trace, records) = cache(pruned).of_run(function, x, connected=connected)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)
         yield _ChainRun(pruned, lambda: cache(False), x, function, chain, trace, records)
-    if isinstance(function, FlatFunction):
-        function.forget()

@@ -65,7 +65,7 @@ class Gradient(WithAux):
         if registered_in(trace) is None:
             return
         function = FlatFunction(self.f, arguments, self._has_aux)
-        with undisturbed(function):
+        with undisturbed(function, arguments.tensors[0].device):
             run = traced(function, arguments.flat())
             if run.graph.last is not None:
                 _, records = chain_of(run, pruned=False).records(run)

@@ -25,8 +25,7 @@ from .evaluators import METHODS, evaluator_of
 from .flat_function import FlatFunction, out_shape_of
 from .prepared_program import Evaluation, PreparedProgram
 from .saved_programs import SavedProgram, write_program
-from .traced_function import TracedFunction
-from .tracing_for_replays import Options, traced_program
+from .tracing_for_replays import Options, TracedProgram, traced_program
 from .verification import VerificationError
 from .watched_weights import FilledWeightError
 
@@ -59,7 +58,7 @@ class PreparedJacobian(Generic[Result]):
         f: Callable[..., Any],
         arguments: Arguments,
         options: Options,
-        choose: Callable[[TracedFunction], Evaluator],
+        choose: Callable[[TracedProgram], Evaluator],
     ) -> None:
         self._f, self._arguments, self._options, self._choose = f, arguments, options, choose
         self._lock = threading.RLock()
@@ -94,11 +93,7 @@ class PreparedJacobian(Generic[Result]):
             arguments = arguments.connected()
         differentiated = cls._differentiated(f, arguments, options)
 
-        def choose(function: TracedFunction) -> Evaluator:
-            evaluator = evaluator_of(function, method, replays=True, compile=compile, coloring=cls._coloring)
-            return _checked_to_compile(f, evaluator, compile)
-
-        prepared = cls(differentiated, arguments, options, choose)
+        prepared = cls(differentiated, arguments, options, lambda traced: cls._chosen(traced, method, compile))
         try:
             return prepared._checked_at(args)
         except VerificationError:
@@ -106,6 +101,11 @@ class PreparedJacobian(Generic[Result]):
                 raise
             # PyTorch's own tangents may be wrong, as those of scatter_reduce's products.
             return cls.prepare(f, args, argnums, batched, replace(options, method="products"))
+
+    @classmethod
+    def _chosen(cls, traced: TracedProgram, method: str, compile: bool) -> Evaluator:
+        """The way to the values that a method means."""
+        return evaluator_of(traced.function, method, replays=True, compile=compile, coloring=cls._coloring)
 
     @staticmethod
     def _differentiated(f: Callable[..., Any], arguments: Arguments, options: Options) -> Callable[..., Any]:
@@ -169,15 +169,21 @@ class PreparedJacobian(Generic[Result]):
             trace = traced.function.trace
             self._arguments, self._tolerance = traced.arguments, tolerance_for(trace.input.dtype, trace.tensors)
             self._out_shape = out_shape_of(trace, traced.returned)
-        program = PreparedProgram.of(traced, self._choose, options.create_graph)
+        evaluator = self._chosen(traced, self.method, options.compile) if self._programs else self._choose(traced)
+        if options.compile and evaluator.uncompiled is not None:
+            raise ValueError(f"{name_of(self._f)}: compile is True, and {evaluator.uncompiled}")
+        program = PreparedProgram.of(traced, evaluator, options.create_graph)
         if self._programs and program.evaluator.pattern != self._first.evaluator.pattern:
             raise ValueError(
                 f"{name_of(self._f)}: the pattern at {arguments} is another than that at {self._arguments}, for which "
                 "it was prepared: prepare one for these"
             )
-        self._tensors[kinds] = traced.tensors
         while len(self._programs) >= MOST:
-            del self._programs[next(iter(self._programs))]
+            oldest, numbers = next(iter(self._programs))
+            del self._programs[oldest, numbers]
+            if all(key[0] != oldest for key in self._programs):
+                del self._tensors[oldest]
+        self._tensors[kinds] = traced.tensors
         self._programs[kinds, arguments.numbers_but(traced.tensors)] = program
         return program
 
@@ -232,7 +238,7 @@ class PreparedJacobian(Generic[Result]):
         with torch.no_grad():
             jacobian = SparseJacobian(self.pattern, self.values(*args))
         x, function = arguments.flat().requires_grad_(), FlatFunction(self._f, arguments, self._options.has_aux)
-        with torch.enable_grad(), undisturbed(function):
+        with torch.enable_grad(), undisturbed(function, x.device):
             y = function(x.clone())
             generator = torch.Generator().manual_seed(0)
             g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
@@ -252,7 +258,7 @@ class PreparedJacobian(Generic[Result]):
         error = magnitude(difference_of(jacobian.vjp(g).reshape(x.shape), expected)) / (scale or 1.0)
         if not error <= limit:
             # As before: a gradient is one by its arguments.
-            with torch.enable_grad(), undisturbed(function):
+            with torch.enable_grad(), undisturbed(function, x.device):
                 again = function(x.clone()).detach()
             if not agree(again, y.detach()):
                 raise VerificationError(
@@ -315,11 +321,7 @@ class PreparedJacobian(Generic[Result]):
         saved = SavedProgram.read(path)
         arguments, options = saved.arguments(args), saved.options(compile)
         f = cls._differentiated(f, arguments, options)
-
-        def choose(function: TracedFunction) -> Evaluator:
-            return _checked_to_compile(f, saved.evaluator(f, arguments, function, compile), compile)
-
-        return cls(f, arguments, options, choose)._checked_at(args)
+        return cls(f, arguments, options, lambda traced: saved.evaluator(f, traced, compile))._checked_at(args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -354,10 +356,3 @@ def _check_given(pattern: Any, method: str) -> None:
         raise ValueError(
             "method is 'products', which multiplies the operators' own patterns, and a pattern is given; leave one out"
         )
-
-
-def _checked_to_compile(f: Callable[..., Any], evaluator: Evaluator, compile: bool) -> Evaluator:
-    """The evaluator; ValueError where it is to be compiled and cannot be."""
-    if compile and evaluator.uncompiled is not None:
-        raise ValueError(f"{name_of(f)}: compile is True, and {evaluator.uncompiled}")
-    return evaluator

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +19,6 @@ from .differentiable import with_graph
 from .evaluator import Evaluator
 from .fused_values import FusedValues
 from .replays import jacobian_values, of_replay, replayed
-from .traced_function import TracedFunction
 from .tracing_for_replays import TracedProgram
 from .watched_weights import WatchedWeights
 
@@ -45,10 +43,8 @@ class PreparedProgram:
     entries: Pattern | None
 
     @classmethod
-    def of(
-        cls, traced: TracedProgram, choose: Callable[[TracedFunction], Evaluator], create_graph: bool
-    ) -> PreparedProgram:
-        """Decide all, and let go of the elements of the run."""
+    def of(cls, traced: TracedProgram, evaluator: Evaluator, create_graph: bool) -> PreparedProgram:
+        """Decide the rest, and let go of the elements of the run."""
         function = traced.function
         entries = None
         if create_graph:
@@ -56,7 +52,7 @@ class PreparedProgram:
             entries = function.pattern
             if function.chain.pruned_weights:
                 entries = chain_of(function.trace, pruned=False).pattern
-        program = cls(traced, choose(function), WatchedWeights(function), entries)
+        program = cls(traced, evaluator, WatchedWeights(function), entries)
         function.forget()
         return program
 

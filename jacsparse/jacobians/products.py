@@ -199,7 +199,9 @@ class ChainProducts(Evaluator):
     """
 
     name = "products"
-    uncompiled = "products of operators' matrices cannot be compiled; leave it out, or pass method='compressed'"
+    uncompiled = (
+        "products of operators' matrices cannot be compiled; leave it out, or on a CPU pass method='compressed'"
+    )
 
     def __init__(self, function: TracedFunction, *, replays: bool) -> None:
         self.pattern, self.chain, self._replays = function.pattern, function.chain, replays

@@ -23,6 +23,7 @@ from ..tracing import Graph, Trace, parts_of
 from .evaluator import Evaluator
 from .evaluators import evaluator_of
 from .gradients import Gradient
+from .numbers import same_numbers
 from .products import ChainProducts
 from .replays import jacobian_values, of_run
 from .traced_function import TracedFunction
@@ -44,7 +45,8 @@ class Plan:
         if self._chosen is None:
             return None
         function, evaluator = self._chosen
-        if chain is not function.chain or function.fixed_scalars(trace) != function.fixed_scalars(function.trace):
+        fixed = [function.fixed_scalars(each) for each in (trace, function.trace)]
+        if chain is not function.chain or not same_numbers(*fixed):
             return None
         return SparseJacobian(evaluator.pattern, jacobian_values(function, evaluator, trace, of_run))
 
@@ -65,7 +67,7 @@ class Plan:
         # PyTorch's derivatives of many vectors at once may be wrong.
         if agree(actual, expected.values):
             _LOGGER.debug("later runs: %s%s", evaluator.name, evaluator.details)
-            function.forget()
+            function.forget(module=True)
             self._chosen = function, evaluator
 
 

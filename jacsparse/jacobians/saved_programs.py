@@ -17,7 +17,7 @@ from .evaluator import Evaluator
 from .evaluators import EVALUATORS
 from .prepared_program import PreparedProgram
 from .traced_function import TracedFunction
-from .tracing_for_replays import Options, digest_of
+from .tracing_for_replays import Options, TracedProgram, digest_of
 
 KIND = "prepared Jacobian"
 #: The options that a file holds.
@@ -81,17 +81,15 @@ class SavedProgram:
                 raise self._is_damaged(error) from error
         return Options(compile=compile, pattern=pattern, **{name: self.content[name] for name in _SAVED})
 
-    def evaluator(
-        self, f: Callable[..., Any], arguments: Arguments, function: TracedFunction, compile: bool
-    ) -> Evaluator:
+    def evaluator(self, f: Callable[..., Any], traced: TracedProgram, compile: bool) -> Evaluator:
         """The way to the values of a traced function."""
-        if self.content.get("program") != digest_of(arguments, function):
+        if self.content.get("program") != digest_of(traced.arguments, traced.function):
             raise ValueError(
-                f"{self.path} is not of this function at arguments of these shapes: {name_of(f)}, {arguments}; prepare "
-                "its Jacobian and save it again"
+                f"{self.path} is not of this function at arguments of these shapes: {name_of(f)}, {traced.arguments}; "
+                "prepare its Jacobian and save it again"
             )
         try:
-            return _restored(self.content, function, compile)
+            return _restored(self.content, traced.function, compile)
         except (ValueError, TypeError, KeyError, MemoryError) as error:
             raise self._is_damaged(error) from error
 

@@ -78,8 +78,8 @@ class Monomials:
     def values(self, numbers: Sequence[float]) -> np.ndarray:
         """The value of each monomial."""
         values = np.ones(len(self._powers))
-        # As PyTorch, which divides by zero without a warning.
-        with np.errstate(divide="ignore"):
+        # As PyTorch, which divides by zero, and overflows, without a warning.
+        with np.errstate(all="ignore"):
             for place, powers in enumerate(self._powers):
                 for number, power in powers:
                     values[place] *= np.float64(numbers[number]) ** power

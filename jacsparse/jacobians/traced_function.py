@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..patterns import Pattern
 from ..stages import Chain, Edge, Record
@@ -146,11 +147,13 @@ class TracedFunction:
         """The number of elements that a call computes."""
         return sum(self.trace.tensor(value).numel() for value in call.results)
 
-    def forget(self) -> None:
-        """Let go of the run's elements; what replays ask of the function then are forms."""
+    def forget(self, *, module: bool = False) -> None:
+        """Let go of the run's elements, and on request of the module; what replays ask for then are forms."""
         # These ask for forms of what the run did not compute itself.
         _ = self.calls, self.inputs, self.scalar_dtypes
         self.trace, self.records = self.trace.without_elements(), []
+        if module:
+            self.trace.module = nn.Module()
 
 
 class Values(dict[int, torch.Tensor]):

@@ -178,7 +178,7 @@ _OTHERS: tuple[Callable[[float], float], ...] = (lambda c: 1.5 * c + 1, lambda c
 
 def _output(f: Callable[..., Any], arguments: Arguments, options: Options) -> torch.Tensor:
     function = FlatFunction(f, arguments, options.has_aux)
-    with torch.enable_grad(), undisturbed(function):
+    with torch.enable_grad(), undisturbed(function, arguments.tensors[0].device):
         return function(arguments.flat().requires_grad_().clone()).detach()
 
 
@@ -202,7 +202,7 @@ def _run(
     """A run that may be replayed; no elements of the input, and of hidden tensors, may be read."""
     function = FlatFunction(f, arguments, options.has_aux)
     check_module(function)
-    with undisturbed(function):
+    with undisturbed(function, arguments.tensors[0].device):
         trace = traced(function, arguments.flat(), readable=False, hidden=hidden or ())
         returned = function.returned
         assert returned is not None

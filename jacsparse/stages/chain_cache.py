@@ -68,6 +68,7 @@ class ChainCache:
             chain = graph.cache.get(self.pruned)
             if chain is None:
                 chain = chain_of(trace, pruned=self.pruned, couples=self.couples)
+                chain.let_go_of_module()
             # Weights that were zero when the patterns were made may have changed since.
             graph.cache[self.pruned], records = chain.records(trace)
             if graph not in self._graphs[:1]:

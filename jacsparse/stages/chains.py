@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -52,11 +53,30 @@ class Chain:
     """
 
     def __init__(
-        self, module: nn.Module, stages: Sequence[Stage], in_shape: tuple[int, ...], out_shape: tuple[int, ...]
+        self,
+        module: nn.Module | weakref.ref[nn.Module],
+        stages: Sequence[Stage],
+        in_shape: tuple[int, ...],
+        out_shape: tuple[int, ...],
+        name: str | None = None,
     ) -> None:
-        self.module = module
+        self._module, self.name = module, name_of(module) if name is None else name
         self.stages = tuple(stages)
         self.in_shape, self.out_shape = in_shape, out_shape
+
+    @property
+    def module(self) -> nn.Module:
+        """The module; of a chain in a cache RuntimeError is raised after its end."""
+        if not isinstance(self._module, weakref.ref):
+            return self._module
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the module of this chain has ended; make its chain by jacsparse.chain")
+        return module
+
+    def let_go_of_module(self) -> None:
+        """Do not keep the module alive."""
+        self._module = weakref.ref(self.module)
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -72,7 +92,8 @@ class Chain:
         stages = [record.stage for record in records]
         if all(adapted is stage for adapted, stage in zip(stages, self.stages, strict=True)):
             return self, records
-        return Chain(self.module, stages, self.in_shape, self.out_shape), records
+        chain = Chain(self._module, stages, self.in_shape, self.out_shape, self.name)
+        return chain, records
 
     def fitting_records(self, trace: Trace) -> list[Record]:
         """The record of each stage in a run in which all that the patterns omit is known to be zero."""
@@ -161,7 +182,7 @@ class Chain:
         refuse_hooks(records)
         if len(self):
             batch = 1 if all(stage.shared for stage in self.stages) else len(x)
-            check_size(name_of(self.module), self.stages, batch * x.element_size(), x.device)
+            check_size(self.name, self.stages, batch * x.element_size(), x.device)
         if len(records) == 1:
             return records[0].jacobian()
         if not len(self):
@@ -241,7 +262,7 @@ def chain_for_all(
 
     It raises what `chain` raises.
     """
-    with undisturbed(check_module(module)):
+    with undisturbed(check_module(module), x.device):
         trace = traced(module, x, readable=False)
         with without_autocast(x.device):
             chain = chain_of(trace, pruned=pruned, varying=varying, couples=couples)

@@ -98,7 +98,7 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
+def undisturbed(module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
     """Undo on exit what a forward pass changes: buffers, attributes of modules, the state of random numbers.
 
     Changes to globals, and inside the value of an attribute, as to a list, are not undone.
@@ -120,6 +120,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     ]
     cuda = torch.cuda.is_initialized()
     devices = {tensor.device for tensor in tensors_of(module) if tensor.is_cuda} if cuda else set()
+    if device is not None and device.type == "cuda":
+        devices.add(device)
     with torch.random.fork_rng(sorted(devices, key=str)):
         try:
             yield

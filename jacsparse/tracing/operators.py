@@ -142,11 +142,14 @@ def _as_strided_scatter(
     return Overwrite(extent_of(x), (torch.Size(size), tuple(stride), offset))(x, source)
 
 
-@functools.cache
 def operator_name(overload: Any) -> str:
     """The name of an operator, as in ``aten.add``; ``aten.add_``, which writes in place, has the same one."""
-    if isinstance(overload, Overwrite):
-        return Overwrite.name
+    # Of these, which know places of elements, no cache keeps any.
+    return Overwrite.name if isinstance(overload, Overwrite) else _name_of(overload)
+
+
+@functools.cache
+def _name_of(overload: Any) -> str:
     name = overload._schema.name.replace("::", ".")
     return name.removesuffix("_") if any(map(is_written, overload._schema.arguments)) else name
 

@@ -335,8 +335,10 @@ def _symbolic(value: Any, layout: Layout | None, rule: Rule, alike: bool) -> Any
     return value
 
 
-@functools.cache
 def _defaults(overload: Any) -> Mapping[str, Any]:
-    if isinstance(overload, Overwrite):
-        return {}
+    return {} if isinstance(overload, Overwrite) else _defaults_of(overload)
+
+
+@functools.cache
+def _defaults_of(overload: Any) -> Mapping[str, Any]:
     return {p.name: p.default_value for p in overload._schema.arguments if p.has_default_value()}

@@ -31,7 +31,7 @@ class PrunedWeight:
         self.name = name
         #: Whether it holds numbers that may be filled later, and not the truth values of a selection.
         self.floating = weight.is_floating_point()
-        self.mask = (weight != 0).detach()
+        self.mask = self._truths = (weight != 0).detach()
         #: Whether a mask keeps the omitted elements at zero. One that does not was written to after its use.
         self.masked = mask is not None and not bool((self.mask & (mask == 0)).any())
         if mask is not None and self.masked:
@@ -43,7 +43,9 @@ class PrunedWeight:
         self._omitted = places if self._few else omitted
 
     def holds(self, weight: torch.Tensor) -> bool:
-        """Whether all omitted elements are zero in this weight."""
+        """Whether all omitted elements are zero in this weight; truth values are to be the same."""
+        if not self.floating:
+            return torch.equal(weight != 0, self._truths)
         elements = _in_memory_order(weight.detach(), like=weight)
         if self._few:
             return not elements.index_select(0, self._omitted).any()

@@ -127,6 +127,30 @@ def test_threads_give_the_same_bits() -> None:
         torch.set_num_threads(threads)
 
 
+def test_leaky_relu_is_compiled() -> None:
+    compiled = prepare_jacobian(
+        lambda x: nn.functional.leaky_relu(x * x - 1.0, 0.2), drawn(6), batched=False, compile=True
+    )
+    fused = compiled._first.evaluator.fused
+    assert fused is not None and fused._by_pytorch is None
+    x = drawn(6, seed=1)
+    assert_equal(compiled(x), dense(lambda x: nn.functional.leaky_relu(x * x - 1.0, 0.2), x, batched=False))
+
+
+def test_operators_of_others_are_not_known_by_their_names() -> None:
+    """``test_codegen::square`` is another function than ``aten::square``."""
+    schema = "(Tensor w) -> Tensor"
+    square = torch.library.custom_op("test_codegen::square", lambda w: w * w + 1, mutates_args=(), schema=schema)
+    square.register_fake(torch.empty_like)
+    weight = drawn(5)
+    f = lambda x: x**2 * square(weight)  # noqa: E731
+    compiled = prepare_jacobian(f, drawn(5), batched=False, compile=True)
+    for factor in (1.0, 3.0):
+        weight.copy_(factor * drawn(5, seed=2))
+        x = drawn(5, seed=1)
+        assert_equal(compiled(x), dense(lambda x: x**2 * (weight**2 + 1), x, batched=False))
+
+
 def test_no_entries() -> None:
     """The local derivatives that there are reach no entry."""
     f = lambda x: nn.functional.pad(x, (0, 3)).square()[:, 1:]  # noqa: E731

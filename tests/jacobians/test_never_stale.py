@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import importlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +64,8 @@ CHANGES: dict[str, Callable[[State], Any]] = {
     "indices in place": lambda s: s.indices.copy_(torch.tensor([1, 0, 2, 3])),
     "indices by NumPy": lambda s: s.indices.numpy().sort(),
     "mask in place": lambda s: s.mask.logical_not_(),
+    "a mask that selects less": lambda s: s.mask.fill_(False),
+    "a mask that selects more": lambda s: s.mask.fill_(True),
     "elements of a mask": lambda s: s.mask.data.logical_not_(),
     "branch": lambda s: setattr(s, "branch", False),
     "detach": lambda s: setattr(s, "detaches", True),
@@ -304,3 +308,54 @@ def test_no_program_of_another_module_fills_zeros_of_weights(layer: int, zeros: 
             result = jacsparse.jacobian(network, x)
             assert result.pattern.nnz == expected
             assert_equal(result, dense(network, x))
+
+
+def test_zeros_have_signs() -> None:
+    x = drawn(2, 4)
+    for number in (0.0, 0.0, 0.0, -0.0, 0.0):
+        f = functools.partial(lambda x, c: torch.copysign(x, torch.tensor(c)) * x.copysign(c), c=number)
+        assert_equal(jacsparse.jacobian(f, x, batched=True), dense(f, x))
+
+
+def test_what_is_kept_between_calls_keeps_no_module_alive() -> None:
+    x = drawn(2, 4)
+    for use in (jacsparse.jacobian, jacsparse.verify):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        f = functools.partial(lambda module, x: module(x) * 2, module)
+        for _ in range(4):
+            use(module, x)
+            use(f, x, batched=True)
+        ended = weakref.ref(module)
+        del module, f
+        gc.collect()
+        assert ended() is None, use
+
+
+def test_a_call_that_fails_keeps_no_argument_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = drawn(2, 40), drawn(40, 40)
+    monkeypatch.setattr("jacsparse.stages.memory.machine_memory", lambda device: 1)
+    f = functools.partial(lambda weight, x: (x @ weight).tanh() @ weight, weight)
+    with pytest.raises(MemoryError):
+        jacsparse.jacobian(f, x, batched=True)
+    ended = weakref.ref(weight)
+    del f, weight
+    gc.collect()
+    assert ended() is None
+
+
+def test_places_of_writes_end_with_their_graphs() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.new_zeros(5)
+        for number in range(5):
+            y[number] = x[number] ** 2
+        return y
+
+    before = count_of("Overwrite")
+    jacsparse.jacobian(f, drawn(5))
+    importlib.import_module("jacsparse.jacobians.recent")._RECENT.clear()
+    assert count_of("Overwrite") == before
+
+
+def count_of(kind: str) -> int:
+    gc.collect()
+    return sum(type(each).__name__ == kind for each in gc.get_objects())

@@ -21,6 +21,7 @@ from torch.nn import functional
 import jacsparse
 from jacsparse import PreparedJacobian, prepare_jacobian
 from jacsparse.jacobians import compressed
+from jacsparse.jacobians import prepared as prepared_room
 from jacsparse.runtime import read_archive, write_archive
 from tests.helpers import BOUND, FLOAT, Counts, assert_equal, dense, drawn
 
@@ -695,6 +696,31 @@ def test_both_ways_at_once() -> None:
         prepared = prepare_jacobian(arrow, x, method="compressed", compile=compile, batched=True)
         assert "2 colours of columns and 1 of rows, in place of 30 products" in repr(prepared)
         assert_equal(prepared(x + 1), dense(arrow, x + 1))
+
+
+def branching(x: torch.Tensor, c: float, other: torch.Tensor) -> torch.Tensor:
+    return (x**2 if c > 0 else x**3) * other
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_loaded_for_other_numbers_and_layouts(compile: bool, tmp_path: Path) -> None:
+    x, other = drawn(4), torch.full((1,), 2.0, dtype=FLOAT).expand(4)
+    prepared = prepare_jacobian(branching, x, 1.0, other, batched=False)
+    prepared.save(tmp_path / "prepared.npz")
+    loaded = PreparedJacobian.load(tmp_path / "prepared.npz", branching, x, 1.0, other, compile=compile)
+    for c in (1.0, -1.0, 2.0):
+        expected = dense(lambda x, c=c: branching(x, c, other), x, batched=False)
+        for each in (prepared, loaded):
+            assert_equal(each(x, c, other), expected)
+
+
+def test_programs_of_objects_do_not_add_up() -> None:
+    f = lambda x, thing: x**2 * float(thing.sum())  # noqa: E731
+    x = drawn(3)
+    prepared = prepare_jacobian(f, x, np.ones(2), batched=False)
+    for number in range(20):
+        assert_equal(prepared(x, np.full(2, number)), dense(lambda x, n=number: x**2 * 2.0 * n, x, batched=False))
+    assert len(prepared._programs) == len(prepared._tensors) == prepared_room.MOST
 
 
 def test_activations_fold() -> None:
