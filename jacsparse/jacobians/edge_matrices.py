@@ -134,7 +134,7 @@ def times(pattern: Pattern, values: torch.Tensor, vectors: torch.Tensor) -> torc
 def _times_blocks(
     structure: Blocks, first: int, values: torch.Tensor, vectors: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Write the products of the rows from `first` on to `out`, as `_times` does: full blocks need no index."""
+    """Write the products of the rows from `first` on to `out`, as `times` does: full blocks need no index."""
     values = values.reshape(len(out), structure.columns, -1)
     while len(out):
         block = first // structure.rows

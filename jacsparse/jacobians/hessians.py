@@ -17,7 +17,8 @@ from .evaluation import jacobian_and_returned, with_parts
 from .gradients import Gradient
 from .prepared import PreparedJacobian, Result
 from .prepared_program import Evaluation
-from .star_coloring import star_coloring, symmetric_part
+from .star_coloring import star_coloring
+from .symmetry import symmetric_part
 from .tracing_for_replays import Options
 
 

@@ -1,4 +1,4 @@
-"""Recordings of forward passes as ATen calls, and the programs that they run."""
+"""Traces of forward passes as ATen calls, and the programs that they run."""
 
 from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients
 from .callers import is_users
