@@ -5,7 +5,8 @@ from .convergence import diminishing, gradient_bound
 from .delayed_gradients import DelayedGradients
 from .leapfrog import Leapfrogger, check_threads, leapfrog_backward
 from .leapfrog_times import Event, Timelines, leapfrog_critical_path, leapfrog_saving, simulate_leapfrog
-from .splitting import in_eval_mode, partition
+from .modes import in_eval_mode
+from .splitting import partition
 from .synthetic_gradients import GradientPredictor, SyntheticGradients
 from .timing import published_time, simulated_times
 

@@ -32,7 +32,7 @@ class DelayedGradients:
     Parameters
     ----------
     model : Module
-        An ``nn.Sequential``, nested or not. It is trained in place.
+        A model, as `jacsparse.training.partition` takes it. It is trained in place.
     modules : int or sequence of int or str
         The number of modules K, or where they begin, as `jacsparse.training.partition` takes it.
     optimizer : callable

@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ..runtime import a_type
-from .splitting import in_modes, modes_of
+from .modes import in_modes, modes_of
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -1,11 +1,10 @@
-"""Cutting a sequential model into consecutive parts."""
+"""Cutting a model into consecutive parts."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import index
 from typing import SupportsIndex, TypeGuard
 
@@ -13,33 +12,36 @@ import torch
 from torch import nn
 
 from ..runtime import a_type
+from .modes import in_eval_mode
+from .stretches import HOOKS, stretches_of
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers between which a model can be cut, by path: children of its nested ``nn.Sequential`` containers.
+    """The layers between which a model can be cut, by path.
+
+    Those of an ``nn.Sequential`` are its children, and theirs where they are ``nn.Sequential`` too. Those of another
+    model are what lies between the places where one tensor carries everything, as `stretches_of` finds them.
 
     Raises
     ------
     TypeError
-        Where the model is no ``nn.Sequential``, or a container has hooks, which its parts would not call.
+        Where the model is no module, or cannot be traced, or a container has hooks, which its parts would not call.
     """
-    if not _is_container(model):
-        raise TypeError(
-            f"the model is {a_type(model)}; expected an nn.Sequential: other models have no places where one "
-            "tensor is sure to carry everything. Write it as an nn.Sequential of its parts"
-        )
-    return dict(_layers(model, ""))
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is {a_type(model)}; expected an nn.Module")
+    return dict(_layers(model, "")) if _is_container(model) else stretches_of(model)
 
 
 def partition(
     model: nn.Module, modules: SupportsIndex | Sequence[int | str], *, example: torch.Tensor | None = None
 ) -> list[nn.Sequential]:
-    """Cut a model into parts, each an ``nn.Sequential`` of the model's own layers.
+    """Cut a model into parts, each an ``nn.Sequential`` of the model's own layers, or of stretches that call them.
 
     Parameters
     ----------
     model : Module
-        An ``nn.Sequential``, whose children may be ``nn.Sequential`` in turn.
+        An ``nn.Sequential``, whose children may be ``nn.Sequential`` in turn; or any module whose forward pass
+        ``torch.fx`` can trace, as a residual network's.
     modules : int or sequence of int or str
         The number of parts, which are then of equal cost as far as can be; or the first layer of each part but the
         first, by its path or by its place among all layers.
@@ -91,32 +93,6 @@ def measured_costs(layers: dict[str, nn.Module], example: torch.Tensor) -> list[
     return costs
 
 
-def modes_of(module: nn.Module) -> list[bool]:
-    """Whether each of a module's parts is in training mode."""
-    return [part.training for part in module.modules()]
-
-
-@contextlib.contextmanager
-def in_modes(module: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
-    """A context in which a module's parts are in the modes that `modes_of` returned; theirs are restored."""
-    before = modes_of(module)
-    try:
-        _set_modes(module, modes)
-        yield
-    finally:
-        _set_modes(module, before)
-
-
-def in_eval_mode(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """A context in which a module is in eval mode; the modes of its parts are restored."""
-    return in_modes(module, [False] * len(modes_of(module)))
-
-
-def _set_modes(module: nn.Module, modes: Sequence[bool]) -> None:
-    for part, mode in zip(module.modules(), modes, strict=True):
-        part.training = mode
-
-
 def _there_and_back(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     leaf = x.detach().requires_grad_(x.is_floating_point())
     with torch.enable_grad():
@@ -132,8 +108,7 @@ def _is_container(module: nn.Module) -> TypeGuard[nn.Sequential]:
 
 
 def _layers(container: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(container, name) for name in hooks):
+    if any(getattr(container, name) for name in HOOKS):
         where = f"{prefix[:-1]!r}" if prefix else "the model"
         raise TypeError(f"{where} has hooks, which its parts would not call; put them on layers")
     layers = []

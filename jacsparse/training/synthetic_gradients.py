@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from .delayed_gradients import Loss
 from .delayed_part import OptimizerFactory
-from .splitting import in_eval_mode, partition
+from .modes import in_eval_mode
+from .splitting import partition
 
 
 class GradientPredictor(nn.Module):
