@@ -118,9 +118,7 @@ def test_parts_of_equal_cost() -> None:
     for example in (None, batches(1)[0][0]):
         parts = partition(resnet(), 3, example=example)
         assert len(parts) == 3 and all(sum(p.numel() for p in part.parameters()) for part in parts)
-    with pytest.raises(
-        ValueError, match=r"modules is 20; expected 1 to .*: conv1, bn1, layer1\.0, layer1\.1,"
-    ):
+    with pytest.raises(ValueError, match=r"modules is 20; expected 1 to .*: conv1, bn1, layer1\.0, layer1\.1,"):
         partition(resnet(), 20)
     with pytest.raises(ValueError, match=r"'layer1\.0\.conv2' is inside 'layer1\.0'"):
         partition(resnet(), ["layer1.0.conv2"])
