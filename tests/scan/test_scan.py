@@ -84,9 +84,17 @@ def test_small_network(schedule: str, batch: int) -> None:
     compare(small().double(), torch.randn(batch, 2, 9, 9, dtype=torch.float64), schedule)
 
 
-@pytest.mark.parametrize("limit", [1, 40_000, 200_000])
-def test_slices_of_a_batch(limit: int) -> None:
+@pytest.mark.parametrize(("limit", "size"), [(1, 1), (200_000, 4), (1_000_000, 16), (5_000_000, 37)])
+def test_slices_of_a_batch(limit: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins, unsliced = set(), Record.transposed_jacobian
+    monkeypatch.setattr(
+        Record,
+        "transposed_jacobian",
+        lambda record, samples: begins.add(samples.start) or unsliced(record, samples),
+    )
     compare(small().double(), torch.randn(37, 2, 9, 9, dtype=torch.float64), "blelloch", memory_limit=limit)
+    # As many samples as fit, and a multiple of a vector's lanes.
+    assert begins == set(range(0, 37, size))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not Linux")
