@@ -100,6 +100,70 @@ def _write_sum_of_scaled(typing_context, c, c_place, values, starts, count, b, s
     return types.void(c, types.intp, values, starts, types.intp, b, types.intp, lanes), generate
 
 
+@intrinsic(prefer_literal=True)
+def write_row_times_vectors(typing_context, y, row, values, indices, begin, end, x, batch, shared):
+    """``y[row * batch + s] = sum of values[e * batch + s] * x[indices[e] * batch + s]``, for each sample ``s``.
+
+    The sum is over entries ``e`` from `begin` to `end`, whose indices are unsigned. `shared` is the literal name of the
+    factor that all samples have in common, which has a batch of 1: "values", "x" or "". Each fourth term is added to
+    one of four sums in registers, so that an addition need not wait for the one before it; samples all have one order.
+    """
+    arguments = (y, types.intp, values, indices, types.intp, types.intp, x, types.intp, shared)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = context.get_data_type(x.dtype)
+        y_row, samples = builder.mul(args[1], args[7]), args[7]
+        listed = context.make_array(indices)(context, builder, args[3])
+
+        def number(value: int) -> Any:
+            return context.get_constant(types.intp, value)
+
+        def factor(name: str, array_type: Any, array: Any, place: Any, lane: Any, width: int) -> Any:
+            if name != shared.literal_value:
+                at = builder.add(builder.mul(place, samples), lane)
+                return _load(context, builder, array_type, array, at, width)
+            loaded = _load(context, builder, array_type, array, place, 1)
+            order = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
+            return builder.shuffle_vector(loaded, ir.Constant(loaded.type, ir.Undefined), order)
+
+        def add_term(total: Any, entry: Any, lane: Any, width: int) -> None:
+            # Equal indices may be one number with a stride of 0.
+            place = cgutils.get_item_pointer(context, builder, indices, listed, [entry], wraparound=False)
+            index = context.cast(builder, builder.load(place), indices.dtype, types.intp)
+            left = factor("values", values, args[2], entry, lane, width)
+            right = factor("x", x, args[6], index, lane, width)
+            builder.store(builder.fadd(builder.load(total), builder.fmul(left, right)), total)
+
+        def write_sums(lane: Any, width: int) -> None:
+            zeros = ir.Constant(ir.VectorType(element, width), [0.0] * width)
+            totals = [cgutils.alloca_once(builder, zeros.type) for _ in range(4)]
+            for total in totals:
+                builder.store(zeros, total)
+            groups = builder.udiv(builder.sub(args[5], args[4]), number(4))
+            with cgutils.for_range(builder, groups) as group:
+                first = builder.add(args[4], builder.mul(group.index, number(4)))
+                for place, total in enumerate(totals):
+                    add_term(total, builder.add(first, number(place)), lane, width)
+            rest = builder.add(args[4], builder.mul(groups, number(4)))
+            with cgutils.for_range(builder, args[5], start=rest) as entry:
+                add_term(totals[0], entry.index, lane, width)
+            one, two, three, four = map(builder.load, totals)
+            pointer, alignment = _place(context, builder, y, args[0], builder.add(y_row, lane), width)
+            total = builder.fadd(builder.fadd(one, two), builder.fadd(three, four))
+            builder.store(total, pointer).align = alignment
+
+        start, left = number(0), samples
+        for width in (16, 4, 1):
+            blocks = builder.udiv(left, number(width))
+            with cgutils.for_range(builder, blocks) as block:
+                write_sums(builder.add(start, builder.mul(block.index, number(width))), width)
+            taken = builder.mul(blocks, number(width))
+            start, left = builder.add(start, taken), builder.sub(left, taken)
+        return context.get_dummy_value()
+
+    return types.void(*arguments), generate
+
+
 @inlined
 def write_sum_of_rows(c, at_c, columns, values, starts, b):
     """``c[at_c + q] = sum of values[t] * b[starts[t] + q]`` over all terms, for each ``q`` of `columns` elements."""

@@ -11,6 +11,7 @@ from ..patterns import Diagonal, Full, Pattern, gathered
 from ..runtime import kernel, run_rows, uncompiled, unsigned
 from . import products_cuda
 from .gradients import Form, differentiable_product, wants_gradient
+from .lanes import write_row_times_vectors
 from .operands import flat, result, same_batch, view
 
 
@@ -19,7 +20,7 @@ def _matvec_one(first, last, indptr, indices, values, x, y):
     for row in range(first, last):
         places = indices[indptr[row] : indptr[row + 1]]
         entries = values[indptr[row] : indptr[row + 1]]
-        # With four sums an addition need not wait for the one before it.
+        # In the order of `write_row_times_vectors`, which takes longer for a sample alone.
         one, two, three, four = y.dtype.type(0), y.dtype.type(0), y.dtype.type(0), y.dtype.type(0)
         for group in range(len(places) // 4):
             at = 4 * group
@@ -34,47 +35,15 @@ def _matvec_one(first, last, indptr, indices, values, x, y):
 
 @kernel
 def _matvec(first, last, indptr, indices, values, values_batch, x, x_batch, y, batch):
-    for row in range(first, last):
-        at = np.int64(row) * batch
-        y[at : at + batch] = 0
-        for entry in range(indptr[row], indptr[row + 1]):
-            at_values = np.int64(entry) * values_batch
-            at_x = np.int64(indices[entry]) * x_batch
-            for sample in range(batch):
-                value = values[at_values + (sample if values_batch > 1 else 0)]
-                y[at + sample] += value * x[at_x + (sample if x_batch > 1 else 0)]
-
-
-@kernel
-def _matvec_shared(first, last, indptr, indices, values, x, y, batch):
-    for row in range(first, last):
-        places = indices[indptr[row] : indptr[row + 1]]
-        entries = values[indptr[row] : indptr[row + 1]]
-        at = np.int64(row) * batch
-        zero = y.dtype.type(0)
-        lane = 0
-        # Eight sums in registers share one read of indices and values.
-        while lane + 8 <= batch:
-            a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
-            for entry in range(len(places)):
-                value, start = entries[entry], np.int64(places[entry]) * batch + lane
-                block = x[start : start + 8]
-                a += value * block[0]
-                b += value * block[1]
-                c += value * block[2]
-                d += value * block[3]
-                e += value * block[4]
-                f += value * block[5]
-                g += value * block[6]
-                h += value * block[7]
-            out = y[at + lane : at + lane + 8]
-            out[0], out[1], out[2], out[3], out[4], out[5], out[6], out[7] = a, b, c, d, e, f, g, h
-            lane += 8
-        for sample in range(lane, batch):
-            total = zero
-            for entry in range(len(places)):
-                total += entries[entry] * x[np.int64(places[entry]) * batch + sample]
-            y[at + sample] = total
+    if values_batch == 1:
+        for row in range(first, last):
+            write_row_times_vectors(y, row, values, indices, indptr[row], indptr[row + 1], x, batch, "values")
+    elif x_batch == 1:
+        for row in range(first, last):
+            write_row_times_vectors(y, row, values, indices, indptr[row], indptr[row + 1], x, batch, "x")
+    else:
+        for row in range(first, last):
+            write_row_times_vectors(y, row, values, indices, indptr[row], indptr[row + 1], x, batch, "")
 
 
 @uncompiled
@@ -106,6 +75,9 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
     -----
     Where a tensor requires grad, the product is part of autograd, with gradients of any order of values and vectors.
 
+    A sample's product has the same bits alone and in any batch, on any number of threads. Of a full matrix, the order
+    of summation is BLAS's.
+
     Examples
     --------
     >>> pattern = Pattern((2, 3), [0, 2, 3], [0, 2, 1])
@@ -130,11 +102,8 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
     elif batch == 1:
         one = (unsigned(pattern.indices), left.reshape(-1), right.reshape(-1), y.reshape(-1))
         run_rows(_matvec_one, pattern.indptr, pattern.indptr, *one)
-    elif left.shape[1] == 1:
-        shared = (unsigned(pattern.indices), left.reshape(-1), right.reshape(-1), y.reshape(-1), batch)
-        run_rows(_matvec_shared, pattern.indptr, pattern.indptr, *shared, lanes=batch)
     else:
-        run_rows(_matvec, pattern.indptr, pattern.indptr, pattern.indices, *flat(left, right, y), lanes=batch)
+        run_rows(_matvec, pattern.indptr, pattern.indptr, unsigned(pattern.indices), *flat(left, right, y), lanes=batch)
     return returned
 
 

@@ -71,4 +71,4 @@ class _Scanned(torch.autograd.Function):
         needed = [place for place, wants in zip(places, ctx.needs_input_grad[5:], strict=True) if wants]
         with without_saving_hooks():
             of_input, of_externals = ctx.puller.pull_back(run.records, gradient, needed, for_input=for_input)
-        return (None, None, None, None, of_input, *(of_externals.get(place) for place in places))
+        return (None, None, None, None, of_input, *map(of_externals.get, places))

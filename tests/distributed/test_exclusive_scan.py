@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from jacsparse.affine import DenseMaps
-from jacsparse.distributed import RankError, Ranks, exclusive_scan
+from jacsparse.distributed import RankError, Ranks, exclusive_scan, interconnect_of
 from jacsparse.distributed.exclusive_scan import in_turns
+from jacsparse.interconnect import Interconnect
 
 from .launch import one_rank, run_ranks
 
@@ -124,3 +125,13 @@ def test_elements_and_combinations_of_other_kinds(combine: Any, initial: Any, me
 def test_maps_without_matrices_and_offsets() -> None:
     with pytest.raises(ValueError, match="neither matrices nor offsets"):
         DenseMaps(None, None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("gloo", Interconnect(2e-4, 1e9)), ("nccl", Interconnect(2e-5, 1e11))]
+)
+def test_what_messages_take(backend: str, expected: Interconnect, monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_rank() as group:
+        ranks = Ranks(group)
+        monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+        assert interconnect_of(ranks) == expected

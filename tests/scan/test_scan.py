@@ -84,9 +84,17 @@ def test_small_network(schedule: str, batch: int) -> None:
     compare(small().double(), torch.randn(batch, 2, 9, 9, dtype=torch.float64), schedule)
 
 
-@pytest.mark.parametrize("limit", [1, 40_000, 200_000])
-def test_slices_of_a_batch(limit: int) -> None:
+@pytest.mark.parametrize(("limit", "size"), [(1, 1), (200_000, 4), (1_000_000, 16), (5_000_000, 37)])
+def test_slices_of_a_batch(limit: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins, unsliced = set(), Record.transposed_jacobian
+    monkeypatch.setattr(
+        Record,
+        "transposed_jacobian",
+        lambda record, samples: begins.add(samples.start) or unsliced(record, samples),
+    )
     compare(small().double(), torch.randn(37, 2, 9, 9, dtype=torch.float64), "blelloch", memory_limit=limit)
+    # As many samples as fit, and a multiple of a vector's lanes.
+    assert begins == set(range(0, 37, size))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not Linux")
@@ -174,13 +182,29 @@ def test_frozen_parameters(schedule: str) -> None:
 
 
 def test_frozen_front_needs_no_gradient_there() -> None:
-    module = lenet()
+    module, x = lenet(), torch.randn(2, 3, 32, 32)
     module[0].requires_grad_(False)
     scan = jacsparse.nn.Scan(module, schedule="blelloch")
-    scan(torch.randn(2, 3, 32, 32)).sum().backward()
-    scanner = scan.scanner((3, 32, 32))
-    needed = scanner.schedule.live_steps([scanner.gradient_of(stage) for stage in range(6, 11)])
-    assert len(needed) < len(scanner.schedule.live_steps())
+    scan(x).sum().backward()
+    (scanner,) = scan._scanners.values()
+    (plan,) = scanner._executions.values()
+    passes = [each for phase in plan.phases if isinstance(phase, tuple) for each in phase]
+    (slices,) = (phase for phase in plan.phases if not isinstance(phase, tuple))
+    assert {stage for each in passes for stage in each.stages} == set(range(6, 11))
+    assert len(slices.steps) < len(scanner.schedule.live_steps()) - 5
+
+
+def test_a_backward_pass_is_planned_once_for_the_gradients_that_are_wanted() -> None:
+    module, x = small().double(), torch.randn(3, 2, 9, 9, dtype=torch.float64)
+    scan = jacsparse.nn.Scan(module, schedule="blelloch")
+    g = torch.randn_like(module(x))
+    weight, plans = module[0].weight, []
+    for trained in (True, True, False, True):
+        weight.requires_grad_(trained)
+        for ours, theirs in zip(gradients(scan, module, x, g), gradients(module, module, x, g), strict=True):
+            close(ours, theirs, 1e-10)
+        plans.append({plan for scanner in scan._scanners.values() for plan in scanner._executions.values()})
+    assert plans[0] == plans[1] < plans[2] == plans[3] and len(plans[3]) == 2
 
 
 @SCHEDULES

@@ -167,6 +167,21 @@ def test_matvec_equals_dense(pair: tuple[Pattern, Pattern], batches: tuple[int, 
     )
 
 
+@pytest.mark.parametrize("shared", ["values", "x", ""])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_vectors_have_the_same_bits_alone_and_in_any_batch(dtype: type, shared: str) -> None:
+    rng = np.random.default_rng(0)
+    pattern = random_pattern(120, 90, 0.2, rng)
+    values, x = (
+        rng.standard_normal((rows, 1 if name == shared else 17)).astype(dtype)
+        for name, rows in (("values", pattern.nnz), ("x", 90))
+    )
+    alone = [matvec(pattern, *(part[:, sample % part.shape[1]].copy() for part in (values, x))) for sample in range(17)]
+    for batch in range(2, 18):
+        products = matvec(pattern, values[:, :batch].copy(), x[:, :batch].copy())
+        assert np.array_equal(products, np.stack(alone[:batch], axis=1))
+
+
 def pooling_factors(left: bool, overlap: bool) -> tuple[Pattern, Pattern]:
     """The transposed Jacobian of a max-pooling, and a factor on its other side."""
     window = Sliding(6, 3, 2, 1, 1) if overlap else Sliding(6, 2, 2)
