@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ..patterns import Csr, Diagonal, Full, Identity, Pattern
+from ..patterns import Convolution, Csr, Diagonal, Full, Identity, Pattern
 from ..runtime import cached_arrays, frozen, index_dtype, inlined, kernel, row_starts, run_rows
 
 #: Multiply-adds that take about as long as a read from disk.
@@ -322,6 +322,8 @@ def meeting(a: Pattern, occupied: np.ndarray) -> np.ndarray:
     if occupied.all():
         # The row counts need no indices.
         return a.structure.row_counts()
+    if isinstance(a.structure, Convolution) and not a.has_indices:
+        return a.structure.meeting(occupied)
     pairs = np.empty(a.shape[0], dtype=np.int64)
     run_rows(_meet, a.indptr, a.indptr, a.indices, occupied, pairs)
     return pairs
