@@ -196,10 +196,20 @@ def _count_and_meet(first, last, a_indptr, a_indices, b_indptr, b_indices, colum
         low, high = _mark(row, a_indptr, a_indices, b_indptr, b_indices, bits)
         total = np.uint64(0)
         met = np.uint64(0)
-        for word in range(low, high):
-            total += _population(bits[word])
-            met += _population(bits[word] & occupied[word])
-            bits[word] = 0
+        if _pairs(row, a_indptr, a_indices, b_indptr) < high - low:
+            # As in `_count`.
+            for p in range(a_indptr[row], a_indptr[row + 1]):
+                k = a_indices[p]
+                for q in range(b_indptr[k], b_indptr[k + 1]):
+                    word = b_indices[q] >> 6
+                    total += _population(bits[word])
+                    met += _population(bits[word] & occupied[word])
+                    bits[word] = 0
+        else:
+            for word in range(low, high):
+                total += _population(bits[word])
+                met += _population(bits[word] & occupied[word])
+                bits[word] = 0
         counts[row] = total
         pairs[row] = met
 

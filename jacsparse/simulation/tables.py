@@ -35,6 +35,8 @@ WORDS = {
 def tables(simulation: Simulation) -> Iterator[Any]:
     """Everything that a simulation shows, in order."""
     yield simulation.verdict
+    if simulation.note:
+        yield simulation.note
     if simulation.rows:
         yield _methods(simulation)
         yield _idle(simulation)
