@@ -17,6 +17,7 @@ from .inputs import (
     layer_input,
     load_model,
     make_samples,
+    note_unpruned,
     parse_numbers,
     submodule_at,
 )
@@ -73,6 +74,7 @@ def compare(
     name = f"{model}{f'.{path}' if path else ''}{'' if data == 'random' else f' on {data}'}"
     if steps is not None and not isinstance(analysed, nn.RNN):
         raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
+    note_unpruned(prune, analysed, f"{model}.{path}" if path else model)
     x = layer_input(analysed, x, steps)
     long: set[str] = set()
 

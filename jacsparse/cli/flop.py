@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schedule import COUNTED
-from .inputs import check_outputs, echo, load_model, make_samples, parse_numbers, progress_bar, submodule_at
+from .inputs import (
+    check_outputs,
+    echo,
+    load_model,
+    make_samples,
+    note_unpruned,
+    parse_numbers,
+    progress_bar,
+    submodule_at,
+)
 from .options import Checkpoint, Input, Model, Prune, Seed, Trust
 
 if TYPE_CHECKING:
@@ -91,6 +100,7 @@ def flop(
     if data is not None or path:
         x = make_samples("random" if data is None else data, 1 if data is None else samples or 4, shape, seed, module)
         analysed, x = submodule_at(module, path, "--part", x)
+    note_unpruned(prune, analysed, f"{model}.{path}" if path else model)
     notes: list[str] = []
 
     def accept(estimate: CountEstimate) -> bool:

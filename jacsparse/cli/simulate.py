@@ -16,6 +16,7 @@ from .inputs import (
     layer_input,
     load_model,
     make_samples,
+    note_unpruned,
     parse_numbers,
     submodule_at,
 )
@@ -87,6 +88,7 @@ def simulate(
     analysed, x = submodule_at(module, path, "--part", make_samples(data, batch, shape, seed, module))
     if steps is not None and not isinstance(analysed, nn.RNNBase):
         raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
+    note_unpruned(prune, analysed, f"{model}.{path}" if path else model)
     x = layer_input(analysed, x, steps)
     notes: list[str] = []
     scans = {"bppsa", "cyclic_reduction", "ranks"}.intersection(method or ())

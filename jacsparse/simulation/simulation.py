@@ -246,7 +246,7 @@ class Simulation:
             gain = self.methods["bp"][0].seconds / best.seconds
             sentences.append(
                 f"Exact gradients are at most {gain:.3g} times faster, by {best.method} on {best.workers:,} workers."
-                if best.method != "bp" and gain * _SURELY > 1
+                if best.method != "bp" and gain >= 1.005
                 else "No way to exact gradients is faster than back-propagation on one worker."
             )
         if "bppsa" in self.methods and not self.note:
