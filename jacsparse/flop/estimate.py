@@ -57,7 +57,7 @@ class CountEstimate:
     @property
     def seconds(self) -> float:
         """Time on this machine's threads."""
-        return START + self.work / (PAIRS * thread_count()) + self.nbytes / BYTES if self.pairs else 0.0
+        return START + self.work / (PAIRS * thread_count()) + self.nbytes / BYTES if self.pairs or self.nbytes else 0.0
 
     @property
     def is_long(self) -> bool:

@@ -165,6 +165,7 @@ class SolverComparison:
         if not self.fewest:
             return "No solver settled."
         (_, first), *others = self.fewest
+        first += ", which is back-propagation" if first == "substitution" else ""
         parts = [first, *(f"from {workers:,} workers on {label}" for workers, label in others)]
         end = "" if others else f", for any number of workers up to {_WORKERS[-1]:,}"
         return f"Fewest multiply-adds until done: {', '.join(parts)}{end}."

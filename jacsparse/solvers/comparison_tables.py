@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 #: The meaning of words and columns.
 WORDS = {
-    "layers": "stages of flop and simulate, with elementwise ones in the layer before",
+    "layers": "stages of flop and simulate, elementwise ones with the former",
     "steps": "products that wait for each other; η of iterative solvers",
-    "work": "multiply-adds of all products and scalings",
+    "work": "multiply-adds of all products; they are not seconds",
     "stored": "the most entries of blocks at once, beside the system's",
     "iter.": "iterations: one step each in jacobi, two in bicgstab",
     "residual": "largest change of a block row in one more sweep, relative",
@@ -80,7 +80,7 @@ def _solvers(comparison: SolverComparison) -> Any:
 def _workers(comparison: SolverComparison) -> Any:
     """A table with a line for each number of workers, and a column for each solver that solved the system."""
     columns: list[SolverFigures] = [row for row in comparison.rows if row.solved]
-    table = new_table("multiply-adds, which are no seconds, until the last level is done")
+    table = new_table("multiply-adds until the last level is done")
     table.add_column("", no_wrap=True)
     for row in columns:
         table.add_column(row.label, justify="right", overflow="fold")
