@@ -139,6 +139,20 @@ def short_time(seconds: float) -> str:
     return f"{seconds / 1e-9:.3g} ns"
 
 
+def duration(seconds: float) -> str:
+    """A time in words.
+
+    Examples
+    --------
+    >>> duration(1.2), duration(150.0), duration(9000.0)
+    ('1 second', '150 seconds', '150 minutes')
+    """
+    for size, unit in ((3600.0, "hour"), (60.0, "minute"), (1.0, "second")):
+        if seconds >= 3 * size or unit == "second":
+            return f"{seconds / size:,.0f} {unit}{'' if round(seconds / size) == 1 else 's'}"
+    raise AssertionError
+
+
 def percent(share: float) -> str:
     """A share in percent, in three digits at most.
 

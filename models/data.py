@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from torch.nn import functional
 
 #: The data sets by name, and what follows the name after a colon.
-DATA = {"digits": None, "cifar10": "DIR", "cifar100": "DIR", "bitstream": "STEPS", "irmas": "DIR", "tones": None}
+DATA = {
+    "digits": None, "cifar10": "DIR", "cifar100": "DIR", "bitstream": "STEPS", "irmas": "DIR", "tones": None,
+    "file": "PATH",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +65,9 @@ def load_data(spec: str = "digits", *, features: str = "S", skip_damaged: bool =
         ``bitstream:STEPS``: random bits, as `bitstreams` draws them.
         ``irmas:DIR``: IRMAS' training data, unpacked in that folder, as `load_irmas` reads them.
         ``tones``: a small set of synthetic sounds in IRMAS' layout.
+        ``file:PATH``: samples of one's own, a .safetensors file or a .pt file of a dict with floating-point ``inputs``,
+        ``(n, channels, height, width)`` or ``(n, features, time)``, and integers ``labels``, ``(n,)``. The last fifth
+        is tested with.
     features : {"S", "M", "L"}
         Row of the thesis' Table 4.2, for sounds.
     skip_damaged : bool
@@ -83,6 +90,8 @@ def load_data(spec: str = "digits", *, features: str = "S", skip_damaged: bool =
     name, argument = split_spec(spec)
     if name == "digits":
         return _digits()
+    if name == "file":
+        return _own(Path(argument).expanduser())
     if name == "bitstream":
         from .bitstream import bitstreams
 
@@ -110,6 +119,45 @@ def split_spec(spec: str) -> tuple[str, str]:
         forms = [f"{name}:{kind}" if kind else name for name, kind in DATA.items()]
         raise ValueError(f"data is {spec!r}; expected {', '.join(forms[:-1])} or {forms[-1]}")
     return name, argument
+
+
+def _own(path: Path) -> Dataset:
+    """Inputs and labels in a file; no code in the file runs."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; save inputs and labels by safetensors.torch.save_file")
+    try:
+        if path.suffix == ".safetensors":
+            tensors: object = safetensors.torch.load_file(path)
+        else:
+            tensors = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        # The errors of safetensors and PyTorch for a damaged file share no base class.
+        raise ValueError(f"{path} cannot be read: it is damaged, or holds more than tensors") from error
+    inputs, labels = (tensors.get(name) if isinstance(tensors, dict) else None for name in ("inputs", "labels"))
+    if not isinstance(inputs, torch.Tensor) or not isinstance(labels, torch.Tensor):
+        raise ValueError(f"{path} holds no tensors inputs and labels; save both by their names")  # noqa: TRY004
+    if not inputs.is_floating_point() or inputs.ndim not in (3, 4):
+        raise ValueError(
+            f"{path}: inputs are {inputs.dtype} of shape {tuple(inputs.shape)}; expected floating-point images (n, "
+            "channels, height, width) or sequences (n, features, time)"
+        )
+    if labels.dtype not in (torch.uint8, torch.int32, torch.int64) or labels.shape != inputs.shape[:1]:
+        raise ValueError(
+            f"{path}: labels are {labels.dtype} of shape {tuple(labels.shape)}; expected integers, one for each of "
+            f"{len(inputs)} inputs"
+        )
+    test = len(inputs) // 5
+    if not test:
+        raise ValueError(
+            f"{path} holds {len(inputs)} inputs; expected 5 at least, the last fifth of which is tested with"
+        )
+    if not inputs.isfinite().all():
+        raise ValueError(f"{path}: inputs hold NaN or infinity; leave out such samples")
+    if labels.min() < 0:
+        raise ValueError(f"{path}: the least label is {int(labels.min())}; expected numbers of classes, from 0")
+    inputs, labels = inputs.float(), labels.long()
+    parts = (inputs[:-test], labels[:-test], inputs[-test:], labels[-test:])
+    return Dataset(*parts, classes=int(labels.max()) + 1, source=path.name, mean=(), std=())
 
 
 def _digits() -> Dataset:

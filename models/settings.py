@@ -29,7 +29,7 @@ class TrainSettings:
         Name of the model.
     data : str
         Data set, as `load_data` takes it: ``digits``, ``cifar10:DIR``, ``cifar100:DIR``, ``bitstream:STEPS``,
-        ``irmas:DIR`` or ``tones``.
+        ``irmas:DIR``, ``tones`` or ``file:PATH``.
     features : {"S", "M", "L"}
         Features of sounds, as `load_data` takes them.
     skip_damaged : bool

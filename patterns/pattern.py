@@ -81,6 +81,11 @@ class Pattern:
         return frozen(indptr), frozen(indices)
 
     @property
+    def has_indices(self) -> bool:
+        """Whether `indptr` and `indices` have been made."""
+        return "_csr" in self.__dict__
+
+    @property
     def indptr(self) -> np.ndarray:
         """First entry of each row in `indices`; read-only, shape ``(rows + 1,)``, int32 or int64."""
         return self._csr[0]

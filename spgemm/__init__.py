@@ -11,12 +11,13 @@ from .scale import Scale
 from .slots import Select, Slots
 from .sparse_jacobian import SparseJacobian
 from .sums import SumPlan, plan_sum, sum_pattern
-from .symbolic import meeting, multiply_adds, product_meeting, product_pattern
+from .symbolic import PACKED, meeting, multiply_adds, product_meeting, product_pattern
 from .vectors import matvec
 
 __all__ = [
     "KEYS",
     "METHODS",
+    "PACKED",
     "Method",
     "Product",
     "ProductPlan",

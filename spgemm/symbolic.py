@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ..patterns import Csr, Diagonal, Full, Identity, Pattern
+from ..patterns import Convolution, Csr, Diagonal, Full, Identity, Pattern
 from ..runtime import cached_arrays, frozen, index_dtype, inlined, kernel, row_starts, run_rows
 
 #: Multiply-adds that take about as long as a read from disk.
@@ -196,10 +196,20 @@ def _count_and_meet(first, last, a_indptr, a_indices, b_indptr, b_indices, colum
         low, high = _mark(row, a_indptr, a_indices, b_indptr, b_indices, bits)
         total = np.uint64(0)
         met = np.uint64(0)
-        for word in range(low, high):
-            total += _population(bits[word])
-            met += _population(bits[word] & occupied[word])
-            bits[word] = 0
+        if _pairs(row, a_indptr, a_indices, b_indptr) < high - low:
+            # As in `_count`.
+            for p in range(a_indptr[row], a_indptr[row + 1]):
+                k = a_indices[p]
+                for q in range(b_indptr[k], b_indptr[k + 1]):
+                    word = b_indices[q] >> 6
+                    total += _population(bits[word])
+                    met += _population(bits[word] & occupied[word])
+                    bits[word] = 0
+        else:
+            for word in range(low, high):
+                total += _population(bits[word])
+                met += _population(bits[word] & occupied[word])
+                bits[word] = 0
         counts[row] = total
         pairs[row] = met
 
@@ -322,6 +332,8 @@ def meeting(a: Pattern, occupied: np.ndarray) -> np.ndarray:
     if occupied.all():
         # The row counts need no indices.
         return a.structure.row_counts()
+    if isinstance(a.structure, Convolution) and not a.has_indices:
+        return a.structure.meeting(occupied)
     pairs = np.empty(a.shape[0], dtype=np.int64)
     run_rows(_meet, a.indptr, a.indptr, a.indices, occupied, pairs)
     return pairs

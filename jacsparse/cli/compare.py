@@ -10,10 +10,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .inputs import announcements, check_outputs, layer_input, load_model, make_samples, parse_numbers, submodule_at
+from .inputs import (
+    announcements,
+    check_outputs,
+    echo,
+    layer_input,
+    load_model,
+    make_samples,
+    note_unpruned,
+    parse_numbers,
+    submodule_at,
+)
 from .options import Checkpoint, Data, Input, Model, Prune, Seed, Trust
 
 if TYPE_CHECKING:
+    from ..flop import CountEstimate
     from ..solvers import TriangularSolver
 
 
@@ -63,14 +74,29 @@ def compare(
     name = f"{model}{f'.{path}' if path else ''}{'' if data == 'random' else f' on {data}'}"
     if steps is not None and not isinstance(analysed, nn.RNN):
         raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
+    note_unpruned(prune, analysed, f"{model}.{path}" if path else model)
     x = layer_input(analysed, x, steps)
+    long: set[str] = set()
+
+    def accept(solver: str, estimate: CountEstimate) -> bool:
+        """Whether to run a solver, which is asked for or takes little."""
+        if estimate.is_long and methods is not None:
+            echo(f"the products of {solver} take {estimate}; without --method they are left out")
+        elif estimate.is_long:
+            long.add(solver)
+        return solver not in long
+
     with announcements("solving by") as announce:
-        comparison = compare_solvers(analysed, x, workers=counts, methods=methods, progress=announce)
+        comparison = compare_solvers(analysed, x, workers=counts, methods=methods, progress=announce, accept=accept)
+    rows = [
+        replace(row, remark=f"{row.remark}; ask for it with --method {row.method}") if row.method in long else row
+        for row in comparison.rows
+    ]
     settings = {
         "model": model, "part": path, "data": data, "prune": prune, "seed": seed,
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }  # fmt: skip
-    comparison = replace(comparison, name=name, settings=settings)
+    comparison = replace(comparison, rows=tuple(rows), name=name, settings=settings)
     console().print(comparison)
     if json is not None:
         comparison.save_json(json)

@@ -9,24 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schedule import COUNTED
-from .inputs import check_outputs, echo, load_model, make_samples, parse_numbers, progress_bar, submodule_at
+from .inputs import (
+    check_outputs,
+    echo,
+    load_model,
+    make_samples,
+    note_unpruned,
+    parse_numbers,
+    progress_bar,
+    submodule_at,
+)
 from .options import Checkpoint, Input, Model, Prune, Seed, Trust
 
 if TYPE_CHECKING:
     import torch
 
     from ..flop import CountEstimate, FlopReport
-
-#: A scan that takes more seconds or bytes is left out unless it is asked for.
-_LONG, _LARGE = 20.0, 2**32
-
-
-def _duration(seconds: float) -> str:
-    """A time in words: 40 seconds, 40 minutes or 3 hours."""
-    for size, unit in ((3600.0, "hours"), (60.0, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
 
 
 def flop(
@@ -74,7 +72,7 @@ def flop(
     from .. import count_flop
     from ..figures import check_figure
     from ..flop import SORTS, Page, SideBySide
-    from ..terminal import console, nbytes
+    from ..terminal import console
 
     check_outputs(json, csv, plot)
     if plot is not None:
@@ -102,22 +100,18 @@ def flop(
     if data is not None or path:
         x = make_samples("random" if data is None else data, 1 if data is None else samples or 4, shape, seed, module)
         analysed, x = submodule_at(module, path, "--part", x)
+    note_unpruned(prune, analysed, f"{model}.{path}" if path else model)
     notes: list[str] = []
 
     def accept(estimate: CountEstimate) -> bool:
         """Whether to count the scan, which is asked for or takes little."""
-        memory = f" and {nbytes(estimate.nbytes)}" if estimate.nbytes else ""
-        takes = f"{'about' if estimate.complete else 'more than'} {_duration(estimate.seconds)}{memory}"
-        if not estimate.complete and estimate.seconds <= _LONG:
-            takes = "too long to estimate"
-        heavy = not estimate.complete or estimate.seconds > _LONG or estimate.nbytes > _LARGE
-        if schedule is not None:
-            if heavy:
-                echo(f"counting {schedule} takes {takes}; without --schedule it is left out")
+        if not estimate.is_long:
             return True
-        if heavy:
-            notes.append(f"Scan: not counted, as that takes {takes}. Ask for it with --schedule {COUNTED}.")
-        return not heavy
+        if schedule is not None:
+            echo(f"counting {schedule} takes {estimate}; without --schedule it is left out")
+            return True
+        notes.append(f"Scan: not counted, as that takes {estimate}. Ask for it with --schedule {COUNTED}.")
+        return False
 
     with progress_bar("counting products") as progress:
         report = count_flop(

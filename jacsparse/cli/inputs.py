@@ -152,6 +152,14 @@ def submodule_at(module: nn.Module, path: str | None, option: str, x: torch.Tens
     return part, inputs[0].transpose(0, 1) if isinstance(part, nn.RNNBase) and not part.batch_first else inputs[0]
 
 
+def note_unpruned(prune: float, part: nn.Module, name: str) -> None:
+    """Tell where --prune leaves the part that is analysed as it was."""
+    from .. import models
+
+    if prune and not models.pruned_fraction(part):
+        echo(f"--prune {prune} prunes convolution and linear layers, and {name} has none: no weight of it is pruned")
+
+
 def layer_input(part: nn.Module, x: torch.Tensor, steps: int | None) -> torch.Tensor:
     """The input of a part as that takes it, from what `submodule_at` returns; of a recurrent layer so many steps."""
     from torch import nn
@@ -211,7 +219,8 @@ def progress_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
     try:
         yield update
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
 
 
 @contextlib.contextmanager

@@ -9,10 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .inputs import announcements, check_outputs, layer_input, load_model, make_samples, parse_numbers, submodule_at
+from .inputs import (
+    announcements,
+    check_outputs,
+    echo,
+    layer_input,
+    load_model,
+    make_samples,
+    note_unpruned,
+    parse_numbers,
+    submodule_at,
+)
 from .options import Checkpoint, Data, Input, Model, Prune, Seed, Trust
 
 if TYPE_CHECKING:
+    from ..flop import CountEstimate
     from ..simulation import TrainingMethod
 
 
@@ -77,7 +88,24 @@ def simulate(
     analysed, x = submodule_at(module, path, "--part", make_samples(data, batch, shape, seed, module))
     if steps is not None and not isinstance(analysed, nn.RNNBase):
         raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
+    note_unpruned(prune, analysed, f"{model}.{path}" if path else model)
     x = layer_input(analysed, x, steps)
+    notes: list[str] = []
+    scans = {"bppsa", "cyclic_reduction", "ranks"}.intersection(method or ())
+
+    def accept(estimate: CountEstimate) -> bool:
+        """Whether to multiply matrices, which is asked for or takes little."""
+        if not estimate.is_long:
+            return True
+        if scans:
+            echo(f"the products of {' and '.join(sorted(scans))} take {estimate}; without --method they are left out")
+            return True
+        notes.append(
+            f"Products of Jacobians: left out, as to count them takes {estimate}. Ask for them by the name of a "
+            "method, as in --method bppsa."
+        )
+        return False
+
     with announcements("simulating") as announce:
         simulation = simulate_methods(
             analysed,
@@ -88,13 +116,15 @@ def simulate(
             bandwidth=bandwidth,
             rate=rate,
             progress=announce,
+            accept=accept,
         )
     settings = {
         "model": model, "part": path, "data": data, "prune": prune, "seed": seed, "schedule": schedule,
         "microbatches": microbatches,
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }  # fmt: skip
-    simulation = replace(simulation, name=f"{model}{f'.{path}' if path else ''}", settings=settings)
+    name = f"{model}{f'.{path}' if path else ''}"
+    simulation = replace(simulation, name=name, settings=settings, note=" ".join(notes))
     console().print(simulation)
     if json is not None:
         simulation.save_json(json)

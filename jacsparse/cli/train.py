@@ -25,7 +25,11 @@ def train(
         ),
     ],
     data: Annotated[
-        str | None, typer.Option(help="digits, cifar10:DIR, cifar100:DIR, bitstream:STEPS, irmas:DIR or tones.")
+        str | None,
+        typer.Option(
+            help="digits, cifar10:DIR, cifar100:DIR, bitstream:STEPS, irmas:DIR, tones, or a file of yours with "
+            "tensors inputs and labels (.safetensors, .pt)."
+        ),
     ] = None,
     features: Annotated[str | None, typer.Option(help="Features of sounds: S, M or L (Table 4.2).")] = None,
     skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out damaged sound files.")] = False,
@@ -62,6 +66,8 @@ def train(
     """
     from .. import models
 
+    if data is not None and ":" not in data and Path(data).suffix in (".pt", ".safetensors"):
+        data = f"file:{data}"
     options = {
         "data": data, "features": features, "skip_damaged": skip_damaged or None, "backward": backward,
         "schedule": schedule, "threads": threads, "modules": _modules(modules), "epochs": epochs, "batch": batch,

@@ -1,7 +1,7 @@
 """FLOP of back-propagation, by scan and step after step."""
 
 from .counting import count_flop
-from .estimate import CountEstimate
+from .estimate import CountEstimate, estimate_products
 from .layer_flop import LayerFlop, layers_of
 from .recurrent_subject import sequence_subject
 from .report import BaselineStep, FlopReport, FlopStep
@@ -19,6 +19,7 @@ __all__ = [
     "Page",
     "SideBySide",
     "count_flop",
+    "estimate_products",
     "layers_of",
     "sequence_subject",
     "totals",

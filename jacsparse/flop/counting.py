@@ -218,6 +218,8 @@ class _Counts:
             after_product()
         if self.schedule.n:
             self.steps.append(self._apply(_input_step(self.schedule)))
+        # The products of the next run need their memory.
+        self.matrices.clear()
         return self
 
     def executed(self) -> list[float]:
@@ -370,7 +372,7 @@ def _report(
 ) -> FlopReport:
     """The report of the counts of all samples; `guaranteed` has the counts of what the scan executes."""
     names = _names(plan)
-    shapes = {value: matrix.shape for value, matrix in samples[0].matrices.items()}
+    shapes = {plan.n - stage: factor.shape for stage, factor in enumerate(samples[0].factors)}
     for step in plan.products:
         if step.kind == "mm":
             shapes[step.out] = (shapes[step.left][0], shapes[step.right][1])

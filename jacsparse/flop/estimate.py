@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..patterns import Diagonal, Full, Pattern
+from ..patterns import Convolution, Csr, Diagonal, Full, Pattern
 from ..runtime import thread_count
 from ..schedule import Schedule
-from ..spgemm import counts, fresh_keys, spread
+from ..spgemm import PACKED, counts, fresh_keys, spread
 from ..stages import Region
+from ..terminal import duration
+from ..terminal import nbytes as in_bytes
 
-#: Pairs of entries that a thread looks at per second, about, and seconds of a count without products.
-PAIRS, START = 2.5e8, 0.5
+#: Pairs of entries that a thread looks at per second, about; bytes of indices that are written per second; and seconds
+#: of a count without products.
+PAIRS, BYTES, START = 4e8, 3.5e8, 0.3
+#: The most seconds and bytes of what is done without being asked for.
+LONG, LARGE = 20.0, 2**32
 #: Pairs and bytes beyond which it does not matter how many more there are.
 ENOUGH, ENOUGH_BYTES = 1e10, 2**33
 #: Entries of all factors, at most, for which products are estimated: a few seconds.
@@ -39,23 +44,37 @@ class CountEstimate:
         Bytes of the patterns of these products; 0 where they are not estimated.
     complete : bool
         Whether all products are estimated. If not, those that are take long enough, and the figures are lower bounds.
+    work : float
+        Steps of the loops that go through the pairs: rows that are rather full are merged word by word.
     """
 
     schedule: str
     pairs: float
     nbytes: float
     complete: bool
+    work: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Time on this machine's threads."""
-        return START + self.pairs / (PAIRS * thread_count()) if self.pairs else 0.0
+        return START + self.work / (PAIRS * thread_count()) + self.nbytes / BYTES if self.pairs or self.nbytes else 0.0
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is more than what is done without being asked for: 20 seconds, or 4 GiB."""
+        return not self.complete or self.seconds > LONG or self.nbytes > LARGE
+
+    def __str__(self) -> str:
+        if not self.complete and self.seconds <= LONG and self.nbytes <= LARGE:
+            return "too long to estimate"
+        memory = f" and {in_bytes(self.nbytes)}" if self.nbytes else ""
+        return f"{'about' if self.complete else 'more than'} {duration(self.seconds)}{memory}"
 
 
 def estimate_count(
     plan: Schedule, factors: Sequence[Pattern | Region], runs: int = 1, enough: float = math.inf
 ) -> CountEstimate:
-    """Estimate the pairs of entries and the bytes of a schedule's products of matrices.
+    """Estimate what counting a schedule takes, as `jacsparse.count_flop` does.
 
     Parameters
     ----------
@@ -68,40 +87,108 @@ def estimate_count(
     enough : float
         Pairs beyond which no further product is estimated.
     """
-    n = plan.n
-    # The stages that each matrix spans, from 0.
-    spans = {n - stage: (stage, stage) for stage in range(n)}
     users = Counter(value for step in plan.products for value in (step.left, step.right))
     once = {step.left for step in plan.products if step.kind == "mv" and users[step.left] == 1}
-    unused = {stage for stage, factor in enumerate(factors) if isinstance(factor, Region)}
-    if all(step.kind == "mv" for step in plan.products):
-        return CountEstimate(plan.name, 0.0, 0.0, True)
-    surely = sum(_least_pairs(factors[stage]) for stage in unused)
-    entries = sum(factor.nnz for factor in factors if isinstance(factor, Region))
-    if runs * surely > enough or entries > _BUDGET:
-        return CountEstimate(plan.name, runs * max(surely, entries), 0.0, False)
-    pairs, nbytes, complete = 0.0, 0.0, True
-    for step in plan.products:
-        if step.kind != "mm":
-            continue
-        (first, middle), (start, last) = spans[step.left], spans[step.right]
-        spans[step.out] = (first, last)
-        if runs * pairs > enough or nbytes > ENOUGH_BYTES:
-            complete = False
-            continue
-        left, right = factors[first : middle + 1], factors[start : last + 1]
-        for stage in unused & {first, start}:
-            region = factors[stage]
-            assert isinstance(region, Region)
-            unused.discard(stage)
-            pairs += region.estimate
-            nbytes += _ENTRY * float(_row_counts([region]).sum())
-        if _is_counted(left, right):
-            rows = _row_counts(right)
-            pairs += float(_column_counts(left) @ rows)
-        if step.out not in once:
-            nbytes += _ENTRY * float(_row_counts([*left, *right]).sum())
-    return CountEstimate(plan.name, runs * pairs, nbytes, complete)
+    estimate = estimate_products([plan], factors, enough=enough / runs, uncomputed=once)
+    return replace(estimate, pairs=runs * estimate.pairs, work=runs * estimate.work)
+
+
+def estimate_products(
+    plans: Sequence[Schedule],
+    factors: Sequence[Pattern | Region],
+    *,
+    most: float = math.inf,
+    enough: float = math.inf,
+    uncomputed: Collection[int] = (),
+) -> CountEstimate:
+    """Estimate the pairs of entries and the bytes of the products of matrices of some schedules, each made once.
+
+    Parameters
+    ----------
+    plans : sequence of Schedule
+        The schedules; the first one gives the estimate its name.
+    factors : sequence of Pattern or Region
+        The transposed Jacobians of the stages, from the network's input to its output.
+    most : float
+        Pairs beyond which a matrix is taken for a full one, and is not made.
+    enough : float
+        Pairs beyond which no further product is estimated.
+    uncomputed : collection of int
+        The values whose patterns are not made.
+    """
+    name = plans[0].name if plans else ""
+    if all(step.kind == "mv" for plan in plans for step in plan.products):
+        return CountEstimate(name, 0.0, 0.0, True)
+    surely = sum(min(most, _least_pairs(factor)) for factor in factors)
+    entries = sum(map(_looked_at, factors))
+    if surely > enough or entries > _BUDGET:
+        return CountEstimate(name, max(surely, entries), 0.0, False, max(surely, entries))
+    alike = all(factor is factors[0] for factor in factors)
+    pairs, work, size, complete = 0.0, 0.0, 0.0, True
+    #: The stages whose indices exist, and the matrices, by the stages that they span; whether each is full.
+    made, full = set[int](), dict[tuple[int, int], bool]()
+    for plan in plans:
+        # The stages that each matrix spans, from 0.
+        spans = {plan.n - stage: (stage, stage) for stage in range(plan.n)}
+        for step in plan.products:
+            if step.kind != "mm":
+                continue
+            (first, middle), (start, last) = spans[step.left], spans[step.right]
+            if alike:
+                # The steps of a sequence share one pattern.
+                first, middle, start, last = 0, middle - first, middle - first + 1, middle - first + 1 + last - start
+            spans[step.out] = (first, last)
+            if (first, last) in full:
+                continue
+            if pairs > enough or size > ENOUGH_BYTES:
+                complete = False
+                continue
+            left, right = factors[first : middle + 1], factors[start : last + 1]
+            for stage in {first, start} - made:
+                made.add(stage)
+                factor = factors[stage]
+                if isinstance(factor, Region):
+                    full[stage, stage] = factor.estimate > most
+                    if not full[stage, stage]:
+                        pairs, work = pairs + factor.estimate, work + factor.estimate
+                    size += 0.0 if full[stage, stage] else _nbytes(_row_counts([factor]))
+                if not full.get((stage, stage)):
+                    size += sum(_nbytes(p.structure.row_counts()) for *_, p in _edges(factor)[0] if _is_stored(p))
+            full[first, last] = full.get((first, middle), False) or full.get((start, last), False)
+            if full[first, last]:
+                continue
+            if _is_counted(left, right):
+                rows = _row_counts(right)
+                met = float(_column_counts(left) @ rows)
+                full[first, last] = met > most
+                if not full[first, last]:
+                    # Words in place of pairs, where rows of the right factor are merged word by word.
+                    share = float(rows.mean()) / factors[last].shape[1]
+                    words = PACKED * share > 1 and step.out not in uncomputed
+                    pairs, work = pairs + met, work + (met / (64 * share) if words else met)
+            if step.out not in uncomputed and not full[first, last]:
+                size += _nbytes(_row_counts([*left, *right]))
+    return CountEstimate(name, pairs, size, complete, work)
+
+
+def _nbytes(row_counts: np.ndarray) -> float:
+    """Bytes of the indices of a matrix."""
+    return _ENTRY * (len(row_counts) + float(row_counts.sum()))
+
+
+def _is_stored(pattern: Pattern) -> bool:
+    """Whether a product reads the indices of a factor."""
+    return not isinstance(pattern.structure, (Csr, Diagonal, Full))
+
+
+def _looked_at(factor: Pattern | Region) -> float:
+    """The entries of a factor that estimates go through one by one."""
+    return sum(
+        pattern.nnz
+        for *_, pattern in _edges(factor)[0]
+        if isinstance(pattern.structure, Csr)
+        or (isinstance(pattern.structure, Convolution) and pattern.structure.mask_bits is not None)
+    )
 
 
 def _least_pairs(factor: Pattern | Region) -> float:

@@ -117,13 +117,14 @@ def layers_of(records: Sequence[Record]) -> list[StageLayers]:
     before = False
     counted: set[int] = set()
     stages = []
+    trained = records[0].trace.values_of(records[0].trace.module.parameters()) if records else frozenset()
     for record in records:
         stage = record.stage
         needs_gradient[stage.start] = before
         layers, executed, entrywise, other_weights, work = [], 0, [], 0, []
         for target, group in groupby(stage.edges, lambda edge: edge.target):
             edges = list(group)
-            weights = _weights_of(record, edges[0])
+            weights = _weights_of(record, edges[0], trained)
             operands = sum(needs_gradient.get(edge.source, False) for edge in edges)
             # A weight that several operators read, such as those of a recurrence's steps, is counted once.
             parameters = [tensor for tensor in weights.values() if id(tensor) not in counted]
@@ -185,12 +186,11 @@ def _executed(edges: Sequence[Edge]) -> int:
     )
 
 
-def _weights_of(record: Record, edge: Edge) -> dict[str, torch.Tensor]:
+def _weights_of(record: Record, edge: Edge, parameters: frozenset[int]) -> dict[str, torch.Tensor]:
     """The arguments of an operator that are parameters, or computed from parameters, by name."""
     trace, node = record.trace, record.node(edge.target)
     dependent = {operand.name for operand in node.operands}
     constants = {name: value for name, value in node.tensors if name not in dependent}
-    parameters = trace.values_of(trace.module.parameters())
     return {
         name: trace.tensor(value)
         for name, value in constants.items()

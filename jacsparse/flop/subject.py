@@ -13,7 +13,7 @@ from torch import nn
 
 from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from ..runtime import frozen, row_starts
-from ..stages import Chains, Edge, Record, Region, Stage, boundaries, check_shape, samples_of, traced
+from ..stages import SAMPLES, Chains, Edge, Record, Region, Stage, boundaries, check_shape, samples_of, traced
 from ..tracing import check_module, undisturbed
 from .layer_flop import LayerFlop, OperatorWork, layers_of
 
@@ -90,8 +90,8 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
 
     def observe(x: torch.Tensor) -> Observation:
         with undisturbed(module):
-            # Two copies of the sample: a batch of one would not show the batch axis, and be cut into other stages.
-            _, (_, records) = chains.of(x.repeat(2, *[1] * (x.ndim - 1)), by_autograd=False)
+            # As many copies as before: the chain is found again. Of one, it would be cut into other stages.
+            _, (_, records) = chains.of(x.repeat(SAMPLES, *[1] * (x.ndim - 1)), by_autograd=False)
             factors = [
                 record.stage.factor([observed_pattern(record, edge) for edge in record.stage.edges])
                 for record in records

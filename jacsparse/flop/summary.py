@@ -144,7 +144,9 @@ class FlopSummary:
     def sentences(self) -> Iterator[str]:
         """What the figures come to."""
         pruned = self.steps[1]
-        if self.zeros and pruned.step:
+        if self.zeros and self.zeros == self.weights:
+            yield "No weight is left: the output is the same for every input, and no weight has a gradient."
+        elif self.zeros and pruned.step:
             times = 1 / pruned.of_dense
             gain = f"Kernels that skip pruned weights have {ratio(times)} times fewer FLOP to do"
             if self.without_weights:
@@ -174,7 +176,7 @@ class FlopSummary:
 
 
 def _named(layers: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(f"{name} {percent(share)}" for name, share in layers)
+    return ", ".join(f"{name} ({percent(share)})" for name, share in layers)
 
 
 def _steps(steps: Sequence[TrainingStep]) -> Any:
@@ -203,7 +205,7 @@ def summary_of(report: FlopReport) -> FlopSummary:
     by_share = sorted(weighted, key=lambda pair: pair[1])
     last = steps[-1]
     shares = [(layer["layer"], layer[f"{last.structure}_step"] / max(1.0, last.step)) for layer in layers]
-    largest = sorted(shares, key=lambda pair: -pair[1])[:_EXAMPLES]
+    largest = sorted((pair for pair in shares if pair[1]), key=lambda pair: -pair[1])[:_EXAMPLES]
     parameters, nonzero = (sum(layer[name] for layer in layers) for name in ("parameters", "nonzero"))
     return FlopSummary(
         report.name,

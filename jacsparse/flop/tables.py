@@ -39,12 +39,12 @@ _WORDS = {
 #: Of the first page.
 _LAYER_WORDS = {
     "FLOP": "a multiplication or an addition; a multiply-add is 2",
-    "step": "forward, inputs' gradients and weights' gradients, with the zeros that the title leaves out",
-    "of dense": "as a share of what PyTorch executes, with padding and all zeros",
+    "step": "forward and both gradients, without the title's zeros",
+    "of dense": "share of what PyTorch executes, with padding and all zeros",
     "zero": "share of zeros among the weights that a layer multiplies by",
-    "inputs' gradients": "of what passes from layer to layer; no step needs that of the network's input",
-    "Jacobian": "of a layer's output by its input: entries not zero on any input, and MiB as CSR in float32",
-    OTHERS: "one FLOP for each element read and written, as ReLU, pooling, normalisation",
+    "inputs' gradients": "of what passes between layers, not of the network's input",
+    "Jacobian": "of output by input: entries not always zero; MiB as CSR",
+    OTHERS: "a FLOP for each element read or written: ReLU, pooling",
 }
 #: Of the choice of a schedule.
 _CHOICE_WORDS = {
@@ -168,6 +168,12 @@ def _remarks(report: FlopReport) -> Iterator[str]:
             f"The thesis' Figure 5.5 counts gradient operators by their Jacobians' entries: {unpruned:,.0f} in the "
             f"unpruned network, of which the critical path is {ratio(report.critical_path / unpruned)}, and "
             f"{pruned:,.0f} in this one, of which it is {ratio(report.critical_path / pruned)}."
+        )
+    activations = {each.structure: each.activations for each in report.backpropagation}
+    if activations.get("pruned", 0.0) > activations.get("dense", math.inf):
+        yield (
+            "Gradients of activations take more FLOP pruned than dense: the pruned count has 2 for each entry of "
+            "a Jacobian of pooling or ReLU, and the dense one 1 for each element that they read or write."
         )
     denser = [step for step in report.steps if step.live and step.loses_sparsity]
     if denser:

@@ -7,12 +7,12 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..interconnect import Interconnect
 from ..patterns import Pattern
-from ..schedule import EXCHANGES, check_exchange, exchanges
+from ..schedule import EXCHANGES, Schedule, check_exchange, chunked, exchanges
 from .timetable import Job, Outcome, Timetable, run
 from .training_method import TrainingMethod, exchange, forward_through, sum_shared_gradients
 from .workload import Workload
@@ -48,6 +48,14 @@ class AcrossRanks(TrainingMethod):
 
     def timetable(self, workload: Workload, workers: int) -> Timetable:
         return self._timetable(workload, workers, "linear" if self.exchange == "auto" else self.exchange)
+
+    def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
+        # Each rank multiplies the matrices of its block, about as many as others.
+        alone = workers < 3 or self.exchange == "linear"
+        return () if alone else [chunked(len(workload), -(-len(workload) // workers))]
+
+    def without_products(self) -> TrainingMethod:
+        return replace(self, exchange="linear")
 
     def plan(self, workload: Workload, interconnect: Interconnect, workers: int) -> tuple[Outcome, str]:
         # The first and the last rank multiply vectors alone.

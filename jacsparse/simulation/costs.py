@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -111,11 +112,15 @@ def _samples(x: torch.Tensor) -> torch.Tensor:
 
 def shortest_time(function: Callable[[], object], seconds: float) -> float:
     """The shortest time of a call, which other users of the machine change least; of one call for no seconds."""
-    from torch.utils.benchmark import Timer
-
-    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-    measurement = timer.blocked_autorange(min_run_time=seconds) if seconds else timer.timeit(1)
-    return float(min(measurement.times))
+    if seconds:
+        # The first call makes plans, and touches memory.
+        function()
+    times, end = list[float](), perf_counter() + seconds
+    while not times or perf_counter() < end:
+        begin = perf_counter()
+        function()
+        times.append(perf_counter() - begin)
+    return min(times)
 
 
 def _workload(stages: Sequence[StageCost], x: torch.Tensor, product_rate: float, vector_rate: float) -> Workload:

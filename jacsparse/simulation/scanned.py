@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..interconnect import Interconnect
@@ -24,8 +25,15 @@ class ScannedBackward(TrainingMethod):
     """
 
     @abstractmethod
+    def candidates(self, workload: Workload, workers: int) -> Sequence[Schedule]:
+        """The schedules that are tried."""
+
     def schedules(self, workload: Workload, workers: int) -> list[Schedule]:
         """The schedules of which the fastest is taken."""
+        return [*self.candidates(workload, workers)]
+
+    def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
+        return self.candidates(workload, workers)
 
     def timetable(self, workload: Workload, workers: int) -> Timetable:
         return scanned(workload, self.schedules(workload, workers)[0], workers)
@@ -60,20 +68,33 @@ class Bppsa(ScannedBackward):
                 "blelloch:LEVELS, chunked:LENGTH, auto, or a Schedule"
             )
 
-    def schedules(self, workload: Workload, workers: int) -> list[Schedule]:
+    def candidates(self, workload: Workload, workers: int) -> Sequence[Schedule]:
         n = len(workload)
         if self.schedule != "auto":
             return [resolve(self.schedule, n)]
-        candidates = [linear(n)]
-        if workers > 1:
-            candidates.append(chunked(n, -(-n // workers)))
-        for levels in range(1, max(1, n).bit_length()):
-            candidates.append(blelloch(n, levels))
-            if workload.scan(candidates[-1]).bounded:
+        blocks = [chunked(n, -(-n // workers))] if workers > 1 else []
+        return [linear(n), *blocks, *(blelloch(n, levels) for levels in range(1, max(1, n).bit_length()))]
+
+    def schedules(self, workload: Workload, workers: int) -> list[Schedule]:
+        if self.schedule != "auto":
+            return super().schedules(workload, workers)
+        schedules, shallower = [], True
+        for schedule in self.candidates(workload, workers):
+            # More levels have more multiply-adds.
+            of_levels = schedule.name.startswith("blelloch")
+            if of_levels and not shallower:
                 break
-        return [schedule for schedule in candidates if not workload.scan(schedule).bounded]
+            bounded = workload.scan(schedule).bounded > 0
+            shallower = not (of_levels and bounded)
+            schedules += [] if bounded else [schedule]
+        return schedules
+
+    def without_products(self) -> TrainingMethod:
+        return Bppsa("linear")
 
     def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
+        if self.schedule == "linear":
+            return []
         n, p = len(workload), min(workers, len(workload))
         schedule = blelloch(n) if self.schedule == "auto" else resolve(self.schedule, n)
         steps = n / p + math.log2(p) if workers <= n else math.log2(n)
@@ -98,8 +119,11 @@ class ReducedBackward(ScannedBackward):
 
     name = "cyclic_reduction"
 
-    def schedules(self, workload: Workload, workers: int) -> list[Schedule]:
+    def candidates(self, workload: Workload, workers: int) -> Sequence[Schedule]:
         return [cyclic_reduction(len(workload))]
+
+    def without_products(self) -> None:
+        return None
 
     def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
         n = len(workload)

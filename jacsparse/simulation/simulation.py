@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from .._version import __version__
+from ..flop import CountEstimate
 from ..interconnect import Interconnect
 from ..runtime import replacing
-from ..schedule import blelloch
+from ..schedule import blelloch, linear
 from ..terminal import text
 from .costs import counted_workload, measured_workload
 from .registry import TRAINING_METHODS
@@ -144,6 +145,8 @@ class Simulation:
         Where the stages' times come from, in words.
     name : str
         What was simulated: the module's class, or the model as named on the command line.
+    note : str
+        What was left out, in words.
     settings : dict
         What else the figures depend on, such as the seed of the command line; part of `to_dict`.
     """
@@ -163,6 +166,7 @@ class Simulation:
     bandwidth: float
     costs: str
     name: str = ""
+    note: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -242,10 +246,10 @@ class Simulation:
             gain = self.methods["bp"][0].seconds / best.seconds
             sentences.append(
                 f"Exact gradients are at most {gain:.3g} times faster, by {best.method} on {best.workers:,} workers."
-                if best.method != "bp" and gain * _SURELY > 1
+                if best.method != "bp" and gain >= 1.005
                 else "No way to exact gradients is faster than back-propagation on one worker."
             )
-        if "bppsa" in self.methods:
+        if "bppsa" in self.methods and not self.note:
             scans = [row for row in self.methods["bppsa"] if row.choice != "linear"]
             sentences.append(
                 f"The scan's products are of use in bppsa from {scans[0].workers:,} workers on, by {scans[0].choice}."
@@ -304,6 +308,7 @@ def simulate(
     rate: float | None = None,
     seconds: float = 0.05,
     progress: Callable[[str], None] = lambda _: None,
+    accept: Callable[[CountEstimate], bool] = lambda _: True,
 ) -> Simulation:
     """Predict time, memory and messages of an iteration of training, by each method and number of workers.
 
@@ -328,6 +333,9 @@ def simulate(
         For how long each pass of each stage is measured.
     progress : callable
         Called with what is measured or simulated next.
+    accept : callable
+        Called with an estimate of what it takes to find the patterns of products of Jacobians. Where it returns False,
+        these are left out: of ``bppsa`` and ``ranks`` all but ``linear`` schedules, and ``cyclic_reduction``.
 
     Returns
     -------
@@ -358,7 +366,8 @@ def simulate(
             raise ValueError(f"rate is {rate}; expected FLOP per second above 0, as in 1e12")
         workload = counted_workload(module, x, rate)
         costs = f"counted, {rate:.3g} FLOP/s"
-    return plan(workload, interconnect, numbers, chosen, costs=costs, name=type(module).__name__, progress=progress)
+    names = {"costs": costs, "name": type(module).__name__}
+    return plan(workload, interconnect, numbers, chosen, **names, progress=progress, accept=accept)
 
 
 def plan(
@@ -370,11 +379,22 @@ def plan(
     costs: str = "given",
     name: str = "",
     progress: Callable[[str], None] = lambda _: None,
+    accept: Callable[[CountEstimate], bool] = lambda _: True,
 ) -> Simulation:
     """The simulation of a workload, as `simulate` does it for a module."""
     rows, usable, obstacles, predictions = [], dict[str, int](), dict[str, str](), list[Prediction]()
-    numbers = _workers(workers)
-    for method in _methods(methods):
+    numbers, chosen, n = _workers(workers), _methods(methods), len(workload)
+    scans = [
+        schedule
+        for method in chosen
+        if method.obstacle(workload) is None
+        for number in numbers
+        for schedule in method.scans(workload, min(number, method.most(workload)))
+    ]
+    multiplies = accept(workload.estimate([blelloch(n), *dict.fromkeys(scans)]))
+    if not multiplies:
+        chosen = [method for method in (method.without_products() for method in chosen) if method is not None]
+    for method in chosen:
         obstacle = method.obstacle(workload)
         if obstacle is not None:
             obstacles[method.name] = obstacle
@@ -389,13 +409,13 @@ def plan(
             figures = (outcome.steps, step, outcome.seconds, outcome.memory, outcome.sent)
             rows.append(WorkerFigures(method.name, number, *figures, method.exact, choice))
         predictions += method.predictions(workload, min(number, most), outcome)
-    scan = workload.scan(blelloch(len(workload)))
+    scan = workload.scan(blelloch(n) if multiplies else linear(n))
     return Simulation(
         tuple(rows),
         usable,
         obstacles,
         tuple(predictions),
-        _break_even(workload),
+        _break_even(workload) if multiplies else None,
         workload.largest_factor,
         scan.largest,
         scan.bounded > 0,

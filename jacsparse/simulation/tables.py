@@ -15,26 +15,28 @@ if TYPE_CHECKING:
 
 #: The meaning of words and columns.
 WORDS = {
-    "stage": "what lies between two points that all data pass; each job of one runs on one worker",
-    "steps": "passes of stages and products on the critical path; of pipelines, in the long run",
+    "stage": "what lies between two points that all data pass",
+    "steps": "passes of stages, and products, that wait for each other",
     "per step": "total / steps, with the messages that steps wait for",
-    "total": "an iteration over one mini-batch, with messages but without the optimiser",
-    "memory": "the most bytes that one worker holds, of weights, activations, Jacobians, messages",
+    "total": "an iteration over a mini-batch, without the optimiser",
+    "memory": "the most bytes that one worker holds",
     "sent": "bytes of all messages of an iteration",
     "bp": "back-propagation on one worker",
-    "bppsa": "parallel scan of gradients, by the fastest schedule; linear multiplies no matrices",
+    "bppsa": "parallel scan of gradients; linear multiplies no matrices",
     "cyclic_reduction": "a scan of half as many levels and more work",
-    "ranks": "consecutive stages on processes; gradients go from rank to rank, or by a scan",
-    "gpipe": "micro-batches forward, then back, each block of stages running forward twice",
-    "1f1b": "PipeDream: mini-batches one after the other, never waiting; gradients are late",
-    "ddg": "delayed gradients: blocks go back with the gradient of an earlier mini-batch",
-    "leapfrog": "each worker computes the gradients of every k-th layer's weights",
+    "ranks": "processes with consecutive stages, in turn or by a scan",
+    "gpipe": "micro-batches forward, then back; stages run forward twice",
+    "1f1b": "PipeDream: mini-batches in a pipeline; gradients are late",
+    "ddg": "delayed gradients: those of an earlier mini-batch",
+    "leapfrog": "a worker computes the weights' gradients of every k-th layer",
 }
 
 
 def tables(simulation: Simulation) -> Iterator[Any]:
     """Everything that a simulation shows, in order."""
     yield simulation.verdict
+    if simulation.note:
+        yield simulation.note
     if simulation.rows:
         yield _methods(simulation)
         yield _idle(simulation)
@@ -103,7 +105,7 @@ def _predictions(simulation: Simulation) -> Any:
     table = new_table("The papers' formulas without constants, and what is simulated, on the most workers")
     for column in ("", "formula", ""):
         table.add_column(column, no_wrap=True)
-    for column in ("p", "paper", "simulated"):
+    for column in ("workers", "paper", "simulated"):
         table.add_column(column, justify="right", no_wrap=True)
     for each in simulation.predictions:
         show = short_time if each.quantity == "seconds" else _short
@@ -131,9 +133,9 @@ def _conclusions(simulation: Simulation) -> Iterator[str]:
     if each is not None:
         yield (
             f"The poster's break-even, C_BPPSA / C_Base < n / log2 n, {'holds' if each.holds else 'fails'} at n = "
-            f"{each.n:,}: the left side, a scan's step by a stage's gradient, is {short_time(each.scan_step)} / "
-            f"{short_time(each.base_step)} = {each.scan_step / each.base_step:.3g}. It holds from n = {each.starts:,} "
-            "stages on."
+            f"{each.n:,} stages: the left side, a scan's step by a stage's gradient, is {short_time(each.scan_step)} / "
+            f"{short_time(each.base_step)} = {each.scan_step / each.base_step:.3g}. It holds from n = "
+            f"{each.starts:,} on."
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..interconnect import Interconnect
+from ..schedule import Schedule
 from .timetable import Job, Outcome, Timetable, run
 from .workload import Workload
 
@@ -63,6 +64,14 @@ class TrainingMethod(ABC):
     def most(self, workload: Workload) -> int:
         """The workers that it can use; all others are idle."""
         return len(workload)
+
+    def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
+        """The schedules whose products of matrices it may need; none where it needs no such product."""
+        return ()
+
+    def without_products(self) -> TrainingMethod | None:
+        """The method without products of matrices; None where nothing is left of it."""
+        return self
 
     def plan(self, workload: Workload, interconnect: Interconnect, workers: int) -> tuple[Outcome, str]:
         """What an iteration takes, and what the method has chosen for that, such as a schedule."""

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ..flop import CountEstimate, estimate_products
 from ..patterns import Full, Pattern
 from ..schedule import Schedule
 from ..spgemm import multiply_adds, product_pattern
@@ -167,6 +168,11 @@ class Workload:
     def largest_factor(self) -> int:
         """Entries of the largest Jacobian of a stage that a schedule may multiply by: all but the first."""
         return max((stage.factor.nnz for stage in self.stages[1:]), default=0)
+
+    def estimate(self, schedules: Sequence[Schedule]) -> CountEstimate:
+        """What it takes to find the patterns of the products of some schedules."""
+        factors = [stage.factor for stage in self.stages]
+        return estimate_products(schedules, factors, most=MOST)
 
     def scan(self, schedule: Schedule) -> ScanCost:
         """What a schedule's live steps cost."""

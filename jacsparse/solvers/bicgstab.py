@@ -122,7 +122,8 @@ def _solved(
             raise _SettledError
 
     operator = scipy.sparse.linalg.LinearOperator((len(b), len(b)), apply, dtype=b.dtype)
-    with contextlib.suppress(_SettledError):
+    # Where it breaks down, SciPy divides by zero, and the iterates are not finite.
+    with contextlib.suppress(_SettledError), np.errstate(divide="ignore", invalid="ignore"):
         # The tolerance is one of each block row, which SciPy's, of the whole, is not.
         scipy.sparse.linalg.bicgstab(operator, b, x0=start, rtol=0.0, atol=0.0, maxiter=limit, callback=note)
     return Iterated({node: part * scale for node, part in parts(latest[0]).items()}, history, tolerance)

@@ -8,12 +8,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from operator import index
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
 from .._version import __version__
+from ..flop import CountEstimate, estimate_products
+from ..patterns import Diagonal, Pattern
 from ..runtime import replacing
 from ..stages import check_input, traced
 from ..terminal import text
@@ -28,11 +31,11 @@ from .solver import TriangularSolver
 from .systems import BlockTriangular
 
 #: Multiply-adds from which on a solver is counted but not run.
-MOST = 10**11
+MOST = 10**10
 #: Workers over which `SolverComparison.fewest` goes.
 _WORKERS = tuple(2**power for power in range(21))
-#: Seconds for which each solver is timed.
-SECONDS = 0.3
+#: Seconds for which each solver is timed; and from which on its one solution is its time.
+SECONDS, _ONCE = 0.3, 2.0
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,7 @@ class SolverComparison:
         if not self.fewest:
             return "No solver settled."
         (_, first), *others = self.fewest
+        first += ", which is back-propagation" if first == "substitution" else ""
         parts = [first, *(f"from {workers:,} workers on {label}" for workers, label in others)]
         end = "" if others else f", for any number of workers up to {_WORKERS[-1]:,}"
         return f"Fewest multiply-adds until done: {', '.join(parts)}{end}."
@@ -199,6 +203,7 @@ def compare(
     methods: Sequence[TriangularSolver | str] | None = None,
     seconds: float = SECONDS,
     progress: Callable[[str], None] | None = None,
+    accept: Callable[[str, CountEstimate], bool] = lambda *_: True,
 ) -> SolverComparison:
     """Solve a module's back-propagation by each solver, and count and time it.
 
@@ -221,6 +226,9 @@ def compare(
         For how long each solver is timed.
     progress : callable, optional
         Called with the name of each solver before it runs.
+    accept : callable
+        Called with the name of each solver that multiplies matrices along a chain, and an estimate of what it takes to
+        find their patterns. Where it returns False, the solver is left out.
 
     Raises
     ------
@@ -246,7 +254,7 @@ def compare(
         name = SolverFigures(method.name, _options(method)).label
         if progress is not None:
             progress(name)
-        row, work = _figures(method, system, numbers, seconds)
+        row, work = _figures(method, system, numbers, seconds, accept)
         rows.append(row)
         if work is not None and row.solved:
             works[name] = work
@@ -333,12 +341,22 @@ def _median(solve: Callable[[], object], seconds: float) -> float:
 
 
 def _figures(
-    method: TriangularSolver, system: BlockTriangular, workers: Sequence[int], seconds: float
+    method: TriangularSolver,
+    system: BlockTriangular,
+    workers: Sequence[int],
+    seconds: float,
+    accept: Callable[[str, CountEstimate], bool],
 ) -> tuple[SolverFigures, Work | None]:
     """A solver's figures, and the work that they count."""
     figures, obstacle = SolverFigures(method.name, _options(method)), method.obstacle(system)
     if obstacle:
         return replace(figures, remark=obstacle), None
+    schedules = method.schedules(system)
+    if schedules:
+        estimate = estimate_products(schedules, _chain_patterns(system))
+        if not accept(method.name, estimate):
+            return replace(figures, remark=f"left out, as to count its products takes {estimate}"), None
+    begin = perf_counter()
     solution = method.solve(system.on_meta() if method.direct else system)
     work, iterations = solution.work, None if method.direct else solution.iterations
     figures = replace(
@@ -352,10 +370,21 @@ def _figures(
     )
     too_much = work.multiply_adds > MOST
     if method.direct and not too_much:
+        begin = perf_counter()
         solution = method.solve(system)
+    took = perf_counter() - begin
     if not solution.converged:
         remark = "its solution is not finite" if method.direct else f"did not settle in {iterations} iterations"
         return replace(figures, multiply_adds_until_done=None, remark=remark), work
     if too_much:
         return replace(figures, remark=f"not timed: more than {MOST:.0e} multiply-adds"), work
-    return replace(figures, seconds=_median(lambda: method.solve(system), seconds)), work
+    if method.direct or took < _ONCE:
+        # The first solution of a direct one has made plans.
+        took = _median(lambda: method.solve(system), seconds if took < _ONCE else 0.0)
+    return replace(figures, seconds=took), work
+
+
+def _chain_patterns(system: BlockTriangular) -> list[Pattern]:
+    """The patterns of a chain's blocks, after one for its last node, which no solver multiplies by."""
+    blocks = system.off_diagonal.blocks
+    return [Pattern.of(Diagonal(system.sizes[0])), *(blocks[place].pattern for place in sorted(blocks))]

@@ -13,17 +13,24 @@ if TYPE_CHECKING:
 
 #: The meaning of words and columns.
 WORDS = {
-    "layers": "block rows of the system: an operator with weights and the elementwise ones behind it, which flop and "
-    "simulate count as stages of their own",
-    "steps": "levels of products that wait for each other; of iterative solvers, products with the system's matrix (η)",
-    "work": "multiply-adds of all products and scalings",
-    "stored": "the most entries of blocks that are stored at once, beside those of the system",
-    "iter.": "iterations: one step each in jacobi, whose last step only checks, two in bicgstab, more in hybrid",
-    "residual": "largest change of a block row in one more sweep, as a fraction of its largest element",
-    "here": "measured time of a solution, without making the system and plans",
-    "workers": "they share the elements of each result evenly; in simulate, each product runs on one worker. "
-    "Multiply-adds are not seconds: products of matrices run at another rate than products with vectors",
+    "layers": "stages of flop and simulate, elementwise ones with the former",
+    "steps": "products that wait for each other; η of iterative solvers",
+    "work": "multiply-adds of all products; they are not seconds",
+    "stored": "the most entries of blocks at once, beside the system's",
+    "iter.": "iterations: one step each in jacobi, two in bicgstab",
+    "residual": "largest change of a block row in one more sweep, relative",
+    "here": "measured time of a solution, without making plans",
+    "workers": "they share each result's elements; in simulate, whole products",
+    "substitution": "back-propagation, one layer after the other",
+    "scan": "products of matrices by the levels of a tree (BPPSA)",
+    "cyclic_reduction": "each layer takes in twice as many at each level",
+    "jacobi": "all layers at once, from a guess, until nothing changes",
+    "richardson": "jacobi with a share of each change",
+    "bicgstab": "a Krylov method of general linear systems",
+    "hybrid": "substitution within groups of layers, jacobi between them",
 }
+#: Those of the words that name solvers.
+SOLVER_NAMES = ("substitution", "scan", "cyclic_reduction", "jacobi", "richardson", "bicgstab", "hybrid")
 #: Of the table of estimates.
 _ESTIMATE_WORDS = {
     "paper": "the equation, with γ = 1 and, in 46 and 47, η = steps; of time, on l workers",
@@ -38,7 +45,11 @@ def tables(comparison: SolverComparison) -> Iterator[Any]:
     yield _solvers(comparison)
     yield from (f"{row.label}: {row.remark}" for row in comparison.rows if row.remark)
     yield ""
-    words = WORDS
+    used = {row.method for row in comparison.rows if row.steps is not None}
+    hidden = {*SOLVER_NAMES} - used
+    if all(row.iterations is None for row in comparison.rows):
+        hidden |= {"iter.", "residual"}
+    words = {word: meaning for word, meaning in WORDS.items() if word not in hidden}
     if any(row.solved for row in comparison.rows):
         yield _workers(comparison)
     if comparison.estimates:
@@ -51,8 +62,9 @@ def _solvers(comparison: SolverComparison) -> Any:
     """A table with a line for each solver."""
     threads = f"{comparison.threads} thread{'s' if comparison.threads > 1 else ''}"
     where = threads if comparison.device == "cpu" else comparison.device
+    count = f"{comparison.layers} layer{'s' if comparison.layers > 1 else ''}"
     table = new_table(
-        f"{comparison.name}: {comparison.layers} layers of up to {comparison.units:,} units, "
+        f"{comparison.name}: {count} of up to {comparison.units:,} units, "
         f"batch {comparison.samples}, {comparison.dtype}, {where}"
     )
     table.add_column("", overflow="fold")

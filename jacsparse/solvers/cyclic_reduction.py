@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..schedule import Schedule, cyclic_reduction
 from .blocks import BlockMatrix, Vector, Work, add, identity_like
 from .solver import TriangularSolver
 from .substitution import Substitution
@@ -58,6 +60,10 @@ class CyclicReduction(TriangularSolver):
         if self.nested and system.groups is None:
             return "nested reduction needs a system with groups, as that of a recurrent network"
         return None
+
+    def schedules(self, system: BlockTriangular) -> Sequence[Schedule]:
+        whole = system.is_bidiagonal and self.depth is None and len(system.levels[0]) == 1
+        return [cyclic_reduction(len(system.right))] if whole else ()
 
     def run(self, system: BlockTriangular, work: Work) -> Vector:
         inner, outer = system.within_groups() if self.nested else (BlockMatrix({}), system.off_diagonal)

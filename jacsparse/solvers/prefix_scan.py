@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,6 +58,10 @@ class PrefixScan(TriangularSolver):
         if isinstance(self.schedule, Schedule) and lengths != [self.schedule.n]:
             return f"its schedule is for {self.schedule.n} stages, and the system has chains of {lengths} block rows"
         return None
+
+    def schedules(self, system: BlockTriangular) -> Sequence[Schedule]:
+        (chain, *others) = _chains(system)
+        return () if others else [resolve(self.schedule, len(chain))]
 
     def run(self, system: BlockTriangular, work: Work) -> Vector:
         values, works = Vector(), list[Work]()

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from ..runtime import a_type
+from ..schedule import Schedule
 from .blocks import Vector, Work, add
 from .systems import BlockTriangular
 
@@ -75,6 +76,10 @@ class TriangularSolver(ABC):
     def obstacle(self, system: BlockTriangular) -> str | None:
         """Why this solver cannot solve a system; None where it can."""
         return None
+
+    def schedules(self, system: BlockTriangular) -> Sequence[Schedule]:
+        """The schedules of the products of matrices that it makes, where that is known before."""
+        return ()
 
     def check(self, system: BlockTriangular) -> None:
         """Raise ValueError where the solver, with its options, does not apply to a system."""

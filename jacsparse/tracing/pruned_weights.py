@@ -37,10 +37,9 @@ class PrunedWeight:
         if mask is not None and self.masked:
             self.mask = (mask != 0).detach()
         omitted = ~_in_memory_order(self.mask, like=weight)
-        places = omitted.nonzero().reshape(-1)
         # A few elements are read one by one, many of them in one pass over all.
-        self._few = 16 * len(places) < len(omitted) or len(omitted) < SMALL
-        self._omitted = places if self._few else omitted
+        self._few = 16 * int(omitted.count_nonzero()) < len(omitted) or len(omitted) < SMALL
+        self._omitted = omitted.nonzero().reshape(-1) if self._few else omitted
 
     def holds(self, weight: torch.Tensor) -> bool:
         """Whether all omitted elements are zero in this weight; truth values are to be the same."""

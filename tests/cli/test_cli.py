@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import subprocess
 import sys
 from collections import OrderedDict
 from dataclasses import replace
@@ -637,3 +638,118 @@ def test_two_checkpoints_side_by_side(jac, tmp_path: Path) -> None:
     assert "with 90.0% of the weights zero in place of 50.0%" in out and " 3 50.0% 90.0% 2.16 k 432 20.0%" in out
     status, _, err = jac(*words, "--prune", 0.5)
     assert status == 2 and "--prune is of no use with --compare" in err
+
+
+def test_what_takes_long_in_simulate_and_compare(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("simulate", "lenet5", "--batch", 2, "--rate", "1e12", "--workers", "1..4")
+    assert "cyclic_reduction 1 " in jac(*words)[1]
+    monkeypatch.setattr("jacsparse.flop.estimate.PAIRS", 1e3)
+    status, out, err = jac(*words)
+    assert status == 0, err
+    assert "Products of Jacobians: left out, as to count them takes about" in out and "--method bppsa." in out
+    assert "cyclic_reduction" not in out and "Fill-in" not in out and "never pay" not in out
+    assert "bppsa runs linear" in out
+    status, out, err = jac(*words, "--method", "cyclic_reduction")
+    assert "the products of cyclic_reduction take about" in err and "cyclic_reduction 1 " in out
+    words = ("compare", "lenet5", "--method", "substitution")
+    assert "left out" not in jac(*words)[1]
+    monkeypatch.setattr("jacsparse.flop.estimate.PAIRS", 1.0)
+    status, out, err = jac("compare", "tests.cli.test_cli:wide_chain", "--input", 40)
+    assert status == 0, err
+    assert "scan: left out, as to count its products takes about" in out
+    assert "ask for it with --method cyclic_reduction" in out
+    status, out, err = jac("compare", "tests.cli.test_cli:wide_chain", "--input", 40, "--method", "scan")
+    assert "the products of scan take about" in err and "left out" not in out
+
+
+def wide_chain() -> nn.Module:
+    """Pruned layers, the products of which look at many pairs."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[part for _ in range(6) for part in (nn.Linear(40, 40), nn.Tanh())])
+    prune_weights(net, 0.7)
+    return net
+
+
+def nothing_left() -> nn.Module:
+    """A network of which masks leave no weight."""
+    module = custom_model()
+    for layer in (module[0], module[3]):
+        prune.custom_from_mask(layer, "weight", torch.zeros_like(layer.weight))
+    return module
+
+
+def without_weights() -> nn.Module:
+    return nn.Sequential(nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+
+
+def test_networks_without_weights(jac, tmp_path: Path) -> None:
+    torch.save(nothing_left().state_dict(), tmp_path / "nothing.pt")
+    model = ("tests.cli.test_cli:custom_model", "--input", "3,8,8", "--checkpoint", tmp_path / "nothing.pt")
+    status, out, err = jac("flop", *model)
+    assert status == 0 and "100% of 828 weights are zero" in out, err
+    assert "No weight is left: the output is the same for every input, and no weight has a gradient." in out
+    assert "Warning: No weight is left in 0, 3." in out and "fewer FLOP" not in out
+    status, out, err = jac("simulate", *model, "--workers", "1,2", "--rate", "1e9")
+    assert status == 0 and "3 stages" in out, err
+    status, out, err = jac("compare", *model)
+    assert status == 0 and "2 layers" in out and "Warning" not in err, err
+    model = ("tests.cli.test_cli:without_weights", "--input", "3,8,8")
+    status, out, err = jac("flop", *model)
+    assert status == 0 and "nothing in it multiplies by weights, so there is nothing to prune." in out, err
+    for command in ("simulate", "compare"):
+        status, out, err = jac(command, *model, *(["--rate", "1e9"] if command == "simulate" else []))
+        assert status == 0 and ("2 stages" in out or "1 layer of" in out), err
+    status, _, err = jac("flop", *model, "--prune", 0.5)
+    assert status == 2 and "no convolution and no linear layer, so there is nothing to prune" in err
+
+
+@pytest.mark.parametrize(
+    "words", [("flop", "lenet5", "--schedule", "linear"), ("spy", "lenet5", "--layer", "features.0")]
+)
+def test_a_pipe_that_is_closed_early(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "jacsparse", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+def test_what_prune_leaves_as_it_was_is_told(jac) -> None:
+    status, out, err = jac("flop", "bitstream", "--input", "1,6", "--prune", 0.9, "--schedule", "linear")
+    assert status == 0 and "none of 420 weights is zero" in out
+    assert "--prune 0.9 prunes convolution and linear layers, and bitstream.rnn has none: no weight of it" in err
+    assert "prunes" not in jac("flop", "lenet5", "--prune", 0.9, "--schedule", "linear")[2]
+
+
+def test_pooling_that_costs_more_pruned_than_dense_is_explained(jac) -> None:
+    words = ("flop", "tests.cli.test_cli:without_weights", "--input", "3,8,8", "--schedule", "linear", "--steps")
+    assert "take more FLOP pruned than dense: the pruned count has 2 for each entry of a Jacobian" in jac(*words)[1]
+    assert "pruned than dense" not in jac("flop", "lenet5", "--schedule", "linear", "--prune", 0.5, "--steps")[1]
+
+
+def test_training_on_samples_of_ones_own(jac, tmp_path: Path) -> None:
+    file, out = tmp_path / "own.safetensors", tmp_path / "model.safetensors"
+    tensors = {"inputs": torch.randn(40, 3, 32, 32), "labels": torch.randint(0, 4, (40,))}
+    safetensors.torch.save_file(tensors, file)
+    status, shown, err = jac("train", "lenet5", "--data", file, "--epochs", 1, "--out", out)
+    assert status == 0 and "of the test samples right" in shown, err
+    assert safetensors.torch.load_file(out)["classifier.4.weight"].shape == (4, 84)
+    inputs, labels, own = tensors["inputs"], tensors["labels"], tmp_path / "own.pt"
+    for bad, message in (
+        ({"inputs": inputs}, "holds no tensors inputs and labels"),
+        (inputs, "holds no tensors inputs and labels"),
+        ({"inputs": inputs.long(), "labels": labels}, "inputs are torch.int64 of shape (40, 3, 32, 32)"),
+        ({"inputs": inputs, "labels": labels[:9]}, "labels are torch.int64 of shape (9,); expected integers, one for"),
+        ({"inputs": inputs * torch.nan, "labels": labels}, "inputs hold NaN or infinity"),
+        ({"inputs": inputs, "labels": labels - 9}, "the least label is -"),
+        ({"inputs": inputs[:4], "labels": labels[:4]}, "holds 4 inputs; expected 5 at least"),
+        ({"inputs": inputs[:, :, 0], "labels": labels}, "lenet5 is trained on images, and own.pt are sequences"),
+    ):
+        torch.save(bad, own)
+        status, shown, err = jac("train", "lenet5", "--data", own, "--out", tmp_path / "x.safetensors")
+        assert status == 2 and message in err and not shown and len(err.strip().splitlines()) == 1
+    own.write_text("damaged", encoding="utf-8")
+    for name in (own, tmp_path / "nowhere.pt"):
+        status, _, err = jac("train", "lenet5", "--data", name, "--out", tmp_path / "x.safetensors")
+        assert status == 2 and str(name) in err

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,8 +22,9 @@ from rich.console import Console
 from torch import nn
 from torch.nn.utils import prune
 
-from jacsparse import count_flop
+from jacsparse import FlopReport, count_flop
 from jacsparse.__main__ import main
+from jacsparse.flop import Page
 from jacsparse.solvers import SolverComparison
 from jacsparse.terminal import percent, ratio, short
 from tests import example_models
@@ -130,6 +134,58 @@ CASES = {
 }
 
 
+#: Columns of the table of layers after the name, by the names in JSON.
+_OF_WEIGHTS = ("weights", "sparsity")
+_OF_STEP = ("step", "of dense", "forward", "input_gradient", "weight_gradient")
+_DENSE = ("dense_step", "dense_forward", "dense_input_gradient", "dense_weight_gradient")
+
+
+def numbers_in(line: str) -> list[float]:
+    """The figures of a table's line; shares of one where they are in percent."""
+    scales = {"": 1.0, "%": 0.01, " k": 1e3, " M": 1e6, " G": 1e9, " T": 1e12}
+    return [
+        float(number.replace(",", "")) * scales[unit] for number, unit in re.findall(r"(\d[\d,.]*)(%| [kMGT]\b|)", line)
+    ]
+
+
+def check_cells(report: FlopReport, figures: dict[str, Any]) -> None:
+    """Compare each figure of the tables of layers and of steps with JSON's."""
+    console = Console(file=io.StringIO(), width=500, markup=False, emoji=False, highlight=False)
+    console.print(Page(report, steps=True))
+    page = console.file.getvalue()  # type: ignore[attr-defined]
+    titles = ("Layers: FLOP of", f"{report.name}: {report.schedule}, ", "FLOP of one sample's backward pass")
+    places = [page.index(title) for title in titles]
+    tables = [page[begin:end] for begin, end in itertools.pairwise([*places, len(page)])]
+    lines = {line.split("  ")[0].strip(): line for line in tables[0].splitlines()}
+    structure = "observed" if "observed_step" in figures["layers"][0] else "pruned"
+    names = [name for name in figures["layers"][0] if name not in ("layer", "sparsity")]
+    total = {name: sum(layer[name] for layer in figures["layers"]) for name in names} | {"layer": "all"}
+    total["sparsity"] = total["zeros"] / max(1, total["weights"])
+    for layer in [*figures["layers"], total]:
+        of_step = [layer[f"{structure}_{name}"] for name in _OF_STEP if name != "of dense"]
+        of_step.insert(1, of_step[0] / layer["dense_step"] if layer["dense_step"] else None)
+        expected = [
+            *(layer[name] for name in _OF_WEIGHTS if layer["weights"]),
+            *(each for each in of_step if each is not None),
+            *((layer["jacobian_nnz"], layer["jacobian_nbytes"] / 2**20) if layer["weights"] else ()),
+            *(layer[name] for name in _DENSE),
+        ]
+        assert numbers_in(lines[layer["layer"]].replace(layer["layer"], "", 1)) == pytest.approx(
+            expected, rel=6e-3, abs=0.51
+        )
+    steps = [*figures["steps"], *([figures["input_gradient"]] if figures["input_gradient"] else [])]
+    for step in steps:
+        product = f"{step['left']}·{step['right']}"
+        (line,) = (line for line in tables[1].splitlines() if f" {product} " in line)
+        shown = numbers_in(line.split(product)[1])
+        expected = [step["flop"], *([] if step["executed"] is None or not step["live"] else [step["executed"]])]
+        assert shown[: len(expected)] == pytest.approx(expected, rel=6e-3, abs=0.51)
+        assert shown[len(expected)] == pytest.approx(1 - step["nnz"] / max(1, step["m"] * step["n"]), abs=1e-4)
+    for row in figures["backpropagation"]:
+        (line,) = (line for line in tables[2].splitlines() if f"back-propagation, {row['structure']}" in line)
+        assert numbers_in(line)[0] == pytest.approx(row["activations"], rel=6e-3, abs=0.51)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("observed", [False, True])
 def test_every_printed_figure_is_one_of_the_report(case: str, observed: bool) -> None:
@@ -154,6 +210,7 @@ def test_every_printed_figure_is_one_of_the_report(case: str, observed: bool) ->
     scan = report.summary().scan
     if scan is not None:
         assert f"takes {ratio(scan.work_ratio)} times" in " ".join(page.split())
+    check_cells(report, figures)
     dense = report.summary().steps[0]
     assert dense.weight_gradient == sum(layer.weight_gradient for layer in report.operators)
 

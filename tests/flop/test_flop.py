@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import time
+import tracemalloc
 from collections import defaultdict
 from pathlib import Path
 
@@ -20,9 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import jacsparse
 from jacsparse import FlopReport, count_flop
-from jacsparse.flop import CountEstimate, Page, counting
+from jacsparse.flop import CountEstimate, FlopStep, Page, counting
 from jacsparse.flop.report import BackPropagation
 from jacsparse.schedule import Schedule, balanced, blelloch, linear
+from jacsparse.stages import SAMPLES
 from jacsparse.terminal import text
 from tests.drawn_networks import NETWORKS
 from tests.example_models import kaiming, lenet, small, vgg_features
@@ -34,8 +37,8 @@ def scipy_matrices(module: nn.Module, shape: tuple[int, ...], x: torch.Tensor | 
     if x is None:
         return [stage.transposed_pattern.to_scipy().astype(np.int64) for stage in chain]
     matrices = []
-    # Twice, as it is counted: a batch of another size is rounded in another way, and ties break there.
-    for record in chain.run(x.repeat(2, *[1] * (x.ndim - 1))):
+    # As often as it is counted: a batch of another size is rounded in another way, and ties break there.
+    for record in chain.run(x.repeat(SAMPLES, *[1] * (x.ndim - 1))):
         matrix = record.transposed_jacobian(slice(0, 1)).to_scipy()
         if record.stage.name not in ("aten.convolution", "aten.addmm", "aten.native_batch_norm", "aten.avg_pool2d"):
             matrix.eliminate_zeros()
@@ -713,13 +716,75 @@ def test_pairs_are_estimated_before_they_are_looked_at(monkeypatch: pytest.Monke
         ("vgg11", 32, 0.97, "blelloch:2"),
     ],
 )
-def test_estimates_are_right_within_a_factor_of_two(name: str, size: int, fraction: float, schedule: str) -> None:
-    model, told = build(name).eval(), []
+def test_estimates_are_right_within_a_factor_of_two(
+    name: str, size: int, fraction: float, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(name).eval()
     if fraction:
         prune_weights(model, fraction)
-    report = count_flop(model, (3, size, size), schedule=schedule, accept=lambda each: told.append(each) or True)
-    pairs = sum(step.flop for step in report.steps if step.kind == "mm") / 2
-    assert told[0].complete and 0.5 * pairs < told[0].pairs < 2 * pairs
+    estimate, _ = estimated_and_counted(model, (3, size, size), schedule, monkeypatch)
+    assert estimate.complete
+
+
+def pairs_not_looked_at(step: FlopStep) -> float:
+    """The pairs of a product with a diagonal or a full matrix, which are known without."""
+    if step.left_nnz == step.m * step.k or (step.m == step.k and step.left_nnz == step.m):
+        return step.right_nnz * (step.m if step.left_nnz == step.m * step.k else 1)
+    if step.right_nnz == step.k * step.n or (step.k == step.n and step.right_nnz == step.n):
+        return step.left_nnz * (step.n if step.right_nnz == step.k * step.n else 1)
+    return 0.0
+
+
+def estimated_and_counted(
+    model: nn.Module, shape: tuple[int, ...], schedule: str, monkeypatch: pytest.MonkeyPatch, longest: float = 4.0
+) -> tuple[CountEstimate, float]:
+    """The estimate, compared with the pairs and the bytes of a count that is not long; and that one's seconds."""
+    told, peaks, seconds = [], [], []
+    run = counting._Counts.run
+
+    def measured(self: counting._Counts, *args: object) -> counting._Counts:
+        tracemalloc.start()
+        begin = time.perf_counter()
+        result = run(self, *args)
+        seconds.append(time.perf_counter() - begin)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        return result
+
+    def accept(estimate: CountEstimate) -> bool:
+        told.append(estimate)
+        return estimate.complete and estimate.seconds < longest
+
+    with monkeypatch.context() as patch:
+        patch.setattr(counting._Counts, "run", measured)
+        report = count_flop(model, shape, schedule=schedule, accept=accept)
+    pairs = sum(step.flop / 2 - pairs_not_looked_at(step) for step in report.steps if step.kind == "mm")
+    (estimate,) = told
+    if estimate.pairs and estimate.complete and estimate.seconds < longest:
+        # So few pairs take no time, and below a mebibyte other objects count.
+        assert 0.5 * pairs < estimate.pairs + 1e5 < 2 * (pairs + 1e5)
+        assert 0.5 * peaks[0] < estimate.nbytes + 2**20 < 2 * (peaks[0] + 2**20)
+    return estimate, seconds[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fraction", [0.0, 0.9, 0.97])
+@pytest.mark.parametrize("size", [32, 224])
+@pytest.mark.parametrize("name", ["lenet5", "resnet8", "resnet56", "resnet110", "vgg11", "bitstream", "irmas"])
+def test_estimates_of_all_models(name: str, size: int, fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = build(name).eval()
+    if fraction:
+        prune_weights(model, fraction)
+    if name in ("bitstream", "irmas"):
+        model, shape = model.get_submodule("rnn"), (size, 1 if name == "bitstream" else 38)
+    else:
+        shape = (3, size, size)
+        model = model.features if name in ("vgg11", "lenet5") else model
+    for schedule in ("blelloch:2", "blelloch"):
+        estimate, seconds = estimated_and_counted(model, shape, schedule, monkeypatch)
+        # Seconds depend on the machine: they are shown, as by ``pytest -rP``.
+        print(f"{name} {size} {fraction} {schedule}: {estimate.seconds:.2f} s, took {seconds:.2f} s; {estimate}")
 
 
 @pytest.mark.parametrize("executed", [False, True])

@@ -328,7 +328,9 @@ def test_conclusions() -> None:
     assert simulation.pays["ddg"] == 2 and simulation.pays["gpipe"] == 64
     slow = plan(workload(64, samples=64), Interconnect(1e3, 1e12), (1, 64))
     assert slow.fastest == ((1, "bp"),) and slow.pays["bppsa"] is None and "bppsa never" in str(slow)
-    assert "break-even, C_BPPSA / C_Base < n / log2 n, holds at n = 64: the left side" in " ".join(str(slow).split())
+    assert "break-even, C_BPPSA / C_Base < n / log2 n, holds at n = 64 stages: the left side" in " ".join(
+        str(slow).split()
+    )
     assert "1 stage, batch" in str(plan(workload(1), Interconnect(), (1,)))
 
 

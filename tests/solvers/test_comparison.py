@@ -56,9 +56,9 @@ def test_the_conclusion_names_the_solver_with_the_fewest_multiply_adds() -> None
         for p, fewest in zip(comparison.workers, best, strict=True):
             if begin <= p < end:
                 assert until_done[label][p] == fewest
-    assert "Fewest multiply-adds until done: substitution, from " in comparison.conclusion
+    assert "Fewest multiply-adds until done: substitution, which is back-propagation, from " in comparison.conclusion
     alone = compared(methods=["substitution"])
-    assert alone.conclusion.endswith("substitution, for any number of workers up to 1,048,576.")
+    assert alone.conclusion.endswith("back-propagation, for any number of workers up to 1,048,576.")
     assert alone.conclusion in str(alone).replace("\n", " ")
 
 
@@ -170,7 +170,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert (figures["input_shape"], figures["samples"], figures["workers"]) == ([4, 8], 4, [1, 16])
     assert figures["versions"]["torch"] == torch.__version__ and figures["threads"] == torch.get_num_threads()
     assert figures["settings"] == {"seed": 7} and {each["equation"] for each in figures["estimates"]} == {42, 45}
-    assert "not seconds" in figures["words"]["workers"]
+    assert "not seconds" in figures["words"]["work"]
     comparison.plot(tmp_path / "figures.png")
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
     assert repr(comparison) == "<SolverComparison of Sequential: substitution>"

@@ -13,7 +13,7 @@ import scipy.sparse
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jacsparse.patterns import Diagonal, Full, Identity, Pooling, Sliding
+from jacsparse.patterns import Convolution, Diagonal, Full, Identity, Pooling, Sliding
 from jacsparse.spgemm import METHODS, Method, Product, matvec, meeting, multiply_adds, product_meeting, product_pattern
 from jacsparse.spgemm import plan as _plan
 from jacsparse.spgemm import plan_cache as _cache
@@ -148,6 +148,22 @@ def test_symbolic_phase_equals_scipy(pair: tuple[Pattern, Pattern]) -> None:
     assert meeting(product, occupied).tolist() == pairs.tolist()
     nnz, met = product_meeting(a, b, occupied)
     assert nnz == product.nnz and met.tolist() == pairs.tolist()
+
+
+@given(st.sampled_from([1, 2]), st.integers(0, 2), st.integers(0, 2), st.booleans(), st.integers(0, 2**31))
+def test_what_meets_a_convolution_is_counted_without_its_indices(
+    groups: int, dilation: int, axes: int, transposed: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    windows = (Sliding(7, 3, 2, 1, 0, 1 + dilation), Sliding(5, 3, 1, 2, 1))[:axes]
+    mask = rng.random((4, 6 // groups, 3**axes)) < rng.choice([0.0, 0.3, 1.0])
+    structure = Convolution(4, 6, groups, windows, np.packbits(mask).tobytes())
+    pattern, again = (Pattern.of(structure.T if transposed else structure) for _ in range(2))
+    occupied = rng.random(pattern.shape[1]) < 0.5
+    pairs = meeting(pattern, occupied)
+    assert not pattern.has_indices
+    expected = again.to_scipy().astype(np.int64) @ occupied.astype(np.int64)
+    assert again.has_indices and pairs.tolist() == expected.tolist() == meeting(again, occupied).tolist()
 
 
 @given(factors(), BATCHES, dtypes, st.integers(0, 2**31))
