@@ -1,9 +1,11 @@
 """Recurrences: cells as fused kernels over runs of steps, linear recurrences, and the solvers of both."""
 
 from .cells import CELLS, Cell, Saved, Weights
-from .layers import GRU, LSTM, RNN, Recurrent, convert
+from .conversion import convert
+from .layers import GRU, LSTM, RNN
 from .linear import linear_recurrence
 from .matrices import Dense, Diagonal, Scaled, Sparse
+from .recurrent import Recurrent
 from .reports import Report
 from .sequences import Sequences
 from .solvers import SOLVERS, Choice, Problem, Recurrence, Solver, parse

@@ -71,7 +71,7 @@ class _States(Recurrence):
     entered: torch.Tensor
     saved: Saved
     # What enters the gates is of the order of one, however small the states are.
-    least = 1.0
+    scale_floor = 1.0
     affine = False
 
     def run(self, runs: Runs | DeviceRuns, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:

@@ -233,7 +233,7 @@ def transfer(
 _SLAB = 16
 
 
-class Judged(NamedTuple):
+class Convergence(NamedTuple):
     """What `judge` finds of the runs and of the samples; memory that all sweeps share.
 
     Attributes
@@ -255,7 +255,7 @@ class Judged(NamedTuple):
     rest: torch.Tensor
 
     @classmethod
-    def of(cls, guess: torch.Tensor, edge: torch.Tensor) -> Judged:
+    def of(cls, guess: torch.Tensor, edge: torch.Tensor) -> Convergence:
         """Room for runs that start at `guess`, of samples that start at `edge`."""
         again, begin, steps = (
             torch.empty(len(like), dtype=torch.int64, device=edge.device) for like in (guess, edge, edge)
@@ -273,11 +273,11 @@ def judge(
     ends: torch.Tensor,
     following: torch.Tensor | None,
     edge: torch.Tensor,
-    least: float,
+    scale_floor: float,
     guess: torch.Tensor,
     previous: torch.Tensor | None,
     defect: torch.Tensor,
-    judged: Judged,
+    judged: Convergence,
 ) -> None:
     """Compare first states with those that follow from the runs' last ones, or with `following`.
 
@@ -296,7 +296,7 @@ def judge(
         edge,
         previous,
         tolerance(edge.dtype),
-        max(least, torch.finfo(edge.dtype).tiny),
+        max(scale_floor, torch.finfo(edge.dtype).tiny),
         guess,
         judged.start,
         judged.again,
@@ -308,7 +308,7 @@ def judge(
     )
 
 
-def walk(
+def scan_boundaries(
     chunks: Chunks,
     matrices: torch.Tensor,
     edge: torch.Tensor,
@@ -352,10 +352,10 @@ def walk(
         count,
         device=device,
     )
-    return start, left(chunks, device, begin, count)
+    return start, remaining_runs(chunks, device, begin, count)
 
 
-def left(chunks: Chunks, device: torch.device, begin: torch.Tensor, steps: torch.Tensor) -> DeviceRuns:
+def remaining_runs(chunks: Chunks, device: torch.device, begin: torch.Tensor, steps: torch.Tensor) -> DeviceRuns:
     """For each sample a run of so many steps from a time on."""
     whole = chunks.sequences.whole(chunks.runs.direction).on(device)
     return whole._replace(begin=begin, steps=steps)

@@ -112,7 +112,7 @@ def test_cell_equals_its_steps(cell: Cell, direction: int, bias: bool) -> None:
 def test_solver_equals_a_loop(solver: Solver) -> None:
     time, batch, size = 70, 3, 4
     A, b = 0.3 * drawn(time, batch, size, size), drawn(time, batch, size, seed=1)
-    schedule = f"{solver.name}:16" if solver.least == 1 else solver.name
+    schedule = f"{solver.name}:16" if solver.min_argument == 1 else solver.name
     if "linear" in solver.solves:
         for reverse in (False, True):
             reports: list[Report] = []

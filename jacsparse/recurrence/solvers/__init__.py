@@ -65,7 +65,7 @@ def parse(schedule: object, recurrence: str = "gradients", chunk: int = CHUNK) -
         return Choice("auto", chunk)
     name, colon, argument = schedule.partition(":") if isinstance(schedule, str) else ("", "", "")
     solver, number = SOLVERS.get(name), int(argument) if argument.isascii() and argument.isdecimal() else None
-    unfit = colon and (solver is None or solver.least is None or number is None or number < solver.least)
+    unfit = colon and (solver is None or solver.min_argument is None or number is None or number < solver.min_argument)
     if solver is None or recurrence not in solver.solves or unfit:
         raise ValueError(
             f"schedule is {schedule!r}; expected one of auto, {', '.join(_names(recurrence))}; chunked and relaxed "

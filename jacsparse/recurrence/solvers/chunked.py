@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 
 from ...runtime import on_device
-from ..recurrences_cuda import walk
+from ..recurrences_cuda import scan_boundaries
 from ..sequences import Chunks, DeviceRuns, index
 from .recurrence import ChunkSolver, Problem, Recurrence
 from .sequential import run_chunks
@@ -27,7 +27,7 @@ class Chunked(ChunkSolver):
 
     name = "chunked"
     solves = frozenset({"linear", "gradients"})
-    least = 1
+    min_argument = 1
 
     def solve(self, problem: Problem) -> torch.Tensor:
         chunks, edge = problem.chunks, problem.edge
@@ -45,7 +45,7 @@ def _starts(recurrence: Recurrence, chunks: Chunks, edge: torch.Tensor) -> torch
     for dtype in (torch.float64,) if wide else (edge.dtype, torch.float64):
         start = start.to(dtype)
         ends = recurrence.run(chunks.runs, start, record=False)
-        start += moves(chunks, matrices, chunks.starts(ends, edge.to(dtype)) - start)
+        start += boundary_corrections(chunks, matrices, chunks.starts(ends, edge.to(dtype)) - start)
     return start.to(edge.dtype)
 
 
@@ -54,26 +54,26 @@ def _starts_on_device(recurrence: Recurrence, chunks: Chunks, edge: torch.Tensor
     wide = edge.double()
     if recurrence.diagonal:
         offsets = recurrence.run(chunks.runs, wide.new_zeros(len(chunks.runs), edge.shape[1]), record=False)
-        start, lost = walk(chunks, recurrence.matrices(chunks.runs, torch.float64), wide, offsets=offsets)
+        start, lost = scan_boundaries(chunks, recurrence.matrices(chunks.runs, torch.float64), wide, offsets=offsets)
         return start.to(edge.dtype), lost
     matrices = recurrence.transfer(chunks.runs, edge)
-    start = walk(chunks, matrices, edge)[0].double()
+    start = scan_boundaries(chunks, matrices, edge)[0].double()
     gaps = chunks.starts(recurrence.run(chunks.runs, start, record=False), wide) - start
     # A run adds the gap behind it.
     matrices[:, -1] = gaps[index(chunks.after, gaps)]
-    start_moves, lost = walk(chunks, matrices, torch.zeros_like(edge))
+    start_moves, lost = scan_boundaries(chunks, matrices, torch.zeros_like(edge))
     return (start + start_moves).to(edge.dtype), lost
 
 
 def inner_matrices(recurrence: Recurrence, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
-    """`Recurrence.matrices` of the chunks, as `moves` takes them: zeros of those that are not used."""
+    """`Recurrence.matrices` of the chunks, as `boundary_corrections` takes them: zeros of those that are not used."""
     inner = recurrence.matrices(chunks.inner_runs, edge.dtype)
     matrices = inner.new_zeros(len(chunks.runs), *inner.shape[1:])
     matrices[index(chunks.inner, matrices)] = inner
     return matrices
 
 
-def moves(chunks: Chunks, matrices: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
+def boundary_corrections(chunks: Chunks, matrices: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
     """How far each run's first state has to move for all gaps to close, in the dtype of `gaps`.
 
     Parameters

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..recurrences_cuda import walk
+from ..recurrences_cuda import scan_boundaries
 from ..sequences import Chunks, index
-from .chunked import inner_matrices, moves
+from .chunked import boundary_corrections, inner_matrices
 from .recurrence import ChunkSolver, Problem
 from .relaxed import Relaxed, settle
 
@@ -24,7 +24,7 @@ class Newton(Relaxed):
     ) -> torch.Tensor:
         recurrence, edge = problem.recurrence, problem.edge
         matrices = inner_matrices(recurrence, chunks, edge)
-        solved = (start + moves(chunks, matrices, reached.double() - start)).to(edge.dtype)
+        solved = (start + boundary_corrections(chunks, matrices, reached.double() - start)).to(edge.dtype)
         solved = recurrence.limit(solved, edge[index(chunks.runs.sample, edge)])
         first = (index(chunks.place, edge) == 0)[:, None]
         return torch.where(solved.isfinite() & ~first, solved, reached)
@@ -43,7 +43,7 @@ class Newton(Relaxed):
         matrices = recurrence.matrices(chunks.runs, edge.dtype, again, matrices)
         offsets = ends - (start.unsqueeze(1) @ matrices).squeeze(1)
         joint = torch.cat([matrices, offsets.unsqueeze(1)], dim=1)
-        solved = walk(chunks, joint, edge, previous=previous)[0]
+        solved = scan_boundaries(chunks, joint, edge, previous=previous)[0]
         return recurrence.limit(solved, edge[index(chunks.runs.sample, edge)]).contiguous(), matrices
 
 

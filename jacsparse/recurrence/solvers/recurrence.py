@@ -47,13 +47,13 @@ class Recurrence(ABC):
 
     Attributes
     ----------
-    least : float
+    scale_floor : float
         Gaps at boundaries are measured relative to the size of the states, or to this where states are smaller.
     affine : bool
         Whether a run's last state is an affine function of its first one.
     """
 
-    least: ClassVar[float] = 0.0
+    scale_floor: ClassVar[float] = 0.0
     affine: ClassVar[bool] = True
 
     @property
@@ -181,13 +181,13 @@ class Solver(ABC):
     solves : frozenset of str
         Where its name is taken. ``linear``: in ``schedule=`` of `linear_recurrence`; ``gradients``: in ``schedule=`` of
         layers; ``states``: in ``forward=`` of layers.
-    least : int or None
+    min_argument : int or None
         The least number that may follow its name, as in ``chunked:64``; None where none may.
     """
 
     name: ClassVar[str]
     solves: ClassVar[frozenset[str]]
-    least: ClassVar[int | None] = None
+    min_argument: ClassVar[int | None] = None
 
     def choice(self, number: int | None, chunk: int) -> Choice:
         """The Choice for its name alone, or for ``name:number``, where `number` is the number of levels."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...runtime import on_device
-from ..recurrences_cuda import Judged, judge, left, tolerance
+from ..recurrences_cuda import Convergence, judge, remaining_runs, tolerance
 from ..reports import Pending
 from ..sequences import Chunks, index
 from .recurrence import ChunkSolver, Problem
@@ -37,7 +37,7 @@ class Relaxed(ChunkSolver):
 
     name = "relaxed"
     solves = frozenset({"linear", "gradients", "states"})
-    least = 1
+    min_argument = 1
     progress: ClassVar[float] = 0.1
     device_sweeps: ClassVar[int] = 4
 
@@ -94,7 +94,7 @@ def settle(problem: Problem, method: Relaxed, instead: Relaxed | None = None) ->
     if on_device(edge):
         judged, defects = _sweeps_on_device(problem, chunks, guess, method)
         report.pending, problem.boundaries = Pending.of(report.methods, judged.steps, defects), guess
-        return problem.recurrence.run(left(chunks, edge.device, judged.begin, judged.steps), judged.rest)
+        return problem.recurrence.run(remaining_runs(chunks, edge.device, judged.begin, judged.steps), judged.rest)
     ends, reached, late = _sweeps(problem, chunks, guess, method, instead)
     if late.any() and problem.fallback is not None:
         return problem.fallback.solve(problem)
@@ -124,17 +124,17 @@ def _first_guess(problem: Problem, chunks: Chunks) -> torch.Tensor:
 
 def _sweeps_on_device(
     problem: Problem, chunks: Chunks, guess: torch.Tensor, method: Relaxed
-) -> tuple[Judged, torch.Tensor]:
+) -> tuple[Convergence, torch.Tensor]:
     """Sweep a fixed number of times; after each sweep the device decides which chunks are taken again."""
     recurrence, edge = problem.recurrence, problem.edge
     runs, defects = chunks.runs.on(edge.device), edge.new_empty(method.device_sweeps, len(edge))
-    judged, state, again, previous = Judged.of(guess, edge), guess.clone(), runs.steps, None
+    judged, state, again, previous = Convergence.of(guess, edge), guess.clone(), runs.steps, None
     matrices: torch.Tensor | None = None
     for sweep, defect in enumerate(defects, 1):
         ends, following = recurrence.run(runs._replace(steps=again), state), None
         if sweep < method.device_sweeps:
             following, matrices = method.following_on_device(problem, chunks, guess, ends, again, previous, matrices)
-        judge(chunks, ends, following, edge, recurrence.least, guess, previous, defect, judged)
+        judge(chunks, ends, following, edge, recurrence.scale_floor, guess, previous, defect, judged)
         state, again, previous = judged.start, judged.again, defect
     return judged, defects
 
@@ -145,7 +145,7 @@ def _sweeps(
     """The chunks' last states, the first ones that follow from them, and which chunks of samples did not settle."""
     recurrence, edge, report = problem.recurrence, problem.edge, problem.report
     runs, sample = chunks.runs, index(chunks.runs.sample, edge)
-    enough, least = tolerance(edge.dtype), max(recurrence.least, torch.finfo(edge.dtype).tiny)
+    enough, floor = tolerance(edge.dtype), max(recurrence.scale_floor, torch.finfo(edge.dtype).tiny)
     before = math.inf
     ends = recurrence.run(runs, start)
     report.sweeps += 1
@@ -155,7 +155,7 @@ def _sweeps(
         reached = chunks.starts(ends, edge)
         following = method.following(problem, chunks, start, ends, reached)
         # How far the guesses still are to move: for Newton's method, with all that boundaries do to later ones.
-        scale = _largest(reached, sample, len(edge)).clamp(min=least)
+        scale = _largest(reached, sample, len(edge)).clamp(min=floor)
         move = (following - start).abs().amax(dim=1) / scale[sample]
         hopeful &= _largest(move[:, None], sample, len(edge)).isfinite()
         defect = float(move[hopeful[sample]].amax()) if hopeful.any() else 0.0

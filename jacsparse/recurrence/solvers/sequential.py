@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ...runtime import on_device
-from ..recurrences_cuda import left
+from ..recurrences_cuda import remaining_runs
 from ..reports import Pending
 from ..sequences import Chunks, DeviceRuns, index
 from .recurrence import Problem, Solver
@@ -52,7 +52,7 @@ def run_chunks(
             sample, there = index(chunks.runs.sample, edge), whole.on(edge.device)
             finite = starts.isfinite().all(dim=1).long()
             right = finite.new_ones(len(edge)).scatter_reduce(0, sample, finite, "amin") > 0
-            overflowing = left(chunks, edge.device, there.begin, torch.where(right, 0, there.steps))
+            overflowing = remaining_runs(chunks, edge.device, there.begin, torch.where(right, 0, there.steps))
         report.pending = Pending.of(report.methods, overflowing.steps, None)
         return recurrence.run(overflowing, torch.where((overflowing.steps > 0)[:, None], edge, last))
     lost = np.unique(chunks.runs.sample[~starts.isfinite().all(dim=1).numpy()])

@@ -22,7 +22,7 @@ class Tree(Solver):
 
     name = "blelloch"
     solves = frozenset({"linear", "gradients"})
-    least: ClassVar[int | None] = 0
+    min_argument: ClassVar[int | None] = 0
     sparse: ClassVar[bool] = False
 
     def solve(self, problem: Problem) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Planned(Tree):
 
     name = "planned"
     solves = frozenset({"gradients"})
-    least = None
+    min_argument = None
     sparse = True
 
 

@@ -1,0 +1,75 @@
+"""Checks of what a layer is given: options, tensors and packed sequences."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from ..runtime import a_type
+from .sequences import check_dense
+from .solvers import CHUNK, forward_choice, parse
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+def check_options(schedule: object, forward: object, chunk: object) -> None:
+    """ValueError where an option is none that `RNN` takes."""
+    parse(schedule)
+    forward_choice(forward, CHUNK)
+    if not isinstance(chunk, int | np.integer) or isinstance(chunk, bool) or chunk < 1:
+        raise ValueError(f"chunk is {chunk!r}; expected a number of steps of at least 1")
+
+
+def checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
+    """`value` where the layer can work on it, whose weights are like another tensor; under autocast of their dtype."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is {a_type(value)}; expected a torch.Tensor")
+    if (
+        value.is_cpu
+        and like.is_cpu
+        and value.dtype == like.dtype in _DTYPES
+        and value.layout == torch.strided
+        and not value.is_nested
+    ):
+        return value
+    device = value.device
+    if device != like.device or device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"{name} is on {value.device} and the weights are on {like.device}; both must be on the CPU or on "
+            "one CUDA device: move them with .to()"
+        )
+    if value.dtype != like.dtype:
+        if not (torch.is_autocast_enabled(device.type) and value.is_floating_point()):
+            raise TypeError(f"{name} is {value.dtype} and the weights are {like.dtype}; convert one of them")
+        value = value.to(like.dtype)
+    if value.dtype not in _DTYPES:
+        raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
+    check_dense(name, value)
+    return value
+
+
+def packed_size(batch_sizes: torch.Tensor, rows: int) -> tuple[int, int]:
+    """The steps and the samples of a packed input."""
+    if batch_sizes.dtype != torch.int64:
+        raise TypeError(f"batch_sizes of the packed input are {batch_sizes.dtype}; expected torch.int64")
+    sizes = batch_sizes.tolist()
+    falling = all(one >= other for one, other in pairwise(sizes))
+    if not sizes or min(sizes) < 1 or not falling or sum(sizes) != rows:
+        raise ValueError(
+            f"batch_sizes of the packed input are {sizes}, its data have {rows} steps; make it with "
+            "torch.nn.utils.rnn.pack_padded_sequence"
+        )
+    return len(sizes), sizes[0]
+
+
+def warm_states(warm: object, place: int, count: int) -> torch.Tensor | None:
+    """The warm start of one layer and direction, of `count`; None where there is none."""
+    if warm is None:
+        return None
+    if not isinstance(warm, list | tuple) or not all(isinstance(part, torch.Tensor | None) for part in warm):
+        raise TypeError("warm is no list of tensors; pass `boundaries` of an earlier pass")
+    if len(warm) != count:
+        raise ValueError(f"warm has {len(warm)} entries; expected {count}: `boundaries` of an earlier pass")
+    return warm[place]

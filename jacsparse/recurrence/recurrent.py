@@ -1,0 +1,493 @@
+"""A recurrent layer of any cell: what it is given, the recurrences of its layers and directions, and what it gives."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.rnn import PackedSequence
+
+from ..patterns import UnsupportedOperatorError
+from ..runtime import a_type, is_exporting, is_traced, on_device, uncompiled
+from ..schedule import Schedule
+from ..tracing import is_recording
+from .across_ranks import SequencePart, SequenceRanks
+from .cells import CELLS, Cell
+from .layer_arguments import check_options, checked, packed_size, warm_states
+from .layer_autograd import run_layer
+from .layer_recurrences import Options
+from .recurrences_cuda import LARGEST
+from .reference import recurrent_layer
+from .reports import Report
+from .sequences import Sequences
+from .solvers import CHUNK
+from .torch_kernels import OPERATORS, LeftToTorch, ours_are_faster
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+_OutputAndLast = tuple[torch.Tensor, torch.Tensor]
+_Parameters = tuple[torch.Tensor | None, ...]
+
+
+class _Pass(NamedTuple):
+    """How our kernels computed a layer's last pass."""
+
+    reports: list[Report]
+    boundaries: list[torch.Tensor | None]
+
+
+_requires_grad = attrgetter("requires_grad")
+
+#: Held while a pass has its weights made: another thread's are of another graph. A parametrisation may call layers.
+_MAKING_WEIGHTS = threading.RLock()
+
+#: Of the options that `RNN` adds.
+_DEFAULTS = ("auto", "sequential", CHUNK)
+
+
+class Recurrent(nn.RNNBase):
+    """A recurrent layer of any cell: layers of `torch.nn`'s kind, computed by a cell's kernels, or by its steps.
+
+    A subclass says which `cell`, as in the example; `RNN`, `GRU` and `LSTM` have those of `torch.nn`.
+
+    Parameters
+    ----------
+    input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype
+        As `torch.nn.RNN` takes them.
+    schedule, forward, chunk
+        As `RNN` takes them.
+
+    Notes
+    -----
+    A cell without kernels goes through its steps one by one, in PyTorch's operations, on any device.
+
+    Examples
+    --------
+    A minimal gated unit (Zhou and others, 2016), whose candidate is gated after its product:
+
+    >>> import torch
+    >>> from jacsparse.recurrence import Cell
+    >>> class MinimalGatedCell(Cell):
+    ...     mode, gates = "MGU", 2
+    ...
+    ...     def step(self, entered, product, state):
+    ...         (f, n), (of_f, of_n) = entered.chunk(2, dim=1), product.chunk(2, dim=1)
+    ...         f = torch.sigmoid(f + of_f)
+    ...         return state + f * (torch.tanh(n + f * of_n) - state)
+    >>> class MGU(Recurrent):
+    ...     cell = MinimalGatedCell()
+    >>> layer = MGU(3, 20, bidirectional=True, schedule="chunked")
+    >>> output, last = layer(torch.randn(50, 4, 3))
+    >>> output.shape, last.shape
+    (torch.Size([50, 4, 40]), torch.Size([2, 4, 20]))
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        schedule: Schedule | str = "auto",
+        forward: str = "sequential",
+        chunk: int = CHUNK,
+        process_group: ProcessGroup | None = None,
+        exchange: str = "auto",
+        **options: Any,
+    ) -> None:
+        if self._kind() is not nn.RNNBase:
+            super().__init__(*args, **options)
+        else:
+            # PyTorch makes a tanh RNN's weights; those of a cell have as many rows for each of its gates.
+            super().__init__("RNN_TANH", *args, **options)
+            self.mode, rows = self.cell.mode, self.cell.gates * self.hidden_size
+            for name in self._flat_weights_names:
+                parameter = getattr(self, name)
+                setattr(self, name, nn.Parameter(parameter.new_empty(rows, *parameter.shape[1:])))
+            self.reset_parameters()
+        self._set_up(schedule, forward, chunk, process_group, exchange)
+
+    @property
+    def cell(self) -> Cell:
+        """What a step computes."""
+        return CELLS[self.mode]
+
+    def _set_up(
+        self,
+        schedule: Schedule | str = "auto",
+        forward: str = "sequential",
+        chunk: int = CHUNK,
+        process_group: ProcessGroup | None = None,
+        exchange: str = "auto",
+    ) -> None:
+        if self.proj_size:
+            raise ValueError(
+                f"proj_size is {self.proj_size}, which is not supported; use torch.nn.LSTM for projections"
+            )
+        self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
+        check_options(schedule, forward, chunk)
+        self._across = SequenceRanks.of(process_group, exchange)
+        self._pass: _Pass | LeftToTorch = _Pass([], [])
+
+    @property
+    def reports(self) -> list[Report]:
+        """How the recurrences of the last pass were solved; on a CUDA device this waits for them."""
+        if isinstance(self._pass, _Pass):
+            for report in self._pass.reports:
+                report.read()
+            return self._pass.reports
+        return self._pass.reports(self._recurrences(), self.hidden_size)
+
+    @property
+    def boundaries(self) -> list[torch.Tensor | None]:
+        """The states at the chunks' boundaries of the last pass, by layer and direction; None where there are none."""
+        return self._pass.boundaries if isinstance(self._pass, _Pass) else [None] * len(self._recurrences())
+
+    def _recurrences(self) -> list[str]:
+        """What PyTorch's names of the weights end in, by layer and direction: ``l0``, ``l0_reverse`` and so on."""
+        return [name.removeprefix("weight_hh_") for name in self._flat_weights_names if "weight_hh" in name]
+
+    @classmethod
+    def of(cls, layer: nn.RNNBase, **options: Any) -> Self:
+        """A layer of `torch.nn` as one of ours, whose parameters are the same objects.
+
+        Parameters
+        ----------
+        layer : Module
+            The layer.
+        **options
+            Those that `RNN` adds.
+
+        Raises
+        ------
+        TypeError
+            Where it is a layer of another kind, or its weights are made of others by a parametrisation.
+        """
+        kind = cls._kind()
+        if kind is nn.RNNBase:
+            raise TypeError(f"torch.nn has no layer with the cell of {cls.__name__}; make one by its constructor")
+        if not isinstance(layer, kind) or type(layer).forward not in (kind.forward, Recurrent.forward):
+            raise TypeError(f"layer is {a_type(layer)}; expected a torch.nn.{kind.__name__}")
+        other = _alike(layer, cls)
+        other._set_up(**options)
+        return other
+
+    @classmethod
+    def _kind(cls) -> type[Any]:
+        """The layer of `torch.nn` whose place it takes; RNNBase where there is none."""
+        return next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn"))
+
+    def to_torch(self) -> nn.RNNBase:
+        """The same layer of `torch.nn`, whose parameters are the same objects.
+
+        Raises
+        ------
+        TypeError
+            Where `torch.nn` has no such layer, or its weights are made of others by a parametrisation.
+        """
+        if self._kind() is nn.RNNBase:
+            raise TypeError(f"torch.nn has no layer with the cell of {type(self).__name__}")
+        other = _alike(self, self._kind())
+        for name in ("schedule", "forward_method", "chunk", "_across", "_pass"):
+            del other.__dict__[name]
+        return other
+
+    def __prepare_scriptable__(self) -> None:
+        raise TypeError(
+            f"torch.jit.script cannot compile a jacsparse.nn.{type(self).__name__}; script "
+            "jacsparse.nn.convert(model, to='torch'), or trace the model"
+        )
+
+    def forward(self, input: Any, hx: Any = None, warm: Sequence[torch.Tensor | None] | None = None) -> Any:
+        """As `torch.nn`'s layer: outputs and last states of sequences, padded, packed or a single one.
+
+        Parameters
+        ----------
+        input : Tensor or PackedSequence
+            ``(time, batch, features)``, ``(batch, time, features)`` where `batch_first`, or ``(time, features)``.
+        hx : Tensor, or pair of them for LSTM, optional
+            First states, ``(layers · directions, batch, hidden)``; zeros where left out.
+        warm : list of Tensor, optional
+            `boundaries` of an earlier pass over the same samples.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where an argument's kind, dtype, device or shape does not fit; the message names it.
+
+        Notes
+        -----
+        Programs that torch.export, torch.onnx, torch.jit.trace and make_fx make get `torch.nn`'s own operators; so do
+        `jacsparse.jacobian` and `jacsparse.nn.Scan`, which have rules for those. PyTorch 2.6 exports them with
+        ``strict=False`` alone, and compiles them as `torch.nn`'s.
+        """
+        if is_recording() or is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return self._by_operators(input, hx)
+        return self._solved(input, hx, warm)
+
+    def _by_operators(self, input: Any, hx: Any) -> Any:
+        """As `_solved`, by PyTorch's operators alone, for programs that are made of them."""
+        if self._across is not None:
+            raise UnsupportedOperatorError(
+                f"{a_type(self)} across ranks cannot be recorded, exported or traced; make one without process_group"
+            )
+        return super().forward(input, hx) if self.mode in OPERATORS else self._unrolled(input, hx)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        other = memo[id(self)] = object.__new__(type(self))
+        # Weights that a pass has made of others are results of operations, which cannot be copied: the next pass makes
+        # them anew.
+        weights = [weight if isinstance(weight, nn.Parameter) else torch.empty(0) for weight in self._flat_weights]
+        other.__dict__.update(copy.deepcopy({**self.__dict__, "_flat_weights": weights}, memo))
+        return other
+
+    def flatten_parameters(self) -> None:
+        """As `torch.nn`'s; cuDNN has nothing to do for other cells."""
+        if self.mode in OPERATORS:
+            super().flatten_parameters()
+
+    @uncompiled
+    def _solved(self, input: Any, hx: Any, warm: Sequence[torch.Tensor | None] | None) -> Any:
+        if is_traced():
+            return self._by_operators(input, hx)
+        # PyTorch's kernels may take as long as a few lines here: nothing is done for them that need not be.
+        if (options := (self.schedule, self.forward_method, self.chunk)) != _DEFAULTS:
+            check_options(*options)
+        weights = self._weights()
+        x, steps, batch, packed = self._input(input, weights[0])
+        single = packed is None and input.ndim == 2
+        states = self._states(hx, x, batch, packed, single)
+        part = None if self._across is None else self._part(self._across, x, states, steps, batch, packed)
+        if part is not None:
+            states = [*map(part.joined, states)]
+        if warm is None and part is None and (left := self._left_to_torch(x, states, steps, batch, weights)):
+            output, *last = self._by_torch(x, states, packed, weights)
+            # Module.__setattr__ looks for parameters first.
+            self.__dict__["_pass"] = left
+            return self._results(output, last, packed, single)
+        sequences = Sequences.equal(steps, batch) if packed is None else Sequences.packed(packed.batch_sizes)
+        reports: list[Report] = []
+        boundaries: list[torch.Tensor | None] = []
+
+        def run(
+            x: torch.Tensor, initial: torch.Tensor, direction: int, place: int
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            name = self._recurrences()[place]
+            warm_start = warm_states(warm, place, len(self._recurrences()))
+            chosen = Options(self.forward_method, self.schedule, int(self.chunk), warm_start, name, reports, part=part)
+            parameters = self._parameters_at(place, weights)
+            result = run_layer(self.cell, sequences, direction, x, initial, parameters, chosen)
+            boundaries.append(chosen.boundaries)
+            return result
+
+        output, last = self._stacked(x.reshape(-1, self.input_size), states, run)
+        if part is not None:
+            output, *last = part.whole(2 if self.bidirectional else 1, output, *last)
+        self._pass = _Pass(reports, boundaries)
+        return self._results(output if packed else output.unflatten(0, (steps, batch)), last, packed, single)
+
+    def _part(
+        self,
+        across: SequenceRanks,
+        x: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        steps: int,
+        batch: int,
+        packed: PackedSequence | None,
+    ) -> SequencePart:
+        """This rank's part of the sequences, once all ranks have said that they call alike."""
+        if packed is not None:
+            raise ValueError(
+                "input is packed, and the steps of the sequences are on several ranks; pass padded parts of them"
+            )
+        names = ("mode", "input_size", "hidden_size", "num_layers", "bias", "bidirectional", "forward_method")
+        facts = {name: getattr(self, name) for name in names}
+        facts["schedule"] = getattr(self.schedule, "name", self.schedule)
+        facts["frozen weights"] = [name for name, weight in self.named_parameters() if not weight.requires_grad]
+        return across.part({**facts, "batch": batch, "dtype": str(x.dtype)}, steps, (x, *states))
+
+    def _unrolled(self, input: Any, hx: Any) -> Any:
+        """As `_solved`, step after step in PyTorch's operations, which can be recorded, exported and traced."""
+        weights = self._weights()
+        x, _, batch, packed = self._input(input, weights[0])
+        if packed is not None:
+            raise UnsupportedOperatorError(
+                f"a packed input of {type(self).__name__} cannot be recorded, exported or traced; pass a padded one"
+            )
+        states = self._states(hx, x, batch, None, input.ndim == 2)
+
+        def run(
+            x: torch.Tensor, initial: torch.Tensor, direction: int, place: int
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return recurrent_layer(self.cell, x, initial, self._parameters_at(place, weights), reverse=direction < 0)
+
+        return self._results(*self._stacked(x, states, run), None, input.ndim == 2)
+
+    def _stacked(
+        self,
+        x: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        run: Callable[[torch.Tensor, torch.Tensor, int, int], _OutputAndLast],
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The output and the last states of all layers and directions, each of which `run` computes."""
+        initial, ends = torch.cat(tuple(states), dim=2), []
+        directions = (1, -1) if self.bidirectional else (1,)
+        for layer in range(self.num_layers):
+            outputs = []
+            for place, direction in enumerate(directions, layer * len(directions)):
+                output, end = run(x, initial[place], direction, place)
+                outputs.append(output)
+                ends.append(end)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+            if self.dropout and self.training and layer < self.num_layers - 1:
+                x = functional.dropout(x, self.dropout)
+        size, joint = self.hidden_size, torch.stack(ends)
+        return x, [joint.narrow(2, begin, size).contiguous() for begin in range(0, joint.shape[2], size)]
+
+    def _weights(self) -> Sequence[torch.Tensor]:
+        """The weights of a pass, in PyTorch's order.
+
+        What was put in the place of a parameter is asked for as often as `torch.nn`'s layers ask for it, which is more
+        than once: spectral normalisation takes a power iteration each time.
+        """
+        weights: Any = self._flat_weights
+        if self._has(weights):
+            return weights  # type: ignore[no-any-return]
+        with _MAKING_WEIGHTS:
+            self._update_flat_weights()
+            return list(self._flat_weights)  # type: ignore[arg-type]
+
+    def _has(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the layer's parameters, one by one."""
+        return all(map(is_, map(self._parameters.get, self._flat_weights_names), weights))
+
+    def _left_to_torch(
+        self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int, weights: Sequence[torch.Tensor]
+    ) -> LeftToTorch | None:
+        """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
+        if self.schedule != "auto" or self.forward_method != "sequential" or self.mode not in OPERATORS:
+            return None
+        if on_device(x):
+            return None if self.hidden_size <= LARGEST else LeftToTorch(steps, batch, torch.is_grad_enabled(), True)
+        # PyTorch's kernels would compute in low precision under autocast.
+        if not self._has(weights) or torch.is_autocast_enabled("cpu"):
+            return None
+        trains = torch.is_grad_enabled() and any(map(_requires_grad, (*weights, x, *states)))
+        if ours_are_faster(self.mode, x.dtype, steps, batch, self.hidden_size, trains=trains):
+            return None
+        return LeftToTorch(steps, batch, trains, False)
+
+    def _by_torch(
+        self,
+        x: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        packed: PackedSequence | None,
+        weights: Sequence[torch.Tensor],
+    ) -> Sequence[torch.Tensor]:
+        """Outputs and last states by PyTorch's operator, which is called as `torch.nn`'s layers do."""
+        operator = OPERATORS[self.mode]
+        hx = states if self.mode == "LSTM" else states[0]
+        options = (weights, self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
+        if packed is None:
+            return operator(x, hx, *options, False)
+        return operator(x, packed.batch_sizes, hx, *options)
+
+    def _input(self, input: Any, weight: torch.Tensor) -> tuple[torch.Tensor, int, int, PackedSequence | None]:
+        """The input, ``(time, batch, features)`` or, where packed, as rows; its steps, and its samples."""
+        packed = input if isinstance(input, PackedSequence) else None
+        x = checked("input", input if packed is None else input.data, weight)
+        if packed is not None:
+            if x.ndim != 2 or x.shape[1] != self.input_size:
+                raise ValueError(f"input.data has shape {tuple(x.shape)}; expected (steps, {self.input_size})")
+            return x, *packed_size(packed.batch_sizes, len(x)), packed
+        shape = x.shape
+        if len(shape) not in (2, 3) or shape[-1] != self.input_size:
+            expected = "batch, time" if self.batch_first else "time, batch"
+            raise ValueError(
+                f"input has shape {tuple(x.shape)}; expected ({expected}, {self.input_size}) or "
+                f"(time, {self.input_size}) for a single sequence"
+            )
+        if len(shape) == 2:
+            x, time, batch = x.unsqueeze(1), shape[0], 1
+        elif self.batch_first:
+            x, (batch, time, _) = x.transpose(0, 1), shape
+        else:
+            time, batch, _ = shape
+        if not time and self._across is None:
+            raise ValueError(f"input has shape {tuple(shape)}: no steps; expected at least one")
+        return x, time, batch, None
+
+    def _states(
+        self, hx: Any, x: torch.Tensor, batch: int, packed: PackedSequence | None, single: bool
+    ) -> list[torch.Tensor]:
+        """First states of each kind, ``(layers · directions, batch, hidden)``."""
+        places, kinds = self.num_layers * (2 if self.bidirectional else 1), self.cell.states
+        if hx is None:
+            return [x.new_zeros(places, batch, self.hidden_size)] * kinds
+        parts = hx if kinds > 1 else (hx,)
+        if not isinstance(parts, (tuple, list)) or len(parts) != kinds:
+            expected = "a pair of" if kinds == 2 else f"a tuple of {kinds}"
+            raise TypeError(f"hx is {a_type(hx)}; expected {expected} tensors, one for each vector of the state")
+        shape = (places, self.hidden_size) if single else (places, batch, self.hidden_size)
+        states = []
+        for number, part in enumerate(parts):
+            name = f"hx[{number}]" if kinds > 1 else "hx"
+            state = checked(name, part, x)
+            if state.shape != shape:
+                raise ValueError(f"{name} has shape {tuple(state.shape)}; expected {shape}")
+            states.append(state)
+        if single:
+            states = [part.unsqueeze(1) for part in states]
+        if packed is not None and packed.sorted_indices is not None:
+            states = [part.index_select(1, packed.sorted_indices) for part in states]
+        return states
+
+    def _parameters_at(self, place: int, weights: Sequence[torch.Tensor]) -> _Parameters:
+        """Those of one layer and direction, as `run_layer` takes them."""
+        count = 4 if self.bias else 2
+        return (*weights[count * place : count * (place + 1)], *([] if self.bias else [None, None]))
+
+    def _results(
+        self, x: torch.Tensor, states: Sequence[torch.Tensor], packed: PackedSequence | None, single: bool
+    ) -> tuple[Any, Any]:
+        """Outputs and last states as the input was given: packed, of a single sequence, or the batch first."""
+        output: Any = x
+        if packed is not None:
+            output = PackedSequence(x, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+            if packed.unsorted_indices is not None:
+                states = [part.index_select(1, packed.unsorted_indices) for part in states]
+        elif single:
+            output, states = x.squeeze(1), [part.squeeze(1) for part in states]
+        elif self.batch_first:
+            output = x.transpose(0, 1)
+        return output, states[0] if len(states) == 1 else tuple(states)
+
+    def extra_repr(self) -> str:
+        """PyTorch's own, and the arguments that are not the defaults."""
+        values = (self.schedule, self.forward_method, self.chunk)
+        options = zip(("schedule", "forward", "chunk"), values, _DEFAULTS, strict=True)
+        changed = [f"{name}={value!r}" for name, value, usual in options if value != usual]
+        across = [] if self._across is None else [f"exchange={self._across.exchange!r} across ranks"]
+        return ", ".join([super().extra_repr(), *changed, *across])
+
+
+def _alike(layer: nn.RNNBase, kind: type[Any]) -> Any:
+    """A layer of another class with the same parameters, not copied."""
+    if is_parametrized(layer):
+        raise TypeError(
+            f"the weights of the {type(layer).__name__} are parametrised; parametrise the new layer instead, or remove "
+            "it first with torch.nn.utils.parametrize.remove_parametrizations"
+        )
+    other = object.__new__(kind)
+    nn.Module.__init__(other)
+    for name, value in layer.__dict__.items():
+        # Hooks, buffers and the like are each layer's own; parameters are the same objects.
+        other.__dict__[name] = copy.copy(value) if isinstance(value, dict | list) else value
+    other._init_flat_weights()
+    return other
