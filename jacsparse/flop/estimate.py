@@ -89,7 +89,7 @@ def estimate_count(
     """
     users = Counter(value for step in plan.products for value in (step.left, step.right))
     once = {step.left for step in plan.products if step.kind == "mv" and users[step.left] == 1}
-    estimate = estimate_products([plan], factors, enough=enough / runs, uncomputed=once)
+    estimate = estimate_products([plan], factors, enough=enough / runs, uncomputed=once, live=False)
     return replace(estimate, pairs=runs * estimate.pairs, work=runs * estimate.work)
 
 
@@ -100,6 +100,7 @@ def estimate_products(
     most: float = math.inf,
     enough: float = math.inf,
     uncomputed: Collection[int] = (),
+    live: bool = True,
 ) -> CountEstimate:
     """Estimate the pairs of entries and the bytes of the products of matrices of some schedules, each made once.
 
@@ -115,6 +116,8 @@ def estimate_products(
         Pairs beyond which no further product is estimated.
     uncomputed : collection of int
         The values whose patterns are not made.
+    live : bool
+        Whether only products on which a gradient depends are made.
     """
     name = plans[0].name if plans else ""
     if all(step.kind == "mv" for plan in plans for step in plan.products):
@@ -130,7 +133,7 @@ def estimate_products(
     for plan in plans:
         # The stages that each matrix spans, from 0.
         spans = {plan.n - stage: (stage, stage) for stage in range(plan.n)}
-        for step in plan.products:
+        for step in plan.live_steps() if live else plan.products:
             if step.kind != "mm":
                 continue
             (first, middle), (start, last) = spans[step.left], spans[step.right]
@@ -154,7 +157,7 @@ def estimate_products(
                     size += 0.0 if full[stage, stage] else _nbytes(_row_counts([factor]))
                 if not full.get((stage, stage)):
                     size += sum(_nbytes(p.structure.row_counts()) for *_, p in _edges(factor)[0] if _is_stored(p))
-            full[first, last] = full.get((first, middle), False) or full.get((start, last), False)
+            full[first, last] = full.get((first, middle), _is_full(left)) or full.get((start, last), _is_full(right))
             if full[first, last]:
                 continue
             if _is_counted(left, right):
@@ -216,6 +219,10 @@ def _is_counted(left: Sequence[Pattern | Region], right: Sequence[Pattern | Regi
         len(span) == 1 and isinstance(span[0], Pattern) and isinstance(span[0].structure, (Diagonal, Full))
         for span in (left, right)
     )
+
+
+def _is_full(span: Sequence[Pattern | Region]) -> bool:
+    return len(span) == 1 and isinstance(span[0], Pattern) and isinstance(span[0].structure, Full)
 
 
 def _row_counts(span: Sequence[Pattern | Region]) -> np.ndarray:

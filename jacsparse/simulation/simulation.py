@@ -250,11 +250,12 @@ class Simulation:
                 else "No way to exact gradients is faster than back-propagation on one worker."
             )
         if "bppsa" in self.methods and not self.note:
-            scans = [row for row in self.methods["bppsa"] if row.choice != "linear"]
+            base = self.methods["bp"][0].seconds if "bp" in self.methods else math.inf
+            scans = [row for row in self.methods["bppsa"] if row.choice != "linear" and row.seconds < base * _SURELY]
             sentences.append(
-                f"The scan's products are of use in bppsa from {scans[0].workers:,} workers on, by {scans[0].choice}."
+                f"The scan's products pay in bppsa from {_workers_in_words(scans[0].workers)} on, by {scans[0].choice}."
                 if scans
-                else f"The scan's products never pay, up to {max(self.workers):,} workers."
+                else f"The scan's products never pay, up to {_workers_in_words(max(self.workers))}."
             )
         return " ".join(sentences)
 
@@ -290,10 +291,14 @@ class Simulation:
         simulation_figure(self, path)
 
 
+def _workers_in_words(number: int) -> str:
+    return f"{number:,} worker{'s' if number > 1 else ''}"
+
+
 def _changes(changes: Sequence[tuple[int, str]]) -> str:
     """The methods from each number of workers on."""
     (first, method), *others = changes
-    on = f"{method} on {first:,} worker{'s' if first > 1 else ''}"
+    on = f"{method} on {_workers_in_words(first)}"
     return ", ".join([on, *(f"{other} from {workers:,} on" for workers, other in others)])
 
 
@@ -403,7 +408,7 @@ def plan(
         # The first number of workers of which some are idle is the last that changes anything.
         useful = [number for number in sorted(numbers) if number < most] + sorted(n for n in numbers if n >= most)[:1]
         for number in useful:
-            progress(f"{method.name} on {number:,} worker{'s' if number > 1 else ''}")
+            progress(f"{method.name} on {_workers_in_words(number)}")
             outcome, choice = method.plan(workload, interconnect, min(number, most))
             step = outcome.seconds / max(1, outcome.steps)
             figures = (outcome.steps, step, outcome.seconds, outcome.memory, outcome.sent)

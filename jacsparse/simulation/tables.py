@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import glossary, nbytes, new_table, short, short_time
+from ..terminal import glossary, nbytes, new_table, ratio, short, short_time
 from .registry import TRAINING_METHODS
 
 if TYPE_CHECKING:
@@ -122,19 +122,19 @@ def _conclusions(simulation: Simulation) -> Iterator[str]:
         never = [name for name, workers in pays.items() if workers is None]
         yield f"Faster than bp: {', '.join([*parts, *(f'{name} never' for name in never)])}."
     if simulation.largest_product:
-        ratio = simulation.largest_product / max(1, simulation.largest_factor)
+        times = simulation.largest_product / max(1, simulation.largest_factor)
         most = "at most " if simulation.bounded else ""
         yield (
             f"Fill-in: the largest product of a full scan has {most}{simulation.largest_product:,} entries, "
-            f"{ratio:.3g} times the {simulation.largest_factor:,} of the largest Jacobian; the thesis (3.6) expects no "
-            "more than 1."
+            f"{ratio(times)} times the {simulation.largest_factor:,} of the largest Jacobian; the thesis (3.6) expects "
+            "no more than 1."
         )
     each = simulation.break_even
     if each is not None:
         yield (
             f"The poster's break-even, C_BPPSA / C_Base < n / log2 n, {'holds' if each.holds else 'fails'} at n = "
             f"{each.n:,} stages: the left side, a scan's step by a stage's gradient, is {short_time(each.scan_step)} / "
-            f"{short_time(each.base_step)} = {each.scan_step / each.base_step:.3g}. It holds from n = "
+            f"{short_time(each.base_step)} = {ratio(each.scan_step / each.base_step)}. It holds from n = "
             f"{each.starts:,} on."
         )
 

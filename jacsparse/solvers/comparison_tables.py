@@ -68,12 +68,14 @@ def _solvers(comparison: SolverComparison) -> Any:
         f"batch {comparison.samples}, {comparison.dtype}, {where}"
     )
     table.add_column("", overflow="fold")
-    for column in ("steps", "work", "stored", "iter.", "residual", "here"):
+    iterative = any(row.iterations is not None for row in comparison.rows)
+    for column in ("steps", "work", "stored", *(("iter.", "residual") if iterative else ()), "here"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in comparison.rows:
-        counts = (row.steps, row.multiply_adds, row.entries, row.iterations)
+        counts = map(_count, (row.steps, row.multiply_adds, row.entries))
         residual = "" if row.residual is None else f"{row.residual:.1e}"
-        table.add_row(row.label, *map(_count, counts), residual, "" if row.seconds is None else short_time(row.seconds))
+        settled = (_count(row.iterations), residual) if iterative else ()
+        table.add_row(row.label, *counts, *settled, "" if row.seconds is None else short_time(row.seconds))
     return table
 
 

@@ -439,6 +439,11 @@ BAD = {
     "picture's ending": (["spy", "lenet5", "--layer", "features.0", "--out", "p.xyz"], "p.xyz names no format"),
     "sort": (["flop", "lenet5", "--sort", "age"], "--sort is 'age'; expected one of layer, weights, zero, step"),
     "no workers": (["flop", "lenet5", "--workers", "0"], "--workers is '0'; expected numbers of workers"),
+    "no workers to simulate": (
+        ["simulate", "lenet5", "--workers", "0"],
+        "--workers is '0'; expected numbers of workers",
+    ),
+    "no workers to compare": (["compare", "lenet5", "--workers", "0"], "--workers is '0'; expected numbers of workers"),
     "input": (["flop", "lenet5", "--input", "3,x"], "--input is '3,x'"),
     "input zero": (["flop", "lenet5", "--input", "0,32,32"], "--input is '0,32,32'; expected sizes of one sample"),
     "input shape": (["flop", "lenet5", "--input", "1,32,32"], "0: an input of shape (1, 32, 32) does not fit"),

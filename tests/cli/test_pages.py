@@ -41,6 +41,9 @@ COMMANDS = {
     "simulate-vgg11": ("simulate", "vgg11", "--prune", "0.97", "--method", "bp", "--method", "1f1b", *_COUNTED),
     "simulate-lenet5": ("simulate", "lenet5", *_COUNTED),
     "simulate-bitstream": ("simulate", "bitstream", "--steps", "40", *_COUNTED),
+    "simulate-resnet18": ("simulate", *_RESNET, "--method", "bp", "--method", "1f1b", "--batch", "2", *_COUNTED),
+    "compare-vgg11": ("compare", "vgg11", "--prune", "0.97", "--method", "substitution"),
+    "compare-resnet18": ("compare", *_RESNET, "--method", "substitution"),
     "compare-lenet5": ("compare", "lenet5", "--method", "substitution", "--method", "scan"),
     "compare-bitstream": ("compare", "bitstream", "--steps", "8"),
 }

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from jacsparse.models import build
-from jacsparse.patterns import Full, Pattern
+from jacsparse.models import build, prune_weights
+from jacsparse.patterns import Diagonal, Full, Pattern
+from jacsparse.spgemm import multiply_adds
 from torch import nn
 
 from jacsparse.schedule import blelloch, cyclic_reduction
@@ -41,6 +42,7 @@ from jacsparse.simulation import (
     run,
     simulate,
 )
+from jacsparse.stages import Region
 from jacsparse.training import simulate_leapfrog, simulated_times
 
 SCALAR = Pattern.of(Full(1, 1))
@@ -422,3 +424,33 @@ def test_ranks_wait_for_gradients_of_weights_in_chains_alone() -> None:
         seconds(AcrossRanks("linear", (2, 4)), workload(6, recurrent=recurrent), 3) for recurrent in (False, True)
     )
     assert (chain, sequence) == (6 + 5 + 6, 6 + 5 + 2)
+
+
+@pytest.mark.parametrize(("name", "fraction"), [("lenet5", 0.0), ("lenet5", 0.6), ("resnet8", 0.9)])
+def test_products_are_estimated_before_they_are_made(
+    name: str, fraction: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jacsparse.simulation import workload as workload_module
+
+    model, told, looked_at, nbytes = build(name).eval(), [], [], []
+    if fraction:
+        prune_weights(model, fraction)
+    make = workload_module.product_pattern
+
+    def counted(left: Pattern, right: Pattern) -> Pattern:
+        product = make(left, right)
+        if not any(isinstance(factor.structure, (Diagonal, Full)) for factor in (left, right)):
+            looked_at.append(multiply_adds(left, right))
+            nbytes.append(product.index_nbytes)
+        return product
+
+    monkeypatch.setattr(workload_module, "product_pattern", counted)
+    x, methods = torch.randn(2, 3, 16 if name == "resnet8" else 32, 16 if name == "resnet8" else 32), ["bp", "bppsa"]
+    simulate(model, x, rate=1e12, methods=methods, workers=(1, 4), accept=lambda each: told.append(each) or True)
+    assert sum(looked_at) / 2 < told[0].pairs + 1e5 and sum(nbytes) / 2 < told[0].nbytes + 2**20
+    regions = any(isinstance(stage.factor, Region) for stage in counted_workload(model, x, 1e12).stages)
+    # A million pairs take milliseconds.
+    assert regions or told[0].pairs < 2 * sum(looked_at) + 1e6
+    declined = simulate(model, x, rate=1e12, methods=["bppsa", "cyclic_reduction"], accept=lambda _: False)
+    assert {row.choice for row in declined.rows} == {"linear"} and declined.break_even is None
+    assert not declined.largest_product and "bppsa" in str(declined)
