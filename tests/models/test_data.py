@@ -142,7 +142,7 @@ def test_wrong_label(name: str, file: str, column: int, value: int, message: str
 
 @pytest.mark.parametrize("spec", ["mnist", "", "cifar10", "cifar10:", "digits:/tmp", "CIFAR10:/tmp", None, 10])
 def test_unknown_data(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"data is .*; expected digits, .*, irmas:DIR or tones"):
+    with pytest.raises(ValueError, match=r"data is .*; expected digits, .*, irmas:DIR, tones or file:PATH"):
         load_data(spec)
 
 
