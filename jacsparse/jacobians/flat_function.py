@@ -64,25 +64,13 @@ class FlatFunction(nn.Module):
 
     def __init__(self, f: Callable[..., Any], arguments: Arguments, has_aux: bool = False) -> None:
         super().__init__()
-        self.has_aux, self._arguments = has_aux or isinstance(f, WithAux), [arguments]
+        self.has_aux, self.arguments = has_aux or isinstance(f, WithAux), arguments
         #: What the last call returned.
         self.returned: Returned | None = None
         wrap(self, f)
 
-    @property
-    def arguments(self) -> Arguments:
-        """All arguments of the function."""
-        return self._arguments[0]
-
-    def forget(self) -> None:
-        """Let go of the function, its arguments and results: chains in a cache refer to this module."""
-        del self.f
-        self._modules.clear()
-        self._arguments.clear()
-        self.returned = None
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (arguments,) = self._arguments
+        arguments = self.arguments
         result, aux = parts_of_result(self.f, self.f(*arguments.with_flat(x)), self.has_aux)
         # A view of each tensor is what it holds at the end, whatever was written to that shares its memory.
         aux = _pytree.tree_map_only(torch.Tensor, lambda part: part.view_as(part), aux)

@@ -13,7 +13,7 @@ from ..patterns import Pattern, batch_last
 from ..runtime import allocated
 from ..schedule import Schedule, resolve
 from ..spgemm import ProductPlan, SparseJacobian, check_limit, matvec, plan_product
-from ..stages import Chain, Record, has_hooks, pull_back
+from ..stages import Chain, Record, add_gradients, has_hooks, pull_back
 from ..tracing import without_autocast
 from .execution_plan import AutogradPass, ExecutionPlan, Slices, WantedGradients
 
@@ -156,9 +156,7 @@ class _Execution:
             self.plan.apart,
             strict=[records[number] for number in autograd_pass.strict],
         )
-        for place, gradient in external_gradients.items():
-            total = self.external_gradients.get(place)
-            self.external_gradients[place] = gradient if total is None else total + gradient
+        add_gradients(self.external_gradients, external_gradients)
         for (_, value), gradient in zip(autograd_pass.inputs, gradients, strict=True):
             if value is None:
                 self.input_gradient = gradient

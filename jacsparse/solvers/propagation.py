@@ -7,7 +7,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from ..patterns import Diagonal, Full, Pattern
 from ..recurrence import RNN
 from ..runtime import a_type
 from ..spgemm import SparseJacobian
-from ..stages import Record, Run, check_input, empty_pattern, pull_back, recent_chains, refuse_hooks
+from ..stages import Record, Run, add_gradients, check_input, empty_pattern, pull_back, recent_chains, refuse_hooks
 from ..tracing import check_module, set_weights, sets_weights, without_autocast
 from .blocks import Block, sum_of
 from .solver import Solution, TriangularSolver
@@ -92,14 +92,8 @@ class RecordedSystem(ABC):
         for records, gradient, read in passes:
             if read:
                 _, pulled = pull_back(records[::-1], gradient, [], read, apart)
-                _add(gradients, pulled)
+                add_gradients(gradients, pulled)
         return gradients
-
-
-def _add(gradients: dict[int, torch.Tensor], terms: Mapping[int, torch.Tensor]) -> None:
-    """Add terms to gradients by their places."""
-    for place, term in terms.items():
-        gradients[place] = gradients[place] + term if place in gradients else term
 
 
 class ChainSystem(RecordedSystem):
@@ -236,7 +230,7 @@ class Propagator:
                     (gradient,), terms = pull_back(part, gradient, part, sorted(read), apart)
                 else:
                     gradient, terms = self._solved(part, gradient, read, apart)
-                _add(gradients, terms)
+                add_gradients(gradients, terms)
         return (gradient.reshape(records[0].input.shape) if for_input else None), gradients
 
     def _solved(

@@ -6,7 +6,7 @@ from .chain_cache import ChainCache, Chains, Run, recent_chains
 from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
 from .checks import agree, check_input, check_shape, check_tensor
 from .forward_pass import SAMPLES, random_tensor, samples_of, traced
-from .graph_gradients import has_hooks, pull_back, pulled_by_autograd
+from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd
 from .infinite_entries import all_finite, with_backward_passes
 from .node_gradients import pull_back_by_nodes, pull_back_input, walk
 from .order import DENSE, START
@@ -27,6 +27,7 @@ __all__ = [
     "Region",
     "Run",
     "Stage",
+    "add_gradients",
     "agree",
     "all_finite",
     "boundaries",

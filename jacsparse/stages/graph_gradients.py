@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -144,3 +144,9 @@ def pulled_by_autograd(records: Sequence[Record], batch: int) -> Callable[[torch
         return of_input.reshape(batch, -1)
 
     return pulled
+
+
+def add_gradients(gradients: dict[int, torch.Tensor], terms: Mapping[int, torch.Tensor]) -> None:
+    """Add terms to gradients of externals by their places."""
+    for place, term in terms.items():
+        gradients[place] = gradients[place] + term if place in gradients else term

@@ -22,7 +22,7 @@ from .modules import (
     without_autocast,
 )
 from .operators import facts_of, operator_name
-from .program import Operation, Program, program_of
+from .program import Operation, Program, passed_by_all_paths, program_of
 from .pruned_weights import PrunedWeight, mask_of
 from .runs import failed_call, trace
 from .saved_tensors import check_hooks_are_told, saved_handle, saves_objects, without_saving_hooks
@@ -62,6 +62,7 @@ __all__ = [
     "needed_calls",
     "operator_name",
     "parts_of",
+    "passed_by_all_paths",
     "program_of",
     "refresh_weights",
     "results_of",

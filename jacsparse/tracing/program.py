@@ -116,7 +116,7 @@ class Program:
         if not self.output:
             return [0]
         operations = self.between(0, self.output)
-        passed = _passed([(operation.value, operation.operands.values()) for operation in operations])
+        passed = passed_by_all_paths([(operation.value, operation.operands.values()) for operation in operations])
         inner = [
             value
             for value in passed
@@ -128,7 +128,7 @@ class Program:
         return [0, *inner, self.output]
 
 
-def _passed(made: Sequence[tuple[int, Collection[int]]]) -> list[int]:
+def passed_by_all_paths(made: Sequence[tuple[int, Collection[int]]]) -> list[int]:
     """The values that all paths pass from 0 to the last one, of values in order with those that each is made of."""
     # The last value that is computed from each one: operands come before what is computed from them.
     last = {operand: value for value, operands in made for operand in operands}
@@ -171,7 +171,7 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
             for value, maker in makers
             if maker is not None
         ]
-        passed = {*_passed(made), program.output}
+        passed = {*passed_by_all_paths(made), program.output}
     for value in needed:
         node = graph.infos[value].maker
         assert node is not None

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..scan import backward_by
-from ..stages import Record, pull_back, pull_back_by_nodes, pull_back_input, refuse_hooks
+from ..stages import Record, add_gradients, pull_back, pull_back_by_nodes, pull_back_input, refuse_hooks
 
 
 def check_threads(threads: int | None) -> int:
@@ -129,8 +129,7 @@ class Leapfrogger:
         gradients: dict[int, torch.Tensor] = {}
         # Sums in the order of the layers, whichever worker was first.
         for layer in weighted:
-            for place, term in terms_of_layers[layer].items():
-                gradients[place] = gradients[place] + term if place in gradients else term
+            add_gradients(gradients, terms_of_layers[layer])
         if not for_input:
             return None, gradients
         return next(task.gradient for task in tasks if len(task.records) == len(records)), gradients

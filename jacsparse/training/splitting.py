@@ -13,7 +13,7 @@ from torch import nn
 
 from ..runtime import a_type
 from .modes import in_eval_mode
-from .stretches import HOOKS, stretches_of
+from .stretches import refuse_hooks, stretches_of
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -108,9 +108,7 @@ def _is_container(module: nn.Module) -> TypeGuard[nn.Sequential]:
 
 
 def _layers(container: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
-    if any(getattr(container, name) for name in HOOKS):
-        where = f"{prefix[:-1]!r}" if prefix else "the model"
-        raise TypeError(f"{where} has hooks, which its parts would not call; put them on layers")
+    refuse_hooks(container, prefix[:-1])
     layers = []
     # A child that occurs twice is two layers, which named_children would not tell.
     for name, child in container._modules.items():

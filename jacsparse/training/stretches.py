@@ -7,6 +7,7 @@ import itertools
 from torch import fx, nn
 
 from ..runtime import a_type
+from ..tracing import passed_by_all_paths
 from .modes import in_modes, modes_of
 
 
@@ -55,6 +56,7 @@ def _graph_of(model: nn.Module, training: bool | None = None) -> fx.Graph:
         try:
             graph = fx.Tracer().trace(model)
         except Exception as error:
+            # What torch.fx, or the forward pass on its proxies, raises is of any kind.
             reason = str(error).partition("\n")[0]
             raise TypeError(
                 f"the forward pass of {a_type(model)} cannot be cut into parts, as torch.fx cannot trace it: {reason}; "
@@ -63,14 +65,17 @@ def _graph_of(model: nn.Module, training: bool | None = None) -> fx.Graph:
     called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     for path, part in model.named_modules():
         inner = any(path == name or path.startswith(f"{name}.") for name in called)
-        if not inner and any(getattr(part, name) for name in HOOKS):
-            where = f"{path!r}" if path else "the model"
-            raise TypeError(f"{where} has hooks, which its parts would not call; put them on layers")
+        if not inner:
+            refuse_hooks(part, path)
     return graph
 
 
-#: The attributes of modules that hold their hooks.
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+def refuse_hooks(container: nn.Module, path: str) -> None:
+    """Raise TypeError where a module that its parts take the place of has hooks."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(container, name) for name in hooks):
+        where = f"{path!r}" if path else "the model"
+        raise TypeError(f"{where} has hooks, which its parts would not call; put them on layers")
 
 
 def _text(graph: fx.Graph) -> str:
@@ -79,20 +84,14 @@ def _text(graph: fx.Graph) -> str:
 
 def _passed(start: fx.Node, stop: fx.Node) -> list[fx.Node]:
     """The nodes from the input on that all paths to the output pass, the output among them."""
-    dependent, order = {start}, [start]
-    for node in start.graph.nodes:
-        if any(each in dependent for each in node.all_input_nodes) and node.op != "output":
-            dependent.add(node)
-            order.append(node)
-    places = {node: place for place, node in enumerate(order)}
-    passed, furthest = list[fx.Node](), 0
-    for place, node in enumerate(order):
-        if place and furthest == place:
-            passed.append(node)
-        if node is stop:
-            break
-        furthest = max(furthest, *(places[user] for user in node.users if user in places))
-    return passed
+    places, made = {start: 0}, list[tuple[int, list[int]]]()
+    for node in _between(start, stop):
+        operands = [places[each] for each in node.all_input_nodes if each in places]
+        if operands:
+            places[node] = len(places)
+            made.append((places[node], operands))
+    nodes = list(places)
+    return [*(nodes[place] for place in passed_by_all_paths(made)), stop] if made else []
 
 
 def _between(start: fx.Node, stop: fx.Node) -> list[fx.Node]:
