@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ..terminal import nbytes, new_table, percent, ratio, short, text
@@ -18,8 +19,8 @@ _NAMES = {
     "pruned": "without pruned weights",
     "observed": "and without the data's zeros",
 }
-#: How many layers a sentence names as an example.
-_EXAMPLES = 3
+#: How many layers a sentence names as examples; of those, no more than have so many characters, also in warnings.
+_EXAMPLES, _CHARACTERS, _IN_WARNINGS = 3, 60, 40
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,14 @@ class ScanCosts:
     pays_from: int | None
 
     def __str__(self) -> str:
-        takes = (
-            f"The scan {self.schedule} takes {ratio(self.work_ratio)} times the FLOP of back-propagation on the same "
-            f"entries ({ratio(self.dense_ratio)} times those of dense back-propagation)."
+        pays = "never pays" if self.pays_from is None else f"pays from {self.pays_from:,} workers on"
+        path = f"{ratio(self.critical_ratio)} times along its critical path"
+        if self.pays_from is None and self.critical_ratio < 1:
+            path += ", but too many of its products wait for each other"
+        return (
+            f"A scan ({self.schedule}) {pays}: it takes {ratio(self.work_ratio)} times the FLOP of back-propagation "
+            f"({ratio(self.dense_ratio)} times the dense), {path}."
         )
-        alone = f"its critical path alone is {ratio(self.critical_ratio)} times that back-propagation"
-        if self.pays_from is not None:
-            return f"{takes} It pays from {self.pays_from:,} workers on."
-        if self.critical_ratio < 1:
-            alone = "too many of its products wait for each other"
-        return f"{takes} It never pays, on any number of workers: {alone}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -169,19 +168,26 @@ class FlopSummary:
             yield str(self.scan)
         elif self.note:
             yield self.note
-        sparse = f" ({nbytes(self.pruned_nbytes)} as CSR without zeros)" if self.zeros else ""
+        sparse = f" ({nbytes(self.pruned_nbytes)} as CSR)" if self.zeros else ""
         yield (
             f"Memory: weights {nbytes(self.weight_nbytes)}{sparse}, Jacobians of layers {nbytes(self.jacobian_nbytes)}."
         )
 
 
 def _named(layers: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(f"{name} ({percent(share)})" for name, share in layers)
+    return ", ".join(_first([f"{name} ({percent(share)})" for name, share in layers], _CHARACTERS))
+
+
+def _first(names: Sequence[str], characters: int) -> Sequence[str]:
+    """The first `_EXAMPLES` names, or as many as have so many characters together, but at least one."""
+    lengths = accumulate(len(name) for name in names[:_EXAMPLES])
+    return names[: max(1, sum(length <= characters for length in lengths))]
 
 
 def _steps(steps: Sequence[TrainingStep]) -> Any:
-    table = new_table("FLOP of a training step on one sample")
-    table.add_column("", overflow="fold")
+    table = new_table("")
+    table.show_edge = False
+    table.add_column("FLOP of a training step\non one sample", overflow="fold")
     for column in ("forward", "inputs'\ngradients", "weights'\ngradients", "step", "of dense"):
         table.add_column(column, justify="right", no_wrap=True)
     for each in steps:
@@ -243,31 +249,33 @@ def _cut_off(report: FlopReport) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(empty), tuple(cut)
 
 
-def warnings_of(report: FlopReport) -> tuple[str, ...]:
-    """What is wrong with a network, each with the names of the layers."""
+def warnings_of(report: FlopReport, brief: bool = False) -> tuple[str, ...]:
+    """What is wrong with a network, each with the names of the layers; with `brief`, of the first and how many more."""
     layers = [layer for layer in report.layers if layer["weights"]]
+
+    def listed(names: Sequence[str]) -> str:
+        shown = _first(names, _IN_WARNINGS) if brief else names
+        return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(shown) < len(names) else "")
+
     found = []
     empty, cut = _cut_off(report)
-    off = f"no gradient reaches {_listed(cut)}" if cut else ""
+    gradients = any(layer["pruned_weight_gradient"] for layer in report.layers)
+    off = f"no gradient reaches {listed(cut) if gradients else 'any layer'}" if cut else ""
     if empty:
         found.append(
-            f"No weight is left in {_listed(empty)}{'; ' if off else ''}{off}. What they computed is lost, and is no "
-            "saving: prune fewer weights, or so many of each layer."
+            f"No weight is left in {listed(empty)}{'; ' if off else ''}{off}. Prune fewer weights, or as "
+            "many of each layer."
         )
     elif off:
         found.append(f"{off[0].upper()}{off[1:]}: all weights on the way are pruned.")
     pruned = any(layer["zeros"] for layer in layers)
     dense = [f"{layer['layer']} ({percent(layer['sparsity'])})" for layer in layers if layer["sparsity"] <= 0.5]
     if pruned and dense:
-        found.append(f"At most half is pruned of {_listed(dense)}: dense kernels are faster there.")
+        found.append(f"At most half is pruned of {listed(dense)}: dense kernels are faster there.")
     unmasked = [f"{layer['layer']} ({layer['unmasked_zeros']:,})" for layer in layers if layer["unmasked_zeros"]]
     if unmasked:
         found.append(
-            f"Weights are zero without a mask in {_listed(unmasked)}: they are counted as pruned, and a training step "
-            "fills them; keep them by torch.nn.utils.prune."
+            f"Weights are zero without a mask in {listed(unmasked)}: a training step fills them; keep them by "
+            "torch.nn.utils.prune."
         )
     return tuple(found)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..terminal import Fitted, glossary, new_table, percent, ratio, short
 from .layers import OTHERS
+from .summary import warnings_of
 
 if TYPE_CHECKING:
     from .report import FlopReport, FlopStep
@@ -72,7 +73,7 @@ class Page:
     steps : bool
         Whether the schedule's steps and totals follow.
     explain : bool
-        Whether all words are explained, and not only those of the tables.
+        Whether all words are explained, and not only those of the tables, and warnings name all layers.
     sort : str or None
         A name in `SORTS` by which layers are sorted; None for the network's order.
     top : int or None
@@ -88,10 +89,13 @@ class Page:
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         report = self.report
         yield report.summary()
-        for warning in report.warnings:
-            yield f"Warning: {warning}"
+        warnings = warnings_of(report, brief=not self.explain)
+        yield from (f"Warning: {warning}" for warning in warnings)
         words = dict[str, str]()
+        if warnings != report.warnings:
+            words["and ... more"] = "--explain names all layers in warnings, as do report.warnings and JSON"
         if report.layers:
+            yield ""
             yield _layers(report, self.sort, self.top)
             names = {layer["layer"] for layer in report.layers}
             words |= {word: each for word, each in _LAYER_WORDS.items() if word != OTHERS or OTHERS in names}

@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -221,7 +222,7 @@ def test_every_printed_figure_is_one_of_the_report(case: str, observed: bool) ->
 def test_what_the_network_lacks_is_named() -> None:
     report = count_flop(example_models.cut_in_two(), (5,))
     (empty, dense) = report.warnings
-    assert empty.startswith("No weight is left in 2; no gradient reaches 0. What they computed is lost")
+    assert empty == "No weight is left in 2; no gradient reaches 0. Prune fewer weights, or as many of each layer."
     assert dense == "At most half is pruned of 0 (0%), 4 (0%): dense kernels are faster there."
     assert report.summary().without_weights == ("2",)
     assert "part of the network is cut off" in " ".join(str(report.summary()).split())
@@ -229,7 +230,36 @@ def test_what_the_network_lacks_is_named() -> None:
     with torch.no_grad():
         net[0].weight[:3] = 0
     (warning,) = count_flop(net, (4,)).warnings[-1:]
-    assert warning.startswith("Weights are zero without a mask in 0 (12): they are counted as pruned")
+    assert warning.startswith("Weights are zero without a mask in 0 (12): a training step fills them")
+
+
+def many_layers() -> nn.Module:
+    """Layers with long names, of which some have no weights, some few zeros, and none a mask."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(24)]
+    with torch.no_grad():
+        for number, layer in enumerate(layers):
+            layer.weight[: number % 8 + 1] = 0
+    blocks = [OrderedDict({f"conv{number}": layer}) for number, layer in enumerate(layers)]
+    named = {f"denselayer{number}": nn.Sequential(block) for number, block in enumerate(blocks)}
+    return nn.Sequential(OrderedDict({"features": nn.Sequential(OrderedDict(named)), "classifier": nn.Linear(8, 8)}))
+
+
+def test_the_first_page_has_24_lines_at_most_and_warnings_name_the_first_layers() -> None:
+    report = count_flop(many_layers(), (8,), structure="observed", inputs=torch.randn(2, 8))
+    pages = {}
+    for explain in (False, True):
+        console = Console(file=io.StringIO(), width=80, markup=False, emoji=False, highlight=False)
+        console.print(Page(report, explain=explain))
+        pages[explain] = console.file.getvalue()  # type: ignore[attr-defined]
+    first = pages[False].split("Layers: FLOP of")[0].splitlines()
+    assert len(first) <= 24
+    page = " ".join(" ".join(first).split())
+    assert "No weight is left in features.denselayer7.conv7 and 2 more; no gradient reaches features" in page
+    assert "Weights are zero without a mask in features.denselayer0.conv0 (8) and 23 more:" in page
+    assert len(report.warnings) == 3 and "and ... more" in pages[False] and "and ... more" not in pages[True]
+    for warning in report.warnings:
+        assert warning in " ".join(pages[True].split()) and warning in report.to_dict()["warnings"]
 
 
 if __name__ == "__main__":
