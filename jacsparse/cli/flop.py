@@ -56,7 +56,7 @@ def flop(
     samples: Annotated[int | None, typer.Option(min=1, help="Samples of --data to count. Default: 4.")] = None,
     workers: Annotated[str, typer.Option(help="Compare schedules for these numbers of workers, as in 1,2,4,8.")] = "",
     steps: Annotated[bool, typer.Option("--steps", help="Show the steps of the scan, and their sums.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Explain all words, and name all layers in warnings.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain all words; name all layers in warnings.")] = False,
     sort: Annotated[str | None, typer.Option(help="Sort layers by layer, weights, zero, step or jacobian.")] = None,
     top: Annotated[int | None, typer.Option(min=1, help="Show so many layers. Default: all.")] = None,
     compare: Annotated[

@@ -259,7 +259,7 @@ class FlopReport:
         """The report as plain values, for JSON."""
         return {
             **asdict(self),
-            "summary": asdict(self.summary()),
+            "summary": self.summary().to_dict(),
             "warnings": list(self.warnings),
             "choices": [{**asdict(choice), "reason": choice.reason} for choice in self.choices],
             "total": self.total,

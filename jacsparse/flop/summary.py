@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +130,16 @@ class FlopSummary:
         """Share of the weights that is zero."""
         return self.zeros / self.weights if self.weights else 0.0
 
+    @property
+    def times_fewer(self) -> float | None:
+        """The FLOP of a dense step, as a multiple of those without pruned weights; None where no weight is pruned."""
+        pruned = self.steps[1]
+        return 1 / pruned.of_dense if self.zeros and pruned.step else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain values, for JSON."""
+        return {**asdict(self), "sparsity": self.sparsity, "times_fewer": self.times_fewer}
+
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         if not self.weights:
             yield f"{self.name}: nothing in it multiplies by weights, so there is nothing to prune."
@@ -142,12 +152,10 @@ class FlopSummary:
 
     def sentences(self) -> Iterator[str]:
         """What the figures come to."""
-        pruned = self.steps[1]
         if self.zeros and self.zeros == self.weights:
             yield "No weight is left: the output is the same for every input, and no weight has a gradient."
-        elif self.zeros and pruned.step:
-            times = 1 / pruned.of_dense
-            gain = f"Kernels that skip pruned weights have {ratio(times)} times fewer FLOP to do"
+        elif self.times_fewer is not None:
+            gain = f"Kernels that skip pruned weights have {ratio(self.times_fewer)} times fewer FLOP to do"
             if self.without_weights:
                 yield f"{gain}, but part of the network is cut off: see the warning. Dense kernels gain nothing."
             else:

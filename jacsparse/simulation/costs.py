@@ -25,8 +25,9 @@ _MEASURED = 10**8
 def counted_workload(module: nn.Module, x: torch.Tensor, rate: float) -> Workload:
     """The workload of a module, by FLOP at one rate for all operators and products.
 
-    Operators count as in `jacsparse.count_flop`: dense, as PyTorch executes them. One without products counts an
-    operation for each element of its result, forward and for its weights, and a Jacobian one for each entry.
+    Passes are those of the dense training step of `jacsparse.count_flop`, as PyTorch executes it. The gradients of
+    weights in a stage without products, as of batch normalisation, take an operation for each element of its result,
+    and a Jacobian one for each entry.
 
     Parameters
     ----------
@@ -42,16 +43,12 @@ def counted_workload(module: nn.Module, x: torch.Tensor, rate: float) -> Workloa
     with undisturbed(check_module(module)):
         records = Chains(module).of(_samples(x), by_autograd=False)[1].records
         stages, seconds = _stages(records, rate), len(x) / rate
-        for number, (record, layers) in enumerate(zip(records, layers_of(records), strict=True)):
-            elements = math.prod(record.stage.out_shape)
-            forward = sum(layer.forward for layer in layers.layers) or elements
-            trains = bool(stages[number].weights)
-            gradients = sum(layer.weight_gradient for layer in layers.layers) or trains * elements
+        for number, layers in enumerate(layers_of(records)):
+            forward, errors, gradients = map(sum, zip(*(each.dense for each in layers.work), strict=True))
+            if not gradients and stages[number].weights:
+                gradients = math.prod(records[number].stage.out_shape)
             stages[number] = replace(
-                stages[number],
-                forward=forward * seconds,
-                errors=layers.executed * seconds if number else 0.0,
-                gradients=gradients * seconds,
+                stages[number], forward=forward * seconds, errors=errors * seconds, gradients=gradients * seconds
             )
     return _workload(stages, x, rate, rate)
 
@@ -140,10 +137,8 @@ def _stages(records: Sequence[Record], rate: float) -> list[StageCost]:
         copies = 1 if stage.shared else record.batch
         factor = stage.factor()
         operations = factor.estimate if isinstance(factor, Region) else factor.nnz
-        output = record.output.nbytes
-        stages.append(
-            StageCost(0.0, 0.0, 0.0, operations * copies / rate, _stored(record), output, weights, factor, stage.shared)
-        )
+        sizes = (_stored(record), record.output.nbytes, weights)
+        stages.append(StageCost(0.0, 0.0, 0.0, operations * copies / rate, *sizes, factor, stage.shared, stage.path))
     return stages
 
 

@@ -19,7 +19,7 @@ from ..flop import CountEstimate
 from ..interconnect import Interconnect
 from ..runtime import replacing
 from ..schedule import blelloch, linear
-from ..terminal import text
+from ..terminal import percent, ratio, text
 from .costs import counted_workload, measured_workload
 from .registry import TRAINING_METHODS
 from .tables import WORDS, simulation_figure, tables
@@ -89,6 +89,11 @@ class BreakEven:
     starts: int
 
     @property
+    def ratio(self) -> float:
+        """``C_BPPSA / C_Base``."""
+        return self.scan_step / self.base_step
+
+    @property
     def holds(self) -> bool:
         """Whether the criterion holds for the stages at hand."""
         return self.n >= self.starts
@@ -143,6 +148,8 @@ class Simulation:
         Seconds and bytes per second of messages.
     costs : str
         Where the stages' times come from, in words.
+    slowest : (str, float)
+        The path of the stage that takes longest, and its share of back-propagation; no path for steps of a sequence.
     name : str
         What was simulated: the module's class, or the model as named on the command line.
     note : str
@@ -165,6 +172,7 @@ class Simulation:
     latency: float
     bandwidth: float
     costs: str
+    slowest: tuple[str, float] = ("", 0.0)
     name: str = ""
     note: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -229,6 +237,24 @@ class Simulation:
         }
 
     @property
+    def gain(self) -> tuple[str, int, float] | None:
+        """The fastest method with exact gradients, on how many workers, and how many times faster than ``bp`` it is.
+
+        None where it is ``bp`` itself, or as fast in three digits, or where there is nothing to compare.
+        """
+        exact = [row for row in self.rows if row.exact]
+        if "bp" not in self.methods or len(exact) < 2:
+            return None
+        best = min(exact, key=lambda row: row.seconds)
+        times = self.methods["bp"][0].seconds / best.seconds
+        return (best.method, best.workers, times) if best.method != "bp" and times >= 1.005 else None
+
+    @property
+    def fill_in(self) -> float:
+        """The entries of a full scan's largest product, as a multiple of those of the largest Jacobian."""
+        return self.largest_product / max(1, self.largest_factor)
+
+    @property
     def verdict(self) -> str:
         """Which method to take, by the number of workers, and whether products of matrices pay, in words."""
         if not self.rows:
@@ -237,18 +263,16 @@ class Simulation:
         sentences = [f"Fastest: {_changes(self.fastest)}."]
         late = dict.fromkeys(name for _, name in self.fastest if not self.methods[name][0].exact)
         if late:
-            sentences.append(f"The gradients of {' and '.join(late)} are late.")
-        if late and self.fastest_exact:
+            sentences.append(f"The gradients of {' and '.join(late)} are late, those of earlier weights.")
+        if late and self.fastest_exact and {name for _, name in self.fastest_exact} != {"bp"}:
             sentences.append(f"With the gradients of back-propagation: {_changes(self.fastest_exact)}.")
-        exact = [row for row in self.rows if row.exact]
-        if "bp" in self.methods and any(row.method != "bp" for row in exact):
-            best = min(exact, key=lambda row: row.seconds)
-            gain = self.methods["bp"][0].seconds / best.seconds
+        if self.gain is not None:
+            method, number, times = self.gain
             sentences.append(
-                f"Exact gradients are at most {gain:.3g} times faster, by {best.method} on {best.workers:,} workers."
-                if best.method != "bp" and gain >= 1.005
-                else "No way to exact gradients is faster than back-propagation on one worker."
+                f"Exact gradients are at most {ratio(times)} times faster, by {method} on {_workers_in_words(number)}."
             )
+        elif "bp" in self.methods and any(row.exact and row.method != "bp" for row in self.rows):
+            sentences.append("No way to exact gradients is faster than back-propagation on one worker.")
         if "bppsa" in self.methods and not self.note:
             base = self.methods["bp"][0].seconds if "bp" in self.methods else math.inf
             scans = [row for row in self.methods["bppsa"] if row.choice != "linear" and row.seconds < base * _SURELY]
@@ -257,14 +281,29 @@ class Simulation:
                 if scans
                 else f"The scan's products never pay, up to {_workers_in_words(max(self.workers))}."
             )
+        path, share = self.slowest
+        if path and self.pipeline_bound is not None:
+            sentences.append(
+                f"The slowest stage, {path}, takes {percent(share)} of back-propagation: no pipeline is more than "
+                f"{ratio(self.pipeline_bound)} times faster."
+            )
         return " ".join(sentences)
+
+    @property
+    def pipeline_bound(self) -> float | None:
+        """How many times faster than ``bp`` a pipeline is at most, because one worker runs its slowest stage."""
+        share = self.slowest[1]
+        return 1 / share if share else None
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain values, what they depend on, and what the words mean."""
         versions = {"jacsparse": __version__, "torch": torch.__version__}
         conclusions = {"fastest": self.fastest, "fastest_exact": self.fastest_exact, "pays": self.pays}
+        ratios: dict[str, Any] = {"gain": self.gain, "pipeline_bound": self.pipeline_bound, "fill_in": self.fill_in}
+        if self.break_even is not None:
+            ratios["break_even"] = {**asdict(self.break_even), "ratio": self.break_even.ratio}
         words = {"verdict": self.verdict, "words": WORDS}
-        return {**asdict(self), **conclusions, **words, "versions": versions}
+        return {**asdict(self), **conclusions, **ratios, **words, "versions": versions}
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict` to a file."""
@@ -297,7 +336,7 @@ def _workers_in_words(number: int) -> str:
 
 def _changes(changes: Sequence[tuple[int, str]]) -> str:
     """The methods from each number of workers on."""
-    (first, method), *others = changes
+    (first, method), *others = ((workers, "back-propagation" if name == "bp" else name) for workers, name in changes)
     on = f"{method} on {_workers_in_words(first)}"
     return ", ".join([on, *(f"{other} from {workers:,} on" for workers, other in others)])
 
@@ -370,7 +409,7 @@ def simulate(
         if not 0 < rate < math.inf:
             raise ValueError(f"rate is {rate}; expected FLOP per second above 0, as in 1e12")
         workload = counted_workload(module, x, rate)
-        costs = f"counted, {rate:.3g} FLOP/s"
+        costs = f"counted dense, {rate:.3g} FLOP/s"
     names = {"costs": costs, "name": type(module).__name__}
     return plan(workload, interconnect, numbers, chosen, **names, progress=progress, accept=accept)
 
@@ -430,6 +469,7 @@ def plan(
         interconnect.latency,
         interconnect.bandwidth,
         costs,
+        workload.slowest,
         name,
     )
 

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 #: The meaning of words and columns.
 WORDS = {
     "stage": "what lies between two points that all data pass",
-    "steps": "passes of stages, and products, that wait for each other",
+    "steps": "passes of stages, and products, that wait for each other; means in a pipeline, below 1 where "
+    "messages limit it",
     "per step": "total / steps, with the messages that steps wait for",
-    "total": "an iteration over a mini-batch, without the optimiser",
+    "total": "an iteration over a mini-batch, without the optimiser; passes are dense, as PyTorch's: where counted, "
+    "the dense steps of flop, and the gradients of normalisations' weights",
     "memory": "the most bytes that one worker holds",
     "sent": "bytes of all messages of an iteration",
     "bp": "back-propagation on one worker",
-    "bppsa": "parallel scan of gradients; linear multiplies no matrices",
+    "bppsa": "parallel scan of gradients, without pruned entries; linear multiplies no matrices",
     "cyclic_reduction": "a scan of half as many levels and more work",
     "ranks": "processes with consecutive stages, in turn or by a scan",
     "gpipe": "micro-batches forward, then back; stages run forward twice",
@@ -122,19 +124,18 @@ def _conclusions(simulation: Simulation) -> Iterator[str]:
         never = [name for name, workers in pays.items() if workers is None]
         yield f"Faster than bp: {', '.join([*parts, *(f'{name} never' for name in never)])}."
     if simulation.largest_product:
-        times = simulation.largest_product / max(1, simulation.largest_factor)
         most = "at most " if simulation.bounded else ""
         yield (
             f"Fill-in: the largest product of a full scan has {most}{simulation.largest_product:,} entries, "
-            f"{ratio(times)} times the {simulation.largest_factor:,} of the largest Jacobian; the thesis (3.6) expects "
-            "no more than 1."
+            f"{ratio(simulation.fill_in)} times the {simulation.largest_factor:,} of the largest Jacobian; the thesis "
+            "(3.6) expects no more than 1."
         )
     each = simulation.break_even
     if each is not None:
         yield (
             f"The poster's break-even, C_BPPSA / C_Base < n / log2 n, {'holds' if each.holds else 'fails'} at n = "
             f"{each.n:,} stages: the left side, a scan's step by a stage's gradient, is {short_time(each.scan_step)} / "
-            f"{short_time(each.base_step)} = {ratio(each.scan_step / each.base_step)}. It holds from n = "
+            f"{short_time(each.base_step)} = {ratio(each.ratio)}. It holds from n = "
             f"{each.starts:,} on."
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -43,6 +44,8 @@ class StageCost:
         The pattern of its transposed Jacobian.
     shared : bool
         Whether all samples share the values of its Jacobian.
+    path : str
+        Its path in the model; empty for a step of a sequence.
     """
 
     forward: float
@@ -54,6 +57,12 @@ class StageCost:
     weights: int
     factor: Pattern | Region
     shared: bool = False
+    path: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all its passes."""
+        return self.forward + self.errors + self.gradients
 
     @property
     def steps(self) -> int:
@@ -146,6 +155,12 @@ class Workload:
         """Seconds of the backward pass."""
         return math.fsum(stage.errors + stage.gradients for stage in self.stages)
 
+    @property
+    def slowest(self) -> tuple[str, float]:
+        """The path of the stage that takes longest, and its share of all passes."""
+        stage = max(self.stages, key=lambda stage: stage.seconds)
+        return stage.path, stage.seconds / max(self.forward + self.backward, sys.float_info.min)
+
     def weights(self, block: Sequence[int]) -> int:
         """Bytes of the weights of some stages."""
         if self.recurrent and block:
@@ -221,8 +236,8 @@ class Workload:
 
     def blocks(self, workers: int) -> list[range]:
         """The stages as consecutive blocks, of which the slowest takes as short as can be, for `workers` or fewer."""
-        ends = np.cumsum([stage.forward + stage.errors + stage.gradients for stage in self.stages])
-        longest = max(stage.forward + stage.errors + stage.gradients for stage in self.stages)
+        ends = np.cumsum([stage.seconds for stage in self.stages])
+        longest = max(stage.seconds for stage in self.stages)
         low, high = max(longest, ends[-1] / workers), float(ends[-1])
         for _ in range(64):
             middle = (low + high) / 2

@@ -142,13 +142,18 @@ class SolverComparison:
         yield from tables(self)
 
     @property
+    def depth_bound(self) -> float:
+        """``l / log2 l`` of the paper's criterion of direct methods; 0 for one layer."""
+        return self.layers / math.log2(self.layers) if self.layers > 1 else 0.0
+
+    @property
     def criterion(self) -> str:
         """The paper's own criteria for this module (sections 4.1 and 4.2), in words."""
-        bound = self.layers / math.log2(self.layers) if self.layers > 1 else 0.0
         direct = reduction_pays(self.layers, self.units, self.samples)
         lines = [
-            f"By the paper's criteria, direct methods pay where samples r = {self.samples} >= the widest layer's units "
-            f"n = {self.units:,}, or l / log2 l = {bound:.1f} >= n for l = {self.layers} layers: {_verdict(direct)}."
+            f"By Naumov's criteria, direct methods pay where samples r = {self.samples} >= the widest layer's units "
+            f"n = {self.units:,}, or l / log2 l = {self.depth_bound:.1f} >= n for l = {self.layers} layers: "
+            f"{_verdict(direct)}."
         ]
         settled = [row for row in self.rows if row.solved and row.iterations is not None and row.steps]
         if settled:
@@ -174,7 +179,9 @@ class SolverComparison:
         """All figures as plain values, what they depend on, and what the words mean."""
         versions = {"jacsparse": __version__, "torch": torch.__version__}
         words = {"criterion": self.criterion, "conclusion": self.conclusion, "words": WORDS}
-        return {**asdict(self), **words, "versions": versions}
+        counted = [{**asdict(each), "ratio": each.ratio} for each in self.estimates]
+        figures = {"estimates": counted, "depth_bound": self.depth_bound, "fewest_up_to": _WORKERS[-1]}
+        return {**asdict(self), **figures, **words, "versions": versions}
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict` to a file."""

@@ -6,16 +6,17 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import glossary, new_table, short, short_time
+from ..terminal import glossary, new_table, ratio, short, short_time
 
 if TYPE_CHECKING:
     from .comparison import SolverComparison, SolverFigures
 
 #: The meaning of words and columns.
 WORDS = {
-    "layers": "stages of flop and simulate, elementwise ones with the former",
+    "layers": "stages of simulate, as a residual block; elementwise ones with the former",
     "steps": "products that wait for each other; η of iterative solvers",
-    "work": "multiply-adds of all products; they are not seconds",
+    "work": "multiply-adds of all products; they are not seconds. Substitution's are half the FLOP of activations and "
+    "input in flop --steps, pruned, but blocks multiply whole: of several operators, and where no gradient is",
     "stored": "the most entries of blocks at once, beside the system's",
     "iter.": "iterations: one step each in jacobi, two in bicgstab",
     "residual": "largest change of a block row in one more sweep, relative",
@@ -42,7 +43,7 @@ def tables(comparison: SolverComparison) -> Iterator[Any]:
     """Everything that a comparison shows, in order."""
     yield comparison.conclusion
     yield comparison.criterion
-    yield _solvers(comparison)
+    yield from _solvers(comparison)
     yield from (f"{row.label}: {row.remark}" for row in comparison.rows if row.remark)
     yield ""
     used = {row.method for row in comparison.rows if row.steps is not None}
@@ -58,15 +59,16 @@ def tables(comparison: SolverComparison) -> Iterator[Any]:
     yield glossary(words)
 
 
-def _solvers(comparison: SolverComparison) -> Any:
-    """A table with a line for each solver."""
+def _solvers(comparison: SolverComparison) -> Iterator[Any]:
+    """What is solved, and a table with a line for each solver."""
     threads = f"{comparison.threads} thread{'s' if comparison.threads > 1 else ''}"
     where = threads if comparison.device == "cpu" else comparison.device
     count = f"{comparison.layers} layer{'s' if comparison.layers > 1 else ''}"
-    table = new_table(
+    yield (
         f"{comparison.name}: {count} of up to {comparison.units:,} units, "
         f"batch {comparison.samples}, {comparison.dtype}, {where}"
     )
+    table = new_table("")
     table.add_column("", overflow="fold")
     iterative = any(row.iterations is not None for row in comparison.rows)
     for column in ("steps", "work", "stored", *(("iter.", "residual") if iterative else ()), "here"):
@@ -76,7 +78,7 @@ def _solvers(comparison: SolverComparison) -> Any:
         residual = "" if row.residual is None else f"{row.residual:.1e}"
         settled = (_count(row.iterations), residual) if iterative else ()
         table.add_row(row.label, *counts, *settled, "" if row.seconds is None else short_time(row.seconds))
-    return table
+    yield table
 
 
 def _workers(comparison: SolverComparison) -> Any:
@@ -101,7 +103,7 @@ def _estimates(comparison: SolverComparison) -> Any:
     for column in ("paper", "counted", "counted / paper"):
         table.add_column(column, justify="right", no_wrap=True)
     for each in comparison.estimates:
-        counts = (short(round(each.paper)), short(round(each.counted)), f"{each.counted / each.paper:.3g}")
+        counts = (short(round(each.paper)), short(round(each.counted)), ratio(each.ratio))
         table.add_row(str(each.equation), each.method, each.quantity, *counts)
     return table
 

@@ -43,6 +43,11 @@ class Estimate:
     paper: float
     counted: float
 
+    @property
+    def ratio(self) -> float:
+        """`counted`, as a multiple of `paper`."""
+        return self.counted / self.paper
+
 
 def estimates(system: BlockTriangular, iterative: Mapping[str, Work]) -> tuple[Estimate, ...]:
     """Equations 42 to 47 for a network of l equally wide, fully connected layers; none for other systems.

@@ -26,7 +26,8 @@ from torch.nn.utils import prune
 from jacsparse import FlopReport, count_flop
 from jacsparse.__main__ import main
 from jacsparse.flop import Page
-from jacsparse.solvers import SolverComparison
+from jacsparse.simulation import simulate
+from jacsparse.solvers import SolverComparison, compare
 from jacsparse.terminal import percent, ratio, short
 from tests import example_models
 
@@ -215,8 +216,120 @@ def test_every_printed_figure_is_one_of_the_report(case: str, observed: bool) ->
     if scan is not None:
         assert f"takes {ratio(scan.work_ratio)} times" in " ".join(page.split())
     check_cells(report, figures)
+    check_figures(page.split("Layers: FLOP of")[0], figures)
     dense = report.summary().steps[0]
     assert dense.weight_gradient == sum(layer.weight_gradient for layer in report.operators)
+
+
+#: What units of printed figures stand for.
+_UNITS = {
+    "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "%": 0.01,
+    "ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "GB/s": 1e9,
+}  # fmt: skip
+_FIGURE = re.compile(
+    r"(?<![\w.])(\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)(?: ?(%|[kMGT]\b|[nµm]?s\b|GB/s|[KMG]iB|B\b))?(?!\w)"
+)
+
+
+def figures_in(page: str) -> list[tuple[str, float, float]]:
+    """The figures of a page: as printed, their values, and how far these may be off by rounding."""
+    found = []
+    for number, unit in _FIGURE.findall(page):
+        mantissa, _, exponent = number.rstrip(",").replace(",", "").partition("e")
+        scale = _UNITS[unit] * 10.0 ** int(exponent or 0)
+        # Where there is a unit, there are three digits, without zeros at their end.
+        digits = max(len(mantissa.partition(".")[2]), 3 - len(mantissa.replace(".", "")) if unit else 0)
+        found.append((f"{number} {unit}", float(mantissa) * scale, 0.501 * scale * 10.0**-digits))
+    return found
+
+
+def numbers_of(value: object) -> Iterator[float]:
+    """All numbers in JSON, those that are keys included."""
+    if isinstance(value, dict):
+        yield from numbers_of([*value, *value.values()])
+    elif isinstance(value, list):
+        for each in value:
+            yield from numbers_of(each)
+    elif isinstance(value, (int, float)) or (isinstance(value, str) and value.isdecimal()):
+        yield float(value)
+
+
+def strings_of(value: object) -> Iterator[str]:
+    """All words in JSON that stand on pages as they are, such as names, remarks and equations."""
+    if isinstance(value, dict):
+        yield from (each for key, item in value.items() if key not in ("verdict", "criterion", "conclusion")
+                    for each in strings_of(item))  # fmt: skip
+    elif isinstance(value, list):
+        for each in value:
+            yield from strings_of(each)
+    elif isinstance(value, str) and len(value) > 1:
+        yield value
+
+
+def page_of(result: object) -> str:
+    console = Console(file=io.StringIO(), width=500, markup=False, emoji=False, highlight=False)
+    console.print(result)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def check_figures(page: str, figures: dict[str, Any], *texts: str) -> None:
+    """Compare each figure of a page with all of JSON's; `texts` are other words with numbers."""
+    page = " ".join(page.split())
+    for words in sorted({*strings_of(figures), *texts}, key=len, reverse=True):
+        page = page.replace(words, "")
+    numbers = [*numbers_of(figures)]
+    for printed, value, rounding in figures_in(page):
+        assert any(abs(value - number) <= rounding + 1e-12 * abs(number) for number in numbers), printed
+
+
+def check_row(line: str, expected: list[float]) -> None:
+    """Compare the figures of a table's line with numbers, in order."""
+    shown = figures_in(line)
+    assert len(shown) == len(expected), line
+    for (printed, value, rounding), number in zip(shown, expected, strict=True):
+        assert abs(value - number) <= rounding + 1e-12 * abs(number), (printed, number)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_figure_of_simulate_is_one_in_json(case: str) -> None:
+    torch.manual_seed(0)
+    make, shape = CASES[case]
+    model = make().eval()
+    if case not in ("cut in two", "recurrent"):
+        prune_weights(model, 0.6)
+    simulation = simulate(model, torch.randn(2, *shape), workers=(1, 2, 8), rate=1e9)
+    figures, page = json.loads(json.dumps(simulation.to_dict())), page_of(simulation)
+    check_figures(page, figures, "log2", "(3.6)", "no more than 1", "1f1b")
+    lines = page.split("per step")[1].splitlines()[2:]
+    for row, line in zip(figures["rows"], (line for line in lines if line.strip()), strict=False):
+        names = ("workers", "steps", "step_seconds", "seconds", "memory", "sent")
+        check_row(line.replace(row["method"], "", 1), [row[name] for name in names])
+    # One dense training step is what flop counts, and the weights of batch normalisation beside it.
+    step = count_flop(model, shape, schedule="linear").summary().steps[0].step
+    elements = {"residual": 4096, "normalised": 108}.get(case, 0)
+    assert simulation.methods["bp"][0].seconds * 1e9 / 2 == pytest.approx(step + elements)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "recurrent"])
+def test_every_figure_of_compare_is_one_in_json(case: str) -> None:
+    torch.manual_seed(0)
+    make, shape = CASES[case]
+    model = make().eval()
+    if case != "cut in two":
+        prune_weights(model, 0.6)
+    methods = ("substitution",) if case == "residual" else None
+    comparison = _unmeasured(compare(model, torch.randn(2, *shape), seconds=0.0, methods=methods))
+    figures, page = json.loads(json.dumps(comparison.to_dict())), page_of(comparison)
+    check_figures(page, figures, "log2", "ω = 1", "γ = 1")
+    lines = page.splitlines()
+    for row in figures["rows"]:
+        line = next(line for line in lines if line.split()[:1] == [row["method"]])
+        names = ("steps", "multiply_adds", "entries", "iterations", "residual", "seconds")
+        check_row(line.replace(row["method"], "", 1), [row[name] for name in names if row[name] is not None])
+    solved = [row for row in figures["rows"] if row["multiply_adds_until_done"]]
+    for workers in figures["workers"]:
+        line = next(line for line in lines if line.strip().startswith(f"{workers} worker"))
+        check_row(line, [workers, *(row["multiply_adds_until_done"][str(workers)] for row in solved)])
 
 
 def test_what_the_network_lacks_is_named() -> None:
@@ -252,7 +365,7 @@ def test_the_first_page_has_24_lines_at_most_and_warnings_name_the_first_layers(
         console = Console(file=io.StringIO(), width=80, markup=False, emoji=False, highlight=False)
         console.print(Page(report, explain=explain))
         pages[explain] = console.file.getvalue()  # type: ignore[attr-defined]
-    first = pages[False].split("Layers: FLOP of")[0].splitlines()
+    first = pages[False].split("Layers: FLOP of")[0].rstrip().splitlines()
     assert len(first) <= 24
     page = " ".join(" ".join(first).split())
     assert "No weight is left in features.denselayer7.conv7 and 2 more; no gradient reaches features" in page

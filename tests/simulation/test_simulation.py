@@ -267,7 +267,7 @@ def network() -> nn.Module:
 
 def test_counted_costs() -> None:
     load = counted_workload(network(), torch.randn(7, 5), rate=2.0)
-    assert [stage.forward for stage in load.stages] == [7 * 30, 7 * 3, 7 * 24, 7 * 2, 7 * 12]
+    assert [stage.forward for stage in load.stages] == [7 * 30, 7 * 6, 7 * 24, 7 * 4, 7 * 12]
     assert [stage.errors for stage in load.stages] == [0, 7 * 6, 7 * 24, 7 * 4, 7 * 12]
     assert [stage.gradients for stage in load.stages] == [7 * 30, 0, 7 * 24, 0, 7 * 12]
     assert [stage.weights for stage in load.stages] == [4 * 36, 0, 4 * 28, 0, 4 * 15]
