@@ -31,6 +31,12 @@ def text(report: Any) -> str:
     return "\n".join(line.rstrip() for line in plain.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
+def cut_off(cut: int, count: int, kind: str) -> str:
+    """A sentence on stages or layers that pass no gradient."""
+    kinds = f"{kind}s" if count > 1 else kind
+    return f"no gradient passes {cut} of {count} {kinds}, in which no weight is left; jacsparse flop names the layers."
+
+
 def new_table(title: str) -> Any:
     """A table without columns."""
     from rich import box
@@ -170,10 +176,10 @@ def ratio(value: float) -> str:
 
     Examples
     --------
-    >>> ratio(53.71), ratio(0.01234), ratio(2287.4)
-    ('53.7', '0.0123', '2,287')
+    >>> ratio(53.71), ratio(0.01234), ratio(2287.4), ratio(1.0)
+    ('53.7', '0.0123', '2,287', '1.00')
     """
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def nbytes(count: float) -> str:

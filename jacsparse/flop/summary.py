@@ -162,6 +162,8 @@ class FlopSummary:
                 yield f"{gain}. Dense kernels, as PyTorch's, gain nothing."
         elif self.weights:
             yield "No weight is pruned: dense kernels, as PyTorch's, are the faster ones."
+            if self.steps[1].step < self.steps[0].step:
+                yield "The rest of the dense FLOP is for padding, and for what no gradient reaches."
         if self.densest and self.zeros:
             if self.densest[0][1] > self.sparsest[0][1] - 0.0005:
                 yield f"Pruned: {percent(self.sparsest[0][1])} of every layer."
@@ -283,7 +285,7 @@ def warnings_of(report: FlopReport, brief: bool = False) -> tuple[str, ...]:
     unmasked = [f"{layer['layer']} ({layer['unmasked_zeros']:,})" for layer in layers if layer["unmasked_zeros"]]
     if unmasked:
         found.append(
-            f"Weights are zero without a mask in {listed(unmasked)}: a training step fills them; keep them by "
+            f"Zero weights without a mask are in {listed(unmasked)}: a training step fills them; keep them by "
             "torch.nn.utils.prune."
         )
     return tuple(found)

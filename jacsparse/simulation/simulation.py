@@ -150,6 +150,8 @@ class Simulation:
         Where the stages' times come from, in words.
     slowest : (str, float)
         The path of the stage that takes longest, and its share of back-propagation; no path for steps of a sequence.
+    cut : int
+        Stages whose Jacobian has no entry, so that no gradient passes them.
     name : str
         What was simulated: the module's class, or the model as named on the command line.
     note : str
@@ -173,6 +175,7 @@ class Simulation:
     bandwidth: float
     costs: str
     slowest: tuple[str, float] = ("", 0.0)
+    cut: int = 0
     name: str = ""
     note: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -264,7 +267,7 @@ class Simulation:
         late = dict.fromkeys(name for _, name in self.fastest if not self.methods[name][0].exact)
         if late:
             sentences.append(f"The gradients of {' and '.join(late)} are late, those of earlier weights.")
-        if late and self.fastest_exact and {name for _, name in self.fastest_exact} != {"bp"}:
+        if late and self.fastest_exact and (self.gain is not None or "bp" not in self.methods):
             sentences.append(f"With the gradients of back-propagation: {_changes(self.fastest_exact)}.")
         if self.gain is not None:
             method, number, times = self.gain
@@ -470,6 +473,7 @@ def plan(
         interconnect.bandwidth,
         costs,
         workload.slowest,
+        sum(not stage.factor.nnz for stage in workload.stages),
         name,
     )
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import glossary, nbytes, new_table, ratio, short, short_time
+from ..terminal import cut_off, glossary, nbytes, new_table, ratio, short, short_time
 from .registry import TRAINING_METHODS
 
 if TYPE_CHECKING:
@@ -37,10 +37,12 @@ WORDS = {
 def tables(simulation: Simulation) -> Iterator[Any]:
     """Everything that a simulation shows, in order."""
     yield simulation.verdict
+    if simulation.cut:
+        yield f"Warning: {cut_off(simulation.cut, simulation.stages, 'stage')}"
     if simulation.note:
         yield simulation.note
     if simulation.rows:
-        yield _methods(simulation)
+        yield from _methods(simulation)
         yield _idle(simulation)
         yield from (f"{name} is not possible: {reason}." for name, reason in simulation.obstacles.items())
     yield from _choices(simulation)
@@ -53,12 +55,13 @@ def tables(simulation: Simulation) -> Iterator[Any]:
     yield glossary({word: meaning for word, meaning in WORDS.items() if word not in methods or word in shown})
 
 
-def _methods(simulation: Simulation) -> Any:
-    """A table with a line for each method and number of workers."""
-    table = new_table(
+def _methods(simulation: Simulation) -> Iterator[Any]:
+    """What is simulated, and a table with a line for each method and number of workers."""
+    yield (
         f"{simulation.name}: {_sizes(simulation)}, {simulation.costs}; "
         f"messages {short_time(simulation.latency)}, {short(simulation.bandwidth)}B/s"
     )
+    table = new_table("")
     table.add_column("", overflow="fold")
     for column in ("workers", "steps", "per step", "total", "memory", "sent"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -74,7 +77,7 @@ def _methods(simulation: Simulation) -> Any:
                 nbytes(row.sent),
                 end_section=number == len(rows) - 1,
             )
-    return table
+    yield table
 
 
 def _sizes(simulation: Simulation) -> str:

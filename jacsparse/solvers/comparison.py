@@ -114,6 +114,8 @@ class SolverComparison:
         PyTorch's threads during the measurement.
     name : str
         What was compared: the module's class, or the model as named on the command line.
+    cut : int
+        Layers whose block has no entry, so that no gradient passes them.
     settings : dict
         What else the figures depend on, such as the seed of the command line; part of `to_dict`.
     """
@@ -130,6 +132,7 @@ class SolverComparison:
     device: str
     threads: int
     name: str = ""
+    cut: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -280,6 +283,7 @@ def compare(
         str(x.device),
         torch.get_num_threads(),
         type(module).__name__,
+        sum(not block.pattern.nnz for block in system.off_diagonal.blocks.values()),
     )
 
 
