@@ -271,15 +271,19 @@ class Convolution(Structure):
 
     def _counts(self, positions: np.ndarray) -> np.ndarray:
         """Entries of each channel's row at some places, from the rows of `self.positions` for these places."""
-        channels, (out_channels, inner, taps) = self._row_channels, self.weight_shape
+        channels, (out_channels, inner, _) = self._row_channels, self.weight_shape
         if self.mask_bits is None:
             partners = out_channels // self.groups if self.transposed else inner
             return np.tile(np.count_nonzero(positions >= 0, axis=1) * partners, channels)
-        out_channel, in_channel, tap = self._places
+        return np.asarray(self._weights_by_tap @ (positions >= 0).T).astype(np.int64).ravel()
+
+    @functools.cached_property
+    def _weights_by_tap(self) -> np.ndarray:
+        """How many weights of each row channel are unpruned, by tap; BLAS multiplies floats, which are exact here."""
+        taps, (out_channel, in_channel, tap) = self.weight_shape[2], self._places
         row = in_channel if self.transposed else out_channel
-        weights = np.bincount(row * taps + tap, minlength=channels * taps).reshape(channels, taps)
-        # BLAS multiplies floats; they are exact far beyond any number of weights.
-        return np.asarray(weights.astype(np.float64) @ (positions >= 0).T).astype(np.int64).ravel()
+        count = self._row_channels * taps
+        return np.bincount(row * taps + tap, minlength=count).reshape(-1, taps).astype(np.float64)
 
     def row_counts(self) -> np.ndarray:
         firsts, kinds = self._kinds

@@ -209,6 +209,8 @@ def _layer(
     # Summands are no factors; `beta` scales the summand `self` of ``aten.addmm`` and similar operators.
     summands = ("bias", "attn_mask", *(["self"] if "beta" in call.arguments else []))
     factors = [weight for name, weight in weights.items() if dense and name not in summands]
+    both = {id(tensor): tensor for tensor in [*parameters, *factors]}
+    nonzero = {key: int(tensor.detach().count_nonzero()) for key, tensor in both.items()}
     trains = any(weight.requires_grad for weight in factors)
     backward = [rule.backward_multiply_adds(call, operands, trains, count) for count in (dense, sparse)]
     of_inputs = [rule.backward_multiply_adds(call, operands, False, count) for count in (dense, sparse)]
@@ -216,9 +218,9 @@ def _layer(
         path=call.path,
         operator=call.operator,
         parameters=sum(tensor.numel() for tensor in parameters),
-        nonzero=sum(map(_nonzero, parameters)),
+        nonzero=sum(nonzero[id(tensor)] for tensor in parameters),
         weights=sum(tensor.numel() for tensor in factors),
-        zeros=sum(tensor.numel() - _nonzero(tensor) for tensor in factors),
+        zeros=sum(tensor.numel() - nonzero[id(tensor)] for tensor in factors),
         forward=2 * dense,
         forward_sparse=2 * sparse,
         backward=2 * backward[0],
@@ -233,7 +235,3 @@ def _layer(
             if not pruned.masked and pruned.floating and pruned.name in weights
         ),
     )
-
-
-def _nonzero(tensor: torch.Tensor) -> int:
-    return int(tensor.detach().count_nonzero())

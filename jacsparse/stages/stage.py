@@ -61,7 +61,7 @@ class Edge:
 
     def without(self, weights: Sequence[PrunedWeight]) -> Edge:
         """The same edge with a pattern that omits the pruned elements of these weights, where that pays."""
-        pruned = tuple(w for w in weights if not bool(w.mask.all()) and self.rule.prunes(self.call, w.mask))
+        pruned = tuple(w for w in weights if w.omits and self.rule.prunes(self.call, w.mask))
         call = replace(self.call, masks={weight.name: weight.mask for weight in pruned})
         return replace(self, call=call, pruned_weights=pruned)
 

@@ -33,12 +33,16 @@ class PrunedWeight:
         self.floating = weight.is_floating_point()
         self.mask = self._truths = (weight != 0).detach()
         #: Whether a mask keeps the omitted elements at zero. One that does not was written to after its use.
-        self.masked = mask is not None and not bool((self.mask & (mask == 0)).any())
-        if mask is not None and self.masked:
-            self.mask = (mask != 0).detach()
+        left = None if mask is None else (mask != 0).detach()
+        self.masked = left is not None and not bool((self.mask > left).any())
+        if left is not None and self.masked:
+            self.mask = left
         omitted = ~_in_memory_order(self.mask, like=weight)
+        count = int(omitted.count_nonzero())
+        #: Whether it omits anything.
+        self.omits = count > 0
         # A few elements are read one by one, many of them in one pass over all.
-        self._few = 16 * int(omitted.count_nonzero()) < len(omitted) or len(omitted) < SMALL
+        self._few = 16 * count < len(omitted) or len(omitted) < SMALL
         self._omitted = omitted.nonzero().reshape(-1) if self._few else omitted
 
     def holds(self, weight: torch.Tensor) -> bool:
@@ -89,4 +93,4 @@ _VIEWS = frozenset(
 
 def _is_mask(trace: Trace, value: int) -> bool:
     mask = trace.value(value)
-    return not mask.requires_grad and not trace.graph.infos[value].drawn and bool(((mask == 0) | (mask == 1)).all())
+    return not mask.requires_grad and not trace.graph.infos[value].drawn and bool(((mask != 0) == mask).all())
