@@ -64,19 +64,25 @@ def progress_bar(console: Any = None) -> Iterator[Callable[[Progress], None]]:
     columns = (description, BarColumn(), figures, TimeRemainingColumn())
     tasks: dict[str, Any] = {}
     accuracy: dict[str, str] = {}
-    with Bars(*columns, console=console or Console(stderr=True)) as bars:
+    bars = Bars(*columns, console=console or Console(stderr=True))
 
-        def show(progress: Progress) -> None:
-            phase = progress.phase
-            if phase not in tasks:
-                tasks[phase] = bars.add_task(phase, total=progress.epochs * progress.iterations, figures="")
-            if progress.accuracy is not None:
-                accuracy[phase] = f", test {progress.accuracy:.1%}"
-            bars.update(
-                tasks[phase],
-                completed=(progress.epoch - 1) * progress.iterations + progress.iteration,
-                description=f"{phase:>7}, epoch {progress.epoch}/{progress.epochs}",
-                figures=f"loss {progress.loss:.3f}{accuracy.get(phase, '')}",
-            )
+    def show(progress: Progress) -> None:
+        phase = progress.phase
+        if phase not in tasks:
+            tasks[phase] = bars.add_task(phase, total=progress.epochs * progress.iterations, figures="")
+            bars.start()
+        if progress.accuracy is not None:
+            accuracy[phase] = f", test {progress.accuracy:.1%}"
+        bars.update(
+            tasks[phase],
+            completed=(progress.epoch - 1) * progress.iterations + progress.iteration,
+            description=f"{phase:>7}, epoch {progress.epoch}/{progress.epochs}",
+            figures=f"loss {progress.loss:.3f}{accuracy.get(phase, '')}",
+        )
 
+    try:
         yield show
+    finally:
+        # Bars without a task are an empty line.
+        if tasks:
+            bars.stop()

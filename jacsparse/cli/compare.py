@@ -10,17 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .inputs import (
-    announcements,
-    check_outputs,
-    echo,
-    layer_input,
-    load_model,
-    make_samples,
-    note_unpruned,
-    parse_numbers,
-    submodule_at,
-)
+from .inputs import announcements, check_outputs, echo, layer_input, load_part, parse_numbers
 from .options import Checkpoint, Data, Input, Model, Prune, Seed, Trust
 
 if TYPE_CHECKING:
@@ -67,14 +57,9 @@ def compare(
         check_figure(plot)
     counts = parse_numbers("--workers", workers, "numbers of workers, as in 1,4,16")
     methods = [_solver(name) for name in method] if method else None
-    module, shape, default_part = load_model(model, input, prune, checkpoint, seed, trust)
-    path = part if part is not None else default_part
-    x = make_samples(data, batch, shape, seed, module)
-    analysed, x = submodule_at(module, path, "--part", x)
-    name = f"{model}{f'.{path}' if path else ''}{'' if data == 'random' else f' on {data}'}"
+    analysed, x, path, name = load_part(model, input, prune, checkpoint, seed, trust, part, data, batch)
     if steps is not None and not isinstance(analysed, nn.RNN):
         raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
-    note_unpruned(prune, analysed, f"{model}.{path}" if path else model)
     x = layer_input(analysed, x, steps)
     long: set[str] = set()
 
@@ -96,6 +81,7 @@ def compare(
         "model": model, "part": path, "data": data, "prune": prune, "seed": seed,
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }  # fmt: skip
+    name = name if data == "random" else f"{name} on {data}"
     comparison = replace(comparison, rows=tuple(rows), name=name, settings=settings)
     console().print(comparison)
     if json is not None:

@@ -9,21 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schedule import COUNTED
-from .inputs import (
-    check_outputs,
-    echo,
-    load_model,
-    make_samples,
-    note_unpruned,
-    parse_numbers,
-    progress_bar,
-    submodule_at,
-)
+from .inputs import check_outputs, echo, load_part, parse_numbers, progress_bar
 from .options import Checkpoint, Input, Model, Prune, Seed, Trust
 
 if TYPE_CHECKING:
-    import torch
-
     from ..flop import CountEstimate, FlopReport
 
 
@@ -93,14 +82,8 @@ def flop(
         reports = [_linear(model, input, each, seed, part) for each in compare]
         console().print(SideBySide(reports[0], reports[1], (str(compare[0]), str(compare[1]))))
         return
-    module, shape, default_part = load_model(model, input, prune, checkpoint, seed, trust)
-    path = part if part is not None else default_part
-    analysed = module
-    x: torch.Tensor | None = None
-    if data is not None or path:
-        x = make_samples("random" if data is None else data, 1 if data is None else samples or 4, shape, seed, module)
-        analysed, x = submodule_at(module, path, "--part", x)
-    note_unpruned(prune, analysed, f"{model}.{path}" if path else model)
+    count = 1 if data is None else samples or 4
+    analysed = load_part(model, input, prune, checkpoint, seed, trust, part, data, count)
     notes: list[str] = []
 
     def accept(estimate: CountEstimate) -> bool:
@@ -115,17 +98,17 @@ def flop(
 
     with progress_bar("counting products") as progress:
         report = count_flop(
-            analysed,
-            shape if x is None else tuple(x.shape[1:]),
+            analysed.module,
+            tuple(analysed.x.shape[1:]),
             schedule=schedule or COUNTED,
             structure="observed" if data else "guaranteed",
-            inputs=x if data else None,
+            inputs=analysed.x if data else None,
             executed=True,
             workers=counts,
             progress=progress,
             accept=accept,
         )
-    name = f"{model}{f'.{path}' if path else ''}{f' on {data}' if data else ''}"
+    name = f"{analysed.name} on {data}" if data else analysed.name
     report = replace(report, name=name, note=" ".join(notes))
     console().print(Page(report, steps, explain, sort, top))
     if schedule is not None and report.schedule != schedule:
@@ -142,7 +125,5 @@ def _linear(model: str, sizes: str | None, checkpoint: Path, seed: int, part: st
     """Back-propagation of a model with the weights of a checkpoint."""
     from .. import count_flop
 
-    module, shape, default_part = load_model(model, sizes, 0.0, checkpoint, seed, False)
-    path = part if part is not None else default_part
-    analysed, x = submodule_at(module, path, "--part", make_samples("random", 1, shape, seed, module))
-    return count_flop(analysed, tuple(x.shape[1:]), schedule="linear")
+    analysed = load_part(model, sizes, 0.0, checkpoint, seed, False, part, None)
+    return count_flop(analysed.module, tuple(analysed.x.shape[1:]), schedule="linear")

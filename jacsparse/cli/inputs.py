@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -152,7 +152,45 @@ def submodule_at(module: nn.Module, path: str | None, option: str, x: torch.Tens
     return part, inputs[0].transpose(0, 1) if isinstance(part, nn.RNNBase) and not part.batch_first else inputs[0]
 
 
-def note_unpruned(prune: float, part: nn.Module, name: str) -> None:
+class Part(NamedTuple):
+    """What a command analyses: a model or a part of it, the part's input, its path in the model, and its name."""
+
+    module: nn.Module
+    x: torch.Tensor
+    path: str | None
+    name: str
+
+
+def load_part(
+    model: str,
+    input: str | None,
+    prune: float,
+    checkpoint: Path | None,
+    seed: int,
+    trust: bool,
+    part: str | None,
+    data: str | None,
+    count: int = 1,
+) -> Part:
+    """The part of a model that a command analyses, with samples as its input.
+
+    Without data, a part has random ones, and a whole model a batch without samples.
+    """
+    import torch
+
+    module, shape, default_part = load_model(model, input, prune, checkpoint, seed, trust)
+    path = part if part is not None else default_part
+    if data is None and not path:
+        x = torch.empty(0, *shape)
+    else:
+        x = make_samples("random" if data is None else data, count, shape, seed, module)
+    analysed, x = submodule_at(module, path, "--part", x)
+    name = f"{model}.{path}" if path else model
+    _note_unpruned(prune, analysed, name)
+    return Part(analysed, x, path, name)
+
+
+def _note_unpruned(prune: float, part: nn.Module, name: str) -> None:
     """Tell where --prune leaves the part that is analysed as it was."""
     from .. import models
 

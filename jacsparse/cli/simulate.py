@@ -9,17 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .inputs import (
-    announcements,
-    check_outputs,
-    echo,
-    layer_input,
-    load_model,
-    make_samples,
-    note_unpruned,
-    parse_numbers,
-    submodule_at,
-)
+from .inputs import announcements, check_outputs, echo, layer_input, load_part, parse_numbers
 from .options import Checkpoint, Data, Input, Model, Prune, Seed, Trust
 
 if TYPE_CHECKING:
@@ -83,12 +73,9 @@ def simulate(
         check_figure(plot)
     counts = _parse_workers(workers)
     methods = _methods(method, schedule, microbatches)
-    module, shape, default_part = load_model(model, input, prune, checkpoint, seed, trust)
-    path = part if part is not None else default_part
-    analysed, x = submodule_at(module, path, "--part", make_samples(data, batch, shape, seed, module))
+    analysed, x, path, name = load_part(model, input, prune, checkpoint, seed, trust, part, data, batch)
     if steps is not None and not isinstance(analysed, nn.RNNBase):
         raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
-    note_unpruned(prune, analysed, f"{model}.{path}" if path else model)
     x = layer_input(analysed, x, steps)
     notes: list[str] = []
     scans = {"bppsa", "cyclic_reduction", "ranks"}.intersection(method or ())
@@ -123,7 +110,6 @@ def simulate(
         "microbatches": microbatches,
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }  # fmt: skip
-    name = f"{model}{f'.{path}' if path else ''}"
     simulation = replace(simulation, name=name, settings=settings, note=" ".join(notes))
     console().print(simulation)
     if json is not None:

@@ -22,7 +22,7 @@ from torch.nn.utils import prune
 
 import jacsparse
 from jacsparse.__main__ import main
-from jacsparse.cli import flop
+from jacsparse.cli import inputs
 from jacsparse.flop import Page
 from jacsparse.runtime import cupy_for
 from jacsparse.terminal import text
@@ -521,7 +521,7 @@ def test_no_sample_is_made_that_is_not_needed(jac, monkeypatch: pytest.MonkeyPat
     model = "tests.cli.test_cli:unknown_at_the_end"
     status, _, err = jac("spy", model, "--layer", "0", "--input", "2,99999999,99999999")
     assert status == 2 and "1 samples of shape (2, 99999999, 99999999) are more than there is memory for" in err
-    monkeypatch.setattr(flop, "make_samples", lambda *_: pytest.fail("a sample was made"))
+    monkeypatch.setattr(inputs, "make_samples", lambda *_: pytest.fail("a sample was made"))
     assert jac("flop", "lenet5", "--schedule", "linear")[0] == 0
 
 

@@ -253,6 +253,11 @@ def test_progress_bar() -> None:
     shown = console.file.getvalue()
     for part in ("train, epoch 2/2", "loss 0.500", "test 87.5%"):
         assert part in shown
+    for terminal in (False, True):
+        console = Console(file=io.StringIO(), force_terminal=terminal)
+        with pytest.raises(ValueError, match="too early"), progress_bar(console):
+            raise ValueError("too early")
+        assert not console.file.getvalue()
 
 
 def test_augmentation_shifts_and_mirrors() -> None:
