@@ -152,7 +152,7 @@ def submodule_at(module: nn.Module, path: str | None, option: str, x: torch.Tens
     return part, inputs[0].transpose(0, 1) if isinstance(part, nn.RNNBase) and not part.batch_first else inputs[0]
 
 
-class Part(NamedTuple):
+class Analysed(NamedTuple):
     """What a command analyses: a model or a part of it, the part's input, its path in the model, and its name."""
 
     module: nn.Module
@@ -171,7 +171,7 @@ def load_part(
     part: str | None,
     data: str | None,
     count: int = 1,
-) -> Part:
+) -> Analysed:
     """The part of a model that a command analyses, with samples as its input.
 
     Without data, a part has random ones, and a whole model a batch without samples.
@@ -187,7 +187,7 @@ def load_part(
     analysed, x = submodule_at(module, path, "--part", x)
     name = f"{model}.{path}" if path else model
     _note_unpruned(prune, analysed, name)
-    return Part(analysed, x, path, name)
+    return Analysed(analysed, x, path, name)
 
 
 def _note_unpruned(prune: float, part: nn.Module, name: str) -> None:

@@ -273,8 +273,8 @@ def warnings_of(report: FlopReport, brief: bool = False) -> tuple[str, ...]:
     off = f"no gradient reaches {listed(cut) if gradients else 'any layer'}" if cut else ""
     if empty:
         found.append(
-            f"No weight is left in {listed(empty)}{'; ' if off else ''}{off}. Prune fewer weights, or as "
-            "many of each layer."
+            f"No weight is left in {listed(empty)}{'; ' if off else ''}{off}. Prune fewer weights, or "
+            "the same share of each layer."
         )
     elif off:
         found.append(f"{off[0].upper()}{off[1:]}: all weights on the way are pruned.")

@@ -252,8 +252,8 @@ class SideBySide:
             f"{short(round(steps[1].step))} in place of {short(round(steps[0].step))}, with {percent(zeros[1])} of the "
             f"weights zero in place of {percent(zeros[0])}."
         )
-        old = set(self.before.warnings)
-        yield from (f"Warning: {warning}" for warning in self.after.warnings if warning not in old)
+        warnings = zip(warnings_of(self.after, brief=True), self.after.warnings, strict=True)
+        yield from (f"Warning: {brief}" for brief, whole in warnings if whole not in self.before.warnings)
         column = f"{steps[1].structure}_step"
         pairs = list(zip(self.before.layers, self.after.layers, strict=True))
         rows = [
