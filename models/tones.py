@@ -54,16 +54,25 @@ def _melody(number: int, time: np.ndarray, rng: np.random.Generator) -> np.ndarr
     key, first = 110 * 2 ** rng.uniform(0.8, 1.2), int(rng.integers(len(phrase)))
     wave = 0.005 * rng.standard_normal((2, len(time)))
     for note, start in enumerate(np.arange(rng.uniform(0, pause), time[-1], pause)):
-        after = np.clip(time - start, 0, None)
+        begin = int(np.searchsorted(time, start))
+        after = time[begin:] - start
         pitch, side = key * 2 ** phrase[(first + note) % len(phrase)], rng.uniform(0.4, 0.6)
-        tone = sum(part * np.sin(2 * np.pi * pitch * (k + 1) * after) for k, part in enumerate(overtones))
-        tone = tone * (1 - np.exp(-after / attack)) * np.exp(-after / decay)
-        wave += np.stack([side * tone, (1 - side) * tone])
+        tone = _with_overtones(overtones, 2 * np.pi * pitch * after)
+        tone *= (1 - np.exp(-after / attack)) * np.exp(-after / decay)
+        wave[:, begin:] += np.stack([side * tone, (1 - side) * tone])
     return wave
 
 
+def _with_overtones(parts: np.ndarray, phase: np.ndarray) -> np.ndarray:
+    """The sum of ``parts[k] * sin((k + 1) * phase)``, by Clenshaw's recurrence."""
+    twice, above, sums = 2 * np.cos(phase), np.zeros_like(phase), np.zeros_like(phase)
+    for part in parts[::-1]:
+        above, sums = sums, part + twice * sums - above
+    return sums * np.sin(phase)
+
+
 def tones(features: str = "S") -> Dataset:
-    """Features of the files of `write_tones`, from the cache where it has them: making them takes half a minute."""
+    """Features of the files of `write_tones`, from the cache where it has them: making them takes a quarter of a minute."""
     check_one_of("features", features, FEATURES)
 
     def make() -> Features:
