@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(out: Path, seed: int, console: Console) -> int:
     begin = time.perf_counter()
     _prepare(out)
-    checks = [*_images(vgg11_settings(out, seed), console), *_sounds(_sound_settings(out, seed), console)]
+    images = replace(vgg11_settings(out, seed), engine="sparse")
+    checks = [*_images(images, console), *_sounds(_sound_settings(out, seed), console)]
     _show_verdict(checks, console)
     for path in sorted(out.iterdir()):
         console.print(f"  {path}", soft_wrap=True)
@@ -77,7 +78,7 @@ def _images(settings: TrainSettings, console: Console) -> list[_Check]:
     data = load_data(settings.data)
     console.print(
         f"VGG-11 on {data.source}: {settings.epochs} epochs; {_PRUNED:.0%} of each layer's weights pruned and the rest "
-        f"rescaled to the layer's norm; {settings.retrain_epochs} epochs of retraining"
+        f"rescaled to the layer's norm; {settings.retrain_epochs} epochs of retraining by sparse layers"
     )
     with progress_bar(console) as progress:
         result = train(settings, data=data, progress=progress)

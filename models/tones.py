@@ -72,7 +72,7 @@ def _with_overtones(parts: np.ndarray, phase: np.ndarray) -> np.ndarray:
 
 
 def tones(features: str = "S") -> Dataset:
-    """Features of the files of `write_tones`, from the cache where it has them: making them takes a quarter of a minute."""
+    """Features of the files of `write_tones`, from the cache or, in a quarter of a minute, made anew."""
     check_one_of("features", features, FEATURES)
 
     def make() -> Features:
