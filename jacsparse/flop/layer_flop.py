@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -23,8 +23,9 @@ class LayerFlop:
         Path in the model, and name of the ATen operator.
     parameters, nonzero : int
         Elements of all parameters that the operator reads, such as weights and biases, and those that are not zero.
+        What an operator before it has read too, as an earlier step of a recurrence, is counted there.
     weights, zeros : int
-        Elements of the weights that the operator multiplies by, and those that are zero.
+        Elements of the weights that the operator multiplies by, and those that are zero, counted likewise.
     forward, backward : int
         Dense FLOP of products of matrices and convolutions, with padding, without biases. `backward` counts the
         gradients of weights that train, and of inputs that depend on such weights.
@@ -115,7 +116,7 @@ def layers_of(records: Sequence[Record]) -> list[StageLayers]:
     # Whether each tensor needs a gradient; the chain's input needs none.
     needs_gradient: dict[Any, bool] = {}
     before = False
-    counted: set[int] = set()
+    counted: set[Hashable] = set()
     stages = []
     trained = records[0].trace.values_of(records[0].trace.module.parameters()) if records else frozenset()
     for record in records:
@@ -127,9 +128,10 @@ def layers_of(records: Sequence[Record]) -> list[StageLayers]:
             weights = _weights_of(record, edges[0], trained)
             operands = sum(needs_gradient.get(edge.source, False) for edge in edges)
             # A weight that several operators read, such as those of a recurrence's steps, is counted once.
-            parameters = [tensor for tensor in weights.values() if id(tensor) not in counted]
-            counted.update(map(id, parameters))
-            layer = _layer(edges, operands, weights, parameters)
+            keys = _keys(record, edges[0], weights)
+            fresh = {name for name, key in keys.items() if key not in counted}
+            counted.update(keys.values())
+            layer = _layer(edges, operands, weights, fresh)
             executed += _executed(edges)
             work.append(_work(stage, edges, [needs_gradient.get(edge.source, False) for edge in edges], layer))
             if layer.parameters or layer.forward:
@@ -198,29 +200,37 @@ def _weights_of(record: Record, edge: Edge, parameters: frozenset[int]) -> dict[
     }
 
 
-def _layer(
-    edges: Sequence[Edge], operands: int, weights: dict[str, torch.Tensor], parameters: Sequence[torch.Tensor]
-) -> LayerFlop:
-    """The FLOP of an operator with `operands` operands that need a gradient, and `parameters` not counted before."""
+def _keys(record: Record, edge: Edge, weights: Collection[str]) -> dict[str, Hashable]:
+    """What is the same for two weights that are one: the parameters that they come from, and the part of these."""
+    graph, tensors = record.trace.graph, dict(record.node(edge.target).tensors)
+    found = dict[str, Hashable]()
+    for name in weights:
+        tensor, parameters = record.trace.tensor(tensors[name]), graph.infos[tensors[name]].externals
+        found[name] = (parameters, tensor.storage_offset(), tensor.numel()) if parameters else id(tensor)
+    return found
+
+
+def _layer(edges: Sequence[Edge], operands: int, weights: dict[str, torch.Tensor], fresh: Collection[str]) -> LayerFlop:
+    """The FLOP of an operator with `operands` operands that need a gradient; `fresh` weights are not counted yet."""
     call, rule = edges[0].call, edges[0].rule
     dense = rule.multiply_adds(call)
     nnz = sum(edge.transposed_pattern.nnz for edge in edges)
     sparse = nnz if _is_entrywise(edges) else dense
     # Summands are no factors; `beta` scales the summand `self` of ``aten.addmm`` and similar operators.
     summands = ("bias", "attn_mask", *(["self"] if "beta" in call.arguments else []))
-    factors = [weight for name, weight in weights.items() if dense and name not in summands]
-    both = {id(tensor): tensor for tensor in [*parameters, *factors]}
-    nonzero = {key: int(tensor.detach().count_nonzero()) for key, tensor in both.items()}
-    trains = any(weight.requires_grad for weight in factors)
+    factors = [name for name in weights if dense and name not in summands]
+    counted = {name: (weights[name].numel(), int(weights[name].detach().count_nonzero())) for name in fresh}
+    multiplied = [counted[name] for name in factors if name in fresh]
+    trains = any(weights[name].requires_grad for name in factors)
     backward = [rule.backward_multiply_adds(call, operands, trains, count) for count in (dense, sparse)]
     of_inputs = [rule.backward_multiply_adds(call, operands, False, count) for count in (dense, sparse)]
     return LayerFlop(
         path=call.path,
         operator=call.operator,
-        parameters=sum(tensor.numel() for tensor in parameters),
-        nonzero=sum(nonzero[id(tensor)] for tensor in parameters),
-        weights=sum(tensor.numel() for tensor in factors),
-        zeros=sum(tensor.numel() - nonzero[id(tensor)] for tensor in factors),
+        parameters=sum(count for count, _ in counted.values()),
+        nonzero=sum(nonzero for _, nonzero in counted.values()),
+        weights=sum(count for count, _ in multiplied),
+        zeros=sum(count - nonzero for count, nonzero in multiplied),
         forward=2 * dense,
         forward_sparse=2 * sparse,
         backward=2 * backward[0],
@@ -232,6 +242,6 @@ def _layer(
         unmasked_zeros=sum(
             int((~pruned.mask).sum())
             for pruned in edges[0].pruned_weights
-            if not pruned.masked and pruned.floating and pruned.name in weights
+            if not pruned.masked and pruned.floating and pruned.name in fresh
         ),
     )

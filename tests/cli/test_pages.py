@@ -334,6 +334,30 @@ def test_every_figure_of_compare_is_one_in_json(case: str) -> None:
         check_row(line, [workers, *(row["multiply_adds_until_done"][str(workers)] for row in solved)])
 
 
+def test_weights_that_several_operators_read_are_counted_once() -> None:
+    for pruned in (False, True):
+        shared = Shared()
+        if pruned:
+            prune_weights(shared, 0.5)
+        summary = count_flop(shared, (6,), schedule="linear").summary()
+        assert (summary.weights, summary.zeros, summary.weight_nbytes) == (36, 18 * pruned, 4 * 42)
+    sequence = nn.Sequential(nn.Flatten(), nn.Unflatten(1, (5, 3)), Last())
+    assert count_flop(sequence, (15,), schedule="linear").summary().weights == 4 * 4 * (3 + 4)
+    attention = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    assert count_flop(attention, (3, 4), schedule="linear").summary().weights == 4 * 4 * 4 + 2 * 4 * 8
+
+
+class Last(nn.Module):
+    """The last state of an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0][:, -1]
+
+
 def test_what_the_network_lacks_is_named() -> None:
     report = count_flop(example_models.cut_in_two(), (5,))
     (empty, dense) = report.warnings
