@@ -12,6 +12,7 @@ from ..schedule import COUNTED
 from .inputs import (
     check_outputs,
     echo,
+    in_training_mode,
     load_model,
     make_samples,
     note_unpruned,
@@ -19,7 +20,7 @@ from .inputs import (
     progress_bar,
     submodule_at,
 )
-from .options import Checkpoint, Input, Model, Prune, Seed, Trust
+from .options import Checkpoint, Input, Model, Prune, Seed, Training, Trust
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,7 @@ def flop(
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the steps to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the thesis' Figure 5.5 into this file.")] = None,
+    training: Training = False,
     seed: Seed = 0,
 ) -> None:
     """Say what a training step takes with and without pruned weights, and whether a parallel scan pays."""
@@ -100,6 +102,8 @@ def flop(
     if data is not None or path:
         x = make_samples("random" if data is None else data, 1 if data is None else samples or 4, shape, seed, module)
         analysed, x = submodule_at(module, path, "--part", x)
+    if training:
+        in_training_mode(model, analysed)
     note_unpruned(prune, analysed, f"{model}.{path}" if path else model)
     notes: list[str] = []
 
@@ -125,7 +129,7 @@ def flop(
             progress=progress,
             accept=accept,
         )
-    name = f"{model}{f'.{path}' if path else ''}{f' on {data}' if data else ''}"
+    name = f"{model}{f'.{path}' if path else ''}{' in training mode' * training}{f' on {data}' if data else ''}"
     report = replace(report, name=name, note=" ".join(notes))
     console().print(Page(report, steps, explain, sort, top))
     if schedule is not None and report.schedule != schedule:

@@ -160,6 +160,13 @@ def note_unpruned(prune: float, part: nn.Module, name: str) -> None:
         echo(f"--prune {prune} prunes convolution and linear layers, and {name} has none: no weight of it is pruned")
 
 
+def in_training_mode(name: str, part: nn.Module) -> None:
+    """Put the part that is analysed into training mode."""
+    if name.endswith(".pt2"):
+        raise ValueError(f"--training is of no use: {name} stays in the mode in which it was exported")
+    part.train()
+
+
 def layer_input(part: nn.Module, x: torch.Tensor, steps: int | None) -> torch.Tensor:
     """The input of a part as that takes it, from what `submodule_at` returns; of a recurrent layer so many steps."""
     from torch import nn
