@@ -14,6 +14,7 @@ from .inputs import (
     announcements,
     check_outputs,
     echo,
+    in_training_mode,
     layer_input,
     load_model,
     make_samples,
@@ -21,7 +22,7 @@ from .inputs import (
     parse_numbers,
     submodule_at,
 )
-from .options import Checkpoint, Data, Input, Model, Prune, Seed, Trust
+from .options import Checkpoint, Data, Input, Model, Prune, Seed, Training, Trust
 
 if TYPE_CHECKING:
     from ..flop import CountEstimate
@@ -53,6 +54,7 @@ def compare(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw multiply-adds over workers into this file.")] = None,
+    training: Training = False,
     seed: Seed = 0,
 ) -> None:
     """Compare ways of back-propagation in parallel: steps, work, memory and time of each."""
@@ -71,9 +73,12 @@ def compare(
     path = part if part is not None else default_part
     x = make_samples(data, batch, shape, seed, module)
     analysed, x = submodule_at(module, path, "--part", x)
-    name = f"{model}{f'.{path}' if path else ''}{'' if data == 'random' else f' on {data}'}"
+    name = f"{model}{f'.{path}' if path else ''}{' in training mode' * training}"
+    name += "" if data == "random" else f" on {data}"
     if steps is not None and not isinstance(analysed, nn.RNN):
         raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
+    if training:
+        in_training_mode(model, analysed)
     note_unpruned(prune, analysed, f"{model}.{path}" if path else model)
     x = layer_input(analysed, x, steps)
     long: set[str] = set()

@@ -13,6 +13,7 @@ from .inputs import (
     announcements,
     check_outputs,
     echo,
+    in_training_mode,
     layer_input,
     load_model,
     make_samples,
@@ -20,7 +21,7 @@ from .inputs import (
     parse_numbers,
     submodule_at,
 )
-from .options import Checkpoint, Data, Input, Model, Prune, Seed, Trust
+from .options import Checkpoint, Data, Input, Model, Prune, Seed, Training, Trust
 
 if TYPE_CHECKING:
     from ..flop import CountEstimate
@@ -69,6 +70,7 @@ def simulate(
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the lines of the table to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time and memory over workers into this file.")] = None,
+    training: Training = False,
     seed: Seed = 0,
 ) -> None:
     """Predict time, memory and messages of training on many workers, by each way of parallel training."""
@@ -88,6 +90,8 @@ def simulate(
     analysed, x = submodule_at(module, path, "--part", make_samples(data, batch, shape, seed, module))
     if steps is not None and not isinstance(analysed, nn.RNNBase):
         raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
+    if training:
+        in_training_mode(model, analysed)
     note_unpruned(prune, analysed, f"{model}.{path}" if path else model)
     x = layer_input(analysed, x, steps)
     notes: list[str] = []
@@ -123,7 +127,7 @@ def simulate(
         "microbatches": microbatches,
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }  # fmt: skip
-    name = f"{model}{f'.{path}' if path else ''}"
+    name = f"{model}{f'.{path}' if path else ''}{' in training mode' * training}"
     simulation = replace(simulation, name=name, settings=settings, note=" ".join(notes))
     console().print(simulation)
     if json is not None:
