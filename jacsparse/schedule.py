@@ -620,7 +620,8 @@ def between(n: int, coupling: Sequence[int], part: Callable[[int, int], Schedule
     if not coupling:
         return part(0, n)
     steps, gradients = list[Step](), list[int]()
-    level, name, gradient, free, stop = 0, "linear", 0, n + 1, n
+    level, gradient, free, stop = 0, 0, n + 1, n
+    named = linear(0)
 
     def through(stage: int) -> int:
         """The gradient of a stage's input."""
@@ -641,13 +642,14 @@ def between(n: int, coupling: Sequence[int], part: Callable[[int, int], Schedule
                 out, left, right = (moved[value] for value in (step.out, step.left, step.right))
                 steps.append(replace(step, out=out, left=left, right=right, level=level + step.level))
             gradients += [moved[value] for value in schedule.gradients]
-            level, name = 1 + max((step.level for step in steps), default=-1), schedule.name
+            level, named = 1 + max((step.level for step in steps), default=-1), max(named, schedule, key=lambda s: s.n)
             gradient = through(first) if stage >= 0 else gradient
         if stage >= 0:
             gradients.append(gradient)
             gradient = through(stage) if stage else gradient
         stop = stage
-    return Schedule(name, n, tuple(steps), tuple(gradients))
+    # Names may depend on the number of stages.
+    return Schedule(named.name, n, tuple(steps), tuple(gradients))
 
 
 class Message(NamedTuple):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .inputs import announcements, check_outputs, echo, layer_input, load_part, parse_numbers
-from .options import Checkpoint, Data, Input, Model, Prune, Seed, Trust
+from .options import Checkpoint, Data, Input, Model, Prune, Seed, Training, Trust
 
 if TYPE_CHECKING:
     from ..flop import CountEstimate
@@ -43,6 +43,7 @@ def compare(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw multiply-adds over workers into this file.")] = None,
+    training: Training = False,
     seed: Seed = 0,
 ) -> None:
     """Compare ways of back-propagation in parallel: steps, work, memory and time of each."""
@@ -57,7 +58,7 @@ def compare(
         check_figure(plot)
     counts = parse_numbers("--workers", workers, "numbers of workers, as in 1,4,16")
     methods = [_solver(name) for name in method] if method else None
-    analysed, x, path, name = load_part(model, input, prune, checkpoint, seed, trust, part, data, batch)
+    analysed, x, path, name = load_part(model, input, prune, checkpoint, seed, trust, part, data, batch, training)
     if steps is not None and not isinstance(analysed, nn.RNN):
         raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
     x = layer_input(analysed, x, steps)

@@ -10,7 +10,7 @@ import typer
 
 from ..schedule import COUNTED
 from .inputs import check_outputs, echo, load_part, parse_numbers, progress_bar
-from .options import Checkpoint, Input, Model, Prune, Seed, Trust
+from .options import Checkpoint, Input, Model, Prune, Seed, Training, Trust
 
 if TYPE_CHECKING:
     from ..flop import CountEstimate, FlopReport
@@ -55,6 +55,7 @@ def flop(
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the steps to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the thesis' Figure 5.5 into this file.")] = None,
+    training: Training = False,
     seed: Seed = 0,
 ) -> None:
     """Say what a training step takes with and without pruned weights, and whether a parallel scan pays."""
@@ -83,7 +84,7 @@ def flop(
         console().print(SideBySide(reports[0], reports[1], (str(compare[0]), str(compare[1]))))
         return
     count = 1 if data is None else samples or 4
-    analysed = load_part(model, input, prune, checkpoint, seed, trust, part, data, count)
+    analysed = load_part(model, input, prune, checkpoint, seed, trust, part, data, count, training)
     notes: list[str] = []
 
     def accept(estimate: CountEstimate) -> bool:

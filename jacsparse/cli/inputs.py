@@ -171,6 +171,7 @@ def load_part(
     part: str | None,
     data: str | None,
     count: int = 1,
+    training: bool = False,
 ) -> Analysed:
     """The part of a model that a command analyses, with samples as its input.
 
@@ -187,6 +188,11 @@ def load_part(
     analysed, x = submodule_at(module, path, "--part", x)
     name = f"{model}.{path}" if path else model
     _note_unpruned(prune, analysed, name)
+    if training:
+        if model.endswith(".pt2"):
+            raise ValueError(f"--training is of no use: {model} stays in the mode in which it was exported")
+        analysed.train()
+        name += " in training mode"
     return Analysed(analysed, x, path, name)
 
 

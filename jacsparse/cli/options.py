@@ -40,4 +40,12 @@ Trust = Annotated[
     bool, typer.Option("--trust", help="Load the .pt2 file although such files can run code of whoever made them.")
 ]
 
+Training = Annotated[
+    bool,
+    typer.Option(
+        "--training",
+        help="Take the model in training mode, in which batch normalisation couples the samples of a batch.",
+    ),
+]
+
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of random weights and inputs.")]

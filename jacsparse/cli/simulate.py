@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .inputs import announcements, check_outputs, echo, layer_input, load_part, parse_numbers
-from .options import Checkpoint, Data, Input, Model, Prune, Seed, Trust
+from .options import Checkpoint, Data, Input, Model, Prune, Seed, Training, Trust
 
 if TYPE_CHECKING:
     from ..flop import CountEstimate
@@ -59,6 +59,7 @@ def simulate(
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the lines of the table to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time and memory over workers into this file.")] = None,
+    training: Training = False,
     seed: Seed = 0,
 ) -> None:
     """Predict time, memory and messages of training on many workers, by each way of parallel training."""
@@ -73,7 +74,7 @@ def simulate(
         check_figure(plot)
     counts = _parse_workers(workers)
     methods = _methods(method, schedule, microbatches)
-    analysed, x, path, name = load_part(model, input, prune, checkpoint, seed, trust, part, data, batch)
+    analysed, x, path, name = load_part(model, input, prune, checkpoint, seed, trust, part, data, batch, training)
     if steps is not None and not isinstance(analysed, nn.RNNBase):
         raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
     x = layer_input(analysed, x, steps)

@@ -2,6 +2,7 @@
 
 from ..affine import AffineMaps, DenseMaps, DiagonalMaps, SparseMaps, compose
 from .exclusive_scan import RankScan, exclusive_scan
+from .gradients import sum_gradients
 from .rank_group import RankGroup
 from .ranks import Incoming, RankError, Ranks, ranks_of
 from .rates import JACOBIANS, MATRICES, VECTORS, interconnect_of
@@ -23,4 +24,5 @@ __all__ = [
     "exclusive_scan",
     "interconnect_of",
     "ranks_of",
+    "sum_gradients",
 ]

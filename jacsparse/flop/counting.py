@@ -41,8 +41,8 @@ def count_flop(
     Parameters
     ----------
     module : Module
-        A module that works on each sample by itself; or an ``nn.RNN``, ``nn.GRU`` or ``nn.LSTM`` of one layer in one
-        direction, which is counted as a chain of its steps.
+        A module, whose samples may depend on each other, as by batch normalisation in training mode; or an ``nn.RNN``,
+        ``nn.GRU`` or ``nn.LSTM`` of one layer in one direction, which is counted as a chain of its steps.
     input_shape : sequence of int
         Shape of one sample, without the batch axis; ``(time, features)`` for a recurrent layer.
     schedule : Schedule or str
@@ -83,6 +83,10 @@ def count_flop(
     -----
     Thesis, sections 4.3 and 5.3. The gradient of the network's output is full; the others hold the entries that a
     product reaches.
+
+    A stage that couples samples has no matrix: a vector goes through its operators. One that couples takes an operation
+    for each element of the gradients that it reads and writes, a sample's share of them, and gives a full gradient.
+    Observed samples are one batch then. What multiplies samples by each other is counted for a batch of three.
 
     Examples
     --------
@@ -125,8 +129,7 @@ def count_flop(
     guaranteed = None if observed_only else _Counts(plan, subject.factors).run(count_product)
     samples = [guaranteed] if guaranteed is not None and inputs is None else []
     observed = []
-    for x in () if inputs is None else inputs.split(1):
-        factors, operands = subject.observe(x)
+    for factors, operands in () if inputs is None else subject.observe(inputs):
         samples.append(_Counts(plan, factors).run(count_product))
         observed.append(_backpropagated(subject, "observed", factors, operands))
     if executed is None:
@@ -399,6 +402,7 @@ def _report(
             live=step.live,
             left_nnz=mean("left_nnz"),
             right_nnz=mean("right_nnz"),
+            couples=plan.n - step.left in subject.coupling,
         )
 
     steps = [flop_step(number, step, step.phase) for number, step in enumerate(plan.products)]

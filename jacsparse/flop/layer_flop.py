@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..patterns import Identity
-from ..stages import Edge, Record, Stage
+from ..stages import CoupledEdge, Edge, Record, Stage
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,8 @@ def _layer(edges: Sequence[Edge], operands: int, weights: dict[str, torch.Tensor
     """The FLOP of an operator with `operands` operands that need a gradient; `fresh` weights are not counted yet."""
     call, rule = edges[0].call, edges[0].rule
     dense = rule.multiply_adds(call)
-    nnz = sum(edge.transposed_pattern.nnz for edge in edges)
+    patterns = [edge.transposed_pattern for edge in edges if not isinstance(edge, CoupledEdge)]
+    nnz = sum(pattern.nnz for pattern in patterns)
     sparse = nnz if _is_entrywise(edges) else dense
     # Summands are no factors; `beta` scales the summand `self` of ``aten.addmm`` and similar operators.
     summands = ("bias", "attn_mask", *(["self"] if "beta" in call.arguments else []))
@@ -236,7 +237,7 @@ def _layer(edges: Sequence[Edge], operands: int, weights: dict[str, torch.Tensor
         backward=2 * backward[0],
         backward_sparse=2 * backward[1],
         jacobian_nnz=nnz,
-        jacobian_nbytes=sum(4 * edge.transposed_pattern.nnz + edge.transposed_pattern.index_nbytes for edge in edges),
+        jacobian_nbytes=sum(4 * pattern.nnz + pattern.index_nbytes for pattern in patterns),
         weight_gradient=2 * (backward[0] - of_inputs[0]),
         weight_gradient_sparse=2 * (backward[1] - of_inputs[1]),
         unmasked_zeros=sum(

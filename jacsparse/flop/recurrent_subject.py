@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,7 +36,7 @@ def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
     transposed = state_jacobian_pattern(module.mode, mask.cpu().numpy()).T
     gate_flop, dense = 2.0 * int(mask.sum()), 2.0 * mask.numel()
 
-    def observe(x: torch.Tensor) -> Observation:
+    def observed(x: torch.Tensor) -> Observation:
         sequences = Sequences.equal(time, 1)
         rows = Saved(
             x.new_empty(time, weights.size),
@@ -48,6 +48,9 @@ def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
         values = state_jacobian_values(module.mode, weights.hidden, transposed.T, state)
         values = values[torch.from_numpy(transposed.T.transposition.astype("int64"))]
         return [without_zeros(transposed, values[:, step].cpu().numpy()) for step in range(time)], [{}] * time
+
+    def observe(inputs: torch.Tensor) -> Iterator[Observation]:
+        return map(observed, inputs.split(1))
 
     operators = [
         CountedOperator(f"step {step}", module.mode.lower(), lambda _: gate_flop, dense, dense) for step in range(time)

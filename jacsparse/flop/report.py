@@ -45,6 +45,8 @@ class FlopStep:
         Whether a gradient depends on the step. A dead step is counted, but not executed.
     critical : bool
         Whether the step is on the critical path.
+    couples : bool
+        Whether the gradient goes through a stage that couples samples, which has no matrix.
     """
 
     level: int
@@ -62,6 +64,7 @@ class FlopStep:
     critical: bool = False
     left_nnz: float = 0.0
     right_nnz: float = 0.0
+    couples: bool = False
 
     @property
     def dense(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +13,21 @@ from torch import nn
 
 from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from ..runtime import frozen, row_starts
-from ..stages import SAMPLES, Chains, Edge, Record, Region, Stage, boundaries, check_shape, samples_of, traced
+from ..stages import (
+    SAMPLES,
+    Chains,
+    CoupledEdge,
+    Edge,
+    Record,
+    Region,
+    Stage,
+    boundaries,
+    check_shape,
+    counted_record,
+    factor_of,
+    samples_of,
+    traced,
+)
 from ..tracing import check_module, undisturbed
 from .layer_flop import LayerFlop, OperatorWork, layers_of
 
@@ -50,20 +64,17 @@ class Subject:
     #: The operators' transposed Jacobians.
     factors: Sequence[Pattern | Region]
     operators: Sequence[CountedOperator]
-    #: Takes one sample, ``(1, *in_shape)``; the returned factors have only the entries that are not zero.
-    observe: Callable[[torch.Tensor], Observation]
+    #: Takes samples, ``(batch, *in_shape)``; the factors of each in turn have only the entries that are not zero.
+    observe: Callable[[torch.Tensor], Iterator[Observation]]
     #: The operators that have weights.
     layers: tuple[LayerFlop, ...]
     #: FLOP of the gradients of weights other than those of entrywise edges, by `BackPropagation.structure`.
     weights: Mapping[str, float | None]
+    #: The numbers of the operators that couple samples.
+    coupling: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.factors)
-
-    @property
-    def coupling(self) -> tuple[int, ...]:
-        """No operator here couples samples."""
-        return ()
 
     def boundaries(self, workers: int, first: int = 0, stop: int | None = None) -> list[int]:
         """The places at which `jacsparse.schedule.balanced` cuts the operators from `first` to `stop`."""
@@ -74,47 +85,60 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     """The stages of a module's chain."""
     check_module(module)
     shape = check_shape(input_shape)
-    chains = Chains(module)
+    chains = Chains(module, couples=True)
     with undisturbed(module):
-        chain, records = chains.of_trace(traced(module, samples_of(module, shape), readable=False))
+        chain, run = chains.of_trace(traced(module, samples_of(module, shape), readable=False))
+        records = [counted_record(record) for record in run]
         stages = layers_of(records)
 
-    def observed_pattern(record: Record, edge: Edge) -> Pattern:
-        if edge.shared:
+    def observed_pattern(record: Record, edge: Edge, sample: int) -> Pattern:
+        if edge.shared or isinstance(edge, CoupledEdge):
             return edge.transposed_pattern
-        return without_zeros(edge.transposed_pattern, record.values(edge, slice(0, 1))[:, 0].cpu().numpy())
+        values = record.values(edge, slice(sample, sample + 1))[:, 0]
+        return without_zeros(edge.transposed_pattern, values.cpu().numpy())
 
-    def nonzero_operands(record: Record, entrywise: Sequence[int]) -> dict[int, np.ndarray]:
+    def nonzero_operands(record: Record, entrywise: Sequence[int], sample: int) -> dict[int, np.ndarray]:
         edges = _operator_edges(record.stage)
-        return {number: (record.operand(edges[number])[0] != 0).flatten().cpu().numpy() for number in entrywise}
+        return {number: (record.operand(edges[number])[sample] != 0).flatten().cpu().numpy() for number in entrywise}
 
-    def observe(x: torch.Tensor) -> Observation:
+    def observed(x: torch.Tensor, count: int) -> Iterator[Observation]:
         with undisturbed(module):
-            # As many copies as before: the chain is found again. Of one, it would be cut into other stages.
-            _, (_, records) = chains.of(x.repeat(SAMPLES, *[1] * (x.ndim - 1)), by_autograd=False)
+            records = [counted_record(record) for record in chains.of(x, by_autograd=False)[1].records]
+        for n in range(count):
             factors = [
-                record.stage.factor([observed_pattern(record, edge) for edge in record.stage.edges])
+                factor_of(record, [observed_pattern(record, edge, n) for edge in record.stage.edges])
                 for record in records
             ]
-            return factors, [
-                nonzero_operands(record, layers.entrywise) for record, layers in zip(records, stages, strict=True)
-            ]
+            yield (
+                factors,
+                [nonzero_operands(record, layers.entrywise, n) for record, layers in zip(records, stages, strict=True)],
+            )
+
+    def observe(inputs: torch.Tensor) -> Iterator[Observation]:
+        if chain.coupling and len(inputs) > 1:
+            # Samples that depend on each other stay together.
+            yield from observed(inputs, len(inputs))
+            return
+        for x in inputs.split(1):
+            # As many copies as before: the chain is found again. Of one, it would be cut into other stages.
+            yield from observed(x.repeat(SAMPLES, *[1] * (x.ndim - 1)), 1)
 
     operators = [
         CountedOperator(
             stage.path,
             stage.name,
             partial(_observed_flop, stage),
-            math.fsum(_operator_flop(edge.transposed_pattern, _unpruned_nnz(edge)) for edge in _operator_edges(stage)),
+            math.fsum(_operator_flop(edge, _unpruned_nnz(edge)) for edge in _operator_edges(stage)),
             layers.executed,
             layers.entrywise,
             layers.work,
         )
-        for stage, layers in zip(chain, stages, strict=True)
+        for stage, layers in zip((record.stage for record in records), stages, strict=True)
     ]
     weights = dict.fromkeys(("pruned", "observed"), float(sum(layers.other_weights for layers in stages)))
     all_layers = tuple(layer for layers in stages for layer in layers.layers)
-    return Subject(chain.in_shape, chain.factors, operators, observe, all_layers, weights)
+    factors = [factor_of(record) for record in records]
+    return Subject(chain.in_shape, factors, operators, observe, all_layers, weights, chain.coupling)
 
 
 def without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:
@@ -134,7 +158,7 @@ def _observed_flop(stage: Stage, factor: Pattern | Region) -> float:
     """FLOP of a stage's gradient operators over the observed entries of its factor."""
     patterns = [pattern for _, _, pattern in factor.edges] if isinstance(factor, Region) else [factor]
     edges = zip(_operator_edges(stage), patterns, strict=True)
-    return math.fsum(_operator_flop(edge.transposed_pattern, pattern.nnz) for edge, pattern in edges)
+    return math.fsum(_operator_flop(edge, pattern.nnz) for edge, pattern in edges)
 
 
 def _unpruned_nnz(edge: Edge) -> int:
@@ -142,8 +166,11 @@ def _unpruned_nnz(edge: Edge) -> int:
     return edge.rule.pattern(replace(edge.call, masks={})).nnz if edge.call.masks else edge.transposed_pattern.nnz
 
 
-def _operator_flop(pattern: Pattern, nnz: int) -> float:
+def _operator_flop(edge: Edge, nnz: int) -> float:
     """FLOP of a gradient operator, as `BaselineStep.flop` counts them, with `nnz` entries of its pattern."""
+    if isinstance(edge, CoupledEdge):
+        return 2.0 * edge.multiply_adds
+    pattern = edge.transposed_pattern
     rows, columns = pattern.shape
     if isinstance(pattern.structure, Identity):
         return 0.0

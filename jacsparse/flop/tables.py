@@ -303,5 +303,5 @@ def _cells(step: FlopStep, stages: Sequence[str]) -> tuple[str, ...]:
         f"{step.sparsity:.4f}",
         mark,
         f"{step.m}×{step.k}×{step.n}",
-        " to ".join(spanned),
+        " to ".join(spanned) + (", couples samples" if step.couples else ""),
     )

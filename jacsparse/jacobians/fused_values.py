@@ -14,7 +14,7 @@ from torch import fx
 
 from ..codegen import FLOATS, OUT, CallsOfElements, ElementGraph, Fusion, MachineCode, Scratch, UnreadableWriteError
 from ..patterns import Pattern
-from ..runtime import thread_count
+from ..runtime import announce, thread_count
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
 
@@ -74,7 +74,8 @@ class FusedValues:
         wanted = entries(graph, elements.results[: len(calls.outputs)])
         self._shape = wanted.shape
         if wanted.size > MANY:
-            _LOGGER.info("compiling the values of %d × %d entries", *self._shape)
+            entry_count, batch = self._shape
+            announce(f"compiling the values of {entry_count:,} × {batch} entries, which the prepared Jacobian keeps")
         fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
         self._code = MachineCode(fusion.loops, self._dtype)
         self._make_table(graph, fusion, inputs)

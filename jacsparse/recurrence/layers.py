@@ -34,9 +34,10 @@ class RNN(Recurrent, nn.RNN):
     process_group : ProcessGroup, optional
         Ranks that have consecutive parts of the sequences: each passes its steps, perhaps none, and gets theirs back,
         and the whole sequences' last states. The first states are read where the sequences begin. Where one rank goes
-        backward, all have to: gradients are those of the sum of all ranks' losses. Those of weights, and of first
-        states, are each rank's share: their sum, or their mean in a model in DistributedDataParallel over all ranks, is
-        that of the whole sequences.
+        backward, all have to: gradients are those of the sum of all ranks' losses, so that a loss of the last state,
+        which each rank computes alike, counts once for each rank. Those of weights, and of first states, are each
+        rank's share. DistributedDataParallel over all ranks averages them: gradients are those of the mean of all
+        ranks' losses. Without it `jacsparse.distributed.sum_gradients` makes weights' gradients whole.
     exchange : {"auto", "linear", "gather", "scan"}
         How gradients get across ranks. ``linear``: from rank to rank, each of which waits for the one behind it.
         ``gather``, ``scan``: each rank first reduces its steps to one affine map of gradients, and the maps are

@@ -24,7 +24,7 @@ from .files import check_writable, replacing
 from .interception import intercept
 from .kernels import compiled_module, flushing, inlined, kernel, kernel_cache
 from .memory_pool import MEMORY_POOL
-from .messages import a_type
+from .messages import a_type, announce
 from .threads import SIMD, run_rows, split, thread_count
 from .torch_versions import (
     DispatchMode,
@@ -50,6 +50,7 @@ __all__ = [
     "Shelf",
     "a_type",
     "allocated",
+    "announce",
     "backend",
     "blocks",
     "c_type",

@@ -23,6 +23,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from .disk_cache import KERNELS, sources_digest
+from .messages import announce
 
 
 @functools.cache
@@ -68,18 +69,27 @@ def _forgive(cache: Any) -> None:
 
     def load_or_none(*arguments: Any) -> Any:
         try:
-            return load(*arguments)
+            loaded = load(*arguments)
         except Exception:
             # A damaged file may raise any exception.
             with contextlib.suppress(Exception):
                 flush()
-            return None
+            loaded = None
+        if loaded is None:
+            _announce_compilation()
+        return loaded
 
     def save_or_not(*arguments: Any) -> None:
         with contextlib.suppress(OSError):
             save(*arguments)
 
     cache.load_overload, cache.save_overload = load_or_none, save_or_not
+
+
+@functools.cache
+def _announce_compilation() -> None:
+    """Tell once that kernels are compiled, which takes seconds where a machine has none yet."""
+    announce(f"compiling kernels for this processor, once: later processes find them in {KERNELS.folder}")
 
 
 def compiled_module(module: ir.Module, names: Sequence[str], *, vectorize: bool) -> tuple[object, list[int]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+
 #: Letters whose names begin with a vowel: "an LSTM".
 _SPOKEN_WITH_VOWEL = "AEFHILMNORSX"
 
@@ -18,3 +21,11 @@ def a_type(value: object) -> str:
     spelled = name[:2].isupper() or name.startswith("nd")
     vowel = name[0].upper() in _SPOKEN_WITH_VOWEL if spelled else name[0] in "aeioAEIO"
     return f"{'an' if vowel else 'a'} {name}"
+
+
+def announce(line: str) -> None:
+    """Tell what takes long: a line on a terminal, else one of the log ``jacsparse``."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"jacsparse: {line}", file=sys.stderr, flush=True)
+    else:
+        logging.getLogger("jacsparse").info(line)

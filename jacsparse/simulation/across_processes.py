@@ -43,6 +43,11 @@ class AcrossRanks(TrainingMethod):
     def __post_init__(self) -> None:
         check_exchange(self.exchange)
 
+    def obstacle(self, workload: Workload) -> str | None:
+        if workload.coupling and self.exchange not in ("auto", "linear"):
+            return f"{self.exchange} multiplies matrices, and stages that couple samples have none"
+        return None
+
     def most(self, workload: Workload) -> int:
         return len(workload) if self.cuts is None else len(self.cuts) + 1
 
@@ -51,7 +56,7 @@ class AcrossRanks(TrainingMethod):
 
     def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
         # Each rank multiplies the matrices of its block, about as many as others.
-        alone = workers < 3 or self.exchange == "linear"
+        alone = workers < 3 or self.exchange == "linear" or workload.coupling
         return () if alone else [chunked(len(workload), -(-len(workload) // workers))]
 
     def without_products(self) -> TrainingMethod:
@@ -59,7 +64,8 @@ class AcrossRanks(TrainingMethod):
 
     def plan(self, workload: Workload, interconnect: Interconnect, workers: int) -> tuple[Outcome, str]:
         # The first and the last rank multiply vectors alone.
-        ways = EXCHANGES[: len(EXCHANGES) if workers > 2 else 1] if self.exchange == "auto" else (self.exchange,)
+        several = workers > 2 and not workload.coupling
+        ways = EXCHANGES[: len(EXCHANGES) if several else 1] if self.exchange == "auto" else (self.exchange,)
         plans = [(run(self._timetable(workload, workers, way), interconnect), way) for way in ways]
         return min(plans, key=lambda plan: plan[0].seconds)
 

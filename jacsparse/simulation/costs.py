@@ -14,7 +14,7 @@ from torch import nn
 from ..flop import layers_of, sequence_subject
 from ..patterns import Pattern
 from ..spgemm import matvec, multiply_adds, plan_product
-from ..stages import Chains, Record, Region, check_input
+from ..stages import Chains, Record, Region, check_input, counted_record, factor_of
 from ..tracing import check_module, undisturbed
 from .workload import StageCost, Workload
 
@@ -41,7 +41,7 @@ def counted_workload(module: nn.Module, x: torch.Tensor, rate: float) -> Workloa
     if isinstance(module, nn.RNNBase):
         return _recurrent(module, x, rate, rate)
     with undisturbed(check_module(module)):
-        records = Chains(module).of(_samples(x), by_autograd=False)[1].records
+        records = _records(module, x)
         stages, seconds = _stages(records, rate), len(x) / rate
         for number, layers in enumerate(layers_of(records)):
             forward, errors, gradients = map(sum, zip(*(each.dense for each in layers.work), strict=True))
@@ -83,9 +83,9 @@ def measured_workload(
         stages = [replace(s, forward=forward, errors=errors, gradients=gradients) for s in workload.stages]
         return replace(workload, stages=(replace(stages[0], errors=0.0), *stages[1:]))
     with undisturbed(check_module(module)):
-        records = Chains(module).of(_samples(x), by_autograd=False)[1].records
+        records = _records(module, x)
         progress("products")
-        factors = [record.stage.factor() for record in records]
+        factors = [factor_of(record) for record in records]
         rates = _rates(factors, [record.stage.shared for record in records], x, seconds)
         stages = _stages(records, rates[1])
         for number, record in enumerate(records):
@@ -98,6 +98,12 @@ def measured_workload(
                 time = shortest_time(record.transposed_jacobian, seconds)
                 stages[number] = replace(stages[number], jacobian=time)
     return _workload(stages, x, *rates)
+
+
+def _records(module: nn.Module, x: torch.Tensor) -> list[Record]:
+    """The records of the module's stages, as counts see them."""
+    run = Chains(module, couples=True).of(_samples(x), by_autograd=False)[1]
+    return [counted_record(record) for record in run.records]
 
 
 def _samples(x: torch.Tensor) -> torch.Tensor:
@@ -135,8 +141,8 @@ def _stages(records: Sequence[Record], rate: float) -> list[StageCost]:
             weights += record.trace.externals[place].nbytes
         counted |= record.externals
         copies = 1 if stage.shared else record.batch
-        factor = stage.factor()
-        operations = factor.estimate if isinstance(factor, Region) else factor.nnz
+        factor = factor_of(record)
+        operations = factor.nnz if isinstance(factor, Pattern) else 0.0 if stage.couples else factor.estimate
         sizes = (_stored(record), record.output.nbytes, weights)
         stages.append(StageCost(0.0, 0.0, 0.0, operations * copies / rate, *sizes, factor, stage.shared, stage.path))
     return stages

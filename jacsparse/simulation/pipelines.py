@@ -35,6 +35,8 @@ class GPipe(TrainingMethod):
     def obstacle(self, workload: Workload) -> str | None:
         if self.microbatches is not None and self.microbatches > workload.samples:
             return f"{self.microbatches} micro-batches are more than the {workload.samples} samples of the mini-batch"
+        if workload.coupling and self.microbatches != 1:
+            return "it takes the mini-batch apart, whose samples depend on each other, as by batch normalisation"
         return None
 
     def timetable(self, workload: Workload, workers: int) -> Timetable:

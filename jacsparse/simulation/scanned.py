@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -71,9 +72,11 @@ class Bppsa(ScannedBackward):
     def candidates(self, workload: Workload, workers: int) -> Sequence[Schedule]:
         n = len(workload)
         if self.schedule != "auto":
-            return [resolve(self.schedule, n)]
-        blocks = [chunked(n, -(-n // workers))] if workers > 1 else []
-        return [linear(n), *blocks, *(blelloch(n, levels) for levels in range(1, max(1, n).bit_length()))]
+            return [resolve(self.schedule, n, workload)]
+        blocks = [workload.scheduled(lambda part: chunked(part, -(-n // workers)))] if workers > 1 else []
+        levels = range(1, max(1, n).bit_length())
+        scans = [workload.scheduled(functools.partial(blelloch, levels=number)) for number in levels]
+        return [linear(n), *blocks, *dict.fromkeys(scans)]
 
     def schedules(self, workload: Workload, workers: int) -> list[Schedule]:
         if self.schedule != "auto":
@@ -96,7 +99,7 @@ class Bppsa(ScannedBackward):
         if self.schedule == "linear":
             return []
         n, p = len(workload), min(workers, len(workload))
-        schedule = blelloch(n) if self.schedule == "auto" else resolve(self.schedule, n)
+        schedule = resolve("blelloch" if self.schedule == "auto" else self.schedule, n, workload)
         steps = n / p + math.log2(p) if workers <= n else math.log2(n)
         counted = schedule.complexity(workers)
         matrices = max(n / p, 1)
@@ -120,12 +123,15 @@ class ReducedBackward(ScannedBackward):
     name = "cyclic_reduction"
 
     def candidates(self, workload: Workload, workers: int) -> Sequence[Schedule]:
-        return [cyclic_reduction(len(workload))]
+        return [workload.scheduled(cyclic_reduction)]
 
     def without_products(self) -> None:
         return None
 
     def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
+        if workload.coupling:
+            # The formula is of one system.
+            return []
         n = len(workload)
         counted = cyclic_reduction(n).complexity(workers)
         # The paper has a worker for each row; fewer share the rows of a level.
@@ -138,19 +144,22 @@ def scanned(workload: Workload, schedule: Schedule, workers: int) -> Timetable:
     n, stages, cost = len(workload), workload.stages, workload.scan(schedule)
     assignment = schedule.assignment(cost.seconds, workers, cost.entries)
     homes = assignment.homes[::-1]
+    coupling = {n - stage: homes[stage] for stage in workload.coupling}
+    # A stage that couples samples has no matrix to send: its own worker takes gradients through it.
+    placed = [(step, coupling.get(step.left, worker)) for step, worker in assignment.steps]
     seconds = {step.out: time for step, time in zip(schedule.live_steps(), cost.seconds, strict=True)}
 
     def through_stage(step: Step, worker: int) -> bool:
         """Whether a step takes a gradient through a stage by the operators' own backward pass."""
         return step.kind == "mv" and step.left <= n and homes[n - step.left] == worker
 
-    count = 1 + max((*homes, *(worker for _, worker in assignment.steps)), default=0)
+    count = 1 + max((*homes, *(worker for _, worker in placed)), default=0)
     blocks = [[stage for stage in range(n) if homes[stage] == worker] for worker in range(count)]
     timetable = Timetable([2 * workload.weights(block) for block in blocks])
     forward = forward_through(timetable, workload, homes)
     read = {
         factor
-        for step, worker in assignment.steps
+        for step, worker in placed
         if not through_stage(step, worker)
         for factor in ((step.left, step.right) if step.kind == "mm" else (step.left,))
         if factor <= n
@@ -161,7 +170,7 @@ def scanned(workload: Workload, schedule: Schedule, workers: int) -> Timetable:
         stage, nbytes = n - place, cost.nbytes[place]
         passes = (forward[stage], forward[stage + 1])
         jobs[place] = timetable.add(Job(homes[stage], stages[stage].jacobian, passes, nbytes, nbytes))
-    for step, worker in assignment.steps:
+    for step, worker in placed:
         first[step.out] = first[step.left]
         time = seconds[step.out]
         if through_stage(step, worker):

@@ -438,7 +438,7 @@ def plan(
         for number in numbers
         for schedule in method.scans(workload, min(number, method.most(workload)))
     ]
-    multiplies = accept(workload.estimate([blelloch(n), *dict.fromkeys(scans)]))
+    multiplies = accept(workload.estimate([workload.scheduled(blelloch), *dict.fromkeys(scans)]))
     if not multiplies:
         chosen = [method for method in (method.without_products() for method in chosen) if method is not None]
     for method in chosen:
@@ -456,7 +456,7 @@ def plan(
             figures = (outcome.steps, step, outcome.seconds, outcome.memory, outcome.sent)
             rows.append(WorkerFigures(method.name, number, *figures, method.exact, choice))
         predictions += method.predictions(workload, min(number, most), outcome)
-    scan = workload.scan(blelloch(n) if multiplies else linear(n))
+    scan = workload.scan(workload.scheduled(blelloch) if multiplies else linear(n))
     return Simulation(
         tuple(rows),
         usable,
@@ -480,6 +480,9 @@ def plan(
 
 def _break_even(workload: Workload) -> BreakEven | None:
     n = len(workload)
+    if workload.coupling:
+        # The poster's is of a chain of matrices.
+        return None
     base = math.fsum(stage.errors for stage in workload.stages) / max(1, n - 1)
     schedule = blelloch(n)
     steps = schedule.complexity(n).steps if n else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -13,9 +13,9 @@ import numpy as np
 
 from ..flop import CountEstimate, estimate_products
 from ..patterns import Full, Pattern
-from ..schedule import Schedule
+from ..schedule import Schedule, between
 from ..spgemm import multiply_adds, product_pattern
-from ..stages import Region, matrix_of
+from ..stages import CoupledRegion, Region, boundaries, matrix_of
 
 #: A product of more multiply-adds than this for each sample counts as a full matrix, which bounds it from above.
 MOST = 3 * 10**8
@@ -63,6 +63,11 @@ class StageCost:
     def seconds(self) -> float:
         """Seconds of all its passes."""
         return self.forward + self.errors + self.gradients
+
+    @property
+    def couples(self) -> bool:
+        """Whether it couples the samples of a batch, so that it has no matrix."""
+        return isinstance(self.factor, CoupledRegion)
 
     @property
     def steps(self) -> int:
@@ -180,9 +185,22 @@ class Workload:
         return 2.0 * pairs * (1 if shared else self.samples) / self.product_rate
 
     @cached_property
+    def coupling(self) -> tuple[int, ...]:
+        """The stages, from 0, that couple samples."""
+        return tuple(number for number, stage in enumerate(self.stages) if stage.couples)
+
+    def boundaries(self, workers: int, first: int = 0, stop: int | None = None) -> list[int]:
+        """The places at which `jacsparse.schedule.balanced` cuts the stages from `first` to `stop`."""
+        return boundaries([stage.factor for stage in self.stages[first:stop]], workers)
+
+    def scheduled(self, part: Callable[[int], Schedule]) -> Schedule:
+        """The schedule of all stages that follows ``part(n)`` on each stretch of `n` stages with matrices."""
+        return between(len(self), self.coupling, lambda first, stop: part(stop - first))
+
+    @cached_property
     def largest_factor(self) -> int:
         """Entries of the largest Jacobian of a stage that a schedule may multiply by: all but the first."""
-        return max((stage.factor.nnz for stage in self.stages[1:]), default=0)
+        return max((stage.factor.nnz for stage in self.stages[1:] if not stage.couples), default=0)
 
     def estimate(self, schedules: Sequence[Schedule]) -> CountEstimate:
         """What it takes to find the patterns of the products of some schedules."""

@@ -21,13 +21,13 @@ from ..runtime import replacing
 from ..stages import check_input, traced
 from ..terminal import text
 from ..tracing import check_module, undisturbed
-from .blocks import Work
+from .blocks import Level, Work
 from .comparison_tables import WORDS, comparison_figure, tables
 from .complexity import iteration_pays, reduction_pays
 from .estimates import Estimate, estimates
 from .jacobi import Richardson
-from .propagation import propagation
-from .solver import TriangularSolver
+from .propagation import stretches_of
+from .solver import Solution, TriangularSolver
 from .systems import BlockTriangular
 
 #: Multiply-adds from which on a solver is counted but not run.
@@ -222,7 +222,8 @@ def compare(
     Parameters
     ----------
     module : Module
-        A chain of stages, or an ``nn.RNN``.
+        A chain of stages, or an ``nn.RNN``. Stages may couple the samples of a batch, as batch normalisation in
+        training mode does: each solver then solves the stretches between these in turn, and autograd's operators count.
     x : Tensor, (batch, *input_shape)
         The input.
     gradient : Tensor, optional
@@ -258,13 +259,16 @@ def compare(
         if gradient is None:
             shape = _output_shape(module, x)
             gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x)
-        system = propagation(module, x, gradient).system
+        stretches = stretches_of(module, x, gradient)
+    systems = [part for part in stretches if isinstance(part, BlockTriangular)]
+    if not any(system.depth for system in systems):
+        raise ValueError(f"{type(module).__name__} has no stage with a matrix, so that there is no system to solve")
     rows, iterative, works = [], dict[str, Work](), dict[str, Work]()
     for method in solvers:
         name = SolverFigures(method.name, _options(method)).label
         if progress is not None:
             progress(name)
-        row, work = _figures(method, system, numbers, seconds, accept)
+        row, work = _figures(method, stretches, numbers, seconds, accept)
         rows.append(row)
         if work is not None and row.solved:
             works[name] = work
@@ -272,10 +276,10 @@ def compare(
                 iterative[name] = work
     return SolverComparison(
         tuple(rows),
-        estimates(system, iterative),
-        system.depth,
-        max(system.sizes),
-        system.batch,
+        estimates(systems[0], iterative) if len(stretches) == 1 else (),
+        sum(system.depth for system in systems),
+        max(size for system in systems for size in system.sizes),
+        len(x) if len(stretches) > 1 else systems[0].batch,
         numbers,
         _fewest(works),
         tuple(x.shape),
@@ -283,7 +287,7 @@ def compare(
         str(x.device),
         torch.get_num_threads(),
         type(module).__name__,
-        sum(not block.pattern.nnz for block in system.off_diagonal.blocks.values()),
+        sum(not block.pattern.nnz for system in systems for block in system.off_diagonal.blocks.values()),
     )
 
 
@@ -353,22 +357,25 @@ def _median(solve: Callable[[], object], seconds: float) -> float:
 
 def _figures(
     method: TriangularSolver,
-    system: BlockTriangular,
+    stretches: Sequence[BlockTriangular | int],
     workers: Sequence[int],
     seconds: float,
     accept: Callable[[str, CountEstimate], bool],
 ) -> tuple[SolverFigures, Work | None]:
     """A solver's figures, and the work that they count."""
-    figures, obstacle = SolverFigures(method.name, _options(method)), method.obstacle(system)
-    if obstacle:
-        return replace(figures, remark=obstacle), None
-    schedules = method.schedules(system)
-    if schedules:
+    figures = SolverFigures(method.name, _options(method))
+    for system in (part for part in stretches if isinstance(part, BlockTriangular)):
+        obstacle = method.obstacle(system)
+        if obstacle:
+            return replace(figures, remark=obstacle), None
+        schedules = method.schedules(system)
+        if not schedules:
+            continue
         estimate = estimate_products(schedules, _chain_patterns(system))
         if not accept(method.name, estimate):
             return replace(figures, remark=f"left out, as to count its products takes {estimate}"), None
     begin = perf_counter()
-    solution = method.solve(system.on_meta() if method.direct else system)
+    solution = _solved(method, stretches, on_meta=method.direct)
     work, iterations = solution.work, None if method.direct else solution.iterations
     figures = replace(
         figures,
@@ -382,7 +389,7 @@ def _figures(
     too_much = work.multiply_adds > MOST
     if method.direct and not too_much:
         begin = perf_counter()
-        solution = method.solve(system)
+        solution = _solved(method, stretches)
     took = perf_counter() - begin
     if not solution.converged:
         remark = "its solution is not finite" if method.direct else f"did not settle in {iterations} iterations"
@@ -391,8 +398,22 @@ def _figures(
         return replace(figures, remark=f"not timed: more than {MOST:.0e} multiply-adds"), work
     if method.direct or took < _ONCE:
         # The first solution of a direct one has made plans.
-        took = _median(lambda: method.solve(system), seconds if took < _ONCE else 0.0)
+        took = _median(lambda: _solved(method, stretches), seconds if took < _ONCE else 0.0)
     return replace(figures, seconds=took), work
+
+
+def _solved(method: TriangularSolver, stretches: Sequence[BlockTriangular | int], *, on_meta: bool = False) -> Solution:
+    """The solutions of all systems in turn as one, whose values are left out; operators between them are counted."""
+    solutions, work = [], Work()
+    for part in stretches:
+        if isinstance(part, BlockTriangular):
+            solutions.append(method.solve(part.on_meta() if on_meta else part))
+            work.levels += solutions[-1].work.levels
+        else:
+            work.levels.append(Level([part]))
+    residuals = [solution.residual for solution in solutions if solution.residual is not None]
+    iterations, converged = sum(each.iterations for each in solutions), all(each.converged for each in solutions)
+    return Solution(method.name, [], work, iterations, max(residuals, default=None), converged)
 
 
 def _chain_patterns(system: BlockTriangular) -> list[Pattern]:

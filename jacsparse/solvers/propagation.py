@@ -18,7 +18,19 @@ from ..patterns import Diagonal, Full, Pattern
 from ..recurrence import RNN
 from ..runtime import a_type
 from ..spgemm import SparseJacobian
-from ..stages import Record, Run, add_gradients, check_input, empty_pattern, pull_back, recent_chains, refuse_hooks
+from ..stages import (
+    Chains,
+    Record,
+    Run,
+    add_gradients,
+    check_input,
+    counted_record,
+    empty_pattern,
+    factor_of,
+    pull_back,
+    recent_chains,
+    refuse_hooks,
+)
 from ..tracing import check_module, set_weights, sets_weights, without_autocast
 from .blocks import Block, sum_of
 from .solver import Solution, TriangularSolver
@@ -247,6 +259,29 @@ class Propagator:
                 stacklevel=3,
             )
         return solution.values[0], recorded.external_gradients(solution.values, places, apart)
+
+
+def stretches_of(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> list[BlockTriangular | int]:
+    """The systems of a module's back-propagation, from its output on; between them what the other stages take.
+
+    A number stands for a stage that couples samples: the multiply-adds of its operators for the whole batch.
+    """
+    if isinstance(module, nn.RNN):
+        return [propagation(module, x, gradient).system]
+    chain, run = Chains(check_module(module), couples=True).of(check_input("x", x))
+    if not chain.coupling:
+        return [propagation(module, x, gradient).system]
+    _check_like("gradient", gradient, run.trace.output.shape, run.trace.output)
+    refuse_hooks(run.records)
+    stretches, gradient = list[BlockTriangular | int](), gradient.detach()
+    with without_autocast(x.device):
+        for part in reversed(_stretches(run.records)):
+            if part[0].stage.couples:
+                stretches.append(factor_of(counted_record(part[0])).nnz * len(x))
+            else:
+                stretches.append(ChainSystem(part, gradient).system)
+            (gradient,), _ = pull_back(part[::-1], gradient, part[:1], [], ())
+    return stretches
 
 
 class Propagation(ABC):

@@ -5,6 +5,7 @@ from .balance import boundaries
 from .chain_cache import ChainCache, Chains, Run, recent_chains
 from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
 from .checks import agree, check_input, check_shape, check_tensor
+from .coupled_region import CoupledEdge, CoupledRegion, counted_record, factor_of
 from .forward_pass import SAMPLES, random_tensor, samples_of, traced
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd
 from .infinite_entries import all_finite, with_backward_passes
@@ -21,6 +22,8 @@ __all__ = [
     "Chain",
     "ChainCache",
     "Chains",
+    "CoupledEdge",
+    "CoupledRegion",
     "Edge",
     "Pulled",
     "Record",
@@ -37,8 +40,10 @@ __all__ = [
     "check_input",
     "check_shape",
     "check_tensor",
+    "counted_record",
     "eliminate",
     "empty_pattern",
+    "factor_of",
     "has_hooks",
     "in_own_memory",
     "matrix_of",

@@ -397,6 +397,11 @@ def _path(operations: Sequence[Operation], taken: set[str]) -> str:
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
+def edge_of(trace: Trace, operation: Operation, argument: str, stage: Stage) -> Edge:
+    """The edge of an operator that works on each sample by itself; its pattern omits pruned weights."""
+    return _pruned(_edge(stage.program, operation, argument), trace, operation, (frozenset(), frozenset()))
+
+
 def _edge(program: Program, operation: Operation, argument: str) -> Edge:
     source = operation.operands[argument]
     call = Call(

@@ -111,7 +111,7 @@ class Stage:
     @functools.cached_property
     def operator(self) -> Edge | None:
         """The edge of the stage's one operator besides those that only reshape; None where there are more."""
-        if len({edge.source for edge in self.edges}) < len(self.edges):
+        if self.couples or len({edge.source for edge in self.edges}) < len(self.edges):
             return None
         edges = working(self.edges) or self.edges[:1]
         return edges[0] if len(edges) == 1 else None

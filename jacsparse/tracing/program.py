@@ -294,7 +294,9 @@ def _operation(
         placement = rule.placement(use)
     except MixedSamplesError as error:
         if couples:
-            return coupling, None
+            # Where shapes are equal, samples go on to lie where they lay, although they depend on each other.
+            same = {program.layouts[each] for each in active.values() if trace.tensor(each).shape == result.shape}
+            return coupling, same.pop() if len(same) == 1 else None
         what, remedy = error.args or (
             f"{name} mixes the samples of a batch{node.source}",
             "each sample must be worked on by itself; a Jacobian by arguments without samples takes batched=False",

@@ -94,6 +94,18 @@ def test_flop_of_a_factory(jac) -> None:
     assert "dead" in out
 
 
+def test_flop_in_training_mode(jac, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    code, output, _ = jac("flop", "resnet8", "--training", "--schedule", "linear", "--steps", "--json", report)
+    assert code == 0
+    assert output.startswith("resnet8 in training mode: none of 74,800 weights is zero.")
+    assert "couples samples" in output
+    assert any(step["couples"] for step in json.loads(report.read_text())["steps"])
+    code, _, _ = jac("flop", "resnet8", "--schedule", "linear", "--json", report)
+    assert code == 0
+    assert not any(step["couples"] for step in json.loads(report.read_text())["steps"])
+
+
 def test_flop_of_a_part(jac) -> None:
     _, out, _ = jac("flop", "lenet5", "--part", "features", "--schedule", "linear")
     assert out.startswith("lenet5.features: none of 2,850 weights is zero.") and "scan" not in out

@@ -145,6 +145,54 @@ def data_parallel():
         close(ours.grad, theirs.grad)
 
 
+class LastState(nn.Module):
+    """A network of a sequence's last state, and one of all its outputs."""
+
+    def __init__(self, group=None):
+        super().__init__()
+        self.gru = nn.GRU(3, 5) if group is None else jacsparse.nn.GRU(3, 5, process_group=group)
+        self.head, self.unused = nn.Linear(5, 4), nn.Linear(2, 2)
+        self.double()
+
+    def forward(self, x):
+        output, last = self.gru(x)
+        return self.head(output), self.head(last[-1])
+
+
+def losses():
+    """The usual loops, with a loss of the last state or of each rank's steps, against one process."""
+    for size, group in groups():
+        torch.manual_seed(0)
+        whole, rank = LastState(), dist.get_rank(group)
+        x, y = torch.randn(3 * size, 6, 3, dtype=torch.float64), torch.randint(4, (6,))
+
+        def same(outputs, last, y=y):
+            return functional.cross_entropy(last, y)
+
+        def each(outputs, last, y=y):
+            return sum(functional.cross_entropy(output, y) for output in outputs)
+
+        for loss, name in ((same, "same"), (each, "each")):
+            whole.zero_grad()
+            loss(*whole(x)).backward()
+            ours = LastState(group)
+            ours.load_state_dict(whole.state_dict())
+            loss(*ours(x.split(3)[rank])).backward()
+            jacsparse.distributed.sum_gradients(ours, group, loss=name)
+            for a, b in zip(ours.parameters(), whole.parameters(), strict=True):
+                assert (a.grad is None) == (b.grad is None)
+                if a.grad is not None:
+                    close(a.grad, b.grad)
+            averaged = LastState(group)
+            averaged.load_state_dict(whole.state_dict())
+            parallel = nn.parallel.DistributedDataParallel(averaged, process_group=group, find_unused_parameters=True)
+            loss(*parallel(x.split(3)[rank])).backward()
+            for a, b in zip(averaged.parameters(), whole.parameters(), strict=True):
+                if b.grad is not None:
+                    # Of each rank's own losses it is the mean.
+                    close(a.grad, b.grad / (size if name == "each" else 1))
+
+
 def fault(kind, rank):
     """Passes of a layer in which one rank fails at the fourth."""
     # The first pass, which may compile kernels, has the time of all processes' group.

@@ -33,6 +33,7 @@ RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stag
         (RECURRENT, "linear", 5),
         (RECURRENT, "empty", 3),
         (RECURRENT, "data_parallel", 4),
+        (RECURRENT, "losses", 3),
         (STAGES, "equal", 5),
         pytest.param(STAGES, "checkpointed", 5, marks=names_hooks),
         (STAGES, "vgg 3", 3),

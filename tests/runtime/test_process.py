@@ -113,6 +113,30 @@ def test_damaged_kernels_are_compiled_again(suffix: str, tmp_path: Path, monkeyp
     assert [hits(), hits()] == [0, 1]
 
 
+def test_compilation_is_announced_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(kernels, "kernel_cache", lambda _: tmp_path)
+    caplog.set_level("INFO", "jacsparse")
+    for terminal in (False, True):
+        kernels._announce_compilation.cache_clear()
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal, raising=False)
+        for path in tmp_path.rglob("*.nb?"):
+            path.unlink()
+        for dtype in (np.float64, np.float32):
+            kernels.kernel(_double)(0, 2, np.ones(3, dtype))
+    (record,) = caplog.records
+    assert record.message.startswith("compiling kernels for this processor, once: later processes find them in ")
+    assert capsys.readouterr().err == f"jacsparse: {record.message}\n"
+    kernels._announce_compilation.cache_clear()
+    kernels.kernel(_double)(0, 2, np.ones(3))
+    # Found on disk.
+    assert len(caplog.records) == 1
+
+
 def test_a_disk_that_is_full() -> None:
     class Full:
         def load_overload(self, *_: object) -> None:

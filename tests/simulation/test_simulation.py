@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import itertools
 import json
@@ -454,3 +455,19 @@ def test_products_are_estimated_before_they_are_made(
     declined = simulate(model, x, rate=1e12, methods=["bppsa", "cyclic_reduction"], accept=lambda _: False)
     assert {row.choice for row in declined.rows} == {"linear"} and declined.break_even is None
     assert not declined.largest_product and "bppsa" in str(declined)
+
+
+def test_stages_that_couple_samples_have_no_matrix() -> None:
+    net = nn.Sequential(
+        *(layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    )
+    simulation = simulate(net, torch.randn(8, 6), workers=(1, 2, 4), rate=1e9)
+    evaluation = simulate(copy.deepcopy(net).eval(), torch.randn(8, 6), workers=(1,), rate=1e9)
+    times = {row.method: row.seconds for row in simulation.rows if row.workers == 1}
+    expected = {row.method: row.seconds for row in evaluation.rows}
+    # In evaluation mode a normalisation is a diagonal, whose gradient takes as much.
+    for method in ("bp", "1f1b", "ddg", "leapfrog"):
+        assert times[method] == pytest.approx(expected[method])
+    assert "whose samples depend on each other" in simulation.obstacles["gpipe"]
+    assert {row.choice for row in simulation.rows if row.method == "ranks"} == {"linear"}
+    assert simulation.break_even is None

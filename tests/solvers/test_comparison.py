@@ -108,8 +108,7 @@ def test_what_is_too_much_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_infinite_solution_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     system = BlockBidiagonal([torch.full((1, 1), 1e30)] * 2, [torch.ones(1, 1)] * 3)
-    recorded = type("Recorded", (), {"system": system})
-    monkeypatch.setattr(comparison_module, "propagation", lambda *_: recorded)
+    monkeypatch.setattr(comparison_module, "stretches_of", lambda *_: [system])
     (row,) = compare(network(1, 1).float(), torch.ones(1, 1), methods=["substitution"], seconds=0.0).rows
     assert row.seconds is None and not row.solved and row.remark == "its solution is not finite"
 
@@ -117,8 +116,7 @@ def test_an_infinite_solution_has_no_times(monkeypatch: pytest.MonkeyPatch) -> N
 def test_buffers_and_random_numbers_are_left_alone() -> None:
     normalised = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh())
     before = {name: tensor.clone() for name, tensor in normalised.state_dict().items()}
-    with pytest.raises(NotImplementedError, match=r"training mode couples the samples of a batch; call \.eval\(\)"):
-        compare(normalised, torch.randn(3, 5))
+    compare(normalised, torch.randn(3, 5), seconds=0.0)
     assert all(torch.equal(before[name], tensor) for name, tensor in normalised.state_dict().items())
     dropping = nn.Sequential(nn.Linear(5, 6), nn.Dropout(), nn.Linear(6, 2))
     state = torch.get_rng_state()
@@ -174,3 +172,22 @@ def test_what_is_written(tmp_path: Path) -> None:
     comparison.plot(tmp_path / "figures.png")
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
     assert repr(comparison) == "<SolverComparison of Sequential: substitution>"
+
+
+def test_stretches_between_stages_that_couple_samples_are_solved_in_turn() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)
+    ).double()
+    comparison = compare(net, torch.randn(5, 4, dtype=torch.float64), seconds=0.0)
+    rows = {row.method: row for row in comparison.rows}
+    assert comparison.layers == 4
+    # Two stretches of two layers, and the normalisation between them, which takes an element in and one out.
+    assert rows["substitution"].steps == 2 + 1 + 2
+    assert rows["cyclic_reduction"].steps == 2 + 1 + 2
+    products = 5 * (4 * 6 + 6 * 6 + 6 * 6 + 6 * 3)
+    scaling = 5 * 2 * 6
+    assert rows["substitution"].multiply_adds == products + scaling + 5 * 6
+    assert [row.method for row in comparison.rows if not row.solved] == ["hybrid"]
+    with pytest.raises(ValueError, match="has no stage with a matrix"):
+        compare(nn.Sequential(nn.BatchNorm1d(4)), torch.randn(5, 4))
