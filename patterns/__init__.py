@@ -19,7 +19,6 @@ from .engine import gradient_of, requiring_gradient
 from .layout import WHOLE, Layout, MixedSamplesError
 from .pattern import Pattern
 from .pooling import Adaptive, Pooling
-from .recurrent_state import state_jacobian_pattern, state_jacobian_values
 from .registered import REGISTERED, register_rule
 from .rules import (
     CONSTANT,
@@ -70,6 +69,4 @@ __all__ = [
     "row_colors",
     "rule_for",
     "rule_of",
-    "state_jacobian_pattern",
-    "state_jacobian_values",
 ]

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..patterns import Pattern, UnsupportedOperatorError, state_jacobian_pattern, state_jacobian_values
-from ..recurrence import CELLS, Saved, Sequences, Weights
+from ..patterns import Pattern, UnsupportedOperatorError
+from ..recurrence import CELLS, Recurrent, Saved, Sequences, StepJacobian, Weights
 from ..stages import check_shape
 from ..tracing import refresh_weights, trains
 from .layer_flop import LayerFlop, OperatorWork, StepFlop
@@ -27,14 +27,14 @@ def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
         raise UnsupportedOperatorError(
             f"{module} is no chain of steps; count its layers and directions one by one, without projections"
         )
-    if module.mode not in CELLS:
+    cell = module.cell if isinstance(module, Recurrent) else CELLS.get(module.mode)
+    if cell is None or not cell.terms:
         raise UnsupportedOperatorError(f"{module}: the Jacobian's pattern of the cell {module.mode} is not known")
     refresh_weights(module)
     weights = Weights(*(getattr(module, name).detach() for name in _NAMES[: 4 if module.bias else 2]))
-    cell, time = CELLS[module.mode], shape[0]
-    mask = weights.hidden != 0
-    transposed = state_jacobian_pattern(module.mode, mask.cpu().numpy()).T
-    gate_flop, dense = 2.0 * int(mask.sum()), 2.0 * mask.numel()
+    time, jacobian, hidden = shape[0], StepJacobian(cell, weights), weights.hidden
+    transposed = jacobian.pattern.T
+    gate_flop, dense = 2.0 * int(hidden.count_nonzero()), 2.0 * hidden.numel()
 
     def observed(x: torch.Tensor) -> Observation:
         sequences = Sequences.equal(time, 1)
@@ -44,9 +44,8 @@ def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
             x.new_zeros(1, cell.states * weights.size),
         )
         cell.forward(sequences.whole(1), cell.enter(x[0].contiguous(), weights), weights, rows.initial, rows)
-        state = cell.state(rows, sequences.before(1), torch.from_numpy(sequences.sample))
-        values = state_jacobian_values(module.mode, weights.hidden, transposed.T, state)
-        values = values[torch.from_numpy(transposed.T.transposition.astype("int64"))]
+        values = jacobian.values(sequences, 1, x[0], rows)
+        values = values[torch.from_numpy(jacobian.pattern.transposition.astype("int64"))]
         return [without_zeros(transposed, values[:, step].cpu().numpy()) for step in range(time)], [{}] * time
 
     def observe(inputs: torch.Tensor) -> Iterator[Observation]:

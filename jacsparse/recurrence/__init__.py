@@ -1,6 +1,6 @@
 """Recurrences: cells as fused kernels over runs of steps, linear recurrences, and the solvers of both."""
 
-from .cells import CELLS, Cell, Saved, Weights
+from .cells import CELLS, Cell, Saved, StepJacobian, Terms, Weights
 from .conversion import convert
 from .layers import GRU, LSTM, RNN
 from .linear import linear_recurrence
@@ -29,6 +29,8 @@ __all__ = [
     "Sequences",
     "Solver",
     "Sparse",
+    "StepJacobian",
+    "Terms",
     "Weights",
     "convert",
     "linear_recurrence",

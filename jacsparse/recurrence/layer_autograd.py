@@ -142,19 +142,19 @@ def _gradients(
     """The gradients that are wanted, of the input, the first states and the parameters."""
     with torch.autocast(x.device.type, enabled=False):
         weights = _weights(cell, options.layer, x, initial, parameters)
-        states = plain(initial if options.initial is None else options.initial)
+        x, states = x.detach(), plain(initial if options.initial is None else options.initial)
         saved = Saved(output, gates, states)
         grad_gates, rows, grad_initial = solve_backward(
             cell,
             sequences,
             direction,
+            x,
             weights,
             saved,
             None if grad_output is None else plain(grad_output),
             states.new_zeros(states.shape) if grad_end is None else plain(grad_end),
             options,
         )
-        x = x.detach()
         factors = (x, states, weights.input) if cell.bounded else (x, states, weights.input, output)
         if rows != slice(0, len(x)) and not all(tensor.sum().isfinite() for tensor in factors):
             # Their products with zeros are to be seen.

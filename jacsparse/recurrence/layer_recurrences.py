@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from ..affine import AffineMaps, SparseMaps
-from ..patterns import gathered, state_jacobian_pattern, state_jacobian_values
+from ..patterns import gathered
 from ..runtime import on_device
 from ..schedule import Schedule
 from .across_ranks import SequencePart
-from .cells import Cell, Saved, Weights
+from .cells import Cell, Saved, StepJacobian, Weights
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
 from .solvers import CHUNK, SOLVERS, Problem, Recurrence, choose, forward_choice, parse, solve
@@ -98,6 +98,7 @@ class _Gradients(Recurrence):
 
     cell: Cell
     weights: Weights
+    x: torch.Tensor
     saved: Saved
     grad_output: torch.Tensor | None
     grad_gates: torch.Tensor
@@ -131,20 +132,17 @@ class _Gradients(Recurrence):
     def maps(self, chunks: Chunks, edge: torch.Tensor, *, sparse: bool) -> AffineMaps:
         if not sparse:
             return super().maps(chunks, edge, sparse=False)
-        cell, weights, sequences = self.cell, self.weights, chunks.sequences
-        state = cell.state(self.saved, sequences.before(chunks.runs.direction), index(sequences.sample, edge))
-        state = {name: tensor.double() for name, tensor in state.items()}
-        pattern = state_jacobian_pattern(cell.mode, weights.hidden.cpu().numpy() != 0)
-        values = state_jacobian_values(cell.mode, weights.hidden.double(), pattern, state)
-        values = gathered(values, pattern.transposition)
+        sequences, jacobian = chunks.sequences, StepJacobian(self.cell, self.weights.to(torch.float64))
+        values = jacobian.values(sequences, chunks.runs.direction, self.x, self.saved)
+        values, pattern = gathered(values, jacobian.pattern.transposition), jacobian.pattern.T
         # In the order in which gradients get to them.
         rows = torch.zeros(chunks.table.shape, dtype=torch.int64, device=edge.device)
         place, sample = index(chunks.place, edge), index(chunks.runs.sample, edge)
         rows[place, sample] = index(sequences.offset[chunks.runs.begin] + chunks.runs.sample, edge)
         added = edge.new_zeros(sequences.steps, edge.shape[1])
         if self.grad_output is not None:
-            added[:, : weights.size] = self.grad_output
-        maps = SparseMaps(pattern.T, values[:, rows], edge.new_zeros(edge.shape[1], *rows.shape, dtype=torch.float64))
+            added[:, : self.weights.size] = self.grad_output
+        maps = SparseMaps(pattern, values[:, rows], edge.new_zeros(edge.shape[1], *rows.shape, dtype=torch.float64))
         # A step adds before it multiplies.
         return maps.like(maps.matrices, maps.apply(added[rows].permute(2, 0, 1).double().contiguous()))
 
@@ -192,6 +190,7 @@ def solve_backward(
     cell: Cell,
     sequences: Sequences,
     direction: int,
+    x: torch.Tensor,
     weights: Weights,
     saved: Saved,
     grad_output: torch.Tensor | None,
@@ -200,7 +199,7 @@ def solve_backward(
 ) -> tuple[torch.Tensor, slice, torch.Tensor]:
     """The gradients of the gates, ``(rows, columns)``, which rows are written, and those of the first states."""
     grad_gates = grad_end.new_empty(sequences.steps, cell.grad_width * weights.size)
-    recurrence = _Gradients(cell, weights, saved, grad_output, grad_gates, slice(0, sequences.steps))
+    recurrence = _Gradients(cell, weights, x, saved, grad_output, grad_gates, slice(0, sequences.steps))
     choice = parse(options.schedule, chunk=options.chunk)
     automatic = choice.name == "auto"
     if automatic:

@@ -1,11 +1,12 @@
 """Recurrent cells, a file each: what a step computes, and the kernels that take runs of steps."""
 
-from .cell import Cell, Saved, Weights, preceding
+from .cell import Cell, Saved, Terms, Weights, preceding
 from .gru import GruCell
 from .lstm import LstmCell
 from .rnn import RnnCell
+from .step_jacobian import StepJacobian
 
-__all__ = ["CELLS", "Cell", "Saved", "Weights", "preceding"]
+__all__ = ["CELLS", "Cell", "Saved", "StepJacobian", "Terms", "Weights", "preceding"]
 
 #: Cells by mode: RNN, GRU, LSTM, `count_flop` and tests look here. A layer that has a `cell` needs no entry.
 CELLS: dict[str, Cell] = {cell.mode: cell for cell in (RnnCell(), RnnCell(relu=True), GruCell(), LstmCell())}

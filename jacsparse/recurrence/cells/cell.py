@@ -6,14 +6,14 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from .. import recurrences_cuda
-from ..sequences import DeviceRuns, Runs, index
+from ..sequences import DeviceRuns, Runs, Sequences, index
 from ..vector import padded
 
 
@@ -32,6 +32,11 @@ class Weights:
     def size(self) -> int:
         """Elements of the state."""
         return self.hidden.shape[1]
+
+    def to(self, dtype: torch.dtype) -> Weights:
+        """The same weights in another dtype."""
+        bias, hidden_bias = (None if b is None else b.to(dtype) for b in (self.bias, self.hidden_bias))
+        return Weights(self.input.to(dtype), self.hidden.to(dtype), bias, hidden_bias)
 
     @functools.cached_property
     def columns(self) -> torch.Tensor:
@@ -76,6 +81,21 @@ class Saved:
     initial: torch.Tensor
 
 
+class Terms(NamedTuple):
+    """What an element of a vector of the state after a step is computed from, all of it at the element's own place.
+
+    Attributes
+    ----------
+    gates : tuple of int
+        The gates, which are products with the recurrent weights.
+    states : tuple of int
+        The vectors of the state before the step, where they are read beside these products.
+    """
+
+    gates: tuple[int, ...]
+    states: tuple[int, ...]
+
+
 class Cell(ABC):
     """A kind of recurrent cell, by a loop over its steps, which autograd differentiates one by one.
 
@@ -87,12 +107,16 @@ class Cell(ABC):
         Matrices of the hidden weight.
     states : int
         Vectors of the state, of which the first one is the output.
+    terms : tuple of Terms
+        Of each vector of the state, where elements of different places meet in the gates alone. A cell that lists them
+        has the schedule ``planned``, and `count_flop`; both know from them what is zero in the Jacobian of a step.
     transfers : bool
         Whether devices have a kernel for `transfer`.
     """
 
     gates: ClassVar[int]
     states: ClassVar[int] = 1
+    terms: ClassVar[tuple[Terms, ...]] = ()
     transfers: ClassVar[bool] = False
 
     @property
@@ -125,8 +149,8 @@ class Cell(ABC):
 
     @property
     def saved_vectors(self) -> int:
-        """Vectors of each step that the backward pass needs beside the output: `entered`, and the state after it."""
-        return self.gates + self.states
+        """Vectors of each step that the backward pass needs beside the output: `entered`, and the rest of the state."""
+        return self.gates + self.states - 1
 
     @property
     def grad_width(self) -> int:
@@ -150,7 +174,7 @@ class Cell(ABC):
             after = self.step(entered[rows], product, state[active])
             state[active], saved.output[rows] = after, after[:, : weights.size]
             if len(saved.gates):
-                saved.gates[rows] = torch.cat([entered[rows], after], dim=1)
+                saved.gates[rows] = torch.cat([entered[rows], after[:, weights.size :]], dim=1)
         return state
 
     def backward(
@@ -172,10 +196,7 @@ class Cell(ABC):
         size, dtype, sequences = weights.size, grad_end.dtype, runs.sequences
         hidden, bias = weights.hidden.to(dtype), weights.hidden_bias
         bias = None if bias is None else bias.to(dtype)
-        entered, after = saved.gates.split([self.gates * size, self.states * size], dim=1)
-        before = preceding(
-            after, saved.initial, sequences.before(runs.direction), index(sequences.sample, saved.initial)
-        )
+        entered, before = saved.gates[:, : self.gates * size], self.states_before(saved, sequences, runs.direction)
         grad = grad_end.clone()
         for active, rows in reversed(list(_steps(runs, grad))):
             grad_after, state = grad[active], before[rows].to(dtype)
@@ -213,14 +234,39 @@ class Cell(ABC):
         """
         raise NotImplementedError(f"the cell {self.mode} has no kernel of transfers")
 
-    def state(self, saved: Saved, before: np.ndarray, sample: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each row's gates and states, as `state_jacobian_values` takes them.
+    def coefficients(
+        self, entered: torch.Tensor, product: torch.Tensor, state: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What derivatives of steps are made of, for cells that have `terms`: those of elements at one place.
 
-        `before` is the row of each row's previous step, -1 for none, and `sample` each row's sample.
+        Parameters
+        ----------
+        entered, product, state : Tensor
+            As `step` takes them.
+
+        Returns
+        -------
+        list of (Tensor, Tensor)
+            Of each vector of the state after the steps: its derivatives by `product`, ``(rows, gates · size)``, which
+            are the factors of the gates' weights in a row of the Jacobian, and by `state`, ``(rows, states · size)``,
+            which are its diagonals.
         """
-        raise ValueError(
-            f"the pattern of a step's Jacobian of the cell {self.mode} is not known; use the schedule blelloch"
-        )
+        inputs, coefficients = [part.detach().requires_grad_() for part in (product, state)], []
+        with torch.enable_grad():
+            vectors = self.step(entered, *inputs).chunk(self.states, dim=1)
+        for vector in vectors:
+            of_product, of_state = torch.autograd.grad(
+                vector, inputs, torch.ones_like(vector), retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            coefficients.append((of_product, of_state))
+        return coefficients
+
+    def states_before(self, saved: Saved, sequences: Sequences, direction: int) -> torch.Tensor:
+        """The state before each row, ``(rows, states · size)``."""
+        after, size = saved.output, saved.output.shape[1]
+        if self.states > 1:
+            after = torch.cat([after, saved.gates[:, (1 - self.states) * size :]], dim=1)
+        return preceding(after, saved.initial, sequences.before(direction), index(sequences.sample, after))
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         """The nearest states that can be reached from `edge`, both ``(runs, states · size)``."""

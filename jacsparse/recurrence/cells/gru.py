@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...runtime import flushing, kernel
 from ..sequences import DeviceRuns, Runs
 from ..vector import any_nonzero, copy_elements, multiply_rows, sigmoid, tanh
-from .cell import Saved, Weights, preceding
+from .cell import Saved, Terms, Weights
 from .fused import CHECKED, FusedCell, any_added, record_reach, row_of, scratch, write_zeros
 
 
@@ -141,6 +140,7 @@ class GruCell(FusedCell):
 
     gates = 3
     grad_width = saved_vectors = 4
+    terms = (Terms(gates=(0, 1, 2), states=(0,)),)
     mode = "GRU"
     bounded = transfers = True
     kernels = (_forward, _backward)
@@ -149,10 +149,6 @@ class GruCell(FusedCell):
         (r, z, n), (of_r, of_z, of_n) = entered.chunk(3, dim=1), product.chunk(3, dim=1)
         fresh = torch.tanh(n + torch.sigmoid(r + of_r) * of_n)
         return fresh + torch.sigmoid(z + of_z) * (state - fresh)
-
-    def state(self, saved: Saved, before: np.ndarray, sample: torch.Tensor) -> dict[str, torch.Tensor]:
-        computed = dict(zip("rznm", saved.gates.chunk(4, dim=1), strict=True))
-        return {**computed, "before": preceding(saved.output, saved.initial, before, sample)}
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         # Between the state before and a tanh.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ...runtime import flushing, kernel
 from ..vector import any_nonzero, copy_elements, multiply_rows, sigmoid, tanh
-from .cell import Saved, preceding
+from .cell import Terms
 from .fused import CHECKED, FusedCell, any_added, record_reach, row_of, scratch, write_zeros
 
 
@@ -156,6 +155,7 @@ class LstmCell(FusedCell):
     gates = grad_width = 4
     states = 2
     saved_vectors = 5
+    terms = (Terms(gates=(0, 1, 2, 3), states=(1,)), Terms(gates=(0, 1, 2), states=(1,)))
     mode = "LSTM"
     bounded = True
     kernels = (_forward, _backward)
@@ -164,11 +164,6 @@ class LstmCell(FusedCell):
         enter, forget, fresh, leave = (entered + product).chunk(4, dim=1)
         c = torch.sigmoid(forget) * state.chunk(2, dim=1)[1] + torch.sigmoid(enter) * torch.tanh(fresh)
         return torch.cat([torch.sigmoid(leave) * torch.tanh(c), c], dim=1)
-
-    def state(self, saved: Saved, before: np.ndarray, sample: torch.Tensor) -> dict[str, torch.Tensor]:
-        computed = dict(zip("ifgoc", saved.gates.chunk(5, dim=1), strict=True))
-        first = saved.initial[:, saved.output.shape[1] :]
-        return {**computed, "before": preceding(computed["c"], first, before, sample)}
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         # The cell's own state has no bound.

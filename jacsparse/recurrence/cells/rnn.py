@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...runtime import flushing, kernel
 from ..sequences import DeviceRuns, Runs
 from ..vector import any_nonzero, copy_elements, multiply_rows, tanh
-from .cell import Saved, Weights
+from .cell import Saved, Terms, Weights
 from .fused import CHECKED, FusedCell, any_added, record_reach, row_of, scratch, write_zeros
 
 
@@ -113,6 +112,7 @@ class RnnCell(FusedCell):
 
     relu: bool = False
     gates = grad_width = 1
+    terms = (Terms(gates=(0,), states=()),)
     transfers = True
     kernels = (_forward, _backward)
 
@@ -126,9 +126,6 @@ class RnnCell(FusedCell):
 
     def step(self, entered: torch.Tensor, product: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         return torch.relu(entered + product) if self.relu else torch.tanh(entered + product)
-
-    def state(self, saved: Saved, before: np.ndarray, sample: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"h": saved.output}
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         return states.clamp(min=0) if self.relu else states.clamp(-1, 1)
