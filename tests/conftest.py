@@ -47,6 +47,8 @@ def _seeded() -> None:
 def _without_recent_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     # Tests whose functions have one code would share programs, and the trials to make them.
     monkeypatch.setattr("jacsparse.jacobians.recent._RECENT", OrderedDict())
+    # So that few calls of a function take all ways to its Jacobian.
+    monkeypatch.setattr("jacsparse.jacobians.recent.BEFORE", 1)
 
 
 # Test workers share the cores, and OpenMP's threads wait by spinning. Tests of threads ask for more themselves.

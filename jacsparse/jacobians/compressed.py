@@ -220,7 +220,10 @@ class Compressed(Evaluator):
         if not self.pattern.nnz:
             return trace.input.detach().new_empty((0, 1))
         products = _joined([each.run(trace) for each in self._passes])
-        return (products[:, :1] if self.shared else products).index_select(0, self._places)
+        if self.shared or len(trace.input) == 1:
+            # Selecting from a vector is several times as fast as from a matrix of one column.
+            return products[:, 0].index_select(0, self._places)[:, None]
+        return products.index_select(0, self._places)
 
 
 class _Pass:

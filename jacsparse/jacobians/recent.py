@@ -29,8 +29,9 @@ from .replays import jacobian_values, of_run
 from .traced_function import TracedFunction
 
 _LOGGER = logging.getLogger("jacsparse")
-#: The calls of a graph before a way other than by its chain is looked for: many a function is called once.
-BEFORE = 1
+#: The calls of a graph before a way other than by its chain is looked for. Looking takes about as long as these calls
+#: do, so that few calls of a function cost at most twice what they need, however many there will be.
+BEFORE = 8
 
 
 class Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -199,3 +200,22 @@ def test_nothing_keeps_the_tensors_of_a_run(prepared: bool, sums: bool) -> None:
     gc.collect()
     assert all(each() is None for each in references)
     assert_equal(results[-1], dense(f, drawn(3, 6)))
+
+
+@pytest.mark.parametrize("before", [1, 3])
+def test_another_way_is_looked_for_once_after_some_calls(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
+    recent = importlib.import_module("jacsparse.jacobians.recent")
+    looked: list[int] = []
+    evaluator_of = recent.evaluator_of
+    monkeypatch.setattr(recent, "BEFORE", before)
+    monkeypatch.setattr(recent, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named))
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (x * x.roll(1)).sin()
+
+    counts = []
+    for _ in range(before + 4):
+        x = drawn(7)
+        assert_equal(jacsparse.jacobian(f, x), torch.func.jacrev(f)(x)[None])
+        counts.append(len(looked))
+    assert counts == [*[0] * before, *[1] * 4]
