@@ -55,19 +55,26 @@ def sum_gradients(module: nn.Module | Iterable[torch.Tensor], process_group: dis
     """
     if loss not in LOSSES:
         raise ValueError(f"loss is {loss!r}; expected 'each' for losses of their own, or 'same' for one that all have")
-    ranks = ranks_of(checked_group(process_group))
     parameters = list(module.parameters() if isinstance(module, nn.Module) else module)
     for parameter in parameters:
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"module has {a_type(parameter)}; expected an nn.Module, or its parameters")
+    ranks = ranks_of(checked_group(process_group))
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     phase = "sum of gradients"
     shapes = [f"{tuple(parameter.shape)} {parameter.dtype}" for parameter in trained]
     reached = ranks.check(phase, {"loss": loss, "parameters": shapes}, *(each.grad is not None for each in trained))
     # A parameter without a gradient on any rank goes on without one.
     wanted = [each for each, flags in zip(trained, zip(*reached, strict=True), strict=True) if any(flags)]
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in wanted:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
     with torch.no_grad():
-        shares = [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
-        sums = ranks.shared(ranks.summed(shares, 0, phase), 0, phase)
-        for parameter, total in zip(wanted, sums, strict=True):
-            parameter.grad = total / ranks.size if loss == "same" else total.clone()
+        for alike in by_dtype.values():
+            shares = [torch.zeros_like(each) if each.grad is None else each.grad for each in alike]
+            # One message for all, whatever their number.
+            share = torch.cat([each.flatten().to(shares[0].device) for each in shares])
+            (total,) = ranks.shared(ranks.summed([share], 0, phase), 0, phase)
+            total = total / ranks.size if loss == "same" else total
+            for parameter, part in zip(alike, total.split([each.numel() for each in alike]), strict=True):
+                parameter.grad = part.reshape(parameter.shape).to(parameter.device)

@@ -151,7 +151,9 @@ class LastState(nn.Module):
     def __init__(self, group=None):
         super().__init__()
         self.gru = nn.GRU(3, 5) if group is None else jacsparse.nn.GRU(3, 5, process_group=group)
-        self.head, self.unused = nn.Linear(5, 4), nn.Linear(2, 2)
+        # More parameters than a message between ranks has tensors.
+        layers = (nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.head, self.unused = nn.Sequential(*layers), nn.Linear(2, 2)
         self.double()
 
     def forward(self, x):

@@ -127,6 +127,20 @@ def test_compiled_and_recorded() -> None:
             jacsparse.jacobian(scan, x)
 
 
+def test_bad_arguments_of_sums_of_gradients() -> None:
+    layer = torch.nn.Linear(2, 2)
+    for arguments, loss, message in [
+        ((layer, None), "mean", "loss is 'mean'; expected 'each' for losses of their own, or 'same' for one that all"),
+        (([layer], None), "each", "module has a Linear; expected an nn.Module, or its parameters"),
+        ((layer, None), "each", "process_group is a NoneType; expected a torch.distributed.ProcessGroup"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            jacsparse.distributed.sum_gradients(*arguments, loss=loss)
+    with one_rank() as group:
+        jacsparse.distributed.sum_gradients(layer, group, loss="same")
+        assert layer.weight.grad is None
+
+
 def test_bitstream_trained_by_torchrun(tmp_path: Path) -> None:
     path = str(tmp_path / "two.safetensors")
     options = "--backward scan --data bitstream:30 --batch 3200 --epochs 1"
