@@ -66,7 +66,7 @@ class CountEstimate:
 
     def __str__(self) -> str:
         if not self.complete and self.seconds <= LONG and self.nbytes <= LARGE:
-            return "too long to estimate"
+            return "longer than can be estimated"
         memory = f" and {in_bytes(self.nbytes)}" if self.nbytes else ""
         return f"{'about' if self.complete else 'more than'} {duration(self.seconds)}{memory}"
 
