@@ -69,7 +69,10 @@ class Pending:
 
 @dataclass
 class Report:
-    """How one recurrence was solved.
+    """How one recurrence was solved: of each layer and direction, the states, and after a backward pass their gradients.
+
+    `methods` and `reason` say what ran, and why. What guesses has a defect after each sweep, which falls until the
+    guesses agree; what does not agree in time is finished step after step, and counted as a fallback.
 
     Attributes
     ----------
@@ -99,6 +102,20 @@ class Report:
         How states got across ranks: ``linear``, ``gather`` or ``scan``; empty where they did not.
     pending : Pending or None
         Of a solution on a CUDA device, what `read` will read there of methods, sweeps, defects and fallbacks.
+
+    Examples
+    --------
+    >>> import jacsparse
+    >>> gru = jacsparse.nn.GRU(3, 20, forward="relaxed", schedule="chunked", chunk=50)
+    >>> output, _ = gru(torch.randn(200, 2, 3))
+    >>> output.sum().backward()
+    >>> states, gradients = gru.reports
+    >>> states.methods, states.chunk, len(states.defects) == states.sweeps, states.defects[-1] < 1e-5
+    (['relaxed'], 50, True, True)
+    >>> states.fallback_steps
+    0
+    >>> gradients.recurrence, gradients.methods, gradients.steps
+    ('backward', ['chunked'], 200)
     """
 
     recurrence: str
