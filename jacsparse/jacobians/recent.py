@@ -39,6 +39,7 @@ class Plan:
 
     def __init__(self) -> None:
         self._runs = 0
+        self._chain: Chain | None = None
         self._chosen: tuple[TracedFunction, Evaluator] | None = None
 
     def values(self, trace: Trace, chain: Chain) -> SparseJacobian | None:
@@ -53,6 +54,9 @@ class Plan:
 
     def add(self, trace: Trace, chain: Chain, records: list[Record], expected: SparseJacobian) -> None:
         """Choose a way for later runs, where that pays and gives this run's Jacobian."""
+        if chain is not self._chain:
+            # Other weights are zero than before.
+            self._chain, self._runs, self._chosen = chain, 0, None
         self._runs += 1
         # The chain of pruned weights changes with these.
         if self._runs != 1 + BEFORE or chain.pruned_weights:

@@ -69,7 +69,7 @@ class Pending:
 
 @dataclass
 class Report:
-    """How one recurrence was solved: of each layer and direction, the states, and after a backward pass their gradients.
+    """How one recurrence was solved: for each layer and direction of the states, and then of their gradients.
 
     `methods` and `reason` say what ran, and why. What guesses has a defect after each sweep, which falls until the
     guesses agree; what does not agree in time is finished step after step, and counted as a fallback.

@@ -117,15 +117,20 @@ _MOST = 8
 
 #: The caches of the modules that `recent_chains` was last called with, by the module's ``id`` and by `pruned`.
 _RECENT: OrderedDict[int, tuple[weakref.ref[nn.Module], dict[bool, Chains]]] = OrderedDict()
+_LOCK = threading.Lock()
 
 
 def recent_chains(module: nn.Module, *, pruned: bool) -> Chains:
     """The cache of a module's chains that earlier calls have filled."""
     number = id(module)
-    entry = _RECENT.get(number)
-    if entry is None or entry[0]() is not module:
-        # When the module dies, the weak reference calls `pop` with the number and itself.
-        entry = _RECENT[number] = (weakref.ref(module, functools.partial(_RECENT.pop, number)), {})
-        while len(_RECENT) > _MOST:
-            _RECENT.popitem(last=False)
-    return entry[1].setdefault(pruned, Chains(module, pruned=pruned))
+    with _LOCK:
+        entry = _RECENT.get(number)
+        if entry is None or entry[0]() is not module:
+            # When the module dies, the weak reference calls `pop` with the number and itself.
+            entry = _RECENT[number] = (weakref.ref(module, functools.partial(_RECENT.pop, number)), {})
+            while len(_RECENT) > _MOST:
+                _RECENT.popitem(last=False)
+        chains = entry[1].get(pruned)
+        if chains is None:
+            chains = entry[1][pruned] = Chains(module, pruned=pruned)
+    return chains

@@ -219,3 +219,24 @@ def test_another_way_is_looked_for_once_after_some_calls(monkeypatch: pytest.Mon
         assert_equal(jacsparse.jacobian(f, x), torch.func.jacrev(f)(x)[None])
         counts.append(len(looked))
     assert counts == [*[0] * before, *[1] * 4]
+
+
+def test_another_way_is_looked_for_when_no_weight_is_zero_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    recent = importlib.import_module("jacsparse.jacobians.recent")
+    looked: list[int] = []
+    evaluator_of = recent.evaluator_of
+    monkeypatch.setattr(recent, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named))
+    layer = nn.Linear(4, 4, dtype=torch.float64)
+    layer.weight.data[1] = 0.0
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return layer(x).sin()
+
+    for _ in range(4):
+        jacsparse.jacobian(f, drawn(4))
+    assert not looked
+    layer.weight.data[1] = 1.0
+    for _ in range(4):
+        x = drawn(4)
+        assert_equal(jacsparse.jacobian(f, x), torch.func.jacrev(f)(x)[None])
+    assert looked == [1]
