@@ -21,8 +21,8 @@ FULL = os.environ.get("JACSPARSE_TESTS") == "full"
 PARTS, DRAWS = (20, 100) if FULL else (1, 4)
 #: Refusals of prepared Jacobians alone.
 PREPARED_REMEDIES = (*REMEDIES, "pass method=", "leave it out", "use the same", "prepare ")
-#: Drawn operators of which PyTorch's gradients of many at once are wrong: `cdist`.
-WRONG = {"distance"}
+#: Drawn operators of which PyTorch's gradients of many at once are wrong: `cdist`, and the operator within it.
+WRONG = {"distance", "aten._cdist_forward"}
 
 
 class OneToThree(nn.Module):
