@@ -252,17 +252,17 @@ class _ChainRun:
 
     def jacobian(self) -> SparseJacobian:
         """The Jacobian, in memory of its own."""
-        plan = plan_of(self.trace.graph, self.pruned)
+        plan = plan_of(self.trace.graph, self.chain, self.pruned)
         # The values are computed before the module's changes are undone: they depend on its state in the run.
         with torch.no_grad(), without_autocast(self.x.device):
-            planned = plan.values(self.trace, self.chain)
+            planned = plan.values(self.trace)
             if planned is not None:
                 refuse_hooks(self.records)
                 return planned
         with without_autocast(self.x.device):
             result = self.chain.jacobian(self.records, self.x)
             with torch.no_grad():
-                plan.add(self.trace, self.chain, self.records, result)
+                plan.add(self.trace, self.records, result)
         return SparseJacobian(result.pattern, in_own_memory(result.values, self.records))
 
     def without_pruning(self) -> _ChainRun:

@@ -35,33 +35,35 @@ BEFORE = 8
 
 
 class Plan:
-    """How the Jacobian of a graph is computed: in its first runs by its chain, later in the way of least cost."""
+    """How the Jacobian of a graph is computed: in its first runs by its chain, later in the way of least cost.
 
-    def __init__(self) -> None:
-        self._runs = 0
-        self._chain: Chain | None = None
+    Parameters
+    ----------
+    chain : Chain
+        The chain, whose patterns hold while the same weights are zero.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain, self._runs = chain, 0
         self._chosen: tuple[TracedFunction, Evaluator] | None = None
 
-    def values(self, trace: Trace, chain: Chain) -> SparseJacobian | None:
-        """The Jacobian of a run by the way that was chosen, if that holds for the run's weights and numbers."""
+    def values(self, trace: Trace) -> SparseJacobian | None:
+        """The Jacobian of a run by the way that was chosen, if that holds for the run's numbers."""
         if self._chosen is None:
             return None
         function, evaluator = self._chosen
         fixed = [function.fixed_scalars(each) for each in (trace, function.trace)]
-        if chain is not function.chain or not same_numbers(*fixed):
+        if not same_numbers(*fixed):
             return None
         return SparseJacobian(evaluator.pattern, jacobian_values(function, evaluator, trace, of_run))
 
-    def add(self, trace: Trace, chain: Chain, records: list[Record], expected: SparseJacobian) -> None:
+    def add(self, trace: Trace, records: list[Record], expected: SparseJacobian) -> None:
         """Choose a way for later runs, where that pays and gives this run's Jacobian."""
-        if chain is not self._chain:
-            # Other weights are zero than before.
-            self._chain, self._runs, self._chosen = chain, 0, None
         self._runs += 1
         # The chain of pruned weights changes with these.
-        if self._runs != 1 + BEFORE or chain.pruned_weights:
+        if self._runs != 1 + BEFORE or self.chain.pruned_weights:
             return
-        function = TracedFunction(trace, chain, records)
+        function = TracedFunction(trace, self.chain, records)
         try:
             evaluator = evaluator_of(function, replays=False)
             if isinstance(evaluator, ChainProducts) or evaluator.pattern != expected.pattern:
@@ -76,9 +78,11 @@ class Plan:
             self._chosen = function, evaluator
 
 
-def plan_of(graph: Graph, pruned: bool) -> Plan:
-    """The plan of a graph, for patterns with or without pruned weights."""
-    plan: Plan = graph.cache.setdefault(("plan", pruned), Plan())
+def plan_of(graph: Graph, chain: Chain, pruned: bool) -> Plan:
+    """The plan of a graph's chain, for patterns with or without pruned weights; a new one after another chain's."""
+    plan: Plan | None = graph.cache.get(("plan", pruned))
+    if plan is None or plan.chain is not chain:
+        plan = graph.cache["plan", pruned] = Plan(chain)
     return plan
 
 
