@@ -33,7 +33,7 @@ from .rules import (
     rule_of,
 )
 from .structure import Blocks, Csr, Diagonal, Full, Identity, Structure
-from .value_kernels import any_nonzero_at, batch_last, gathered
+from .value_kernels import any_nonzero_at, batch_last, gathered, rows_at
 
 __all__ = [
     "CONSTANT",
@@ -67,6 +67,7 @@ __all__ = [
     "register_rule",
     "requiring_gradient",
     "row_colors",
+    "rows_at",
     "rule_for",
     "rule_of",
 ]

@@ -190,8 +190,16 @@ def gathered(values: torch.Tensor, place: np.ndarray) -> torch.Tensor:
         shape = (len(place), *values.shape[1:])
         with memory_for("reordered values", shape, values.dtype, values.device, math.prod(shape[1:])):
             return values[places]
-    # Several times as fast as values[...]; its gradients are slower with 32-bit places.
-    return values.index_select(0, torch.from_numpy(place.astype(np.int64)))
+    # Gradients are slower with 32-bit places.
+    return rows_at(values, torch.from_numpy(place.astype(np.int64)))
+
+
+def rows_at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The rows of `values` at some places, several times as fast as ``values[places]``."""
+    if values.ndim == 2 and values.shape[1] == 1:
+        # Several times as fast again as from a matrix.
+        return values[:, 0].index_select(0, places)[:, None]
+    return values.index_select(0, places)
 
 
 def batch_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..codegen import ElementGraph
-from ..patterns import Pattern, UnsupportedOperatorError, row_colors
+from ..patterns import Pattern, UnsupportedOperatorError, row_colors, rows_at
 from ..tracing import Trace
 from .evaluator import Evaluator
 from .fused_values import FusedValues
@@ -220,10 +220,7 @@ class Compressed(Evaluator):
         if not self.pattern.nnz:
             return trace.input.detach().new_empty((0, 1))
         products = _joined([each.run(trace) for each in self._passes])
-        if self.shared or len(trace.input) == 1:
-            # Selecting from a vector is several times as fast as from a matrix of one column.
-            return products[:, 0].index_select(0, self._places)[:, None]
-        return products.index_select(0, self._places)
+        return rows_at(products[:, :1] if self.shared else products, self._places)
 
 
 class _Pass:

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 
-from ..patterns import Pattern
+from ..patterns import Pattern, rows_at
 from ..spgemm import SparseJacobian
 from .arguments import Arguments, arguments_of, has_samples
 from .compressed import Coloring
@@ -239,4 +239,4 @@ def hessian(
 
 
 def _gathered(values: torch.Tensor, places: np.ndarray) -> torch.Tensor:
-    return values.index_select(0, torch.from_numpy(places).to(values.device))
+    return rows_at(values, torch.from_numpy(places).to(values.device))
