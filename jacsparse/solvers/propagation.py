@@ -19,6 +19,7 @@ from ..recurrence import RNN
 from ..runtime import a_type
 from ..spgemm import SparseJacobian
 from ..stages import (
+    Chain,
     Chains,
     Record,
     Run,
@@ -269,9 +270,7 @@ def stretches_of(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> 
     if isinstance(module, nn.RNN):
         return [propagation(module, x, gradient).system]
     chain, run = Chains(check_module(module), couples=True).of(check_input("x", x))
-    if not chain.coupling:
-        return [propagation(module, x, gradient).system]
-    _check_like("gradient", gradient, run.trace.output.shape, run.trace.output)
+    _check_run(module, chain, run, gradient)
     refuse_hooks(run.records)
     stretches, gradient = list[BlockTriangular | int](), gradient.detach()
     with without_autocast(x.device):
@@ -280,8 +279,16 @@ def stretches_of(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> 
                 stretches.append(factor_of(counted_record(part[0])).nnz * len(x))
             else:
                 stretches.append(ChainSystem(part, gradient).system)
-            (gradient,), _ = pull_back(part[::-1], gradient, part[:1], [], ())
+            if part[0] is not run.records[0]:
+                (gradient,), _ = pull_back(part[::-1], gradient, part[:1], [], ())
     return stretches
+
+
+def _check_run(module: nn.Module, chain: Chain, run: Run, gradient: torch.Tensor) -> None:
+    """Raise where a run has no stages, or the gradient is not one of its output."""
+    if not len(chain):
+        raise ValueError(f"{type(module).__name__} has no stages; a system needs an operator that does something")
+    _check_like("gradient", gradient, run.trace.output.shape, run.trace.output)
 
 
 class Propagation(ABC):
@@ -305,10 +312,7 @@ class ModulePropagation(Propagation):
         check_input("x", x)
         self.module = module
         chain, self.run = recent_chains(check_module(module), pruned=True).of(x)
-        output = self.run.trace.output
-        if not len(chain):
-            raise ValueError(f"{type(module).__name__} has no stages; a system needs an operator that does something")
-        _check_like("gradient", gradient, output.shape, output)
+        _check_run(module, chain, self.run, gradient)
         with without_autocast(x.device):
             self.recorded = (GraphSystem if graph else ChainSystem)(self.run.records, gradient.detach())
         self.system = self.recorded.system
