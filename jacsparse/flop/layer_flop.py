@@ -202,12 +202,13 @@ def _weights_of(record: Record, edge: Edge, parameters: frozenset[int]) -> dict[
 
 def _keys(record: Record, edge: Edge, weights: Collection[str]) -> dict[str, Hashable]:
     """What is the same for two weights that are one: the parameters that they come from, and the part of these."""
-    graph, tensors = record.trace.graph, dict(record.node(edge.target).tensors)
-    found = dict[str, Hashable]()
-    for name in weights:
-        tensor, parameters = record.trace.tensor(tensors[name]), graph.infos[tensors[name]].externals
-        found[name] = (parameters, tensor.storage_offset(), tensor.numel()) if parameters else id(tensor)
-    return found
+    trace, values = record.trace, dict(record.node(edge.target).tensors)
+
+    def key(value: int) -> Hashable:
+        tensor, parameters = trace.tensor(value), trace.graph.infos[value].externals
+        return (parameters, tensor.storage_offset(), tensor.numel()) if parameters else id(tensor)
+
+    return {name: key(values[name]) for name in weights}
 
 
 def _layer(edges: Sequence[Edge], operands: int, weights: dict[str, torch.Tensor], fresh: Collection[str]) -> LayerFlop:

@@ -233,14 +233,14 @@ _FIGURE = re.compile(
 
 def figures_in(page: str) -> list[tuple[str, float, float]]:
     """The figures of a page: as printed, their values, and how far these may be off by rounding."""
-    found = []
+    figures = []
     for number, unit in _FIGURE.findall(page):
         mantissa, _, exponent = number.rstrip(",").replace(",", "").partition("e")
         scale = _UNITS[unit] * 10.0 ** int(exponent or 0)
         # Where there is a unit, there are three digits, without zeros at their end.
         digits = max(len(mantissa.partition(".")[2]), 3 - len(mantissa.replace(".", "")) if unit else 0)
-        found.append((f"{number} {unit}", float(mantissa) * scale, 0.501 * scale * 10.0**-digits))
-    return found
+        figures.append((f"{number} {unit}", float(mantissa) * scale, 0.501 * scale * 10.0**-digits))
+    return figures
 
 
 def numbers_of(value: object) -> Iterator[float]:

@@ -32,11 +32,11 @@ def test_vgg11_has_its_own_flop_and_those_of_normalisations() -> None:
     without, normalised = (
         jacsparse.count_flop(vgg11(normalise), (3, 32, 32), schedule="linear") for normalise in (False, True)
     )
-    own = [step for step in normalised.steps if step.couples]
+    of_normalisations = [step for step in normalised.steps if step.couples]
     # An element of the gradient is read and one is written for each element of the result.
     sizes = [64 * 32**2, 128 * 16**2, 256 * 8**2, 256 * 8**2, 512 * 4**2, 512 * 4**2, 512 * 2**2, 512 * 2**2]
-    assert [step.flop for step in own] == [2.0 * size for size in reversed(sizes)]
-    assert [step.executed for step in own] == [step.flop for step in own]
+    assert [step.flop for step in of_normalisations] == [2.0 * size for size in reversed(sizes)]
+    assert [step.executed for step in of_normalisations] == [step.flop for step in of_normalisations]
     assert normalised.total == without.total + 2 * sum(sizes)
     for structure in ("dense", "pruned"):
         expected = back_propagation(without, structure) + 2 * sum(sizes)
