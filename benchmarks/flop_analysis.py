@@ -12,7 +12,7 @@ from jacsparse import FlopReport
 from jacsparse.flop import BaselineStep, FlopStep
 
 from ._context import Context
-from ._experiment import Experiment, Row, compare
+from ._experiment import Comparison, Experiment, Row, compare
 from ._workloads import Trained, retrained_vgg11
 
 __all__ = ["FlopAnalysis"]
@@ -68,7 +68,13 @@ def _total(report: FlopReport) -> Row:
     note = f"critical path {report.critical_path:,.0f}; back-propagation {baselines}"
     live = sum(step.live for step in report.steps)
     label = f"{report.schedule}, {report.structure} structure, {live} live steps"
-    return Row.of_value(label, report.total, "flop", group="What was counted", note=note)
+    path = report.critical_path
+    ratios = tuple(
+        Comparison(f"critical path / {each.structure} back-propagation", path / each.activations)
+        for each in report.backpropagation
+        if each.activations
+    )
+    return Row.of_value(label, report.total, "flop", group="What was counted", note=note, comparisons=ratios)
 
 
 def _report(content: dict[str, Any]) -> FlopReport:

@@ -135,7 +135,10 @@ def test_jacobian_rows_give_size_and_ratios(context: Context) -> None:
     rows = JacobianGeneration(size=32, columns=1).run(context)
     sizes = [row for row in rows if row.label == "entries"]
     assert [row.median for row in sizes] == [1_696_512, 65_536, 65_536]
-    assert [round(row.data["sparsity"], 5) for row in sizes] == [0.99157, 0.99998, 0.99994]
+    sparsities = [row.median for row in rows if row.label == "sparsity" and row.median is not None]
+    assert [round(sparsity, 5) for sparsity in sparsities] == [0.99157, 0.99998, 0.99994]
+    memories = [row.median for row in rows if row.label.startswith("memory of")][:2]
+    assert [round(memory or 0.0, 1) for memory in memories] == [768, 6.5]
     for label in ("values, kernel alone", "pattern and values, from nothing"):
         compared = [each for row in rows if row.label == label for each in row.comparisons]
         assert [each.published for each in compared if each.published] == [8.3e3, 1.2e6, 1.5e5]
