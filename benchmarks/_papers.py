@@ -129,7 +129,8 @@ ITEMS: tuple[Item, ...] = (
         why="the printed algorithms in NumPy, with their misprints mended",
     ),
     Item(
-        "thesis", "Algorithm 1, Figure 3.4", "LeNet-5 by scan: largest difference of the losses, float64", "curves overlap",
+        "thesis", "Algorithm 1, Figure 3.4", "LeNet-5 by scan: largest difference of the losses, float64",
+        "curves overlap",
         Figure("lenet_convergence", "float64", "largest difference of the losses, scan"), None, "", "in small", _DIGITS,
     ),
     Item(
@@ -152,14 +153,16 @@ ITEMS: tuple[Item, ...] = (
     ),
     Item(
         "thesis", "Figure 5.1", "RNN, T = 1,000, B = 16: an iteration, times as fast as by torch.nn", "2.17, RTX 2070",
-        Figure("recurrent_convergence", "RNN", "iteration by jacsparse", "back-propagation / jacsparse, linear: step after step"), 2.17, "",
-        "in small", f"fewer iterations, {_GPU}; step after step, no scan",
+        Figure("recurrent_convergence", "RNN", "iteration by jacsparse",
+               "back-propagation / jacsparse, linear: step after step"),
+        2.17, "", "in small", f"fewer iterations, {_GPU}; step after step, no scan",
     ),
     *(
         Item(
             "thesis", "Figure 5.2", f"RNN: backward pass by {name}, loss on {loss}, times as fast as torch.nn's",
             "at most 8.8, RTX 2080 Ti",
-            Figure("rnn_sensitivity", "RNN", label, f"torch.nn / {layer}"), 8.8, "", "in small", _GPU,
+            Figure("rnn_sensitivity", "RNN", label, f"torch.nn / {layer}"),
+            8.8, "", "in small", _GPU,
         )
         for loss, label in (("the last state", "backward pass, loss on the last state"),
                             ("every step", "backward pass, loss on every step"))
@@ -202,14 +205,16 @@ ITEMS: tuple[Item, ...] = (
         _DIGITS,
     ),
     Item(
-        "thesis", "poster", "RNN of 16 units: n from which a scan on n workers is faster", "C_BPPSA/C_Base < Θ(n/log n)",
+        "thesis", "poster", "RNN of 16 units: n from which a scan on n workers is faster",
+        "C_BPPSA / C_Base < Θ(n / log n)",
         Figure("simulation", "Poster", "16 hidden units"),
     ),
     # Leapfrogging, which has no measurements; its equations take the times of the passes from ours.
     *(
         Item(
-            "leapfrogging", place, f"64 layers of 1,024 units, {threads} threads: share of a pass that {label} saves",
-            "(1 - 1/k) f3 / f", Figure("leapfrog", "64 layers of 1024 units", f"{label}, k = {threads}", entry="saving"),
+            "leapfrogging", place, f"64 layers of 1,024 units, {threads} threads: share of a pass that is saved",
+            "(1 - 1/k) f3 / f",
+            Figure("leapfrog", "64 layers of 1024 units", f"{label}, k = {threads}", entry="saving"),
             why=why,
         )
         for threads in (2, 64)
@@ -255,6 +260,31 @@ ITEMS: tuple[Item, ...] = (
         "ddg", "Table 3", "ResNet-56, K = 2: best accuracy by DDG over back-propagation's", "93.11 / 93.12 %",
         Figure("ddg_convergence", "resnet56, K = 2", "delayed gradients", "accuracy / back-propagation's"),
         93.11 / 93.12, "", "in small", _DIGITS,
+    ),
+    *(
+        Item(
+            "ddg", "Lemma 1", f"least squares, K = {modules}: share of iterations at which its inequality holds", "all",
+            Figure("ddg_theory", f"K = {modules}", "Lemma 1", "holds / iterations", smallest=True), 1.0,
+            why="means over 400 runs for expectations",
+        )
+        for modules in (1, 4)
+    ),
+    *(
+        Item(
+            "ddg", f"Theorem {number}", f"least squares, K = {modules}: bound over what it bounds", "at least 1",
+            Figure("ddg_theory", f"K = {modules}", f"Theorem {number}: bound", "bound / measured"),
+            why="loose by M, which is a largest value where means count, and by K⁴ M, as if all delays added up",
+        )
+        for number in (1, 2)
+        for modules in (1, 4)
+    ),
+    Item(
+        "ddg", "Corollary 1", "Σ γ_t² of decreasing steps, T = 10,000, over its limit π² γ_0² / 6", "finite",
+        Figure("ddg_theory", "Corollaries", "Σ γ_t² / γ_0², T = 10,000", "sum / (π² / 6)"), 1.0,
+    ),
+    Item(
+        "ddg", "Corollary 2", "mean of squared gradients at an iteration drawn by γ_t, T = 10,000", "0 in the limit",
+        Figure("ddg_theory", "Corollaries", "mean of squared gradients at an iteration drawn by γ_t, T = 10,000"),
     ),
 )  # fmt: skip
 

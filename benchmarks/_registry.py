@@ -5,6 +5,7 @@ from __future__ import annotations
 from ._experiment import Experiment
 from .ddg_convergence import DdgConvergence
 from .ddg_scaling import DdgScaling
+from .ddg_theory import DdgTheory
 from .discretised_equations import DiscretisedEquations
 from .flop_analysis import FlopAnalysis
 from .gru_breakdown import GruBreakdown
@@ -43,6 +44,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Leapfrog(),
         DdgConvergence(),
         DdgScaling(),
+        DdgTheory(),
         SimulatedTraining(),
         ScansAcrossRanks(),
         LenetConvergence(),
