@@ -47,8 +47,8 @@ class Layer:
 OURS, PEER = Layer("jacsparse", "auto"), Layer("torch.nn")
 #: The number of gates of each layer's cell.
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
-#: The schedules that scan as the thesis does, over chunks and over single steps.
-SCANS = ("chunked", "blelloch")
+#: The schedules that work on many steps at once: a scan over chunks, one over single steps, and repeated guesses.
+SCANS = ("chunked", "blelloch", "relaxed")
 
 #: How a layer solved its recurrences, ``forward`` and ``backward``; empty for PyTorch's.
 Solution: TypeAlias = dict[str, str]
