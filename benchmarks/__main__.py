@@ -77,7 +77,7 @@ def run(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(metavar="SPEC", help="cifar10:DIR or cifar100:DIR, for trainings as published."),
+        typer.Option(metavar="SPEC", help="cifar10:DIR, cifar100:DIR or irmas:DIR, for trainings as published."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out/benchmarks"),
 ) -> None:

@@ -71,6 +71,11 @@ def _overview(experiments: Mapping[str, Experiment], results: Mapping[tuple[str,
 
 def _papers(results: Sequence[Result]) -> Iterable[str]:
     """A table for each paper: its items, each with the newest figure of these results."""
+    yield (
+        "\nBelow, each paper item by item. On the papers' own data, and as long as published, run "
+        "`lenet_convergence`, `flop_analysis` and `ddg_convergence` with `--data cifar10:DIR`, and "
+        "`recurrent_convergence` with `--data irmas:DIR`."
+    )
     for paper, title in PAPERS.items():
         yield from ("", f"## Item by item: {title}", "", *_table_head(ITEM_COLUMNS))
         yield from (_table_line(item_cells(item, results)) for item in ITEMS if item.paper == paper)

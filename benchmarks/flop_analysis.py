@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ class FlopAnalysis(Experiment):
 
     name = "flop_analysis"
     title = "Static FLOP analysis of pruned VGG-11"
-    source = "thesis, Figure 5.5"
+    source = "thesis, Figure 5.5, on scikit-learn's digits, or with --data on CIFAR-10"
+
+    def on(self, data: str) -> FlopAnalysis:
+        return replace(self, build=partial(retrained_vgg11, data_name=data))
 
     def run(self, context: Context) -> list[Row]:
         module, inputs, accuracy = self.build(context.say)
