@@ -18,7 +18,7 @@ from .matrices import Dense, Diagonal, Scaled, Sparse, StepMatrices, checked
 from .once_differentiable import differentiable_once, once
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index, plain
-from .solvers import SOLVERS, Problem, Recurrence, choose, parse, solve
+from .solvers import SOLVERS, Choice, Problem, Recurrence, choose, parse, solve
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -184,14 +184,14 @@ def linear_recurrence(
             raise ValueError(f"{name} is on {tensor.device} and b is on {b.device}; move them to one device")
         if tensor.dtype != b.dtype:
             raise TypeError(f"{name} is {tensor.dtype} and b is {b.dtype}; convert one of them")
-    parse(schedule, "linear")
+    choice = parse(schedule, "linear")
     part, across = None, SequenceRanks.of(process_group, exchange)
     if across is not None:
         facts = {"A": type(A).__name__, "size": size, "batch": batch, "dtype": str(b.dtype), "reverse": reverse}
         part = across.part(facts, time, (b, start, *A.tensors))
         start = part.joined(start)
     direction = -1 if reverse else 1
-    states: torch.Tensor = _Recurrence.apply(A.form, direction, schedule, reports, part, b, start, *A.tensors)
+    states: torch.Tensor = _Recurrence.apply(A.form, direction, choice, reports, part, b, start, *A.tensors)
     return states
 
 
@@ -203,7 +203,7 @@ class _Recurrence(_Once):  # type: ignore[misc, valid-type]
     def forward(
         form: Callable[..., StepMatrices],
         direction: int,
-        schedule: Schedule | str,
+        choice: Choice,
         reports: list[Report] | None,
         part: SequencePart | None,
         b: torch.Tensor,
@@ -214,18 +214,18 @@ class _Recurrence(_Once):  # type: ignore[misc, valid-type]
         h = torch.empty_like(b, memory_format=torch.contiguous_format)
         recurrence = _Linear(A, plain(b), h, False)
         with torch.autocast(b.device.type, enabled=False):
-            _solve(recurrence, plain(h0), direction, schedule, reports, part)
+            _solve(recurrence, plain(h0), direction, choice, reports, part)
         return h
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.form, ctx.direction, ctx.schedule, ctx.reports, ctx.part, _, h0, *tensors = inputs
+        ctx.form, ctx.direction, ctx.choice, ctx.reports, ctx.part, _, h0, *tensors = inputs
         ctx.save_for_backward(output, h0, *tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         h, h0, *tensors = ctx.saved_tensors
-        wanted, options = ctx.needs_input_grad[5:], (ctx.form, ctx.direction, ctx.schedule, ctx.reports, ctx.part)
+        wanted, options = ctx.needs_input_grad[5:], (ctx.form, ctx.direction, ctx.choice, ctx.reports, ctx.part)
         gradients = iter(_gradients_once(*options, wanted, gradient, h, h0, *tensors))
         return (None, None, None, None, None, *(next(gradients) if need else None for need in wanted))
 
@@ -233,7 +233,7 @@ class _Recurrence(_Once):  # type: ignore[misc, valid-type]
 def _gradients(
     form: Callable[..., StepMatrices],
     direction: int,
-    schedule: Schedule | str,
+    choice: Choice,
     reports: list[Report] | None,
     part: SequencePart | None,
     wanted: Sequence[bool],
@@ -246,7 +246,7 @@ def _gradients(
     with torch.autocast(h.device.type, enabled=False):
         A, v = form(*(tensor.detach() for tensor in tensors)), torch.empty_like(h)
         adjoint, end = _Linear(A, plain(gradient), v, True), h.new_zeros(h0.shape)
-        first = _solve(adjoint, end, direction, schedule, reports, part)
+        first = _solve(adjoint, end, direction, choice, reports, part)
         if part is not None:
             assert part.initial is not None
             h0, first = part.initial, first if part.begins(direction) else torch.zeros_like(first)
@@ -265,18 +265,17 @@ def _solve(
     recurrence: _Linear,
     start: torch.Tensor,
     direction: int,
-    schedule: Schedule | str,
+    choice: Choice,
     reports: list[Report] | None,
     part: SequencePart | None,
 ) -> torch.Tensor:
     """Fill ``recurrence.out``; the last state, or the gradient of the first one."""
     time, batch = recurrence.out.shape[:2]
-    choice = parse(schedule, "linear")
     report = Report("backward" if recurrence.adjoint else "forward", time)
     if reports is not None:
         reports.append(report)
     if not recurrence.out.numel() and part is None:
-        report.methods = ["linear"]
+        report.methods = ["sequential"]
         return start.clone()
     sequences = Sequences.equal(time, batch)
     if choice.name == "auto":

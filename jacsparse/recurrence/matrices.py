@@ -87,8 +87,7 @@ class StepMatrices(ABC):
             recurrences_cuda.sweep(form, runs, start, dtype, arguments, (added, start, out, end), adjoint)
             return end
         assert isinstance(runs, Runs)
-        states = (rows_of(tensor, start) for tensor in (added, start, out, end))
-        arrays = (*self.arrays(adjoint=adjoint), *states)
+        arrays = (*self.arrays(adjoint=adjoint), *rows_of((added, start, out, end), start))
         table = (runs.sample, runs.begin, runs.count, runs.direction, runs.sequences.batch)
         work = np.append(0, np.cumsum(runs.count * self.step_work()))
         run_rows(self._kernels[adjoint], work, *table, *arrays)

@@ -158,4 +158,4 @@ class Report:
             return self.tree
         if self.methods[0] == "chunked":
             return chunked(self.steps + 1, self.chunk)
-        return linear(self.steps + 1) if self.methods[0] in ("linear", "sequential", "torch.nn") else None
+        return linear(self.steps + 1) if self.methods[0] in ("sequential", "torch.nn") else None

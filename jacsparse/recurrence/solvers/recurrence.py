@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 
 from ...affine import AffineMaps, DenseMaps, DiagonalMaps
-from ...schedule import Schedule
+from ...schedule import Number, Schedule
 from ..reports import Report
 from ..sequences import Chunks, DeviceRuns, Runs, Sequences, index
 
@@ -49,12 +49,9 @@ class Recurrence(ABC):
     ----------
     scale_floor : float
         Gaps at boundaries are measured relative to the size of the states, or to this where states are smaller.
-    affine : bool
-        Whether a run's last state is an affine function of its first one.
     """
 
     scale_floor: ClassVar[float] = 0.0
-    affine: ClassVar[bool] = True
 
     @property
     def diagonal(self) -> bool:
@@ -181,17 +178,17 @@ class Solver(ABC):
     solves : frozenset of str
         Where its name is taken. ``linear``: in ``schedule=`` of `linear_recurrence`; ``gradients``: in ``schedule=`` of
         layers; ``states``: in ``forward=`` of layers.
-    min_argument : int or None
-        The least number that may follow its name, as in ``chunked:64``; None where none may.
+    number : Number or None
+        What may follow its name, as in ``blelloch:2``; None for nothing.
     """
 
     name: ClassVar[str]
     solves: ClassVar[frozenset[str]]
-    min_argument: ClassVar[int | None] = None
+    number: ClassVar[Number | None] = None
 
     def choice(self, number: int | None, chunk: int) -> Choice:
         """The Choice for its name alone, or for ``name:number``, where `number` is the number of levels."""
-        # Chunks of 1: a sequence of a single step is left to `linear`, and all others are run.
+        # Chunks of 1: a sequence of a single step is left to `Sequential`, and all others are run.
         return Choice(self.name, chunk=1, levels=number)
 
     @abstractmethod
@@ -204,6 +201,8 @@ class Solver(ABC):
 
 class ChunkSolver(Solver):
     """A solver that cuts sequences into chunks; those of one chunk are solved step after step."""
+
+    number = Number("STEPS")
 
     def choice(self, number: int | None, chunk: int) -> Choice:
         """The Choice for its name alone, with `chunk` steps in a chunk, or for ``name:steps``."""
