@@ -62,11 +62,12 @@ class RNN(Recurrent, nn.RNN):
 
     Notes
     -----
-    Which schedule is for what: ``sequential`` is the fastest on a CPU wherever there are as many samples as cores. On two
-    cores of an Intel Xeon (16 samples, 20 elements, a loss of every step), ``chunked`` takes 4 times as long for 1,000
-    and for 10,000 steps, ``blelloch`` 57 and 94 times: they multiply matrices where ``linear`` multiplies vectors.
-    ``relaxed`` pays for long sequences of fewer samples than there are cores, and on a GPU, as ``chunked`` does there
-    for few, small states that are not forgotten. ``blelloch`` and ``planned`` are the thesis's scans, to be studied.
+    Which schedule is for what: ``sequential`` is the fastest on a CPU wherever there are as many samples as cores. On
+    two cores of an Intel Xeon (16 samples, 20 elements, a loss of every step), ``chunked`` takes 4 times as long for
+    1,000 and for 10,000 steps, ``blelloch`` 57 and 94 times: they multiply matrices where ``sequential`` multiplies
+    vectors. ``relaxed`` pays for long sequences of fewer samples than there are cores, and on a GPU, as ``chunked``
+    does there for few, small states that are not forgotten. ``blelloch`` and ``planned`` are the thesis's scans, to be
+    studied.
 
     Thesis, equation 4.2; Naumov, sections 3.3 and 3.4, for the chunks. Gradients of gradients raise an error, except
     where ``auto`` leaves an RNN or a GRU to PyTorch.

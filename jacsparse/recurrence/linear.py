@@ -123,13 +123,13 @@ def linear_recurrence(
     reverse : bool
         Whether to go from the last step to the first: ``h_t = A_t h_{t+1} + b_t``.
     schedule : Schedule or str
-        ``sequential``, or ``linear``: step after step, samples side by side. ``chunked`` or ``chunked:STEPS``: what each chunk of steps
-        does to a state, as a matrix, side by side; then the states at the boundaries; then every chunk by itself.
-        ``blelloch`` or ``blelloch:LEVELS``: a parallel scan over single steps. A `jacsparse.schedule.Schedule` of one
-        stage more than there are steps: as its name says, or by its products. ``relaxed`` or ``relaxed:STEPS``: chunks from guessed states,
-        again from the neighbours' results until they agree; chunked where they do not or, on a CUDA device, step after
-        step. ``auto``: chunked where a few samples of long sequences and small states leave many workers idle, else
-        sequential.
+        ``sequential``, or ``linear``: step after step, samples side by side. ``chunked`` or ``chunked:STEPS``: what
+        each chunk of steps does to a state, as a matrix, side by side; then the states at the boundaries; then every
+        chunk by itself. ``blelloch`` or ``blelloch:LEVELS``: a parallel scan over single steps. A
+        `jacsparse.schedule.Schedule` of one stage more than there are steps: as its name says, or by its products.
+        ``relaxed`` or ``relaxed:STEPS``: chunks from guessed states, again from the neighbours' results until they
+        agree; chunked where they do not or, on a CUDA device, step after step. ``auto``: chunked where a few samples of
+        long sequences and small states leave many workers idle, else sequential.
     reports : list, optional
         Takes a `Report` of this solution, and later of its gradient's; on a CUDA device, `Report.read` completes it.
     process_group, exchange

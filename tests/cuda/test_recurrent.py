@@ -188,9 +188,9 @@ def test_a_sample_that_is_no_number_harms_no_other(forward: str) -> None:
 
 
 def test_auto_guesses_where_samples_are_few_and_long() -> None:
-    # A weight's gradient is a sum of 1,300 terms of both signs. It is off by up to 1,300 eps of their absolute values:
-    # in float32, 8e-5 of these, which is more than the tolerance where the sum is smaller. In float64 it would have to be
-    # 600 times smaller in all elements; random signs make it some 36 times smaller.
+    # A weight's gradient is a sum of 1,300 terms of both signs, and off by up to 1,300 eps of their absolute values.
+    # These are 8e-5 of them in float32: more than the tolerance allows where the sum is smaller than they are. In
+    # float64 it would have to be 600 times smaller in all elements; random signs make it some 36 times smaller.
     reports = check("RNN", 5, (1300, 1), torch.float64)
     assert [report.methods[0] for report in reports if report.recurrence == "backward"] == ["relaxed", "relaxed"]
     assert all("multiprocessors" in report.reason for report in reports if report.recurrence == "backward")
