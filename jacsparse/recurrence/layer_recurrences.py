@@ -14,7 +14,7 @@ from .across_ranks import SequencePart
 from .cells import Cell, Saved, StepJacobian, Weights
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
-from .solvers import SOLVERS, Choice, Problem, Recurrence, Solver, choose, solve
+from .solvers import SOLVERS, Choice, Kept, Problem, Recurrence, Solver, choose, solve
 
 
 @dataclass
@@ -25,20 +25,15 @@ class _OfCell(Recurrence):
     weights: Weights
     saved: Saved
 
-    def matrices(
-        self,
-        runs: Runs,
-        dtype: torch.dtype,
-        again: torch.Tensor | None = None,
-        before: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def matrices(self, runs: Runs, dtype: torch.dtype, kept: Kept | None = None) -> torch.Tensor:
         """Each run's transposed Jacobian: unit gradients at its end, pulled back to its start."""
         size = self.cell.states * self.weights.size
         if self.cell.transfers and on_device(self.weights.hidden) and dtype == self.weights.hidden.dtype:
             there = runs.on(self.weights.hidden.device)
-            there = there if again is None else there._replace(steps=again)
-            # The rows before are those of a matrix with another one below.
-            out = None if before is None else before.as_strided((len(runs), size + 1, size), before.stride())
+            there, out = (there, None) if kept is None else (there._replace(steps=kept.steps), kept.matrices)
+            if out is not None:
+                # Its rows are those of a matrix with another one below.
+                out = out.as_strided((len(runs), size + 1, size), out.stride())
             return self.cell.transfer(there, self.weights, self.saved, None, out)[:, :size]
         units = torch.eye(size, dtype=dtype, device=self.weights.hidden.device).repeat(len(runs), 1)
         ends = self.cell.backward(runs.repeat(size), self.weights, self.saved, None, units, None)
@@ -56,16 +51,11 @@ class _States(_OfCell):
     def run(self, runs: Runs | DeviceRuns, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
         return self.cell.forward(runs, self.entered, self.weights, start, self.saved)
 
-    def matrices(
-        self,
-        runs: Runs,
-        dtype: torch.dtype,
-        again: torch.Tensor | None = None,
-        before: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def matrices(self, runs: Runs, dtype: torch.dtype, kept: Kept | None = None) -> torch.Tensor:
         # Row j is the gradient of element j of the last state.
-        rows = None if before is None else before.transpose(1, 2)
-        return super().matrices(runs, dtype, again, rows).transpose(1, 2)
+        if kept is not None and kept.matrices is not None:
+            kept = kept._replace(matrices=kept.matrices.transpose(1, 2))
+        return super().matrices(runs, dtype, kept).transpose(1, 2)
 
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         return self.cell.limit(states, edge)

@@ -14,11 +14,11 @@ from ..runtime import a_type, is_exporting, is_traced, uncompiled
 from ..schedule import Schedule
 from . import recurrences_cuda
 from .across_ranks import SequencePart, SequenceRanks
-from .matrices import Dense, Diagonal, Scaled, Sparse, StepMatrices, checked
+from .matrices import StepMatrices, checked
 from .once_differentiable import differentiable_once, once
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index, plain
-from .solvers import SOLVERS, Choice, Problem, Recurrence, choose, parse, solve
+from .solvers import SOLVERS, Choice, Kept, Problem, Recurrence, choose, parse, solve
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,18 +35,12 @@ class _Linear(Recurrence):
 
     @property
     def diagonal(self) -> bool:
-        return isinstance(self.A, Diagonal)
+        return self.A.diagonal
 
     def run(self, runs: Runs | DeviceRuns, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
         return self.A.run(runs, self.added, start, self.out if record else None, adjoint=self.adjoint)
 
-    def matrices(
-        self,
-        runs: Runs,
-        dtype: torch.dtype,
-        again: torch.Tensor | None = None,
-        before: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def matrices(self, runs: Runs, dtype: torch.dtype, kept: Kept | None = None) -> torch.Tensor:
         size = self.A.size
         if self.diagonal:
             return self.A.run(runs, None, self.out.new_ones(len(runs), size, dtype=dtype), None, adjoint=self.adjoint)
@@ -55,19 +49,21 @@ class _Linear(Recurrence):
         return ends.reshape(len(runs), size, size)
 
     def transfer(self, runs: Runs, edge: torch.Tensor) -> torch.Tensor:
-        if self.A.size > recurrences_cuda.LARGEST or not isinstance(self.A, Dense | Scaled):
+        if self.A.size > recurrences_cuda.LARGEST or not self.A.transfers:
             return super().transfer(runs, edge)
-        name, arguments = type(self.A).__name__.lower(), self.A.on_device(adjoint=self.adjoint)
-        if isinstance(self.A, Scaled):
-            arguments = (recurrences_cuda.padded(arguments[0]), *arguments[1:])
+        name, arguments = type(self.A).__name__.lower(), self.A.transferred(adjoint=self.adjoint)
         return recurrences_cuda.transfer(name, runs, self.out, self.A.size, *arguments, self.added, back=self.adjoint)
 
+
+@dataclass
+class _SparseLinear(_Linear):
+    """As `_Linear`, whose matrices have a pattern: maps of steps are products of sparse matrices."""
+
     def maps(self, chunks: Chunks, edge: torch.Tensor, *, sparse: bool) -> AffineMaps:
-        if not isinstance(self.A, Sparse):
-            return super().maps(chunks, edge, sparse=False)
-        pattern, values = self.A.pattern, self.A.values.detach().transpose(0, 1)
-        assert self.added is not None
-        values, offsets = values.expand(-1, -1, len(edge)), self.added.permute(2, 0, 1)
+        pattern, (values,) = self.A.pattern, self.A.tensors
+        assert self.added is not None and pattern is not None
+        values = values.detach().transpose(0, 1).expand(-1, -1, len(edge))
+        offsets = self.added.permute(2, 0, 1)
         if (chunks.runs.direction < 0) != self.adjoint:
             values, offsets = values.flip(1), offsets.flip(1)
         if self.adjoint:
@@ -79,22 +75,21 @@ class _Linear(Recurrence):
         return SparseMaps(pattern, values, offsets)
 
     def whole(self, chunks: Chunks, edge: torch.Tensor) -> AffineMaps:
-        if not isinstance(self.A, Sparse):
-            return super().whole(chunks, edge)
         steps = chunks.sequences.cut(chunks.runs.direction, 1, backward=chunks.backward)
         return self.maps(steps, edge, sparse=True).composed()
 
     def constant(self, state: torch.Tensor) -> AffineMaps:
-        if not isinstance(self.A, Sparse):
-            return super().constant(state)
+        assert self.A.pattern is not None
         pattern = self.A.pattern.T if self.adjoint else self.A.pattern
         return SparseMaps(pattern, None, state.double().T[:, None].contiguous())
 
     def state(self, constant: AffineMaps) -> torch.Tensor:
-        if not isinstance(self.A, Sparse):
-            return super().state(constant)
         assert constant.offsets is not None
         return constant.offsets[:, 0].T
+
+
+def _recurrence(A: StepMatrices, added: torch.Tensor, out: torch.Tensor, *, adjoint: bool) -> _Linear:
+    return (_Linear if A.pattern is None else _SparseLinear)(A, plain(added), out, adjoint)
 
 
 @uncompiled
@@ -212,7 +207,7 @@ class _Recurrence(_Once):  # type: ignore[misc, valid-type]
     ) -> torch.Tensor:
         A = form(*(tensor.detach() for tensor in tensors))
         h = torch.empty_like(b, memory_format=torch.contiguous_format)
-        recurrence = _Linear(A, plain(b), h, False)
+        recurrence = _recurrence(A, b, h, adjoint=False)
         with torch.autocast(b.device.type, enabled=False):
             _solve(recurrence, plain(h0), direction, choice, reports, part)
         return h
@@ -245,7 +240,7 @@ def _gradients(
     """The gradients that are wanted, of what is added, the first state and what the matrices are made of."""
     with torch.autocast(h.device.type, enabled=False):
         A, v = form(*(tensor.detach() for tensor in tensors)), torch.empty_like(h)
-        adjoint, end = _Linear(A, plain(gradient), v, True), h.new_zeros(h0.shape)
+        adjoint, end = _recurrence(A, gradient, v, adjoint=True), h.new_zeros(h0.shape)
         first = _solve(adjoint, end, direction, choice, reports, part)
         if part is not None:
             assert part.initial is not None

@@ -8,7 +8,7 @@ from ...schedule import Names, Schedule
 from .choice import choose
 from .chunked import Chunked
 from .newton import Newton, Parallel
-from .recurrence import CHUNK, Choice, Part, Problem, Recurrence, Solver
+from .recurrence import CHUNK, Choice, Kept, Part, Problem, Recurrence, Solver
 from .relaxed import Relaxed
 from .sequential import Sequential
 from .tree import Planned, Tree
@@ -17,6 +17,7 @@ __all__ = [
     "CHUNK",
     "SOLVERS",
     "Choice",
+    "Kept",
     "Part",
     "Problem",
     "Recurrence",

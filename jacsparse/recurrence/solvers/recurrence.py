@@ -42,6 +42,21 @@ class Choice(NamedTuple):
     reason: str = ""
 
 
+class Kept(NamedTuple):
+    """Matrices of runs that an earlier sweep made on a device.
+
+    Attributes
+    ----------
+    steps : Tensor of int64, (runs,)
+        Steps of the runs whose matrices are to be made again; 0 of those that keep theirs.
+    matrices : Tensor or None, (runs, state, state)
+        The matrices; None before the first sweep.
+    """
+
+    steps: torch.Tensor
+    matrices: torch.Tensor | None
+
+
 class Recurrence(ABC):
     """One recurrence over a batch of sequences: runs of steps, from states to states.
 
@@ -66,16 +81,10 @@ class Recurrence(ABC):
         """
 
     @abstractmethod
-    def matrices(
-        self,
-        runs: Runs,
-        dtype: torch.dtype,
-        again: torch.Tensor | None = None,
-        before: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def matrices(self, runs: Runs, dtype: torch.dtype, kept: Kept | None = None) -> torch.Tensor:
         """For each run ``M`` with ``d(last state) = d(first state) @ M``, ``(runs, state, state)``; or its diagonal.
 
-        On a device, `again` are the steps of each run, and runs without steps may keep their matrix of `before`.
+        On a device, runs may keep their matrix of an earlier sweep.
         """
 
     def maps(self, chunks: Chunks, edge: torch.Tensor, *, sparse: bool) -> AffineMaps:
