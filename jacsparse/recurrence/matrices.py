@@ -241,6 +241,7 @@ class Sparse(StepMatrices):
         Of each step; a batch of 1 is shared by all samples.
     """
 
+    pattern: Pattern
     _kernels = (linear_kernels.sparse_sweep, linear_kernels.sparse_adjoint)
 
     def __init__(self, pattern: Pattern, values: torch.Tensor) -> None:
