@@ -254,6 +254,7 @@ class Recurrent(nn.RNNBase):
 
     @uncompiled
     def _solved(self, input: Any, hx: Any, warm: Sequence[torch.Tensor | None] | None) -> Any:
+        """As `forward`, by our kernels or, where these are usually slower and nothing asks for them, by PyTorch's."""
         if is_traced():
             return self._by_operators(input, hx)
         # PyTorch's kernels may take as long as a few lines here: nothing is done for them that need not be.

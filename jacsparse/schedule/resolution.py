@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .blocks import Cuttable, balanced, between, chunked
+from .blockwise import Cuttable, balanced, between, chunked
 from .names import Names, Number
 from .scans import blelloch, linear
 from .schedules import Schedule
