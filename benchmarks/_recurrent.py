@@ -209,7 +209,7 @@ class Measurements:
         return rows
 
     def ran(self, layer: Layer) -> str:
-        """The library and how the layer computed the gradients, as pictures name it: ``jacsparse, linear``."""
+        """The library and how the layer computed the gradients, as pictures name it: ``jacsparse, sequential``."""
         way = self.solutions[layer].get("backward", "").partition(",")[0].removeprefix("backward ")
         return f"{layer.name.split()[0]}, {way}" if way else layer.name
 

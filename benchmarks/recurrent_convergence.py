@@ -48,7 +48,7 @@ _TASKS = (
 
 
 #: The schedules of the gradients, in the order in which curves are drawn.
-_SCHEDULES = ("linear", *SCANS)
+_SCHEDULES = ("sequential", *SCANS)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _rows(task: Task, context: Context) -> list[Row]:
 
 
 def _label(schedule: str) -> str:
-    return "jacsparse, linear: step after step" if schedule == "linear" else f"jacsparse, scan {schedule}"
+    return "jacsparse, sequential: step after step" if schedule == "sequential" else f"jacsparse, scan {schedule}"
 
 
 def _scanned(model: SequenceClassifier, schedule: str) -> SequenceClassifier:

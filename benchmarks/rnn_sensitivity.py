@@ -36,7 +36,16 @@ _LABELS = {
     "step": "training step",
 }
 #: The schedules that are timed on CUDA.
-_SCHEDULES = ("linear", "chunked", "chunked:16", "chunked:64", "chunked:320", "relaxed", "relaxed:32", "relaxed:320")
+_SCHEDULES = (
+    "sequential",
+    "chunked",
+    "chunked:16",
+    "chunked:64",
+    "chunked:320",
+    "relaxed",
+    "relaxed:32",
+    "relaxed:320",
+)
 
 
 @dataclass(frozen=True)
@@ -170,7 +179,7 @@ def _is_of_panel(row: Row, place: str, time: int) -> bool:
 
 
 def _ran(rows: Sequence[Row]) -> str:
-    """The schedules that ran, such as ``linear``."""
+    """The schedules that ran, such as ``sequential``."""
     return " or ".join(dict.fromkeys(row.data["ran"].partition(", ")[2] for row in rows))
 
 

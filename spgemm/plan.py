@@ -107,7 +107,8 @@ class ProductPlan:
         else:
             batch, like = same_batch("a_values", left, "b_values", right), left
         (m, n), nnz = self.pattern.shape, self.pattern.nnz
-        returned, c = result(f"values of a {m:,} × {n:,} product", out, (a_values, b_values), nnz, batch, like)
+        what, operands = f"values of a {m:,} × {n:,} product", (a_values, b_values)
+        returned, c = result(what, out, operands, (left, right), nnz, batch, like)
         if 0 in c.shape:
             return returned
         if isinstance(c, torch.Tensor):

@@ -228,13 +228,13 @@ def test_names() -> None:
     assert blelloch(21, 4).steps == blelloch(21).steps and blelloch(0, 3).name == "blelloch:0"
     assert resolve(linear(2), 2) == linear(2)
     for name in ("", "blelloch:", "blelloch:-1", "blelloch:x", "linear:2", "fast", "balanced", "chunked", "chunked:0"):
-        with pytest.raises(ValueError, match="expected linear, blelloch"):
+        with pytest.raises(ValueError, match="expected one of auto, linear, blelloch"):
             resolve(name, 5)
     with pytest.raises(ValueError, match="schedule is 'balanced:2', which balances a chain"):
         resolve("balanced:2", 5)
     with pytest.raises(ValueError, match="the schedule is for 4 stages, but the chain has 5"):
         resolve(linear(4), 5)
-    with pytest.raises(TypeError, match="schedule is a int"):
+    with pytest.raises(TypeError, match="schedule is 3; expected one of auto"):
         resolve(3, 5)  # type: ignore[arg-type]
 
 

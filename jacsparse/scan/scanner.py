@@ -163,9 +163,6 @@ class _Execution:
             else:
                 self.vectors[value] = gradient
 
-    def _record(self, value: int) -> Record:
-        return self.records[-value]
-
     def _run_slices(self, slices: Slices) -> None:
         for value, rows in slices.kept.items():
             self.vectors[value] = self.like.new_empty((self.batch, rows))
@@ -181,13 +178,13 @@ class _Execution:
 
         def matrix(value: int) -> SparseJacobian:
             if value not in shared and value not in matrices:
-                record = self._record(value)
+                record = self.records[-value]
                 (shared if record.stage.shared else matrices)[value] = record.transposed_jacobian(samples)
             return shared[value] if value in shared else matrices[value]
 
         def operand(value: int, selects: bool) -> torch.Tensor:
             if selects:
-                winners = self._record(value).winners(samples)
+                winners = self.records[-value].winners(samples)
                 assert winners is not None
                 return winners
             return matrix(value).values
@@ -202,7 +199,7 @@ class _Execution:
                 if step.right not in vectors:
                     vectors[step.right] = batch_last(self.vectors[step.right][samples].to(self.like.dtype))
                 if each.through:
-                    vectors[step.out] = self._record(step.left).pull_back_sparse(vectors[step.right], samples)
+                    vectors[step.out] = self.records[-step.left].pull_back_sparse(vectors[step.right], samples)
                 else:
                     left_matrix = matrix(step.left)
                     vectors[step.out] = matvec(left_matrix.pattern, left_matrix.values, vectors[step.right])

@@ -55,9 +55,9 @@ def pull_back(
     output = trace.edge(last.stage.stop)
     if output is None:
         return [torch.zeros_like(record.input) for record in inputs], {}
-    gradient = gradient.reshape(last.output.shape).to(last.output.dtype)
-    of_trace = trace.externals
-    tensors = {place: of_trace[place] for place in externals}
+    like = trace.tensor(last.stage.stop)
+    gradient = gradient.reshape(like.shape).to(like.dtype)
+    tensors = {place: trace.tensor(trace.graph.externals[place]) for place in externals}
     # The caller's own backward pass is to call the hooks of these tensors, once.
     alone = [place for place, tensor in tensors.items() if place in apart or tensor._backward_hooks]
     together = [place for place in tensors if place not in alone]

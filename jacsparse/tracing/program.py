@@ -56,12 +56,12 @@ class Operation:
     #: Whether the samples of a batch depend on each other, here or in an operand: shapes are those of the batch.
     couples: bool = False
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """The name of the operator, as in ``aten.add``."""
         return operator_name(self.overload)
 
-    @property
+    @functools.cached_property
     def referenced(self) -> Mapping[str, Any]:
         """The arguments of the call by name, with references to tensors and numbers of runs."""
         return {"self": Value(*self.operands.values())} if self.node.changes_unseen else self.node.arguments
