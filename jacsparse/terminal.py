@@ -37,6 +37,17 @@ def cut_off(cut: int, count: int, kind: str) -> str:
     return f"no gradient passes {cut} of {count} {kinds}, in which no weight is left; jacsparse flop names the layers."
 
 
+def layer_in_words(path: str) -> str:
+    """A layer's path within a sentence, where ``6``, as in an ``nn.Sequential``, would be read as a figure.
+
+    Examples
+    --------
+    >>> layer_in_words("layer1.0.conv2"), layer_in_words("6")
+    ('layer1.0.conv2', 'layer 6')
+    """
+    return path if any(map(str.isalpha, path)) else f"layer {path}"
+
+
 def new_table(title: str) -> Any:
     """A table without columns."""
     from rich import box

@@ -15,6 +15,7 @@ from ..flop import layers_of, sequence_subject
 from ..patterns import Pattern
 from ..spgemm import matvec, multiply_adds, plan_product
 from ..stages import Chains, Record, Region, check_input, counted_record, factor_of
+from ..terminal import layer_in_words
 from ..tracing import check_module, undisturbed
 from .workload import StageCost, Workload
 
@@ -89,7 +90,7 @@ def measured_workload(
         rates = _rates(factors, [record.stage.shared for record in records], x, seconds)
         stages = _stages(records, rates[1])
         for number, record in enumerate(records):
-            progress(record.stage.path)
+            progress(layer_in_words(record.stage.path))
             forward, errors, gradients = _passes(record, seconds)
             stages[number] = replace(
                 stages[number], forward=forward, errors=errors if number else 0.0, gradients=gradients
