@@ -184,9 +184,7 @@ def estimate_products(
     return CountEstimate(name, pairs, size, complete, work, flop)
 
 
-def _at_least(
-    plans: Sequence[Schedule], factors: Sequence[Pattern | Region], most: float, live: bool
-) -> CountEstimate:
+def _at_least(plans: Sequence[Schedule], factors: Sequence[Pattern | Region], most: float, live: bool) -> CountEstimate:
     """What it takes to make the matrices of the stages alone that products read."""
     pairs, size, flop = 0.0, 0.0, 0.0
     read = {

@@ -277,7 +277,11 @@ def warnings_of(report: FlopReport, brief: bool = False) -> tuple[str, ...]:
     parts += [f"no gradient reaches {listed(cut) if gradients else 'any layer'}"] if cut else []
     if parts:
         parts += ["the output does not change with the input"] if report.constant else []
-        end = ". Prune fewer weights, or the same share of each layer." if empty else ": all weights on the way are pruned."
+        end = (
+            ". Prune fewer weights, or the same share of each layer."
+            if empty
+            else ": all weights on the way are pruned."
+        )
         sentence = "; ".join(parts) + end
         found.append(sentence[0].upper() + sentence[1:])
     pruned = any(layer["zeros"] for layer in layers)

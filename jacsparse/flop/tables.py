@@ -127,7 +127,7 @@ def _steps(report: FlopReport) -> Any:
         ("L", "phase", "", "product", "FLOP", "run", "sparse", "", "m×k×n", "stages"),
         [_cells(step, stages) for step in steps],
         keys=4,
-        left=frozenset([7, 9]),
+        left=frozenset([0, 1, 2, 3, 7, 9]),
         sections=frozenset([len(report.steps) - 1]),
         faint=frozenset(number for number, step in enumerate(steps) if not step.live),
     )

@@ -302,8 +302,8 @@ class Simulation:
         path, share = self.slowest
         if path and self.pipeline_bound is not None:
             sentences.append(
-                f"The slowest stage, {layer_in_words(path)}, takes {percent(share)} of back-propagation: no pipeline is more than "
-                f"{ratio(self.pipeline_bound)} times faster."
+                f"The slowest stage, {layer_in_words(path)}, takes {percent(share)} of back-propagation: no pipeline "
+                f"is more than {ratio(self.pipeline_bound)} times faster."
             )
         return " ".join(sentences)
 

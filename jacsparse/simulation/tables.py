@@ -113,7 +113,7 @@ def _predictions(simulation: Simulation) -> Any:
         figures = (f"{each.workers:,}", show(each.published), show(each.simulated))
         lines.append((each.method, each.equation, each.quantity, *figures))
     title = "The papers' formulas without constants, and what is simulated, on the most workers"
-    return Fitted(title, ("", "formula", "", "workers", "paper", "simulated"), lines, keys=3)
+    return Fitted(title, ("", "formula", "", "workers", "paper", "simulated"), lines, keys=3, left=frozenset([0, 1, 2]))
 
 
 def _conclusions(simulation: Simulation) -> Iterator[str]:

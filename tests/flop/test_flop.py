@@ -22,8 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import jacsparse
 from jacsparse import FlopReport, count_flop
-from jacsparse.flop import CountEstimate, FlopStep, Page, counting
+from jacsparse.flop import CountEstimate, FlopStep, Page, counting, estimate, totals
 from jacsparse.flop.report import BackPropagation
+from jacsparse.flop.subject import chain_subject
 from jacsparse.schedule import Schedule, balanced, blelloch, linear
 from jacsparse.stages import SAMPLES
 from jacsparse.terminal import text
@@ -763,6 +764,24 @@ def estimated_and_counted(
         assert 0.5 * pairs < estimate.pairs + 1e5 < 2 * (pairs + 1e5)
         assert 0.5 * peaks[0] < estimate.nbytes + 2**20 < 2 * (peaks[0] + 2**20)
     return estimate, seconds[0]
+
+
+@pytest.mark.parametrize("budget", [-1.0, 1e4, 3e4])
+def test_an_incomplete_estimate_is_a_lower_bound(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("resnet8").eval()
+    prune_weights(model, 0.9)
+    subject = chain_subject(model, (3, 16, 16))
+    plan = blelloch(len(subject.factors), levels=2)
+    whole, counted = estimate.estimate_count(plan, subject.factors), count_flop(model, (3, 16, 16), schedule=plan)
+    assert whole.complete and 0.4 * counted.total < whole.flop < 2 * counted.total
+    monkeypatch.setattr(estimate, "_BUDGET", budget)
+    part = estimate.estimate_count(plan, subject.factors)
+    assert not part.complete and part.is_long
+    # The stages' own matrices are what is known at least.
+    for figure in ("pairs", "nbytes", "work", "flop"):
+        assert 0 < getattr(part, figure) <= getattr(whole, figure)
+    assert part.flop < 2 * counted.total
+    assert str(part) == "longer than can be estimated"
 
 
 @pytest.mark.full
