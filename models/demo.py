@@ -77,8 +77,8 @@ def _images(settings: TrainSettings, console: Console) -> list[_Check]:
 
     data = load_data(settings.data)
     console.print(
-        f"1 of 4: VGG-11 on {data.source}: {settings.epochs} epochs; {_PRUNED:.0%} of each layer's weights pruned and the rest "
-        f"rescaled to the layer's norm; {settings.retrain_epochs} epochs of retraining by sparse layers"
+        f"1 of 4: VGG-11 on {data.source}: {settings.epochs} epochs; {_PRUNED:.0%} of each layer's weights pruned and "
+        f"the rest rescaled to the layer's norm; {settings.retrain_epochs} epochs of retraining by sparse layers"
     )
     with progress_bar(console) as progress:
         result = train(settings, data=data, progress=progress)
@@ -106,7 +106,9 @@ def _sounds(settings: TrainSettings, console: Console) -> list[_Check]:
     from .training import train
 
     data = _sound_data()
-    console.print(f"4 of 4: GRU on {data.source}: {settings.epochs} epochs by PyTorch's layer, and again by jacsparse's")
+    console.print(
+        f"4 of 4: GRU on {data.source}: {settings.epochs} epochs by PyTorch's layer, and again by jacsparse's"
+    )
     results = {}
     for backward in ("bp", "scan"):
         out = settings.outputs[0]

@@ -292,7 +292,8 @@ class Simulation:
         elif "bp" in self.methods and any(row.exact and row.method != "bp" for row in self.rows):
             sentences.append("No way to exact gradients is faster than back-propagation on one worker.")
         if "bppsa" in self.methods and not self.note:
-            base = self.methods["bp"][0].seconds if "bp" in self.methods else math.inf
+            alone = [row.seconds for row in self.methods["bppsa"] if row.choice == "linear"]
+            base = min([*alone, *(row.seconds for row in self.methods.get("bp", ()))], default=math.inf)
             scans = [row for row in self.methods["bppsa"] if row.choice != "linear" and row.seconds < base * _SURELY]
             sentences.append(
                 f"The scan's products pay in bppsa from {_workers_in_words(scans[0].workers)} on, by {scans[0].choice}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import time
 import tracemalloc
@@ -15,6 +16,7 @@ import scipy.sparse
 import torch
 from jacsparse.models import MODELS, build, prune_weights
 from jacsparse.patterns import Pattern
+from rich.console import Console
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
@@ -764,6 +766,16 @@ def estimated_and_counted(
         assert 0.5 * pairs < estimate.pairs + 1e5 < 2 * (pairs + 1e5)
         assert 0.5 * peaks[0] < estimate.nbytes + 2**20 < 2 * (peaks[0] + 2**20)
     return estimate, seconds[0]
+
+
+def test_totals_keep_their_names_at_80_columns() -> None:
+    report = count_flop(lenet(), (3, 32, 32), structure="observed", inputs=torch.randn(1, 3, 32, 32), executed=True)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(totals(report))
+    page = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, page.splitlines())) <= 80 and "…" not in page
+    for name in ("back-propagation, observed", "blelloch:2, critical path", "blelloch:2, executed", "live steps"):
+        assert page.count(name) == 2
 
 
 @pytest.mark.parametrize("budget", [-1.0, 1e4, 3e4])
