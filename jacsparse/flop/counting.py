@@ -131,7 +131,7 @@ def count_flop(
     observed = []
     for factors, operands in () if inputs is None else subject.observe(inputs):
         samples.append(_Counts(plan, factors).run(count_product))
-        observed.append(_backpropagated(subject, "observed", factors, operands))
+        observed.append(_backpropagated(subject, "observed", factors, operands)[:2])
     if executed is None:
         executed = structure == "guaranteed"
     report = _report(plan, subject, samples, guaranteed if executed else None, observed)
@@ -291,10 +291,10 @@ def _backpropagated(
     structure: str,
     factors: Sequence[Pattern | Region],
     operands: Sequence[Mapping[int, np.ndarray]] | None = None,
-) -> tuple[BackPropagation, list[StepFlop]]:
+) -> tuple[BackPropagation, list[StepFlop], bool]:
     """Back-propagation over counts, as the ``linear`` schedule goes, and a training step's work of each operator.
 
-    Without `operands`, operands are full.
+    Last, whether the gradient of the input has an entry. Without `operands`, operands are full.
     """
     mask = _full_mask(factors)
     weight_pairs, edge_pairs, work = 0, [], list[StepFlop]()
@@ -315,7 +315,7 @@ def _backpropagated(
     *between, first = edge_pairs or [0]
     other_weights = subject.weights.get(structure, 0.0)
     weights = None if other_weights is None else other_weights + 2.0 * weight_pairs
-    return BackPropagation(structure, 2.0 * sum(between), 2.0 * first, weights), work
+    return BackPropagation(structure, 2.0 * sum(between), 2.0 * first, weights), work, bool(mask.any())
 
 
 def _work(
@@ -407,7 +407,7 @@ def _report(
 
     steps = [flop_step(number, step, step.phase) for number, step in enumerate(plan.products)]
     last = flop_step(len(steps), _input_step(plan), "input") if plan.n else None
-    pruned, pruned_work = _backpropagated(subject, "pruned", subject.factors)
+    pruned, pruned_work, reaches_input = _backpropagated(subject, "pruned", subject.factors)
     backpropagation = [_dense(subject), pruned]
     operators = [each for operator in reversed(subject.operators) for each in reversed(operator.work)]
     work = {"dense": [each.dense for each in operators], "pruned": pruned_work}
@@ -426,6 +426,7 @@ def _report(
         layer_records(operators, work),
         backpropagation=tuple(backpropagation),
         pays_from=_pays_from(plan, [step.flop for step in steps if step.live], backpropagation[-1]),
+        constant=not reaches_input and bool(subject.factors) and not subject.recurrent,
     )
 
 

@@ -195,6 +195,8 @@ class FlopReport:
         The least power of two of workers with which the schedule is done before back-propagation of the same structure.
     note : str
         Why no scan was counted, in words.
+    constant : bool
+        Whether no gradient gets to the network's input, because pruned weights cut all ways from it to the output.
     """
 
     schedule: str
@@ -210,6 +212,7 @@ class FlopReport:
     name: str = ""
     pays_from: int | None = None
     note: str = ""
+    constant: bool = False
 
     def __str__(self) -> str:
         return text(self)

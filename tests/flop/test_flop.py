@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import time
 import tracemalloc
@@ -15,6 +16,7 @@ import scipy.sparse
 import torch
 from jacsparse.models import MODELS, build, prune_weights
 from jacsparse.patterns import Pattern
+from rich.console import Console
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
@@ -22,8 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import jacsparse
 from jacsparse import FlopReport, count_flop
-from jacsparse.flop import CountEstimate, FlopStep, Page, counting
+from jacsparse.flop import CountEstimate, FlopStep, Page, counting, estimate, totals
 from jacsparse.flop.report import BackPropagation
+from jacsparse.flop.subject import chain_subject
 from jacsparse.schedule import Schedule, balanced, blelloch, linear
 from jacsparse.stages import SAMPLES
 from jacsparse.terminal import text
@@ -763,6 +766,34 @@ def estimated_and_counted(
         assert 0.5 * pairs < estimate.pairs + 1e5 < 2 * (pairs + 1e5)
         assert 0.5 * peaks[0] < estimate.nbytes + 2**20 < 2 * (peaks[0] + 2**20)
     return estimate, seconds[0]
+
+
+def test_totals_keep_their_names_at_80_columns() -> None:
+    report = count_flop(lenet(), (3, 32, 32), structure="observed", inputs=torch.randn(1, 3, 32, 32), executed=True)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(totals(report))
+    page = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, page.splitlines())) <= 80 and "…" not in page
+    for name in ("back-propagation, observed", "blelloch:2, critical path", "blelloch:2, executed", "live steps"):
+        assert page.count(name) == 2
+
+
+@pytest.mark.parametrize("budget", [-1.0, 1e4, 3e4])
+def test_an_incomplete_estimate_is_a_lower_bound(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("resnet8").eval()
+    prune_weights(model, 0.9)
+    subject = chain_subject(model, (3, 16, 16))
+    plan = blelloch(len(subject.factors), levels=2)
+    whole, counted = estimate.estimate_count(plan, subject.factors), count_flop(model, (3, 16, 16), schedule=plan)
+    assert whole.complete and 0.4 * counted.total < whole.flop < 2 * counted.total
+    monkeypatch.setattr(estimate, "_BUDGET", budget)
+    part = estimate.estimate_count(plan, subject.factors)
+    assert not part.complete and part.is_long
+    # The stages' own matrices are what is known at least.
+    for figure in ("pairs", "nbytes", "work", "flop"):
+        assert 0 < getattr(part, figure) <= getattr(whole, figure)
+    assert part.flop < 2 * counted.total
+    assert str(part) == "longer than can be estimated"
 
 
 @pytest.mark.full
