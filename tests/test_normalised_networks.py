@@ -14,71 +14,20 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from jacsparse.models import ResNet8
 from torch import nn
 from torch.nn import functional
 
+from examples.ways_back import ResNet, ResNet20, vgg11
 from jacsparse.nn import Leapfrog, Scan, Solve
 from jacsparse.training import DelayedGradients
 from tests.distributed.launch import run_ranks
 from tests.helpers import BOUND, FLOAT
 
-
-def vgg11(share: int = 1) -> nn.Sequential:
-    """VGG-11 with batch normalisation, with biases before it, as torchvision's; with one of `share` channels."""
-    layers, channels = list[nn.Module](), 3
-    for width in (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0):
-        if width:
-            layers += [nn.Conv2d(channels, width // share, 3, padding=1), nn.BatchNorm2d(width // share), nn.ReLU(True)]
-            channels = width // share
-        else:
-            layers.append(nn.MaxPool2d(2))
-    hidden = 512 // share
-    classifier = nn.Sequential(nn.Linear(channels, hidden), nn.ReLU(True), nn.Linear(hidden, 10))
-    return nn.Sequential(*layers, nn.Flatten(), classifier)
-
-
-class ResNet20(ResNet8):
-    units = (3, 3, 3)
-
-
-class Block(nn.Module):
-    def __init__(self, channels: int, wide: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(channels, wide, 3, stride, padding=1, bias=False), nn.BatchNorm2d(wide)
-        self.conv2, self.bn2 = nn.Conv2d(wide, wide, 3, padding=1, bias=False), nn.BatchNorm2d(wide)
-        self.downsample: nn.Module | None = None
-        if stride > 1:
-            self.downsample = nn.Sequential(nn.Conv2d(channels, wide, 1, stride), nn.BatchNorm2d(wide))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        identity = x if self.downsample is None else self.downsample(x)
-        out = functional.relu(self.bn1(self.conv1(x)))
-        return functional.relu(self.bn2(self.conv2(out)) + identity)
-
-
-class OwnResNet(nn.Module):
-    """A forward pass of functions, with two layers that normalise nothing and no statistics at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.layer1 = nn.Sequential(Block(8, 8, 1), Block(8, 8, 1))
-        self.layer2 = nn.Sequential(Block(8, 16, 2), Block(16, 16, 1))
-        self.fc1, self.fc2 = nn.Linear(16 * 4 * 4, 20), nn.Linear(20, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = functional.max_pool2d(functional.relu(self.bn1(self.conv1(x))), 2)
-        x = self.layer2(self.layer1(x))
-        x = torch.flatten(functional.avg_pool2d(x, 2), 1)
-        return self.fc2(functional.relu(self.fc1(x)))
-
-
 NETWORKS: Mapping[str, Callable[[], nn.Module]] = {
     "VGG-11": vgg11,
     "VGG-11, an eighth of its channels": functools.partial(vgg11, 8),
     "ResNet-20": ResNet20,
-    "a ResNet of one's own": OwnResNet,
+    "a ResNet of one's own": ResNet,
 }
 #: Those whose matrices fit memory.
 NARROW = list(NETWORKS)[1:]
