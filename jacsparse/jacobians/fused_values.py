@@ -14,13 +14,11 @@ from torch import fx
 
 from ..codegen import FLOATS, OUT, CallsOfElements, ElementGraph, Fusion, MachineCode, Scratch, UnreadableWriteError
 from ..patterns import Pattern
-from ..runtime import announce, thread_count
+from ..runtime import thread_count
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
 
 _LOGGER = logging.getLogger("jacsparse")
-#: Elements beyond which the compilation is announced, as it takes about a second.
-MANY = 2**20
 #: Work beyond which several threads may pay: some 100 µs of one.
 SERIAL_WORK = 2_000_000
 #: Bytes at multiples of which memories begin.
@@ -73,9 +71,6 @@ class FusedValues:
         graph, elements = _elements_of(calls.graph, inputs, range(len(others), len(others) + len(calls.begin)))
         wanted = entries(graph, elements.results[: len(calls.outputs)])
         self._shape = wanted.shape
-        if wanted.size > MANY:
-            entry_count, batch = self._shape
-            announce(f"compiling the values of {entry_count:,} × {batch} entries, which the prepared Jacobian keeps")
         fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
         self._code = MachineCode(fusion.loops, self._dtype)
         self._make_table(graph, fusion, inputs)

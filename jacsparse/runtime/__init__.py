@@ -24,7 +24,7 @@ from .files import check_writable, replacing
 from .interception import intercept
 from .kernels import compiled_module, flushing, inlined, kernel, kernel_cache
 from .memory_pool import MEMORY_POOL
-from .messages import a_type, announce
+from .messages import a_type, announce, announced_where_long
 from .threads import SIMD, run_rows, split, thread_count
 from .torch_versions import (
     DispatchMode,
@@ -51,6 +51,7 @@ __all__ = [
     "a_type",
     "allocated",
     "announce",
+    "announced_where_long",
     "backend",
     "blocks",
     "c_type",
