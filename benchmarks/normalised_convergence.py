@@ -20,7 +20,7 @@ from ._experiment import Comparison, Experiment, Row
 __all__ = ["NormalisedConvergence"]
 
 #: What the losses of the same gradients in float64 may differ by: rounding, which training magnifies.
-_TOLERANCE = 1e-6
+_TOLERANCE = 1e-9
 #: What the others are compared with, and the way of which other losses are expected.
 _BASELINE, _DELAYED = "back-propagation", "delayed gradients, 2 modules"
 
@@ -90,15 +90,19 @@ class NormalisedConvergence(Experiment):
             for place, (way, curve) in enumerate(trainings.items()):
                 _draw(losses, differences, way, colours[way], curve, trainings[_BASELINE], place)
             losses.set_title(group, fontsize=8, loc="left")
-            losses.set(ylabel="loss of each batch", ylim=(0, None))
-            differences.set(ylabel="difference from back-propagation's", yscale="log")
+            losses.set_ylim(bottom=0)
+            losses.set_ylabel("loss of each batch", fontsize=8)
+            differences.set_yscale("log")
+            differences.set_ylabel(f"difference from {_BASELINE}'s", fontsize=8)
             for axes in (losses, differences):
                 axes.set_xlabel("iteration", fontsize=8)
                 axes.tick_params(labelsize=7)
                 axes.grid(alpha=0.25)
         if groups:
             handles, labels = figure.axes[0].get_legend_handles_labels()
-            figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=3)
+            figure.legend(
+                handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=3, handlelength=5
+            )
         figure.suptitle(self.title, fontsize=10)
         save_figure(figure, path)
 
@@ -107,7 +111,7 @@ def _draw(
     losses: Any, differences: Any, way: str, colour: str, curve: Sequence[float], expected: Sequence[float], place: int
 ) -> None:
     """Draw a training's losses; dashes of different lengths show curves that lie on each other."""
-    style: Any = "-" if way == _BASELINE else (2.0 * place, (2, 8)) if way != _DELAYED else ":"
+    style: Any = "-" if way == _BASELINE else (4.0 * place, (4, 12)) if way != _DELAYED else ":"
     losses.plot(curve, color=colour, linestyle=style, linewidth=3 if way == _BASELINE else 1.6, label=way)
     distances = [abs(one - other) for one, other in zip(curve, expected, strict=True)]
     if any(distances):

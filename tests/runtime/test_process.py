@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import jacsparse
-from jacsparse.runtime import announced_where_long, kernels
+from jacsparse.runtime import announced_where_long, kernels, on_this_thread
 from jacsparse.runtime import threads as runtime_threads
 
 ROOT = Path(__file__).parent.parent.parent
@@ -176,6 +176,21 @@ def test_preparations_and_plans_tell_what_they_do(monkeypatch: pytest.MonkeyPatc
     said.clear()
     jacsparse.plan_product(pattern.T, pattern)
     assert said == ["planning a product of 16 × 9 × 16, which is kept"]
+
+
+def test_one_thread_alone() -> None:
+    seen, before = list[int](), torch.get_num_threads()
+    torch.set_num_threads(3)
+    other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    try:
+        with pytest.raises(ZeroDivisionError), on_this_thread():
+            seen.append(torch.get_num_threads())
+            other.start()
+            other.join()
+            raise ZeroDivisionError
+        assert [*seen, torch.get_num_threads()] == [1, 3, 3]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_disk_that_is_full() -> None:
