@@ -13,6 +13,7 @@ from .jacobian_generation import JacobianGeneration
 from .kernel_resources import KernelResources
 from .leapfrog import Leapfrog
 from .lenet_convergence import LenetConvergence
+from .normalised_convergence import NormalisedConvergence
 from .parallel_forward import ParallelForward
 from .rank_scan import ScansAcrossRanks
 from .recurrent_convergence import RecurrentConvergence
@@ -48,6 +49,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         SimulatedTraining(),
         ScansAcrossRanks(),
         LenetConvergence(),
+        NormalisedConvergence(),
         RnnSensitivity(),
         RecurrentShapes(),
         GruBreakdown(),

@@ -15,7 +15,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
 from .coloring import row_colors
 from .convolution import Convolution, Sliding
 from .drawing import picture
-from .engine import gradient_of, requiring_gradient
+from .engine import gradient_of, gradients_of, requiring_gradient
 from .layout import WHOLE, Layout, MixedSamplesError
 from .pattern import Pattern
 from .pooling import Adaptive, Pooling
@@ -62,6 +62,7 @@ __all__ = [
     "batch_last",
     "gathered",
     "gradient_of",
+    "gradients_of",
     "is_pointwise",
     "picture",
     "register_rule",

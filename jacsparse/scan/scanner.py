@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from ..patterns import Pattern, batch_last
-from ..runtime import allocated
+from ..runtime import allocated, announced_where_long
 from ..schedule import Schedule, resolve
 from ..spgemm import ProductPlan, SparseJacobian, check_limit, matvec, plan_product
 from ..stages import Chain, Record, add_gradients, has_hooks, pull_back
@@ -51,6 +51,12 @@ class Scanner:
     @functools.cached_property
     def plans(self) -> dict[int, ProductPlan]:
         """The plan of each live product of two matrices, by the product's value."""
+        with announced_where_long(
+            f"planning the products of {self.chain.name} by {self.schedule.name}, which are kept"
+        ):
+            return self._planned()
+
+    def _planned(self) -> dict[int, ProductPlan]:
         patterns: dict[int, Pattern] = {}
         plans: dict[int, ProductPlan] = {}
         limit = self.memory_limit

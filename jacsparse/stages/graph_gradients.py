@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..patterns import gradients_of
 from ..tracing import ending_at, has_node_hooks
 from .node_gradients import walk
 from .record import Record
@@ -68,7 +69,7 @@ def pull_back(
     results: Sequence[torch.Tensor | None] = ()
     if wanted:
         with ending_at(edges, output.node):
-            results = torch.autograd.grad([output], wanted, [gradient], retain_graph=True, allow_unused=True)
+            results = gradients_of(output, wanted, gradient, retain_graph=True)
     of_inputs = [
         torch.zeros_like(record.input) if result is None else result
         for result, record in zip(results, inputs, strict=False)

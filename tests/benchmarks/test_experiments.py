@@ -39,6 +39,7 @@ from benchmarks.jacobian_generation import JacobianGeneration, printed_algorithm
 from benchmarks.kernel_resources import KernelResources
 from benchmarks.leapfrog import Leapfrog
 from benchmarks.lenet_convergence import LenetConvergence, loss_curves
+from benchmarks.normalised_convergence import NormalisedConvergence
 from benchmarks.parallel_forward import ParallelForward
 from benchmarks.rank_scan import ScansAcrossRanks
 from benchmarks.recurrent_convergence import RecurrentConvergence, Task
@@ -62,6 +63,11 @@ def small_network() -> nn.Sequential:
         prune.l1_unstructured(convolution, "weight", 0.5)
         layers += [convolution, nn.ReLU()]
     return nn.Sequential(*layers, nn.MaxPool2d(2))
+
+
+def small_classifier() -> nn.Module:
+    convolution = nn.Sequential(nn.Conv2d(3, 2, 2, bias=False), nn.BatchNorm2d(2), nn.ReLU())
+    return nn.Sequential(*convolution, nn.Flatten(), nn.Linear(18, 10))
 
 
 SMALL_TASK = Task("bits", lambda: bitstreams(6, train=40, test=10), BitstreamRNN, 1e-2, 3, 0.9, 2.17)
@@ -88,6 +94,7 @@ SMALL: list[Experiment] = [
         ranks=(2,), sizes=(8, 1024), layers=2, width=3, batch=2, time=4, hidden=2, samples=2, cuts=((18, 19),)
     ),
     LenetConvergence(iterations=2, batch=4),
+    NormalisedConvergence(networks=(("small", small_classifier, 4),), epochs=1, batch=719),
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
     RecurrentShapes(sizes=(3, 40), times=(2, 70), batches=(1, 3)),
     GruBreakdown(sets=(("S", 5, 3), ("L", 7, 2)), batches=(2, 3)),
