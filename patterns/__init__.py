@@ -13,7 +13,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
     reduction,
 )
 from .coloring import row_colors
-from .convolution import Convolution, Sliding
+from .convolution import Convolution, ShiftedDiagonals, Sliding
 from .drawing import picture
 from .engine import gradient_of, gradients_of, requiring_gradient
 from .layout import WHOLE, Layout, MixedSamplesError
@@ -53,6 +53,7 @@ __all__ = [
     "Pattern",
     "Pooling",
     "Rule",
+    "ShiftedDiagonals",
     "Sliding",
     "Sources",
     "Structure",

@@ -64,6 +64,23 @@ def test_every_schedule_is_exact(n: int) -> None:
         assert all(step.live == (step.out in live) for step in schedule.products)
 
 
+@given(st.integers(0, 24), st.integers(0, 5), st.sets(st.integers(1, 24)))
+def test_light_matrices_wait_for_a_vector(n: int, levels: int, light: set[int]) -> None:
+    matrices, vector, expected = problem(n)
+    light = {value for value in light if value <= n}
+    for schedule in (blelloch(n, levels), cyclic_reduction(n), linear(n)):
+        executed, products = schedule.deferred(light)
+        results = gradients(executed, matrices, vector)
+        assert len(results) == n and all(np.array_equal(a, b) for a, b in zip(results, expected, strict=True))
+        assert [step for steps in products.values() for step in steps] == list(executed.steps) == [*executed.products]
+        assert list(products) == [step.out for step in schedule.live_steps()]
+        # No product is taken twice, and a product of two matrices has one that is not light.
+        assert len({(step.left, step.right) for step in executed.steps}) == len(executed.steps)
+        assert not any(step.kind == "mm" and step.left in light for step in executed.steps)
+        if not light:
+            assert executed.steps == schedule.live_steps()
+
+
 def test_algorithm_1_as_printed() -> None:
     """Its own loops, over the thesis' own operator, count the products and where each is."""
     for n in range(1, 41):

@@ -45,12 +45,14 @@ class Scanner:
         self.chain = chain
         self.schedule = resolve(schedule, len(chain), chain)
         self.memory_limit = check_limit(memory_limit)
-        self._multiplies = any(step.kind == "mm" for step in self.schedule.live_steps())
+        light = {len(chain) - number for number, stage in enumerate(chain.stages) if stage.light}
+        self._executed, _ = self.schedule.deferred(light)
+        self._multiplies = any(step.kind == "mm" for step in self._executed.steps)
         self._executions: dict[WantedGradients, ExecutionPlan] = {}
 
     @functools.cached_property
     def plans(self) -> dict[int, ProductPlan]:
-        """The plan of each live product of two matrices, by the product's value."""
+        """The plan of each product of two matrices, by the product's value."""
         with announced_where_long(
             f"planning the products of {self.chain.name} by {self.schedule.name}, which are kept"
         ):
@@ -60,7 +62,7 @@ class Scanner:
         patterns: dict[int, Pattern] = {}
         plans: dict[int, ProductPlan] = {}
         limit = self.memory_limit
-        for step in self.schedule.live_steps():
+        for step in self._executed.steps:
             if step.kind != "mm":
                 continue
             left, right = (
@@ -120,7 +122,7 @@ class Scanner:
         wanted = WantedGradients(externals, frozenset(stages), for_input)
         plan = self._executions.get(wanted)
         if plan is None:
-            plan = ExecutionPlan(self.chain, self.schedule, lambda: self.plans, wanted)
+            plan = ExecutionPlan(self.chain, self._executed, lambda: self.plans, wanted)
             # Weights that are frozen and trained again want others.
             if len(self._executions) >= _MOST_PLANS:
                 self._executions.clear()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from .cost import Assignment, Complexity, simulate
 from .steps import Step
@@ -77,6 +77,61 @@ class Schedule:
                 live.append(step)
                 needed.update((step.left, step.right))
         return tuple(reversed(live))
+
+    def deferred(self, light: Collection[int]) -> tuple[Schedule, dict[int, tuple[Step, ...]]]:
+        """The same gradients by products in which light matrices wait for a vector.
+
+        A light matrix, such as a diagonal or a selection, costs a vector next to nothing, and a product of matrices a
+        pass over all entries: ``(M D) v`` is taken as ``M (D v)``. A matrix of the schedule is then a sequence of
+        matrices, of which at most one is not light. A step that multiplies two sequences multiplies these two, and what
+        lies between them; where one sequence is all light, it multiplies nothing.
+
+        Parameters
+        ----------
+        light : collection of int
+            The values, from 1 to n, whose matrices are light.
+
+        Returns
+        -------
+        schedule : Schedule
+            Of the live products alone.
+        products : dict of int to tuple of Step
+            Which of them each live step of this schedule takes, by the step's value.
+
+        Examples
+        --------
+        >>> from jacsparse.schedule import blelloch
+        >>> schedule, products = blelloch(5).deferred({2})  # 9 = 7·6, where 7 = 3·2
+        >>> [(value, [str(step) for step in steps]) for value, steps in products.items()]
+        [(6, ['6 = 1·0']), (7, []), (9, ['12 = 2·6', '9 = 3·12']), (10, []), (11, ['11 = 4·9'])]
+        >>> schedule.gradients
+        (0, 6, 12, 9, 11)
+        """
+        following = itertools.count(1 + max((step.out for step in self.steps), default=self.n))
+        #: The matrices whose product each value is, and the values of all products by their factors.
+        sequences = {value: (value,) for value in range(self.n + 1)}
+        values: dict[tuple[int, int], int] = {}
+        products: dict[int, tuple[Step, ...]] = {}
+        for step in self.live_steps():
+            left, right = sequences[step.left], sequences[step.right]
+            if step.kind == "mv":
+                before, product, factors, after = (), right[0], left[::-1], ()
+            else:
+                at, to = (next((i for i, each in enumerate(s) if each not in light), None) for s in (left, right))
+                if at is None or to is None:
+                    products[step.out], sequences[step.out] = (), left + right
+                    continue
+                before, product, factors, after = left[:at], left[at], left[at + 1 :] + right[: to + 1], right[to + 1 :]
+            steps = []
+            for number, factor in enumerate(factors, 1):
+                pair = (factor, product) if step.kind == "mv" else (product, factor)
+                if pair not in values:
+                    values[pair] = step.out if number == len(factors) else next(following)
+                    steps.append(replace(step, out=values[pair], left=pair[0], right=pair[1]))
+                product = values[pair]
+            products[step.out], sequences[step.out] = tuple(steps), (*before, product, *after)
+        gradients = tuple(sequences[value][0] for value in self.gradients)
+        return Schedule(self.name, self.n, tuple(itertools.chain.from_iterable(products.values())), gradients), products
 
     def complexity(self, workers: int, sizes: Mapping[int, int] | None = None) -> Complexity:
         """Run the live steps on `workers` workers, each step taking one unit of time.
