@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -74,7 +74,7 @@ def vgg11(width: int = 64) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), classifier)
 
 
-Optimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Trainer = Backpropagation | DelayedGradients
 
 

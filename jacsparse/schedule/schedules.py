@@ -109,13 +109,15 @@ class Schedule:
         """
         following = itertools.count(1 + max((step.out for step in self.steps), default=self.n))
         #: The matrices whose product each value is, and the values of all products by their factors.
-        sequences = {value: (value,) for value in range(self.n + 1)}
+        sequences: dict[int, tuple[int, ...]] = {value: (value,) for value in range(self.n + 1)}
         values: dict[tuple[int, int], int] = {}
         products: dict[int, tuple[Step, ...]] = {}
         for step in self.live_steps():
             left, right = sequences[step.left], sequences[step.right]
+            before: tuple[int, ...] = ()
+            after: tuple[int, ...] = ()
             if step.kind == "mv":
-                before, product, factors, after = (), right[0], left[::-1], ()
+                product, factors = right[0], left[::-1]
             else:
                 at, to = (next((i for i, each in enumerate(s) if each not in light), None) for s in (left, right))
                 if at is None or to is None:
