@@ -57,7 +57,7 @@ class RNN(Recurrent, nn.RNN):
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         Where an argument is unknown, or asks for projections.
 
     Notes

@@ -107,7 +107,7 @@ class FusedCell(Cell):
         if on_device(weights.hidden):
             self._launch("forward", runs, weights, (entered, weights.columns, *after))
         else:
-            self._run(0, runs, weights, (entered, weights.forward_rows, *after))
+            self._run(self.kernels[0], runs, weights, (entered, weights.forward_rows, *after))
         return end
 
     def backward(
@@ -126,7 +126,8 @@ class FusedCell(Cell):
             self._launch("backward", runs, weights, (*before, weights.hidden, *self.backward_constants, *after))
             return grad_start
         reached = np.empty(0, np.int64) if reach is None else reach
-        self._run(1, runs, weights, (*before, weights.backward_rows, *self.backward_constants, *after, reached))
+        arguments = (*before, weights.backward_rows, *self.backward_constants, *after, reached)
+        self._run(self.kernels[1], runs, weights, arguments)
         return grad_start
 
     def transfer(
@@ -148,13 +149,13 @@ class FusedCell(Cell):
     def _launch(self, way: str, runs: Runs | DeviceRuns, weights: Weights, arguments: tuple[Any, ...]) -> None:
         recurrences_cuda.launch(f"{self._name}_{way}", runs, weights.hidden, weights.size, *arguments)
 
-    def _run(self, kernel: int, runs: Runs | DeviceRuns, weights: Weights, arguments: tuple[Any, ...]) -> None:
+    def _run(self, kernel: Any, runs: Runs | DeviceRuns, weights: Weights, arguments: tuple[Any, ...]) -> None:
         assert isinstance(runs, Runs)
         size = weights.size
         # Elementary operations of one step of one sample.
         step = self.gates * (size * -(-size // 8) + 4 * size)
         blocks = runs.in_blocks(runs.together, step)
-        run_rows(self.kernels[kernel], *blocks, *rows_of(arguments, weights.hidden))
+        run_rows(kernel, *blocks, *rows_of(arguments, weights.hidden))
 
     def entering_bias(self, bias: torch.Tensor, hidden_bias: torch.Tensor) -> torch.Tensor:
         """The biases that are added to the input's part of the gates."""
