@@ -10,7 +10,7 @@ from torch import nn
 
 from .patterns import UnsupportedOperatorError
 from .recurrence import GRU, LSTM, RNN, Recurrent, convert
-from .runtime import a_type, uncompiled
+from .runtime import a_type, transform_under_way, uncompiled
 from .scan import Puller, Scanner, StageRanks, scanned
 from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
@@ -43,6 +43,12 @@ class _OfChain(nn.Module):
             return self.module(x)
         if not getattr(x, "requires_grad", False) and not any(p.requires_grad for p in self.module.parameters()):
             return self.module(x)
+        transform = transform_under_way()
+        if transform:
+            raise TypeError(
+                f"nn.{type(self).__name__} is called within {transform}, which does not see its backward pass; call "
+                "its .module there, or take gradients by torch.autograd"
+            )
         check_input("x", x)
         if not len(x):
             return self.module(x)
