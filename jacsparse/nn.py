@@ -10,7 +10,7 @@ from torch import nn
 
 from .patterns import UnsupportedOperatorError
 from .recurrence import GRU, LSTM, RNN, Recurrent, convert
-from .runtime import a_type, uncompiled
+from .runtime import a_type, transform_under_way, uncompiled
 from .scan import Puller, Scanner, StageRanks, scanned
 from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
@@ -43,6 +43,12 @@ class _OfChain(nn.Module):
             return self.module(x)
         if not getattr(x, "requires_grad", False) and not any(p.requires_grad for p in self.module.parameters()):
             return self.module(x)
+        transform = transform_under_way()
+        if transform:
+            raise TypeError(
+                f"nn.{type(self).__name__} is called within {transform}, which does not see its backward pass; call "
+                "its .module there, or take gradients by torch.autograd"
+            )
         check_input("x", x)
         if not len(x):
             return self.module(x)
@@ -127,6 +133,19 @@ class Scan(_OfChain):
     >>> scan(torch.randn(5, 4)).sum().backward()
     >>> model[0].weight.grad.shape
     torch.Size([3, 4])
+
+    With stages on the ranks of a group, of which ``torchrun`` starts several. All ranks compute the loss alike, and it
+    counts once: gradients of each rank's own stages are whole, and no rank adds anything to them.
+
+    >>> import tempfile
+    >>> import torch.distributed as dist
+    >>> store = "file://" + tempfile.mkdtemp() + "/store"
+    >>> dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    >>> stages = [model[:2], model[2:]]
+    >>> stage = stages[dist.get_rank()] if dist.get_world_size() == 2 else model
+    >>> output = Scan(stage, process_group=dist.group.WORLD)(torch.ones(5, 4))       # the whole chain's
+    >>> output.square().mean().backward()
+    >>> dist.destroy_process_group()
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime import MEMORY_POOL, a_type, allocated, on_device
+from ..runtime import MEMORY_POOL, a_type, allocated, on_device, transform_under_way
 
 _CPU = torch.device("cpu")
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
@@ -80,7 +80,7 @@ def check_tensor_itself(name: str, x: object, remedy: str) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is {a_type(x)}; expected a torch.Tensor")
     if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
-        raise TypeError(f"{name} is within a transform of torch.func, as grad or vmap; {remedy}")
+        raise TypeError(f"{name} is within {transform_under_way() or 'a transform of torch.func'}; {remedy}")
     return x
 
 

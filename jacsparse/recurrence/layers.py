@@ -89,6 +89,25 @@ class RNN(Recurrent, nn.RNN):
     >>> output.sum().backward()
     >>> [report.methods for report in rnn.reports]
     [['sequential'], ['sequential']]
+
+    Across ranks, of which ``torchrun`` starts several, the loss says how gradients are made whole:
+
+    >>> import tempfile
+    >>> import torch.distributed as dist
+    >>> from jacsparse.distributed import sum_gradients
+    >>> store = "file://" + tempfile.mkdtemp() + "/store"
+    >>> dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    >>> rnn = RNN(3, 20, process_group=dist.group.WORLD)
+    >>> output, last = rnn(torch.randn(7, 16, 3))                # of this rank's steps
+    >>> output.square().mean().backward()                        # a loss of its own: the sum of all counts
+    >>> sum_gradients(rnn, dist.group.WORLD, loss="each")
+    >>> rnn.zero_grad()
+    >>> output, last = rnn(torch.randn(7, 16, 3))
+    >>> last.square().mean().backward()                          # the same loss on each rank: it counts once
+    >>> sum_gradients(rnn, dist.group.WORLD, loss="same")
+    >>> averaged = nn.parallel.DistributedDataParallel(rnn)      # the mean of all losses, without another call
+    >>> averaged(torch.randn(7, 16, 3))[1].square().mean().backward()
+    >>> dist.destroy_process_group()
     """
 
 

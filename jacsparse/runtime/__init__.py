@@ -34,7 +34,7 @@ from .torch_versions import (
     parts_of_program,
     without_compiling,
 )
-from .tracers import is_traced, is_transformed
+from .tracers import is_batched, is_traced, is_transformed, transform_under_way
 
 __all__ = [
     "INDEX",
@@ -71,6 +71,7 @@ __all__ = [
     "inlined",
     "instances",
     "intercept",
+    "is_batched",
     "is_exporting",
     "is_traced",
     "is_transformed",
@@ -89,6 +90,7 @@ __all__ = [
     "split",
     "symbolic_limit",
     "thread_count",
+    "transform_under_way",
     "uncompiled",
     "unsigned",
     "uploaded",

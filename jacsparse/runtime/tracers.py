@@ -10,6 +10,8 @@ from torch._ops import _get_dispatch_mode_pre_dispatch, _len_torch_dispatch_stac
 from torch.autograd import forward_ad
 
 _MODES = torch._C._TorchDispatchModeKey
+#: The transforms of ``torch.func`` by the kinds of their interpreters.
+_TRANSFORMS = {"Functionalize": "functionalize", "Grad": "grad, vjp or jacrev", "Jvp": "jvp or jacfwd", "Vmap": "vmap"}
 
 
 def is_traced() -> bool:
@@ -23,3 +25,16 @@ def is_traced() -> bool:
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` or differentiation in forward mode is under way."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def transform_under_way() -> str:
+    """What `is_transformed` finds, in words; empty where it finds nothing."""
+    if torch._C._are_functorch_transforms_active():
+        kind = torch._C._functorch.peek_interpreter_stack().key().name
+        return f"a transform of torch.func, {_TRANSFORMS.get(kind, kind)}"
+    return "differentiation in forward mode, as jvp's" if is_transformed() else ""
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for several, within ``torch.vmap`` or with ``is_grads_batched=True``."""
+    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from ..runtime import is_batched
 from ..stages import Record, Run
 from ..tracing import saved_handle, saves_objects, without_saving_hooks
 
@@ -69,6 +70,16 @@ class _Scanned(torch.autograd.Function):
         run, places = handle.content
         for_input = ctx.needs_input_grad[4]
         needed = [place for place, wants in zip(places, ctx.needs_input_grad[5:], strict=True) if wants]
-        with without_saving_hooks():
-            of_input, of_externals = ctx.puller.pull_back(run.records, gradient, needed, for_input=for_input)
+        try:
+            with without_saving_hooks():
+                of_input, of_externals = ctx.puller.pull_back(run.records, gradient, needed, for_input=for_input)
+        except RuntimeError as error:
+            if not is_batched(gradient):
+                raise
+            # Autograd alone goes back with several gradients at once.
+            raise RuntimeError(
+                "torch.vmap and is_grads_batched=True ask for several gradients at once, which this "
+                f"{ctx.puller.module} does not give; take one after the other, as vectorize=False does, or call its "
+                ".module"
+            ) from error
         return (None, None, None, None, of_input, *map(of_externals.get, places))
