@@ -20,6 +20,7 @@ from .recurrent_convergence import RecurrentConvergence
 from .recurrent_shapes import RecurrentShapes
 from .rnn_sensitivity import RnnSensitivity
 from .simulation import SimulatedTraining
+from .sparse_convergence import SparseConvergence
 from .sparse_jacobian import SparseJacobian
 from .sparse_networks import SparseInference, SparseTraining
 from .spgemm import Spgemm
@@ -39,6 +40,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         SparseJacobian(),
         SparseTraining(),
         SparseInference(),
+        SparseConvergence(),
         DiscretisedEquations(),
         StiffEquations(),
         TriangularSolvers(),

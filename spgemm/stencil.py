@@ -25,15 +25,15 @@ import numpy as np
 import torch
 
 from ..patterns import Convolution, Pattern, ShiftedDiagonals
-from ..runtime import frozen, index_dtype, kernel, row_starts, run_rows
+from ..runtime import frozen, kernel, row_starts, run_rows
 from .lanes import add_products, write_sum_of_rows
 from .symbolic import multiply_adds, product_pattern
 from .vectors import matvec
 
 #: Elements of which a grid has a multiple.
 LANES = 8
-#: Multiply-adds over grids for each pair of entries that meets, up to which a stencil was faster than other methods.
-PADDING = 3
+#: Multiply-adds over grids for each pair of entries that meets, up to which a stencil is faster than `Slots`.
+PADDING = 1.6
 
 
 @kernel
@@ -108,11 +108,15 @@ class Stencil:
         first, second, through, shifts = self._reaching_pairs(left, right)
         channels = left.row_channels[first], right.column_channels[second]
         # The pairs of a grid follow each other, in the order of A's entries.
-        order = np.lexsort((*shifts.T[::-1], channels[1], channels[0]))
-        keys = np.column_stack([*channels, shifts])[order]
-        starts = np.append(True, (np.diff(keys, axis=0) != 0).any(axis=1)) if len(keys) else np.zeros(0, np.bool_)
-        self._pairs = frozen(np.append(np.flatnonzero(starts), len(keys)))
-        row_channels, self._channels, self._shifts = keys[starts, 0], keys[starts, 1], keys[starts, 2:]
+        least = shifts.min(axis=0, initial=0)
+        keys = np.stack([*channels, *(shifts - least).T])
+        ranges = keys.max(axis=1, initial=0) + 1
+        numbers = np.ravel_multi_index(tuple(keys), tuple(ranges.tolist()))
+        order = np.argsort(numbers, kind="stable")
+        grids, starts = np.unique(numbers[order], return_index=True)
+        self._pairs = frozen(np.append(starts, len(order)))
+        row_channels, self._channels, *distinct = np.unravel_index(grids, tuple(ranges.tolist()))
+        self._shifts = np.stack(distinct, axis=1) + least
         self._left, self._right = (frozen(each[order].astype(np.uint32)) for each in (first, second))
         count = self._shape(a.shape[0], self._sizes[0])[0]
         self._grids_of_channels = row_starts(np.bincount(row_channels, minlength=count), np.int64)
@@ -145,9 +149,10 @@ class Stencil:
         """The stencil of a product; None where there is none, or borders make other methods faster."""
         if cls.obstacle(a, b):
             return None
-        stencil = cls(a, b)
-        padded = int(np.diff(stencil._pairs) @ stencil._lengths)
-        return stencil if padded <= PADDING * stencil.flop // 2 else None
+        left, right = _diagonals(a), _diagonals(b)
+        met = np.bincount(right.row_channels, minlength=int(left.column_channels.max(initial=-1)) + 1)
+        over_grids = int(met[left.column_channels].sum()) * math.prod(left.row_sizes)
+        return cls(a, b) if over_grids <= PADDING * multiply_adds(a, b) else None
 
     @functools.cached_property
     def pattern(self) -> Pattern:
@@ -255,7 +260,7 @@ class Stencil:
         self._strides = np.append(np.cumprod(room[:0:-1])[::-1], 1).astype(np.int64)
         reached = np.concatenate([through, shifts]) @ self._strides
         self._before = int(max(0, -reached.min(initial=0)))
-        lines = max(int(rows[0]) + 0, int(between[0]), int(columns[0]))
+        lines = max(int(rows[0]), int(between[0]), int(columns[0]))
         self._span = self._before + lines * int(self._strides[0]) + int(max(0, reached.max(initial=0))) + LANES
 
     def _shape(self, rows: int, sizes: tuple[int, ...]) -> tuple[int, int]:

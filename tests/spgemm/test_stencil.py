@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from jacsparse.spgemm import Stencil
 from torch import nn
 from torch.nn.utils import prune
 
 import jacsparse
 from jacsparse import SparseJacobian, plan_product
-from jacsparse.spgemm import Stencil
 
 CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 

@@ -1,0 +1,102 @@
+"""Retraining the demo's pruned VGG-11 by dense layers with masks and by sparse layers: losses and accuracy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from jacsparse.models import TrainSettings, train, vgg11_settings
+
+from ._context import Context, reason
+from ._experiment import Comparison, Experiment, Row
+
+__all__ = ["SparseConvergence"]
+
+ENGINES = ("dense", "sparse")
+
+
+@dataclass(frozen=True)
+class SparseConvergence(Experiment):
+    """Training, pruning and retraining from several seeds, each with both engines of retraining."""
+
+    #: The settings of a seed.
+    settings: Callable[[int], TrainSettings] = lambda seed: vgg11_settings(seed=seed)
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+    name = "sparse_convergence"
+    title = "Retraining a pruned VGG-11 by dense and by sparse layers"
+    source = "the demo's network on scikit-learn's digits"
+
+    def run(self, context: Context) -> list[Row]:
+        settings = self.settings(0)
+        epochs = f"{settings.epochs} epochs, {settings.prune:.0%} pruned, {settings.retrain_epochs} epochs"
+        group = f"{settings.task} on {settings.data}: {epochs}, batch {settings.batch}"
+        rows, accuracy = [], {engine: list[float]() for engine in ENGINES}
+        for seed in self.seeds:
+            for engine in ENGINES:
+                context.under(f"seed {seed}, {engine}").say("training")
+                try:
+                    result = train(replace(self.settings(seed), engine=engine))
+                except ImportError as error:
+                    return [Row.missing("accuracy", reason(error), group=group)]
+                accuracy[engine].append(result.accuracy["retrained"])
+                points = [asdict(point) for point in result.points if point.phase == "retrain"]
+                rows.append(
+                    Row.of_value(
+                        f"accuracy after retraining, {engine}, seed {seed}",
+                        result.accuracy["retrained"],
+                        "share",
+                        group=group,
+                        role="ours" if engine == "sparse" else "peer",
+                        note=f"{result.accuracy['pruned']:.4f} right after pruning",
+                        data={"engine": engine, "points": points},
+                    )
+                )
+        return [*rows, _difference(accuracy, group)]
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        from jacsparse.figures import BLUE, ORANGE, new_figure, save_figure
+
+        figure, (losses, accuracies) = new_figure(10.0, 4.2, columns=2)
+        drawn = set[str]()
+        for row in rows:
+            if not row.data:
+                continue
+            engine, points = row.data["engine"], row.data["points"]
+            style = {"color": ORANGE, "linestyle": "-"} if engine == "dense" else {"color": BLUE, "linestyle": "--"}
+            label = f"{engine} layers" if engine not in drawn else None
+            drawn.add(engine)
+            first = points[0]["iteration"]
+            places = [point["iteration"] - first for point in points]
+            losses.plot(places, [point["train_loss"] for point in points], linewidth=1, alpha=0.8, label=label, **style)
+            tested = [point for point in points if not math.isnan(point["test_accuracy"])]
+            places = [point["iteration"] - first for point in tested]
+            accuracies.plot(places, [point["test_accuracy"] for point in tested], marker="o", label=label, **style)
+        losses.set(xlabel="iteration of retraining", ylabel="loss of the batch", yscale="log")
+        accuracies.set(xlabel="iteration of retraining", ylabel="accuracy on test images")
+        for axes in (losses, accuracies):
+            axes.grid(alpha=0.25)
+            axes.legend(fontsize=8, frameon=False)
+        figure.suptitle(f"{rows[0].group}, {len(self.seeds)} seeds", fontsize=9)
+        save_figure(figure, path)
+
+
+def _difference(accuracy: dict[str, list[float]], group: str) -> Row:
+    """The difference of the mean accuracies, beside twice the standard error of such a difference between seeds."""
+    dense, sparse = (np.array(accuracy[engine]) for engine in ENGINES)
+    difference = float(sparse.mean() - dense.mean())
+    error = math.sqrt((dense.var() + sparse.var()) / max(1, len(dense) - 1))
+    comparisons = (
+        (Comparison("difference / two standard errors", abs(difference) / (2 * error), at_most=1),) if error else ()
+    )
+    return Row.of_value(
+        "mean accuracy, sparse - dense",
+        difference,
+        "share",
+        group=group,
+        note=f"{dense.mean():.4f} and {sparse.mean():.4f}; standard error {error:.4f}",
+        comparisons=comparisons,
+    )
