@@ -23,7 +23,7 @@ _WORDS = {
     "stages": "the modules of the first and the last stage of the first factor",
     "m×k×n": "sizes of the factors",
     "sparse": "share of zeros in the product",
-    "run": "FLOP that the scan executes: without zeros on any input, with full vectors",
+    "run": "FLOP that the scan executes: without zeros on any input, with full vectors; diagonals wait for a vector",
     "*": "on the critical path: the largest step of each level, and every step of the middle",
     "<": "a product of two matrices that is less sparse than both",
     "dead": "in Algorithm 1 as printed: counted here, but in no sum, and not run",
@@ -49,7 +49,7 @@ _LAYER_WORDS = {
 }
 #: Of the choice of a schedule.
 _CHOICE_WORDS = {
-    "done first": "FLOP until the last step is done, each worker doing one at a time; counted as in the column run",
+    "done first": "FLOP until the last step is done, each worker doing one at a time; of full vectors",
     "holds": "entries of matrices that the fullest worker holds at once, by the schedule that is done first",
 }
 #: The columns of the table of layers.

@@ -288,17 +288,17 @@ def test_the_figure_has_all_steps_and_both_baselines(monkeypatch: pytest.MonkeyP
 
 
 def test_executed_work() -> None:
-    """The scan multiplies over the guaranteed structure and with full vectors, whatever was observed."""
+    """The scan multiplies over the guaranteed structure and full vectors, but light matrices by vectors alone."""
     module, x = small(), torch.randn(2, 2, 9, 9)
     guaranteed = count_flop(module, (2, 9, 9), schedule="blelloch")
     observed = count_flop(module, (2, 9, 9), schedule="blelloch", structure="observed", inputs=x, executed=True)
     plain = count_flop(module, (2, 9, 9), schedule="blelloch", structure="observed", inputs=x)
     for sure, seen, unasked in zip(guaranteed.steps, observed.steps, plain.steps, strict=True):
-        assert sure.executed == seen.executed >= seen.flop and unasked.executed is None
-        assert sure.executed == sure.flop if sure.kind == "mm" else sure.executed >= sure.flop
+        assert sure.executed == seen.executed and unasked.executed is None
+        assert sure.executed == 0 if not sure.live else sure.kind == "mv" or sure.executed <= sure.flop
     plans = jacsparse.nn.Scan(module, schedule="blelloch").scanner((2, 9, 9)).plans
     live = [step.executed for step in guaranteed.steps if step.kind == "mm" and step.live]
-    assert live == [plan.flop for plan in plans.values()]
+    assert 0 in live and sum(live) == sum(plan.flop for plan in plans.values())
 
 
 def test_reports_are_written(tmp_path: Path) -> None:
@@ -641,7 +641,7 @@ def test_one_worker_goes_linearly_and_many_split_what_pays() -> None:
     one, four = report.choices
     assert (one.workers, one.schedule, four.schedule) == (1, "linear", "blelloch")
     assert one.times["linear"] == one.work["linear"] == one.times["balanced:1"] == 39 * 100
-    assert one.times["blelloch"] == one.work["blelloch"] == sum(s.executed for s in report.steps if s.live)
+    assert one.times["blelloch"] == one.work["blelloch"] == sum(s.flop for s in report.steps if s.live)
     assert four.times["blelloch"] < four.times["balanced:4"] < four.times["linear"] == 39 * 100
     assert one.reason == f"blelloch takes {one.times['blelloch'] / 3900:.3g} times as long"
     assert four.reason == (
