@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -32,7 +33,8 @@ def gradients_of(
     """
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None:
-        return torch.autograd.grad([output], inputs, [gradient], retain_graph=retain_graph, allow_unused=True)
+        grad: Any = torch.autograd.grad
+        return grad([output], inputs, [gradient], retain_graph=retain_graph, allow_unused=True)  # type: ignore[no-any-return]
     # No graph is made of the gradient.
     results: Sequence[torch.Tensor | None] = engine.run_backward(
         (output,), (gradient,), retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False

@@ -169,7 +169,7 @@ class Stencil:
         return int(self._bounds(batch)[-1])
 
     def fits(self, a: torch.Tensor, d: torch.Tensor | None, b: torch.Tensor) -> bool:
-        """Whether `multiply` takes factors: on the CPU, convolutions' shared by all samples, and no product infinite."""
+        """Whether `multiply` takes factors: on the CPU, convolutions' shared by all samples, no product infinite."""
         factors = [a, b] if d is None else [a, b, d]
         if any(factor.device.type != "cpu" for factor in factors) or a.shape[1] != 1 or b.shape[1] != 1:
             return False
