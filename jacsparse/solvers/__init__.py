@@ -1,6 +1,6 @@
 """Back-propagation as block triangular systems, and ways of solving those, a file each (Naumov).
 
-Of the methods that the paper only names, Gauss-Seidel, GMRES, SPIKE and nested dissection are not here. Cyclic
+Of the methods that the paper only names, Gauss-Seidel, SPIKE and nested dissection are not here. Cyclic
 reduction is the parallel one, because equations 30 and 31 reduce all block rows. Odd-even reduction reduces every other
 row and then substitutes back, in O(l) products instead of O(l log l) and twice as many levels; it is not here, because
 `PrefixScan` does that.
@@ -22,6 +22,7 @@ from .complexity import (
 )
 from .cyclic_reduction import CyclicReduction
 from .forward import ForwardApproximation, approximate_forward, forward_scales
+from .gmres import GMRES
 from .hybrid import Hybrid
 from .jacobi import Jacobi, Richardson
 from .methods import SOLVERS, solve, solver_of
@@ -32,6 +33,7 @@ from .substitution import Substitution
 from .systems import BlockBidiagonal, BlockTriangular
 
 __all__ = [
+    "GMRES",
     "SOLVERS",
     "BiCGStab",
     "BlockBidiagonal",
