@@ -48,7 +48,7 @@ def expected_exponents(system: BlockTriangular, *, bits: int = 0) -> dict[int, t
 
 
 def _gain(inverse: Block, block: Block) -> torch.Tensor:
-    """The base-2 logarithm of ``‖D⁻¹ A‖_F / √n``, of each sample; of matrices on the diagonal, of both norms' product."""
+    """The base-2 logarithm of ``‖D⁻¹ A‖_F / √n`` of each sample; where D⁻¹ is no diagonal, of the norms' product."""
     rows, columns = block.pattern.shape
     if not block.pattern.nnz or not inverse.pattern.nnz:
         return torch.tensor([-torch.inf], dtype=torch.float64, device=block.values.device)

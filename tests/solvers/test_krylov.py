@@ -9,13 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jacsparse.patterns import Diagonal, Pattern
 from torch import nn
 
+from jacsparse import SparseJacobian
 from jacsparse.solvers import GMRES, BiCGStab, BlockBidiagonal, Iteration, Jacobi, propagation, solve
 from jacsparse.solvers.expected_decay import expected_exponents
 
 KRYLOV: list[Iteration] = [BiCGStab(tolerance=1e-12), GMRES(tolerance=1e-12)]
-#: Blocks of so many units: usual weights, one direction alone, large ones above the diagonal, vanishing and growing ones.
+#: Blocks of so many units: usual weights, one direction alone, large ones above the
+#: diagonal, vanishing and growing ones.
 BLOCKS: dict[str, Callable[[int], torch.Tensor]] = {
     "uniform": lambda n: (2 * torch.rand(n, n, dtype=torch.float64) - 1) / n**0.5,
     "rank one": lambda n: torch.randn(n, 1, dtype=torch.float64) * torch.randn(1, n, dtype=torch.float64) / n,
@@ -35,7 +38,12 @@ def drawn(
     right = [torch.zeros(batch, units, dtype=torch.float64) for _ in range(layers + 1)]
     for part in right if everywhere else [right[-1 if upper else 0]]:
         part.normal_()
-    derivatives = [1 - torch.randn(batch, units, dtype=torch.float64).mul(0.5).tanh().square() for _ in right]
+    derivatives = [
+        SparseJacobian(
+            Pattern.of(Diagonal(units)), 1 - torch.randn(units, batch, dtype=torch.float64).mul(0.5).tanh().square()
+        )
+        for _ in right
+    ]
     return BlockBidiagonal(
         [BLOCKS[kind](units) for _ in range(layers)], right, inverse_diagonal=derivatives, upper=upper
     )
