@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .blocks import Vector, Work
-from .expected_decay import expected_exponents
+from .expected_decay import expected_exponents, times_power
 from .solver import Iterated, Iteration, relative_residuals, scaled_iteration, swept
 from .systems import BlockTriangular
 
@@ -68,7 +68,7 @@ class BiCGStab(Iteration):
             return self._sample_by_sample(system, work)
         tolerance, limit = self.tolerance_of(system), self.limit_of(system)
         values = self.first(system, work)
-        inner = _InnerProducts(expected_exponents(system, bits=_BITS))
+        inner = _InnerProducts(system)
         shadow = self._shadow(system)
         history = list[float]()
         while True:
@@ -122,20 +122,27 @@ class _Floating(NamedTuple):
 class _InnerProducts:
     """Inner products in which each block row counts as a multiple of its expected size."""
 
-    def __init__(self, exponents: dict[int, torch.Tensor]) -> None:
-        self._exponents = exponents
+    def __init__(self, system: BlockTriangular) -> None:
+        exponents = expected_exponents(system, bits=_BITS)
+        groups: dict[int, list[int]] = {}
+        for node, size in enumerate(system.sizes):
+            groups.setdefault(size, []).append(node)
+        # Rows of one length are stacked.
+        self._groups = [nodes for size, nodes in groups.items() if size]
+        self._sizes = [torch.stack([exponents[node].expand(system.batch) for node in nodes]) for nodes in self._groups]
 
     def of(self, x: Vector, y: Vector, order: int) -> _Floating:
         """``Σ x_k · y_k / size_k^order`` of each sample."""
         terms, powers = list[torch.Tensor](), list[torch.Tensor]()
-        for node, size in self._exponents.items():
-            if len(x[node]):
-                left, right = x[node].double(), y[node].double()
-                # Squares of small gradients would vanish.
-                scales = [part.abs().amax(dim=0).log2().nan_to_num(neginf=0.0).floor() for part in (left, right)]
-                terms.append((left * torch.exp2(-scales[0]) * (right * torch.exp2(-scales[1]))).sum(dim=0))
-                powers.append((scales[0] + scales[1] - order * size).expand_as(terms[-1]))
-        products, power = torch.stack(terms), torch.stack(powers)
+        for nodes, sizes in zip(self._groups, self._sizes, strict=True):
+            left, right = (torch.stack([vector[node] for node in nodes]).double() for vector in (x, y))
+            # Squares of small gradients would vanish.
+            scales = [
+                part.abs().amax(dim=1, keepdim=True).log2().nan_to_num(neginf=0.0).floor() for part in (left, right)
+            ]
+            terms.append((times_power(left, -scales[0]) * times_power(right, -scales[1])).sum(dim=1))
+            powers.append((scales[0] + scales[1]).squeeze(1) - order * sizes)
+        products, power = torch.cat(terms), torch.cat(powers)
         largest = torch.where(products == 0, -torch.inf, power).amax(dim=0)
         largest = torch.where(largest.isfinite(), largest, 0.0)
         return _Floating((products * torch.exp2((power - largest).clamp(max=0))).sum(dim=0), largest)
@@ -184,6 +191,7 @@ def _sum(first: Vector, *terms: tuple[torch.Tensor, Vector]) -> Vector:
     """A vector and multiples of others, with a factor for each sample."""
     total = dict(first)
     for factor, vector in terms:
+        factor = factor.to(next(iter(vector.values())))
         for node, part in vector.items():
-            total[node] = total[node] + factor.to(part) * part
+            total[node] = torch.addcmul(total[node], factor, part)
     return total

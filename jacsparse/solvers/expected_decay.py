@@ -47,6 +47,12 @@ def expected_exponents(system: BlockTriangular, *, bits: int = 0) -> dict[int, t
     return exponents
 
 
+def times_power(part: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """A part of a vector times powers of two, which may be beyond the range of its dtype where the product is not."""
+    half = (exponent / 2).floor()
+    return part * torch.exp2(half).to(part) * torch.exp2(exponent - half).to(part)
+
+
 def _gain(inverse: Block, block: Block) -> torch.Tensor:
     """The base-2 logarithm of ``‖D⁻¹ A‖_F / √n`` of each sample; where D⁻¹ is no diagonal, of the norms' product."""
     rows, columns = block.pattern.shape

@@ -89,8 +89,8 @@ def approximate_forward(
     Notes
     -----
     Each iteration after the first makes one more layer exact, so that after one more than there are layers the output
-    is the module's own. It is worth it where far fewer are enough. The system of an RNN of k layers over τ steps has two levels (equations 23
-    and 25), and k + τ - 1 such layers.
+    is the module's own. It is worth it where far fewer are enough. The system of an RNN of k layers over τ steps has
+    two levels (equations 23 and 25), and counts as k + τ - 1 layers.
 
     Examples
     --------

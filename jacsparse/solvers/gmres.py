@@ -9,7 +9,7 @@ import scipy.sparse.linalg
 import torch
 
 from .blocks import Vector, Work
-from .expected_decay import expected_exponents
+from .expected_decay import expected_exponents, times_power
 from .solver import Iterated, Iteration, relative_residual, swept
 from .systems import BlockTriangular
 
@@ -81,7 +81,7 @@ def _cycle(
     system: BlockTriangular, exponents: dict[int, torch.Tensor], residual: Vector, vectors: int, work: Work
 ) -> tuple[Vector, list[float]]:
     """The solution for a residual by one cycle, and the norms of its iterations."""
-    scaled = {node: _times(part, -exponents[node]) for node, part in residual.items()}
+    scaled = {node: times_power(part, -exponents[node]) for node, part in residual.items()}
     # What SciPy takes for a breakdown is absolute.
     largest = max((float(part.abs().max()) for part in scaled.values() if part.numel()), default=0.0) or 1.0
     lengths = [part.numel() for part in scaled.values()]
@@ -101,7 +101,7 @@ def _cycle(
                 blocks = [
                     (
                         system.off_diagonal.blocks[node, column],
-                        _times(vector[column], exponents[column] - exponents[node]),
+                        times_power(vector[column], exponents[column] - exponents[node]),
                     )
                     for column in columns
                 ]
@@ -118,13 +118,7 @@ def _cycle(
         solution, _ = scipy.sparse.linalg.gmres(
             operator, b, rtol=0.0, atol=0.0, restart=vectors, maxiter=1, callback=norms.append, callback_type="pr_norm"
         )
-    return {node: _times(largest * part, exponents[node]) for node, part in parts(solution).items()}, norms
-
-
-def _times(part: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """A part of a vector times powers of two, which may be beyond the range of its dtype where the product is not."""
-    half = (exponent / 2).floor()
-    return part * torch.exp2(half).to(part) * torch.exp2(exponent - half).to(part)
+    return {node: times_power(largest * part, exponents[node]) for node, part in parts(solution).items()}, norms
 
 
 def _exponent(part: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
