@@ -21,6 +21,7 @@ from .complexity import (
     sequential,
 )
 from .cyclic_reduction import CyclicReduction
+from .estimates import Estimate, estimates
 from .forward import ForwardApproximation, approximate_forward, forward_scales
 from .gmres import GMRES
 from .hybrid import Hybrid
@@ -39,6 +40,7 @@ __all__ = [
     "BlockBidiagonal",
     "BlockTriangular",
     "CyclicReduction",
+    "Estimate",
     "ForwardApproximation",
     "Hybrid",
     "Iteration",
@@ -55,6 +57,7 @@ __all__ = [
     "Work",
     "approximate_forward",
     "compare",
+    "estimates",
     "explicit_reduction",
     "forward_scales",
     "iteration_pays",
