@@ -25,6 +25,7 @@ from .sparse_jacobian import SparseJacobian
 from .sparse_networks import SparseInference, SparseTraining
 from .spgemm import Spgemm
 from .stiff_equations import StiffEquations
+from .triangular_costs import TriangularCosts
 from .triangular_solvers import TriangularSolvers
 from .whole_jacobian import WholeJacobian
 
@@ -44,6 +45,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         DiscretisedEquations(),
         StiffEquations(),
         TriangularSolvers(),
+        TriangularCosts(),
         Leapfrog(),
         DdgConvergence(),
         DdgScaling(),

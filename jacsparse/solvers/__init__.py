@@ -1,6 +1,6 @@
 """Back-propagation as block triangular systems, and ways of solving those, a file each (Naumov).
 
-Of the methods that the paper only names, Gauss-Seidel, GMRES, SPIKE and nested dissection are not here. Cyclic
+Of the methods that the paper only names, Gauss-Seidel, SPIKE and nested dissection are not here. Cyclic
 reduction is the parallel one, because equations 30 and 31 reduce all block rows. Odd-even reduction reduces every other
 row and then substitutes back, in O(l) products instead of O(l log l) and twice as many levels; it is not here, because
 `PrefixScan` does that.
@@ -21,7 +21,9 @@ from .complexity import (
     sequential,
 )
 from .cyclic_reduction import CyclicReduction
+from .estimates import Estimate, estimates
 from .forward import ForwardApproximation, approximate_forward, forward_scales
+from .gmres import GMRES
 from .hybrid import Hybrid
 from .jacobi import Jacobi, Richardson
 from .methods import SOLVERS, solve, solver_of
@@ -33,11 +35,13 @@ from .substitution import Substitution
 from .systems import BlockBidiagonal, BlockTriangular
 
 __all__ = [
+    "GMRES",
     "SOLVERS",
     "BiCGStab",
     "BlockBidiagonal",
     "BlockTriangular",
     "CyclicReduction",
+    "Estimate",
     "ForwardApproximation",
     "Hybrid",
     "Iteration",
@@ -54,6 +58,7 @@ __all__ = [
     "Work",
     "approximate_forward",
     "compare",
+    "estimates",
     "explicit_reduction",
     "forward_scales",
     "iteration_pays",

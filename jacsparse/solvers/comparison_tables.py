@@ -18,7 +18,7 @@ WORDS = {
     "work": "multiply-adds of all products; they are not seconds. Substitution's are half the FLOP of activations and "
     "input in flop --steps, pruned, but blocks multiply whole: of several operators, and where no gradient is",
     "stored": "the most entries of blocks at once, beside the system's",
-    "iter.": "iterations: one step each in jacobi, two in bicgstab",
+    "iter.": "iterations: one step each in jacobi and gmres, two in bicgstab",
     "residual": "largest change of a block row in one more sweep, relative",
     "here": "measured time of a solution, without making plans",
     "workers": "they share each result's elements; in simulate, whole products",
@@ -28,10 +28,11 @@ WORDS = {
     "jacobi": "all layers at once, from a guess, until nothing changes",
     "richardson": "jacobi with a share of each change",
     "bicgstab": "a Krylov method of general linear systems",
+    "gmres": "a Krylov method that stores a vector for each iteration",
     "hybrid": "substitution within groups of layers, jacobi between them",
 }
 #: Those of the words that name solvers.
-SOLVER_NAMES = ("substitution", "scan", "cyclic_reduction", "jacobi", "richardson", "bicgstab", "hybrid")
+SOLVER_NAMES = ("substitution", "scan", "cyclic_reduction", "jacobi", "richardson", "bicgstab", "gmres", "hybrid")
 #: Of the table of estimates.
 _ESTIMATE_WORDS = {
     "paper": "the equation, with γ = 1 and, in 46 and 47, η = steps; of time, on l workers",

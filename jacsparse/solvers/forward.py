@@ -1,4 +1,4 @@
-"""The approximate forward pass, linearised around an earlier one (Naumov, equations 13 and 18)."""
+"""The approximate forward pass, linearised around an earlier one (Naumov, equations 13, 18, 23 and 25)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..patterns import Diagonal, Pattern
-from ..spgemm import SparseJacobian
-from ..stages import Record, check_input, recent_chains
-from ..tracing import check_module
+from ..runtime import a_type
+from ..stages import check_input
+from .linearised_forward import LayeredForward, LinearisedForward
 from .methods import solver_of
-from .recorded_systems import Group, groups_of
+from .recurrent_forward import RecurrentForward
 from .solver import TriangularSolver
-from .systems import BlockBidiagonal
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,24 +32,27 @@ class ForwardApproximation:
     errors: list[float]
 
 
-def forward_scales(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def forward_scales(module: nn.Module, x: torch.Tensor, *, hx: torch.Tensor | None = None) -> list[torch.Tensor]:
     """``D⁻¹ = f(y) / y`` of each layer at the points of a forward pass, each ``(batch, elements)``.
 
     Parameters
     ----------
     module : Module
-        Layers of a matrix, or another affine operator, followed by elementwise ones or by none.
+        Layers of a matrix, or another affine operator, followed by elementwise ones or by none; or an ``nn.RNN`` in one
+        direction, whose scales are ``(time, batch, hidden)``.
     x : Tensor, (batch, *input_shape)
         The input.
+    hx : Tensor, (layers, batch, hidden), optional
+        An RNN's first states.
 
     Raises
     ------
     TypeError, ValueError
-        Where the input does not fit, the module draws random numbers, as dropout does, or a layer is not affine; or
-        where an activation is not zero at zero, and a point is there: no factor makes f(y) of it.
+        Where the input does not fit, the module draws random numbers, as dropout does, or a layer is not affine, as a
+        GRU's is not; or where an activation is not zero at zero, and a point is there: no factor makes f(y) of it.
     """
-    check_input("x", x)
-    return [_scale(group, place) for place, group in enumerate(_layers(module, x), 1)]
+    forward = _linearised(module, x, hx)
+    return forward.scales(forward.points)
 
 
 def approximate_forward(
@@ -61,6 +62,7 @@ def approximate_forward(
     *,
     method: str | TriangularSolver = "substitution",
     iterations: int = 1,
+    hx: torch.Tensor | None = None,
 ) -> ForwardApproximation:
     """The output by a lower triangular system, with the scales of an earlier pass in place of the activations.
 
@@ -70,12 +72,14 @@ def approximate_forward(
         As of `forward_scales`.
     x : Tensor, (batch, *input_shape)
         The input.
-    scales : sequence of Tensor, each (batch, elements)
+    scales : sequence of Tensor, each (batch, elements), or (time, batch, hidden)
         What `forward_scales` returned, for the same samples with other weights, or for as many similar samples.
     method : str or TriangularSolver
         Solves the system, as in `solve`.
     iterations : int
         After each iteration but the last, scales are taken at the points that it came to.
+    hx : Tensor, (layers, batch, hidden), optional
+        An RNN's first states.
 
     Raises
     ------
@@ -85,7 +89,8 @@ def approximate_forward(
     Notes
     -----
     Each iteration after the first makes one more layer exact, so that after one more than there are layers the output
-    is the module's own. It is worth it where far fewer are enough.
+    is the module's own. It is worth it where far fewer are enough. The system of an RNN of k layers over τ steps has
+    two levels (equations 23 and 25), and counts as k + τ - 1 layers.
 
     Examples
     --------
@@ -97,104 +102,30 @@ def approximate_forward(
     >>> far = approximate_forward(net, 2 * x, scales, iterations=3).errors
     >>> far[0] > far[2] and far[2] < 1e-5
     True
+    >>> rnn, x = nn.RNN(3, 4, num_layers=2), torch.randn(6, 5, 3)
+    >>> approximate_forward(rnn, x, forward_scales(rnn, x), method="hybrid").output.shape
+    torch.Size([6, 5, 4])
     """
-    check_input("x", x)
     if not isinstance(iterations, int) or isinstance(iterations, bool) or iterations < 1:
         raise ValueError(f"iterations is {iterations!r}; expected a number of at least 1")
-    solver = solver_of(method)
-    layers = _layers(module, x)
-    _check_scales(scales, layers)
-    matrices: list[SparseJacobian] = []
-    right = [x.detach().reshape(len(x), -1)]
-    for group in layers:
-        assert group.linear is not None
-        matrix = group.linear.transposed_jacobian().T
-        before = group.linear.input.detach().reshape(len(x), -1)
-        matrices.append(matrix)
-        # An affine operator's constant, from any of its points.
-        right.append(_flat(group.linear.output) - matrix.jvp(before))
-    expected = _flat(layers[-1].records[-1].output)
+    solver, forward = solver_of(method), _linearised(module, x, hx)
+    forward.check(scales)
+    largest = forward.expected.abs().max().clamp(min=torch.finfo(x.dtype).tiny)
     errors: list[float] = []
     for number in range(iterations):
-        inverses = [None, *(SparseJacobian(Pattern.of(Diagonal(s.shape[1])), s.T.contiguous()) for s in scales)]
-        system = BlockBidiagonal(matrices, right, inverse_diagonal=inverses, upper=False)
-        states = solver.solve(system).values
-        largest = expected.abs().max().clamp(min=torch.finfo(x.dtype).tiny)
-        errors.append(float((states[-1] - expected).abs().max() / largest))
+        values = solver.solve(forward.system(scales)).values
+        output = forward.output_of(values)
+        errors.append(float((output - forward.expected).abs().max() / largest))
         if number + 1 < iterations:
-            points = [matrix.jvp(before) + c for matrix, before, c in zip(matrices, states, right[1:], strict=False)]
-            scales = [
-                _ratio(y, _activated(group, y), place)
-                for place, (group, y) in enumerate(zip(layers, points, strict=True), 1)
-            ]
-    return ForwardApproximation(states[-1].reshape(layers[-1].records[-1].output.shape), errors)
+            scales = forward.scales(forward.points_of(values))
+    return ForwardApproximation(output, errors)
 
 
-def _layers(module: nn.Module, x: torch.Tensor) -> list[Group]:
-    """The layers of a module in a forward pass."""
-    _, run = recent_chains(check_module(module), pruned=True).of(x)
-    drawing = run.trace.graph.drawing
-    if drawing is not None:
-        raise ValueError(f"{drawing}: it draws random numbers, other ones in each pass; call .eval()")
-    first, *layers = groups_of(run.records)
-    if first.records or not layers:
-        raise ValueError("the module does not begin with a matrix; equation 13 is for affine layers and activations")
-    for group in layers:
-        assert group.linear is not None
-        if not group.linear.stage.shared:
-            raise ValueError(
-                f"{group.linear.stage.path}: {group.linear.stage.name} is not affine; equation 13 is for layers of a "
-                "matrix and an elementwise function"
-            )
-    return layers
-
-
-def _check_scales(scales: Sequence[torch.Tensor], layers: Sequence[Group]) -> None:
-    """Raise where scales are not those of as many samples at these layers."""
-    if len(scales) != len(layers):
-        raise ValueError(f"there are {len(scales)} scales for {len(layers)} layers; take them of the same module")
-    for place, (scale, group) in enumerate(zip(scales, layers, strict=True)):
-        check_input(f"scales[{place}]", scale)
-        expected = _flat(group.records[-1].output)
-        if scale.shape != expected.shape or scale.dtype != expected.dtype:
-            raise ValueError(
-                f"scales[{place}] is {scale.dtype} {tuple(scale.shape)}; expected {expected.dtype} "
-                f"{tuple(expected.shape)}: forward_scales makes them, of as many samples as x has"
-            )
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(len(tensor), -1)
-
-
-def _scale(group: Group, place: int) -> torch.Tensor:
-    assert group.linear is not None
-    y = _flat(group.linear.output)
-    return _ratio(y, _flat(group.records[-1].output), place)
-
-
-def _ratio(y: torch.Tensor, f: torch.Tensor, place: int) -> torch.Tensor:
-    """``f / y``; 1 where both are zero."""
-    broken = (y == 0) & (f != 0)
-    if bool(broken.any()):
-        sample, element = torch.nonzero(broken)[0].tolist()
-        raise ValueError(
-            f"layer {place}, sample {sample}, element {element}: y is 0 and f(y) is {f[sample, element]:.3g}; no "
-            "factor takes one to the other, so the forward form breaks down here: take another point or activation"
-        )
-    return torch.where(y == 0, torch.ones_like(f), f / torch.where(y == 0, torch.ones_like(y), y))
-
-
-def _activated(group: Group, y: torch.Tensor) -> torch.Tensor:
-    """A layer's output for other points than those of its run."""
-    assert group.linear is not None
-    x = y.reshape(group.linear.output.shape)
-    for record in group.elementwise:
-        x = _evaluated(record, x)
-    return _flat(x)
-
-
-def _evaluated(record: Record, x: torch.Tensor) -> torch.Tensor:
-    """An elementwise stage's output for another input."""
-    with torch.no_grad():
-        return record.output_for(x)
+def _linearised(module: nn.Module, x: torch.Tensor, hx: torch.Tensor | None) -> LinearisedForward:
+    """A module's forward pass as a system."""
+    check_input("x", x)
+    if isinstance(module, nn.RNNBase):
+        return RecurrentForward(module, x, hx)
+    if hx is not None:
+        raise TypeError(f"hx is of an RNN, and the module is {a_type(module)}")
+    return LayeredForward(module, x)

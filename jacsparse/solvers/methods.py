@@ -9,6 +9,7 @@ from ..runtime import a_type
 from ..schedule import Names
 from .bicgstab import BiCGStab
 from .cyclic_reduction import CyclicReduction
+from .gmres import GMRES
 from .hybrid import Hybrid
 from .jacobi import Jacobi, Richardson
 from .prefix_scan import PrefixScan
@@ -18,7 +19,8 @@ from .systems import BlockTriangular
 
 #: The solvers by their names.
 SOLVERS: dict[str, type[TriangularSolver]] = {
-    solver.name: solver for solver in (Substitution, PrefixScan, CyclicReduction, Jacobi, Richardson, BiCGStab, Hybrid)
+    solver.name: solver
+    for solver in (Substitution, PrefixScan, CyclicReduction, Jacobi, Richardson, BiCGStab, GMRES, Hybrid)
 }
 
 
@@ -50,7 +52,8 @@ def solve(system: BlockTriangular, method: str | TriangularSolver = "substitutio
     system : BlockTriangular
         The system.
     method : str or TriangularSolver
-        ``substitution``, ``scan``, ``cyclic_reduction``, ``jacobi``, ``richardson``, ``bicgstab`` or ``hybrid``.
+        ``substitution``, ``scan``, ``cyclic_reduction``, ``jacobi``, ``richardson``, ``bicgstab``,
+        ``gmres`` or ``hybrid``.
     **options
         Arguments of that solver.
 

@@ -9,18 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..patterns import Full, Pattern
-from ..recurrence import RNN
 from ..runtime import a_type
 from ..spgemm import SparseJacobian
 from ..stages import Chain, Chains, Run, check_input, counted_record, factor_of, pull_back, recent_chains, refuse_hooks
-from ..tracing import check_module, set_weights, sets_weights, without_autocast
+from ..tracing import check_module, without_autocast
 from .recorded_systems import ChainSystem, GraphSystem, diagonal_block, stretches
+from .recurrent_run import RecurrentRun, check_like, weight_block
 from .solver import Solution
 from .systems import BlockTriangular
-
-#: A weight with a smaller share of nonzeros is a sparse block.
-DENSE = 0.5
 
 
 def stretches_of(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> list[BlockTriangular | int]:
@@ -49,7 +45,7 @@ def _check_run(module: nn.Module, chain: Chain, run: Run, gradient: torch.Tensor
     """Raise where a run has no stages, or the gradient is not one of its output."""
     if not len(chain):
         raise ValueError(f"{type(module).__name__} has no stages; a system needs an operator that does something")
-    _check_like("gradient", gradient, run.trace.output.shape, run.trace.output)
+    check_like("gradient", gradient, run.trace.output.shape, run.trace.output)
 
 
 class Propagation(ABC):
@@ -92,8 +88,7 @@ class ModulePropagation(Propagation):
 class RecurrentPropagation(Propagation):
     """Back-propagation of a stacked RNN of k layers over τ steps: a two-level system (Naumov, equations 22 to 29).
 
-    Node ``(layer, step)`` has the number ``step · (k + 1) + layer``; layer 0 is the input. The groups are the steps,
-    the last one first.
+    Its nodes are those of `RecurrentRun`, and its groups the steps, the last one first.
 
     Parameters
     ----------
@@ -117,72 +112,47 @@ class RecurrentPropagation(Propagation):
         last: torch.Tensor | None = None,
         hx: torch.Tensor | None = None,
     ) -> None:
-        _check_layer(layer)
-        check_input("x", x)
-        if x.ndim != 3 or x.shape[2] != layer.input_size:
-            axes = "batch, time" if layer.batch_first else "time, batch"
-            raise ValueError(f"x has shape {tuple(x.shape)}; expected a padded batch, ({axes}, {layer.input_size})")
-        _check_like("gradient", gradient, (*x.shape[:2], layer.hidden_size), x)
-        self.layer = layer
+        self.run = RecurrentRun(layer, x, hx)
+        check_like("gradient", gradient, (*x.shape[:2], layer.hidden_size), x)
+        if last is not None:
+            check_like("last", last, self.run.first.shape, x)
         if layer.batch_first:
-            x, gradient = x.transpose(0, 1), gradient.transpose(0, 1)
-        states = (layer.num_layers, x.shape[1], layer.hidden_size)
-        for name, state in (("last", last), ("hx", hx)):
-            if state is not None:
-                _check_like(name, state, states, x)
-        with torch.enable_grad():
-            set_weights(layer)
-            #: The weights of each layer, as masks and parametrisations make them of parameters.
-            self._weights: list[list[torch.Tensor]] = [[*weights] for weights in layer.all_weights]
-        self._first = x.new_zeros(states) if hx is None else hx.detach().clone()
-        self._states = self._run(x.detach().clone())
-        self._recurrent = [_weight_block(weights[1]) for weights in self._weights]
+            gradient = gradient.transpose(0, 1)
+        self._recurrent = [weight_block(weights[1].T) for weights in self.run.weights]
         self.system = self._system(gradient.detach(), None if last is None else last.detach())
 
-    @torch.no_grad()
-    def _run(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The input, and the states of each layer at each step."""
-        operator = torch.rnn_tanh if self.layer.nonlinearity == "tanh" else torch.rnn_relu
-        states = [x]
-        for weights, first in zip(self._weights, self._first, strict=True):
-            output, _ = operator(states[-1], first[None], weights, self.layer.bias, 1, 0.0, False, False, False)
-            states.append(output)
-        return states
-
     def _system(self, gradient: torch.Tensor, last: torch.Tensor | None) -> BlockTriangular:
-        depth, time = self.layer.num_layers, len(gradient)
-        entering = [_weight_block(weights[0]) for weights in self._weights]
+        layer, node_of, time = self.run.layer, self.run.node, len(gradient)
+        depth = layer.num_layers
+        entering = [weight_block(weights[0].T) for weights in self.run.weights]
         blocks, right, inverse = dict[tuple[int, int], SparseJacobian](), list[torch.Tensor](), list[Any]()
         for step in range(time):
-            for place, states in enumerate(self._states):
-                node, h = self._node(place, step), states[step]
+            for place, states in enumerate(self.run.states):
+                node, h = node_of(place, step), states[step]
                 if place < depth:
-                    blocks[node, self._node(place + 1, step)] = entering[place]
+                    blocks[node, node_of(place + 1, step)] = entering[place]
                 if place and step + 1 < time:
-                    blocks[node, self._node(place, step + 1)] = self._recurrent[place - 1]
+                    blocks[node, node_of(place, step + 1)] = self._recurrent[place - 1]
                 c = gradient[step] if place == depth else torch.zeros_like(h)
                 if place and last is not None and step == time - 1:
                     c = c + last[place - 1]
                 right.append(c)
-                derivative = 1 - h.square() if self.layer.nonlinearity == "tanh" else (h > 0).to(h.dtype)
+                derivative = 1 - h.square() if layer.nonlinearity == "tanh" else (h > 0).to(h.dtype)
                 inverse.append(diagonal_block(derivative) if place else None)
-        groups = [[self._node(place, step) for place in range(depth, -1, -1)] for step in range(time - 1, -1, -1)]
+        groups = [[node_of(place, step) for place in range(depth, -1, -1)] for step in range(time - 1, -1, -1)]
         return BlockTriangular(blocks, right, inverse_diagonal=inverse, groups=groups, check_finite=False)
 
-    def _node(self, place: int, step: int) -> int:
-        return step * (self.layer.num_layers + 1) + place
-
     def gradients(self, solution: Solution) -> dict[str, torch.Tensor]:
-        layer, time = self.layer, len(self._states[0])
+        layer, states = self.run.layer, self.run.states
         v = [
-            torch.stack([solution.values[self._node(place, step)] for step in range(time)])
+            torch.stack([solution.values[self.run.node(place, step)] for step in range(len(states[0]))])
             for place in range(layer.num_layers + 1)
         ]
         of_weights = list[torch.Tensor]()
-        for place, first in enumerate(self._first):
+        for place, first in enumerate(self.run.first):
             of_gates = v[place + 1].flatten(0, 1)
-            before = torch.cat([first[None], self._states[place + 1][:-1]]).flatten(0, 1)
-            of_weights += [of_gates.T @ self._states[place].flatten(0, 1), of_gates.T @ before]
+            before = torch.cat([first[None], states[place + 1][:-1]]).flatten(0, 1)
+            of_weights += [of_gates.T @ states[place].flatten(0, 1), of_gates.T @ before]
             of_weights += [of_gates.sum(dim=0)] * (2 * layer.bias)
         return {
             "input": v[0].transpose(0, 1) if layer.batch_first else v[0],
@@ -192,9 +162,9 @@ class RecurrentPropagation(Propagation):
 
     def _of_parameters(self, of_weights: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The gradients of the parameters that the weights are computed from."""
-        weights = [weight for weights in self._weights for weight in weights]
+        weights = [weight for weights in self.run.weights for weight in weights]
         trained = [pair for pair in zip(weights, of_weights, strict=True) if pair[0].requires_grad]
-        parameters = {name: p for name, p in self.layer.named_parameters() if p.requires_grad}
+        parameters = {name: p for name, p in self.run.layer.named_parameters() if p.requires_grad}
         if not trained:
             return {}
         gradients = torch.autograd.grad(
@@ -205,40 +175,6 @@ class RecurrentPropagation(Propagation):
             allow_unused=True,
         )
         return {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
-
-
-def _check_layer(layer: object) -> None:
-    if not isinstance(layer, nn.RNN):
-        raise TypeError(f"layer is {a_type(layer)}; expected a torch.nn.RNN, whose step is one matrix and f")
-    if layer.bidirectional or (layer.dropout and layer.training):
-        raise ValueError("layer is bidirectional or drops out; expected one direction, and no active dropout")
-    before = (hook for hook in layer._forward_pre_hooks.values() if not sets_weights(hook))
-    hooks = (layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks, list(before))
-    if any(hooks) or type(layer).forward not in (nn.RNN.forward, RNN.forward):
-        raise TypeError("layer has hooks or a forward pass of its own, which its system would not know of; remove them")
-
-
-def _check_like(name: str, tensor: object, shape: Sequence[int], like: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is {a_type(tensor)}; expected a torch.Tensor of shape {tuple(shape)}")
-    if (tensor.shape, tensor.dtype, tensor.device) != (torch.Size(shape), like.dtype, like.device):
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected {like.dtype} {tuple(shape)} "
-            f"on {like.device}"
-        )
-
-
-def _weight_block(weight: torch.Tensor) -> SparseJacobian:
-    """``Wᵀ``, sparse where most of it is pruned."""
-    transposed = weight.detach().T
-    mask = transposed != 0
-    if float(mask.sum()) < DENSE * mask.numel():
-        rows, columns = torch.nonzero(mask, as_tuple=True)
-        indptr = torch.cat([torch.zeros(1, dtype=torch.int64, device=mask.device), mask.sum(dim=1).cumsum(0)])
-        pattern = Pattern((mask.shape[0], mask.shape[1]), indptr.cpu().numpy(), columns.cpu().numpy())
-        return SparseJacobian(pattern, transposed[rows, columns].unsqueeze(1))
-    values = transposed.clone(memory_format=torch.contiguous_format).reshape(-1, 1)
-    return SparseJacobian(Pattern.of(Full(*transposed.shape)), values)
 
 
 def propagation(

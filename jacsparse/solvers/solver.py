@@ -229,13 +229,29 @@ def swept(system: BlockTriangular, values: Vector, work: Work) -> Vector:
         return system.inverse.apply(totals, work)
 
 
+def scaled_iteration(system: BlockTriangular, values: Vector, work: Work) -> Vector:
+    """``N u`` with ``N = D⁻¹ A``; parts that are zero are left out."""
+    with work.level():
+        product = system.off_diagonal.apply(values, work)
+    with work.level():
+        return system.inverse.apply(product, work)
+
+
 def relative_residual(after: Vector, before: Vector) -> float:
-    """The largest change of a block row of a sample, as a fraction of its largest element; NaN counts as infinite."""
-    largest = 0.0
+    """The largest of `relative_residuals`."""
+    residuals = relative_residuals(after, before)
+    return float(residuals.max()) if residuals.numel() else 0.0
+
+
+def relative_residuals(after: Vector, before: Vector) -> torch.Tensor:
+    """Of each sample, the largest change of a block row as a fraction of its largest element; NaN counts as infinite.
+
+    Rows below the smallest normal number count as that: their own digits are few.
+    """
+    largest = next(iter(after.values())).new_zeros(next(iter(after.values())).shape[1])
     for node, part in after.items():
         if part.numel():
             change, size = (part - before[node]).abs().amax(dim=0), part.abs().amax(dim=0)
-            # Where nothing changed, a row of zeros is right.
-            ratio = torch.where(change == 0, 0.0, change / size)
-            largest = max(largest, float(ratio.nan_to_num(nan=math.inf).max()))
+            ratio = change / size.clamp(min=torch.finfo(size.dtype).tiny)
+            largest = torch.maximum(largest, ratio.nan_to_num(nan=math.inf))
     return largest

@@ -50,6 +50,7 @@ from benchmarks.sparse_jacobian import Case, SparseJacobian
 from benchmarks.sparse_networks import PrunedNetwork, SparseInference, SparseTraining
 from benchmarks.spgemm import Spgemm
 from benchmarks.stiff_equations import StiffEquations
+from benchmarks.triangular_costs import TriangularCosts
 from benchmarks.triangular_solvers import TriangularSolvers
 from benchmarks.whole_jacobian import Network, WholeJacobian
 from jacsparse import solvers
@@ -82,7 +83,8 @@ SMALL: list[Experiment] = [
     SparseInference(networks=(SMALL_PRUNED,), compiled=False),
     DiscretisedEquations(cases=(SizedEquation("power_flow", 5, at_most=1.5),), compiled=False),
     StiffEquations(sizes=(3, 4), most=3, end=0.05),
-    TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2),
+    TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2, recurrent=((1, 3, 2), (2, 4, 3))),
+    TriangularCosts(units=(2, 3), depths=(3, 5), samples=(1, 2, 3)),
     Leapfrog(depths=(1, 5), widths=(2, 3), batch=2, most=2),
     DdgConvergence(
         side=8, batch=479, epochs=2, deep_epochs=1, splits=("pool",), modules=(3,), deep=("resnet8",), most=2
@@ -360,8 +362,21 @@ def test_functions_take_turns() -> None:
 
 def test_what_does_not_settle_has_no_figure(context: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(triangular_solvers._METHODS, "jacobi", solvers.Jacobi(limit=1))
-    experiment = TriangularSolvers(depths=(5,), widths=(3,), batch=2, pruned=0.0)
+    experiment = TriangularSolvers(depths=(5,), widths=(3,), batch=2, pruned=0.0, recurrent=())
     rows = experiment.run(context)
     (row, *_) = [row for row in rows if row.label == "jacobi"]
     assert row.median is None and row.data["multiply_adds_until_done"] is None and row.data["steps"] == 2
     experiment.figure(rows, tmp_path / "figure.png")
+
+
+def test_counts_beside_the_paper_s_equations(context: Context) -> None:
+    """For one sample they are near each other; for as many as units, products count for each."""
+    rows = TriangularCosts(units=(16,), depths=(15,), samples=(1, 16)).run(context)
+    ratios = {
+        (row.data["what"].partition(",")[0], row.label.rpartition(" ")[2]): row.comparisons[0].ratio for row in rows
+    }
+    for equation, one, many in (("43", 1.06, 9.0), ("44", 0.73, 2.1), ("45", 0.64, 8.3), ("42", 1, 1), ("46", 1, 1)):
+        assert ratios[f"equation {equation}", "1"] == pytest.approx(one, rel=0.02)
+        assert ratios[f"equation {equation}", "16"] == pytest.approx(many, rel=0.02)
+    memory = [row.median for row in TriangularCosts(units=(8,), depths=(15,), samples=(1, 16)).run(context)]
+    assert 896 in memory and 14_336 in memory

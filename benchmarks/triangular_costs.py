@@ -1,0 +1,169 @@
+"""The paper's equations for work, time and memory of triangular solvers, beside what the solvers count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jacsparse.patterns import Diagonal, Pattern
+
+from jacsparse import SparseJacobian, solvers
+
+from ._context import Context
+from ._experiment import Comparison, Experiment, Row
+
+__all__ = ["TriangularCosts"]
+
+#: The iterations of Jacobi's method that equations 46 and 47 are compared for: both are proportional to them.
+_ITERATIONS = 4
+_WHAT = {
+    42: "equation 42, work of substitution",
+    43: "equation 43, work of one level of reduction",
+    44: "equation 44, time of one level of reduction on l workers",
+    45: "equation 45, time of full reduction on l workers",
+    46: "equation 46, work of Jacobi's iterations",
+    47: "equation 47, time of Jacobi's iterations on l workers",
+}
+_MEMORY = "section 4.1, entries that full reduction stores beside the system's"
+_TIME = "time of substitution on one worker / of full reduction on l"
+_SHARED = "time of substitution on l workers / of full reduction on l"
+
+
+@dataclass(frozen=True)
+class TriangularCosts(Experiment):
+    """Multiply-adds and entries of fully connected layers of equal width, counted without numbers."""
+
+    units: tuple[int, ...] = (8, 16, 64)
+    depths: tuple[int, ...] = (15, 63)
+    samples: tuple[int, ...] = (1, 4, 8, 16, 64, 256)
+
+    name = "triangular_costs"
+    title = "Work, time and memory of triangular solvers, by the paper and as counted"
+    source = "Naumov, equations 42 to 47 and the memory and criterion of section 4.1"
+
+    def run(self, context: Context) -> list[Row]:
+        rows = []
+        for depth in self.depths:
+            for units in self.units:
+                curves: dict[str, list[_Point]] = {}
+                for samples in self.samples:
+                    context.say(f"{depth} layers of {units} units, {samples} samples")
+                    for point in _points(depth, units, samples):
+                        curves.setdefault(point.what, []).append(point)
+                for curve in curves.values():
+                    rows += _rows(curve, depth, units)
+        return rows
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
+
+        figure, (left, right) = new_figure(11.5, 4.6, columns=2)
+        curves = {(row.data["what"], row.data["l"], row.data["n"]): row.data for row in rows}
+        places = sorted({(layers, n) for _, layers, n in curves})
+        depth, units = places[min(1, len(places) - 1)]
+        lines = (
+            ("42, 46, 47: work and time of passes", (_WHAT[42], _WHAT[46], _WHAT[47]), "#888888"),
+            ("43: work, one level of reduction", (_WHAT[43],), SKY),
+            ("44: time, one level of reduction", (_WHAT[44],), GREEN),
+            ("45: time, full reduction", (_WHAT[45],), BLUE),
+            ("4.1: memory, full reduction", (_MEMORY,), ORANGE),
+        )
+        for label, names, colour in lines:
+            for number, curve in enumerate(curves[name, depth, units] for name in names):
+                ratios = [c / p for c, p in zip(curve["counted"], curve["paper"], strict=True)]
+                left.plot(curve["r"], ratios, "o-", color=colour, markersize=4, label=None if number else label)
+        left.set(xlabel="samples r of the mini-batch", ylabel="counted / by the paper")
+        left.set_title(f"l = {depth} layers of n = {units} units; 1: as the paper has it", fontsize=9)
+        for (layers, n), colour in zip(
+            places, (SKY, BLUE, PURPLE, GREEN, ORANGE, "#888888") * len(places), strict=False
+        ):
+            curve = curves[_TIME, layers, n]
+            over = [r / n for r in curve["r"]]
+            right.plot(over, curve["paper"], "--", color=colour, linewidth=1)
+            right.plot(over, curve["counted"], "o-", color=colour, markersize=4, label=f"l = {layers}, n = {n}")
+        right.plot([], [], "--", color="black", linewidth=1, label="by equations 42 and 45")
+        right.axvline(1, color="red", linewidth=1.2)
+        label = {"textcoords": "offset points", "fontsize": 8, "color": "red"}
+        right.annotate(
+            "by the paper it pays from here on", (1, 0.02), xycoords=("data", "axes fraction"), xytext=(4, 0), **label
+        )
+        right.axhline(1, color="black", linewidth=0.8)
+        right.set(xlabel="samples r / units n", ylabel="times as fast as substitution on one worker")
+        right.set_title("full reduction on l workers: dashed by the paper, dots counted", fontsize=9)
+        for axes in (left, right):
+            axes.set(xscale="log", yscale="log")
+            axes.grid(alpha=0.25)
+            axes.legend(fontsize=7.5, frameon=False)
+        figure.suptitle(
+            "Each sample has reduced blocks of its own: products count r times, where the paper counts one for all.\n"
+            "As counted, reduction over substitution is the same for any r: of the paper's criteria, r ≥ n or "
+            "l / log2 l ≥ n, the second is left",
+            fontsize=10,
+        )
+        save_figure(figure, path)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """One quantity for some number of samples."""
+
+    what: str
+    samples: int
+    paper: float
+    counted: float
+
+
+def _points(depth: int, units: int, samples: int) -> list[_Point]:
+    system = _system(depth, units, samples)
+    passes = solvers.Jacobi(limit=_ITERATIONS).solve(system).work
+    rows = {each.equation: each for each in solvers.estimates(system, {solvers.Jacobi.name: passes})}
+    meta = system.on_meta()
+    reduced, direct = (method.solve(meta).work for method in (solvers.CyclicReduction(), solvers.Substitution()))
+    full = rows[45]
+    return [
+        *(_Point(_WHAT[number], samples, row.paper, row.counted) for number, row in sorted(rows.items())),
+        _Point(_MEMORY, samples, system.off_diagonal.entries, reduced.entries),
+        _Point(_TIME, samples, rows[42].paper / full.paper, rows[42].counted / full.counted),
+        _Point(_SHARED, samples, rows[42].paper / full.paper, direct.time(depth) / full.counted),
+    ]
+
+
+def _system(depth: int, units: int, samples: int) -> solvers.BlockBidiagonal:
+    """Back-propagation through equal layers, each with a diagonal of its own for each sample."""
+    right = [torch.zeros(samples, units)] * depth + [torch.ones(samples, units)]
+    diagonal = SparseJacobian(Pattern.of(Diagonal(units)), torch.full((units, samples), 0.5 / units))
+    return solvers.BlockBidiagonal(
+        [torch.ones(units, units)] * depth, right, inverse_diagonal=[None, *[diagonal] * depth]
+    )
+
+
+def _rows(curve: Sequence[_Point], depth: int, units: int) -> list[Row]:
+    """Rows for one sample and for as many as units, of which the first has the curve."""
+    data: dict[str, Any] = {"what": curve[0].what, "l": depth, "n": units}
+    data |= {name: [getattr(point, name) for point in curve] for name in ("paper", "counted")}
+    data["r"] = [point.samples for point in curve]
+    return [
+        _row(point, depth, units, data)
+        for point in curve
+        if point.samples in (1, units) or (units not in data["r"] and point is curve[-1])
+    ]
+
+
+def _row(point: _Point, depth: int, units: int, data: dict[str, Any]) -> Row:
+    group, label = f"l = {depth} layers of n = {units} units", f"{point.what}, r = {point.samples}"
+    comparisons = (Comparison("counted / paper", point.counted / point.paper),)
+    if point.what in (_TIME, _SHARED):
+        note = ""
+        if point.samples >= units:
+            note = "r ≥ n: reduction pays by the paper, and as counted it " + (
+                "does" if point.counted > 1 else "does not"
+            )
+        return Row.of_value(label, point.counted, "ratio", group=group, comparisons=comparisons, note=note, data=data)
+    unit, quantity = ("entries", "memory") if point.what == _MEMORY else ("", "multiply-adds")
+    note = f"by the paper {'at most ' if point.what == _MEMORY else ''}{point.paper:,.0f}"
+    return Row.of_value(
+        label, point.counted, quantity, unit, group=group, comparisons=comparisons, note=note, data=data
+    )
