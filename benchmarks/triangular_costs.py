@@ -86,9 +86,14 @@ class TriangularCosts(Experiment):
             right.plot(over, curve["counted"], "o-", color=colour, markersize=4, label=f"l = {layers}, n = {n}")
         right.plot([], [], "--", color="black", linewidth=1, label="by equations 42 and 45")
         right.axvline(1, color="red", linewidth=1.2)
-        label = {"textcoords": "offset points", "fontsize": 8, "color": "red"}
         right.annotate(
-            "by the paper it pays from here on", (1, 0.02), xycoords=("data", "axes fraction"), xytext=(4, 0), **label
+            "by the paper it pays from here on",
+            (1, 0.02),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            fontsize=8,
+            color="red",
         )
         right.axhline(1, color="black", linewidth=0.8)
         right.set(xlabel="samples r / units n", ylabel="times as fast as substitution on one worker")
