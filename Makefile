@@ -18,7 +18,7 @@ AVX2 := $(SSE42),+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe
 NUMERIC := tests/patterns tests/spgemm tests/stages/test_order.py tests/jacobians/test_jacobian.py \
 	tests/jacobians/test_passes.py tests/recurrence/test_linear_recurrence.py tests/sparse
 
-.PHONY: setup demo test test-full test-portable test-torch test-gpu lint bench clean
+.PHONY: setup demo test test-full test-portable test-torch test-gpu lint docs bench clean
 
 setup: $(STAMP)
 
@@ -68,6 +68,16 @@ lint: $(STAMP)
 	cp -R benchmarks examples tests build/types
 	cd build/types && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p jacsparse -p benchmarks -p examples
 	cd build/types && $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml
+
+# On a copy, for pages are generated beside those that are written.
+docs: $(VENV)/.documenting
+	rm -rf build/docs && mkdir -p build && cp -R docs build/docs
+	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet -b html build/docs out/docs
+	@echo out/docs/index.html
+
+$(VENV)/.documenting: $(STAMP)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,docs]'
+	touch $@
 
 bench: $(STAMP)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,bench]'
