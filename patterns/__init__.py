@@ -14,7 +14,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
 )
 from .coloring import row_colors
 from .convolution import Convolution, Sliding
-from .drawing import picture
+from .drawing import pattern_figure, picture
 from .engine import gradient_of, requiring_gradient
 from .layout import WHOLE, Layout, MixedSamplesError
 from .pattern import Pattern
@@ -63,6 +63,7 @@ __all__ = [
     "gathered",
     "gradient_of",
     "is_pointwise",
+    "pattern_figure",
     "picture",
     "register_rule",
     "requiring_gradient",
