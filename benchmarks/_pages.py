@@ -1,7 +1,7 @@
 """What the pages show of the results: the papers item by item, and tables of figures beside their peers'.
 
-Figures come from ``benchmarks/results/``, what the papers print from ``tests/reference/``; which of them are shown is in
-``measured.toml`` and in ``tests/reference/items.toml``.
+Figures come from ``benchmarks/results/``, and what the papers print from ``tests/reference/``. Which are shown is
+in ``measured.toml`` and in ``tests/reference/items.toml``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+import typer
+
+from jacsparse.cli import app
 
 from ._experiment import Row
 from ._registry import EXPERIMENTS
@@ -53,12 +57,13 @@ class Item:
     missing: str = ""
 
     def status(self, results: Mapping[str, Mapping[str, Result]]) -> str:
-        """What has become of the item, in two words; "reproduced" only where a result has its figures."""
+        """What has become of the item, in a few words: "reproduced" only where a result has its figures."""
         if self.missing:
             return "not reproduced"
         if self.experiment:
             measured = any(self.ours(machine) for machine in results.values())
-            return "reproduced" if measured else "not measured"
+            done = "reproduced, with differences" if self.differs else "reproduced"
+            return done if measured else "not measured"
         return "implemented, tested"
 
     def ours(self, results: Mapping[str, Result]) -> list[str]:
@@ -113,12 +118,10 @@ def table(name: str) -> list[str]:
     """A table of `measured.toml`, in Markdown: each machine's figure beside its peers', and the ratio."""
     rows = tomllib.loads((ROOT / "benchmarks" / "measured.toml").read_text(encoding="utf-8"))["row"]
     results = machines()
-    lines = [_line(("", *(_machine_name(machine) for machine in results.values())))]
-    lines.append(_line(["---"] * (1 + len(results))))
-    for row in rows:
-        if row["table"] == name:
-            lines.append(_line((row["what"], *(_cell(row, machine) for machine in results.values()))))
-    return lines
+    head = _line(("", *(_machine_name(machine) for machine in results.values())))
+    shown = [row for row in rows if row["table"] == name]
+    cells = ((row["what"], *(_cell(row, machine) for machine in results.values())) for row in shown)
+    return [head, _line(["---"] * (1 + len(results))), *map(_line, cells)]
 
 
 def _cell(row: Mapping[str, Any], results: Mapping[str, Result]) -> str:
@@ -192,17 +195,33 @@ def write_pages(folder: Path) -> None:
     generated.mkdir(exist_ok=True)
     for name in ("reached", "jacobians", "recurrences", "scans"):
         (generated / f"{name}.md").write_text("\n".join(table(name)) + "\n", encoding="utf-8")
+    (generated / "commands.md").write_text(_commands(), encoding="utf-8")
     results, everything = machines(), items()
     head = (folder / "papers.md").read_text(encoding="utf-8")
     lines = [head, _line(("item", "what", "status")), _line(["---"] * 3)]
-    for item in everything:
-        lines.append(_line((f"{item.paper}, {item.item}", item.what, item.status(results))))
+    lines += [_line((f"{item.paper}, {item.item}", item.what, item.status(results))) for item in everything]
     for paper, title in _PAPERS.items():
         lines += ["", f"## {title}"]
         for item in everything:
             if item.paper == paper:
                 lines += _item_lines(item, results, generated)
     (folder / "papers.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _commands() -> str:
+    """The arguments and options of every command, in Markdown."""
+    group: Any = typer.main.get_command(app)
+    lines = []
+    for name, command in sorted(group.commands.items()):
+        lines += [f"## jacsparse {name}", "", f"{command.help}", ""]
+        for parameter in command.params:
+            words = " / ".join([*parameter.opts, *parameter.secondary_opts])
+            named = words if parameter.param_type_name == "option" else parameter.metavar or words.upper()
+            default = parameter.default
+            shown = f" By default {default}." if isinstance(default, str | int | float) and default is not False else ""
+            lines.append(f"- `{named}`: {parameter.help or ''}{shown}")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def readme_with_figures(text: str) -> str:

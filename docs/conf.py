@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import jacsparse
+from benchmarks._pages import write_pages
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+write_pages(Path(__file__).parent)
 
 project = "jacsparse"
 author = copyright = "The jacsparse project"
@@ -23,9 +26,10 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
     "sphinx.ext.mathjax",
+    "sphinx_design",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["scripts"]
+exclude_patterns = ["scripts", "generated"]
 templates_path = ["_templates"]
 # Names between single backticks, as docstrings write them.
 default_role = "py:obj"
@@ -88,7 +92,6 @@ sphinx_gallery_conf = {
     "capture_repr": ("__repr__",),
     "show_memory": False,
 }
-
 
 
 def _escape_stars(app: object, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:

@@ -22,16 +22,17 @@ pattern.plot("convolution.png", title="3 × 3 convolution")
 print(jacsparse.jacobian_pattern(nn.Conv2d(1, 1, 3, padding=1), (1, 8, 8)))
 
 # %%
-# A plan of a product: max-pooling after the convolution. Its pattern, its method and its FLOP are known before there is
-# a number.
+# A plan of a product: max-pooling after the convolution. Its pattern, its method and its FLOP are known before there
+# is a number.
 pooling = jacsparse.jacobian_pattern(nn.MaxPool2d(2), (8, 8, 8))
 plan = jacsparse.plan_product(pooling, pattern)
 plan.plot("plan.png")
 print(plan)
 
+
 # %%
-# A chain: the stages of a network from its input to its output. The outline has all positions of a stage's Jacobian, the
-# bar those that are no guaranteed zeros. A residual block, which is no chain within, is one stage.
+# A chain: the stages of a network from its input to its output. The outline has all positions of a stage's Jacobian,
+# the bar those that are no guaranteed zeros. A residual block, which is no chain within, is one stage.
 class Residual(nn.Module):
     """Adds a convolution's output to its input."""
 

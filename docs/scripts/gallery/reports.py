@@ -7,10 +7,10 @@ Both are explained, column by column, in :doc:`/how-to/read-a-flop-report`.
 """
 
 import torch
+from jacsparse.models import build, prune_weights
 from torch import nn
 
 import jacsparse
-from jacsparse.models import build, prune_weights
 
 # %%
 # The thesis' Figure 5.5 for a pruned LeNet-5: each point is a step of the scan, or one of back-propagation's gradient
@@ -23,8 +23,8 @@ report.plot("flop.png")
 print(report.summary())
 
 # %%
-# Time and memory of an iteration over the number of workers, for each way of training in parallel: here of sixteen equal
-# layers, at a rate of 10⁹ FLOP a second and without latency.
+# Time and memory of an iteration over the number of workers, for each way of training in parallel: here of sixteen
+# equal layers, at a rate of 10⁹ FLOP a second and without latency.
 layers = nn.Sequential(*[part for _ in range(16) for part in (nn.Linear(8, 8), nn.Tanh())])
 simulation = jacsparse.simulation.simulate(layers, torch.randn(16, 8), rate=1e9, latency=0.0)
 simulation.plot("simulation.png")

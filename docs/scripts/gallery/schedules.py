@@ -13,8 +13,8 @@ from jacsparse import schedule
 schedule.linear(8).plot("linear.png")
 
 # %%
-# The modified Blelloch scan (Algorithm 1 of the thesis) goes up, multiplying neighbours, and down, where gradients meet
-# these products. All bars of a line can run at the same time. Blue bars, products of two matrices, are the price.
+# The modified Blelloch scan (Algorithm 1 of the thesis) goes up, multiplying neighbours, and down, where gradients
+# meet these products. All bars of a line can run at the same time. Blue bars, products of two matrices, are the price.
 schedule.blelloch(8).plot("blelloch.png")
 
 # %%

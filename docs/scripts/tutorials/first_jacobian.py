@@ -24,13 +24,14 @@ J = jacsparse.jacobian(convolution, images)
 J
 
 # %%
-# 2048 × 768 positions, of which 3.2 % are stored. The pattern, that is where they are, follows from the shapes alone. The
-# pattern of the whole layer can be had without a number:
+# 2048 × 768 positions, of which 3.2 % are stored. The pattern, that is where they are, follows from the shapes alone.
+# The pattern of the whole layer can be had without a number:
 jacsparse.jacobian_pattern(convolution, (3, 16, 16)).plot("convolution.png", title="convolution")
 
 # %%
-# A module works on samples along its first axis, and so does its Jacobian. ``vjp`` multiplies by the transposed matrix,
-# as back-propagation does, and ``jvp`` by the matrix itself. Vectors have the shape of the output or of the input:
+# A module works on samples along its first axis, and so does its Jacobian. ``vjp`` multiplies by the transposed
+# matrix, as back-propagation does, and ``jvp`` by the matrix itself. Vectors have the shape of the output or of the
+# input:
 gradient = torch.randn(4, 8, 16, 16)
 ours = J.vjp(gradient)
 x = images.clone().requires_grad_()
@@ -47,8 +48,8 @@ print(jacsparse.verify(model, images[:1]))
 # %%
 # Of a function: Newton's method
 # ------------------------------
-# A function works on its arguments as they are, as in ``torch.func``. Here is a chain of a thousand points, each pulled by
-# its neighbours and by a cubic spring; at rest, all forces are zero.
+# A function works on its arguments as they are, as in ``torch.func``. Here is a chain of a thousand points, each
+# pulled by its neighbours and by a cubic spring; at rest, all forces are zero.
 
 
 def forces(u, load):
@@ -62,9 +63,9 @@ u = torch.ones(1000, dtype=torch.float64)
 jacsparse.jacobian(forces, u, 0.1)
 
 # %%
-# Each row has at most three entries. Newton's method needs this Jacobian at every step: ``prepare_jacobian`` decides once
-# all that shapes decide, and each call only moves numbers. ``value=True`` returns the function's value of the same run.
-# ``solve`` factors the sparse matrix.
+# Each row has at most three entries. Newton's method needs this Jacobian at every step: ``prepare_jacobian`` decides
+# once all that shapes decide, and each call only moves numbers. ``value=True`` returns the function's value of the
+# same run. ``solve`` factors the sparse matrix.
 prepared = jacsparse.prepare_jacobian(forces, u, 0.1, value=True)
 for step in range(12):
     J, f = prepared(u, 0.1)
@@ -74,16 +75,18 @@ for step in range(12):
     u = u - J.solve(f)
 
 # %%
-# The number of right digits doubles in each of the last steps, as Newton's method promises where the Jacobian is exact.
+# The number of right digits doubles in each of the last steps, as Newton's method promises where the Jacobian is
+# exact.
 #
-# A prepared Jacobian holds the function as it was when it was prepared; ``check`` compares it with the function itself.
+# A prepared Jacobian holds the function as it was when it was prepared; ``check`` compares it with the function
+# itself.
 print(prepared.check(u, 0.1) < 1e-12)
 
 # %%
 # Least squares: Gauss and Newton's method
 # ----------------------------------------
-# A curve of 200 values is to be smooth and near to noisy measurements. The residuals are differences to the measurements
-# and, with a weight, second differences; a robust loss makes the problem nonlinear.
+# A curve of 200 values is to be smooth and near to noisy measurements. The residuals are differences to the
+# measurements and, with a weight, second differences; a robust loss makes the problem nonlinear.
 t = torch.linspace(0, 6.28, 200, dtype=torch.float64)
 measured = t.sin() + 0.2 * torch.randn(200, dtype=torch.float64)
 

@@ -50,8 +50,8 @@ print(f"dense: {accuracy(model):.3f}")
 # %%
 # Prune
 # -----
-# ``torch.nn.utils.prune`` puts a mask beside each weight. jacsparse knows these masks, and takes what they prune as zero
-# for certain.
+# ``torch.nn.utils.prune`` puts a mask beside each weight. jacsparse knows these masks, and takes what they prune as
+# zero for certain.
 layers = [(part, "weight") for part in model if isinstance(part, nn.Conv2d | nn.Linear)]
 prune.global_unstructured(layers, prune.L1Unstructured, amount=0.9)
 print(f"pruned, not retrained: {accuracy(model):.3f}")
@@ -59,14 +59,14 @@ print(f"pruned, not retrained: {accuracy(model):.3f}")
 # %%
 # Count
 # -----
-# How many floating-point operations does a training step take, for one sample? ``count_flop`` says it for dense kernels,
-# as PyTorch runs them, and without the pruned weights.
+# How many floating-point operations does a training step take, for one sample? ``count_flop`` says it for dense
+# kernels, as PyTorch runs them, and without the pruned weights.
 report = jacsparse.count_flop(model, (1, 8, 8), schedule="linear")
 print(report.summary())
 
 # %%
-# Which layers? Each record has a layer's name, the share of its weights that are zero, and the FLOP of a step, dense and
-# without pruned weights.
+# Which layers? Each record has a layer's name, the share of its weights that are zero, and the FLOP of a step, dense
+# and without pruned weights.
 for layer in report.layers:
     print(layer["layer"], f"{layer['sparsity']:.2f}", f"{layer['dense_step']:,.0f}", f"{layer['pruned_step']:,.0f}")
 
@@ -94,8 +94,8 @@ print(f"the masked model with these weights: {accuracy(model):.3f}")
 # %%
 # Serve
 # -----
-# ``densify(..., masks=False)`` gives plain layers with zeros, whose weights any PyTorch program can load. For requests of
-# one image, sparsify again with a batch of that size: what pays depends on it.
+# ``densify(..., masks=False)`` gives plain layers with zeros, whose weights any PyTorch program can load. For requests
+# of one image, sparsify again with a batch of that size: what pays depends on it.
 plain = jacsparse.densify(sparse, masks=False).eval()
 served = jacsparse.sparsify(plain, images[:1], training=False)
 with torch.inference_mode():
@@ -120,5 +120,5 @@ def seconds(network):
 print(f"dense {1e6 * seconds(plain):.0f} µs, as sparsify chose {1e6 * seconds(served):.0f} µs")
 
 # %%
-# A network as small as this one is bound by calls, not by FLOP; layers of hundreds of channels are where zeros pay. What
-# holds when is on :doc:`/which-one`.
+# A network as small as this one is bound by calls, not by FLOP; layers of hundreds of channels are where zeros pay.
+# What holds when is on :doc:`/which-one`.

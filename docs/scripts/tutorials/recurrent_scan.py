@@ -9,11 +9,11 @@ The task is the thesis': to tell from a stream of bits how often it is one.
 import time
 
 import torch
+from jacsparse.models import bitstreams
 from torch import nn
 from torch.nn import functional
 
 import jacsparse
-from jacsparse.models import bitstreams
 
 torch.manual_seed(0)
 data = bitstreams(100, train=640, test=160)
@@ -54,9 +54,9 @@ for report in ours.gru.reports:
 # %%
 # By scan
 # -------
-# States are gone through step after step: each needs the one before it. Their gradients are a *linear* recurrence, which
-# any associative order solves: by chunks side by side, or by the modified Blelloch scan of the thesis. ``schedule=`` asks
-# for one of them.
+# States are gone through step after step: each needs the one before it. Their gradients are a *linear* recurrence,
+# which any associative order solves: by chunks side by side, or by the modified Blelloch scan of the thesis.
+# ``schedule=`` asks for one of them.
 streams_alone = streams[:, :4]
 for schedule in ("auto", "chunked:50", "blelloch:2"):
     model = Classifier(jacsparse.nn.GRU(1, 20, schedule=schedule))
@@ -71,8 +71,8 @@ for schedule in ("auto", "chunked:50", "blelloch:2"):
     print(f"{schedule}: {model.gru.reports[1].methods}, norm of a gradient {norm:.6f}, {1e3 * took:.1f} ms")
 
 # %%
-# All give the same gradient. The times are of one pass, on the machine that built this page. On few cores a batch of any size keeps
-# them busy, and ``auto`` goes step after step. A scan pays where many workers would wait: on a GPU, or
+# All give the same gradient. The times are of one pass, on the machine that built this page. On few cores a batch of
+# any size keeps them busy, and ``auto`` goes step after step. A scan pays where many workers would wait: on a GPU, or
 # across processes. Which schedule is for what is on :doc:`/how-to/choose-a-schedule`, and measured break-evens are on
 # :doc:`/which-one`.
 #
