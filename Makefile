@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 STAMP := $(VENV)/.installed
+# The package as it is laid out when it is installed, of links: type checkers follow no import hook of an editable one.
+LINKS := build/links/jacsparse
 # Those that run on a GPU: first the numbers, then under Compute Sanitizer.
 GPU_TESTS := $(patsubst %,tests/cuda/test_%.py,products values recurrent linear_recurrence device compute_sanitizer)
 
@@ -25,6 +27,10 @@ setup: $(STAMP)
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	rm -rf $(LINKS) && mkdir -p $(LINKS)
+	ln -s $(abspath $(filter-out %/__pycache__,$(wildcard jacsparse/*)) patterns spgemm models) $(LINKS)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' | \
+		xargs -I @ sh -c 'echo $(abspath $(dir $(LINKS))) > @/jacsparse-links.pth'
 	touch $@
 
 demo: $(STAMP)
