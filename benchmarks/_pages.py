@@ -152,14 +152,13 @@ def _line(texts: Iterable[str]) -> str:
 def _item_lines(item: Item, results: Mapping[str, Mapping[str, Result]], pictures: Path) -> Iterator[str]:
     yield from ("", f"### {item.item}", "", f"{item.what}: **{item.status(results)}**.", "")
     yield f"- Published: {item.published or _reference(item.reference)}."
-    for folder, machine in results.items():
+    for machine in results.values():
         figures = item.ours(machine)
         if figures:
             result = machine[item.experiment]
             version = str(result.environment["versions"]["jacsparse"]).partition(",")[0]
             yield f"- {_machine_name({item.experiment: result})}, jacsparse {version}:"
             yield from (f"    - {figure}" for figure in figures)
-            _copy_picture(item.experiment, folder, pictures)
     if item.experiment:
         yield f"- Command: `python -m benchmarks run {item.experiment}`"
     if item.tests:
@@ -169,24 +168,19 @@ def _item_lines(item: Item, results: Mapping[str, Mapping[str, Result]], picture
     if item.missing:
         yield f"- Why not: {item.missing}."
     for folder in results:
-        name = f"{item.experiment}-{folder}.png"
-        if (pictures / name).exists():
-            yield from ("", f"![{EXPERIMENTS[item.experiment].title}, {folder}](generated/{name})")
-            break
-
-
-def _copy_picture(experiment: str, machine: str, pictures: Path) -> None:
-    source = _RESULTS / machine / f"{experiment}.cpu.png"
-    if source.exists():
-        shutil.copy(source, pictures / f"{experiment}-{machine}.png")
+        # Only the first item of an experiment shows its picture.
+        source, target = _RESULTS / folder / f"{item.experiment}.cpu.png", pictures / f"{item.experiment}.png"
+        if source.exists() and not target.exists():
+            shutil.copy(source, target)
+            yield from ("", f"![{EXPERIMENTS[item.experiment].title}, {folder}](generated/{target.name})")
 
 
 def _reference(name: str) -> str:
     """A table of what a paper prints, in words."""
     lines = (_REFERENCE / name).read_text(encoding="utf-8").splitlines()
     rows = csv.reader(line for line in lines if not line.startswith("#"))
-    _, *values = rows
-    return "; ".join(f"{row[0].replace('_', ' ')} {row[1]}" for row in values)
+    names, *values = rows
+    return "; ".join(f"{row[0].replace('_', ' ')} {row[1]}" for row in values) + f" ({names[1]})"
 
 
 def write_pages(folder: Path) -> None:

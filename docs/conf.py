@@ -25,7 +25,6 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
-    "sphinx.ext.mathjax",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
 ]
@@ -34,7 +33,7 @@ templates_path = ["_templates"]
 # Names between single backticks, as docstrings write them.
 default_role = "py:obj"
 
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
 autosummary_generate = True
@@ -49,6 +48,8 @@ html_title = "jacsparse"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 html_show_sourcelink = False
+# These pages stand alone.
+html_sidebars = {page: [] for page in ("index", "papers", "which-one", "stability")}
 html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": False,
@@ -86,6 +87,8 @@ sphinx_gallery_conf = {
     "image_scrapers": ("script_pictures.move_pictures",),
     "reset_modules": (),
     "download_all_examples": False,
+    "write_computation_times": False,
+    "within_subsection_order": "FileNameSortKey",
     "remove_config_comments": True,
     "min_reported_time": 1e9,
     "abort_on_example_error": True,

@@ -9,7 +9,7 @@ from typing import Any
 
 from .figures import BLUE, ORANGE, new_figure, save_figure
 
-_LOOKS = {
+_LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
     "mm": ("matrix × matrix", {"facecolor": BLUE, "edgecolor": "black"}),
     "mv": ("matrix × vector", {"facecolor": ORANGE, "edgecolor": "black", "hatch": "////"}),
     "dead": ("dead: no gradient depends on it", {"facecolor": "none", "edgecolor": "gray", "linestyle": "--"}),

@@ -195,6 +195,7 @@ USER = """
 """
 
 
+@pytest.mark.full  # mypy reads all of PyTorch: twenty seconds each
 @pytest.mark.parametrize("way", ["wheel", "links"])
 def test_types(way: str, distributions: Path, tmp_path: Path) -> None:
     """Strict mypy finds the package's types, and the script's one error."""

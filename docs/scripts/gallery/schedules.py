@@ -2,7 +2,7 @@
 Schedules: which products, in which order
 =========================================
 
-Back-propagation through :math:`n` stages computes ``∇x_{i-1} = J_iᵀ ∇x_i``, one product after the other. A schedule is
+Back-propagation through several stages computes ``∇x_{i-1} = J_iᵀ ∇x_i``, one product after the other. A schedule is
 an order of these products in which some of them can run at the same time.
 """
 
