@@ -105,6 +105,11 @@ def test_commands_exist(line: str) -> None:
         assert program in ("pip", "git", ".", "cd"), line
 
 
+def test_links_of_the_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert links and all(link.startswith("https://") or (ROOT / link).exists() for link in links)
+
+
 def test_public_names_have_examples() -> None:
     for name in jacsparse.__all__:
         thing = getattr(jacsparse, name)
