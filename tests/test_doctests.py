@@ -84,6 +84,8 @@ def commands() -> list[str]:
 def test_commands_exist(line: str) -> None:
     """Each command of a page, with its options, is one of this project, or one that sets it up."""
     program, *words = line.split()
+    if program in ("pip", "git"):
+        return
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert {word for word in words if "=" not in word} <= set(targets)
@@ -102,7 +104,7 @@ def test_commands_exist(line: str) -> None:
         known = {option for parameter in command.params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= known
     else:
-        assert program in ("pip", "git", ".", "cd"), line
+        raise AssertionError(f"no command of this project: {line}")
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:
