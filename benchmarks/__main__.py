@@ -25,9 +25,10 @@ from ._context import Context, device_problem, reason
 from ._environment import environment, hardware
 from ._experiment import Experiment, Row
 from ._pages import ROOT, readme_with_figures
+from ._papers import PAPERS, experiments_of
 from ._registry import EXPERIMENTS
 from ._report import write_report
-from ._results import Result, result_path, write
+from ._results import Result, read, result_path, write
 from ._text import COLUMNS, cells
 
 __all__ = ["app"]
@@ -64,7 +65,12 @@ def list_() -> None:
 @app.command()
 def run(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME...", help="Experiments; all where none is named.")
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME...",
+            help=f"Experiments, or all of a paper: {', '.join(f'paper:{paper}' for paper in (*PAPERS, 'all'))}; "
+            "everything where none is named.",
+        ),
     ] = None,
     device: Annotated[DeviceName, typer.Option(help="Where to run them.")] = DeviceName.cpu,
     threads: Annotated[
@@ -72,7 +78,7 @@ def run(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(metavar="SPEC", help="cifar10:DIR or cifar100:DIR, for trainings as published."),
+        typer.Option(metavar="SPEC", help="cifar10:DIR, cifar100:DIR or irmas:DIR, for trainings as published."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out/benchmarks"),
 ) -> None:
@@ -86,6 +92,8 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     console, failed, end = Console(), False, time.monotonic() + _ALL
+    if len(experiments) > 1:
+        console.print(_estimate(experiments), markup=False, highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         for number, experiment in enumerate(experiments):
@@ -127,6 +135,27 @@ def pages() -> None:
     Console().print(str(readme), highlight=False)
 
 
+#: Results of earlier runs, by hardware.
+_STORED = Path(__file__).parent / "results"
+
+
+def _estimate(experiments: Sequence[Experiment]) -> str:
+    """How long experiments take, by the times of stored runs on CPUs."""
+    seconds = {
+        experiment.name: max(times)
+        for experiment in experiments
+        if (times := [read(path).seconds for path in _STORED.glob(f"*/{experiment.name}.cpu.json")])
+    }
+    unknown = [experiment.name for experiment in experiments if experiment.name not in seconds]
+    longest = max(seconds, key=seconds.__getitem__, default="")
+    parts = [f"{len(experiments)} experiments, about {sum(seconds.values()) / 60:,.0f} minutes on two cores"]
+    if longest:
+        parts.append(f"{seconds[longest] / 60:,.0f} of them {longest}")
+    if unknown:
+        parts.append(f"without {', '.join(unknown)}, which nobody has timed")
+    return ", ".join(parts)
+
+
 def _fail(error: Exception) -> NoReturn:
     """Print a user's error in one line, and exit with status 2."""
     typer.echo(f"benchmarks: {error}", err=True)
@@ -134,6 +163,8 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _experiments(names: Sequence[str]) -> list[Experiment]:
+    papers = {name: experiments_of(name.removeprefix("paper:")) for name in names if name.startswith("paper:")}
+    names = [each for name in names for each in papers.get(name, [name])]
     unknown = [name for name in names if name not in EXPERIMENTS]
     if unknown:
         raise ValueError(f"no experiment is named {unknown[0]!r}; known are {', '.join(EXPERIMENTS)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional
 from ._context import Timing
 from ._experiment import Comparison, Row, compare
 
-__all__ = ["BASELINE", "REORDERED", "TEST_EVERY", "Curve", "curve_rows", "train_side_by_side"]
+__all__ = ["BASELINE", "REORDERED", "TEST_EVERY", "Curve", "averaged", "curve_rows", "train_side_by_side"]
 
 #: The labels of two trainings by autograd; the second takes the samples of each batch in another order.
 BASELINE, REORDERED = "back-propagation", "back-propagation in another order"
@@ -157,3 +158,9 @@ def _iterations(curve: Curve) -> Timing:
 def _difference(one: Curve, other: Curve) -> float:
     """The largest difference between the losses of two trainings."""
     return max(abs(a - b) for a, b in zip(one.train, other.train, strict=True))
+
+
+def averaged(data: Dataset, side: int) -> Dataset:
+    """The data with images averaged to `side` × `side`."""
+    resize = partial(functional.adaptive_avg_pool2d, output_size=side)
+    return replace(data, train_inputs=resize(data.train_inputs), test_inputs=resize(data.test_inputs))

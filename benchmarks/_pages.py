@@ -1,16 +1,15 @@
 """What the pages show of the results: the papers item by item, and tables of figures beside their peers'.
 
-Figures come from ``benchmarks/results/``, and what the papers print from ``tests/reference/``. Which are shown is
-in ``measured.toml`` and in ``tests/reference/items.toml``.
+Figures come from ``benchmarks/results/``. Which are shown is in ``_papers.py`` and in ``measured.toml``; items of the
+papers that are no figures are in ``tests/reference/items.toml``.
 """
 
 from __future__ import annotations
 
-import csv
 import shutil
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,68 +19,49 @@ import typer
 from jacsparse.cli import app
 
 from ._experiment import Row
+from ._papers import ITEMS, PAPERS, Item, item_cells, shown_figure
 from ._registry import EXPERIMENTS
 from ._report import read_all
 from ._results import Result
 from ._text import amount
 
-__all__ = ["Item", "items", "machines", "readme_with_figures", "table", "write_pages"]
+__all__ = ["FigurelessItem", "figureless_items", "machines", "readme_with_figures", "status", "table", "write_pages"]
 
 ROOT = Path(__file__).parent.parent
 _RESULTS = ROOT / "benchmarks" / "results"
 _REFERENCE = ROOT / "tests" / "reference"
-_PAPERS = {
-    "thesis": "S. Wang's thesis (2020), and BPPSA",
-    "poster": "The poster of BPPSA",
-    "Naumov": "Naumov: Parallel Complexity of Forward and Backward Propagation (2017)",
-    "Saraiya": "Saraiya: Leapfrogging for parallelism in deep neural networks",
-    "Huo et al.": "Huo et al.: Decoupled Parallel Backpropagation with Convergence Guarantee (2018)",
-}
 #: Between these lines of the README is the generated table.
 _BEGIN, _END = "<!-- figures of benchmarks/results: python -m benchmarks pages -->", "<!-- end of figures -->"
 
 
 @dataclass(frozen=True)
-class Item:
-    """An algorithm, a table or a figure of a paper."""
+class FigurelessItem:
+    """An item of a paper that is no figure: what tests hold, or what is not reproduced."""
 
     paper: str
-    item: str
+    place: str
     what: str
-    published: str = ""
-    reference: str = ""
-    experiment: str = ""
-    figures: list[dict[str, str]] = field(default_factory=list)
     tests: str = ""
     differs: str = ""
     missing: str = ""
 
-    def status(self, results: Mapping[str, Mapping[str, Result]]) -> str:
-        """What has become of the item, in a few words: "reproduced" only where a result has its figures."""
-        if self.missing:
-            return "not reproduced"
-        if self.experiment:
-            measured = any(self.ours(machine) for machine in results.values())
-            done = "reproduced, with differences" if self.differs else "reproduced"
-            return done if measured else "not measured"
-        return "implemented, tested"
-
-    def ours(self, results: Mapping[str, Result]) -> list[str]:
-        """The figures of one machine, in words."""
-        if self.experiment not in results:
-            return []
-        shown = []
-        for figure in self.figures:
-            row = _row(results[self.experiment], figure.get("group", ""), figure["label"])
-            if row is not None and row.median is not None:
-                shown.append(_figure(row, figure.get("ratio", "")))
-        return shown
+    @property
+    def status(self) -> str:
+        """What has become of it, in a few words."""
+        return "not reproduced" if self.missing else "implemented, tested"
 
 
-def items() -> list[Item]:
-    """The items of all papers, in their order."""
+def figureless_items() -> list[FigurelessItem]:
+    """The items of ``tests/reference/items.toml``."""
     content = tomllib.loads((_REFERENCE / "items.toml").read_text(encoding="utf-8"))
-    return [Item(**item) for item in content["item"]]
+    return [FigurelessItem(**item) for item in content["item"]]
+
+
+def status(item: Item, results: Sequence[Result]) -> str:
+    """What has become of an item with a figure: "reproduced" only where a result has it."""
+    if shown_figure(item, results) is None:
+        return "not measured"
+    return "reproduced" if item.state == "whole" else f"reproduced {item.state}"
 
 
 def machines() -> dict[str, dict[str, Result]]:
@@ -99,19 +79,6 @@ def _row(result: Result, group: str, label: str) -> Row | None:
         if row.group.startswith(group) and (fnmatchcase(row.label, label) or row.label.endswith(f": {label}")):
             return row
     return None
-
-
-def _figure(row: Row, ratio: str) -> str:
-    """A row's figure with its unit, or one of its ratios, and what was published for that."""
-    name = f"{row.group}: {row.label}" if row.group else row.label
-    if not ratio:
-        quantity = "" if row.quantity == "time" else f" ({row.quantity})"
-        return f"{name}{quantity}: {amount(row.median, row.unit)}{'; ' * bool(row.note)}{row.note}"
-    comparison = next((each for each in row.comparisons if each.text == ratio), None)
-    if comparison is None:
-        return f"{name}: {amount(row.median, row.unit)}"
-    published = f", published {amount(comparison.published, '')}" if comparison.published is not None else ""
-    return f"{name}: {amount(row.median, row.unit)}; {ratio} {amount(comparison.ratio, '')}{published}"
 
 
 def table(name: str) -> list[str]:
@@ -149,38 +116,36 @@ def _line(texts: Iterable[str]) -> str:
     return f"| {' | '.join(text.replace('|', '∣') for text in texts)} |"
 
 
-def _item_lines(item: Item, results: Mapping[str, Mapping[str, Result]], pictures: Path) -> Iterator[str]:
-    yield from ("", f"### {item.item}", "", f"{item.what}: **{item.status(results)}**.", "")
-    yield f"- Published: {item.published or _reference(item.reference)}."
-    for machine in results.values():
-        figures = item.ours(machine)
-        if figures:
-            result = machine[item.experiment]
-            version = str(result.environment["versions"]["jacsparse"]).partition(",")[0]
-            yield f"- {_machine_name({item.experiment: result})}, jacsparse {version}:"
-            yield from (f"    - {figure}" for figure in figures)
-    if item.experiment:
-        yield f"- Command: `python -m benchmarks run {item.experiment}`"
-    if item.tests:
-        yield f"- Tests: `{item.tests}`"
-    if item.differs:
-        yield f"- Other than in the paper: {item.differs}."
-    if item.missing:
-        yield f"- Why not: {item.missing}."
-    for folder in results:
-        # Only the first item of an experiment shows its picture.
-        source, target = _RESULTS / folder / f"{item.experiment}.cpu.png", pictures / f"{item.experiment}.png"
-        if source.exists() and not target.exists():
-            shutil.copy(source, target)
-            yield from ("", f"![{EXPERIMENTS[item.experiment].title}, {folder}](generated/{target.name})")
+def _item_lines(item: Item, results: Sequence[Result]) -> Iterator[str]:
+    """An item with a figure: the published one, ours, what ran, and how."""
+    place, published, here, ratio, ran, how_far, command = item_cells(item, results)
+    yield from ("", f"### {place}", "")
+    yield f"- Published: {published}"
+    yield f"- Here: **{here}**{f', {ratio} times the published' if ratio else ''}; {status(item, results)}"
+    yield f"- What ran: {ran}"
+    yield f"- Command: {command}"
+    if item.why:
+        yield f"- How far: {how_far}"
 
 
-def _reference(name: str) -> str:
-    """A table of what a paper prints, in words."""
-    lines = (_REFERENCE / name).read_text(encoding="utf-8").splitlines()
-    rows = csv.reader(line for line in lines if not line.startswith("#"))
-    names, *values = rows
-    return "; ".join(f"{row[0].replace('_', ' ')} {row[1]}" for row in values) + f" ({names[1]})"
+def _figureless_lines(item: FigurelessItem) -> Iterator[str]:
+    yield from ("", f"### {item.place}", "", f"{item.what[0].upper()}{item.what[1:]}: **{item.status}**.", "")
+    for name, text in (("Tests", item.tests and f"`{item.tests}`"), ("Differs", item.differs), ("Why", item.missing)):
+        if text:
+            yield f"- {name}: {text}"
+
+
+def _picture_lines(experiment: str, pictures: Path) -> Iterator[str]:
+    """An experiment's newest picture, where it is not on the page yet."""
+    target = pictures / f"{experiment}.png"
+    if target.exists():
+        return
+    dates = {machine: results[experiment].date for machine, results in machines().items() if experiment in results}
+    machine = max(dates, key=dates.__getitem__)
+    source = _RESULTS / machine / f"{experiment}.cpu.png"
+    if source.exists():
+        shutil.copy(source, target)
+        yield from ("", f"![{EXPERIMENTS[experiment].title}, {machine}](generated/{target.name})")
 
 
 def write_pages(folder: Path) -> None:
@@ -190,16 +155,24 @@ def write_pages(folder: Path) -> None:
     for name in ("reached", "jacobians", "recurrences", "scans"):
         (generated / f"{name}.md").write_text("\n".join(table(name)) + "\n", encoding="utf-8")
     (generated / "commands.md").write_text(_commands(), encoding="utf-8")
-    results, everything = machines(), items()
-    head = (folder / "papers.md").read_text(encoding="utf-8")
-    lines = [head, _line(("item", "what", "status")), _line(["---"] * 3)]
-    lines += [_line((f"{item.paper}, {item.item}", item.what, item.status(results))) for item in everything]
-    for paper, title in _PAPERS.items():
+    results = [result for machine in machines().values() for result in machine.values()]
+    lines = [(folder / "papers.md").read_text(encoding="utf-8"), _line(("item", "what", "status")), _line(["---"] * 3)]
+    for paper in PAPERS:
+        figures, others = [item for item in ITEMS if item.paper == paper], _figureless(paper)
+        lines += [_line((f"{paper}, {item.place}", item.what, status(item, results))) for item in figures]
+        lines += [_line((f"{paper}, {item.place}", item.what, item.status)) for item in others]
+    for paper, title in PAPERS.items():
         lines += ["", f"## {title}"]
-        for item in everything:
-            if item.paper == paper:
-                lines += _item_lines(item, results, generated)
+        for item in [item for item in ITEMS if item.paper == paper]:
+            lines += _item_lines(item, results)
+            lines += _picture_lines(item.figure.experiment, generated)
+        for other in _figureless(paper):
+            lines += _figureless_lines(other)
     (folder / "papers.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _figureless(paper: str) -> list[FigurelessItem]:
+    return [item for item in figureless_items() if item.paper == paper]
 
 
 def _commands() -> str:

@@ -47,8 +47,8 @@ class Layer:
 OURS, PEER = Layer("jacsparse", "auto"), Layer("torch.nn")
 #: The number of gates of each layer's cell.
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
-#: The schedules that scan as the thesis does, over chunks and over single steps.
-SCANS = ("chunked", "blelloch")
+#: The schedules that work on many steps at once: a scan over chunks, one over single steps, and repeated guesses.
+SCANS = ("chunked", "blelloch", "relaxed")
 
 #: How a layer solved its recurrences, ``forward`` and ``backward``; empty for PyTorch's.
 Solution: TypeAlias = dict[str, str]
@@ -209,7 +209,7 @@ class Measurements:
         return rows
 
     def ran(self, layer: Layer) -> str:
-        """The library and how the layer computed the gradients, as pictures name it: ``jacsparse, linear``."""
+        """The library and how the layer computed the gradients, as pictures name it: ``jacsparse, sequential``."""
         way = self.solutions[layer].get("backward", "").partition(",")[0].removeprefix("backward ")
         return f"{layer.name.split()[0]}, {way}" if way else layer.name
 

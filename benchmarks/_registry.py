@@ -5,6 +5,7 @@ from __future__ import annotations
 from ._experiment import Experiment
 from .ddg_convergence import DdgConvergence
 from .ddg_scaling import DdgScaling
+from .ddg_theory import DdgTheory
 from .discretised_equations import DiscretisedEquations
 from .flop_analysis import FlopAnalysis
 from .gru_breakdown import GruBreakdown
@@ -12,6 +13,7 @@ from .jacobian_generation import JacobianGeneration
 from .kernel_resources import KernelResources
 from .leapfrog import Leapfrog
 from .lenet_convergence import LenetConvergence
+from .normalised_convergence import NormalisedConvergence
 from .parallel_forward import ParallelForward
 from .rank_scan import ScansAcrossRanks
 from .recurrent_convergence import RecurrentConvergence
@@ -43,9 +45,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         Leapfrog(),
         DdgConvergence(),
         DdgScaling(),
+        DdgTheory(),
         SimulatedTraining(),
         ScansAcrossRanks(),
         LenetConvergence(),
+        NormalisedConvergence(),
         RnnSensitivity(),
         RecurrentShapes(),
         GruBreakdown(),

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ._experiment import Experiment, Row
+from ._papers import COLUMNS as ITEM_COLUMNS
+from ._papers import ITEMS, PAPERS, item_cells
 from ._results import Result, read, result_path
 from ._text import COLUMNS, amount, cells
 
@@ -43,6 +45,7 @@ def write_report(folder: Path, experiments: Mapping[str, Experiment]) -> Path:
     """Write ``report.md`` and the pictures into a folder of results; it raises as `read_all` does."""
     results = read_all(folder, experiments)
     lines = ["# Benchmarks", "", *_overview(experiments, results)]
+    lines += _papers([*results.values()])
     for (name, _), result in results.items():
         lines += _section(experiments[name], result, folder)
     path = folder / "report.md"
@@ -64,6 +67,18 @@ def _overview(experiments: Mapping[str, Experiment], results: Mapping[tuple[str,
         "left of them on a machine that others use too. Floor: bytes over copy bandwidth, or flop over peak, both "
         "measured in the same run."
     )
+
+
+def _papers(results: Sequence[Result]) -> Iterable[str]:
+    """A table for each paper: its items, each with the newest figure of these results."""
+    yield (
+        "\nBelow, each paper item by item. On the papers' own data, and as long as published, run "
+        "`lenet_convergence`, `flop_analysis` and `ddg_convergence` with `--data cifar10:DIR`, and "
+        "`recurrent_convergence` with `--data irmas:DIR`."
+    )
+    for paper, title in PAPERS.items():
+        yield from ("", f"## Item by item: {title}", "", *_table_head(ITEM_COLUMNS))
+        yield from (_table_line(item_cells(item, results)) for item in ITEMS if item.paper == paper)
 
 
 def _section(experiment: Experiment, result: Result, folder: Path) -> Iterable[str]:

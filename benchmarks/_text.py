@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ._experiment import Comparison, Row
 
-__all__ = ["COLUMNS", "amount", "cells", "comparison_text"]
+__all__ = ["COLUMNS", "amount", "cells", "comparison_text", "ratio_text"]
 
 COLUMNS = ("what", "median", "quartiles", "fastest", "runs", "floor", "compared")
 
@@ -21,7 +21,9 @@ def amount(value: float | None, unit: str) -> str:
 
 
 def _digits(value: float) -> str:
-    """At least three digits, and all digits of a whole number."""
+    """At least three digits, and all digits of a whole number; five decimals just below one, as of sparsities."""
+    if 0.99 < abs(value) < 1:
+        return f"{value:.5f}"
     if float(value).is_integer() or abs(value) >= 999.5:
         return f"{value:,.0f}"
     return f"{value:.3g}"
@@ -29,19 +31,20 @@ def _digits(value: float) -> str:
 
 def comparison_text(comparison: Comparison) -> str:
     """A ratio of medians, that of the fastest runs, the target and the published ratio."""
-    text = f"{comparison.text}: {_ratio(comparison.ratio)}"
+    text = f"{comparison.text}: {ratio_text(comparison.ratio)}"
     remarks = []
     if comparison.fastest is not None:
-        remarks.append(f"fastest {_ratio(comparison.fastest)}")
+        remarks.append(f"fastest {ratio_text(comparison.fastest)}")
     for sign, target in (("≥", comparison.at_least), ("≤", comparison.at_most)):
         if target is not None:
-            remarks.append(f"target {sign} {_ratio(target)}: {'met' if comparison.met else 'missed'}")
+            remarks.append(f"target {sign} {ratio_text(target)}: {'met' if comparison.met else 'missed'}")
     if comparison.published is not None:
-        remarks.append(f"published {_ratio(comparison.published)}")
+        remarks.append(f"published {ratio_text(comparison.published)}")
     return f"{text} ({', '.join(remarks)})" if remarks else text
 
 
-def _ratio(value: float) -> str:
+def ratio_text(value: float) -> str:
+    """A ratio, to three digits."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 

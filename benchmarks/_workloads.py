@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from jacsparse.models import VGG11, load_data, prune_weights, train, vgg11_settings
+from jacsparse.models import VGG11, Dataset, default_settings, load_data, prune_weights, train, vgg11_settings
 from torch import nn
 
-__all__ = ["Trained", "pruned_resnet18", "pruned_vgg11", "retrained_vgg11", "whole_pruned_vgg11"]
+__all__ = [
+    "Trained",
+    "pruned_resnet18",
+    "pruned_vgg11",
+    "published_iterations",
+    "retrained_vgg11",
+    "whole_pruned_vgg11",
+]
 
 
 class Trained(NamedTuple):
@@ -73,9 +82,18 @@ def pruned_resnet18() -> nn.Module:
     return nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
-def retrained_vgg11(say: Callable[[str], None]) -> Trained:
-    """The same part of a VGG-11 that is trained on scikit-learn's digits, pruned and retrained, as in the demo."""
-    settings = vgg11_settings()
+def published_iterations(task: str, data: Dataset) -> int:
+    """How many iterations the paper's training of a task takes on data."""
+    settings = default_settings(task)
+    return math.ceil(settings.epochs * len(data.train_labels) / settings.batch)
+
+
+def retrained_vgg11(say: Callable[[str], None], data_name: str | None = None) -> Trained:
+    """The same part of a VGG-11 that is trained, pruned and retrained.
+
+    Without the name of other data it is trained on scikit-learn's digits, as in the demo; on those as in the thesis.
+    """
+    settings = vgg11_settings() if data_name is None else replace(default_settings("vgg11"), data=data_name)
     data = load_data(settings.data)
     result = train(settings, data=data, progress=lambda now: say(f"{now.phase}, epoch {now.epoch} of {now.epochs}"))
     return Trained(result.model.get_submodule("features"), data.test_inputs[:4], result.accuracy)

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jacsparse.models import Dataset, Progress, TrainSettings, default_settings, evaluate, load_data, train
-from torch.nn import functional
+from jacsparse.models import Progress, TrainSettings, default_settings, evaluate, load_data, train
 
 from jacsparse.distributed import RankError
 
 from ._context import Context, Timing, one_thread
+from ._curves import averaged
 from ._environment import cores
 from ._experiment import Experiment, Row, compare
 from ._ranks import Say, on_ranks
@@ -68,7 +68,7 @@ class _Training:
     side: int
 
     def __call__(self, say: Say) -> _History:
-        data, history = _averaged(load_data(self.settings.data), self.side), _History()
+        data, history = averaged(load_data(self.settings.data), self.side), _History()
         samples = slice(len(data.test_labels))
 
         def progress(now: Progress) -> None:
@@ -231,12 +231,6 @@ def _rows(
         replace(accuracy, comparisons=compare("accuracy / back-propagation's", accuracy, peers[0])),
         replace(seconds, comparisons=compare(f"back-propagation / {method.upper()}", peers[-1], seconds)),
     ]
-
-
-def _averaged(data: Dataset, side: int) -> Dataset:
-    """The data with smaller images."""
-    resize = partial(functional.adaptive_avg_pool2d, output_size=side)
-    return replace(data, train_inputs=resize(data.train_inputs), test_inputs=resize(data.test_inputs))
 
 
 def _published(network: str, group: str) -> Iterator[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from jacsparse import FlopReport
 from jacsparse.flop import BaselineStep, FlopStep
 
 from ._context import Context
-from ._experiment import Experiment, Row, compare
+from ._experiment import Comparison, Experiment, Row, compare
 from ._workloads import Trained, retrained_vgg11
 
 __all__ = ["FlopAnalysis"]
@@ -27,7 +28,10 @@ class FlopAnalysis(Experiment):
 
     name = "flop_analysis"
     title = "Static FLOP analysis of pruned VGG-11"
-    source = "thesis, Figure 5.5"
+    source = "thesis, Figure 5.5, on scikit-learn's digits, or with --data on CIFAR-10"
+
+    def on(self, data: str) -> FlopAnalysis:
+        return replace(self, build=partial(retrained_vgg11, data_name=data))
 
     def run(self, context: Context) -> list[Row]:
         module, inputs, accuracy = self.build(context.say)
@@ -68,7 +72,13 @@ def _total(report: FlopReport) -> Row:
     note = f"critical path {report.critical_path:,.0f}; back-propagation {baselines}"
     live = sum(step.live for step in report.steps)
     label = f"{report.schedule}, {report.structure} structure, {live} live steps"
-    return Row.of_value(label, report.total, "flop", group="What was counted", note=note)
+    path = report.critical_path
+    ratios = tuple(
+        Comparison(f"critical path / {each.structure} back-propagation", path / each.activations)
+        for each in report.backpropagation
+        if each.activations
+    )
+    return Row.of_value(label, report.total, "flop", group="What was counted", note=note, comparisons=ratios)
 
 
 def _report(content: dict[str, Any]) -> FlopReport:

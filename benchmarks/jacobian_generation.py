@@ -147,7 +147,7 @@ def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, timings: dic
     published = {"published": operator.published}
     operation = row("PyTorch's operator, on 2 × 2 pixels", "operator", role="reference")
     return [
-        _size_row(pattern, operator.name),
+        *_size_rows(pattern, operator.name),
         row("pattern, from nothing", "pattern"),
         replace(
             kernel,
@@ -211,11 +211,19 @@ def _sample_note(row: Row, columns: _Columns) -> str:
     return f"{columns.count} of {columns.total:,} columns, {time} each, the rest extrapolated"
 
 
-def _size_row(pattern: Pattern, group: str) -> Row:
-    mebibytes = 4 * pattern.nnz / 2**20
+def _size_rows(pattern: Pattern, group: str) -> list[Row]:
+    """The entries, their sparsity, and the memory of a full matrix and of the values in float32."""
     with_indices = (4 * pattern.nnz + pattern.index_nbytes) / 2**20
-    note = f"sparsity {pattern.sparsity:.5f}; values {mebibytes:.2f} MiB, with indices {with_indices:.2f} MiB"
-    return Row.of_value("entries", pattern.nnz, "count", group=group, note=note, data={"sparsity": pattern.sparsity})
+    sizes = (
+        ("entries", pattern.nnz, "count", "", ""),
+        ("sparsity", pattern.sparsity, "share", "", ""),
+        ("memory of the full matrix", 4 * math.prod(pattern.shape) / 2**20, "memory", "MiB", ""),
+        ("memory of the values", 4 * pattern.nnz / 2**20, "memory", "MiB", f"with indices {with_indices:.2f} MiB"),
+    )
+    return [
+        Row.of_value(label, value, quantity, unit, group=group, note=note)
+        for label, value, quantity, unit, note in sizes
+    ]
 
 
 def _kernel_runs(call: Call) -> list[Callable[[], None]]:

@@ -1,4 +1,4 @@
-"""Training LeNet-5 by back-propagation and by scan from one seed: Figure 3.4, on digits instead of CIFAR-10."""
+"""Training LeNet-5 by back-propagation and by scan from one seed: Figure 3.4."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from jacsparse.models import LeNet5, load_data
+from jacsparse.models import Dataset, LeNet5, load_data
 
 from jacsparse.nn import Scan
 
 from ._context import Context
 from ._curves import BASELINE, REORDERED, TEST_EVERY, Curve, curve_rows, train_side_by_side
 from ._experiment import Experiment, Row
+from ._workloads import published_iterations
 
 __all__ = ["LenetConvergence", "loss_curves"]
 
@@ -25,13 +26,14 @@ def loss_curves(
     iterations: int,
     dtype: torch.dtype,
     *,
+    data: str | Dataset = "digits",
     batch: int = BATCH,
     schedule: str = "blelloch",
     seed: int = 0,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Curve]:
-    """The curves of `train_side_by_side` for LeNet-5 on digits, by back-propagation and by a scan of a schedule."""
-    data = load_data("digits")
+    """The curves of `train_side_by_side` for LeNet-5, by back-propagation and by a scan of a schedule."""
+    data = load_data(data) if isinstance(data, str) else data
     return train_side_by_side(
         lambda: LeNet5().to(dtype),
         {f"scan, {schedule}": lambda model: Scan(model, schedule=schedule)},
@@ -48,26 +50,31 @@ def loss_curves(
 class LenetConvergence(Experiment):
     """Losses of both trainings, in float32 and in float64."""
 
-    #: Iterations of each training.
-    iterations: int = 1000
+    data: str = "digits"
+    #: Iterations of each training; as many as in the thesis where it is None.
+    iterations: int | None = 1000
     #: Samples per batch.
     batch: int = BATCH
 
     name = "lenet_convergence"
     title = "Training LeNet-5 by back-propagation and by scan"
-    source = "thesis, Figure 3.4, on scikit-learn's digits instead of CIFAR-10"
+    source = "thesis, Figure 3.4, on scikit-learn's digits, or with --data on CIFAR-10"
+
+    def on(self, data: str) -> LenetConvergence:
+        return replace(self, data=data, iterations=None)
 
     def run(self, context: Context) -> list[Row]:
+        try:
+            data = load_data(self.data)
+        except ImportError as error:
+            return [Row.missing("losses", str(error))]
+        iterations = self.iterations or published_iterations("lenet5", data)
         rows: list[Row] = []
         for dtype, tolerance in ((torch.float32, 1e-3), (torch.float64, 1e-9)):
             name = str(dtype).removeprefix("torch.")
             settings = f"batch {self.batch}, SGD, learning rate {LEARNING_RATE}, momentum {MOMENTUM}"
-            group = f"{name}: {self.iterations:,} iterations, {settings}"
-            try:
-                curves = loss_curves(self.iterations, dtype, batch=self.batch, say=context.under(name).say)
-            except ImportError as error:
-                rows.append(Row.missing("losses", str(error), group=group))
-                continue
+            group = f"{name}: {iterations:,} iterations on {data.source}, {settings}"
+            curves = loss_curves(iterations, dtype, data=data, batch=self.batch, say=context.under(name).say)
             rows += curve_rows(curves, name=name, group=group, tolerance=tolerance, falls_to=0.5)
         return rows
 
@@ -97,5 +104,5 @@ class LenetConvergence(Experiment):
             axes.grid(alpha=0.25)
             axes.minorticks_on()
             axes.legend(fontsize=8, frameon=False)
-        figure.suptitle(f"LeNet-5 on digits, {row.group}", fontsize=9)
+        figure.suptitle(f"LeNet-5, {row.group}", fontsize=9)
         save_figure(figure, path)

@@ -116,7 +116,7 @@ class ScansAcrossRanks(Experiment):
         vector = torch.ones(jacobian.shape[1], 1)
         functions: dict[str, tuple[Callable[[], object], float, float]] = {
             "steps of dense matrices": (
-                lambda: linear_recurrence(Dense(a), b, schedule="linear"), time * samples * n**2, VECTORS
+                lambda: linear_recurrence(Dense(a), b, schedule="sequential"), time * samples * n**2, VECTORS
             ),
             "products of dense maps": (lambda: compose(map_, map_), samples * n**3, MATRICES),
             f"{self.network}: products with a vector": (
@@ -404,7 +404,7 @@ def _layer_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _Ste
     torch.manual_seed(0)
     time, size = experiment.time, (8, experiment.hidden)
     x = torch.randn(time, experiment.samples, size[0])
-    layer = jacsparse.nn.GRU(*size, process_group=dist.group.WORLD, exchange="linear", schedule="linear")
+    layer = jacsparse.nn.GRU(*size, process_group=dist.group.WORLD, exchange="linear", schedule="sequential")
     here = (x[: time // 2], x[time // 2 :])[dist.get_rank()]
 
     def step() -> None:
@@ -412,7 +412,7 @@ def _layer_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _Ste
         gradients = [parameter.grad.flatten() for parameter in layer.parameters() if parameter.grad is not None]
         dist.all_reduce(torch.cat(gradients))
 
-    return _measured_steps(say, jacsparse.nn.GRU(*size, schedule="linear"), x, step, rounds, experiment.steps)
+    return _measured_steps(say, jacsparse.nn.GRU(*size, schedule="sequential"), x, step, rounds, experiment.steps)
 
 
 def _measured_steps(

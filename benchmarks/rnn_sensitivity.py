@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,16 @@ _LABELS = {
     "step": "training step",
 }
 #: The schedules that are timed on CUDA.
-_SCHEDULES = ("linear", "chunked", "chunked:16", "chunked:64", "chunked:320", "relaxed", "relaxed:32", "relaxed:320")
+_SCHEDULES = (
+    "sequential",
+    "chunked",
+    "chunked:16",
+    "chunked:64",
+    "chunked:320",
+    "relaxed",
+    "relaxed:32",
+    "relaxed:320",
+)
 
 
 @dataclass(frozen=True)
@@ -53,9 +63,10 @@ class RnnSensitivity(Experiment):
     time: int = 1000
     #: Lengths for the GRU and the LSTM, with as many inputs a step as the thesis' longest instruments (set L).
     others: tuple[int, ...] = (1000, 10_000)
-    #: Lengths at which the RNN's backward pass is also timed by each of `schedules` on CUDA, and by each of `scans` on
-    #: the CPU, where it also runs on one thread.
+    #: Lengths, in batches of 16, at which the RNN's backward pass is also timed by each of `schedules` on CUDA, and by
+    #: each of `scans` on the CPU, where it also runs on one thread; and batches of `time` steps, by each of `scans`.
     scheduled: tuple[int, ...] = (1000, 10_000, 30_000)
+    scanned: tuple[int, ...] = (2, 256)
     schedules: tuple[str, ...] = _SCHEDULES
     scans: tuple[str, ...] = SCANS
 
@@ -86,6 +97,13 @@ class RnnSensitivity(Experiment):
     def _is_scheduled(self, workload: RecurrentWorkload) -> bool:
         return workload.kind == "RNN" and workload.batch == 16 and workload.time in self.scheduled
 
+    def _schedules(self, workload: RecurrentWorkload, device: str) -> tuple[str, ...]:
+        """The schedules by which a workload's backward pass is timed beside the usual one."""
+        if device == "cuda":
+            return self.schedules if self._is_scheduled(workload) else ()
+        is_scanned = workload.kind == "RNN" and (workload.time, workload.batch) in product((self.time,), self.scanned)
+        return self.scans if is_scanned or self._is_scheduled(workload) else ()
+
     def _rows(self, workload: RecurrentWorkload, context: Context, *, alone: bool = False) -> list[Row]:
         targets = {}
         if workload.batch == 16 and not alone:
@@ -94,9 +112,8 @@ class RnnSensitivity(Experiment):
         data = {"kind": workload.kind, "time": workload.time, "batch": workload.batch, "threads": threads}
         group = workload.name if context.device == "cuda" else f"{workload.name}, {threads} thread(s)"
         layers, parts = [OURS, PEER], ["step", "rest"]
-        if self._is_scheduled(workload):
-            schedules = self.schedules if context.device == "cuda" else self.scans
-            layers[1:1] = map(Layer.by, schedules)
+        schedules = self._schedules(workload, context.device)
+        layers[1:1] = map(Layer.by, schedules)
         if context.device == "cuda":
             # The backward pass by subtraction adds nothing here.
             parts.remove("rest")
@@ -106,7 +123,7 @@ class RnnSensitivity(Experiment):
             return [replace(row, floor=None) for row in _named(every, "backward of all", context, group, data)]
         backward, step = workload.times(context, ["backward"], layers), workload.times(context, parts)
         measured = [(backward, "backward"), (step, "step")]
-        if self._is_scheduled(workload) or (context.device == "cpu" and workload.kind != "RNN"):
+        if schedules or (context.device == "cpu" and workload.kind != "RNN"):
             measured.append((workload.times(context, ["backward of all"], layers), "backward of all"))
         rows = [
             row
@@ -162,7 +179,7 @@ def _is_of_panel(row: Row, place: str, time: int) -> bool:
 
 
 def _ran(rows: Sequence[Row]) -> str:
-    """The schedules that ran, such as ``linear``."""
+    """The schedules that ran, such as ``sequential``."""
     return " or ".join(dict.fromkeys(row.data["ran"].partition(", ")[2] for row in rows))
 
 

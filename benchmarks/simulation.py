@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from jacsparse.schedule import blelloch, cyclic_reduction
-from jacsparse.simulation import Interconnect, Workload, break_even, counted_workload, draw_methods, plan
+from jacsparse.simulation import GPipe, Interconnect, Workload, break_even, counted_workload, draw_methods, plan
 
 from ._context import Context
-from ._experiment import Experiment, Row
+from ._experiment import Comparison, Experiment, Row
 
 __all__ = ["SimulatedTraining"]
+
+_SPACE = "Sections 2.2 and 3.6: what a worker holds"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class SimulatedTraining(Experiment):
         rows = []
         for label, workload in workloads.items():
             rows += self._methods(context, label, workload)
-        return [*rows, *self._orders(), *self._break_even()]
+        return [*rows, *self._orders(), *self._spaces(chain), *self._break_even()]
 
     def _methods(self, context: Context, network: str, workload: Workload) -> list[Row]:
         """A row for each method, with the shortest time of any number of workers."""
@@ -105,8 +107,27 @@ class SimulatedTraining(Experiment):
                         group="Section 3.6",
                         note=note,
                         data=data,
+                        comparisons=(Comparison("all steps / n", counted[0].work / n),),
                     )
                 )
+        return rows
+
+    def _spaces(self, chain: Workload) -> list[Row]:
+        """What one worker holds: of a scan, matrices; of GPipe with a micro-batch for each worker, activations."""
+        rows, n = [], max(self.depths)
+        for workers in (4**power for power in range((n.bit_length() + 1) // 2)):
+            held, claim = blelloch(n).complexity(workers).space, max(n / workers, 1)
+            ratio = Comparison("held / max(n/p, 1)", held / claim)
+            label = f"blelloch, n = {n:,}, p = {workers:,}"
+            rows.append(Row.of_value(label, held, "matrices", group=_SPACE, comparisons=(ratio,)))
+        gpipe, n = GPipe(), len(chain)
+        for workers in (4**power for power in range((min(n, self.batch).bit_length() + 1) // 2)):
+            outcome, _ = gpipe.plan(chain, Interconnect(self.latency, self.bandwidth), workers)
+            (printed,) = gpipe.predictions(chain, workers, outcome)
+            ratio = Comparison("counted / (n/p + p)", printed.simulated / printed.published)
+            activations = (n / workers + workers) * ratio.ratio
+            label = f"gpipe, n = {n:,}, p = {workers:,}"
+            rows.append(Row.of_value(label, activations, "results of a stage", group=_SPACE, comparisons=(ratio,)))
         return rows
 
     def _break_even(self) -> list[Row]:

@@ -37,6 +37,17 @@ def cut_off(cut: int, count: int, kind: str) -> str:
     return f"no gradient passes {cut} of {count} {kinds}, in which no weight is left; jacsparse flop names the layers."
 
 
+def layer_in_words(path: str) -> str:
+    """A layer's path within a sentence, where ``6``, as in an ``nn.Sequential``, would be read as a figure.
+
+    Examples
+    --------
+    >>> layer_in_words("layer1.0.conv2"), layer_in_words("6")
+    ('layer1.0.conv2', 'layer 6')
+    """
+    return path if any(map(str.isalpha, path)) else f"layer {path}"
+
+
 def new_table(title: str) -> Any:
     """A table without columns."""
     from rich import box
@@ -60,7 +71,7 @@ class Fitted:
     keys : int
         How many first columns each table repeats.
     left : frozenset of int
-        Columns that are aligned to the left, beside the keys.
+        Columns that are aligned to the left.
     sections : frozenset of int
         Rows after which there is a line.
     faint : frozenset of int
@@ -71,7 +82,7 @@ class Fitted:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     keys: int = 1
-    left: frozenset[int] = frozenset()
+    left: frozenset[int] = frozenset([0])
     sections: frozenset[int] = frozenset()
     faint: frozenset[int] = frozenset()
 
@@ -97,7 +108,7 @@ class Fitted:
     def _table(self, columns: Sequence[int], title: str) -> Any:
         table = new_table(title)
         for place in columns:
-            aligned = "left" if place < self.keys or place in self.left else "right"
+            aligned = "left" if place in self.left else "right"
             table.add_column(self.columns[place], justify=aligned, overflow="fold", no_wrap=place >= self.keys)
         for number, row in enumerate(self.rows):
             cells = [row[place] for place in columns]

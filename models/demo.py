@@ -77,16 +77,16 @@ def _images(settings: TrainSettings, console: Console) -> list[_Check]:
 
     data = load_data(settings.data)
     console.print(
-        f"VGG-11 on {data.source}: {settings.epochs} epochs; {_PRUNED:.0%} of each layer's weights pruned and the rest "
-        f"rescaled to the layer's norm; {settings.retrain_epochs} epochs of retraining by sparse layers"
+        f"1 of 4: VGG-11 on {data.source}: {settings.epochs} epochs; {_PRUNED:.0%} of each layer's weights pruned and "
+        f"the rest rescaled to the layer's norm; {settings.retrain_epochs} epochs of retraining by sparse layers"
     )
     with progress_bar(console) as progress:
         result = train(settings, data=data, progress=progress)
-    console.print(f"counting the FLOP of its convolutional part on {_OBSERVED} test images ...")
+    console.print(f"2 of 4: counting the FLOP of its convolutional part on {_OBSERVED} test images ...")
     features, images = result.model.get_submodule("features"), data.test_inputs[:_OBSERVED]
     report = count_flop(features, images.shape[1:], schedule=_SCHEDULE, structure="observed", inputs=images)
     report.plot(settings.outputs[0].with_name("flop.png"))
-    console.print("comparing the scan's gradients with autograd's ...")
+    console.print("3 of 4: comparing the scan's gradients with autograd's ...")
     difference = _difference(result.model, data.test_inputs[:2])
     console.print(totals(report))
     before, after = result.accuracy["trained"], result.accuracy["retrained"]
@@ -106,7 +106,9 @@ def _sounds(settings: TrainSettings, console: Console) -> list[_Check]:
     from .training import train
 
     data = _sound_data()
-    console.print(f"GRU on {data.source}: {settings.epochs} epochs by PyTorch's layer, and again by jacsparse's")
+    console.print(
+        f"4 of 4: GRU on {data.source}: {settings.epochs} epochs by PyTorch's layer, and again by jacsparse's"
+    )
     results = {}
     for backward in ("bp", "scan"):
         out = settings.outputs[0]

@@ -61,7 +61,7 @@ def progress_bar(console: Any = None) -> Iterator[Callable[[Progress], None]]:
     from rich.progress import Progress as Bars
 
     description, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
-    columns = (description, BarColumn(), figures, TimeRemainingColumn())
+    columns = (description, BarColumn(), figures, TimeRemainingColumn(), TextColumn("left"))
     tasks: dict[str, Any] = {}
     accuracy: dict[str, str] = {}
     bars = Bars(*columns, console=console or Console(stderr=True))

@@ -27,6 +27,8 @@ _WRAPPERS = ("module.", "_orig_mod.")
 def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
     """The tensors of a safetensors or PyTorch file by their names, and the metadata of a safetensors file."""
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name the checkpoint in it")
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}; make one with jacsparse train --out {path}")
     return (_unpickled(path), {}) if path.suffix in _PYTORCH else _safetensors(path)

@@ -13,9 +13,9 @@ from . import (  # noqa: F401  (importing a family registers its rules)
     reduction,
 )
 from .coloring import row_colors
-from .convolution import Convolution, Sliding
+from .convolution import Convolution, ShiftedDiagonals, Sliding
 from .drawing import pattern_figure, picture
-from .engine import gradient_of, requiring_gradient
+from .engine import gradient_of, gradients_of, requiring_gradient
 from .layout import WHOLE, Layout, MixedSamplesError
 from .pattern import Pattern
 from .pooling import Adaptive, Pooling
@@ -53,6 +53,7 @@ __all__ = [
     "Pattern",
     "Pooling",
     "Rule",
+    "ShiftedDiagonals",
     "Sliding",
     "Sources",
     "Structure",
@@ -62,6 +63,7 @@ __all__ = [
     "batch_last",
     "gathered",
     "gradient_of",
+    "gradients_of",
     "is_pointwise",
     "pattern_figure",
     "picture",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch.autograd.graph import GradientEdge
 
 
 def requiring_gradient(tensor: torch.Tensor) -> torch.Tensor:
@@ -11,13 +14,27 @@ def requiring_gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_of(y: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """``Jᵀ g`` for the Jacobian of `y` by `x`, as ``torch.autograd.grad`` computes it; zeros without a path.
+    """``Jᵀ g`` for the Jacobian of `y` by `x`; zeros without a path."""
+    (gradient,) = gradients_of(y, [x], g)
+    return torch.zeros_like(x) if gradient is None else gradient
+
+
+def gradients_of(
+    output: torch.Tensor | GradientEdge,
+    inputs: Sequence[torch.Tensor | GradientEdge],
+    gradient: torch.Tensor,
+    *,
+    retain_graph: bool = False,
+) -> Sequence[torch.Tensor | None]:
+    """The gradients of inputs for that of an output, as ``torch.autograd.grad`` computes them; None without a path.
 
     That function's first call with a gradient imports SymPy, which would take a third of a first Jacobian's time.
     """
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if engine is None or not y.requires_grad:
-        return torch.autograd.grad(y, x, g, materialize_grads=True)[0]
-    # The graph is not kept, and none is made of the gradient.
-    (gradient,) = engine.run_backward((y,), (g,), False, False, (x,), allow_unreachable=True, accumulate_grad=False)
-    return torch.zeros_like(x) if gradient is None else gradient
+    if engine is None:
+        return torch.autograd.grad([output], inputs, [gradient], retain_graph=retain_graph, allow_unused=True)
+    # No graph is made of the gradient.
+    results: Sequence[torch.Tensor | None] = engine.run_backward(
+        (output,), (gradient,), retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return results

@@ -59,12 +59,12 @@ class Pattern:
         """The description of the pattern, from which its indices are made."""
         return self._structure
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
         return self.structure.shape
 
-    @property
+    @functools.cached_property
     def nnz(self) -> int:
         """Number of positions."""
         return self.structure.nnz

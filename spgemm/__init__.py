@@ -10,6 +10,7 @@ from .rowwise import Rowwise
 from .scale import Scale
 from .slots import Select, Slots
 from .sparse_jacobian import SparseJacobian
+from .stencil import Stencil
 from .sums import SumPlan, plan_sum, sum_pattern
 from .symbolic import PACKED, meeting, multiply_adds, product_meeting, product_pattern
 from .vectors import matvec
@@ -22,6 +23,7 @@ __all__ = [
     "Product",
     "ProductPlan",
     "SparseJacobian",
+    "Stencil",
     "SumPlan",
     "check_limit",
     "check_tensor_itself",

@@ -180,6 +180,18 @@ def write_sum_of_rows(c, at_c, columns, values, starts, b):
 
 
 @inlined
+def add_products(y, at_y, a, at_a, b, at_b, count):
+    """``y[at_y + q] += a[at_a + q] * b[at_b + q]`` for `count` elements, a multiple of 8."""
+    q = np.int64(0)
+    while count - q >= 64:
+        _add_product(y, at_y + q, a, at_a + q, b, at_b + q, 64)
+        q += 64
+    while count - q >= 8:
+        _add_product(y, at_y + q, a, at_a + q, b, at_b + q, 8)
+        q += 8
+
+
+@inlined
 def block_width(left):
     """The number of samples in the next block, where `left` remain."""
     if left >= 16:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..runtime import MEMORY_POOL, a_type, allocated, on_device
 
 _CPU = torch.device("cpu")
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+_OUTSIDE = "take gradients by torch.autograd, and pass samples as a batch"
 
 
 def view(name: str, values: Any, rows: int, what: str = "entries", dtypes: tuple[np.dtype, ...] = _FLOATS) -> Any:
@@ -44,7 +46,7 @@ def _memory(name: str, values: Any) -> Any:
         return values
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"{name} is {a_type(values)}; expected a NumPy array or a PyTorch tensor")
-    check_outside_transforms(name, values)
+    check_tensor_itself(name, values, _OUTSIDE)
     if values.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {values.device}; this runs on CPUs and CUDA: move it with {name}.cpu()")
     if values.layout != torch.strided:
@@ -84,7 +86,7 @@ def check_tensor_itself(name: str, x: object, remedy: str) -> torch.Tensor:
 
 def check_outside_transforms(name: str, values: torch.Tensor) -> torch.Tensor:
     """Return values where kernels can read them, and not within a transform of ``torch.func``."""
-    return check_tensor_itself(name, values, "take gradients by torch.autograd, and pass samples as a batch")
+    return check_tensor_itself(name, values, _OUTSIDE)
 
 
 def by_sample(
@@ -104,10 +106,13 @@ def by_sample(
     return x.reshape(len(x), size), False
 
 
-def result(what: str, out: Any, operands: tuple[Any, ...], rows: int, batch: int, like: Any) -> tuple[Any, Any]:
+def result(
+    what: str, out: Any, operands: Sequence[Any], views: Sequence[Any], rows: int, batch: int, like: Any
+) -> tuple[Any, Any]:
     """The result to return and its view ``(rows, batch)``: `out`, or new memory with the dtype and device of `like`.
 
-    Errors name the result as `what`. It is of the operands' kind, and has one dimension where all operands have.
+    Errors name the result as `what`. It is of the operands' kind, and has one dimension where all operands have; `out`
+    must not overlap the operands' `views`.
     """
     tensors = [isinstance(operand, torch.Tensor) for operand in operands]
     if any(tensors) and not all(tensors):
@@ -130,7 +135,7 @@ def result(what: str, out: Any, operands: tuple[Any, ...], rows: int, batch: int
             f"out has shape {tuple(array.shape)}, dtype {array.dtype}; expected a writable, contiguous one of {shape}, "
             f"{like.dtype}"
         )
-    if any(_overlap(array, _memory("an operand", operand)) for operand in operands):
+    if any(_overlap(array, each) for each in views):
         raise ValueError("out overlaps an operand; pass memory of its own")
     return out, array.reshape(rows, batch)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..patterns import Diagonal, Full, Pattern, pattern_figure
-from ..runtime import a_type, read_archive, uncompiled, write_archive
+from ..runtime import a_type, announced_where_long, read_archive, uncompiled, write_archive
 from .gradients import ProductForm, differentiable_product, wants_gradient
 from .methods import METHODS, Method, Product
 from .operands import result, same_batch, same_device, view
@@ -107,7 +107,8 @@ class ProductPlan:
         else:
             batch, like = same_batch("a_values", left, "b_values", right), left
         (m, n), nnz = self.pattern.shape, self.pattern.nnz
-        returned, c = result(f"values of a {m:,} × {n:,} product", out, (a_values, b_values), nnz, batch, like)
+        what, operands = f"values of a {m:,} × {n:,} product", (a_values, b_values)
+        returned, c = result(what, out, operands, (left, right), nnz, batch, like)
         if 0 in c.shape:
             return returned
         if isinstance(c, torch.Tensor):
@@ -264,8 +265,14 @@ def planned(
     if closed or not cache:
         # A diagonal or full factor gives the product's pattern at once, so that even a key would cost more.
         return make()
+
+    def announced() -> ProductPlan:
+        (m, k), n = a.shape, b.shape[1]
+        with announced_where_long(f"planning a product of {m:,} × {k:,} × {n:,}, which is kept"):
+            return make()
+
     key = product_digest(a, b)
-    return PLAN_CACHE.get((key, key if c is None else c.digest, method, limit, winners), make)
+    return PLAN_CACHE.get((key, key if c is None else c.digest, method, limit, winners), announced)
 
 
 def check_limit(memory_limit: int | None) -> int:

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar, cast
 from ..patterns import Pattern
 
 
-class Plan(Protocol):
+class CachedPlan(Protocol):
     """What patterns decide of a computation."""
 
     @property
@@ -22,7 +22,7 @@ class Plan(Protocol):
         """Bytes of the plan's index arrays, without those of the patterns."""
 
 
-AnyPlan = TypeVar("AnyPlan", bound=Plan)
+AnyPlan = TypeVar("AnyPlan", bound=CachedPlan)
 
 
 class PlanCache:
@@ -32,7 +32,7 @@ class PlanCache:
         self.limit = limit
         self.nbytes = 0
         self._lock = threading.Lock()
-        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._plans: OrderedDict[Hashable, CachedPlan] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], AnyPlan]) -> AnyPlan:
         """The plan of a key: the stored one, or else what `make` returns."""
@@ -60,7 +60,7 @@ class PlanCache:
         return len(self._plans)
 
 
-def _nbytes(plan: Plan) -> int:
+def _nbytes(plan: CachedPlan) -> int:
     return plan.nbytes + sum(pattern.index_nbytes for pattern in plan.patterns)
 
 

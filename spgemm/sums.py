@@ -149,7 +149,7 @@ class SumPlan:
         if wants_gradient(*values):
             return self._differentiated(values, batch, out)
         what = "values of a sum of {:,} × {:,} matrices".format(*self.pattern.shape)
-        returned, c = result(what, out, tuple(values), self.pattern.nnz, batch, parts[0])
+        returned, c = result(what, out, values, parts, self.pattern.nnz, batch, parts[0])
         c[...] = 0
         for term, part, place in zip(self.terms, parts, self._places, strict=True):
             if place is None:

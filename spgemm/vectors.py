@@ -89,7 +89,7 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
     m, n = pattern.shape
     left, right = view("values", values, pattern.nnz), view("x", x, n, "columns")
     batch = same_batch("values", left, "x", right)
-    returned, y = result("vectors of a product", out, (values, x), m, batch, left)
+    returned, y = result("vectors of a product", out, (values, x), (left, right), m, batch, left)
     on_device = isinstance(y, torch.Tensor)
     if isinstance(pattern.structure, Diagonal):
         multiply: Any = torch.mul if on_device else np.multiply

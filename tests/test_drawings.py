@@ -17,7 +17,7 @@ from jacsparse.schedule import Schedule, blelloch, chunked, cyclic_reduction, li
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     drawn: list[Any] = []
-    for module in ("schedule_figure", "stages.chain_figure", "patterns.drawing"):
+    for module in ("schedule.figure", "stages.chain_figure", "patterns.drawing"):
         monkeypatch.setattr(f"jacsparse.{module}.save_figure", lambda figure, path: drawn.append(figure))
     return drawn
 

@@ -26,9 +26,10 @@ INTERNAL = {
         compose interconnect_of ranks_of""",
     "models": "Progress SOUNDS progress_bar vgg11_settings",
     "patterns": """
-        CONSTANT Layout REGISTERED RULES Rule Sources Use WHOLE any_nonzero_at batch_last gathered gradient_of
-        is_pointwise pattern_figure picture requiring_gradient row_colors rows_at rule_for rule_of""",
+        CONSTANT Layout REGISTERED RULES Rule Sources Use WHOLE ShiftedDiagonals any_nonzero_at batch_last gathered
+        gradient_of gradients_of         is_pointwise pattern_figure picture requiring_gradient row_colors rows_at rule_for rule_of""",
     "recurrence": "CELLS Choice Problem Recurrence SOLVERS Saved Sequences Solver Weights parse",
+    "schedule": "COUNTED Cuttable EXCHANGES Names between blocked check_exchange",
     "simulation": """
         AcrossRanks Bppsa DelayedPipeline FREE GPipe LeapfroggingWorkers OneWorker PipeDream ReducedBackward
         TRAINING_METHODS WORKERS draw_methods""",

@@ -64,6 +64,23 @@ def test_every_schedule_is_exact(n: int) -> None:
         assert all(step.live == (step.out in live) for step in schedule.products)
 
 
+@given(st.integers(0, 24), st.integers(0, 5), st.sets(st.integers(1, 24)))
+def test_light_matrices_wait_for_a_vector(n: int, levels: int, light: set[int]) -> None:
+    matrices, vector, expected = problem(n)
+    light = {value for value in light if value <= n}
+    for schedule in (blelloch(n, levels), cyclic_reduction(n), linear(n)):
+        executed, products = schedule.deferred(light)
+        results = gradients(executed, matrices, vector)
+        assert len(results) == n and all(np.array_equal(a, b) for a, b in zip(results, expected, strict=True))
+        assert [step for steps in products.values() for step in steps] == list(executed.steps) == [*executed.products]
+        assert list(products) == [step.out for step in schedule.live_steps()]
+        # No product is taken twice, and a product of two matrices has one that is not light.
+        assert len({(step.left, step.right) for step in executed.steps}) == len(executed.steps)
+        assert not any(step.kind == "mm" and step.left in light for step in executed.steps)
+        if not light:
+            assert executed.steps == schedule.live_steps()
+
+
 def test_algorithm_1_as_printed() -> None:
     """Its own loops, over the thesis' own operator, count the products and where each is."""
     for n in range(1, 41):
@@ -228,13 +245,13 @@ def test_names() -> None:
     assert blelloch(21, 4).steps == blelloch(21).steps and blelloch(0, 3).name == "blelloch:0"
     assert resolve(linear(2), 2) == linear(2)
     for name in ("", "blelloch:", "blelloch:-1", "blelloch:x", "linear:2", "fast", "balanced", "chunked", "chunked:0"):
-        with pytest.raises(ValueError, match="expected linear, blelloch"):
+        with pytest.raises(ValueError, match="expected one of auto, linear, blelloch"):
             resolve(name, 5)
     with pytest.raises(ValueError, match="schedule is 'balanced:2', which balances a chain"):
         resolve("balanced:2", 5)
     with pytest.raises(ValueError, match="the schedule is for 4 stages, but the chain has 5"):
         resolve(linear(4), 5)
-    with pytest.raises(TypeError, match="schedule is a int"):
+    with pytest.raises(TypeError, match="schedule is 3; expected one of auto"):
         resolve(3, 5)  # type: ignore[arg-type]
 
 

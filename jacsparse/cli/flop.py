@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schedule import COUNTED
+from ..terminal import ratio
 from .inputs import check_outputs, echo, load_part, parse_numbers, progress_bar
 from .options import Checkpoint, Input, Model, Prune, Seed, Training, Trust
 
@@ -85,7 +86,7 @@ def flop(
         return
     count = 1 if data is None else samples or 4
     analysed = load_part(model, input, prune, checkpoint, seed, trust, part, data, count, training)
-    notes: list[str] = []
+    left_out: list[CountEstimate] = []
 
     def accept(estimate: CountEstimate) -> bool:
         """Whether to count the scan, which is asked for or takes little."""
@@ -94,7 +95,7 @@ def flop(
         if schedule is not None:
             echo(f"counting {schedule} takes {estimate}; without --schedule it is left out")
             return True
-        notes.append(f"Scan: not counted, as that takes {estimate}. Ask for it with --schedule {COUNTED}.")
+        left_out.append(estimate)
         return False
 
     with progress_bar("counting products") as progress:
@@ -110,7 +111,7 @@ def flop(
             accept=accept,
         )
     name = f"{analysed.name} on {data}" if data else analysed.name
-    report = replace(report, name=name, note=" ".join(notes))
+    report = replace(report, name=name, note=_note(left_out[0], report) if left_out else "")
     console().print(Page(report, steps, explain, sort, top))
     if schedule is not None and report.schedule != schedule:
         typer.echo(f"--schedule {schedule} is {report.schedule} for {len(report.baseline)} stages")
@@ -120,6 +121,18 @@ def flop(
         report.save_csv(csv)
     if plot is not None:
         report.plot(plot)
+
+
+def _note(estimate: CountEstimate, report: FlopReport) -> str:
+    """Why the scan is not counted, and what is known of it."""
+    activations = next(each.activations for each in report.backpropagation if each.structure == "pruned")
+    least = ""
+    if estimate.flop > activations > 0:
+        least = (
+            f"It takes at least about {ratio(estimate.flop / activations)} times the FLOP of back-propagation, so that "
+            "it cannot pay on fewer workers. "
+        )
+    return f"Scan: not counted, as that takes {estimate}. {least}Ask for it with --schedule {COUNTED}."
 
 
 def _linear(model: str, sizes: str | None, checkpoint: Path, seed: int, part: str | None) -> FlopReport:

@@ -318,7 +318,7 @@ def make_samples(data: str, count: int, shape: tuple[int, ...], seed: int, modul
         raise ValueError(f"--data {data} has samples of shape {tuple(samples.shape[1:])}, --input is {shape}")
     if count > len(samples):
         kind = "samples" if own else "test images"
-        raise ValueError(f"--samples is {count}, but {data} has {len(samples)} {kind}")
+        raise ValueError(f"{count} samples are asked for, but {data} has {len(samples)} {kind}")
     return samples[:count].to(dtype)
 
 
@@ -327,6 +327,8 @@ def _read_samples(path: Path) -> torch.Tensor:
     samples = _read_tensor(path, "expected one tensor of samples, along its first axis")
     if not samples.is_floating_point():
         raise ValueError(f"{path} holds {samples.dtype}; expected floating-point samples, as the model takes them")
+    if samples.ndim < 2:
+        raise ValueError(f"{path} has shape {tuple(samples.shape)}; expected samples along the first of several axes")
     if not len(samples):
         raise ValueError(f"{path} holds no sample")
     finite = samples.flatten(1).isfinite().all(1)
@@ -367,14 +369,17 @@ def _read_tensor(path: Path, expected: str) -> torch.Tensor:
         from ..runtime import a_type
 
         raise ValueError(f"{path} holds {a_type(value)}; {expected}")
-    return value
+    if value.layout is not torch.strided or value.is_meta:
+        raise ValueError(f"{path} holds a tensor that is sparse or has no values; {expected}, as value.to_dense()")
+    return value.detach()
 
 
 def _load_numpy(path: Path) -> object:
     import numpy as np
     import torch
 
-    return torch.from_numpy(np.load(path, allow_pickle=False))
+    array = np.load(path, allow_pickle=False)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
 def _load_torch(path: Path) -> object:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..runtime import row_starts, within_rows
-from .operations import FLOATS, OPERAND, Operation, operation_of
+from .operations import FLOATS, OPERAND, ElementOperation, operation_of
 
 #: The most terms of a sum that is one operation; longer ones are sums of sums.
 MOST_TERMS = 8
@@ -52,7 +52,7 @@ class Elements:
     count: int
     dtype: torch.dtype
     #: The operation, and the numbers of the elements of each operand.
-    operation: Operation | None = None
+    operation: ElementOperation | None = None
     operands: tuple[np.ndarray, ...] = ()
     constant: float | bool | None = None
 
@@ -107,7 +107,7 @@ class ElementGraph:
         constants = [self.constant(each.item(), values.dtype) for each in array[firsts]]
         return np.array(constants, dtype=np.int64)[kinds]
 
-    def compute(self, operation: Operation, operands: Sequence[np.ndarray]) -> np.ndarray:
+    def compute(self, operation: ElementOperation, operands: Sequence[np.ndarray]) -> np.ndarray:
         """The numbers of what an operation computes."""
         return self._add(len(operands[0]), operation.dtype, operation=operation, operands=tuple(operands)).numbers
 
@@ -121,7 +121,7 @@ class ElementGraph:
             distinct, inverse = np.unique(numbers[others], return_inverse=True)
             dtype = self.nodes[places[others][0]].dtype
             self.stored.add(len(self.nodes))
-            copies = self.compute(Operation("_to_copy", dtype, (dtype,), (OPERAND,)), [distinct])
+            copies = self.compute(ElementOperation("_to_copy", dtype, (dtype,), (OPERAND,)), [distinct])
             numbers = numbers.copy()
             numbers[others] = copies[inverse]
         return numbers
@@ -406,7 +406,7 @@ def sums(
                 operands += [] if fixed else [np.broadcast_to(weights[term, None], (len(those), batch))]
                 operands += [factor[term] for factor in factors]
             arguments = OPERAND, tuple((weight, len(factors)) for weight in weighted)
-            operation = Operation("sum", dtype, (dtype,) * len(operands), arguments)
+            operation = ElementOperation("sum", dtype, (dtype,) * len(operands), arguments)
             # One sample after the other, as the operands of most lie.
             numbers = elements.compute(operation, [operand.T.reshape(-1) for operand in operands])
             results[rows[those]] = numbers.reshape(batch, -1).T

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .elements import ElementGraph, Elements, of_kinds
-from .operations import Operation
+from .operations import ElementOperation
 
 #: The cost of storing an element, or of loading one, relative to a sum of two numbers in registers.
 MEMORY = 4
@@ -42,7 +42,7 @@ class Place:
 
 
 #: A number, a place from which it is loaded, or an operation and the places of its operands among the expressions.
-Expression = float | bool | Place | tuple[Operation, tuple[int, ...]]
+Expression = float | bool | Place | tuple[ElementOperation, tuple[int, ...]]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ Value = Any
 
 
 @dataclass(frozen=True)
-class Operation:
+class ElementOperation:
     """An elementwise operation.
 
     Attributes
@@ -269,7 +269,9 @@ _COMPARISONS = ("eq", "ge", "gt", "isnan", "le", "lt", "ne")
 _MASKS = ("condition", "mask")
 
 
-def operation_of(overload: Any, arguments: Mapping[str, Any], dtype: torch.dtype) -> tuple[Operation, list[str]] | None:
+def operation_of(
+    overload: Any, arguments: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[ElementOperation, list[str]] | None:
     """The operation that an elementwise call is, and the names of its operands; None where there is none.
 
     Parameters
@@ -309,7 +311,7 @@ def operation_of(overload: Any, arguments: Mapping[str, Any], dtype: torch.dtype
         elif value is not None and not isinstance(value, (bool, int, float)):
             return None
         others.append(OPERAND if is_tensor else value)
-    return Operation(name, dtype, tuple(reads), tuple(others)), operands
+    return ElementOperation(name, dtype, tuple(reads), tuple(others)), operands
 
 
 def _promoted(arguments: Sequence[Any]) -> torch.dtype:

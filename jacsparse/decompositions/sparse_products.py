@@ -24,7 +24,7 @@ _FACTORS: dict[Any, tuple[int | None, int, int]] = {
 }
 
 
-class Elements(NamedTuple):
+class StoredElements(NamedTuple):
     """A sparse matrix: row, column and value of each stored element."""
 
     rows: torch.Tensor
@@ -33,7 +33,7 @@ class Elements(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, matrix: torch.Tensor) -> Elements:
+    def of(cls, matrix: torch.Tensor) -> StoredElements:
         """The elements of a matrix in one of PyTorch's sparse layouts, but for those of blocks."""
         shape = tuple(matrix.shape)
         if matrix.layout == torch.sparse_coo and matrix.sparse_dim() == 2 == len(shape):
@@ -48,8 +48,8 @@ class Elements(NamedTuple):
         )
 
     @property
-    def T(self) -> Elements:
-        return Elements(self.columns, self.rows, self.values, self.shape[::-1])
+    def T(self) -> StoredElements:
+        return StoredElements(self.columns, self.rows, self.values, self.shape[::-1])
 
     def product(self, dense: torch.Tensor, axis: int) -> torch.Tensor:
         """The matrix times each line of a dense tensor along an axis, of the tensor's two at most."""
@@ -67,7 +67,7 @@ def _lines(starts: torch.Tensor) -> torch.Tensor:
 
 def is_sparse(value: Any) -> bool:
     """Whether a value is a tensor, or stands for one, that stores some of its elements."""
-    return isinstance(value, Elements) or (isinstance(value, torch.Tensor) and value.layout != torch.strided)
+    return isinstance(value, StoredElements) or (isinstance(value, torch.Tensor) and value.layout != torch.strided)
 
 
 def operator_on_elements(overload: Any, args: Sequence[Any]) -> Callable[..., Any]:
@@ -80,7 +80,7 @@ def operator_on_elements(overload: Any, args: Sequence[Any]) -> Callable[..., An
     """
     if overload in _FACTORS:
         return _product(*_FACTORS[overload])
-    if overload in _SWAPS and isinstance(args[0], Elements):
+    if overload in _SWAPS and isinstance(args[0], StoredElements):
         return lambda matrix, *axes: matrix.T if _SWAPS[overload](*axes) else matrix
     raise UnsupportedOperatorError(
         f"{overload} takes a sparse tensor; multiply by it with @, torch.mm, torch.mv or torch.sparse.mm, or make it "
@@ -99,7 +99,7 @@ _SWAPS: dict[Any, Callable[..., bool]] = {
 def _product(summand: int | None, left: int, right: int) -> Callable[..., torch.Tensor]:
     def product(*args: Any, beta: float = 1, alpha: float = 1) -> torch.Tensor:
         sparse, dense = (left, right) if is_sparse(args[left]) else (right, left)
-        matrix = args[sparse] if isinstance(args[sparse], Elements) else Elements.of(args[sparse])
+        matrix = args[sparse] if isinstance(args[sparse], StoredElements) else StoredElements.of(args[sparse])
         result = matrix.product(args[dense], 0) if sparse == left else matrix.T.product(args[dense], 1)
         result = result if alpha == 1 else result * alpha
         if summand is None or beta == 0:

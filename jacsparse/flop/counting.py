@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -16,7 +17,7 @@ from torch import nn
 from ..patterns import Pattern
 from ..schedule import COUNTED, Schedule, Step, balanced, linear, resolve
 from ..spgemm import meeting, multiply_adds, product_meeting, product_pattern
-from ..stages import Region, check_input, matrix_of
+from ..stages import Region, check_input, is_light, matrix_of
 from .estimate import ENOUGH, CountEstimate, estimate_count
 from .layer_flop import OperatorWork, StepFlop
 from .layers import layer_records
@@ -131,7 +132,7 @@ def count_flop(
     observed = []
     for factors, operands in () if inputs is None else subject.observe(inputs):
         samples.append(_Counts(plan, factors).run(count_product))
-        observed.append(_backpropagated(subject, "observed", factors, operands))
+        observed.append(_backpropagated(subject, "observed", factors, operands)[:2])
     if executed is None:
         executed = structure == "guaranteed"
     report = _report(plan, subject, samples, guaranteed if executed else None, observed)
@@ -157,14 +158,14 @@ def _choices(
         return ()
     assert counts is not None
     # FLOP of the steps and entries of the matrices, without patterns: those of all schedules could fill the memory.
-    costs = {plan.name: (counts.executed(), counts.sizes())}
+    costs = {plan.name: (counts.over_full_vectors(), counts.sizes())}
 
     def choice(number: int) -> ScheduleChoice:
         schedules = {"linear": linear(plan.n), plan.name: plan, f"balanced:{number}": balanced(subject, number)}
         for name, schedule in schedules.items():
             if name not in costs:
                 count = _Counts(schedule, subject.factors).run()
-                costs[name] = count.executed(), count.sizes()
+                costs[name] = count.over_full_vectors(), count.sizes()
         times = {name: schedule.makespan(costs[name][0], number) for name, schedule in schedules.items()}
         work = {name: math.fsum(costs[name][0]) for name in schedules}
         space = {name: schedule.complexity(number, costs[name][1]).space for name, schedule in schedules.items()}
@@ -177,7 +178,7 @@ def _choices(
 
 @dataclass
 class _Count:
-    """The counted and the executed multiply-adds of one step, and the entries of its result and its factors."""
+    """The counted multiply-adds of one step, those over full vectors, and entries of its result and its factors."""
 
     pairs: int
     executed: int
@@ -225,10 +226,25 @@ class _Counts:
         self.matrices.clear()
         return self
 
-    def executed(self) -> list[float]:
-        """FLOP of the live steps, as the scan executes them."""
+    def over_full_vectors(self) -> list[float]:
+        """FLOP of the live steps over full vectors, each step as the schedule has it."""
         steps = zip(self.schedule.products, self.steps, strict=False)
         return [2.0 * count.executed for step, count in steps if step.live]
+
+    @functools.cached_property
+    def executed(self) -> dict[int, float]:
+        """FLOP of each live step, by its value, as the scan executes it: light matrices wait for a vector."""
+        values = {self.schedule.n - stage: factor for stage, factor in enumerate(self.factors)}
+        light = {value for value, factor in values.items() if isinstance(factor, Pattern) and is_light(factor)}
+        schedule, products = self.schedule.deferred(light)
+        flop = dict(
+            zip(
+                (step.out for step in schedule.steps),
+                _Counts(schedule, self.factors).run().over_full_vectors(),
+                strict=True,
+            )
+        )
+        return {value: math.fsum(flop[step.out] for step in steps) for value, steps in products.items()}
 
     def sizes(self) -> dict[int, int]:
         """Entries of each matrix, by value."""
@@ -291,10 +307,10 @@ def _backpropagated(
     structure: str,
     factors: Sequence[Pattern | Region],
     operands: Sequence[Mapping[int, np.ndarray]] | None = None,
-) -> tuple[BackPropagation, list[StepFlop]]:
+) -> tuple[BackPropagation, list[StepFlop], bool]:
     """Back-propagation over counts, as the ``linear`` schedule goes, and a training step's work of each operator.
 
-    Without `operands`, operands are full.
+    Last, whether the gradient of the input has an entry. Without `operands`, operands are full.
     """
     mask = _full_mask(factors)
     weight_pairs, edge_pairs, work = 0, [], list[StepFlop]()
@@ -315,7 +331,7 @@ def _backpropagated(
     *between, first = edge_pairs or [0]
     other_weights = subject.weights.get(structure, 0.0)
     weights = None if other_weights is None else other_weights + 2.0 * weight_pairs
-    return BackPropagation(structure, 2.0 * sum(between), 2.0 * first, weights), work
+    return BackPropagation(structure, 2.0 * sum(between), 2.0 * first, weights), work, bool(mask.any())
 
 
 def _work(
@@ -380,6 +396,12 @@ def _report(
         if step.kind == "mm":
             shapes[step.out] = (shapes[step.left][0], shapes[step.right][1])
 
+    def executed(number: int, step: Step) -> float | None:
+        if guaranteed is None:
+            return None
+        of_input = 2.0 * guaranteed.steps[number].executed if number == len(plan.products) else 0.0
+        return guaranteed.executed.get(step.out, of_input)
+
     def flop_step(number: int, step: Step, phase: str) -> FlopStep:
         counts = [sample.steps[number] for sample in samples]
 
@@ -397,7 +419,7 @@ def _report(
             k=k,
             n=n,
             flop=2.0 * mean("pairs"),
-            executed=None if guaranteed is None else 2.0 * guaranteed.steps[number].executed,
+            executed=executed(number, step),
             nnz=mean("nnz"),
             live=step.live,
             left_nnz=mean("left_nnz"),
@@ -407,7 +429,7 @@ def _report(
 
     steps = [flop_step(number, step, step.phase) for number, step in enumerate(plan.products)]
     last = flop_step(len(steps), _input_step(plan), "input") if plan.n else None
-    pruned, pruned_work = _backpropagated(subject, "pruned", subject.factors)
+    pruned, pruned_work, reaches_input = _backpropagated(subject, "pruned", subject.factors)
     backpropagation = [_dense(subject), pruned]
     operators = [each for operator in reversed(subject.operators) for each in reversed(operator.work)]
     work = {"dense": [each.dense for each in operators], "pruned": pruned_work}
@@ -426,6 +448,7 @@ def _report(
         layer_records(operators, work),
         backpropagation=tuple(backpropagation),
         pays_from=_pays_from(plan, [step.flop for step in steps if step.live], backpropagation[-1]),
+        constant=not reaches_input and bool(subject.factors) and not subject.recurrent,
     )
 
 

@@ -24,7 +24,7 @@ PAIRS, BYTES, START = 4e8, 3.5e8, 0.3
 LONG, LARGE = 20.0, 2**32
 #: Pairs and bytes beyond which it does not matter how many more there are.
 ENOUGH, ENOUGH_BYTES = 1e10, 2**33
-#: Entries of all factors, at most, for which products are estimated: a few seconds.
+#: Entries of factors that estimates go through, at most: a few seconds.
 _BUDGET = 1e8
 #: Bytes of an entry of a pattern.
 _ENTRY = 4
@@ -46,6 +46,8 @@ class CountEstimate:
         Whether all products are estimated. If not, those that are take long enough, and the figures are lower bounds.
     work : float
         Steps of the loops that go through the pairs: rows that are rather full are merged word by word.
+    flop : float
+        FLOP of the scan that multiplies the matrices, at least: those of the pairs of live products for one sample.
     """
 
     schedule: str
@@ -53,6 +55,7 @@ class CountEstimate:
     nbytes: float
     complete: bool
     work: float = 0.0
+    flop: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -122,12 +125,13 @@ def estimate_products(
     name = plans[0].name if plans else ""
     if all(step.kind == "mv" for plan in plans for step in plan.products):
         return CountEstimate(name, 0.0, 0.0, True)
-    surely = sum(min(most, _least_pairs(factor)) for factor in factors)
-    entries = sum(map(_looked_at, factors))
-    if surely > enough or entries > _BUDGET:
-        return CountEstimate(name, max(surely, entries), 0.0, False, max(surely, entries))
+    least = _at_least(plans, factors, most, live)
+    if least.pairs > enough:
+        return least
+    #: The entries of each factor that estimates go through, and how many they still may.
+    entries, left_to_look_at = [*map(_looked_at, factors)], _BUDGET
     alike = all(factor is factors[0] for factor in factors)
-    pairs, work, size, complete = 0.0, 0.0, 0.0, True
+    pairs, work, size, flop, complete = 0.0, 0.0, 0.0, 0.0, True
     #: The stages whose indices exist, and the matrices, by the stages that they span; whether each is full.
     made, full = set[int](), dict[tuple[int, int], bool]()
     for plan in plans:
@@ -143,10 +147,11 @@ def estimate_products(
             spans[step.out] = (first, last)
             if (first, last) in full:
                 continue
-            if pairs > enough or size > ENOUGH_BYTES:
+            if pairs > enough or size > ENOUGH_BYTES or left_to_look_at < 0:
                 complete = False
                 continue
             left, right = factors[first : middle + 1], factors[start : last + 1]
+            left_to_look_at -= sum(entries[first : middle + 1]) + sum(entries[start : last + 1])
             for stage in {first, start} - made:
                 made.add(stage)
                 factor = factors[stage]
@@ -154,9 +159,9 @@ def estimate_products(
                     full[stage, stage] = factor.estimate > most
                     if not full[stage, stage]:
                         pairs, work = pairs + factor.estimate, work + factor.estimate
+                        flop += 2.0 * step.live * factor.estimate
                     size += 0.0 if full[stage, stage] else _nbytes(_row_counts([factor]))
-                if not full.get((stage, stage)):
-                    size += sum(_nbytes(p.structure.row_counts()) for *_, p in _edges(factor)[0] if _is_stored(p))
+                size += 0.0 if full.get((stage, stage)) else _stored_nbytes(factor)
             full[first, last] = full.get((first, middle), _is_full(left)) or full.get((start, last), _is_full(right))
             if full[first, last]:
                 continue
@@ -169,9 +174,39 @@ def estimate_products(
                     share = float(rows.mean()) / factors[last].shape[1]
                     words = PACKED * share > 1 and step.out not in uncomputed
                     pairs, work = pairs + met, work + (met / (64 * share) if words else met)
+                    flop += 2.0 * step.live * met
             if step.out not in uncomputed and not full[first, last]:
                 size += _nbytes(_row_counts([*left, *right]))
-    return CountEstimate(name, pairs, size, complete, work)
+    if not complete:
+        pairs, size, work, flop = map(
+            max, zip((pairs, size, work, flop), (least.pairs, least.nbytes, least.work, least.flop), strict=True)
+        )
+    return CountEstimate(name, pairs, size, complete, work, flop)
+
+
+def _at_least(plans: Sequence[Schedule], factors: Sequence[Pattern | Region], most: float, live: bool) -> CountEstimate:
+    """What it takes to make the matrices of the stages alone that products read."""
+    pairs, size, flop = 0.0, 0.0, 0.0
+    read = {
+        plan.n - value: step.live
+        for plan in plans
+        # Live steps come last, so that they decide.
+        for step in sorted(plan.products, key=lambda step: step.live)
+        if step.kind == "mm" and (step.live or not live)
+        for value in (step.left, step.right)
+        if value <= plan.n
+    }
+    for stage, is_live in read.items():
+        least = _least_pairs(factors[stage])
+        if least <= most:
+            pairs, size = pairs + least, size + _stored_nbytes(factors[stage])
+            flop += 2.0 * is_live * least
+    return CountEstimate(plans[0].name, pairs, size, False, pairs, flop)
+
+
+def _stored_nbytes(factor: Pattern | Region) -> float:
+    """Bytes of the indices of a factor's own patterns."""
+    return sum(_nbytes(pattern.structure.row_counts()) for *_, pattern in _edges(factor)[0] if _is_stored(pattern))
 
 
 def _nbytes(row_counts: np.ndarray) -> float:

@@ -59,7 +59,7 @@ def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
     dense_flop = StepFlop(layer.forward, layer.backward - layer.weight_gradient, layer.weight_gradient)
     operators[0] = replace(operators[0], work=(OperatorWork(layer, dense_flop),))
     weight_gradients = {"pruned": float(layer.weight_gradient_sparse), "observed": None}
-    return Subject(shape, [transposed] * time, operators, observe, (layer,), weight_gradients)
+    return Subject(shape, [transposed] * time, operators, observe, (layer,), weight_gradients, recurrent=True)
 
 
 def _layer(module: nn.RNNBase, transposed: Pattern, time: int) -> LayerFlop:

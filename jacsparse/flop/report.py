@@ -38,7 +38,8 @@ class FlopStep:
     flop : float
         Counted operations: 2 for each pair of stored entries that meets.
     executed : float or None
-        Operations that the scan executes: over the guaranteed structure, with full vectors. None if not requested.
+        Operations that the scan executes: over the guaranteed structure, with full vectors, and without products with
+        light matrices, such as diagonals, where these can wait for a vector. None if not requested.
     nnz, left_nnz, right_nnz : float
         Entries of the result and of the factors.
     live : bool
@@ -195,6 +196,8 @@ class FlopReport:
         The least power of two of workers with which the schedule is done before back-propagation of the same structure.
     note : str
         Why no scan was counted, in words.
+    constant : bool
+        Whether no gradient gets to the network's input, because pruned weights cut all ways from it to the output.
     """
 
     schedule: str
@@ -210,6 +213,7 @@ class FlopReport:
     name: str = ""
     pays_from: int | None = None
     note: str = ""
+    constant: bool = False
 
     def __str__(self) -> str:
         return text(self)

@@ -72,6 +72,8 @@ class Subject:
     weights: Mapping[str, float | None]
     #: The numbers of the operators that couple samples.
     coupling: tuple[int, ...] = ()
+    #: Whether the operators are steps, of which the first takes a state and not the network's input.
+    recurrent: bool = False
 
     def __len__(self) -> int:
         return len(self.factors)

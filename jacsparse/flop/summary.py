@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import nbytes, new_table, percent, ratio, short, text
+from ..terminal import layer_in_words, nbytes, new_table, percent, ratio, short, text
 from .layer_flop import StepFlop
 
 if TYPE_CHECKING:
@@ -72,11 +72,12 @@ class ScanCosts:
     def __str__(self) -> str:
         pays = "never pays" if self.pays_from is None else f"pays from {self.pays_from:,} workers on"
         path = f"{ratio(self.critical_ratio)} times along its critical path"
-        if self.pays_from is None and self.critical_ratio < 1:
-            path += ", but too many of its products wait for each other"
+        if self.pays_from is None:
+            waits = ", but too many of its products wait for each other"
+            path += waits if self.critical_ratio < 1 else ", which no number of workers shortens"
         return (
             f"A scan ({self.schedule}) {pays}: it takes {ratio(self.work_ratio)} times the FLOP of back-propagation "
-            f"({ratio(self.dense_ratio)} times the dense), {path}."
+            f"without the same zeros ({ratio(self.dense_ratio)} times the dense one's), and {path}."
         )
 
 
@@ -178,6 +179,8 @@ class FlopSummary:
             yield str(self.scan)
         elif self.note:
             yield self.note
+        elif self.without_weights and not self.steps[1].input_gradient:
+            yield "Scan: not compared, as no gradient passes between layers."
         sparse = f" ({nbytes(self.pruned_nbytes)} as CSR)" if self.zeros else ""
         yield (
             f"Memory: weights {nbytes(self.weight_nbytes)}{sparse}, Jacobians of layers {nbytes(self.jacobian_nbytes)}."
@@ -185,7 +188,7 @@ class FlopSummary:
 
 
 def _named(layers: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(_first([f"{name} ({percent(share)})" for name, share in layers], _CHARACTERS))
+    return ", ".join(_first([f"{layer_in_words(name)} ({percent(share)})" for name, share in layers], _CHARACTERS))
 
 
 def _first(names: Sequence[str], characters: int) -> Sequence[str]:
@@ -268,21 +271,25 @@ def warnings_of(report: FlopReport, brief: bool = False) -> tuple[str, ...]:
         return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(shown) < len(names) else "")
 
     found = []
-    empty, cut = _cut_off(report)
+    empty, cut = (list(map(layer_in_words, paths)) for paths in _cut_off(report))
     gradients = any(layer["pruned_weight_gradient"] for layer in report.layers)
-    off = f"no gradient reaches {listed(cut) if gradients else 'any layer'}" if cut else ""
-    if empty:
-        found.append(
-            f"No weight is left in {listed(empty)}{'; ' if off else ''}{off}. Prune fewer weights, or "
-            "the same share of each layer."
+    parts = [f"no weight is left in {listed(empty)}"] if empty else []
+    parts += [f"no gradient reaches {listed(cut) if gradients else 'any layer'}"] if cut else []
+    if parts:
+        parts += ["the output does not change with the input"] if report.constant else []
+        end = (
+            ". Prune fewer weights, or the same share of each layer."
+            if empty
+            else ": all weights on the way are pruned."
         )
-    elif off:
-        found.append(f"{off[0].upper()}{off[1:]}: all weights on the way are pruned.")
+        sentence = "; ".join(parts) + end
+        found.append(sentence[0].upper() + sentence[1:])
     pruned = any(layer["zeros"] for layer in layers)
-    dense = [f"{layer['layer']} ({percent(layer['sparsity'])})" for layer in layers if layer["sparsity"] <= 0.5]
+    words = [(layer_in_words(layer["layer"]), layer) for layer in layers]
+    dense = [f"{name} ({percent(layer['sparsity'])})" for name, layer in words if layer["sparsity"] <= 0.5]
     if pruned and dense:
         found.append(f"At most half is pruned of {listed(dense)}: dense kernels are faster there.")
-    unmasked = [f"{layer['layer']} ({layer['unmasked_zeros']:,})" for layer in layers if layer["unmasked_zeros"]]
+    unmasked = [f"{name} ({layer['unmasked_zeros']:,})" for name, layer in words if layer["unmasked_zeros"]]
     if unmasked:
         found.append(
             f"Zero weights without a mask are in {listed(unmasked)}: a training step fills them; keep them by "

@@ -23,7 +23,7 @@ _WORDS = {
     "stages": "the modules of the first and the last stage of the first factor",
     "m×k×n": "sizes of the factors",
     "sparse": "share of zeros in the product",
-    "run": "FLOP that the scan executes: without zeros on any input, with full vectors",
+    "run": "FLOP that the scan executes: without zeros on any input, with full vectors; diagonals wait for a vector",
     "*": "on the critical path: the largest step of each level, and every step of the middle",
     "<": "a product of two matrices that is less sparse than both",
     "dead": "in Algorithm 1 as printed: counted here, but in no sum, and not run",
@@ -49,14 +49,13 @@ _LAYER_WORDS = {
 }
 #: Of the choice of a schedule.
 _CHOICE_WORDS = {
-    "done first": "FLOP until the last step is done, each worker doing one at a time; counted as in the column run",
+    "done first": "FLOP until the last step is done, each worker doing one at a time; of full vectors",
     "holds": "entries of matrices that the fullest worker holds at once, by the schedule that is done first",
 }
 #: The columns of the table of layers.
 _LAYER_COLUMNS = (
     "layer", "weights", "zero", "step", "of dense", "forward", "inputs'\ngradients", "weights'\ngradients",
-    "Jacobian\nentries", "Jacobian\nMiB",
-    "dense\nstep", "dense\nforward", "dense\ninputs'\ngradients", "dense\nweights'\ngradients",
+    "Jacobian\nentries", "Jacobian\nMiB", "dense\nstep",
 )  # fmt: skip
 #: Columns by which layers can be sorted.
 SORTS = {"layer": "layer", "weights": "weights", "zero": "sparsity", "step": "", "jacobian": "jacobian_nnz"}
@@ -128,7 +127,7 @@ def _steps(report: FlopReport) -> Any:
         ("L", "phase", "", "product", "FLOP", "run", "sparse", "", "m×k×n", "stages"),
         [_cells(step, stages) for step in steps],
         keys=4,
-        left=frozenset([7, 9]),
+        left=frozenset([0, 1, 2, 3, 7, 9]),
         sections=frozenset([len(report.steps) - 1]),
         faint=frozenset(number for number, step in enumerate(steps) if not step.live),
     )
@@ -136,24 +135,19 @@ def _steps(report: FlopReport) -> Any:
 
 def totals(report: FlopReport) -> Any:
     """A table of the FLOP of back-propagation and of the scan, counted in the same ways."""
-    table = new_table("FLOP of one sample's backward pass")
-    table.add_column("", overflow="fold")
-    baselines = {each.structure: each for each in report.backpropagation}
-    for column in ("activations", *(f"/ {name}" for name in baselines), "input", "weights"):
-        table.add_column(column, justify="right", no_wrap=True)
+    baselines, rows = {each.structure: each for each in report.backpropagation}, list[tuple[str, ...]]()
 
     def row(name: str, activations: float, input_gradient: float | None, weights: float | None) -> None:
         shares = [ratio(activations / each.activations) if each.activations else "" for each in baselines.values()]
         others = ["" if flop is None else f"{flop:,.0f}" for flop in (input_gradient, weights)]
-        table.add_row(name, f"{activations:,.0f}", *shares, *others)
+        rows.append((name, f"{activations:,.0f}", *shares, *others))
 
     for structure, each in baselines.items():
         row(f"back-propagation, {structure}", each.activations, each.input_gradient, each.weights)
-    table.add_section()
     live, last = sum(step.live for step in report.steps), report.input_gradient
     baseline = baselines.get("pruned" if report.structure == "guaranteed" else report.structure)
     row(
-        f"{report.schedule}, all {live} live steps of {len(report.steps)}",
+        f"{report.schedule}, {live} live steps",
         report.total,
         None if last is None else last.flop,
         None if baseline is None else baseline.weights,
@@ -161,7 +155,12 @@ def totals(report: FlopReport) -> Any:
     row(f"{report.schedule}, critical path", report.critical_path, None, None)
     if report.executed is not None:
         row(f"{report.schedule}, executed", report.executed, None if last is None else last.executed, None)
-    return table
+    return Fitted(
+        "FLOP of one sample's backward pass",
+        ("", "activations", *(f"/ {name}" for name in baselines), "input", "weights"),
+        rows,
+        sections=frozenset([len(baselines) - 1]),
+    )
 
 
 def _remarks(report: FlopReport) -> Iterator[str]:
@@ -170,8 +169,8 @@ def _remarks(report: FlopReport) -> Iterator[str]:
     if pruned and unpruned:
         yield (
             f"The thesis' Figure 5.5 counts gradient operators by their Jacobians' entries: {unpruned:,.0f} in the "
-            f"unpruned network, of which the critical path is {ratio(report.critical_path / unpruned)}, and "
-            f"{pruned:,.0f} in this one, of which it is {ratio(report.critical_path / pruned)}."
+            f"unpruned network and {pruned:,.0f} in this one. The critical path takes "
+            f"{ratio(report.critical_path / unpruned)} and {ratio(report.critical_path / pruned)} times as many."
         )
     activations = {each.structure: each.activations for each in report.backpropagation}
     if activations.get("pruned", 0.0) > activations.get("dense", math.inf):
@@ -276,17 +275,15 @@ def _share(part: float, whole: float) -> str:
 
 def _layer_cells(layer: Mapping[str, Any], structure: str) -> tuple[str, ...]:
     dense = layer["dense_step"]
-    quantities = ("forward", "input_gradient", "weight_gradient")
     return (
         layer["layer"],
         short(layer["weights"]) if layer["weights"] else "",
         percent(layer["sparsity"]) if layer["weights"] else "",
         short(round(layer[f"{structure}_step"])),
         percent(layer[f"{structure}_step"] / dense) if dense else "",
-        *(short(round(layer[f"{structure}_{quantity}"])) for quantity in quantities),
+        *(short(round(layer[f"{structure}_{name}"])) for name in ("forward", "input_gradient", "weight_gradient")),
         *((short(layer["jacobian_nnz"]), f"{layer['jacobian_nbytes'] / 2**20:.1f}") if layer["weights"] else ("", "")),
         short(round(dense)),
-        *(short(round(layer[f"dense_{quantity}"])) for quantity in quantities),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import time
@@ -11,18 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..codegen import FLOATS, OUT, CallsOfElements, ElementGraph, Fusion, MachineCode, Scratch, UnreadableWriteError
 from ..patterns import Pattern
-from ..runtime import announce, thread_count
+from ..runtime import on_this_thread, thread_count
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
 
 _LOGGER = logging.getLogger("jacsparse")
-#: Elements beyond which the compilation is announced, as it takes about a second.
-MANY = 2**20
-#: Work beyond which several threads may pay: some 100 µs of one.
+#: Work beyond which several threads may pay: some 100 µs of one. Where a core is busy they wait for it, much longer.
 SERIAL_WORK = 2_000_000
+#: The work of an element that PyTorch computes, as by a tangent.
+ELEMENT = 10
 #: Bytes at multiples of which memories begin.
 ALIGNMENT = 64
 
@@ -73,9 +75,6 @@ class FusedValues:
         graph, elements = _elements_of(calls.graph, inputs, range(len(others), len(others) + len(calls.begin)))
         wanted = entries(graph, elements.results[: len(calls.outputs)])
         self._shape = wanted.shape
-        if wanted.size > MANY:
-            entry_count, batch = self._shape
-            announce(f"compiling the values of {entry_count:,} × {batch} entries, which the prepared Jacobian keeps")
         fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
         self._code = MachineCode(fusion.loops, self._dtype)
         self._make_table(graph, fusion, inputs)
@@ -116,9 +115,10 @@ class FusedValues:
         self._fixed = [*fixed, 0]
         self._table = ctypes.c_size_t * len(self._fixed)
         self._by_pytorch: fx.GraphModule | None = None
-        used = list[int]()
+        used, self._work_of_pytorch = list[int](), 0
         if left:
             self._by_pytorch, used = _returning(self._calls.graph, left)
+            self._work_of_pytorch = _work_of(self._by_pytorch, [inputs[n] for n in used])
         #: What PyTorch's calls begin with: values of the function in their shapes, or tensors.
         self._begin = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
         self.reads = {value for _, value, _ in self._values} | {begin[n] for n in used if n in begin}
@@ -163,7 +163,7 @@ class FusedValues:
     def _computed_by_pytorch(self, known: Mapping[int, torch.Tensor], table: Any) -> list[torch.Tensor]:
         """What the machine code reads of PyTorch's calls, and puts into a table."""
         begin = [each if isinstance(each, torch.Tensor) else known[each[0]].reshape(each[1]) for each in self._begin]
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.nullcontext() if self._work_of_pytorch > SERIAL_WORK else on_this_thread():
             results = self._by_pytorch(*begin)  # type: ignore[misc]
         converted = [result.to(dtype).contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)]
         for tensor, (slot, _) in zip(converted, self._left, strict=True):
@@ -198,3 +198,22 @@ def _returning(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.Gra
         else:
             graph.erase_node(node)
     return fx.GraphModule(module, graph), used
+
+
+class _Elements(fx.Interpreter):
+    """Runs a graph, and counts the elements of all results."""
+
+    count = 0
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        self.count += result.numel() if isinstance(result, torch.Tensor) else 0
+        return result
+
+
+def _work_of(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> int:
+    """The work of PyTorch's calls: the FLOP of products of matrices, and of each element some."""
+    run = _Elements(module)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        run.run(*inputs)
+    return counter.get_total_flops() + ELEMENT * run.count

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import TypeVar
 
 from ..patterns import Pattern, gradient_of
-from ..runtime import a_type
+from ..runtime import a_type, announced_where_long
 from ..spgemm import SparseJacobian
 from ..stages import agree
 from ..tracing import name_of, undisturbed, without_saving_hooks
@@ -155,7 +155,7 @@ class PreparedJacobian(Generic[Result]):
             program = self._programs.get((kinds, arguments.numbers_but(tensors)))
             if program is not None:
                 return program
-        with self._lock:
+        with self._lock, announced_where_long(f"preparing the Jacobian of {name_of(self._f)}, which it keeps"):
             return self._made(arguments)
 
     @without_saving_hooks()

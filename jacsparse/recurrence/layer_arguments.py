@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..runtime import a_type
 from .sequences import check_dense
-from .solvers import CHUNK, forward_choice, parse
+from .solvers import Choice, parse
 
 _DTYPES = (torch.float32, torch.float64)
 
 
-def check_options(schedule: object, forward: object, chunk: object) -> None:
-    """ValueError where an option is none that `RNN` takes."""
-    parse(schedule)
-    forward_choice(forward, CHUNK)
-    if not isinstance(chunk, int | np.integer) or isinstance(chunk, bool) or chunk < 1:
-        raise ValueError(f"chunk is {chunk!r}; expected a number of steps of at least 1")
+class ChosenSolvers(NamedTuple):
+    """The solvers of a layer's states and of their gradients, and the options that ask for them."""
+
+    options: tuple[object, object, object]
+    forward: Choice
+    backward: Choice
+
+    @classmethod
+    def of(cls, schedule: object, forward: object, chunk: object) -> ChosenSolvers:
+        """Those of the options that `RNN` takes; TypeError or ValueError where one is none of them."""
+        if not isinstance(chunk, int | np.integer) or isinstance(chunk, bool) or chunk < 1:
+            raise ValueError(f"chunk is {chunk!r}; expected a number of steps of at least 1")
+        length = int(chunk)
+        return cls((schedule, forward, chunk), parse(forward, "states", length), parse(schedule, chunk=length))
 
 
 def checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
@@ -64,12 +74,12 @@ def packed_size(batch_sizes: torch.Tensor, rows: int) -> tuple[int, int]:
     return len(sizes), sizes[0]
 
 
-def warm_states(warm: object, place: int, count: int) -> torch.Tensor | None:
-    """The warm start of one layer and direction, of `count`; None where there is none."""
+def warm_states(warm: object, count: int) -> Sequence[torch.Tensor | None]:
+    """The warm starts of `count` layers and directions, None where there is none."""
     if warm is None:
-        return None
+        return [None] * count
     if not isinstance(warm, list | tuple) or not all(isinstance(part, torch.Tensor | None) for part in warm):
         raise TypeError("warm is no list of tensors; pass `boundaries` of an earlier pass")
     if len(warm) != count:
         raise ValueError(f"warm has {len(warm)} entries; expected {count}: `boundaries` of an earlier pass")
-    return warm[place]
+    return warm

@@ -9,77 +9,55 @@ import torch
 from torch.nn import functional
 
 from ..runtime import is_transformed, on_device
-from .cells import Cell, Saved, Weights, preceding
-from .layer_recurrences import Options, solve_backward, solve_forward
+from .cells import Saved, Weights, preceding
+from .layer_recurrences import LayerPass
 from .once_differentiable import differentiable_once, once
-from .sequences import Sequences, index, plain
+from .sequences import index, plain
 
 
 def run_layer(
-    cell: Cell,
-    sequences: Sequences,
-    direction: int,
-    x: torch.Tensor,
-    initial: torch.Tensor,
-    parameters: tuple[torch.Tensor | None, ...],
-    options: Options,
+    layer: LayerPass, x: torch.Tensor, initial: torch.Tensor, parameters: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs ``(rows, size)`` and last states ``(batch, states · size)`` of a layer in one direction.
 
     Parameters
     ----------
-    cell : Cell
-        Its kind.
-    sequences : Sequences
-        Which rows of `x` are whose.
-    direction : int
-        1, or -1 for a layer that runs from each sample's end.
+    layer : LayerPass
+        The layer, and how both of its recurrences are solved.
     x : Tensor, (rows, features)
         The input.
     initial : Tensor, (batch, states · size)
         The states before the first steps.
-    parameters : tuple of Tensor or None
+    parameters : sequence of Tensor or None
         As `Weights` orders them.
-    options : Options
-        How both recurrences are solved.
     """
     tensors = (x, initial, *parameters)
     differentiated = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if differentiated or is_transformed():
-        output, end, *_ = _Layer.apply(cell, sequences, direction, options, *tensors)
+        output, end, *_ = _Layer.apply(layer, *tensors)
     else:
         with torch.no_grad():
-            saved, end = _forward(cell, sequences, direction, options, x, initial, *parameters, keep=False)
+            saved, end = _forward(layer, x, initial, *parameters, keep=False)
         output = saved.output
     return output, end
 
 
 def _forward(
-    cell: Cell,
-    sequences: Sequences,
-    direction: int,
-    options: Options,
-    x: torch.Tensor,
-    initial: torch.Tensor,
-    *parameters: torch.Tensor | None,
-    keep: bool,
+    layer: LayerPass, x: torch.Tensor, initial: torch.Tensor, *parameters: torch.Tensor | None, keep: bool
 ) -> tuple[Saved, torch.Tensor]:
     """What each step gives, with the gates where they are to be saved, and the last states."""
+    cell, part, steps = layer.cell, layer.part, layer.sequences.steps
     with torch.autocast(x.device.type, enabled=False):
-        weights, phase = _weights(cell, options.layer, x, initial, parameters), f"forward pass of {options.layer}"
-        if options.part is not None:
-            initial = options.initial = options.part.take_over(initial.detach(), direction, phase)
+        weights, phase = _weights(layer, x, initial, parameters), f"forward pass of {layer.name}"
+        if part is not None:
+            initial = layer.initial = part.take_over(initial.detach(), layer.direction, phase)
         # Newton's method needs the gates too.
-        rows = sequences.steps if cell.saved_vectors and (keep or options.forward != "sequential") else 0
-        saved = Saved(
-            x.new_empty(sequences.steps, weights.size),
-            x.new_empty(rows, cell.saved_vectors * weights.size),
-            plain(initial),
-        )
-        entered = cell.enter(plain(x), weights)
-        end = solve_forward(cell, sequences, direction, entered, weights, saved, options)
-        if options.part is not None:
-            options.part.hand_over(end, direction, phase)
+        rows = steps if cell.saved_vectors and (keep or layer.forward.name != "sequential") else 0
+        size = weights.size
+        saved = Saved(x.new_empty(steps, size), x.new_empty(rows, cell.saved_vectors * size), plain(initial))
+        end = layer.solve_forward(cell.enter(plain(x), weights), weights, saved)
+        if part is not None:
+            part.hand_over(end, layer.direction, phase)
         return saved, end
 
 
@@ -92,21 +70,15 @@ _Once = differentiable_once(
 class _Layer(_Once):  # type: ignore[misc, valid-type]
     @staticmethod
     def forward(
-        cell: Cell,
-        sequences: Sequences,
-        direction: int,
-        options: Options,
-        x: torch.Tensor,
-        initial: torch.Tensor,
-        *parameters: torch.Tensor | None,
+        layer: LayerPass, x: torch.Tensor, initial: torch.Tensor, *parameters: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        saved, end = _forward(cell, sequences, direction, options, x, initial, *parameters, keep=True)
+        saved, end = _forward(layer, x, initial, *parameters, keep=True)
         # The output is the caller's, to change as they like.
         return saved.output.clone(), end, saved.output, saved.gates
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.cell, ctx.sequences, ctx.direction, ctx.options, *tensors = inputs
+        ctx.layer, *tensors = inputs
         _, _, states, gates = output
         ctx.mark_non_differentiable(states, gates)
         ctx.save_for_backward(states, gates, *tensors)
@@ -116,20 +88,13 @@ class _Layer(_Once):  # type: ignore[misc, valid-type]
     def backward(
         ctx: Any, grad_output: torch.Tensor | None, grad_end: torch.Tensor | None, *_: None
     ) -> tuple[torch.Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[4:]
-        gradients = iter(
-            _gradients_once(
-                ctx.cell, ctx.sequences, ctx.direction, ctx.options, wanted, grad_output, grad_end, *ctx.saved_tensors
-            )
-        )
-        return (None, None, None, None, *(next(gradients) if need else None for need in wanted))
+        wanted = ctx.needs_input_grad[1:]
+        gradients = iter(_gradients_once(ctx.layer, wanted, grad_output, grad_end, *ctx.saved_tensors))
+        return (None, *(next(gradients) if need else None for need in wanted))
 
 
 def _gradients(
-    cell: Cell,
-    sequences: Sequences,
-    direction: int,
-    options: Options,
+    layer: LayerPass,
     wanted: Sequence[bool],
     grad_output: torch.Tensor | None,
     grad_end: torch.Tensor | None,
@@ -141,28 +106,24 @@ def _gradients(
 ) -> tuple[torch.Tensor, ...]:
     """The gradients that are wanted, of the input, the first states and the parameters."""
     with torch.autocast(x.device.type, enabled=False):
-        weights = _weights(cell, options.layer, x, initial, parameters)
-        x, states = x.detach(), plain(initial if options.initial is None else options.initial)
+        weights = _weights(layer, x, initial, parameters)
+        x, states = x.detach(), plain(initial if layer.initial is None else layer.initial)
         saved = Saved(output, gates, states)
-        grad_gates, rows, grad_initial = solve_backward(
-            cell,
-            sequences,
-            direction,
+        grad_gates, rows, grad_initial = layer.solve_backward(
             x,
             weights,
             saved,
             None if grad_output is None else plain(grad_output),
             states.new_zeros(states.shape) if grad_end is None else plain(grad_end),
-            options,
         )
-        factors = (x, states, weights.input) if cell.bounded else (x, states, weights.input, output)
+        factors = (x, states, weights.input) if layer.cell.bounded else (x, states, weights.input, output)
         if rows != slice(0, len(x)) and not all(tensor.sum().isfinite() for tensor in factors):
             # Their products with zeros are to be seen.
             grad_gates[: rows.start], grad_gates[rows.stop :], rows = 0, 0, slice(0, len(x))
-        if options.part is not None and not options.part.begins(direction):
+        if layer.part is not None and not layer.part.begins(layer.direction):
             # The first states were not this rank's.
             grad_initial = torch.zeros_like(grad_initial)
-        for_x, *others = _products(cell, sequences, direction, x, saved, weights, grad_gates, rows, wanted)
+        for_x, *others = _products(layer, x, saved, weights, grad_gates, rows, wanted)
     gradients = (for_x, grad_initial, *others)
     return tuple(grad for grad, need in zip(gradients, wanted, strict=True) if need and grad is not None)
 
@@ -171,11 +132,11 @@ _gradients_once = once(_gradients, _Once)
 
 
 def _weights(
-    cell: Cell, layer: str, x: torch.Tensor, initial: torch.Tensor, parameters: Sequence[torch.Tensor | None]
+    layer: LayerPass, x: torch.Tensor, initial: torch.Tensor, parameters: Sequence[torch.Tensor | None]
 ) -> Weights:
     """The parameters, detached; TypeError or ValueError where one does not fit the input, for kernels do not check."""
-    size = initial.shape[1] // cell.states
-    gates = cell.gates * size
+    size = initial.shape[1] // layer.cell.states
+    gates = layer.cell.gates * size
     names, shapes = (
         ("weight_ih", "weight_hh", "bias_ih", "bias_hh"),
         ((gates, x.shape[1]), (gates, size), (gates,), (gates,)),
@@ -184,11 +145,11 @@ def _weights(
         if parameter is None:
             continue
         if parameter.shape != shape:
-            raise ValueError(f"{name}_{layer} has shape {tuple(parameter.shape)}; expected {shape}")
+            raise ValueError(f"{name}_{layer.name} has shape {tuple(parameter.shape)}; expected {shape}")
         if parameter.dtype != x.dtype or parameter.device != x.device:
             raise TypeError(
-                f"{name}_{layer} is {parameter.dtype} on {parameter.device}, and the input {x.dtype} on {x.device}; "
-                "convert or move one of them"
+                f"{name}_{layer.name} is {parameter.dtype} on {parameter.device}, and the input {x.dtype} on "
+                f"{x.device}; convert or move one of them"
             )
     weight, hidden, *biases = (None if p is None else plain(p) for p in parameters)
     assert weight is not None and hidden is not None
@@ -196,9 +157,7 @@ def _weights(
 
 
 def _products(
-    cell: Cell,
-    sequences: Sequences,
-    direction: int,
+    layer: LayerPass,
     x: torch.Tensor,
     saved: Saved,
     weights: Weights,
@@ -211,13 +170,13 @@ def _products(
     Those of the gates are zeros but for some `rows`.
     """
     for_x, _, for_input, for_hidden, for_bias, for_hidden_bias = wanted
-    entering, recurrent = cell.grad_columns(weights.size)
+    entering, recurrent = layer.cell.grad_columns(weights.size)
     from_input = grad_gates[rows, entering]
     sums = grad_gates[rows].sum(dim=0) if for_bias or for_hidden_bias else None
     return [
         _placed(from_input @ weights.input, rows, len(x)) if for_x else None,
         _outer(from_input, x[rows]) if for_input else None,
-        _hidden_gradient(sequences, direction, saved, grad_gates, rows, recurrent) if for_hidden else None,
+        _hidden_gradient(layer, saved, grad_gates, rows, recurrent) if for_hidden else None,
         sums[entering] if sums is not None and for_bias else None,
         torch.cat([sums[part] for part in recurrent]) if sums is not None and for_hidden_bias else None,
     ]
@@ -229,9 +188,10 @@ def _placed(some: torch.Tensor, rows: slice, count: int) -> torch.Tensor:
 
 
 def _hidden_gradient(
-    sequences: Sequences, direction: int, saved: Saved, grad_gates: torch.Tensor, rows: slice, recurrent: list[slice]
+    layer: LayerPass, saved: Saved, grad_gates: torch.Tensor, rows: slice, recurrent: list[slice]
 ) -> torch.Tensor:
     """``Σ_t (gradient of the gates at t) ⊗ (state before t)``."""
+    sequences, direction = layer.sequences, layer.direction
     size, batch, steps = saved.output.shape[1], sequences.batch, sequences.steps
     initial = saved.initial[:, :size]
     if steps == sequences.time * batch:
@@ -259,8 +219,8 @@ def _outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     A device has one block for a small product, however many rows it is a sum over: there it is the sum of products of
     parts of the rows, in a fixed order.
     """
-    parts = len(left) // _ROWS if on_device(left) else 0
-    if parts < 2:
+    parts = len(left) // _ROWS
+    if parts < 2 or not on_device(left):
         return left.T @ right
     size = len(left) // parts
     whole = size * parts

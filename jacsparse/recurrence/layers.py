@@ -18,15 +18,17 @@ class RNN(Recurrent, nn.RNN):
     *args, **options
         As `torch.nn.RNN` takes them.
     schedule : Schedule or str
-        How the gradients of the hidden states are found. ``linear``: step after step. ``chunked`` or
-        ``chunked:STEPS``: in chunks, composed one after the other. ``blelloch`` or ``blelloch:LEVELS``, or a
-        `jacsparse.schedule.Schedule` of one stage more than there are steps: by its products of single steps, which
-        are full matrices; ``planned``: by those of a Blelloch scan, as sparse as the recurrent weights are pruned.
-        ``relaxed`` or ``relaxed:STEPS``: in chunks from guessed gradients at their boundaries, again from the
-        neighbours' results until they agree. ``auto`` chooses, and says in `reports` what and why; on the CPU it
-        leaves few steps, large states or batches, and most LSTMs in float32 to PyTorch's own kernels, forward too.
+        How the gradients of the hidden states are found. ``sequential``, or ``linear`` as of a chain: step after step.
+        ``chunked`` or ``chunked:STEPS``: in chunks, composed one after the other. ``blelloch`` or ``blelloch:LEVELS``:
+        by products of single steps, which are full matrices; ``planned``: by products as sparse as the recurrent
+        weights are pruned. ``relaxed`` or ``relaxed:STEPS``: in chunks from guessed gradients at their boundaries,
+        again from the neighbours' results until they agree. A `jacsparse.schedule.Schedule` of one stage more than
+        there are steps is solved as its name says, or by its products of single steps. ``auto`` chooses, and says in
+        `reports` what and why; on the CPU it leaves few steps, large states or batches, and most LSTMs in float32 to
+        PyTorch's own kernels, forward too.
     forward : {"sequential", "parallel", "relaxed", "newton"}
-        How the hidden states are found: step after step, or in chunks from guessed states. ``parallel`` begins relaxed
+        How the hidden states are found: step after step, or in chunks from guessed states, whose steps may follow the
+        name as in `schedule`. ``parallel`` begins relaxed
         and, on the CPU, changes to Newton's method (multiple shooting) when that does not converge; what still does
         not is finished step after step. The result is the sequential one within rounding of a sample's largest state.
     chunk : int
@@ -60,11 +62,12 @@ class RNN(Recurrent, nn.RNN):
 
     Notes
     -----
-    Which schedule is for what: ``linear`` is the fastest on a CPU wherever there are as many samples as cores. On two
-    cores of an Intel Xeon (16 samples, 20 elements, a loss of every step), ``chunked`` takes 4 times as long for 1,000
-    and for 10,000 steps, ``blelloch`` 57 and 94 times: they multiply matrices where ``linear`` multiplies vectors.
-    ``relaxed`` pays for long sequences of fewer samples than there are cores, and on a GPU, as ``chunked`` does there
-    for few, small states that are not forgotten. ``blelloch`` and ``planned`` are the thesis's scans, to be studied.
+    Which schedule is for what: ``sequential`` is the fastest on a CPU wherever there are as many samples as cores. On
+    two cores of an Intel Xeon (16 samples, 20 elements, a loss of every step), ``chunked`` takes 4 times as long for
+    1,000 and for 10,000 steps, ``blelloch`` 57 and 94 times: they multiply matrices where ``sequential`` multiplies
+    vectors. ``relaxed`` pays for long sequences of fewer samples than there are cores, and on a GPU, as ``chunked``
+    does there for few, small states that are not forgotten. ``blelloch`` and ``planned`` are the thesis's scans, to be
+    studied.
 
     Thesis, equation 4.2; Naumov, sections 3.3 and 3.4, for the chunks. Gradients of gradients raise an error, except
     where ``auto`` leaves an RNN or a GRU to PyTorch.
@@ -85,7 +88,7 @@ class RNN(Recurrent, nn.RNN):
     (torch.Size([1000, 16, 20]), torch.Size([1, 16, 20]))
     >>> output.sum().backward()
     >>> [report.methods for report in rnn.reports]
-    [['sequential'], ['linear']]
+    [['sequential'], ['sequential']]
     """
 
 

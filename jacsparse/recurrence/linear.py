@@ -14,11 +14,11 @@ from ..runtime import a_type, is_exporting, is_traced, uncompiled
 from ..schedule import Schedule
 from . import recurrences_cuda
 from .across_ranks import SequencePart, SequenceRanks
-from .matrices import Dense, Diagonal, Scaled, Sparse, StepMatrices, checked
+from .matrices import StepMatrices, checked
 from .once_differentiable import differentiable_once, once
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index, plain
-from .solvers import SOLVERS, Problem, Recurrence, choose, parse, solve
+from .solvers import SOLVERS, Choice, Kept, Problem, Recurrence, choose, parse, solve
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,18 +35,12 @@ class _Linear(Recurrence):
 
     @property
     def diagonal(self) -> bool:
-        return isinstance(self.A, Diagonal)
+        return self.A.diagonal
 
     def run(self, runs: Runs | DeviceRuns, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
         return self.A.run(runs, self.added, start, self.out if record else None, adjoint=self.adjoint)
 
-    def matrices(
-        self,
-        runs: Runs,
-        dtype: torch.dtype,
-        again: torch.Tensor | None = None,
-        before: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def matrices(self, runs: Runs, dtype: torch.dtype, kept: Kept | None = None) -> torch.Tensor:
         size = self.A.size
         if self.diagonal:
             return self.A.run(runs, None, self.out.new_ones(len(runs), size, dtype=dtype), None, adjoint=self.adjoint)
@@ -55,19 +49,21 @@ class _Linear(Recurrence):
         return ends.reshape(len(runs), size, size)
 
     def transfer(self, runs: Runs, edge: torch.Tensor) -> torch.Tensor:
-        if self.A.size > recurrences_cuda.LARGEST or not isinstance(self.A, Dense | Scaled):
+        if self.A.size > recurrences_cuda.LARGEST or not self.A.transfers:
             return super().transfer(runs, edge)
-        name, arguments = type(self.A).__name__.lower(), self.A.on_device(adjoint=self.adjoint)
-        if isinstance(self.A, Scaled):
-            arguments = (recurrences_cuda.padded(arguments[0]), *arguments[1:])
+        name, arguments = type(self.A).__name__.lower(), self.A.transferred(adjoint=self.adjoint)
         return recurrences_cuda.transfer(name, runs, self.out, self.A.size, *arguments, self.added, back=self.adjoint)
 
+
+@dataclass
+class _SparseLinear(_Linear):
+    """As `_Linear`, whose matrices have a pattern: maps of steps are products of sparse matrices."""
+
     def maps(self, chunks: Chunks, edge: torch.Tensor, *, sparse: bool) -> AffineMaps:
-        if not isinstance(self.A, Sparse):
-            return super().maps(chunks, edge, sparse=False)
-        pattern, values = self.A.pattern, self.A.values.detach().transpose(0, 1)
-        assert self.added is not None
-        values, offsets = values.expand(-1, -1, len(edge)), self.added.permute(2, 0, 1)
+        pattern, (values,) = self.A.pattern, self.A.tensors
+        assert self.added is not None and pattern is not None
+        values = values.detach().transpose(0, 1).expand(-1, -1, len(edge))
+        offsets = self.added.permute(2, 0, 1)
         if (chunks.runs.direction < 0) != self.adjoint:
             values, offsets = values.flip(1), offsets.flip(1)
         if self.adjoint:
@@ -79,22 +75,21 @@ class _Linear(Recurrence):
         return SparseMaps(pattern, values, offsets)
 
     def whole(self, chunks: Chunks, edge: torch.Tensor) -> AffineMaps:
-        if not isinstance(self.A, Sparse):
-            return super().whole(chunks, edge)
         steps = chunks.sequences.cut(chunks.runs.direction, 1, backward=chunks.backward)
         return self.maps(steps, edge, sparse=True).composed()
 
     def constant(self, state: torch.Tensor) -> AffineMaps:
-        if not isinstance(self.A, Sparse):
-            return super().constant(state)
+        assert self.A.pattern is not None
         pattern = self.A.pattern.T if self.adjoint else self.A.pattern
         return SparseMaps(pattern, None, state.double().T[:, None].contiguous())
 
     def state(self, constant: AffineMaps) -> torch.Tensor:
-        if not isinstance(self.A, Sparse):
-            return super().state(constant)
         assert constant.offsets is not None
         return constant.offsets[:, 0].T
+
+
+def _recurrence(A: StepMatrices, added: torch.Tensor, out: torch.Tensor, *, adjoint: bool) -> _Linear:
+    return (_Linear if A.pattern is None else _SparseLinear)(A, plain(added), out, adjoint)
 
 
 @uncompiled
@@ -123,13 +118,13 @@ def linear_recurrence(
     reverse : bool
         Whether to go from the last step to the first: ``h_t = A_t h_{t+1} + b_t``.
     schedule : Schedule or str
-        ``linear``: step after step, samples side by side. ``chunked`` or ``chunked:STEPS``: what each chunk of steps
-        does to a state, as a matrix, side by side; then the states at the boundaries; then every chunk by itself.
-        ``blelloch`` or ``blelloch:LEVELS``: a parallel scan over single steps; or any `jacsparse.schedule.Schedule` of
-        one stage more than there are steps. ``relaxed`` or ``relaxed:STEPS``: chunks from guessed states,
-        again from the neighbours' results until they agree; chunked where they do not or, on a CUDA device, step after
-        step. ``auto``: chunked where a few samples of long sequences and small states leave many workers idle, else
-        linear.
+        ``sequential``, or ``linear``: step after step, samples side by side. ``chunked`` or ``chunked:STEPS``: what
+        each chunk of steps does to a state, as a matrix, side by side; then the states at the boundaries; then every
+        chunk by itself. ``blelloch`` or ``blelloch:LEVELS``: a parallel scan over single steps. A
+        `jacsparse.schedule.Schedule` of one stage more than there are steps: as its name says, or by its products.
+        ``relaxed`` or ``relaxed:STEPS``: chunks from guessed states, again from the neighbours' results until they
+        agree; chunked where they do not or, on a CUDA device, step after step. ``auto``: chunked where a few samples of
+        long sequences and small states leave many workers idle, else sequential.
     reports : list, optional
         Takes a `Report` of this solution, and later of its gradient's; on a CUDA device, `Report.read` completes it.
     process_group, exchange
@@ -184,14 +179,14 @@ def linear_recurrence(
             raise ValueError(f"{name} is on {tensor.device} and b is on {b.device}; move them to one device")
         if tensor.dtype != b.dtype:
             raise TypeError(f"{name} is {tensor.dtype} and b is {b.dtype}; convert one of them")
-    parse(schedule, "linear")
+    choice = parse(schedule, "linear")
     part, across = None, SequenceRanks.of(process_group, exchange)
     if across is not None:
         facts = {"A": type(A).__name__, "size": size, "batch": batch, "dtype": str(b.dtype), "reverse": reverse}
         part = across.part(facts, time, (b, start, *A.tensors))
         start = part.joined(start)
     direction = -1 if reverse else 1
-    states: torch.Tensor = _Recurrence.apply(A.form, direction, schedule, reports, part, b, start, *A.tensors)
+    states: torch.Tensor = _Recurrence.apply(A.form, direction, choice, reports, part, b, start, *A.tensors)
     return states
 
 
@@ -203,7 +198,7 @@ class _Recurrence(_Once):  # type: ignore[misc, valid-type]
     def forward(
         form: Callable[..., StepMatrices],
         direction: int,
-        schedule: Schedule | str,
+        choice: Choice,
         reports: list[Report] | None,
         part: SequencePart | None,
         b: torch.Tensor,
@@ -212,20 +207,20 @@ class _Recurrence(_Once):  # type: ignore[misc, valid-type]
     ) -> torch.Tensor:
         A = form(*(tensor.detach() for tensor in tensors))
         h = torch.empty_like(b, memory_format=torch.contiguous_format)
-        recurrence = _Linear(A, plain(b), h, False)
+        recurrence = _recurrence(A, b, h, adjoint=False)
         with torch.autocast(b.device.type, enabled=False):
-            _solve(recurrence, plain(h0), direction, schedule, reports, part)
+            _solve(recurrence, plain(h0), direction, choice, reports, part)
         return h
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.form, ctx.direction, ctx.schedule, ctx.reports, ctx.part, _, h0, *tensors = inputs
+        ctx.form, ctx.direction, ctx.choice, ctx.reports, ctx.part, _, h0, *tensors = inputs
         ctx.save_for_backward(output, h0, *tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         h, h0, *tensors = ctx.saved_tensors
-        wanted, options = ctx.needs_input_grad[5:], (ctx.form, ctx.direction, ctx.schedule, ctx.reports, ctx.part)
+        wanted, options = ctx.needs_input_grad[5:], (ctx.form, ctx.direction, ctx.choice, ctx.reports, ctx.part)
         gradients = iter(_gradients_once(*options, wanted, gradient, h, h0, *tensors))
         return (None, None, None, None, None, *(next(gradients) if need else None for need in wanted))
 
@@ -233,7 +228,7 @@ class _Recurrence(_Once):  # type: ignore[misc, valid-type]
 def _gradients(
     form: Callable[..., StepMatrices],
     direction: int,
-    schedule: Schedule | str,
+    choice: Choice,
     reports: list[Report] | None,
     part: SequencePart | None,
     wanted: Sequence[bool],
@@ -245,8 +240,8 @@ def _gradients(
     """The gradients that are wanted, of what is added, the first state and what the matrices are made of."""
     with torch.autocast(h.device.type, enabled=False):
         A, v = form(*(tensor.detach() for tensor in tensors)), torch.empty_like(h)
-        adjoint, end = _Linear(A, plain(gradient), v, True), h.new_zeros(h0.shape)
-        first = _solve(adjoint, end, direction, schedule, reports, part)
+        adjoint, end = _recurrence(A, gradient, v, adjoint=True), h.new_zeros(h0.shape)
+        first = _solve(adjoint, end, direction, choice, reports, part)
         if part is not None:
             assert part.initial is not None
             h0, first = part.initial, first if part.begins(direction) else torch.zeros_like(first)
@@ -265,18 +260,17 @@ def _solve(
     recurrence: _Linear,
     start: torch.Tensor,
     direction: int,
-    schedule: Schedule | str,
+    choice: Choice,
     reports: list[Report] | None,
     part: SequencePart | None,
 ) -> torch.Tensor:
     """Fill ``recurrence.out``; the last state, or the gradient of the first one."""
     time, batch = recurrence.out.shape[:2]
-    choice = parse(schedule, "linear")
     report = Report("backward" if recurrence.adjoint else "forward", time)
     if reports is not None:
         reports.append(report)
     if not recurrence.out.numel() and part is None:
-        report.methods = ["linear"]
+        report.methods = ["sequential"]
         return start.clone()
     sequences = Sequences.equal(time, batch)
     if choice.name == "auto":

@@ -24,11 +24,20 @@ class StepMatrices(ABC):
     ----------
     size : int
         n.
+    diagonal : bool
+        Whether they are diagonal.
+    transfers : bool
+        Whether devices have a kernel of their transfers.
+    pattern : Pattern or None
+        That all of them share; None where they are not sparse.
     """
 
     #: What the matrices are made of, in the order of the constructor's arguments.
     tensors: tuple[torch.Tensor, ...]
     size: int
+    diagonal: ClassVar[bool] = False
+    transfers: ClassVar[bool] = False
+    pattern: Pattern | None = None
     _kernels: ClassVar[tuple[Any, Any]]
 
     def __repr__(self) -> str:
@@ -58,13 +67,17 @@ class StepMatrices(ABC):
     def gradients(self, v: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Gradients of `tensors` from those of the states and the states before, both ``(time, batch, n)``."""
 
-    @abstractmethod
     def arrays(self, *, adjoint: bool) -> tuple[Any, ...]:
         """What the kernel takes."""
+        return _array(self.tensors[0]), self.batch == 1
 
-    @abstractmethod
     def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
         """What the kernel of a device takes: tensors and arrays."""
+        return plain(self.tensors[0]), self.batch == 1
+
+    def transferred(self, *, adjoint: bool) -> tuple[Any, ...]:
+        """What a device's kernel of transfers takes."""
+        return self.on_device(adjoint=adjoint)
 
     @abstractmethod
     def step_work(self) -> int:
@@ -87,8 +100,7 @@ class StepMatrices(ABC):
             recurrences_cuda.sweep(form, runs, start, dtype, arguments, (added, start, out, end), adjoint)
             return end
         assert isinstance(runs, Runs)
-        states = (rows_of(tensor, start) for tensor in (added, start, out, end))
-        arrays = (*self.arrays(adjoint=adjoint), *states)
+        arrays = (*self.arrays(adjoint=adjoint), *rows_of((added, start, out, end), start))
         table = (runs.sample, runs.begin, runs.count, runs.direction, runs.sequences.batch)
         work = np.append(0, np.cumsum(runs.count * self.step_work()))
         run_rows(self._kernels[adjoint], work, *table, *arrays)
@@ -121,6 +133,7 @@ class Dense(StepMatrices):
         ``A_t`` of each sample; a batch of 1 is shared by all.
     """
 
+    transfers = True
     _kernels = (linear_kernels.dense_sweep, linear_kernels.dense_adjoint)
 
     def __init__(self, blocks: torch.Tensor) -> None:
@@ -137,12 +150,6 @@ class Dense(StepMatrices):
             return ((v.transpose(1, 2) @ before).unsqueeze(1),)
         return (v.unsqueeze(3) * before.unsqueeze(2),)
 
-    def arrays(self, *, adjoint: bool) -> tuple[Any, ...]:
-        return _array(self.blocks), self.batch == 1
-
-    def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
-        return plain(self.blocks), self.batch == 1
-
     def step_work(self) -> int:
         return self.size * (self.size // 8 + 4)
 
@@ -156,6 +163,7 @@ class Diagonal(StepMatrices):
         ``A_t = diag(d_t)``; a batch of 1 is shared by all.
     """
 
+    diagonal = True
     _kernels = (linear_kernels.diagonal_sweep, linear_kernels.diagonal_adjoint)
 
     def __init__(self, d: torch.Tensor) -> None:
@@ -168,12 +176,6 @@ class Diagonal(StepMatrices):
     def gradients(self, v: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gradient = v * before
         return (gradient.sum(dim=1, keepdim=True) if self.batch == 1 else gradient,)
-
-    def arrays(self, *, adjoint: bool) -> tuple[Any, ...]:
-        return _array(self.d), self.batch == 1
-
-    def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
-        return plain(self.d), self.batch == 1
 
     def step_work(self) -> int:
         return self.size // 8 + 4
@@ -190,6 +192,7 @@ class Scaled(StepMatrices):
         ``A_t = W diag(d_t)``; a batch of 1 is shared by all.
     """
 
+    transfers = True
     _kernels = (linear_kernels.scaled_sweep, linear_kernels.scaled_adjoint)
 
     def __init__(self, W: torch.Tensor, d: torch.Tensor) -> None:
@@ -219,6 +222,10 @@ class Scaled(StepMatrices):
     def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
         return plain(self.W if adjoint else self.W.t()), plain(self.d), self.batch == 1
 
+    def transferred(self, *, adjoint: bool) -> tuple[Any, ...]:
+        weight, *others = self.on_device(adjoint=adjoint)
+        return recurrences_cuda.padded(weight), *others
+
     def step_work(self) -> int:
         return self.size * (self.size // 8 + 2)
 
@@ -234,6 +241,7 @@ class Sparse(StepMatrices):
         Of each step; a batch of 1 is shared by all samples.
     """
 
+    pattern: Pattern
     _kernels = (linear_kernels.sparse_sweep, linear_kernels.sparse_adjoint)
 
     def __init__(self, pattern: Pattern, values: torch.Tensor) -> None:

@@ -20,9 +20,9 @@ from ..schedule import Schedule
 from ..tracing import is_recording
 from .across_ranks import SequencePart, SequenceRanks
 from .cells import CELLS, Cell
-from .layer_arguments import check_options, checked, packed_size, warm_states
+from .layer_arguments import ChosenSolvers, checked, packed_size, warm_states
 from .layer_autograd import run_layer
-from .layer_recurrences import Options
+from .layer_recurrences import LayerPass
 from .recurrences_cuda import LARGEST
 from .reference import recurrent_layer
 from .reports import Report
@@ -131,7 +131,7 @@ class Recurrent(nn.RNNBase):
                 f"proj_size is {self.proj_size}, which is not supported; use torch.nn.LSTM for projections"
             )
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
-        check_options(schedule, forward, chunk)
+        self._chosen = ChosenSolvers.of(schedule, forward, chunk)
         self._across = SequenceRanks.of(process_group, exchange)
         self._pass: _Pass | LeftToTorch = _Pass([], [])
 
@@ -194,7 +194,7 @@ class Recurrent(nn.RNNBase):
         if self._kind() is nn.RNNBase:
             raise TypeError(f"torch.nn has no layer with the cell of {type(self).__name__}")
         other = _alike(self, self._kind())
-        for name in ("schedule", "forward_method", "chunk", "_across", "_pass"):
+        for name in ("schedule", "forward_method", "chunk", "_chosen", "_across", "_pass"):
             del other.__dict__[name]
         return other
 
@@ -259,11 +259,12 @@ class Recurrent(nn.RNNBase):
 
     @uncompiled
     def _solved(self, input: Any, hx: Any, warm: Sequence[torch.Tensor | None] | None) -> Any:
+        """As `forward`, by our kernels or, where these are usually slower and nothing asks for them, by PyTorch's."""
         if is_traced():
             return self._by_operators(input, hx)
         # PyTorch's kernels may take as long as a few lines here: nothing is done for them that need not be.
-        if (options := (self.schedule, self.forward_method, self.chunk)) != _DEFAULTS:
-            check_options(*options)
+        if (options := (self.schedule, self.forward_method, self.chunk)) != self._chosen.options:
+            self._chosen = ChosenSolvers.of(*options)
         weights = self._weights()
         x, steps, batch, packed = self._input(input, weights[0])
         single = packed is None and input.ndim == 2
@@ -273,28 +274,28 @@ class Recurrent(nn.RNNBase):
             states = [*map(part.joined, states)]
         if warm is None and part is None and (left := self._left_to_torch(x, states, steps, batch, weights)):
             output, *last = self._by_torch(x, states, packed, weights)
-            # Module.__setattr__ looks for parameters first.
             self.__dict__["_pass"] = left
             return self._results(output, last, packed, single)
         sequences = Sequences.equal(steps, batch) if packed is None else Sequences.packed(packed.batch_sizes)
-        reports: list[Report] = []
-        boundaries: list[torch.Tensor | None] = []
+        this, names, cell, chosen = _Pass([], []), self._recurrences(), self.cell, self._chosen
+        warm_starts = warm_states(warm, len(names))
 
         def run(
             x: torch.Tensor, initial: torch.Tensor, direction: int, place: int
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            name = self._recurrences()[place]
-            warm_start = warm_states(warm, place, len(self._recurrences()))
-            chosen = Options(self.forward_method, self.schedule, int(self.chunk), warm_start, name, reports, part=part)
-            parameters = self._parameters_at(place, weights)
-            result = run_layer(self.cell, sequences, direction, x, initial, parameters, chosen)
-            boundaries.append(chosen.boundaries)
+            solvers = chosen.forward, chosen.backward
+            layer = LayerPass(
+                cell, sequences, direction, *solvers, warm_starts[place], names[place], this.reports, part=part
+            )
+            result = run_layer(layer, x, initial, self._parameters_at(place, weights))
+            this.boundaries.append(layer.boundaries)
             return result
 
         output, last = self._stacked(x.reshape(-1, self.input_size), states, run)
         if part is not None:
             output, *last = part.whole(2 if self.bidirectional else 1, output, *last)
-        self._pass = _Pass(reports, boundaries)
+        # Module.__setattr__ looks for parameters first.
+        self.__dict__["_pass"] = this
         return self._results(output if packed else output.unflatten(0, (steps, batch)), last, packed, single)
 
     def _part(

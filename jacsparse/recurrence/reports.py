@@ -83,8 +83,9 @@ class Report:
     steps : int
         Of the longest sample.
     methods : list of str
-        What was used, in order: ``linear``, ``chunked``, ``blelloch``, ``planned``, ``relaxed``, ``newton``; and
-        ``sequential`` where samples, or their ends, were then gone through step after step. Or ``torch.nn``, its own.
+        What was used, in order: ``sequential``, ``chunked``, ``blelloch`` or another schedule's name, ``planned``,
+        ``relaxed``, ``newton``; then ``sequential`` where samples, or their ends, were gone through step after step. Or
+        ``torch.nn``, its own.
     chunk : int
         Steps of a chunk.
     sweeps : int
@@ -158,4 +159,4 @@ class Report:
             return self.tree
         if self.methods[0] == "chunked":
             return chunked(self.steps + 1, self.chunk)
-        return linear(self.steps + 1) if self.methods[0] in ("linear", "sequential", "torch.nn") else None
+        return linear(self.steps + 1) if self.methods[0] in ("sequential", "torch.nn") else None

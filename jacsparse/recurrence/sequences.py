@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -60,17 +60,17 @@ class Sequences:
         offset, lengths = np.append(0, np.cumsum(sizes)), (sizes[:, None] > np.arange(batch)).sum(axis=0)
         return cls(frozen(offset), frozen(lengths))
 
-    @property
+    @functools.cached_property
     def batch(self) -> int:
         """Samples."""
         return len(self.lengths)
 
-    @property
+    @functools.cached_property
     def time(self) -> int:
         """Steps of the longest sample."""
         return len(self.offset) - 1
 
-    @property
+    @functools.cached_property
     def steps(self) -> int:
         """Steps of all samples together: rows."""
         return int(self.offset[-1])
@@ -196,26 +196,22 @@ class Runs:
     @property
     def together(self) -> int:
         """Runs that kernels take at a time: `ROWS`, or half as many where a thread would be left idle."""
-        return ROWS if len(self) > ROWS // 2 * thread_count() else ROWS // 2
+        return ROWS if len(self.sample) > ROWS // 2 * thread_count() else ROWS // 2
 
     @property
     def blocks(self) -> int:
         """Blocks of `together` runs."""
         return -(-len(self) // self.together)
 
-    @property
-    def table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, np.ndarray, int]:
-        """The arguments of a kernel that describe the runs."""
-        return self.sample, self.begin, self.count, self.direction, self.sequences.offset, self.together
-
-    def work(self, step: int) -> np.ndarray:
-        """Running total of the blocks' work, as `run_rows` takes it, for `step` elementary operations in a step."""
-        return self._work(step, self.together)
-
     @memoised
-    def _work(self, step: int, together: int) -> np.ndarray:
+    def in_blocks(self, together: int, step: int) -> tuple[Any, ...]:
+        """What `run_rows` takes for blocks of `together` runs, with `step` elementary operations in a step.
+
+        The running total of the blocks' work, and the kernel's arguments that describe the runs.
+        """
         blocks = np.add.reduceat(self.count, np.arange(0, len(self), together)) if len(self) else self.count
-        return np.append(0, np.cumsum(blocks * step))
+        work = np.append(0, np.cumsum(blocks * step))
+        return work, self.sample, self.begin, self.count, self.direction, self.sequences.offset, together
 
     def take(self, chosen: np.ndarray) -> Runs:
         """The chosen runs; the order must keep the longest first."""
@@ -328,10 +324,13 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_neg().contiguous()
 
 
-def rows_of(tensor: Any, like: torch.Tensor) -> Any:
-    """A tensor as an array of rows, None as an empty array, and any other argument as it is."""
-    if tensor is None:
-        return np.empty((0, 0), dtype=like.numpy().dtype)
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    return tensor.flatten(0, -2).numpy() if tensor.ndim > 2 else tensor.numpy()
+def rows_of(arguments: Iterable[Any], like: torch.Tensor) -> list[Any]:
+    """Tensors as arrays of rows, None as an array without any, and other arguments of a kernel as they are."""
+    arrays: list[Any] = []
+    for argument in arguments:
+        if argument is None:
+            argument = like.new_empty(0, 0)
+        if isinstance(argument, torch.Tensor):
+            argument = (argument.flatten(0, -2) if argument.ndim > 2 else argument).numpy()
+        arrays.append(argument)
+    return arrays

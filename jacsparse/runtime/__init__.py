@@ -24,8 +24,8 @@ from .files import check_writable, replacing
 from .interception import intercept
 from .kernels import compiled_module, flushing, inlined, kernel, kernel_cache
 from .memory_pool import MEMORY_POOL
-from .messages import a_type, announce
-from .threads import SIMD, run_rows, split, thread_count
+from .messages import a_type, announce, announced_where_long
+from .threads import SIMD, on_this_thread, run_rows, split, thread_count
 from .torch_versions import (
     DispatchMode,
     destroy_process_groups,
@@ -51,6 +51,7 @@ __all__ = [
     "a_type",
     "allocated",
     "announce",
+    "announced_where_long",
     "backend",
     "blocks",
     "c_type",
@@ -78,6 +79,7 @@ __all__ = [
     "memory_for",
     "multiprocessors",
     "on_device",
+    "on_this_thread",
     "parts_of_program",
     "read_archive",
     "replacing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 class CupyBackend:
     """Compiles kernels with CuPy, and runs them on PyTorch's current stream."""
 
-    def on_device(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cuda
+    #: A getter of `operator`, which takes a tenth of a method's time: small calls ask many times.
+    on_device = staticmethod(attrgetter("is_cuda"))
 
     def launch(self, launch: Launch) -> None:
         file, instance, grid, block, arguments, shared, device = launch

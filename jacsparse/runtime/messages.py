@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+import threading
+from collections.abc import Iterator
 
 #: Letters whose names begin with a vowel: "an LSTM".
 _SPOKEN_WITH_VOWEL = "AEFHILMNORSX"
@@ -29,3 +32,30 @@ def announce(line: str) -> None:
         print(f"jacsparse: {line}", file=sys.stderr, flush=True)
     else:
         logging.getLogger("jacsparse").info(line)
+
+
+class _Announced(threading.local):
+    """Whether this thread is in a context that tells what it does."""
+
+    active = False
+
+
+_ANNOUNCED = _Announced()
+
+
+@contextlib.contextmanager
+def announced_where_long(line: str, seconds: float = 1.0) -> Iterator[None]:
+    """A context that tells what it does, once, where that takes more than a second; one within it tells nothing."""
+    if _ANNOUNCED.active:
+        yield
+        return
+    timer = threading.Timer(seconds, announce, [line])
+    # A process may end meanwhile.
+    timer.daemon = True
+    timer.start()
+    _ANNOUNCED.active = True
+    try:
+        yield
+    finally:
+        timer.cancel()
+        _ANNOUNCED.active = False

@@ -7,10 +7,11 @@ threads. Either way any number of callers may run kernels at once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +51,35 @@ def _openmp() -> Callable[..., Any] | None:
         return None
     parallel.argtypes, parallel.restype = (_Body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
     return parallel
+
+
+@functools.cache
+def _counts_of_this_thread() -> tuple[Callable[[int], object], Callable[[int], int]] | None:
+    """What set the numbers of threads of OpenMP and of MKL, which returns the former, for the calling thread alone."""
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return library.omp_set_num_threads, library.MKL_Set_Num_Threads_Local
+    return None
+
+
+@contextlib.contextmanager
+def on_this_thread() -> Iterator[None]:
+    """A context in which PyTorch's operators run on the calling thread alone, where its runtimes let us.
+
+    ``torch.set_num_threads`` would also count for threads that begin meanwhile.
+    """
+    counts, before = _counts_of_this_thread(), thread_count()
+    if counts is None or before == 1:
+        yield
+        return
+    set_openmp, set_mkl = counts
+    set_openmp(1)
+    of_mkl = set_mkl(1)
+    try:
+        yield
+    finally:
+        set_openmp(before)
+        set_mkl(of_mkl)
 
 
 @functools.cache

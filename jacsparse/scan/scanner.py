@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from ..patterns import Pattern, batch_last
-from ..runtime import allocated
+from ..runtime import allocated, announced_where_long
 from ..schedule import Schedule, resolve
 from ..spgemm import ProductPlan, SparseJacobian, check_limit, matvec, plan_product
 from ..stages import Chain, Record, add_gradients, has_hooks, pull_back
@@ -45,16 +45,24 @@ class Scanner:
         self.chain = chain
         self.schedule = resolve(schedule, len(chain), chain)
         self.memory_limit = check_limit(memory_limit)
-        self._multiplies = any(step.kind == "mm" for step in self.schedule.live_steps())
+        light = {len(chain) - number for number, stage in enumerate(chain.stages) if stage.light}
+        self._executed, _ = self.schedule.deferred(light)
+        self._multiplies = any(step.kind == "mm" for step in self._executed.steps)
         self._executions: dict[WantedGradients, ExecutionPlan] = {}
 
     @functools.cached_property
     def plans(self) -> dict[int, ProductPlan]:
-        """The plan of each live product of two matrices, by the product's value."""
+        """The plan of each product of two matrices, by the product's value."""
+        with announced_where_long(
+            f"planning the products of {self.chain.name} by {self.schedule.name}, which are kept"
+        ):
+            return self._planned()
+
+    def _planned(self) -> dict[int, ProductPlan]:
         patterns: dict[int, Pattern] = {}
         plans: dict[int, ProductPlan] = {}
         limit = self.memory_limit
-        for step in self.schedule.live_steps():
+        for step in self._executed.steps:
             if step.kind != "mm":
                 continue
             left, right = (
@@ -114,7 +122,7 @@ class Scanner:
         wanted = WantedGradients(externals, frozenset(stages), for_input)
         plan = self._executions.get(wanted)
         if plan is None:
-            plan = ExecutionPlan(self.chain, self.schedule, lambda: self.plans, wanted)
+            plan = ExecutionPlan(self.chain, self._executed, lambda: self.plans, wanted)
             # Weights that are frozen and trained again want others.
             if len(self._executions) >= _MOST_PLANS:
                 self._executions.clear()
@@ -163,9 +171,6 @@ class _Execution:
             else:
                 self.vectors[value] = gradient
 
-    def _record(self, value: int) -> Record:
-        return self.records[-value]
-
     def _run_slices(self, slices: Slices) -> None:
         for value, rows in slices.kept.items():
             self.vectors[value] = self.like.new_empty((self.batch, rows))
@@ -181,13 +186,13 @@ class _Execution:
 
         def matrix(value: int) -> SparseJacobian:
             if value not in shared and value not in matrices:
-                record = self._record(value)
+                record = self.records[-value]
                 (shared if record.stage.shared else matrices)[value] = record.transposed_jacobian(samples)
             return shared[value] if value in shared else matrices[value]
 
         def operand(value: int, selects: bool) -> torch.Tensor:
             if selects:
-                winners = self._record(value).winners(samples)
+                winners = self.records[-value].winners(samples)
                 assert winners is not None
                 return winners
             return matrix(value).values
@@ -202,7 +207,7 @@ class _Execution:
                 if step.right not in vectors:
                     vectors[step.right] = batch_last(self.vectors[step.right][samples].to(self.like.dtype))
                 if each.through:
-                    vectors[step.out] = self._record(step.left).pull_back_sparse(vectors[step.right], samples)
+                    vectors[step.out] = self.records[-step.left].pull_back_sparse(vectors[step.right], samples)
                 else:
                     left_matrix = matrix(step.left)
                     vectors[step.out] = matvec(left_matrix.pattern, left_matrix.values, vectors[step.right])

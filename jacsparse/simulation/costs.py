@@ -15,6 +15,7 @@ from ..flop import layers_of, sequence_subject
 from ..patterns import Pattern
 from ..spgemm import matvec, multiply_adds, plan_product
 from ..stages import Chains, Record, Region, check_input, counted_record, factor_of
+from ..terminal import layer_in_words
 from ..tracing import check_module, undisturbed
 from .workload import StageCost, Workload
 
@@ -78,21 +79,27 @@ def measured_workload(
         passes = _recurrent_passes(module, x, seconds)
         progress("products")
         rates = _rates([stage.factor for stage in counted.stages[:2]], [False] * 2, x, seconds)
-        workload = _recurrent(module, x, *rates)
-        forward, errors, gradients = (time / len(workload) for time in passes)
-        stages = [replace(s, forward=forward, errors=errors, gradients=gradients) for s in workload.stages]
-        return replace(workload, stages=(replace(stages[0], errors=0.0), *stages[1:]))
+        forward, errors, gradients = (time / len(counted) for time in passes)
+        stages = [
+            replace(s, forward=forward, errors=errors, gradients=gradients, jacobian=s.jacobian / rates[1])
+            for s in counted.stages
+        ]
+        steps = (replace(stages[0], errors=0.0), *stages[1:])
+        return replace(counted, stages=steps, product_rate=rates[0], vector_rate=rates[1])
     with undisturbed(check_module(module)):
         records = _records(module, x)
         progress("products")
-        factors = [factor_of(record) for record in records]
-        rates = _rates(factors, [record.stage.shared for record in records], x, seconds)
-        stages = _stages(records, rates[1])
+        stages = _stages(records, 1.0)
+        rates = _rates([stage.factor for stage in stages], [stage.shared for stage in stages], x, seconds)
         for number, record in enumerate(records):
-            progress(record.stage.path)
+            progress(layer_in_words(record.stage.path))
             forward, errors, gradients = _passes(record, seconds)
             stages[number] = replace(
-                stages[number], forward=forward, errors=errors if number else 0.0, gradients=gradients
+                stages[number],
+                forward=forward,
+                errors=errors if number else 0.0,
+                gradients=gradients,
+                jacobian=stages[number].jacobian / rates[1],
             )
             if record.stage.operator is not None and record.stage.transposed_pattern.nnz * len(x) <= _MEASURED:
                 time = shortest_time(record.transposed_jacobian, seconds)

@@ -64,10 +64,7 @@ class Bppsa(ScannedBackward):
 
     def __post_init__(self) -> None:
         if parse(self.schedule)[0] == "balanced":
-            raise ValueError(
-                f"schedule is {self.schedule!r}, which is for one number of workers; expected linear, blelloch, "
-                "blelloch:LEVELS, chunked:LENGTH, auto, or a Schedule"
-            )
+            raise ValueError(f"schedule is {self.schedule!r}, which is for one number of workers; pass another name")
 
     def candidates(self, workload: Workload, workers: int) -> Sequence[Schedule]:
         n = len(workload)

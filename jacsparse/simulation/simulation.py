@@ -19,7 +19,7 @@ from ..flop import CountEstimate
 from ..interconnect import Interconnect
 from ..runtime import replacing
 from ..schedule import blelloch, linear
-from ..terminal import percent, ratio, text
+from ..terminal import layer_in_words, percent, ratio, text
 from .costs import counted_workload, measured_workload
 from .registry import TRAINING_METHODS
 from .tables import WORDS, simulation_figure, tables
@@ -210,7 +210,7 @@ class Simulation:
 
     @property
     def fastest(self) -> tuple[tuple[int, str], ...]:
-        """The fastest method, from each number of workers on at which it changes."""
+        """The fastest method with as many workers or fewer, from each number of workers on at which it changes."""
         return self._fastest([*self.methods])
 
     @property
@@ -221,7 +221,11 @@ class Simulation:
     def _fastest(self, methods: Sequence[str]) -> tuple[tuple[int, str], ...]:
         changes: list[tuple[int, str]] = []
         for workers in sorted(self.workers) if methods else ():
-            times = {method: self.figures(method, workers).seconds for method in methods}
+            times = {
+                method: min(row.seconds for row in rows if row.workers <= workers or row is rows[0])
+                for method, rows in self.methods.items()
+                if method in methods
+            }
             least = min(times.values())
             if not changes or times[changes[-1][1]] * _SURELY > least:
                 changes.append((workers, next(method for method in methods if times[method] * _SURELY <= least)))
@@ -245,10 +249,17 @@ class Simulation:
 
         None where it is ``bp`` itself, or as fast in three digits, or where there is nothing to compare.
         """
-        exact = [row for row in self.rows if row.exact]
-        if "bp" not in self.methods or len(exact) < 2:
+        return self._gain([row for row in self.rows if row.exact])
+
+    @property
+    def gain_of_any(self) -> tuple[str, int, float] | None:
+        """The same of all methods, those with late gradients included."""
+        return self._gain(self.rows)
+
+    def _gain(self, rows: Sequence[WorkerFigures]) -> tuple[str, int, float] | None:
+        if "bp" not in self.methods or len(rows) < 2:
             return None
-        best = min(exact, key=lambda row: row.seconds)
+        best = min(rows, key=lambda row: row.seconds)
         times = self.methods["bp"][0].seconds / best.seconds
         return (best.method, best.workers, times) if best.method != "bp" and times >= 1.005 else None
 
@@ -263,7 +274,11 @@ class Simulation:
         if not self.rows:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.obstacles.items())
             return f"No method can train it. {reasons}."
-        sentences = [f"Fastest: {_changes(self.fastest)}."]
+        most = ""
+        if self.gain_of_any is not None and self.gain_of_any != self.gain:
+            _, number, times = self.gain_of_any
+            most = f"; {ratio(times)} times faster at most, on {_workers_in_words(number)}"
+        sentences = [f"Fastest: {_changes(self.fastest)}{most}."]
         late = dict.fromkeys(name for _, name in self.fastest if not self.methods[name][0].exact)
         if late:
             sentences.append(f"The gradients of {' and '.join(late)} are late, those of earlier weights.")
@@ -277,7 +292,8 @@ class Simulation:
         elif "bp" in self.methods and any(row.exact and row.method != "bp" for row in self.rows):
             sentences.append("No way to exact gradients is faster than back-propagation on one worker.")
         if "bppsa" in self.methods and not self.note:
-            base = self.methods["bp"][0].seconds if "bp" in self.methods else math.inf
+            alone = [row.seconds for row in self.methods["bppsa"] if row.choice == "linear"]
+            base = min([*alone, *(row.seconds for row in self.methods.get("bp", ()))], default=math.inf)
             scans = [row for row in self.methods["bppsa"] if row.choice != "linear" and row.seconds < base * _SURELY]
             sentences.append(
                 f"The scan's products pay in bppsa from {_workers_in_words(scans[0].workers)} on, by {scans[0].choice}."
@@ -287,8 +303,8 @@ class Simulation:
         path, share = self.slowest
         if path and self.pipeline_bound is not None:
             sentences.append(
-                f"The slowest stage, {path}, takes {percent(share)} of back-propagation: no pipeline is more than "
-                f"{ratio(self.pipeline_bound)} times faster."
+                f"The slowest stage, {layer_in_words(path)}, takes {percent(share)} of back-propagation: no pipeline "
+                f"is more than {ratio(self.pipeline_bound)} times faster."
             )
         return " ".join(sentences)
 
@@ -302,7 +318,8 @@ class Simulation:
         """All figures as plain values, what they depend on, and what the words mean."""
         versions = {"jacsparse": __version__, "torch": torch.__version__}
         conclusions = {"fastest": self.fastest, "fastest_exact": self.fastest_exact, "pays": self.pays}
-        ratios: dict[str, Any] = {"gain": self.gain, "pipeline_bound": self.pipeline_bound, "fill_in": self.fill_in}
+        ratios: dict[str, Any] = {"gain": self.gain, "gain_of_any": self.gain_of_any}
+        ratios |= {"pipeline_bound": self.pipeline_bound, "fill_in": self.fill_in}
         if self.break_even is not None:
             ratios["break_even"] = {**asdict(self.break_even), "ratio": self.break_even.ratio}
         words = {"verdict": self.verdict, "words": WORDS}

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import cut_off, glossary, nbytes, new_table, ratio, short, short_time
+from ..terminal import Fitted, cut_off, glossary, nbytes, ratio, short, short_time
 from .registry import TRAINING_METHODS
 
 if TYPE_CHECKING:
@@ -61,23 +61,23 @@ def _methods(simulation: Simulation) -> Iterator[Any]:
         f"{simulation.name}: {_sizes(simulation)}, {simulation.costs}; "
         f"messages {short_time(simulation.latency)}, {short(simulation.bandwidth)}B/s"
     )
-    table = new_table("")
-    table.add_column("", overflow="fold")
-    for column in ("workers", "steps", "per step", "total", "memory", "sent"):
-        table.add_column(column, justify="right", no_wrap=True)
+    lines, ends = [], []
     for name, rows in simulation.methods.items():
-        for number, row in enumerate(rows):
-            table.add_row(
-                name if not number else "",
+        lines += [
+            (
+                name if row is rows[0] else "",
                 f"{row.workers:,}",
                 f"{row.steps:,.0f}" if row.steps >= 10 else f"{row.steps:.3g}",
                 short_time(row.step_seconds),
                 short_time(row.seconds),
                 nbytes(row.memory),
                 nbytes(row.sent),
-                end_section=number == len(rows) - 1,
             )
-    yield table
+            for row in rows
+        ]
+        ends.append(len(lines) - 1)
+    columns = ("", "workers", "steps", "per step", "total", "memory", "sent")
+    yield Fitted("", columns, lines, keys=2, sections=frozenset(ends))
 
 
 def _sizes(simulation: Simulation) -> str:
@@ -107,16 +107,13 @@ def _choices(simulation: Simulation) -> Iterator[str]:
 
 def _predictions(simulation: Simulation) -> Any:
     """A table with a line for each formula."""
-    table = new_table("The papers' formulas without constants, and what is simulated, on the most workers")
-    for column in ("", "formula", ""):
-        table.add_column(column, no_wrap=True)
-    for column in ("workers", "paper", "simulated"):
-        table.add_column(column, justify="right", no_wrap=True)
+    lines = []
     for each in simulation.predictions:
         show = short_time if each.quantity == "seconds" else _short
         figures = (f"{each.workers:,}", show(each.published), show(each.simulated))
-        table.add_row(each.method, each.equation, each.quantity, *figures)
-    return table
+        lines.append((each.method, each.equation, each.quantity, *figures))
+    title = "The papers' formulas without constants, and what is simulated, on the most workers"
+    return Fitted(title, ("", "formula", "", "workers", "paper", "simulated"), lines, keys=3, left=frozenset([0, 1, 2]))
 
 
 def _conclusions(simulation: Simulation) -> Iterator[str]:

@@ -26,7 +26,8 @@ from .hybrid import Hybrid
 from .jacobi import Jacobi, Richardson
 from .methods import SOLVERS, solve, solver_of
 from .prefix_scan import PrefixScan
-from .propagation import Propagation, Propagator, propagation
+from .propagation import Propagation, propagation
+from .recorded_systems import Propagator
 from .solver import Iteration, Solution, TriangularSolver
 from .substitution import Substitution
 from .systems import BlockBidiagonal, BlockTriangular

@@ -55,6 +55,9 @@ class BiCGStab(Iteration):
             return self._sample_by_sample(system, work)
         tolerance, limit = self.tolerance_of(system), self.limit_of(system)
         right = scaled_right(system, work)
+        if not system.depth:
+            # The first residual would be an eigenvector, at which SciPy breaks down.
+            return Iterated(right, [0.0], tolerance)
         return _solved(system, right, self._guess(system, right, work), tolerance, limit, work)
 
     def _sample_by_sample(self, system: BlockTriangular, work: Work) -> Iterated:
@@ -79,8 +82,8 @@ class BiCGStab(Iteration):
         }
 
 
-class _SettledError(Exception):
-    """Ends SciPy's iteration once all block rows have settled; it is no error."""
+class _EndedError(Exception):
+    """Ends SciPy's iteration once all block rows have settled, or it has broken down; it is no error."""
 
 
 def _solved(
@@ -116,14 +119,16 @@ def _solved(
     latest, history = [start], [residual(start)]
 
     def note(x: np.ndarray) -> None:
+        if not np.isfinite(x).all():
+            # Where it breaks down, SciPy divides by zero; the iterate before is the last one.
+            raise _EndedError
         latest[0] = np.array(x)
         history.append(residual(x))
         if history[-1] <= tolerance:
-            raise _SettledError
+            raise _EndedError
 
     operator = scipy.sparse.linalg.LinearOperator((len(b), len(b)), apply, dtype=b.dtype)
-    # Where it breaks down, SciPy divides by zero, and the iterates are not finite.
-    with contextlib.suppress(_SettledError), np.errstate(divide="ignore", invalid="ignore"):
+    with contextlib.suppress(_EndedError), np.errstate(divide="ignore", invalid="ignore"):
         # The tolerance is one of each block row, which SciPy's, of the whole, is not.
         scipy.sparse.linalg.bicgstab(operator, b, x0=start, rtol=0.0, atol=0.0, maxiter=limit, callback=note)
     return Iterated({node: part * scale for node, part in parts(latest[0]).items()}, history, tolerance)

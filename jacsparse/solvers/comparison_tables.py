@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import cut_off, glossary, new_table, ratio, short, short_time
+from ..terminal import Fitted, cut_off, glossary, ratio, short, short_time
 
 if TYPE_CHECKING:
     from .comparison import SolverComparison, SolverFigures
@@ -46,7 +46,7 @@ def tables(comparison: SolverComparison) -> Iterator[Any]:
     if comparison.cut:
         yield f"Warning: {cut_off(comparison.cut, comparison.layers, 'layer')}"
     yield from _solvers(comparison)
-    yield from (f"{row.label}: {row.remark}" for row in comparison.rows if row.remark)
+    yield from (f"{row.label}: {row.remark}." for row in comparison.rows if row.remark)
     yield ""
     used = {row.method for row in comparison.rows if row.steps is not None}
     hidden = {*SOLVER_NAMES} - used
@@ -70,44 +70,35 @@ def _solvers(comparison: SolverComparison) -> Iterator[Any]:
         f"{comparison.name}: {count} of up to {comparison.units:,} units, "
         f"batch {comparison.samples}, {comparison.dtype}, {where}"
     )
-    table = new_table("")
-    table.add_column("", overflow="fold")
-    iterative = any(row.iterations is not None for row in comparison.rows)
-    for column in ("steps", "work", "stored", *(("iter.", "residual") if iterative else ()), "here"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in comparison.rows:
+    iterative, lines = any(row.iterations is not None for row in comparison.rows), []
+    for row in (row for row in comparison.rows if row.steps is not None):
         counts = map(_count, (row.steps, row.multiply_adds, row.entries))
         residual = "" if row.residual is None else f"{row.residual:.1e}"
         settled = (_count(row.iterations), residual) if iterative else ()
-        table.add_row(row.label, *counts, *settled, "" if row.seconds is None else short_time(row.seconds))
-    yield table
+        lines.append((row.label, *counts, *settled, "" if row.seconds is None else short_time(row.seconds)))
+    yield Fitted("", ("", "steps", "work", "stored", *(("iter.", "residual") if iterative else ()), "here"), lines)
 
 
 def _workers(comparison: SolverComparison) -> Any:
     """A table with a line for each number of workers, and a column for each solver that solved the system."""
     columns: list[SolverFigures] = [row for row in comparison.rows if row.solved]
-    table = new_table("multiply-adds until the last level is done")
-    table.add_column("", no_wrap=True)
-    for row in columns:
-        table.add_column(row.label, justify="right", overflow="fold")
+    lines = []
     for workers in comparison.workers:
         counts = ((row.multiply_adds_until_done or {})[workers] for row in columns)
-        table.add_row(f"{workers:,} worker{'s' if workers > 1 else ''}", *(short(round(count)) for count in counts))
-    return table
+        lines.append((f"{workers:,} worker{'s' if workers > 1 else ''}", *(short(round(count)) for count in counts)))
+    return Fitted("multiply-adds until the last level is done", ("", *(row.label for row in columns)), lines)
 
 
 def _estimates(comparison: SolverComparison) -> Any:
     """A table with a line for each of the paper's equations."""
-    table = new_table("multiply-adds by the paper's equations, and as counted")
-    table.add_column("equation", justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
-    table.add_column("", no_wrap=True)
-    for column in ("paper", "counted", "counted / paper"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for each in comparison.estimates:
-        counts = (short(round(each.paper)), short(round(each.counted)), ratio(each.ratio))
-        table.add_row(str(each.equation), each.method, each.quantity, *counts)
-    return table
+    lines = [
+        (str(each.equation), each.method, each.quantity, short(round(each.paper)), short(round(each.counted)),
+         ratio(each.ratio))
+        for each in comparison.estimates
+    ]  # fmt: skip
+    columns = ("equation", "", "", "paper", "counted", "counted / paper")
+    title = "multiply-adds by the paper's equations, and as counted"
+    return Fitted(title, columns, lines, keys=3, left=frozenset([1, 2]))
 
 
 def comparison_figure(comparison: SolverComparison, path: str | os.PathLike[str]) -> None:

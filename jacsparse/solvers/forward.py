@@ -13,7 +13,7 @@ from ..spgemm import SparseJacobian
 from ..stages import Record, check_input, recent_chains
 from ..tracing import check_module
 from .methods import solver_of
-from .propagation import Group, groups_of
+from .recorded_systems import Group, groups_of
 from .solver import TriangularSolver
 from .systems import BlockBidiagonal
 

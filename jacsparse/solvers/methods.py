@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from ..runtime import a_type
+from ..schedule import Names
 from .bicgstab import BiCGStab
 from .cyclic_reduction import CyclicReduction
 from .hybrid import Hybrid
@@ -33,8 +34,7 @@ def solver_of(method: str | TriangularSolver, **options: Any) -> TriangularSolve
         if options:
             raise TypeError(f"method is {a_type(method)}, which has its options; pass {sorted(options)} to that")
         return method
-    if method not in SOLVERS:
-        raise ValueError(f"method is {method!r}; expected one of {', '.join(SOLVERS)}, or a solver")
+    Names("method", SOLVERS.keys(), "a solver").parse(method)
     names = inspect.signature(SOLVERS[method]).parameters
     unknown = sorted(options.keys() - names.keys())
     if unknown:

@@ -53,7 +53,7 @@ class PrefixScan(TriangularSolver):
 
     def obstacle(self, system: BlockTriangular) -> str | None:
         if not system.is_bidiagonal:
-            return "a scan goes along one chain, and nodes of this system have several"
+            return "a scan goes along one chain, and in this system a layer reads several others"
         lengths = sorted({len(chain) for chain in _chains(system)})
         if isinstance(self.schedule, Schedule) and lengths != [self.schedule.n]:
             return f"its schedule is for {self.schedule.n} stages, and the system has chains of {lengths} block rows"

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 
-from ..runtime import a_type, is_exporting, thread_count, uncompiled
+from ..runtime import a_type, announced_where_long, is_exporting, thread_count, uncompiled
 from ..tracing import check_initialised, check_module
 from . import operators
 from .blocks import Blocks, Form, plain, to_blocks
@@ -171,11 +171,12 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
             raise ValueError(f"{name} is on {parameter.device}; sparse layers run on the CPU alone: move it by .cpu()")
     dense = _copied(model)
     inputs, shared = _inputs(dense, x, training), _shared(dense)
-    choices = [
-        _choice(path, part, inputs.get(path), shared, training, measure)
-        for path, part in dense.named_modules()
-        if isinstance(part, (nn.Conv2d, nn.Linear))
-    ]
+    with announced_where_long(f"measuring the layers of {type(model).__name__}, dense and sparse"):
+        choices = [
+            _choice(path, part, inputs.get(path), shared, training, measure)
+            for path, part in dense.named_modules()
+            if isinstance(part, (nn.Conv2d, nn.Linear))
+        ]
     paths = {choice.path for choice in choices if choice.is_sparse}
     if not paths:
         return SparseModel(dense, SparsityReport(tuple(choices), training, None, None, "no layer is sparse"))

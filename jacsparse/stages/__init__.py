@@ -1,6 +1,6 @@
 """A program as a chain of stages, and the matrices of stages by vertex elimination."""
 
-from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern, matrix_of
+from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern, is_light, matrix_of
 from .balance import boundaries
 from .chain_cache import ChainCache, Chains, Run, recent_chains
 from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
@@ -46,6 +46,7 @@ __all__ = [
     "factor_of",
     "has_hooks",
     "in_own_memory",
+    "is_light",
     "matrix_of",
     "pull_back",
     "pull_back_all",

@@ -293,6 +293,11 @@ def empty_pattern(rows: int, columns: int) -> Pattern:
     return Pattern((rows, columns), np.zeros(rows + 1, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
+def is_light(pattern: Pattern) -> bool:
+    """Whether no row has more than one entry: the pattern of a diagonal, or of a selection of rows."""
+    return bool(pattern.structure.row_counts().max(initial=0) <= 1)
+
+
 def eliminate(
     accumulation: Accumulation, edges: Iterable[tuple[Hashable, Hashable, int]], start: Hashable, stop: Hashable
 ) -> int | None:

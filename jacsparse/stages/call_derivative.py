@@ -26,6 +26,7 @@ class CallDerivative:
     operation: Operation
     samples: slice
 
+    @functools.cached_property
     def node(self) -> Any:
         """Autograd's node, with the tensors that the forward pass saved; None where it is not of this call alone."""
         trace, call = self.record.trace, self.operation.node
@@ -39,7 +40,7 @@ class CallDerivative:
     def _place(self) -> int | None:
         """The index of the operand's gradient among the node's results; None where it cannot be told."""
         source = self.record.trace.edge(self.edge.source)
-        node = self.node()
+        node = self.node
         if node is None or source is None:
             return None
         places = [place for place, edge in enumerate(node.next_functions) if edge == source[:2]]
@@ -49,7 +50,8 @@ class CallDerivative:
 
     def vjp(self, gradient: torch.Tensor) -> torch.Tensor:
         """``Jᵀ g``, ``(batch, *out_shape)`` to ``(batch, *in_shape)``."""
-        whole = len(range(self.record.batch)[self.samples]) == self.record.batch
+        batch = self.record.batch
+        whole = len(range(batch)[self.samples]) == batch
         place = self._place
         # An operator that draws does not run again; a node has not saved what was overwritten since.
         if place is None or not (self.operation.random or (whole and self._is_intact)):
@@ -63,7 +65,7 @@ class CallDerivative:
             of_all = out.split(torch.zeros_like(result))
             of_all[self.samples] = gradient.reshape(of_all[self.samples].shape)
             gradient = of_all
-        node = self.node()
+        node = self.node
         gradients: list[torch.Tensor | None] = [None] * len(node._input_metadata)
         gradients[number if len(gradients) > 1 else 0] = out.join(gradient.reshape(out.split(result).shape))
         pulled = with_all_gradients(lambda: apply_node(node, gradients))[place]

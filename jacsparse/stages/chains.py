@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..patterns import Call, Identity, Pattern, UnsupportedOperatorError
+from ..runtime import announced_where_long
 from ..spgemm import SparseJacobian, matvec
 from ..tracing import (
     Operation,
@@ -166,7 +167,8 @@ class Chain:
 
     @functools.cached_property
     def _accumulated(self) -> tuple[Accumulation, int | None]:
-        return accumulated(self.stages, self.order)
+        with announced_where_long(f"planning the Jacobian of {self.name}, for calls that run alike"):
+            return accumulated(self.stages, self.order)
 
     @property
     def pattern(self) -> Pattern:

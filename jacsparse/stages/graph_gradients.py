@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..patterns import gradients_of
 from ..tracing import ending_at, has_node_hooks
 from .node_gradients import walk
 from .record import Record
@@ -55,9 +56,9 @@ def pull_back(
     output = trace.edge(last.stage.stop)
     if output is None:
         return [torch.zeros_like(record.input) for record in inputs], {}
-    gradient = gradient.reshape(last.output.shape).to(last.output.dtype)
-    of_trace = trace.externals
-    tensors = {place: of_trace[place] for place in externals}
+    like = trace.tensor(last.stage.stop)
+    gradient = gradient.reshape(like.shape).to(like.dtype)
+    tensors = {place: trace.tensor(trace.graph.externals[place]) for place in externals}
     # The caller's own backward pass is to call the hooks of these tensors, once.
     alone = [place for place, tensor in tensors.items() if place in apart or tensor._backward_hooks]
     together = [place for place in tensors if place not in alone]
@@ -68,7 +69,7 @@ def pull_back(
     results: Sequence[torch.Tensor | None] = ()
     if wanted:
         with ending_at(edges, output.node):
-            results = torch.autograd.grad([output], wanted, [gradient], retain_graph=True, allow_unused=True)
+            results = gradients_of(output, wanted, gradient, retain_graph=True)
     of_inputs = [
         torch.zeros_like(record.input) if result is None else result
         for result, record in zip(results, inputs, strict=False)

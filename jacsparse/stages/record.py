@@ -273,7 +273,7 @@ class Record:
             arguments=_Arguments(arguments, read),
             input=of_samples(x, layouts[argument]),
             output=of_samples(result, self.stage.program.layouts[edge.target]),
-            node=derivative.node if whole else None,
+            node=(lambda: derivative.node) if whole else None,
             vjp=derivative.vjp,
             vjps=None if operation.random else derivative.vjps,
             jvp=None if operation.random else derivative.jvp,

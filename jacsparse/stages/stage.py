@@ -12,7 +12,7 @@ import torch
 
 from ..patterns import Call, Identity, Pattern, Rule, UnsupportedOperatorError, rule_for
 from ..tracing import Operation, Program, PrunedWeight
-from .accumulation import Accumulation, Region, eliminate, empty_pattern
+from .accumulation import Accumulation, Region, eliminate, empty_pattern, is_light
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -164,6 +164,11 @@ class Stage:
     def shared(self) -> bool:
         """Whether all samples share the Jacobian's values."""
         return not self.couples and all(edge.shared for edge in self.edges)
+
+    @functools.cached_property
+    def light(self) -> bool:
+        """Whether each row of the transposed Jacobian has at most one entry: those of a diagonal, or of a selection."""
+        return self.operator is not None and is_light(self.operator.transposed_pattern)
 
     @property
     def backward_work(self) -> int:

@@ -65,7 +65,8 @@ def ending_at(edges: Sequence[GradientEdge], start: Any) -> Iterator[None]:
     backward pass, which goes on from each of them, counts nothing twice.
     """
     ends, passes, unrelated = {edge.node for edge in edges}, set[int](), set[Any]()
-    related = [node for node in ends if leads_to(node, ends, unrelated)]
+    # A parameter's node leads nowhere.
+    related = [node for node in ends if node.next_functions and leads_to(node, ends, unrelated)]
 
     def begin(gradients: tuple[torch.Tensor | None, ...]) -> None:
         passes.add(torch._C._current_graph_task_id())

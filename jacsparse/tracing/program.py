@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,13 +56,16 @@ class Operation:
     sources: dict[str, Sources]
     #: Whether the samples of a batch depend on each other, here or in an operand: shapes are those of the batch.
     couples: bool = False
+    #: Whether the operator itself mixes them; and why it is taken only beside one that does, where it is so.
+    mixes: bool = False
+    refusal: str = ""
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """The name of the operator, as in ``aten.add``."""
         return operator_name(self.overload)
 
-    @property
+    @functools.cached_property
     def referenced(self) -> Mapping[str, Any]:
         """The arguments of the call by name, with references to tensors and numbers of runs."""
         return {"self": Value(*self.operands.values())} if self.node.changes_unseen else self.node.arguments
@@ -190,7 +194,18 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
     # The parts of a decomposed operator are one node to autograd: tensors between them have no gradient.
     without_gradient = {value for value in program.operations if trace.edge(value) is None}
     program.uncut = without_gradient | _written_views(trace) | _between_hooks(trace)
+    _check_refusals(program)
     return program
+
+
+def _check_refusals(program: Program) -> None:
+    """Raise where an operator has no rule, and none beside it mixes samples so that autograd goes through them all."""
+    if any(operation.refusal for operation in program.operations.values()):
+        for start, stop in pairwise(program.cuts()):
+            operations = program.between(start, stop)
+            refusal = next((operation.refusal for operation in operations if operation.refusal), "")
+            if refusal and not any(operation.mixes for operation in operations):
+                raise UnsupportedOperatorError(refusal)
 
 
 def _written_views(trace: Trace) -> set[int]:
@@ -272,6 +287,12 @@ def _operation(
     coupling = Operation(value, node, number, overload, active, dependent, {}, {}, frozenset(), {}, couples=True)
     if not program.layouts.keys() >= set(active.values()):
         return coupling, None
+
+    def unchanged() -> Layout | None:
+        """Where shapes are equal, samples go on to lie where they lay, although they may depend on each other."""
+        same = {program.layouts[each] for each in active.values() if trace.tensor(each).shape == result.shape}
+        return same.pop() if len(same) == 1 else None
+
     use = Use(
         name,
         arguments,
@@ -281,22 +302,21 @@ def _operation(
         lambda arguments: results_of(overload, arguments)[number],
     )
     rule = rule_of(name)
-    if rule is None:
-        raise UnsupportedOperatorError(
-            f"{where}: operator {name} has no rule; register one with jacsparse.register_rule{node.source}"
-        )
-    if number and not rule.all_results:
-        raise UnsupportedOperatorError(
-            f"{where}: the rule of {name} is of its first result alone{node.source}; compute result "
-            f"{number} by other operators"
-        )
+    if rule is None or (number and not rule.all_results):
+        refusal = f"{where}: operator {name} has no rule; register one with jacsparse.register_rule{node.source}"
+        if rule is not None:
+            refusal = (
+                f"{where}: the rule of {name} is of its first result alone{node.source}; compute result "
+                f"{number} by other operators"
+            )
+        if not couples:
+            raise UnsupportedOperatorError(refusal)
+        return replace(coupling, refusal=refusal), unchanged()
     try:
         placement = rule.placement(use)
     except MixedSamplesError as error:
         if couples:
-            # Where shapes are equal, samples go on to lie where they lay, although they depend on each other.
-            same = {program.layouts[each] for each in active.values() if trace.tensor(each).shape == result.shape}
-            return coupling, same.pop() if len(same) == 1 else None
+            return replace(coupling, mixes=True), unchanged()
         what, remedy = error.args or (
             f"{name} mixes the samples of a batch{node.source}",
             "each sample must be worked on by itself; a Jacobian by arguments without samples takes batched=False",

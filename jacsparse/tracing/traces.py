@@ -152,7 +152,7 @@ class Trace:
     def edge(self, value: int) -> GradientEdge | None:
         """Where autograd computes the gradient of a value; None where it has none."""
         # A write gives a tensor another node.
-        if self.is_intact(value):
+        if value not in self.edges and self.is_intact(value):
             self.note_edge(value)
         return self.edges.get(value)
 

@@ -179,7 +179,7 @@ SMALL: list[Experiment] = [
     JacobianGeneration(size=6, columns=3),
     Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
     RnnSensitivity(
-        times=(3, 5), batches=(2, 16), time=5, others=(4,), scheduled=(5,), schedules=("linear", "chunked:2")
+        times=(3, 5), batches=(2, 16), time=5, others=(4,), scheduled=(5,), schedules=("sequential", "chunked:2")
     ),
     GruBreakdown(sets=(("S", 5, 3), ("L", 7, 2)), batches=(2, 16)),
     ParallelForward(times=(6, 300), batch=2),

@@ -31,6 +31,7 @@ from benchmarks._results import Result, read, write
 from benchmarks._workloads import Trained
 from benchmarks.ddg_convergence import DdgConvergence
 from benchmarks.ddg_scaling import DdgScaling
+from benchmarks.ddg_theory import DdgTheory
 from benchmarks.discretised_equations import DiscretisedEquations, SizedEquation
 from benchmarks.flop_analysis import FlopAnalysis
 from benchmarks.gru_breakdown import GruBreakdown
@@ -38,6 +39,7 @@ from benchmarks.jacobian_generation import JacobianGeneration, printed_algorithm
 from benchmarks.kernel_resources import KernelResources
 from benchmarks.leapfrog import Leapfrog
 from benchmarks.lenet_convergence import LenetConvergence, loss_curves
+from benchmarks.normalised_convergence import NormalisedConvergence
 from benchmarks.parallel_forward import ParallelForward
 from benchmarks.rank_scan import ScansAcrossRanks
 from benchmarks.recurrent_convergence import RecurrentConvergence, Task
@@ -63,6 +65,11 @@ def small_network() -> nn.Sequential:
     return nn.Sequential(*layers, nn.MaxPool2d(2))
 
 
+def small_classifier() -> nn.Module:
+    convolution = nn.Sequential(nn.Conv2d(3, 2, 2, bias=False), nn.BatchNorm2d(2), nn.ReLU())
+    return nn.Sequential(*convolution, nn.Flatten(), nn.Linear(18, 10))
+
+
 SMALL_TASK = Task("bits", lambda: bitstreams(6, train=40, test=10), BitstreamRNN, 1e-2, 3, 0.9, 2.17)
 SMALL_PRUNED = PrunedNetwork("small", lambda: nn.Sequential(small_network(), nn.Flatten()), (3,), (2, 6, 6))
 SMALL: list[Experiment] = [
@@ -81,11 +88,13 @@ SMALL: list[Experiment] = [
         side=8, batch=479, epochs=2, deep_epochs=1, splits=("pool",), modules=(3,), deep=("resnet8",), most=2
     ),
     DdgScaling(network="resnet8", modules=(2, 3), batch=2, side=8, iterations=1, most=2),
+    DdgTheory(samples=10, units=4, runs=20, iterations=30, modules=(1, 2), lengths=(20, 40)),
     SimulatedTraining(layers=2, width=3, time=4, hidden=2, batch=2, workers=(1, 2, 64), depths=(4, 8), widths=(1, 3)),
     ScansAcrossRanks(
         ranks=(2,), sizes=(8, 1024), layers=2, width=3, batch=2, time=4, hidden=2, samples=2, cuts=((18, 19),)
     ),
     LenetConvergence(iterations=2, batch=4),
+    NormalisedConvergence(networks=(("small", small_classifier, 4),), epochs=1, batch=719),
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
     RecurrentShapes(sizes=(3, 40), times=(2, 70), batches=(1, 3)),
     GruBreakdown(sets=(("S", 5, 3), ("L", 7, 2)), batches=(2, 3)),
@@ -135,7 +144,10 @@ def test_jacobian_rows_give_size_and_ratios(context: Context) -> None:
     rows = JacobianGeneration(size=32, columns=1).run(context)
     sizes = [row for row in rows if row.label == "entries"]
     assert [row.median for row in sizes] == [1_696_512, 65_536, 65_536]
-    assert [round(row.data["sparsity"], 5) for row in sizes] == [0.99157, 0.99998, 0.99994]
+    sparsities = [row.median for row in rows if row.label == "sparsity" and row.median is not None]
+    assert [round(sparsity, 5) for sparsity in sparsities] == [0.99157, 0.99998, 0.99994]
+    memories = [row.median for row in rows if row.label.startswith("memory of")][:2]
+    assert [round(memory or 0.0, 1) for memory in memories] == [768, 6.5]
     for label in ("values, kernel alone", "pattern and values, from nothing"):
         compared = [each for row in rows if row.label == label for each in row.comparisons]
         assert [each.published for each in compared if each.published] == [8.3e3, 1.2e6, 1.5e5]

@@ -414,7 +414,9 @@ def test_samples_of_ones_own(jac, tmp_path: Path) -> None:
         (samples.long(), "holds torch.int64; expected floating-point samples"),
         (samples * torch.nan, "holds NaN or infinity in sample 0; leave out such samples"),
         (samples[:0], "holds no sample"),
-        (samples[:1], "--samples is 2, but "),
+        (samples[:1], "2 samples are asked for, but "),
+        (samples.flatten(), f"has shape ({samples.numel()},); expected samples along the first of several axes"),
+        (samples.to_sparse(), "holds a tensor that is sparse or has no values"),
         ({"x": samples}, "holds a dict; expected one tensor of samples"),
     ):
         torch.save(bad, files["pt"])
@@ -436,7 +438,8 @@ BAD = {
     "seed": (["flop", "lenet5", "--seed", "99999999999999999999"], "--seed"),
     "no data": (["flop", "lenet5", "--data", ""], "data is ''"),
     "samples of nothing": (["flop", "lenet5", "--samples", "3"], "add --data"),
-    "more samples than there are": (["flop", "lenet5", "--data", "digits", "--samples", "99999"], "--samples is 99999"),
+    "more samples than there are": (["flop", "lenet5", "--data", "digits", "--samples", "99999"], "99999 samples are"),
+    "folder": (["flop", "lenet5", "--checkpoint", "."], ". is a folder; name the checkpoint in it"),
     "figure's ending": (["flop", "lenet5", "--plot", "fig.xyz"], "fig.xyz names no format of a figure"),
     "two outputs, one file": (["flop", "lenet5", "--json", "r.txt", "--csv", "./r.txt"], "would be written twice"),
     "part": (["flop", "lenet5", "--part", "head"], "--part is 'head'; the model's parts are features"),

@@ -187,7 +187,7 @@ def of_chain(kind: type[nn.Module], **options: list[Any]) -> Subject:
 
 
 def converted(world: World, args: list[Tensor]) -> nn.Module:
-    schedule = world.choose.choice(["auto", "linear", "chunked:2", "blelloch", "blelloch:1", "planned", "relaxed"])
+    schedule = world.choose.choice(["auto", "sequential", "chunked:2", "blelloch", "blelloch:1", "planned", "relaxed"])
     forward = world.choose.choice(["sequential", "sequential", "parallel", "relaxed", "newton"])
     return jacsparse.nn.convert(world.program, schedule=schedule, forward=forward, chunk=2)
 
@@ -198,7 +198,7 @@ def itself(world: World, args: list[Tensor]) -> nn.Module:
 
 def linear_recurrence(kind: str) -> Callable[[bool], nn.Module]:
     def core(ours: bool) -> nn.Module:
-        schedules = ["auto", "linear", "chunked:2", "blelloch", "blelloch:1", "relaxed"]
+        schedules = ["auto", "sequential", "chunked:2", "blelloch", "blelloch:1", "relaxed"]
         # Drawn after the weights' seed, alike on both sides.
         draw = int(torch.randint(1000, ()))
         return LinearRecurrence(kind, schedules[draw % len(schedules)], bool(draw % 2), ours)

@@ -97,7 +97,7 @@ def solve(
 
 def linear() -> None:
     for form, size in itertools.product(FORMS, (5, 34)):
-        solve(form, size, "linear")
+        solve(form, size, "sequential")
         solve(form, size, "chunked:2", batch=1)
 
 
@@ -119,7 +119,7 @@ def long_products() -> None:
 
 def long_recurrent() -> None:
     """Several chunks of every schedule, with states that fill warps and that do not."""
-    schedules = ("linear", "chunked", "blelloch", "planned", "relaxed")
+    schedules = ("sequential", "chunked", "blelloch", "planned", "relaxed")
     for kind, size, schedule in itertools.product(("RNN", "GRU", "LSTM"), (5, 20, 32, 70), schedules):
         train(kind, size, 11, schedule=schedule, chunk=4)
         train(kind, size, 9, (9, 2), schedule=schedule, forward="parallel", chunk=4)
@@ -129,7 +129,7 @@ def long_recurrent() -> None:
 
 def long_linear() -> None:
     """All forms, types and schedules, with states that fill warps and that do not."""
-    schedules = ("linear", "chunked:3", "blelloch", "relaxed:3")
+    schedules = ("sequential", "chunked:3", "blelloch", "relaxed:3")
     for form, size, schedule in itertools.product(FORMS, (1, 20, 32, 70), schedules):
         for batch, dtype in ((1, torch.float32), (33, torch.float64)):
             solve(form, size, schedule, 8, batch, dtype)

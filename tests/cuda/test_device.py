@@ -92,7 +92,7 @@ PRODUCTS: dict[str, Callable[[], Work]] = {
 } | {f"vectors, batch {batch}": lambda batch=batch: vectors(batch) for batch in (1, 33)}
 LAYERS: dict[str, Callable[[], Work]] = {
     f"{kind}, {schedule}": lambda kind=kind, schedule=schedule: layer(kind, schedule)
-    for kind, schedule in itertools.product(("RNN", "GRU", "LSTM"), ("linear", "chunked", "blelloch", "relaxed"))
+    for kind, schedule in itertools.product(("RNN", "GRU", "LSTM"), ("sequential", "chunked", "blelloch", "relaxed"))
 }
 FORWARD: dict[str, Callable[[], Work]] = {
     f"{kind}, {forward} forward": lambda kind=kind, forward=forward: layer(kind, "auto", forward)
@@ -100,7 +100,7 @@ FORWARD: dict[str, Callable[[], Work]] = {
 } | {f"{kind}, packed": lambda kind=kind: packed(kind) for kind in ("RNN", "GRU", "LSTM")}
 LINEAR: dict[str, Callable[[], Work]] = {
     f"{form}, {schedule}": lambda form=form, schedule=schedule: linear(form, schedule)
-    for form, schedule in itertools.product(FORMS, ("linear", "chunked:8", "blelloch", "relaxed:8"))
+    for form, schedule in itertools.product(FORMS, ("sequential", "chunked:8", "blelloch", "relaxed:8"))
 }
 WORK = PRODUCTS | LAYERS | FORWARD | LINEAR
 

@@ -90,7 +90,7 @@ def test_one_step_and_one_sample(kind: str) -> None:
 
 def test_states_that_are_too_large() -> None:
     with emulated(), pytest.raises(ValueError, match="hidden_size is 129; on CUDA devices states have at most 128"):
-        jacsparse.nn.GRU(3, 129, schedule="linear").to(DEVICE)(torch.randn(2, 1, 3, device=DEVICE))
+        jacsparse.nn.GRU(3, 129, schedule="sequential").to(DEVICE)(torch.randn(2, 1, 3, device=DEVICE))
     layer = jacsparse.nn.GRU(3, 129).to(DEVICE)
     with emulated():
         layer(torch.randn(2, 1, 3, device=DEVICE))[0].sum().backward()
@@ -99,7 +99,7 @@ def test_states_that_are_too_large() -> None:
 
 @pytest.mark.parametrize("lengths", [None, [200, 131, 7]])
 @pytest.mark.parametrize("size", [5, 40])
-@pytest.mark.parametrize("schedule", ["linear", "chunked", "relaxed"])
+@pytest.mark.parametrize("schedule", ["sequential", "chunked", "relaxed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_that_vanish(kind: str, schedule: str, size: int, lengths: list[int] | None) -> None:
     """Of a loss on last states: once the gradient is zero, so are those of the gates, in memory that held something."""
@@ -123,7 +123,7 @@ def test_gradients_that_vanish(kind: str, schedule: str, size: int, lengths: lis
 
 
 def test_a_nan_is_seen_though_gradients_vanish() -> None:
-    layer = jacsparse.nn.RNN(3, 5, schedule="linear").to(DEVICE)
+    layer = jacsparse.nn.RNN(3, 5, schedule="sequential").to(DEVICE)
     x = torch.randn(100, 2, 3)
     x[3, 1] = float("nan")
     leaf = x.to(DEVICE).requires_grad_()
@@ -132,7 +132,7 @@ def test_a_nan_is_seen_though_gradients_vanish() -> None:
     assert gradient[-1, 1].isnan().any() and not gradient[:, 0].isnan().any()
 
 
-@pytest.mark.parametrize("schedule", ["linear", "chunked", "blelloch", "planned", "relaxed"])
+@pytest.mark.parametrize("schedule", ["sequential", "chunked", "blelloch", "planned", "relaxed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_schedules(kind: str, schedule: str) -> None:
     check(kind, 5, (11, 3), torch.float64, schedule=schedule, chunk=4)
@@ -177,7 +177,7 @@ def test_guesses_in_vain(kind: str, forward: str) -> None:
 @pytest.mark.parametrize("forward", ["parallel", "newton"])
 def test_a_sample_that_is_no_number_harms_no_other(forward: str) -> None:
     layer = jacsparse.nn.GRU(3, 5, forward=forward, schedule="relaxed", chunk=4).double().to(DEVICE)
-    sequential = jacsparse.nn.GRU(3, 5, schedule="linear").double().to(DEVICE)
+    sequential = jacsparse.nn.GRU(3, 5, schedule="sequential").double().to(DEVICE)
     sequential.load_state_dict(layer.state_dict())
     x = torch.randn(30, 3, 3, dtype=torch.float64).to(DEVICE)
     x[7, 1] = float("nan")
@@ -188,7 +188,10 @@ def test_a_sample_that_is_no_number_harms_no_other(forward: str) -> None:
 
 
 def test_auto_guesses_where_samples_are_few_and_long() -> None:
-    reports = check("RNN", 5, (1300, 1), torch.float32)
+    # A weight's gradient is a sum of 1,300 terms of both signs, and off by up to 1,300 eps of their absolute values.
+    # These are 8e-5 of them in float32: more than the tolerance allows where the sum is smaller than they are. In
+    # float64 it would have to be 600 times smaller in all elements; random signs make it some 36 times smaller.
+    reports = check("RNN", 5, (1300, 1), torch.float64)
     assert [report.methods[0] for report in reports if report.recurrence == "backward"] == ["relaxed", "relaxed"]
     assert all("multiprocessors" in report.reason for report in reports if report.recurrence == "backward")
 

@@ -23,9 +23,10 @@ from jacsparse.recurrence import (
     Solver,
     Terms,
     linear_recurrence,
+    parse,
 )
 from jacsparse.recurrence.layer_autograd import run_layer
-from jacsparse.recurrence.layer_recurrences import Options
+from jacsparse.recurrence.layer_recurrences import LayerPass
 from jacsparse.recurrence.reference import linear_recurrence as looped
 from jacsparse.recurrence.reference import recurrent_layer
 from jacsparse.recurrence.sequences import Sequences
@@ -106,15 +107,8 @@ def test_cell_equals_its_steps(cell: Cell, direction: int, bias: bool) -> None:
     x, initial, *parameters = tensors
     parameters += [None] * (4 - len(parameters))
     expected = recurrent_layer(cell, x, initial, tuple(parameters), reverse=direction < 0)
-    output, last = run_layer(
-        cell,
-        Sequences.equal(time, batch),
-        direction,
-        x.reshape(-1, features),
-        initial,
-        tuple(parameters),
-        Options(),
-    )
+    layer = LayerPass(cell, Sequences.equal(time, batch), direction, parse("sequential", "states"), parse("auto"))
+    output, last = run_layer(layer, x.reshape(-1, features), initial, parameters)
     output = output.view(time, batch, size)
     assert close(output, expected[0]) and close(last, expected[1])
     assert all(map(close, gradients(output, last), gradients(*expected)))
@@ -123,7 +117,8 @@ def test_cell_equals_its_steps(cell: Cell, direction: int, bias: bool) -> None:
 def test_solver_equals_a_loop(solver: Solver) -> None:
     time, batch, size = 70, 3, 4
     A, b = 0.3 * drawn(time, batch, size, size), drawn(time, batch, size, seed=1)
-    schedule = f"{solver.name}:16" if solver.min_argument == 1 else solver.name
+    numbered = solver.number is not None and solver.number.word == "STEPS"
+    schedule = f"{solver.name}:16" if numbered else solver.name
     if "linear" in solver.solves:
         for reverse in (False, True):
             reports: list[Report] = []
@@ -166,7 +161,7 @@ def _gradients(module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 def test_names_of_solvers_are_listed_in_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SOLVERS, OneByOne.name, OneByOne())
-    with pytest.raises(ValueError, match=r"expected one of auto, linear.*one_by_one; chunked"):
+    with pytest.raises(ValueError, match=r"expected one of auto, linear, sequential.*one_by_one, or a Schedule$"):
         jacsparse.nn.GRU(2, 3, schedule="none")
     with pytest.raises(ValueError, match=r"one of sequential, parallel.*one_by_one$"):
         jacsparse.nn.GRU(2, 3, forward="linear")

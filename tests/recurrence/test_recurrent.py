@@ -20,10 +20,10 @@ from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import jacsparse
-from jacsparse.recurrence import CELLS, SOLVERS, Diagonal, Saved, Sequences, Weights
+from jacsparse.recurrence import CELLS, SOLVERS, Diagonal, Saved, Sequences, Weights, parse
 from jacsparse.recurrence.cells import Cell
 from jacsparse.recurrence.cells.fused import FusedCell
-from jacsparse.recurrence.layer_recurrences import Options, solve_backward
+from jacsparse.recurrence.layer_recurrences import LayerPass
 from jacsparse.recurrence.solvers.choice import Choice
 from jacsparse.recurrence.vector import sigmoid, tanh
 from jacsparse.runtime import flushing, run_rows
@@ -37,7 +37,7 @@ KINDS = {
 }
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 SOLUTIONS = [
-    {"schedule": "linear"},
+    {"schedule": "sequential"},
     {"schedule": "chunked"},
     {"schedule": "blelloch"},
     {"schedule": "planned"},
@@ -55,7 +55,7 @@ def pair(kind: str, *args: Any, dtype: torch.dtype = torch.float64, **options: A
     ours, theirs, more = KINDS[kind]
     added = {name: options.pop(name) for name in ("schedule", "forward", "chunk") if name in options}
     # By `auto` PyTorch's kernels would run the small ones.
-    added.setdefault("schedule", "linear")
+    added.setdefault("schedule", "sequential")
     reference = theirs(*args, **more, **options).to(dtype)
     layer = ours(*args, **more, **options, **added).to(dtype)
     layer.load_state_dict(reference.state_dict())
@@ -243,16 +243,14 @@ def test_no_grad_keeps_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["GRU", "LSTM"])
 def test_gates_are_kept_only_for_a_backward_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jacsparse.recurrence import layer_autograd as _function
-
     rows: list[int] = []
-    solve = _function.solve_forward
+    solve = LayerPass.solve_forward
 
-    def spy(*args: Any) -> Any:
-        rows.append(len(args[5].gates))
-        return solve(*args)
+    def spy(layer: LayerPass, entered: torch.Tensor, weights: Weights, saved: Saved) -> torch.Tensor:
+        rows.append(len(saved.gates))
+        return solve(layer, entered, weights, saved)
 
-    monkeypatch.setattr(_function, "solve_forward", spy)
+    monkeypatch.setattr(LayerPass, "solve_forward", spy)
     layer, _ = pair(kind, 3, 4)
     x = torch.randn(6, 2, 3, dtype=torch.float64)
     layer(x)
@@ -616,7 +614,7 @@ def test_networks_that_do_not_contract(kind: str, solution: dict[str, str], chan
 def test_networks_that_do_not_contract_at_full_length(kind: str, change: str) -> None:
     layer, reference = pair(kind, 5, 20, dtype=torch.float32, forward="parallel", schedule="relaxed")
     rescaled(layer, reference, change)
-    sequential, _ = pair(kind, 5, 20, dtype=torch.float32, schedule="linear")
+    sequential, _ = pair(kind, 5, 20, dtype=torch.float32, schedule="sequential")
     sequential.load_state_dict(reference.state_dict())
     x = torch.randn(1000, 3, 5)
     with torch.no_grad():
@@ -647,7 +645,7 @@ def test_networks_that_do_not_contract_at_full_length(kind: str, change: str) ->
 def test_relaxed_gradients_of_networks_that_do_not_contract(kind: str, change: str) -> None:
     layer, reference = pair(kind, 5, 20, chunk=32, schedule="relaxed")
     rescaled(layer, reference, change)
-    sequential, _ = pair(kind, 5, 20, schedule="linear")
+    sequential, _ = pair(kind, 5, 20, schedule="sequential")
     sequential.load_state_dict(reference.state_dict())
     x = torch.randn(300, 3, 5, dtype=torch.float64, requires_grad=True)
     gradient, wanted = (torch.autograd.grad(run(x)[0].sum(), x)[0] for run in (layer, sequential))
@@ -704,7 +702,7 @@ def test_auto_says_what_it_chose() -> None:
     layer = jacsparse.nn.GRU(3, 4, 2, bidirectional=True)
     layer(torch.randn(50, 4, 3))[0].sum().backward()
     backward = [report for report in layer.reports if report.recurrence == "backward"]
-    assert [report.methods for report in backward] == [["linear"]] * 4
+    assert [report.methods for report in backward] == [["sequential"]] * 4
     assert all("4 samples of 50 steps" in report.reason for report in backward)
     layer(torch.randn(10, 4, 3))[0].sum().backward()
     assert [report.methods for report in layer.reports] == [["torch.nn"]] * 8
@@ -736,7 +734,7 @@ def test_where_pytorch_is_faster_its_kernels_run(kind: str, dtype: torch.dtype) 
     # What parametrisations make is made anew in each pass.
     nn.utils.parametrizations.spectral_norm(layer, "weight_hh_l0_reverse")
     other = copy.deepcopy(layer)
-    other.schedule = "linear"
+    other.schedule = "sequential"
     close(layer(x[:100])[0], other(x[:100])[0], TOLERANCE[dtype])
     assert layer.reports[0].methods == ["sequential"]
 
@@ -767,7 +765,7 @@ def test_a_kernel_that_fails_leaves_the_mode_as_it_was() -> None:
 
 
 def test_workers_keep_their_mode() -> None:
-    layer, before = jacsparse.nn.RNN(3, 20, schedule="linear"), torch.get_num_threads()
+    layer, before = jacsparse.nn.RNN(3, 20, schedule="sequential"), torch.get_num_threads()
     together, subnormal = threading.Barrier(4), list[np.float32]()
 
     def multiply(*_: int) -> None:
@@ -793,13 +791,13 @@ def test_adjoints_alone_are_flushed() -> None:
 
 def test_reports_count_as_the_chain_does() -> None:
     results = {}
-    for schedule in ("linear", "chunked", "blelloch", "relaxed"):
+    for schedule in ("sequential", "chunked", "blelloch", "relaxed"):
         layer = jacsparse.nn.GRU(3, 4, schedule=schedule, chunk=10)
         layer(torch.randn(100, 2, 3))[0].sum().backward()
         results[schedule] = layer.reports[1].schedule
     assert results["relaxed"] is None
     steps = {name: plan.complexity(64).steps for name, plan in results.items() if plan}
-    assert steps == {"linear": 100, "chunked": 28, "blelloch": 11}
+    assert steps == {"sequential": 100, "chunked": 28, "blelloch": 11}
     assert results["chunked"].name == "chunked:10"
 
 
@@ -889,7 +887,7 @@ def test_gradients_with_their_signs_elsewhere(kind: str) -> None:
 
 @ALL
 def test_autocast_changes_no_digit(kind: str) -> None:
-    layer = KINDS[kind][0](3, 4, schedule="linear", **KINDS[kind][2])
+    layer = KINDS[kind][0](3, 4, schedule="sequential", **KINDS[kind][2])
     x = torch.randn(6, 2, 3, requires_grad=True)
     expected = torch.autograd.grad(layer(x)[0].square().sum(), [x, *layer.parameters()])
     with torch.autocast("cpu", torch.bfloat16):
@@ -902,7 +900,7 @@ def test_autocast_changes_no_digit(kind: str) -> None:
 @pytest.mark.parametrize("schedule", ["chunked", "chunked:64", "blelloch", "planned"])
 def test_matrices_that_overflow(schedule: str) -> None:
     layer, reference = pair("RNN", 5, 20, dtype=torch.float32, schedule=schedule)
-    sequential, _ = pair("RNN", 5, 20, dtype=torch.float32, schedule="linear")
+    sequential, _ = pair("RNN", 5, 20, dtype=torch.float32, schedule="sequential")
     rescaled(layer, reference, "times 4")
     sequential.load_state_dict(reference.state_dict())
     x = torch.randn(1500, 3, 5)
@@ -1236,16 +1234,16 @@ def test_what_equal_steps_round_does_not_add_up(mode: str, schedule: str, seed: 
         weights, saved = equal_steps(cell, time, batch, seed, dtype)
         rng, shapes = np.random.default_rng(seed), (saved.output.shape, saved.initial.shape)
         gradients = (uniform(rng, *shape).to(dtype) for shape in shapes)
-        options, sequences = Options(schedule=schedule), Sequences.equal(time, batch)
+        layer = LayerPass(cell, Sequences.equal(time, batch), 1, parse("sequential", "states"), parse(schedule))
         x = torch.zeros(time * batch, 12, dtype=dtype)
-        gates, rows, _ = solve_backward(cell, sequences, 1, x, weights, saved, *gradients, options)
+        gates, rows, _ = layer.solve_backward(x, weights, saved, *gradients)
         assert rows == slice(0, batch * time)
         return gates.view(time, -1)
 
-    expected = solved("linear", torch.float64)
+    expected = solved("sequential", torch.float64)
     sequential, error = (
         float((solved(way, torch.float32) - expected).abs().max() / expected.abs().max())
-        for way in ("linear", schedule)
+        for way in ("sequential", schedule)
     )
     size = 12 * cell.states
     condition = size**0.5
@@ -1266,7 +1264,7 @@ def forgetful(module: nn.RNNBase) -> nn.RNNBase:
 
 @pytest.mark.parametrize("batch", [1, 11])
 @pytest.mark.parametrize("lengths", ["equal", "packed"])
-@pytest.mark.parametrize("schedule", ["linear", "auto", "relaxed", "chunked"])
+@pytest.mark.parametrize("schedule", ["sequential", "auto", "relaxed", "chunked"])
 @ALL
 def test_gradients_that_vanish(kind: str, schedule: str, lengths: str, batch: int) -> None:
     time, size = 150, 5
@@ -1296,7 +1294,7 @@ def test_gradients_that_vanish(kind: str, schedule: str, lengths: str, batch: in
 @ALL
 def test_gradients_that_vanish_are_zeros_at_once(kind: str) -> None:
     torch.manual_seed(0)
-    layer, _ = pair(kind, 3, 20, dtype=torch.float32, schedule="linear")
+    layer, _ = pair(kind, 3, 20, dtype=torch.float32, schedule="sequential")
     x = torch.randn(3000, 3, 3, requires_grad=True)
     output, _ = layer(x)
     output[-1].sum().backward()
@@ -1314,7 +1312,7 @@ def test_gradients_that_vanish_are_zeros_at_once(kind: str) -> None:
 
 
 @ALL
-@pytest.mark.parametrize("schedule", ["linear", "chunked", "relaxed", "blelloch"])
+@pytest.mark.parametrize("schedule", ["sequential", "chunked", "relaxed", "blelloch"])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_what_is_no_number_is_seen_where_gradients_vanish(kind: str, schedule: str, value: float) -> None:
     layer, _ = pair(kind, 3, 5, schedule=schedule, chunk=16)

@@ -113,11 +113,11 @@ def test_cells_of_ones_own_have_planned_products_and_counts(kind: type[Recurrent
             getattr(layer, name).mul_(torch.rand(layer.cell.gates * 8, 8) < 0.2)
     x, parameters = torch.randn(20, 2, 3, dtype=torch.float64), [*layer.parameters()]
     gradients = {}
-    for layer.schedule in ("linear", "planned"):
+    for layer.schedule in ("sequential", "planned"):
         output, _ = layer(x)
         gradients[layer.schedule] = torch.autograd.grad(output.square().sum(), parameters)
     assert layer.reports[-1].methods == ["planned"]
-    for actual, expected in zip(gradients["planned"], gradients["linear"], strict=True):
+    for actual, expected in zip(gradients["planned"], gradients["sequential"], strict=True):
         assert torch.allclose(actual, expected, rtol=1e-9, atol=1e-11)
     single = kind(3, 8)
     guaranteed = jacsparse.count_flop(single, (9, 3), schedule="linear")

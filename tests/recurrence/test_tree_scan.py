@@ -52,9 +52,20 @@ def test_every_schedule_gives_the_states_of_a_loop(name: str, steps: int, batch:
     close(scan_states(plan, DiagonalMaps(diagonals, offsets), state), expected, 1e-10)
 
 
-@pytest.mark.parametrize("plan", ["blelloch:2", schedule.blelloch(31, 3), schedule.chunked(31, 4), schedule.linear(31)])
+@pytest.mark.parametrize(
+    ("plan", "method"),
+    [
+        ("blelloch:2", "blelloch"),
+        ("linear", "sequential"),
+        (schedule.blelloch(31, 3), "blelloch"),
+        (schedule.chunked(31, 4), "chunked"),
+        (schedule.linear(31), "sequential"),
+        (schedule.cyclic_reduction(31), "cyclic_reduction"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
-def test_layers_take_schedules(kind: str, plan: Schedule | str) -> None:
+def test_layers_take_schedules_and_their_names(kind: str, plan: Schedule | str, method: str) -> None:
     reference_layer = getattr(nn, kind)(3, 4).double()
     layer = getattr(jacsparse.nn, kind).of(reference_layer, schedule=plan)
     x = torch.randn(30, 2, 3, dtype=torch.float64)
@@ -64,7 +75,7 @@ def test_layers_take_schedules(kind: str, plan: Schedule | str) -> None:
     for one, other in zip(ours, theirs, strict=True):
         close(one, other, 1e-10)
     report = layer.reports[1]
-    assert report.schedule is not None
+    assert report.methods == [method] and report.schedule is not None
     assert report.schedule.name == (plan if isinstance(plan, str) else plan.name)
     assert report.schedule.n == 31
 

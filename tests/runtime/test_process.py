@@ -8,12 +8,17 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from jacsparse.runtime import kernels
+import jacsparse
+from jacsparse.runtime import announced_where_long, kernels, on_this_thread
 from jacsparse.runtime import threads as runtime_threads
 
 ROOT = Path(__file__).parent.parent.parent
@@ -135,6 +140,57 @@ def test_compilation_is_announced_once(
     kernels.kernel(_double)(0, 2, np.ones(3))
     # Found on disk.
     assert len(caplog.records) == 1
+
+
+def test_what_takes_long_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "jacsparse")
+    with announced_where_long("short", seconds=60):
+        pass
+    with announced_where_long("long", seconds=0.01), announced_where_long("a part of it", seconds=0.01):
+        time.sleep(0.2)
+    with pytest.raises(ZeroDivisionError), announced_where_long("fails", seconds=60):
+        raise ZeroDivisionError
+    assert [record.message for record in caplog.records] == ["long"]
+
+
+def test_preparations_and_plans_tell_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class At(threading.Timer):
+        """What is told after a second is told at once."""
+
+        def __init__(self, seconds: float, function: Callable[[str], None], lines: list[str]) -> None:
+            super().__init__(seconds, function, lines)
+            said.extend(lines)
+
+    said = list[str]()
+    monkeypatch.setattr("jacsparse.runtime.messages.threading.Timer", At)
+    network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+    x = torch.randn(2, 2, 6, 6)
+    jacsparse.prepare_jacobian(network, x)
+    assert said == ["preparing the Jacobian of Sequential, which it keeps"]
+    said.clear()
+    scan = jacsparse.nn.Scan(network, schedule="blelloch")
+    for _ in range(2):
+        scan(x).sum().backward()
+    assert said == ["planning the products of Sequential by blelloch, which are kept"]
+    pattern = jacsparse.jacobian_pattern(nn.Conv2d(1, 1, 2), (1, 4, 4))
+    said.clear()
+    jacsparse.plan_product(pattern.T, pattern)
+    assert said == ["planning a product of 16 × 9 × 16, which is kept"]
+
+
+def test_one_thread_alone() -> None:
+    seen, before = list[int](), torch.get_num_threads()
+    torch.set_num_threads(3)
+    other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    try:
+        with pytest.raises(ZeroDivisionError), on_this_thread():
+            seen.append(torch.get_num_threads())
+            other.start()
+            other.join()
+            raise ZeroDivisionError
+        assert [*seen, torch.get_num_threads()] == [1, 3, 3]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_disk_that_is_full() -> None:

@@ -66,6 +66,13 @@ class BatchFirst(nn.Module):
         return self.norm(x.T[:, None, :].flatten(0, 1)[:, None]).squeeze(1).reshape(x.T.shape).T * 2
 
 
+class Reflected(nn.Module):
+    """An operator that has no rule."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.householder_product(x.view(-1, 3, 2), x[:, :2]).flatten(1).sin()
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(6, 6),
     "tanh": nn.Tanh,
@@ -79,6 +86,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "residual": lambda: Residual(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()),
     "residual without": lambda: Residual(nn.Linear(6, 6), nn.Tanh()),
     "first axis": BatchFirst,
+    "a rule that is missing before": lambda: Residual(Reflected(), nn.BatchNorm1d(6)),
+    "a rule that is missing behind": lambda: Residual(nn.BatchNorm1d(6), nn.Tanh(), Reflected()),
 }
 
 
@@ -184,6 +193,16 @@ def test_tied_weights_on_both_sides() -> None:
     linear = nn.Linear(5, 5)
     module = nn.Sequential(linear, nn.Tanh(), nn.BatchNorm1d(5), linear, nn.Tanh(), linear, nn.Tanh(), linear).double()
     assert_as_autograd(module, sorted(WAYS), torch.randn(4, 5, dtype=FLOAT))
+
+
+def test_operators_without_a_rule_are_taken_beside_normalisation_alone() -> None:
+    x = torch.randn(4, 6, dtype=FLOAT)
+    for inner in ([Reflected(), nn.BatchNorm1d(6)], [nn.BatchNorm1d(6), Reflected()]):
+        assert_as_autograd(nn.Sequential(nn.Linear(6, 6), Residual(*inner), nn.Tanh()).double(), sorted(WAYS), x)
+    # Where they are stages of their own, there is a remedy.
+    for inner in ([Reflected()], [nn.BatchNorm1d(6), nn.Sequential(Residual(Reflected()))]):
+        with pytest.raises(UnsupportedOperatorError, match=r"householder_product has no rule; register one with"):
+            Scan(nn.Sequential(*inner).double())(x.clone().requires_grad_())
 
 
 def test_jacobian_names_the_way() -> None:

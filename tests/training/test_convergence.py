@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.ddg_theory import LeastSquares, trajectories
 from jacsparse.training import DelayedGradients, diminishing, gradient_bound
 
 
@@ -56,6 +57,29 @@ def test_average_gradients_stay_below_the_bounds(modules, schedule):
     assert average <= bound
     # It learns at all.
     assert sum(squares[-50:]) / 50 < squares[0] / 2
+
+
+@pytest.mark.parametrize("modules", [1, 2, 3, 4])
+def test_trajectories_of_the_benchmark_are_those_of_the_library(modules):
+    problem, rates = LeastSquares.drawn(10, 4), [0.1 / (1 + t) for t in range(12)]
+    samples = torch.randint(10, (12, 3), generator=torch.Generator().manual_seed(0))
+    ours = trajectories(problem, modules, rates, samples)
+    places = [part.tolist() for part in torch.arange(4).tensor_split(modules)]
+    for run in range(3):
+        model = nn.Sequential(*[Share(part[0], part[-1] + 1) for part in places])
+        ddg = DelayedGradients(
+            model,
+            modules=modules,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            loss=lambda h, target: 0.5 * (h[:, -1] - target).square().mean(),
+        )
+        schedulers = [diminishing(optimizer) for optimizer in ddg.optimizers]
+        for t, sample in enumerate(samples[:, run].tolist()):
+            ddg.step(torch.cat([problem.x[sample], torch.zeros(1)])[None], problem.y[sample : sample + 1])
+            for scheduler in schedulers:
+                scheduler.step()
+            w = torch.cat([parameter.detach() for parameter in model.parameters()])
+            torch.testing.assert_close(w, ours[t + 1, run], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(

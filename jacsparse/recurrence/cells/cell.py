@@ -28,7 +28,7 @@ class Weights:
     bias: torch.Tensor | None = None
     hidden_bias: torch.Tensor | None = None
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Elements of the state."""
         return self.hidden.shape[1]
@@ -51,21 +51,23 @@ class Weights:
     @functools.cached_property
     def forward_rows(self) -> np.ndarray:
         """The hidden weight as forward kernels take it, ``(size, gates · width)``: a row for each state element."""
-        gates, width = self.hidden.shape[0] // max(1, self.size), padded(self.size)
-        if width == self.size:
+        size, width = self.size, padded(self.size)
+        if width == size:
             return self.columns.numpy()
-        rows = self.hidden.new_zeros(self.size, gates, width)
-        rows[:, :, : self.size] = self.columns.view(self.size, gates, self.size)
-        return rows.view(self.size, gates * width).numpy()
+        gates = self.hidden.shape[0] // max(1, size)
+        rows = self.hidden.new_zeros(size, gates, width)
+        rows[:, :, :size] = self.hidden.view(gates, size, size).permute(2, 0, 1)
+        return rows.view(size, gates * width).numpy()
 
     @functools.cached_property
     def backward_rows(self) -> np.ndarray:
         """The hidden weight as backward kernels take it, ``(gates · width, width)``: a row for each gate element."""
-        gates, width = self.hidden.shape[0] // max(1, self.size), padded(self.size)
-        if width == self.size:
+        size, width = self.size, padded(self.size)
+        if width == size:
             return self.hidden.numpy()
+        gates = self.hidden.shape[0] // max(1, size)
         rows = self.hidden.new_zeros(gates, width, width)
-        rows[:, : self.size, : self.size] = self.hidden.view(gates, self.size, self.size)
+        rows[:, :size, :size] = self.hidden.view(gates, size, size)
         return rows.view(gates * width, width).numpy()
 
 
@@ -154,7 +156,7 @@ class Cell(ABC):
 
     @property
     def grad_width(self) -> int:
-        """Vectors of each step's gradient of the gates: of the input's part, and of the state's."""
+        """Vectors of each step's gradient of the gates: of the input's part, and of the state's unless they are one."""
         return 2 * self.gates
 
     def enter(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
@@ -275,7 +277,7 @@ class Cell(ABC):
     def grad_columns(self, size: int) -> tuple[slice, list[slice]]:
         """The columns of the gates' gradients that belong to the input's part, and those of the state's part."""
         width = self.gates * size
-        return slice(0, width), [slice(width, 2 * width)]
+        return slice(0, width), [slice(self.grad_width * size - width, self.grad_width * size)]
 
 
 def preceding(states: torch.Tensor, initial: torch.Tensor, before: np.ndarray, sample: torch.Tensor) -> torch.Tensor:

@@ -78,11 +78,19 @@ def record_reach(reach, written, columns, rows, sample, begin, count, direction,
 
 
 class FusedCell(Cell):
-    """A cell with a forward and a backward kernel; on devices these are ``gru_forward``, ``gru_backward`` and so on."""
+    """A cell with a forward and a backward kernel; on devices these are ``gru_forward``, ``gru_backward`` and so on.
+
+    Attributes
+    ----------
+    kernels : tuple
+        The forward and the backward kernel.
+    reads_output : bool
+        Whether the backward kernel reads the states after the steps.
+    """
 
     saved_vectors = 0
-    #: The forward and the backward kernel.
     kernels: ClassVar[tuple[Any, Any]]
+    reads_output: ClassVar[bool] = True
 
     def enter(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """The input's part of the gates, and the hidden biases where these are added to it."""
@@ -95,7 +103,11 @@ class FusedCell(Cell):
     ) -> torch.Tensor:
         end = torch.empty_like(start)
         written = (saved.output, saved.gates) if self.saved_vectors else (saved.output,)
-        self._run("forward", runs, weights, (entered,), (*self.forward_constants(weights), start, *written, end))
+        after = (*self.forward_constants(weights), start, *written, end)
+        if on_device(weights.hidden):
+            self._launch("forward", runs, weights, (entered, weights.columns, *after))
+        else:
+            self._run(0, runs, weights, (entered, weights.forward_rows, *after))
         return end
 
     def backward(
@@ -109,10 +121,12 @@ class FusedCell(Cell):
         reach: np.ndarray | None = None,
     ) -> torch.Tensor:
         grad_start = torch.empty_like(grad_end)
-        after = [*self.backward_constants(), grad_output, grad_end, grad_gates, grad_start]
-        if not on_device(weights.hidden):
-            after.append(np.empty(0, np.int64) if reach is None else reach)
-        self._run("backward", runs, weights, self.history(runs, saved), tuple(after))
+        before, after = self._history(runs, saved), (grad_output, grad_end, grad_gates, grad_start)
+        if on_device(weights.hidden):
+            self._launch("backward", runs, weights, (*before, weights.hidden, *self.backward_constants, *after))
+            return grad_start
+        reached = np.empty(0, np.int64) if reach is None else reach
+        self._run(1, runs, weights, (*before, weights.backward_rows, *self.backward_constants, *after, reached))
         return grad_start
 
     def transfer(
@@ -123,7 +137,7 @@ class FusedCell(Cell):
         grad_output: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        arguments = (*self.history(runs, saved), weights.padded, *self.backward_constants(), grad_output)
+        arguments = (*self._history(runs, saved), weights.padded, *self.backward_constants, grad_output)
         return recurrences_cuda.transfer(self._name, runs, weights.hidden, weights.size, *arguments, out=out)
 
     @property
@@ -131,18 +145,16 @@ class FusedCell(Cell):
         """What the names of its kernels on devices begin with."""
         return self.mode.partition("_")[0].lower()
 
-    def _run(
-        self, way: str, runs: Runs | DeviceRuns, weights: Weights, before: tuple[Any, ...], after: tuple[Any, ...]
-    ) -> None:
-        """Call a kernel with what it takes before the weights and after them."""
-        if on_device(weights.hidden):
-            matrix = weights.columns if way == "forward" else weights.hidden
-            recurrences_cuda.launch(f"{self._name}_{way}", runs, weights.hidden, weights.size, *before, matrix, *after)
-            return
+    def _launch(self, way: str, runs: Runs | DeviceRuns, weights: Weights, arguments: tuple[Any, ...]) -> None:
+        recurrences_cuda.launch(f"{self._name}_{way}", runs, weights.hidden, weights.size, *arguments)
+
+    def _run(self, kernel: int, runs: Runs | DeviceRuns, weights: Weights, arguments: tuple[Any, ...]) -> None:
         assert isinstance(runs, Runs)
-        kernel, rows = self.kernels[way == "backward"], getattr(weights, f"{way}_rows")
-        first, then = ([rows_of(argument, weights.hidden) for argument in part] for part in (before, after))
-        run_rows(kernel, runs.work(self._step_work(weights.size)), *runs.table, *first, rows, *then)
+        size = weights.size
+        # Elementary operations of one step of one sample.
+        step = self.gates * (size * -(-size // 8) + 4 * size)
+        blocks = runs.in_blocks(runs.together, step)
+        run_rows(self.kernels[kernel], *blocks, *rows_of(arguments, weights.hidden))
 
     def entering_bias(self, bias: torch.Tensor, hidden_bias: torch.Tensor) -> torch.Tensor:
         """The biases that are added to the input's part of the gates."""
@@ -152,14 +164,14 @@ class FusedCell(Cell):
         """The forward kernel's arguments after the weights."""
         return ()
 
+    @property
     def backward_constants(self) -> tuple[Any, ...]:
         """The backward kernel's arguments after the weights."""
         return ()
 
-    def history(self, runs: Runs | DeviceRuns, saved: Saved) -> tuple[Any, ...]:
+    def _history(self, runs: Runs | DeviceRuns, saved: Saved) -> tuple[Any, ...]:
         """The backward kernel's arguments from the forward pass."""
-        return saved.gates, saved.initial, runs.sequences.edges(runs.direction)
-
-    def _step_work(self, size: int) -> int:
-        """Elementary operations of one step of one sample."""
-        return self.gates * (size * -(-size // 8) + 4 * size)
+        output = (saved.output,) if self.reads_output else ()
+        if not self.saved_vectors:
+            return output
+        return (*output, saved.gates, saved.initial, runs.sequences.edges(runs.direction))

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from ...runtime import flushing, kernel
-from ..sequences import DeviceRuns, Runs
 from ..vector import any_nonzero, copy_elements, multiply_rows, sigmoid, tanh
-from .cell import Saved, Terms, Weights
+from .cell import Terms, Weights
 from .fused import CHECKED, FusedCell, any_added, record_reach, row_of, scratch, write_zeros
 
 
@@ -168,6 +167,3 @@ class GruCell(FusedCell):
         size = weights.size
         bias = weights.hidden.new_zeros(size) if weights.hidden_bias is None else weights.hidden_bias[2 * size :]
         return (bias,)
-
-    def history(self, runs: Runs | DeviceRuns, saved: Saved) -> tuple[Any, ...]:
-        return (saved.output, *super().history(runs, saved))

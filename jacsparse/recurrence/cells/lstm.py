@@ -157,7 +157,7 @@ class LstmCell(FusedCell):
     saved_vectors = 5
     terms = (Terms(gates=(0, 1, 2, 3), states=(1,)), Terms(gates=(0, 1, 2), states=(1,)))
     mode = "LSTM"
-    bounded = True
+    bounded, reads_output = True, False
     kernels = (_forward, _backward)
 
     def step(self, entered: torch.Tensor, product: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -169,6 +169,3 @@ class LstmCell(FusedCell):
         # The cell's own state has no bound.
         size = states.shape[1] // 2
         return torch.cat([states[:, :size].clamp(-1, 1), states[:, size:]], dim=1)
-
-    def grad_columns(self, size: int) -> tuple[slice, list[slice]]:
-        return slice(0, 4 * size), [slice(0, 4 * size)]

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from ...runtime import flushing, kernel
-from ..sequences import DeviceRuns, Runs
 from ..vector import any_nonzero, copy_elements, multiply_rows, tanh
-from .cell import Saved, Terms, Weights
+from .cell import Terms, Weights
 from .fused import CHECKED, FusedCell, any_added, record_reach, row_of, scratch, write_zeros
 
 
@@ -130,14 +129,9 @@ class RnnCell(FusedCell):
     def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
         return states.clamp(min=0) if self.relu else states.clamp(-1, 1)
 
-    def grad_columns(self, size: int) -> tuple[slice, list[slice]]:
-        return slice(0, size), [slice(0, size)]
-
     def forward_constants(self, weights: Weights) -> tuple[Any, ...]:
         return (self.relu,)
 
+    @property
     def backward_constants(self) -> tuple[Any, ...]:
         return (self.relu,)
-
-    def history(self, runs: Runs | DeviceRuns, saved: Saved) -> tuple[Any, ...]:
-        return (saved.output,)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ...schedule import Schedule
+from ...schedule import Names, Schedule
 from .choice import choose
 from .chunked import Chunked
 from .newton import Newton, Parallel
-from .recurrence import CHUNK, Choice, Part, Problem, Recurrence, Solver
+from .recurrence import CHUNK, Choice, Kept, Part, Problem, Recurrence, Solver
 from .relaxed import Relaxed
 from .sequential import Sequential
 from .tree import Planned, Tree
@@ -17,12 +17,12 @@ __all__ = [
     "CHUNK",
     "SOLVERS",
     "Choice",
+    "Kept",
     "Part",
     "Problem",
     "Recurrence",
     "Solver",
     "choose",
-    "forward_choice",
     "parse",
     "solve",
 ]
@@ -33,61 +33,44 @@ SOLVERS: dict[str, Solver] = {
 }
 
 
-def _names(recurrence: str) -> list[str]:
-    return [name for name, solver in SOLVERS.items() if recurrence in solver.solves]
+def parse(value: object, recurrence: str = "gradients", chunk: int = CHUNK) -> Choice:
+    """What a ``schedule=`` or ``forward=`` argument asks for.
 
-
-def parse(schedule: object, recurrence: str = "gradients", chunk: int = CHUNK) -> Choice:
-    """What a ``schedule=`` argument asks for, with `chunk` steps in a chunk unless it says so, as ``chunked:64``.
+    A schedule does what its name says: ``linear`` runs step after step, ``chunked`` in chunks of its blocks' length.
+    Any other one is executed product by product.
 
     Parameters
     ----------
-    schedule : object
+    value : object
         The argument.
-    recurrence : {"gradients", "linear"}
-        What is to be solved.
+    recurrence : {"gradients", "linear", "states"}
+        What is to be solved: the states of layers by ``forward=``, the others by ``schedule=``.
     chunk : int
-        Steps of a chunk.
+        Steps of a chunk, unless the argument says so, as ``chunked:64``.
 
     Raises
     ------
-    ValueError
-        Where it is neither a Schedule nor a name.
+    TypeError, ValueError
+        Where it is neither a name nor, for ``schedule=``, a Schedule.
 
     Examples
     --------
-    >>> parse("chunked:64").chunk, parse("blelloch:2").levels
-    (64, 2)
+    >>> parse("chunked:64").chunk, parse("blelloch:2").levels, parse("linear").name
+    (64, 2, 'sequential')
     """
-    if isinstance(schedule, Schedule):
-        return Choice("linear") if schedule.name == "linear" else Choice("blelloch", 1, schedule=schedule)
-    if schedule == "auto":
-        return Choice("auto", chunk)
-    name, colon, argument = schedule.partition(":") if isinstance(schedule, str) else ("", "", "")
-    solver, number = SOLVERS.get(name), int(argument) if argument.isascii() and argument.isdecimal() else None
-    unfit = colon and (solver is None or solver.min_argument is None or number is None or number < solver.min_argument)
-    if solver is None or recurrence not in solver.solves or unfit:
-        raise ValueError(
-            f"schedule is {schedule!r}; expected one of auto, {', '.join(_names(recurrence))}; chunked and relaxed "
-            "also with the steps of a chunk, as in chunked:64, and blelloch with its levels, as in blelloch:2; or a "
-            "Schedule"
-        )
-    return solver.choice(number, chunk)
-
-
-def forward_choice(forward: object, chunk: int) -> Choice:
-    """What a ``forward=`` argument asks for, with `chunk` steps in a chunk.
-
-    Raises
-    ------
-    ValueError
-        Where it is no name.
-    """
-    if forward == "sequential":
-        return SOLVERS["linear"].choice(None, chunk)
-    if forward not in (names := _names("states")):
-        raise ValueError(f"forward is {forward!r}; expected one of sequential, {', '.join(names)}")
-    return SOLVERS[str(forward)].choice(None, chunk)
+    if isinstance(value, Schedule) and recurrence != "states":
+        name = value.name.partition(":")[0]
+        like = parse(value.name, recurrence) if name in ("linear", "chunked") else Choice("blelloch", 1)
+        return like._replace(schedule=value)
+    names = {name: solver.number for name, solver in SOLVERS.items() if recurrence in solver.solves}
+    if recurrence == "states":
+        name, number = Names("forward", names).parse(value)
+    else:
+        name, number = Names("schedule", {"auto": None, "linear": None, **names}, "a Schedule").parse(value)
+    if name == "auto":
+        return Choice(name, chunk)
+    # A chain's name for what goes step after step.
+    return SOLVERS["sequential" if name == "linear" else name].choice(number, chunk)
 
 
 def solve(problem: Problem) -> torch.Tensor:
@@ -113,4 +96,4 @@ def _solve_here(problem: Problem) -> torch.Tensor:
     report.chunk, report.reason = choice.chunk, choice.reason
     # A batch without samples has no chunks either.
     in_one = time <= choice.chunk or not problem.sequences.batch
-    return SOLVERS["linear" if in_one else choice.name].solve(problem)
+    return SOLVERS["sequential" if in_one else choice.name].solve(problem)

@@ -35,8 +35,8 @@ def choose(
     chunk : int
         Steps of a chunk on the host.
     guesses : bool
-        Whether to choose between linear and relaxed, because states are forgotten and can be guessed; if not, between
-        linear and chunked.
+        Whether to choose between sequential and relaxed, because states are forgotten and can be guessed; if not,
+        between sequential and chunked.
     diagonal : bool
         Whether matrices are diagonal.
     """
@@ -50,13 +50,13 @@ def choose(
         # Two sweeps over chunks that fill all workers, against one over samples that may not.
         if 2.5 * blocks < workers * math.ceil(blocks / workers) and time >= 4 * chunk:
             return Choice("relaxed", chunk, reason=f"{batch} samples alone leave some of {workers} workers idle")
-        return Choice("linear", chunk, reason=f"{batch} samples of {time} steps on {workers} workers")
+        return Choice("sequential", chunk, reason=f"{batch} samples of {time} steps on {workers} workers")
     # Of each chunk, n unit vectors, a zero vector and finally one state are propagated. Handing this to several workers
     # has a cost, which a clear gain has to cover.
     rows = 1 if diagonal else size
     linearly, in_chunks = math.ceil(batch / workers), batch * (rows + 2) / workers
     reason = f"{batch} samples of {time} steps and {size} elements on {workers} workers"
-    name = "chunked" if 2 * in_chunks < linearly and time >= 4 * workers * chunk else "linear"
+    name = "chunked" if 2 * in_chunks < linearly and time >= 4 * workers * chunk else "sequential"
     return Choice(name, chunk, reason=reason)
 
 
@@ -70,7 +70,7 @@ def choose_on_device(
     >>> choose_on_device(30000, 16, 20, 132)[:2]
     ('relaxed', 256)
     >>> choose_on_device(200, 16, 20, 132).name
-    'linear'
+    'sequential'
     """
     together = max(1, processors * RUNS // -(-size // 32))
     chunk = max(SHORTEST, min(LONGEST, 1 << (-(-time * batch // together) - 1).bit_length()))
@@ -85,4 +85,4 @@ def choose_on_device(
     in_chunks = sweeps * chunk * -(-batch * places // together) + launches * LAUNCH
     reason = f"{batch} samples of {time} steps and {size} elements on {processors} multiprocessors"
     name = "relaxed" if guesses else "chunked"
-    return Choice(name if in_chunks < linear else "linear", chunk, reason=reason)
+    return Choice(name if in_chunks < linear else "sequential", chunk, reason=reason)

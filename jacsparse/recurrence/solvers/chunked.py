@@ -27,7 +27,6 @@ class Chunked(ChunkSolver):
 
     name = "chunked"
     solves = frozenset({"linear", "gradients"})
-    min_argument = 1
 
     def solve(self, problem: Problem) -> torch.Tensor:
         chunks, edge = problem.chunks, problem.edge

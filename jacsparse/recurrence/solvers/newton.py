@@ -7,7 +7,7 @@ import torch
 from ..recurrences_cuda import scan_boundaries
 from ..sequences import Chunks, index
 from .chunked import boundary_corrections, inner_matrices
-from .recurrence import ChunkSolver, Problem
+from .recurrence import ChunkSolver, Kept, Problem
 from .relaxed import Relaxed, settle
 
 
@@ -40,7 +40,7 @@ class Newton(Relaxed):
         matrices: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         recurrence, edge = problem.recurrence, problem.edge
-        matrices = recurrence.matrices(chunks.runs, edge.dtype, again, matrices)
+        matrices = recurrence.matrices(chunks.runs, edge.dtype, Kept(again, matrices))
         offsets = ends - (start.unsqueeze(1) @ matrices).squeeze(1)
         joint = torch.cat([matrices, offsets.unsqueeze(1)], dim=1)
         solved = scan_boundaries(chunks, joint, edge, previous=previous)[0]

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 
 from ...affine import AffineMaps, DenseMaps, DiagonalMaps
-from ...schedule import Schedule
+from ...schedule import Number, Schedule
 from ..reports import Report
 from ..sequences import Chunks, DeviceRuns, Runs, Sequences, index
 
@@ -42,6 +42,21 @@ class Choice(NamedTuple):
     reason: str = ""
 
 
+class Kept(NamedTuple):
+    """Matrices of runs that an earlier sweep made on a device.
+
+    Attributes
+    ----------
+    steps : Tensor of int64, (runs,)
+        Steps of the runs whose matrices are to be made again; 0 of those that keep theirs.
+    matrices : Tensor or None, (runs, state, state)
+        The matrices; None before the first sweep.
+    """
+
+    steps: torch.Tensor
+    matrices: torch.Tensor | None
+
+
 class Recurrence(ABC):
     """One recurrence over a batch of sequences: runs of steps, from states to states.
 
@@ -49,12 +64,9 @@ class Recurrence(ABC):
     ----------
     scale_floor : float
         Gaps at boundaries are measured relative to the size of the states, or to this where states are smaller.
-    affine : bool
-        Whether a run's last state is an affine function of its first one.
     """
 
     scale_floor: ClassVar[float] = 0.0
-    affine: ClassVar[bool] = True
 
     @property
     def diagonal(self) -> bool:
@@ -69,16 +81,10 @@ class Recurrence(ABC):
         """
 
     @abstractmethod
-    def matrices(
-        self,
-        runs: Runs,
-        dtype: torch.dtype,
-        again: torch.Tensor | None = None,
-        before: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def matrices(self, runs: Runs, dtype: torch.dtype, kept: Kept | None = None) -> torch.Tensor:
         """For each run ``M`` with ``d(last state) = d(first state) @ M``, ``(runs, state, state)``; or its diagonal.
 
-        On a device, `again` are the steps of each run, and runs without steps may keep their matrix of `before`.
+        On a device, runs may keep their matrix of an earlier sweep.
         """
 
     def maps(self, chunks: Chunks, edge: torch.Tensor, *, sparse: bool) -> AffineMaps:
@@ -181,17 +187,17 @@ class Solver(ABC):
     solves : frozenset of str
         Where its name is taken. ``linear``: in ``schedule=`` of `linear_recurrence`; ``gradients``: in ``schedule=`` of
         layers; ``states``: in ``forward=`` of layers.
-    min_argument : int or None
-        The least number that may follow its name, as in ``chunked:64``; None where none may.
+    number : Number or None
+        What may follow its name, as in ``blelloch:2``; None for nothing.
     """
 
     name: ClassVar[str]
     solves: ClassVar[frozenset[str]]
-    min_argument: ClassVar[int | None] = None
+    number: ClassVar[Number | None] = None
 
     def choice(self, number: int | None, chunk: int) -> Choice:
         """The Choice for its name alone, or for ``name:number``, where `number` is the number of levels."""
-        # Chunks of 1: a sequence of a single step is left to `linear`, and all others are run.
+        # Chunks of 1: a sequence of a single step is left to `Sequential`, and all others are run.
         return Choice(self.name, chunk=1, levels=number)
 
     @abstractmethod
@@ -204,6 +210,8 @@ class Solver(ABC):
 
 class ChunkSolver(Solver):
     """A solver that cuts sequences into chunks; those of one chunk are solved step after step."""
+
+    number = Number("STEPS")
 
     def choice(self, number: int | None, chunk: int) -> Choice:
         """The Choice for its name alone, with `chunk` steps in a chunk, or for ``name:steps``."""

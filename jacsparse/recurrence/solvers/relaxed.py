@@ -37,7 +37,6 @@ class Relaxed(ChunkSolver):
 
     name = "relaxed"
     solves = frozenset({"linear", "gradients", "states"})
-    min_argument = 1
     progress: ClassVar[float] = 0.1
     device_sweeps: ClassVar[int] = 4
 

@@ -15,12 +15,12 @@ from .recurrence import Problem, Solver
 class Sequential(Solver):
     """Every sample from its first state on, step after step."""
 
-    name = "linear"
-    solves = frozenset({"linear", "gradients"})
+    name = "sequential"
+    solves = frozenset({"linear", "gradients", "states"})
 
     def solve(self, problem: Problem) -> torch.Tensor:
         report, sequences = problem.report, problem.sequences
-        report.methods.append("linear" if problem.recurrence.affine else "sequential")
+        report.methods.append(self.name)
         report.chunk, report.sweeps = sequences.time, 1
         return problem.recurrence.run(sequences.whole(problem.direction), problem.edge)
 

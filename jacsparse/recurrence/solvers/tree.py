@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ...schedule import blelloch
+from ...schedule import Number, blelloch
 from ..sequences import index
 from ..tree_scan import scan_states
 from .recurrence import Problem, Solver
@@ -22,13 +22,14 @@ class Tree(Solver):
 
     name = "blelloch"
     solves = frozenset({"linear", "gradients"})
-    min_argument: ClassVar[int | None] = 0
+    number: ClassVar[Number | None] = Number("LEVELS", 0)
     sparse: ClassVar[bool] = False
 
     def solve(self, problem: Problem) -> torch.Tensor:
         chunks, edge, choice = problem.chunks, problem.edge, problem.choice
         schedule = choice.schedule or _blelloch(problem.sequences.time + 1, choice.levels)
-        problem.report.methods.append(self.name)
+        # A schedule that was passed is known by its own name.
+        problem.report.methods.append(self.name if choice.schedule is None else choice.schedule.name.partition(":")[0])
         problem.report.tree = schedule
         maps = problem.recurrence.maps(chunks, edge, sparse=self.sparse)
         state, batch_axis = edge.double() if maps.axis == 0 else edge.T.double().contiguous(), maps.axis + 1
@@ -51,7 +52,7 @@ class Planned(Tree):
 
     name = "planned"
     solves = frozenset({"gradients"})
-    min_argument = None
+    number = None
     sparse = True
 
 

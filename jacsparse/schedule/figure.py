@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .figures import BLUE, ORANGE, new_figure, save_figure
+from ..figures import BLUE, ORANGE, new_figure, save_figure
 
 _LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
     "mm": ("matrix × matrix", {"facecolor": BLUE, "edgecolor": "black"}),

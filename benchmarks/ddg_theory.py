@@ -1,0 +1,223 @@
+"""The theory of delayed gradients on least squares, whose constants are known: Lemma 1, both theorems, corollaries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jacsparse.training import gradient_bound
+
+from ._context import Context, one_thread
+from ._experiment import Comparison, Experiment, Row
+
+__all__ = ["DdgTheory", "LeastSquares", "trajectories"]
+
+_STEPS = {"constant": "γ", "decreasing": "γ / (1 + t)"}
+
+
+@dataclass(frozen=True)
+class LeastSquares:
+    """The mean of ``(x·w - y)² / 2`` over samples, in float64."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+    @classmethod
+    def drawn(cls, samples: int, units: int, seed: int = 5) -> LeastSquares:
+        """A problem of normally distributed numbers."""
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(samples, units, generator=generator, dtype=torch.float64)
+        return cls(x, torch.randn(samples, generator=generator, dtype=torch.float64))
+
+    @property
+    def lipschitz(self) -> float:
+        """L of equation 10: the largest eigenvalue of the Hessian."""
+        return float(torch.linalg.eigvalsh(self.x.T @ self.x / len(self.x))[-1])
+
+    def loss(self, w: torch.Tensor) -> torch.Tensor:
+        """The loss at each row of weights."""
+        return 0.5 * (w @ self.x.T - self.y).square().mean(1)
+
+    def gradient(self, w: torch.Tensor) -> torch.Tensor:
+        """The gradient at each row of weights."""
+        return (w @ self.x.T - self.y) @ self.x / len(self.x)
+
+    def gradient_of(self, samples: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The gradient of one sample's loss at each row of weights."""
+        x = self.x[samples]
+        return ((w * x).sum(1) - self.y[samples])[:, None] * x
+
+    def second_moments(self, w: torch.Tensor) -> torch.Tensor:
+        """``‖∇f_x(w)‖²`` of each sample at each row of weights."""
+        return (w @ self.x.T - self.y).square() * self.x.square().sum(1)
+
+    def least(self) -> float:
+        """The loss at the optimum."""
+        return float(self.loss(torch.linalg.lstsq(self.x, self.y).solution[None]))
+
+
+def trajectories(problem: LeastSquares, modules: int, rates: Sequence[float], samples: torch.Tensor) -> torch.Tensor:
+    """The weights of Algorithm 1 (SGD-DDG), ``(iterations + 1, runs, units)``, from zero on, for many runs at once.
+
+    `samples` has the sample of each run at each iteration, ``(iterations, runs)``; modules are equal shares of the
+    units.
+    """
+    units = problem.x.shape[1]
+    w = torch.zeros(len(rates) + 1, samples.shape[1], units, dtype=torch.float64)
+    groups = torch.arange(units).tensor_split(modules)
+    for t, rate in enumerate(rates):
+        w[t + 1] = w[t]
+        for k, group in enumerate(groups, 1):
+            then = t - modules + k
+            if then >= 0:
+                w[t + 1][:, group] -= rate * problem.gradient_of(samples[then], w[then])[:, group]
+    return w
+
+
+@dataclass(frozen=True)
+class DdgTheory(Experiment):
+    """Means over many runs stand for the expectations, in which the lemma and the theorems are stated."""
+
+    samples: int = 40
+    units: int = 8
+    runs: int = 400
+    iterations: int = 400
+    modules: tuple[int, ...] = (1, 2, 3, 4)
+    #: Iterations after which corollaries 1 and 2 are looked at.
+    lengths: tuple[int, ...] = (100, 1000, 10_000)
+
+    name = "ddg_theory"
+    title = "Delayed gradients on least squares, beside Lemma 1, Theorems 1 and 2 and their corollaries"
+    source = "Huo et al., 2018, section 4 (equations 12 to 16)"
+
+    def run(self, context: Context) -> list[Row]:
+        problem = LeastSquares.drawn(self.samples, self.units)
+        rows = []
+        # Operators on tensors as small as these gain nothing by threads.
+        with one_thread():
+            for steps in _STEPS:
+                rates = self._rates(problem, steps, self.iterations)
+                for modules in self.modules:
+                    context.say(f"K = {modules}, {steps} steps")
+                    rows += self._inequalities(problem, modules, steps, rates)
+            return [*rows, *self._corollaries(context, problem)]
+
+    def _rates(self, problem: LeastSquares, steps: str, iterations: int) -> list[float]:
+        """Step sizes of at most 1 / L."""
+        first = (0.02 if steps == "constant" else 0.5) / problem.lipschitz
+        return [first / (1 + t if steps == "decreasing" else 1) for t in range(iterations)]
+
+    def _drawn(self, iterations: int) -> torch.Tensor:
+        return torch.randint(self.samples, (iterations, self.runs), generator=torch.Generator().manual_seed(1))
+
+    def _inequalities(self, problem: LeastSquares, modules: int, steps: str, rates: list[float]) -> list[Row]:
+        """Lemma 1 at each iteration, and the theorem's bound over what it bounds."""
+        w = trajectories(problem, modules, rates, self._drawn(len(rates)))
+        flat = w.flatten(0, 1)
+        losses = problem.loss(flat).view(w.shape[:2]).mean(1)
+        squares = problem.gradient(flat).square().sum(1).view(w.shape[:2]).mean(1)[:-1]
+        moments = problem.second_moments(flat)
+        rate, lipschitz = torch.tensor(rates, dtype=torch.float64), problem.lipschitz
+        sigma = max(rates[max(0, t - modules + 1)] / each for t, each in enumerate(rates))
+        moment = float(moments.max())
+        left = losses[1:] - losses[:-1]
+        right = -rate / 2 * squares + rate.square() * lipschitz * (modules + sigma * modules**4) * moment
+        holds = int((left <= right).sum())
+        average = float((rate * squares).sum() / rate.sum())
+        bounds = {
+            name: gradient_bound(
+                rates, modules, lipschitz=lipschitz, second_moment=second, gap=float(losses[0]) - problem.least()
+            )
+            for name, second in (("", moment), (", M the mean over samples and iterations", float(moments.mean())))
+        }
+        theorem = 1 if steps == "constant" else 2
+        group = f"K = {modules}, step sizes {_STEPS[steps]}"
+        data = {"modules": modules, "steps": steps, "left": left.tolist(), "right": right.tolist(), "average": average}
+        undelayed = gradient_bound(
+            rates, 1, lipschitz=lipschitz, second_moment=float(moments.mean()), gap=float(losses[0]) - problem.least()
+        )
+        return [
+            Row.of_value(
+                "Lemma 1: iterations at which it holds", holds, "count", group=group, data=data,
+                comparisons=(Comparison("holds / iterations", holds / len(rates), at_least=1),),
+                note=f"right side less left side at least {float((right - left).min()):.3g}",
+            ),
+            *(
+                Row.of_value(
+                    f"Theorem {theorem}: bound{name}", bound, "mean of squared gradients", group=group,
+                    data={"modules": modules, "steps": steps, "bound": bound, "exact": not name},
+                    comparisons=(Comparison("bound / measured", bound / average, at_least=1),),
+                )
+                for name, bound in bounds.items()
+            ),
+            Row.of_value(
+                "the same without delays, K = 1 in the bound", undelayed, "mean of squared gradients", group=group,
+                role="reference", comparisons=(Comparison("bound / measured", undelayed / average),),
+                note="the term K⁴ M is for gradients that add up in the worst way; here delays hardly matter",
+            ),
+        ]  # fmt: skip
+
+    def _corollaries(self, context: Context, problem: LeastSquares) -> list[Row]:
+        """Sums of the step sizes, and the squared gradient at an iteration drawn by them, over ever more iterations."""
+        rows, modules = [], max(self.modules)
+        rates = self._rates(problem, "decreasing", max(self.lengths))
+        context.say("corollaries")
+        w = trajectories(problem, modules, rates, self._drawn(max(self.lengths)))
+        squares = torch.stack([problem.gradient(each).square().sum(1).mean() for each in w[:-1]])
+        rate = torch.tensor(rates, dtype=torch.float64)
+        for length in self.lengths:
+            sums = float(rate[:length].sum()) / rates[0], float(rate[:length].square().sum()) / rates[0] ** 2
+            group, data = f"Corollaries, K = {modules}", {"length": length}
+            drawn = float((rate * squares)[:length].sum() / rate[:length].sum())
+            rows += [
+                Row.of_value(
+                    f"Σ γ_t / γ_0, T = {length:,}", sums[0], "sum", group=group, data=data,
+                    comparisons=(Comparison("sum / ln T", sums[0] / math.log(length)),),
+                ),
+                Row.of_value(
+                    f"Σ γ_t² / γ_0², T = {length:,}", sums[1], "sum", group=group, data=data,
+                    comparisons=(Comparison("sum / (π² / 6)", 6 * sums[1] / math.pi**2, at_most=1),),
+                ),
+                Row.of_value(
+                    f"mean of squared gradients at an iteration drawn by γ_t, T = {length:,}", drawn, "square",
+                    group=group, data={**data, "drawn": drawn},
+                ),
+            ]  # fmt: skip
+        return rows
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, new_figure, save_figure
+
+        figure, panels = new_figure(13.0, 4.6, columns=3)
+        colours = dict(zip(self.modules, (BLUE, ORANGE, GREEN, PURPLE), strict=False))
+        for axes, steps in zip(panels, _STEPS, strict=False):
+            for row in rows:
+                if row.data.get("steps") == steps and "left" in row.data:
+                    modules = row.data["modules"]
+                    axes.plot(row.data["right"], "-", color=colours[modules], label=f"K = {modules}, right side")
+                    axes.plot(row.data["left"], ":", color=colours[modules], label=f"K = {modules}, left side")
+            axes.set_yscale("symlog", linthresh=1e-4)
+            axes.set(xlabel="iteration", ylabel="change of the mean loss")
+            axes.set_title(f"Lemma 1, step sizes {_STEPS[steps]}", fontsize=9)
+        for steps, style in zip(_STEPS, ("o-", "s--"), strict=True):
+            of_steps = [row.data for row in rows if row.data.get("steps") == steps]
+            bounds = {data["modules"]: data["bound"] for data in of_steps if data.get("exact")}
+            averages = {data["modules"]: data["average"] for data in of_steps if "average" in data}
+            panels[2].plot(*_pairs(bounds), style, color=BLUE, label=f"bound, step sizes {_STEPS[steps]}")
+            panels[2].plot(*_pairs(averages), style, color=GREEN, label=f"measured, step sizes {_STEPS[steps]}")
+        panels[2].set(yscale="log", xlabel="modules K", ylabel="mean of squared gradients", xticks=self.modules)
+        panels[2].set_title("Theorems 1 and 2", fontsize=9)
+        panels[2].legend(fontsize=7, frameon=False)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=len(labels))
+        figure.suptitle(self.title, fontsize=10)
+        save_figure(figure, path)
+
+
+def _pairs(values: dict[int, float]) -> tuple[list[Any], list[Any]]:
+    return [*values], [*values.values()]

@@ -1,0 +1,45 @@
+"""Schedules: which products back-propagation computes, and in which order.
+
+The gradients of a loss with respect to every stage's output are an exclusive scan (thesis, section 3.1) of
+
+    a = [∇x_n, J_nᵀ, J_{n-1}ᵀ, ..., J_1ᵀ]        with  A ⋄ B = B A,
+
+where ``J_i = ∂x_i/∂x_{i-1}``. A schedule is one way to evaluate that scan: a list of steps in static single assignment,
+grouped in levels of independent steps. The scan runs the same steps that the FLOP report counts.
+
+Values are numbered: 0 to n are the elements of `a`, and larger numbers are results of steps. A step's ``left`` and
+``right`` are in the order of the matrix product, ``out = left · right``: `left` is closer to the network's input.
+"""
+
+from .blockwise import Cuttable, balanced, between, blocked, chunked
+from .cost import Assignment, Complexity
+from .names import Names, Number
+from .resolution import COUNTED, parse, resolve
+from .rounds import EXCHANGES, Message, check_exchange, exchanges
+from .scans import blelloch, cyclic_reduction, linear
+from .schedules import Schedule
+from .steps import Step
+
+__all__ = [
+    "COUNTED",
+    "EXCHANGES",
+    "Assignment",
+    "Complexity",
+    "Cuttable",
+    "Message",
+    "Names",
+    "Number",
+    "Schedule",
+    "Step",
+    "balanced",
+    "between",
+    "blelloch",
+    "blocked",
+    "check_exchange",
+    "chunked",
+    "cyclic_reduction",
+    "exchanges",
+    "linear",
+    "parse",
+    "resolve",
+]

@@ -1,0 +1,292 @@
+"""Stencils: products ``A diag(d) B`` of the Jacobians of two convolutions, as grids over positions.
+
+A convolution's Jacobian is a sum of shifted diagonals, one for each weight, and so is such a product: for each channel
+`i` of A's rows, channel `o` of B's columns and shift `s` it has
+
+    C[(i, p), (o, p + s)]  =  Σ a · b · d[c, p + t]     over the weights a = A[i, c, t] and b = B[c, o, s - t].
+
+A grid has these values for all positions `p`, side by side: an index is read once for all positions and samples, and
+vectors run along both. `ProductPlan` has each row's entries side by side, and putting them there takes longer than
+computing them; so they stay grids, and `matvec` reads them as they are.
+
+Positions are numbered through lines of the last axis and so on, with room at their ends for what shifts reach beyond
+them. There `d` and vectors are zero. What a grid has for such a position, or for an entry that no pair of weights
+reaches, is multiplied by such a zero, or is one; so numbers have to be finite.
+
+Lower bound: the grids are written once; each pair of weights reads `d` once, from the second-level cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import torch
+
+from ..patterns import Convolution, Pattern, ShiftedDiagonals
+from ..runtime import frozen, kernel, row_starts, run_rows
+from .lanes import add_products, write_sum_of_rows
+from .symbolic import multiply_adds, product_pattern
+from .vectors import matvec
+
+#: Elements of which a grid has a multiple.
+LANES = 8
+#: Multiply-adds over grids for each pair of entries that meets, up to which a stencil was faster than other methods.
+PADDING = 3
+
+
+@kernel
+def _pair_weights(first, last, left, right, a, b, weights):
+    for pair in range(first, last):
+        weights[pair] = a[left[pair]] * b[right[pair]]
+
+
+@kernel
+def _multiply(first, last, bounds, pairs, weights, starts, d, grids):
+    for grid in range(first, last):
+        terms = slice(pairs[grid], pairs[grid + 1])
+        size = bounds[grid + 1] - bounds[grid]
+        write_sum_of_rows(grids, bounds[grid], size, weights[terms], starts[terms], d)
+
+
+@kernel
+def _matvec(first, last, grids_of_channels, bounds, rows, columns, batch, grids, x, y):
+    for channel in range(first, last):
+        for grid in range(grids_of_channels[channel], grids_of_channels[channel + 1]):
+            size = bounds[grid + 1] - bounds[grid]
+            add_products(y, rows[grid] * batch, grids, bounds[grid], x, columns[grid] * batch, size)
+
+
+@kernel
+def _gather(
+    first, last, grids_of_channels, positions, places, begins, shifts, channels, sizes, bounds, batch, grids,
+    indptr, indices, values,
+):  # fmt: skip
+    # A row's columns are some of those that its grids lead to, in the same order.
+    for row in range(first, last):
+        channel, place = row // len(positions), row % len(positions)
+        entry = indptr[row]
+        for grid in range(grids_of_channels[channel], grids_of_channels[channel + 1]):
+            column, inside = np.int64(channels[grid]), True
+            for axis in range(len(sizes)):
+                reached = positions[place, axis] + shifts[grid, axis]
+                inside &= 0 <= reached < sizes[axis]
+                column = column * sizes[axis] + reached
+            if inside and entry < indptr[row + 1] and indices[entry] == column:
+                at = bounds[grid] + (places[place] - begins[grid]) * batch
+                for sample in range(batch):
+                    values[entry, sample] = grids[at + sample]
+                entry += 1
+
+
+class Stencil:
+    """A plan of ``C = A diag(d) B``, where `A` and `B` are Jacobians of convolutions without strides, or transposed.
+
+    Parameters
+    ----------
+    a, b : Pattern
+        The patterns of the factors; ValueError where they have an `obstacle`.
+
+    Attributes
+    ----------
+    a, b : Pattern
+        The patterns of the factors.
+    flop : int
+        2 for each pair of entries of `A` and `B` that meets.
+    """
+
+    def __init__(self, a: Pattern, b: Pattern) -> None:
+        obstacle = self.obstacle(a, b)
+        if obstacle:
+            raise ValueError(f"there is no stencil of this product: {obstacle}")
+        self.a, self.b = a, b
+        self.flop = 2 * multiply_adds(a, b)
+        left, right = _diagonals(a), _diagonals(b)
+        self._entries = left.entries, right.entries
+        self._sizes = left.row_sizes, left.column_sizes, right.column_sizes
+        first, second, through, shifts = self._reaching_pairs(left, right)
+        channels = left.row_channels[first], right.column_channels[second]
+        # The pairs of a grid follow each other, in the order of A's entries.
+        order = np.lexsort((*shifts.T[::-1], channels[1], channels[0]))
+        keys = np.column_stack([*channels, shifts])[order]
+        starts = np.append(True, (np.diff(keys, axis=0) != 0).any(axis=1)) if len(keys) else np.zeros(0, np.bool_)
+        self._pairs = frozen(np.append(np.flatnonzero(starts), len(keys)))
+        row_channels, self._channels, self._shifts = keys[starts, 0], keys[starts, 1], keys[starts, 2:]
+        self._left, self._right = (frozen(each[order].astype(np.uint32)) for each in (first, second))
+        count = self._shape(a.shape[0], self._sizes[0])[0]
+        self._grids_of_channels = row_starts(np.bincount(row_channels, minlength=count), np.int64)
+        self._set_strides(through, shifts)
+        # A grid has the lines from which its shift leads to a column.
+        top = np.maximum(0, -self._shifts[:, 0])
+        lines = np.minimum(self._sizes[0][0], self._sizes[2][0] - self._shifts[:, 0]) - top
+        self._begins = top * self._strides[0]
+        line = 1 + sum((size - 1) * step for size, step in zip(self._sizes[0][1:], self._strides[1:], strict=True))
+        self._lengths = (lines - 1) * self._strides[0] + line
+        self._rows = row_channels * self._span + self._begins
+        self._columns = self._channels * self._span + self._before + self._begins + self._shifts @ self._strides
+        of_pairs = np.repeat(self._begins, np.diff(self._pairs)) + through[order] @ self._strides
+        self._starts = left.column_channels[first[order]] * self._span + self._before + of_pairs
+        self._laid_out: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    @classmethod
+    def obstacle(cls, a: Pattern, b: Pattern) -> str | None:
+        """Why there is no stencil of a product; None where there is one."""
+        for name, factor in (("a", a), ("b", b)):
+            if not isinstance(factor.structure, Convolution) or factor.structure.diagonals is None:
+                return f"{name} is no convolution without strides"
+        left, right = _diagonals(a), _diagonals(b)
+        if a.shape[1] != b.shape[0] or left.column_sizes != right.row_sizes:
+            return f"a's columns have positions {left.column_sizes}, and b's rows {right.row_sizes}"
+        return None
+
+    @classmethod
+    def of(cls, a: Pattern, b: Pattern) -> Stencil | None:
+        """The stencil of a product; None where there is none, or borders make other methods faster."""
+        if cls.obstacle(a, b):
+            return None
+        stencil = cls(a, b)
+        padded = int(np.diff(stencil._pairs) @ stencil._lengths)
+        return stencil if padded <= PADDING * stencil.flop // 2 else None
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """The pattern of the product."""
+        return product_pattern(self.a, self.b)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of index arrays."""
+        return sum(each.nbytes for each in vars(self).values() if isinstance(each, np.ndarray))
+
+    def size(self, batch: int = 1) -> int:
+        """Elements of all grids."""
+        return int(self._bounds(batch)[-1])
+
+    def fits(self, a: torch.Tensor, d: torch.Tensor | None, b: torch.Tensor) -> bool:
+        """Whether `multiply` takes factors: on the CPU, convolutions shared by all samples, no product infinite."""
+        factors = [a, b] if d is None else [a, b, d]
+        if any(factor.device.type != "cpu" for factor in factors) or a.shape[1] != 1 or b.shape[1] != 1:
+            return False
+        most = int(np.diff(self._pairs).max(initial=0))
+        largest = math.prod(float(factor.abs().max()) if factor.numel() else 0.0 for factor in factors) * most
+        return largest < torch.finfo(a.dtype).max
+
+    def multiply(
+        self, a: torch.Tensor, d: torch.Tensor | None, b: torch.Tensor, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The grids of the product.
+
+        Parameters
+        ----------
+        a, b : Tensor, (nnz, 1)
+            Values of the factors, which are those of convolutions: of each weight one entry is read.
+        d : Tensor, (k, batch), optional
+            The diagonal; ones where it is left out.
+        out : Tensor, (size(batch),), optional
+            Memory for the grids.
+
+        Returns
+        -------
+        Tensor, (size(batch),)
+        """
+        if d is None:
+            d = a.new_ones((self.a.shape[1], 1))
+        batch = d.shape[1]
+        bounds, starts = self._layout(batch)
+        grids = a.new_empty(int(bounds[-1])) if out is None else out
+        left, right = (factor.numpy().ravel()[place] for factor, place in zip((a, b), self._entries, strict=True))
+        weights = np.empty(len(self._left), dtype=left.dtype)
+        run_rows(_pair_weights, len(weights), self._left, self._right, left, right, weights)
+        spread = self._spread(d, self._sizes[1])
+        # Vectors of eight elements take about as long as one.
+        work = bounds // LANES
+        run_rows(_multiply, work, bounds, self._pairs, weights, starts, spread, grids.numpy())
+        return grids
+
+    def matvec(self, grids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``C x`` for each sample: `x` and the result have shapes ``(n, batch)`` and ``(m, batch)``."""
+        batch, rows = x.shape[1], self.a.shape[0]
+        if not bool(torch.isfinite(x).all()):
+            return matvec(self.pattern, self.values(grids, batch), x)  # type: ignore[no-any-return]
+        spread, bounds = self._spread(x, self._sizes[2]), self._bounds(batch)
+        channels, _ = self._shape(rows, self._sizes[0])
+        y = np.zeros(channels * self._span * batch, dtype=spread.dtype)
+        places = self._grids_of_channels, bounds, self._rows, self._columns
+        run_rows(_matvec, bounds[self._grids_of_channels] // LANES, *places, batch, grids.numpy(), spread, y)
+        taken = y.reshape(channels, self._span, batch)[:, self._places(self._sizes[0])]
+        return torch.from_numpy(taken.reshape(rows, batch))
+
+    def values(self, grids: torch.Tensor, batch: int) -> torch.Tensor:
+        """Values of the product on `pattern`, ``(nnz, batch)``."""
+        indptr, indices, rows = self.pattern.indptr, self.pattern.indices, self._sizes[0]
+        values = np.empty((self.pattern.nnz, batch), dtype=grids.numpy().dtype)
+        positions = np.stack(np.unravel_index(np.arange(math.prod(rows)), rows), axis=1)
+        places = positions, self._places(rows), self._begins, self._shifts, self._channels, np.array(self._sizes[2])
+        pattern = indptr, indices, values
+        work = self._grids_of_channels, *places, self._bounds(batch), batch, grids.numpy(), *pattern
+        run_rows(_gather, indptr, *work, lanes=batch)
+        return torch.from_numpy(values)
+
+    def _reaching_pairs(
+        self, left: ShiftedDiagonals, right: ShiftedDiagonals
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The diagonals of pairs that meet, in the order of A's, their shift to A's columns, and that to B's."""
+        met = row_starts(np.bincount(right.row_channels, minlength=left.column_channels.max(initial=-1) + 1), np.int64)
+        counts = np.diff(met)[left.column_channels]
+        first = np.repeat(np.arange(len(counts)), counts)
+        before = met[left.column_channels] - row_starts(counts, np.int64)[:-1]
+        second = np.arange(len(first)) + np.repeat(before, counts)
+        through = left.shifts[first]
+        shifts = through + right.shifts[second]
+        rows, between, columns = map(np.array, self._sizes)
+        low = np.maximum(0, -np.minimum(through, shifts))
+        reaches = (low < np.minimum(rows, np.minimum(between - through, columns - shifts))).all(axis=1)
+        return first[reaches], second[reaches], through[reaches], shifts[reaches]
+
+    def _set_strides(self, through: np.ndarray, shifts: np.ndarray) -> None:
+        """Steps between positions along each axis, and elements of a channel, with what shifts reach on either side."""
+        rows, between, columns = map(np.array, self._sizes)
+        room = rows
+        for size, reached in ((between, through), (columns, shifts)):
+            under = np.maximum(0, -reached.min(axis=0, initial=0))
+            over = np.maximum(0, rows + reached.max(axis=0, initial=0) - size)
+            room = np.maximum(room, size + np.maximum(under, over))
+        self._strides = np.append(np.cumprod(room[:0:-1])[::-1], 1).astype(np.int64)
+        reached = np.concatenate([through, shifts]) @ self._strides
+        self._before = int(max(0, -reached.min(initial=0)))
+        lines = max(int(rows[0]) + 0, int(between[0]), int(columns[0]))
+        self._span = self._before + lines * int(self._strides[0]) + int(max(0, reached.max(initial=0))) + LANES
+
+    def _shape(self, rows: int, sizes: tuple[int, ...]) -> tuple[int, int]:
+        """Channels and positions of a matrix' rows or columns."""
+        return rows // max(1, math.prod(sizes)), math.prod(sizes)
+
+    def _places(self, sizes: tuple[int, ...]) -> np.ndarray:
+        """The numbers of positions."""
+        return np.indices(sizes).reshape(len(sizes), -1).T @ self._strides
+
+    def _spread(self, vectors: torch.Tensor, sizes: tuple[int, ...]) -> np.ndarray:
+        """Vectors ``(channels * positions, batch)``, flat, with zeros in the room around positions."""
+        channels, positions = self._shape(len(vectors), sizes)
+        spread = np.zeros((channels, self._span, vectors.shape[1]), dtype=vectors.numpy().dtype)
+        spread[:, self._before + self._places(sizes)] = vectors.numpy().reshape(channels, positions, -1)
+        return spread.reshape(-1)
+
+    def _bounds(self, batch: int) -> np.ndarray:
+        return self._layout(batch)[0]
+
+    def _layout(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where grids begin, and where each pair of weights begins to read the diagonal, for a number of samples."""
+        laid_out = self._laid_out
+        if laid_out is None or laid_out[0] != batch:
+            bounds = row_starts(-(-self._lengths * batch // LANES) * LANES, np.int64)
+            self._laid_out = laid_out = batch, frozen(bounds), frozen(self._starts * batch)
+        return laid_out[1:]
+
+
+def _diagonals(pattern: Pattern) -> ShiftedDiagonals:
+    assert isinstance(pattern.structure, Convolution)
+    diagonals = pattern.structure.diagonals
+    assert diagonals is not None
+    return diagonals
