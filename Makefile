@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 STAMP := $(VENV)/.installed
+# The package as it is laid out when it is installed, of links: type checkers follow no import hook of an editable one.
+LINKS := build/links/jacsparse
 # Those that run on a GPU: first the numbers, then under Compute Sanitizer.
 GPU_TESTS := $(patsubst %,tests/cuda/test_%.py,products values recurrent linear_recurrence device compute_sanitizer)
 
@@ -18,13 +20,17 @@ AVX2 := $(SSE42),+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe
 NUMERIC := tests/patterns tests/spgemm tests/stages/test_order.py tests/jacobians/test_jacobian.py \
 	tests/jacobians/test_passes.py tests/recurrence/test_linear_recurrence.py tests/sparse
 
-.PHONY: setup demo test test-full test-portable test-torch test-gpu lint bench clean
+.PHONY: setup demo test test-full test-portable test-torch test-gpu lint docs bench clean
 
 setup: $(STAMP)
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	rm -rf $(LINKS) && mkdir -p $(LINKS)
+	ln -s $(abspath $(filter-out %/__pycache__,$(wildcard jacsparse/*)) patterns spgemm models) $(LINKS)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' | \
+		xargs -I @ sh -c 'echo $(abspath $(dir $(LINKS))) > @/jacsparse-links.pth'
 	touch $@
 
 demo: $(STAMP)
@@ -68,6 +74,16 @@ lint: $(STAMP)
 	cp -R benchmarks examples tests build/types
 	cd build/types && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p jacsparse -p benchmarks -p examples
 	cd build/types && $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml
+
+# On a copy, for pages are generated beside those that are written.
+docs: $(VENV)/.documenting
+	rm -rf build/docs && mkdir -p build && cp -R docs build/docs
+	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet -b html build/docs out/docs
+	@echo out/docs/index.html
+
+$(VENV)/.documenting: $(STAMP)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,docs]'
+	touch $@
 
 bench: $(STAMP)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,bench]'

@@ -24,6 +24,7 @@ from ._calls import full_precision
 from ._context import Context, device_problem, reason
 from ._environment import environment, hardware
 from ._experiment import Experiment, Row
+from ._pages import ROOT, readme_with_figures
 from ._papers import PAPERS, experiments_of
 from ._registry import EXPERIMENTS
 from ._report import write_report
@@ -124,6 +125,14 @@ def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where `ru
         typer.echo(write_report(folder, EXPERIMENTS))
     except (ValueError, OSError) as error:
         _fail(error)
+
+
+@app.command()
+def pages() -> None:
+    """Write the README's table of figures anew from benchmarks/results."""
+    readme = ROOT / "README.md"
+    readme.write_text(readme_with_figures(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    Console().print(str(readme), highlight=False)
 
 
 #: Results of earlier runs, by hardware.

@@ -209,6 +209,24 @@ ITEMS: tuple[Item, ...] = (
         "C_BPPSA / C_Base < Θ(n / log n)",
         Figure("simulation", "Poster", "16 hidden units"),
     ),
+    # Naumov, who has no measurements.
+    *(
+        Item(
+            "naumov", f"section 3.3, {equation}", f"64 layers of 16 units: substitution, times as fast as by {name}",
+            "no measurement",
+            Figure("triangular_solvers", "64 layers of 16 units, dense, batch 16", name, f"substitution / {name}"),
+            why="on two cores, where substitution is the fastest; the others are for more workers than stages",
+        )
+        for equation, name in (("equation 14", "scan"), ("equations 30 and 31", "cyclic_reduction"))
+    ),
+    Item(
+        "naumov", "equation 13", "approximate forward pass after a step of SGD: largest error after 3 iterations",
+        "no measurement", Figure("triangular_solvers", "Approximate forward pass", "3 iterations"),
+    ),
+    Item(
+        "naumov", "section 4", "levels of cyclic reduction of 1,024 stages on as many workers", "⌈log2 n⌉ = 10",
+        Figure("simulation", "Section 3.6", "cyclic_reduction, n = 1,024"), 10.0,
+    ),
     # Leapfrogging, which has no measurements; its equations take the times of the passes from ours.
     *(
         Item(

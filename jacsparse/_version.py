@@ -1,3 +1,3 @@
 """The version, alone, so that the packaging can read it without importing anything."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

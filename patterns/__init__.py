@@ -14,7 +14,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
 )
 from .coloring import row_colors
 from .convolution import Convolution, ShiftedDiagonals, Sliding
-from .drawing import picture
+from .drawing import pattern_figure, picture
 from .engine import gradient_of, gradients_of, requiring_gradient
 from .layout import WHOLE, Layout, MixedSamplesError
 from .pattern import Pattern
@@ -65,6 +65,7 @@ __all__ = [
     "gradient_of",
     "gradients_of",
     "is_pointwise",
+    "pattern_figure",
     "picture",
     "register_rule",
     "requiring_gradient",

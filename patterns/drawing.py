@@ -1,17 +1,22 @@
-"""A pattern as a picture in braille dots, for a terminal."""
+"""A pattern as a picture in braille dots, for a terminal, and patterns side by side as a figure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..figures import new_figure, save_figure
 from ..runtime import kernel
 from .structure import Full
 
 if TYPE_CHECKING:
     from .pattern import Pattern
 
+#: Cells of a figure's pattern in each direction, at most.
+_CELLS = (800, 800)
 # Bit of each dot of a braille character, 4 rows by 2 columns.
 _DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 
@@ -49,3 +54,31 @@ def braille(grid: np.ndarray) -> str:
     cells = grid.reshape(grid.shape[0] // 4, 4, grid.shape[1] // 2, 2)
     codes = 0x2800 + np.einsum("rycx,yx->rc", cells, _DOTS)
     return "\n".join("".join(map(chr, line)) for line in codes)
+
+
+def pattern_figure(
+    patterns: Sequence[tuple[str, Pattern]],
+    path: str | os.PathLike[str],
+    axes: tuple[str, str] = ("input", "output"),
+    title: str = "",
+) -> None:
+    """Draw patterns side by side, each with its title, and a dark cell where any position has an entry."""
+    # A single figure has the matrix' proportions within bounds.
+    tallest = max(rows / max(1, columns) for rows, columns in (pattern.shape for _, pattern in patterns))
+    width = 7.0 / len(patterns) + (1.5 if len(patterns) > 1 else 0.0)
+    figure, _ = new_figure(width * len(patterns), min(9.0, max(2.5, 0.86 * width * tallest)), columns=len(patterns))
+    for (name, pattern), panel in zip(patterns, figure.axes, strict=True):
+        _draw(pattern, panel, name, axes)
+    if title:
+        figure.suptitle(title, fontsize=10)
+    save_figure(figure, path)
+
+
+def _draw(pattern: Pattern, panel: Any, name: str, axes: tuple[str, str]) -> None:
+    rows, columns = pattern.shape
+    extent = (0, max(1, columns), max(1, rows), 0)
+    cells = picture(pattern, _CELLS)
+    panel.imshow(~cells, cmap="gray", vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="nearest")
+    panel.spines[["top", "right"]].set_visible(True)
+    panel.set(xlabel=axes[0], ylabel=axes[1])
+    panel.set_title(f"{name}{': ' * bool(name)}{rows:,} × {columns:,}, {pattern.nnz:,} entries", fontsize=10)

@@ -10,7 +10,7 @@ import numpy as np
 import scipy.sparse
 
 from ..runtime import a_type, frozen, index_dtype, read_archive, write_archive
-from .drawing import braille, picture
+from .drawing import braille, pattern_figure, picture
 from .structure import Arrays, Csr, Full, Structure
 
 
@@ -226,6 +226,33 @@ class Pattern:
         """One line: shape, nnz, sparsity and structure."""
         rows, columns = self.shape
         return f"{rows} × {columns}, nnz {self.nnz:,}, sparsity {self.sparsity:.5f}, {self.structure.name}"
+
+    def plot(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        title: str = "",
+        axes: tuple[str, str] = ("input", "output"),
+    ) -> None:
+        """Draw the pattern, with a dark cell where any of its positions has an entry.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            The file, such as ``pattern.png``.
+        title : str
+            What is said before the shape and the number of entries.
+        axes : (str, str)
+            What the columns and what the rows are.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        ValueError
+            If the file's suffix is no format of a figure.
+        """
+        pattern_figure([(title, self)], path, axes)
 
     def __repr__(self) -> str:
         return f"<Pattern {self.summary()}>"

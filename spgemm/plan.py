@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..patterns import Diagonal, Full, Pattern
+from ..patterns import Diagonal, Full, Pattern, pattern_figure
 from ..runtime import a_type, announced_where_long, read_archive, uncompiled, write_archive
 from .gradients import ProductForm, differentiable_product, wants_gradient
 from .methods import METHODS, Method, Product
@@ -170,6 +170,17 @@ class ProductPlan:
             return plan_product(*factors, method=method)
         except (TypeError, ValueError, OverflowError, MemoryError) as error:
             raise ValueError(f"{path}: no valid product plan: {error}") from error
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the patterns of both factors and of the product side by side.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        """
+        title = f"A B = C by {self.method}: {self.flop:,} flop"
+        pattern_figure([("A", self.a), ("B", self.b), ("C", self.pattern)], path, ("column", "row"), title)
 
     def __repr__(self) -> str:
         (m, k), n = self.a.shape, self.b.shape[1]

@@ -1,30 +1,44 @@
-"""Every example in a docstring, and those of the README, run."""
+"""Every example in a docstring runs, and every block of the README and of the pages under docs/."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from jacsparse.patterns import RULES
 
 import jacsparse
+from benchmarks._registry import EXPERIMENTS
+from jacsparse.cli import app
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+#: The languages of blocks of code: what runs here as a doctest, commands, and changes to a user's own lines.
+PYTHON, COMMANDS, CHANGES, DIRECTIVE = "python", "sh", "diff", "{"
 
 
 def modules() -> list[str]:
     names = {"jacsparse"}
-    for module in pkgutil.iter_modules([str(README.parent / "jacsparse")]):
+    for module in pkgutil.iter_modules([str(ROOT / "jacsparse")]):
         names.add(f"jacsparse.{module.name}")
     for package in sorted({*names, "jacsparse.patterns", "jacsparse.spgemm", "jacsparse.models"} - {"jacsparse"}):
         path = getattr(importlib.import_module(package), "__path__", [])
         names |= {package, *(module.name for module in pkgutil.walk_packages(path, f"{package}."))}
     return sorted(names - {"jacsparse.__main__"})
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """The fenced blocks of a page: their language and their lines."""
+    found = re.findall(r"^```([^\n`]*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [(language.strip(), text) for language, text in found]
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +57,59 @@ def test_examples(name: str) -> None:
     assert result.failed == 0
 
 
-def test_readme() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages(page: Path) -> None:
+    """A page's blocks run one after the other, in one namespace."""
     torch.manual_seed(0)
-    assert doctest.testfile(str(README), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
+    code = "\n".join(text for language, text in blocks(page) if language == PYTHON)
+    test = doctest.DocTestParser().get_doctest(code, {}, page.stem, str(page), 0)
+    result = doctest.DocTestRunner(optionflags=FLAGS).run(test)
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_block_is_tested(page: Path) -> None:
+    for language, text in blocks(page):
+        assert language in (PYTHON, COMMANDS, CHANGES) or language.startswith(DIRECTIVE), f"{language!r}: {text}"
+        if language == PYTHON:
+            assert text.startswith(">>> "), text
+
+
+def commands() -> list[str]:
+    texts = [text for page in PAGES for language, text in blocks(page) if language == COMMANDS]
+    return sorted({line.partition("  #")[0].strip() for text in texts for line in text.split("\n")} - {""})
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_exist(line: str) -> None:
+    """Each command of a page, with its options, is one of this project, or one that sets it up."""
+    program, *words = line.split()
+    if program in ("pip", "git"):
+        return
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert {word for word in words if "=" not in word} <= set(targets)
+    elif program == "python":
+        assert words[0] == "-m"
+        package, *rest = words[1:]
+        if package == "benchmarks":
+            assert rest[0] in ("run", "report", "list", "pages")
+            assert rest[0] != "run" or {word for word in rest[1:] if "_" in word} <= set(EXPERIMENTS)
+        elif package != "jacsparse":
+            assert (ROOT / (package.replace(".", "/") + ".py")).exists()
+    elif "jacsparse" in words or program == "jacsparse":
+        words = words[words.index("jacsparse") + 1 :] if "jacsparse" in words else words
+        group = typer.main.get_command(app)
+        command = group.commands[words[0]]  # type: ignore[attr-defined]
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known
+    else:
+        raise AssertionError(f"no command of this project: {line}")
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert links and all(link.startswith("https://") or (ROOT / link).exists() for link in links)
 
 
 def test_public_names_have_examples() -> None:

@@ -10,12 +10,21 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from jacsparse._version import __version__
+
 ROOT = Path(__file__).parent.parent
+#: What tests, benchmarks and pages need beside the package.
+BESIDE = (
+    "benchmarks", "docs", "examples", "tests", ".ci", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt",
+    "MANIFEST.in",
+)  # fmt: skip
 SOURCES = ("jacsparse", "patterns", "spgemm", "models", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 
 USE = """
@@ -33,11 +42,11 @@ USE = """
 """
 
 
-def checkout(folder: Path) -> Path:
+def checkout(folder: Path, names: tuple[str, ...] = SOURCES) -> Path:
     """A copy of the sources, as a fresh clone has them."""
     copy = folder / "checkout"
     copy.mkdir()
-    for name in SOURCES:
+    for name in names:
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
@@ -96,7 +105,7 @@ def test_installed(way: str, tmp_path: Path) -> None:
     assert ("checkout" in home) == (way != "wheel")
     command = [str(python.parent / "jacsparse"), "--version"]
     version = subprocess.run(command, cwd=elsewhere, capture_output=True, encoding="utf-8", check=True).stdout
-    assert version.strip() == "0.1.0"
+    assert version.strip() == __version__
 
 
 def test_plain_checkout(tmp_path: Path) -> None:
@@ -132,3 +141,78 @@ def test_what_is_imported_is_declared() -> None:
                     imported.add(node.module.partition(".")[0])
     others = imported - sys.stdlib_module_names - {"jacsparse"}
     assert {known.get(name, name) for name in others} <= names and "matplotlib" in others
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a source distribution and a wheel."""
+    folder = tmp_path_factory.mktemp("distributions")
+    source, built = checkout(folder, (*SOURCES, *BESIDE)), folder / "dist"
+    code = f"from setuptools import build_meta as b; b.build_sdist({str(built)!r}); b.build_wheel({str(built)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, check=True)
+    yield built
+
+
+def test_a_source_distribution_holds_what_tests_need(distributions: Path) -> None:
+    (archive,) = distributions.glob("*.tar.gz")
+    with tarfile.open(archive) as content:
+        names = {name.partition("/")[2] for name in content.getnames()}
+    parts = [ROOT / name for name in (*SOURCES, *BESIDE)]
+    paths = [path for part in parts for path in ([part] if part.is_file() else part.rglob("*")) if path.is_file()]
+    expected = {str(path.relative_to(ROOT)) for path in paths if "__pycache__" not in path.parts}
+    assert {name for name in expected if not name.endswith(".pyc")} <= names
+
+
+def test_a_package_index_takes_both(distributions: Path) -> None:
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, distributions.iterdir())]
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    assert result.returncode == 0 and result.stdout.count("PASSED") == 2, result.stdout + result.stderr
+
+
+def test_the_page_of_a_package_index() -> None:
+    """The README renders as an index shows it, with its table, its blocks of code and its picture."""
+    from readme_renderer import markdown
+
+    page = markdown.render((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert page is not None
+    assert page.count("<table") == 1 and "<img" in page and page.count("<pre") >= 6 and "```" not in page
+
+
+USER = """
+    import torch
+
+    import jacsparse
+    from jacsparse import patterns
+    from jacsparse.schedule import blelloch
+
+    x = torch.ones(2, 3, 3)
+    J = jacsparse.jacobian(torch.sin, x)
+    structure: patterns.Structure = J.pattern.structure
+    layer = jacsparse.nn.GRU(3, 4)
+    output, last = layer.forward(x)
+    report: jacsparse.FlopReport = jacsparse.count_flop(torch.nn.ReLU(), (3,), schedule=blelloch(1))
+    solution: torch.Tensor = J.vjp("no tensor")
+"""
+
+
+@pytest.mark.full  # mypy reads all of PyTorch: twenty seconds each
+@pytest.mark.parametrize("way", ["wheel", "links"])
+def test_types(way: str, distributions: Path, tmp_path: Path) -> None:
+    """Strict mypy finds the package's types, and the script's one error."""
+    python = environment(tmp_path)
+    packages = Path(next(python.parent.parent.glob("lib/python*/site-packages")))
+    if way == "wheel":
+        pip(python, *distributions.glob("*.whl"))
+    else:
+        links = tmp_path / "links" / "jacsparse"
+        links.mkdir(parents=True)
+        folders = [ROOT / name for name in ("patterns", "spgemm", "models")]
+        for path in [*(ROOT / "jacsparse").iterdir(), *folders]:
+            (links / path.name).symlink_to(path)
+        (packages / "links.pth").write_text(f"{links.parent}\n", encoding="utf-8")
+    (tmp_path / "user.py").write_text(textwrap.dedent(USER), encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), "user.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
+    assert re.findall(r"error: .*", result.stdout) == [
+        'error: Argument 1 to "vjp" of "SparseJacobian" has incompatible type "str"; expected "Tensor"  [arg-type]'
+    ], result.stdout

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from .inputs import check_outputs, load_model, make_samples, submodule_at
 from .options import Checkpoint, Input, Layer, Model, Prune, Seed, Trust
-
-if TYPE_CHECKING:
-    from ..patterns import Pattern
-
-#: Cells of a pattern's picture in each direction, at most.
-_CELLS = (800, 800)
 
 
 def spy(
@@ -42,25 +36,6 @@ def spy(
     if out is None:
         typer.echo(f"{layer}: {shown}")
         return
-    _save_picture(shown, f"{model}, {layer}{', transposed' if transposed else ''}", out)
+    names = ("output", "input") if transposed else ("input", "output")
+    shown.plot(out, title=f"{model}, {layer}{', transposed' if transposed else ''}", axes=names)
     typer.echo(f"{layer}: {shown.summary()}\n{out}")
-
-
-def _save_picture(pattern: Pattern, title: str, path: Path) -> None:
-    """Draw a pattern, with a dark cell where any of its positions has an entry."""
-    from ..figures import new_figure, save_figure
-    from ..patterns import picture
-
-    rows, columns = pattern.shape
-    cells = picture(pattern, _CELLS)
-    # The figure has the matrix' proportions within bounds.
-    height = min(9.0, max(2.5, 6.0 * rows / max(1, columns)))
-    figure, axes = new_figure(7.0, height)
-    extent = (0, max(1, columns), max(1, rows), 0)
-    axes.imshow(~cells, cmap="gray", vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="nearest")
-    axes.spines[["top", "right"]].set_visible(True)
-    axes.set(xlabel="input", ylabel="output")
-    if "transposed" in title:
-        axes.set(xlabel="output", ylabel="input")
-    axes.set_title(f"{title}: {rows:,} × {columns:,}, {pattern.nnz:,} entries", fontsize=10)
-    save_figure(figure, path)

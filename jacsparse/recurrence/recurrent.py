@@ -204,7 +204,12 @@ class Recurrent(nn.RNNBase):
             "jacsparse.nn.convert(model, to='torch'), or trace the model"
         )
 
-    def forward(self, input: Any, hx: Any = None, warm: Sequence[torch.Tensor | None] | None = None) -> Any:
+    def forward(
+        self,
+        input: torch.Tensor | PackedSequence,
+        hx: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        warm: Sequence[torch.Tensor | None] | None = None,
+    ) -> tuple[Any, Any]:
         """As `torch.nn`'s layer: outputs and last states of sequences, padded, packed or a single one.
 
         Parameters

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .cost import Assignment, Complexity, simulate
+from .figure import schedule_figure
 from .steps import Step
 
 
@@ -67,6 +69,27 @@ class Schedule:
                 part = members[begin : begin + size]
                 batches.append((kind, *zip(*((step.out, step.left, step.right) for step in part), strict=True)))
         return tuple(batches)
+
+    @functools.cached_property
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """The first and the last place of the array whose product each value is, by the value's number."""
+        spans = {place: (place, place) for place in range(self.n + 1)}
+        for step in self.products:
+            spans[step.out] = (spans[step.right][0], spans[step.left][1])
+        return spans
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the products level by level, each over the places of the array that it takes in.
+
+        A product of matrices is a bar, with a line where its factors meet. That of a matrix and a vector is a bar over
+        the matrix, and a line from the gradient of the output through all that the vector has taken in before.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        """
+        schedule_figure(self, path)
 
     def live_steps(self, wanted: Iterable[int] | None = None) -> tuple[Step, ...]:
         """The products on which a value of `wanted` depends; by default, on which any gradient depends."""

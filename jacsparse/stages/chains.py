@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 
@@ -28,6 +29,7 @@ from ..tracing import (
 )
 from .accumulation import Accumulation, Region, empty_pattern
 from .balance import boundaries
+from .chain_figure import chain_figure
 from .checks import agree, check_input, check_shape
 from .forward_pass import samples_of, traced
 from .graph_gradients import has_hooks, pulled_by_autograd
@@ -130,6 +132,19 @@ class Chain:
     def factors(self) -> list[Pattern | Region]:
         """The transposed Jacobian of each stage, as counts see it."""
         return [stage.factor() for stage in self.stages]
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the stages from input to output: the entries of each Jacobian beside all positions of the matrix.
+
+        A stage that couples samples has no matrix, and only the outline. Patterns of stages of several operators are
+        computed, which takes as long as `Stage.pattern`.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        """
+        chain_figure(self, path)
 
     def boundaries(self, workers: int, first: int = 0, stop: int | None = None) -> list[int]:
         """The places at which `jacsparse.schedule.balanced` cuts the stages from `first` to `stop`."""

@@ -206,7 +206,7 @@ def test_damaged_samples(jac, tmp_path: Path) -> None:
 
 def test_a_picture_of_a_pattern(jac, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    for module in ("figures", "flop.figure"):
+    for module in ("figures", "flop.figure", "patterns.drawing"):
         monkeypatch.setattr(f"jacsparse.{module}.save_figure", lambda figure, path: drawn.append((figure, path)))
     for layer, transposed in (("features.0", False), ("classifier.4", True)):
         words = ["spy", "lenet5", "--layer", layer, "--out", tmp_path / "p.png", *["--transposed"] * transposed]

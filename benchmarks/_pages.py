@@ -1,0 +1,198 @@
+"""What the pages show of the results: the papers item by item, and tables of figures beside their peers'.
+
+Figures come from ``benchmarks/results/``. Which are shown is in ``_papers.py`` and in ``measured.toml``; items of the
+papers that are no figures are in ``tests/reference/items.toml``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from jacsparse.cli import app
+
+from ._experiment import Row
+from ._papers import ITEMS, PAPERS, Item, item_cells, shown_figure
+from ._registry import EXPERIMENTS
+from ._report import read_all
+from ._results import Result
+from ._text import amount
+
+__all__ = ["FigurelessItem", "figureless_items", "machines", "readme_with_figures", "status", "table", "write_pages"]
+
+ROOT = Path(__file__).parent.parent
+_RESULTS = ROOT / "benchmarks" / "results"
+_REFERENCE = ROOT / "tests" / "reference"
+#: Between these lines of the README is the generated table.
+_BEGIN, _END = "<!-- figures of benchmarks/results: python -m benchmarks pages -->", "<!-- end of figures -->"
+
+
+@dataclass(frozen=True)
+class FigurelessItem:
+    """An item of a paper that is no figure: what tests hold, or what is not reproduced."""
+
+    paper: str
+    place: str
+    what: str
+    tests: str = ""
+    differs: str = ""
+    missing: str = ""
+
+    @property
+    def status(self) -> str:
+        """What has become of it, in a few words."""
+        return "not reproduced" if self.missing else "implemented, tested"
+
+
+def figureless_items() -> list[FigurelessItem]:
+    """The items of ``tests/reference/items.toml``."""
+    content = tomllib.loads((_REFERENCE / "items.toml").read_text(encoding="utf-8"))
+    return [FigurelessItem(**item) for item in content["item"]]
+
+
+def status(item: Item, results: Sequence[Result]) -> str:
+    """What has become of an item with a figure: "reproduced" only where a result has it."""
+    if shown_figure(item, results) is None:
+        return "not measured"
+    return "reproduced" if item.state == "whole" else f"reproduced {item.state}"
+
+
+def machines() -> dict[str, dict[str, Result]]:
+    """The results on CPUs, by machine and experiment."""
+    found = {}
+    for folder in sorted(_RESULTS.iterdir()):
+        results = read_all(folder, EXPERIMENTS)
+        found[folder.name] = {name: result for (name, hardware), result in results.items() if hardware == "cpu"}
+    return found
+
+
+def _row(result: Result, group: str, label: str) -> Row | None:
+    """The first row whose group begins with `group`, and whose label, or what follows its colon, is `label`."""
+    for row in result.rows:
+        if row.group.startswith(group) and (fnmatchcase(row.label, label) or row.label.endswith(f": {label}")):
+            return row
+    return None
+
+
+def table(name: str) -> list[str]:
+    """A table of `measured.toml`, in Markdown: each machine's figure beside its peers', and the ratio."""
+    rows = tomllib.loads((ROOT / "benchmarks" / "measured.toml").read_text(encoding="utf-8"))["row"]
+    results = machines()
+    head = _line(("", *(_machine_name(machine) for machine in results.values())))
+    shown = [row for row in rows if row["table"] == name]
+    cells = ((row["what"], *(_cell(row, machine) for machine in results.values())) for row in shown)
+    return [head, _line(["---"] * (1 + len(results))), *map(_line, cells)]
+
+
+def _cell(row: Mapping[str, Any], results: Mapping[str, Result]) -> str:
+    result = results.get(row["experiment"])
+    ours = result and _row(result, row["group"], row["ours"])
+    if not result or not ours or not ours.median:
+        return "not measured"
+    texts = [f"**{amount(ours.median, ours.unit)}**"]
+    for name, label in row["peers"]:
+        peer = _row(result, row["group"], label)
+        if peer is not None and peer.median:
+            texts.append(f"{name} {amount(peer.median, peer.unit)} (× {amount(peer.median / ours.median, '')})")
+    return "; ".join(texts)
+
+
+def _machine_name(results: Mapping[str, Result]) -> str:
+    """The processor, and when it was measured."""
+    machine = next(iter(results.values())).environment
+    dates = sorted(result.date[:10] for result in results.values())
+    span = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    return f"{str(machine['cpu']).replace('(R)', '')}, {machine['cores']} cores, {span}"
+
+
+def _line(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(text.replace('|', '∣') for text in texts)} |"
+
+
+def _item_lines(item: Item, results: Sequence[Result]) -> Iterator[str]:
+    """An item with a figure: the published one, ours, what ran, and how."""
+    place, published, here, ratio, ran, how_far, command = item_cells(item, results)
+    yield from ("", f"### {place}", "")
+    yield f"- Published: {published}"
+    yield f"- Here: **{here}**{f', {ratio} times the published' if ratio else ''}; {status(item, results)}"
+    yield f"- What ran: {ran}"
+    yield f"- Command: {command}"
+    if item.why:
+        yield f"- How far: {how_far}"
+
+
+def _figureless_lines(item: FigurelessItem) -> Iterator[str]:
+    yield from ("", f"### {item.place}", "", f"{item.what[0].upper()}{item.what[1:]}: **{item.status}**.", "")
+    for name, text in (("Tests", item.tests and f"`{item.tests}`"), ("Differs", item.differs), ("Why", item.missing)):
+        if text:
+            yield f"- {name}: {text}"
+
+
+def _picture_lines(experiment: str, pictures: Path) -> Iterator[str]:
+    """An experiment's newest picture, where it is not on the page yet."""
+    target = pictures / f"{experiment}.png"
+    if target.exists():
+        return
+    dates = {machine: results[experiment].date for machine, results in machines().items() if experiment in results}
+    machine = max(dates, key=dates.__getitem__)
+    source = _RESULTS / machine / f"{experiment}.cpu.png"
+    if source.exists():
+        shutil.copy(source, target)
+        yield from ("", f"![{EXPERIMENTS[experiment].title}, {machine}](generated/{target.name})")
+
+
+def write_pages(folder: Path) -> None:
+    """Write ``papers.md`` and the tables that other pages include into a copy of ``docs/``."""
+    generated = folder / "generated"
+    generated.mkdir(exist_ok=True)
+    for name in ("reached", "jacobians", "recurrences", "scans"):
+        (generated / f"{name}.md").write_text("\n".join(table(name)) + "\n", encoding="utf-8")
+    (generated / "commands.md").write_text(_commands(), encoding="utf-8")
+    results = [result for machine in machines().values() for result in machine.values()]
+    lines = [(folder / "papers.md").read_text(encoding="utf-8"), _line(("item", "what", "status")), _line(["---"] * 3)]
+    for paper in PAPERS:
+        figures, others = [item for item in ITEMS if item.paper == paper], _figureless(paper)
+        lines += [_line((f"{paper}, {item.place}", item.what, status(item, results))) for item in figures]
+        lines += [_line((f"{paper}, {item.place}", item.what, item.status)) for item in others]
+    for paper, title in PAPERS.items():
+        lines += ["", f"## {title}"]
+        for item in [item for item in ITEMS if item.paper == paper]:
+            lines += _item_lines(item, results)
+            lines += _picture_lines(item.figure.experiment, generated)
+        for other in _figureless(paper):
+            lines += _figureless_lines(other)
+    (folder / "papers.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _figureless(paper: str) -> list[FigurelessItem]:
+    return [item for item in figureless_items() if item.paper == paper]
+
+
+def _commands() -> str:
+    """The arguments and options of every command, in Markdown."""
+    group: Any = typer.main.get_command(app)
+    lines = []
+    for name, command in sorted(group.commands.items()):
+        lines += [f"## jacsparse {name}", "", f"{command.help}", ""]
+        for parameter in command.params:
+            words = " / ".join([*parameter.opts, *parameter.secondary_opts])
+            named = words if parameter.param_type_name == "option" else parameter.metavar or words.upper()
+            default = parameter.default
+            shown = f" By default {default}." if isinstance(default, str | int | float) and default is not False else ""
+            lines.append(f"- `{named}`: {parameter.help or ''}{shown}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def readme_with_figures(text: str) -> str:
+    """The README with its table of figures made anew from the results."""
+    before, rest = text.split(_BEGIN)
+    after = rest.split(_END)[1]
+    return "\n".join([before + _BEGIN, *table("reached"), _END]) + after

@@ -1,0 +1,48 @@
+"""The papers item by item, and tables of figures: each is of a result file, and nothing is said without one."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from benchmarks._pages import FigurelessItem, figureless_items, machines, readme_with_figures, status, table
+from benchmarks._papers import ITEMS, PAPERS
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_papers_items() -> None:
+    """The thesis' ten and the poster's, Naumov's three, leapfrogging's two and delayed gradients' seven."""
+    for paper, least in {"thesis": 11, "naumov": 3, "leapfrogging": 2, "ddg": 7}.items():
+        places = {item.place for item in ITEMS if item.paper == paper}
+        assert len(places | {item.place for item in figureless_items() if item.paper == paper}) >= least
+
+
+@pytest.mark.parametrize("item", figureless_items(), ids=lambda item: f"{item.paper}-{item.place}")
+def test_each_item_without_a_figure(item: FigurelessItem) -> None:
+    assert item.paper in PAPERS and bool(item.tests) != bool(item.missing)
+    assert not item.tests or (ROOT / item.tests).is_file()
+
+
+def test_nothing_is_reproduced_without_a_result() -> None:
+    assert {status(item, []) for item in ITEMS} == {"not measured"}
+    results = [result for machine in machines().values() for result in machine.values()]
+    assert {status(item, results) for item in ITEMS} <= {"reproduced", "reproduced in small", "not measured"}
+
+
+def test_each_row_of_a_table_is_measured() -> None:
+    rows = tomllib.loads((ROOT / "benchmarks" / "measured.toml").read_text(encoding="utf-8"))["row"]
+    for name in sorted({row["table"] for row in rows}):
+        _, _, *lines = table(name)
+        assert lines and all("**" in line for line in lines)
+        # Somewhere each peer of a row is beside it.
+        for line, row in zip(lines, [row for row in rows if row["table"] == name], strict=True):
+            assert all(f"{peer} " in line for peer, _ in row["peers"]), line
+
+
+def test_the_readme_has_the_newest_figures() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme_with_figures(text) == text, "run `python -m benchmarks pages`"
+    assert len(text.splitlines()) <= 150
