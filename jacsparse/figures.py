@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .runtime import replacing
-
 # Colours of Okabe and Ito, which differ in print and for any colour vision.
 BLUE, ORANGE, GREEN, SKY, PURPLE = "#0072b2", "#e69f00", "#009e73", "#56b4e9", "#cc79a7"
 
@@ -58,6 +56,9 @@ def check_figure(path: str | os.PathLike[str]) -> None:
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     """Write a figure, in the format of the file's suffix."""
+    # It loads Numba, which schedules, and the help of commands, do without.
+    from .runtime import replacing
+
     check_figure(path)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)

@@ -150,6 +150,7 @@ def linear_recurrence(
     Examples
     --------
     >>> import torch
+    >>> from jacsparse.recurrence import Diagonal
     >>> d = torch.full((4, 1, 1), 0.5, requires_grad=True)
     >>> h = linear_recurrence(Diagonal(d), torch.ones(4, 1, 1))
     >>> h.flatten().tolist()
