@@ -95,7 +95,7 @@ class Leapfrog(Experiment):
         figure, panels = new_figure(max(8.0, 3.6 * len(self.widths) + 1), 4.2, columns=len(self.widths))
         for axes, width in zip(panels if len(self.widths) > 1 else [panels], self.widths, strict=True):
             self._panel(axes, [row for row in rows if row.data.get("width") == width and row.median is not None])
-            axes.set_title(f"{width} units", fontsize=9)
+            axes.set_title(f"{width:,} units", fontsize=9)
         figure.axes[0].set_ylabel("share of the pass that is saved")
         figure.legend(handles=self._handles(), fontsize=8, frameon=False, loc="outside lower center", ncols=4)
         figure.suptitle(f"{self.title}, batch {self.batch}, against back-propagation on one thread", fontsize=10)
