@@ -360,12 +360,14 @@ ITEMS: tuple[Item, ...] = (
     # Delayed gradients.
     *(
         Item(
-            "ddg", f"Table 1, Figure 6, K = {modules}", f"iteration, {what}, times as fast as back-propagation",
+            "ddg", f"Table 1, Figure 6, K = {modules}",
+            f"{network}: iteration, {what}, times as fast as back-propagation",
             f"{1 / share:.3g} = 1 / (0.32 + 0.68 / {modules}), ResNet-110, Titan X",
-            Figure("ddg_scaling", f"K = {modules}:", label, "back-propagation / delayed gradients"), 1 / share, "",
-            "in small", f"ResNet-56; {why}",
+            Figure("ddg_scaling", f"K = {modules}: {network}", label, "back-propagation / delayed gradients"),
+            1 / share, "", "in small", why,
         )
-        for modules, share in ((2, 0.32 + 0.68 / 2), (3, 0.32 + 0.68 / 3), (4, 0.32 + 0.68 / 4))
+        for network, modules, share in (("resnet110", 2, 0.32 + 0.68 / 2), ("resnet56", 2, 0.32 + 0.68 / 2),
+                                        ("resnet56", 3, 0.32 + 0.68 / 3), ("resnet56", 4, 0.32 + 0.68 / 4))
         for what, label, why in (
             ("measured", "measured", _GPU) if modules == 2 else (
                 "forward passes overlapping", "simulated", "simulated from measured modules: two cores run two"),
