@@ -30,6 +30,8 @@ __all__ = ["PRINTED", "JacobianGeneration", "printed_algorithms"]
 
 #: The target for the time of a call from tensors without its kernel, as a multiple of PyTorch's operator.
 OVERHEAD = 4
+#: The most columns that autograd computes all of, once more than the sample from which it is extrapolated.
+_ALL = 20_000
 #: Allowed differences relative to the largest entry: on CUDA, autograd's convolutions may transform their operands.
 _TOLERANCE = {"cpu": 0.0, "cuda": 1e-5}
 
@@ -116,6 +118,8 @@ def _functions(module: nn.Module, record: Record, columns: _Columns, device: str
         "stacked": columns.run_stacked,
         "backward": columns.run_backward,
     }
+    if columns.total <= _ALL:
+        functions["all"] = _Columns(record.input, record.output, columns.total).run
     if isinstance(module, nn.Conv2d) and device == "cpu":
         weight, (_, height, width) = module.weight.detach().numpy(), record.stage.in_shape
         functions["printed"] = functools.partial(printed_algorithms, weight, (height, width))
@@ -144,6 +148,7 @@ def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, timings: dic
     )
     both = row("pattern and values, from nothing", "both")
     printed = [row(PRINTED, "printed", role="peer")] if "printed" in timings else []
+    every = [row("autograd, grad() of each output, none extrapolated", "all", role="peer")] if "all" in timings else []
     published = {"published": operator.published}
     operation = row("PyTorch's operator, on 2 × 2 pixels", "operator", role="reference")
     return [
@@ -156,6 +161,7 @@ def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, timings: dic
                 *compare("grad() / kernel", autograd, kernel),
                 *compare("stacked / kernel", stacked, kernel, **published),
                 *compare("backward() / kernel", backward, kernel),
+                *(ratio for peer in every for ratio in compare("all of grad() / kernel", peer, kernel)),
             ),
         ),
         replace(overhead, comparisons=compare("time / operator", overhead, operation, at_most=OVERHEAD)),
@@ -171,6 +177,7 @@ def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, timings: dic
         copy,
         *printed,
         *(replace(peer, note=_sample_note(peer, columns)) for peer in (autograd, stacked, backward)),
+        *every,
     ]
 
 
