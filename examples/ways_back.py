@@ -124,14 +124,14 @@ def digits() -> Dataset:
     return replace(data, train_inputs=data.train_inputs.double(), test_inputs=data.test_inputs.double())
 
 
-def main(epochs: int = 3) -> None:
+def main(epochs: int = 3, batch: int = 64) -> None:
     """Print the losses of all ways."""
     data, first = digits(), list[float]()
     table = new_table("A residual network of one's own, on scikit-learn's digits")
     for column in ("way back", "last loss", "largest difference", "test accuracy", "time"):
         table.add_column(column, justify="left" if column == "way back" else "right")
     for way in WAYS:
-        training = train(way, ResNet, data, epochs=epochs)
+        training = train(way, ResNet, data, epochs=epochs, batch=batch)
         first = first or training.losses
         difference = max(abs(one - other) for one, other in zip(training.losses, first, strict=True))
         figures = f"{training.losses[-1]:.4f}", f"{difference:.1e}", f"{training.tests[-1][1]:.1%}"
