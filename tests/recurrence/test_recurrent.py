@@ -114,7 +114,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 
 @ALL
 @given(case=cases())
-@settings(max_examples=200 if FULL else 15 if PORTABLE else 60)
+@settings(max_examples=200 if FULL else 15 if PORTABLE else 30)
 def test_drawn_layers(kind: str, case: dict[str, Any]) -> None:
     torch.manual_seed(case["seed"])
     (features, hidden, layers), dtype, options = case["sizes"], case["dtype"], case["options"]

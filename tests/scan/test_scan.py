@@ -60,7 +60,7 @@ def compare(module: nn.Module, x: torch.Tensor, schedule: object, vanishing: boo
     ("batch", "dtype"),
     [
         (1, torch.float64),
-        (16, torch.float32),
+        pytest.param(16, torch.float32, marks=pytest.mark.full),
         pytest.param(1, torch.float32, marks=pytest.mark.full),
         pytest.param(16, torch.float64, marks=pytest.mark.full),
     ],
