@@ -1291,6 +1291,24 @@ def test_gradients_that_vanish(kind: str, schedule: str, lengths: str, batch: in
     assert not results[0][0][100:120].any()
 
 
+@pytest.mark.parametrize("direction", [1, -1])
+@given(data=st.data())
+def test_rows_that_gradients_reach(direction: int, data: st.DataObject) -> None:
+    lengths = sorted(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5)), reverse=True)
+    sizes = torch.tensor([sum(length > time for length in lengths) for time in range(lengths[0])])
+    runs = Sequences.packed(sizes).whole(direction)
+    reach = np.array([data.draw(st.integers(0, length)) for length in lengths])
+    rows, others = runs.live_rows(reach)
+    offset = np.append(0, np.cumsum(sizes))
+    expected = {
+        offset[time] + sample
+        for sample, (length, steps) in enumerate(zip(lengths, reach, strict=True))
+        for time in (range(length - steps, length) if direction > 0 else range(steps))
+    }
+    covered = set(range(rows.start, rows.stop))
+    assert len(set(others)) == len(others) and set(others) == covered - expected and expected <= covered
+
+
 @ALL
 def test_gradients_that_vanish_are_zeros_at_once(kind: str) -> None:
     torch.manual_seed(0)
