@@ -15,7 +15,7 @@ them. There `d` and vectors are zero. What a grid has for such a position, or fo
 reaches, is multiplied by such a zero, or is one; so numbers have to be finite.
 
 Lower bound: the grids are written once; each pair of weights reads `d` once, from the second-level cache. With 97 % of
-the weights pruned there are one or two pairs for an entry, so that from about eight samples on writing takes the time.
+the weights pruned there are one or two pairs for an entry, so that writing takes most of the time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .lanes import add_products, write_sum_of_rows
 from .symbolic import multiply_adds, product_pattern
 from .vectors import matvec
 
-#: Elements of which a grid has a multiple.
+#: Elements of a vector; a grid of fewer samples than `LINES_FROM` has a multiple of them.
 LANES = 8
 #: Samples from which a grid has the lines of the first axis side by side, without the room between them.
 LINES_FROM = 4
@@ -259,7 +259,7 @@ class Stencil:
             d = a.new_ones((self.a.shape[1], 1))
         batch = d.shape[1]
         layout = self._layout(batch)
-        grids = a.new_empty(self.size(batch)) if out is None else out
+        grids = a.new_empty(int(layout.bounds[-1])) if out is None else out
         left, right = (factor.numpy().ravel()[place] for factor, place in zip((a, b), self._entries, strict=True))
         weights = np.empty(len(self._left), dtype=left.dtype)
         run_rows(_pair_weights, len(weights), self._left, self._right, left, right, weights)
@@ -361,7 +361,8 @@ class Stencil:
 
     def _layout(self, batch: int) -> _Layout:
         """Where grids lie for a number of samples."""
-        if self._laid_out is None or self._laid_out.batch != batch:
+        layout = self._laid_out
+        if layout is None or layout.batch != batch:
             step = int(self._strides[0])
             if batch < LINES_FROM or len(self._strides) == 1:
                 pitches = np.full_like(self._widths, step)
@@ -371,8 +372,8 @@ class Stencil:
                 pitches, lines, sizes = self._widths, self._lines, self._widths * batch
             bounds = row_starts(lines * sizes, np.int64)
             arrays = map(frozen, (bounds, lines, sizes, pitches, self._starts * batch))
-            self._laid_out = _Layout(batch, step * batch, *arrays)
-        return self._laid_out
+            self._laid_out = layout = _Layout(batch, step * batch, *arrays)
+        return layout
 
 
 def _diagonals(pattern: Pattern) -> ShiftedDiagonals:
