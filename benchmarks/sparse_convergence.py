@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jacsparse.models import TrainSettings, train, vgg11_settings
@@ -43,7 +44,7 @@ class SparseConvergence(Experiment):
                 except ImportError as error:
                     return [Row.missing("accuracy", reason(error), group=group)]
                 accuracy[engine].append(result.accuracy["retrained"])
-                points = [asdict(point) for point in result.points if point.phase == "retrain"]
+                points = [_known(asdict(point)) for point in result.points if point.phase == "retrain"]
                 rows.append(
                     Row.of_value(
                         f"accuracy after retraining, {engine}, seed {seed}",
@@ -72,7 +73,7 @@ class SparseConvergence(Experiment):
             first = points[0]["iteration"]
             places = [point["iteration"] - first for point in points]
             losses.plot(places, [point["train_loss"] for point in points], linewidth=1, alpha=0.8, label=label, **style)
-            tested = [point for point in points if not math.isnan(point["test_accuracy"])]
+            tested = [point for point in points if "test_accuracy" in point]
             places = [point["iteration"] - first for point in tested]
             accuracies.plot(places, [point["test_accuracy"] for point in tested], marker="o", label=label, **style)
         losses.set(xlabel="iteration of retraining", ylabel="loss of the batch", yscale="log")
@@ -84,19 +85,24 @@ class SparseConvergence(Experiment):
         save_figure(figure, path)
 
 
+def _known(point: dict[str, Any]) -> dict[str, Any]:
+    """A point of the curves without what was not measured there."""
+    return {name: value for name, value in point.items() if value == value}
+
+
 def _difference(accuracy: dict[str, list[float]], group: str) -> Row:
     """The difference of the mean accuracies, beside twice the standard error of such a difference between seeds."""
     dense, sparse = (np.array(accuracy[engine]) for engine in ENGINES)
-    difference = float(sparse.mean() - dense.mean())
+    difference = abs(float(sparse.mean() - dense.mean()))
     error = math.sqrt((dense.var() + sparse.var()) / max(1, len(dense) - 1))
     comparisons = (
-        (Comparison("difference / two standard errors", abs(difference) / (2 * error), at_most=1),) if error else ()
+        (Comparison("difference / two standard errors", difference / (2 * error), at_most=1),) if error else ()
     )
     return Row.of_value(
-        "mean accuracy, sparse - dense",
+        "difference of the mean accuracies",
         difference,
         "share",
         group=group,
-        note=f"{dense.mean():.4f} and {sparse.mean():.4f}; standard error {error:.4f}",
+        note=f"dense {dense.mean():.4f}, sparse {sparse.mean():.4f}; standard error {error:.4f}",
         comparisons=comparisons,
     )

@@ -14,7 +14,7 @@ import pytest
 import scipy.sparse
 import torch
 import torch.distributed as dist
-from jacsparse.models import BitstreamRNN, bitstreams
+from jacsparse.models import BitstreamRNN, TrainSettings, bitstreams, default_settings
 from torch import nn
 from torch.nn.utils import prune
 
@@ -46,6 +46,7 @@ from benchmarks.recurrent_convergence import RecurrentConvergence, Task
 from benchmarks.recurrent_shapes import RecurrentShapes
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.simulation import SimulatedTraining
+from benchmarks.sparse_convergence import SparseConvergence
 from benchmarks.sparse_jacobian import Case, SparseJacobian
 from benchmarks.sparse_networks import PrunedNetwork, SparseInference, SparseTraining
 from benchmarks.spgemm import Spgemm
@@ -73,6 +74,13 @@ def small_classifier() -> nn.Module:
 
 SMALL_TASK = Task("bits", lambda: bitstreams(6, train=40, test=10), BitstreamRNN, 1e-2, 3, 0.9, 2.17)
 SMALL_PRUNED = PrunedNetwork("small", lambda: nn.Sequential(small_network(), nn.Flatten()), (3,), (2, 6, 6))
+
+
+def small_training(seed: int) -> TrainSettings:
+    """Two epochs of LeNet-5."""
+    return replace(default_settings("lenet5"), epochs=1, batch=719, prune=0.9, retrain_epochs=1, seed=seed)
+
+
 SMALL: list[Experiment] = [
     JacobianGeneration(size=6, columns=3),
     Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
@@ -81,6 +89,7 @@ SMALL: list[Experiment] = [
     SparseJacobian(cases=(Case("burgers", 8, asdex=1.0, seconds=1.0),), compiled=False, processes=1),
     SparseTraining(networks=(SMALL_PRUNED,), compiled=False),
     SparseInference(networks=(SMALL_PRUNED,), compiled=False),
+    SparseConvergence(settings=small_training, seeds=(0,)),
     DiscretisedEquations(cases=(SizedEquation("power_flow", 5, at_most=1.5),), compiled=False),
     StiffEquations(sizes=(3, 4), most=3, end=0.05),
     TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2, recurrent=((1, 3, 2), (2, 4, 3))),
@@ -118,7 +127,7 @@ def test_each_experiment_has_a_small_form_here() -> None:
 
 
 #: Those whose small forms take long, too.
-LONG = ("ddg_convergence", "rank_scan")
+LONG = ("ddg_convergence", "ddg_scaling", "rank_scan", "recurrent_shapes", "sparse_jacobian")
 
 
 @pytest.mark.parametrize(
