@@ -245,6 +245,11 @@ def _stencil_rows(
     slots = plan_product(scale.pattern, right.pattern, method="slots")
     rows: list[Row] = []
     for samples in (1, batch):
+        labels = [f"{name}, batch {samples}" for name in ("stencil", "scale and slots")]
+        needed = 4 * (samples * slots.pattern.nnz + stencil.size(samples))
+        if needed > _available("cpu") // 2:
+            rows += [Row.missing(label, f"it needs {needed / 2**30:.1f} GiB", group=group) for label in labels]
+            continue
         d = diagonal.values.repeat(1, samples)
         scaled, product = (d.new_empty((plan.pattern.nnz, samples)) for plan in (scale, slots))
         grids = d.new_empty(stencil.size(samples))
@@ -255,11 +260,6 @@ def _stencil_rows(
         def by_stencil(d: Any = d, grids: Any = grids) -> object:
             return stencil.multiply(left.values, d, right.values, out=grids)
 
-        needed = product.nbytes + grids.nbytes
-        labels = [f"{name}, batch {samples}" for name in ("stencil", "scale and slots")]
-        if needed > _available("cpu") // 2:
-            rows += [Row.missing(label, f"it needs {needed / 2**30:.1f} GiB", group=group) for label in labels]
-            continue
         calls: dict[str, Call] = dict(zip(labels, (by_stencil, by_slots), strict=True))
         if samples == 1:
             by_slots()
