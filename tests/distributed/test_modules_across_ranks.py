@@ -33,6 +33,7 @@ RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stag
         (RECURRENT, "linear", 3),
         pytest.param(RECURRENT, "linear", 5, marks=pytest.mark.full),
         (RECURRENT, "empty", 3),
+        (RECURRENT, "beyond_range", 3),
         (RECURRENT, "data_parallel", 4),
         (RECURRENT, "losses", 3),
         (STAGES, "equal", 3),
