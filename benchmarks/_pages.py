@@ -61,7 +61,7 @@ def status(item: Item, results: Sequence[Result]) -> str:
     """What has become of an item with a figure: "reproduced" only where a result has it."""
     if shown_figure(item, results) is None:
         return "not measured"
-    return "reproduced" if item.state == "whole" else f"reproduced {item.state}"
+    return {"whole": "reproduced", "in small": "reproduced in small", "otherwise": "comes out otherwise"}[item.state]
 
 
 def machines() -> dict[str, dict[str, Result]]:

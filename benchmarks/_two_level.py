@@ -84,7 +84,8 @@ class TwoLevel:
             Row.of_value(f"{number} iteration{'s' if number > 1 else ''}, substitution", error, quantity, group=group)
             for number, error in enumerate(errors, 1)
         ]
-        for name, method in methods.items():
+        others = {name: method for name, method in methods.items() if name != "substitution"}
+        for name, method in others.items():
             error = solvers.approximate_forward(after, x, scales, method=method).errors[0]
             rows.append(Row.of_value(f"1 iteration, {name}", error, quantity, group=group))
         return rows

@@ -48,6 +48,8 @@ class DdgScaling(Experiment):
 
     network: str = "resnet56"
     modules: tuple[int, ...] = (2, 3, 4)
+    #: The network of Figure 6, which is cut in two.
+    deeper: str | None = "resnet110"
     #: Images of an iteration, and their height and width.
     batch: int = 32
     side: int = 32
@@ -61,9 +63,15 @@ class DdgScaling(Experiment):
     source = "Huo et al., 2018, Table 1 and Figure 6 (published on GPUs; here one thread for each module)"
 
     def run(self, context: Context) -> list[Row]:
+        rows = self._network_rows(context)
+        if self.deeper:
+            rows += replace(self, network=self.deeper, modules=(2,))._network_rows(context)
+        return rows
+
+    def _network_rows(self, context: Context) -> list[Row]:
         processes = min(max(self.modules), self.most or cores())
         task = partial(_measure, experiment=self, rounds=context.rounds)
-        ranks = on_ranks(task, processes, context.say)
+        ranks = on_ranks(task, processes, context.under(self.network).say)
         alone = ranks[0][1]
         forward, backward = (_medians(passes) for passes in (alone.forward, alone.backward))
         share = forward[0] / (forward[0] + backward[0])
@@ -73,7 +81,7 @@ class DdgScaling(Experiment):
             group=self._group(1),
             role="peer",
             note=f"the forward pass takes {share:.0%} of both passes, published {_FORWARD:.0%}; {cores()} core(s)",
-            data={"modules": 1, "forward": share},
+            data={"network": self.network, "modules": 1, "forward": share},
         )
         rows = [peer]
         for modules in self.modules:
@@ -95,7 +103,7 @@ class DdgScaling(Experiment):
         times = zip(_KINDS[1:], (predicted, simulated), strict=False)
         where = f"modules timed in {len(ranks)} process(es) of one thread, on {cores()} core(s)"
         passes = f"forward {_listed(forward)}, backward {_listed(backward)}"
-        group = self._group(modules)
+        group, data = self._group(modules), {"network": self.network, "modules": modules}
         rows = [
             Row.of_value(
                 kind,
@@ -105,7 +113,7 @@ class DdgScaling(Experiment):
                 group=group,
                 role="reference",
                 note=f"{where}: {passes}",
-                data={"modules": modules, "kind": kind},
+                data={**data, "kind": kind},
             )
             for kind, value in times
         ]
@@ -117,12 +125,12 @@ class DdgScaling(Experiment):
             group=group,
             role="reference",
             note=f"T_F = {_FORWARD}",
-            data={"modules": modules, "kind": _KINDS[0]},
+            data={**data, "kind": _KINDS[0]},
         )
         if len(ranks) < modules:
             reason = f"{modules} modules need as many cores, and {cores()} core(s) run {len(ranks)} process(es)"
             return [Row.missing(_KINDS[3], reason, group=group), *rows, reference]
-        data = {"modules": modules, "kind": _KINDS[3]}
+        data = {**data, "kind": _KINDS[3]}
         measured = Row.timed(_KINDS[3], _timing(ranks[-1]), group=group, note=where, data=data)
         assert measured.median is not None
         nearness = Comparison("measured / simulated", measured.median / simulated, at_least=0.85, at_most=1.15)
@@ -135,19 +143,27 @@ class DdgScaling(Experiment):
     def figure(self, rows: Sequence[Row], path: Path) -> None:
         from jacsparse.figures import BLUE, GREEN, ORANGE, SKY, new_figure, save_figure
 
-        (peer,) = (row for row in rows if row.label == _PEER)
+        peers = {row.data.get("network", self.network): row for row in rows if row.label == _PEER}
+        peer = peers[self.network]
+        drawn = [row for row in rows if row.data.get("kind") and row.median]
+
+        def cut(row: Row) -> tuple[str, int]:
+            return row.data.get("network", self.network), row.data["modules"]
+
+        cuts = list(dict.fromkeys(map(cut, drawn)))
         figure, axes = new_figure(8.0, 4.2)
         width = 0.8 / len(_KINDS)
         forward = peer.data["forward"]
         axes.bar(0, forward, 2 * width, color="#666666", label="back-propagation: forward")
         axes.bar(0, 1 - forward, 2 * width, bottom=forward, color="#bbbbbb", label="back-propagation: backward")
         for number, (kind, colour) in enumerate(zip(_KINDS, (GREEN, ORANGE, SKY, BLUE), strict=True)):
-            of_kind = [row for row in rows if row.data.get("kind") == kind and row.median]
-            shares = [_share(row, peer) for row in of_kind]
-            places = [1 + self.modules.index(row.data["modules"]) + (number - 1.5) * width for row in of_kind]
+            of_kind = {cut(row): row for row in drawn if row.data["kind"] == kind}
+            shares = [_share(row, peers[network]) for (network, _), row in of_kind.items()]
+            places = [1 + cuts.index(each) + (number - 1.5) * width for each in of_kind]
             bars = axes.bar(places, shares, width, color=colour, label=kind)
             axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
-        axes.set_xticks(range(len(self.modules) + 1), [f"K = {k}" for k in (1, *self.modules)])
+        labels = [f"{network}\nK = {modules}" for network, modules in ((self.network, 1), *cuts)]
+        axes.set_xticks(range(len(labels)), labels)
         axes.set_ylabel("time of an iteration / back-propagation's")
         axes.grid(axis="y", alpha=0.25)
         figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=3)

@@ -158,7 +158,7 @@ class DdgTheory(Experiment):
             Row.of_value(
                 "the same without delays, K = 1 in the bound", undelayed, "mean of squared gradients", group=group,
                 role="reference", comparisons=(Comparison("bound / measured", undelayed / average),),
-                note="the term K⁴ M is for gradients that add up in the worst way; here delays hardly matter",
+                note="the term σ K⁴ M is for gradients that add up in the worst way; here delays hardly matter",
             ),
         ]  # fmt: skip
 
@@ -212,7 +212,7 @@ class DdgTheory(Experiment):
             panels[2].plot(*_pairs(averages), style, color=GREEN, label=f"measured, step sizes {_STEPS[steps]}")
         panels[2].set(yscale="log", xlabel="modules K", ylabel="mean of squared gradients", xticks=self.modules)
         panels[2].set_title("Theorems 1 and 2", fontsize=9)
-        panels[2].legend(fontsize=7, frameon=False)
+        panels[2].legend(fontsize=8, frameon=False, loc="center", bbox_to_anchor=(0.62, 0.33))
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=len(labels))
         figure.suptitle(self.title, fontsize=10)

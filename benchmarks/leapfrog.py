@@ -26,7 +26,12 @@ __all__ = ["Leapfrog"]
 _PEER = "back-propagation, one thread"
 _ALL_CORES = "back-propagation, all cores"
 #: Predictions of the time, and their lines in the figure.
-_PREDICTIONS: dict[str, Any] = {"equation 10": "--", "critical path of Algorithm 1": ":", "simulated timelines": "-"}
+_PREDICTIONS: dict[str, dict[str, Any]] = {
+    # Timelines of many layers lie on equation 10, which is wide and pale below them.
+    "equation 10": {"linestyle": "-", "linewidth": 5.0, "alpha": 0.3},
+    "critical path of Algorithm 1": {"linestyle": ":", "linewidth": 1.4},
+    "simulated timelines": {"linestyle": "-", "linewidth": 1.2},
+}
 
 
 class _Seconds(NamedTuple):
@@ -90,7 +95,7 @@ class Leapfrog(Experiment):
         figure, panels = new_figure(max(8.0, 3.6 * len(self.widths) + 1), 4.2, columns=len(self.widths))
         for axes, width in zip(panels if len(self.widths) > 1 else [panels], self.widths, strict=True):
             self._panel(axes, [row for row in rows if row.data.get("width") == width and row.median is not None])
-            axes.set_title(f"{width} units", fontsize=9)
+            axes.set_title(f"{width:,} units", fontsize=9)
         figure.axes[0].set_ylabel("share of the pass that is saved")
         figure.legend(handles=self._handles(), fontsize=8, frameon=False, loc="outside lower center", ncols=4)
         figure.suptitle(f"{self.title}, batch {self.batch}, against back-propagation on one thread", fontsize=10)
@@ -102,7 +107,7 @@ class Leapfrog(Experiment):
         depths = [
             Line2D([], [], color=_colour(place), label=f"{depth} layers") for place, depth in enumerate(self.depths)
         ]
-        styles = [Line2D([], [], color="black", linestyle=style, label=name) for name, style in _PREDICTIONS.items()]
+        styles = [Line2D([], [], color="black", label=name, **style) for name, style in _PREDICTIONS.items()]
         return [*depths, *styles, Line2D([], [], color="black", marker="o", linestyle="none", label="measured")]
 
     def _panel(self, axes: Any, rows: Sequence[Row]) -> None:
@@ -111,7 +116,7 @@ class Leapfrog(Experiment):
             for prediction, style in _PREDICTIONS.items():
                 points = [row.data for row in of_depth if row.data.get("prediction") == prediction]
                 threads, savings = ([point[name] for point in points] for name in ("threads", "saving"))
-                axes.plot(threads, savings, linestyle=style, color=_colour(place), linewidth=1)
+                axes.plot(threads, savings, color=_colour(place), **style)
             peer = next((row.median for row in of_depth if row.label == _PEER), None)
             measured = {
                 row.data["threads"]: row.median

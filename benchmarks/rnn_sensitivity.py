@@ -35,6 +35,8 @@ _LABELS = {
     "backward of all": "backward pass, loss on every step",
     "step": "training step",
 }
+#: The largest published speed-ups of the RNN, by scan on an RTX 2080 Ti.
+_PUBLISHED = {"backward": 8.8, "training step": 2.75}
 #: The schedules that are timed on CUDA.
 _SCHEDULES = (
     "sequential",
@@ -158,6 +160,9 @@ class RnnSensitivity(Experiment):
                 label = f"RNN, {_LABELS['backward of all']}: {name.partition(' ')[2] or _ran(line)}, {count} thread(s)"
                 _draw(panels[2], line, "time", style, (BLUE, ORANGE, GREEN, SKY, PURPLE)[number % 5], label)
         for axes, label in zip(panels, labels, strict=True):
+            for part, speed in _PUBLISHED.items():
+                line = {"color": "red", "linewidth": 1.0, "linestyle": ":" if part == "backward" else "--"}
+                axes.axhline(speed, **line, label=f"published on GPUs, {part}: at most {speed}")
             axes.axhline(1, color="black", linewidth=1, label="torch.nn")
             axes.set(xscale="log", yscale="log", xlabel=label, ylabel="times as fast as torch.nn")
             axes.grid(alpha=0.25, which="both")

@@ -16,10 +16,12 @@ from jacsparse.simulation import GPipe, Interconnect, Workload, break_even, coun
 
 from ._context import Context
 from ._experiment import Comparison, Experiment, Row
+from ._text import amount
 
 __all__ = ["SimulatedTraining"]
 
 _SPACE = "Sections 2.2 and 3.6: what a worker holds"
+_FORMULAS = "The papers' formulas without constants, on the most workers"
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class SimulatedTraining(Experiment):
         return [*rows, *self._orders(), *self._spaces(chain), *self._break_even()]
 
     def _methods(self, context: Context, network: str, workload: Workload) -> list[Row]:
-        """A row for each method, with the shortest time of any number of workers."""
+        """The shortest time of each method with any number of workers, and figures beside the papers' formulas."""
         simulation = plan(
             workload, Interconnect(self.latency, self.bandwidth), self.workers, progress=context.under(network).say
         )
@@ -83,6 +85,19 @@ class SimulatedTraining(Experiment):
                     group=f"{network}, batch {self.batch}",
                     note=note,
                     data=data,
+                )
+            )
+        for each in simulation.predictions:
+            unit = {"unit": "s"} if each.quantity == "seconds" else {}
+            rows.append(
+                Row.of_value(
+                    f"{each.method}, {each.equation}: {each.quantity}, p = {each.workers:,}",
+                    each.simulated,
+                    each.quantity,
+                    **unit,
+                    group=f"{_FORMULAS}: {network}, batch {self.batch}",
+                    note=f"by the paper {amount(each.published, unit.get('unit', ''))}",
+                    comparisons=(Comparison("simulated / paper", each.simulated / each.published),),
                 )
             )
         return rows

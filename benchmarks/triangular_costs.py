@@ -146,7 +146,7 @@ def _system(depth: int, units: int, samples: int) -> solvers.BlockBidiagonal:
 
 
 def _rows(curve: Sequence[_Point], depth: int, units: int) -> list[Row]:
-    """Rows for one sample and for as many as units, of which the first has the curve."""
+    """Rows for one sample and for as many as units; each has the whole curve."""
     data: dict[str, Any] = {"what": curve[0].what, "l": depth, "n": units}
     data |= {name: [getattr(point, name) for point in curve] for name in ("paper", "counted")}
     data["r"] = [point.samples for point in curve]
@@ -159,6 +159,7 @@ def _rows(curve: Sequence[_Point], depth: int, units: int) -> list[Row]:
 
 def _row(point: _Point, depth: int, units: int, data: dict[str, Any]) -> Row:
     group, label = f"l = {depth} layers of n = {units} units", f"{point.what}, r = {point.samples}"
+    data = {**data, "samples": point.samples}
     comparisons = (Comparison("counted / paper", point.counted / point.paper),)
     if point.what in (_TIME, _SHARED):
         note = ""

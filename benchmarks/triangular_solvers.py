@@ -147,7 +147,9 @@ class TriangularSolvers(Experiment):
             axes.set_title(title, fontsize=9)
             axes.set_ylabel("layers l")
         self._products(products, [row for row in rows if row.data.get("share") == 0.0])
-        _recurrent(recurrent, [row for row in rows if row.data.get("products")])
+        two_level = [row for row in rows if row.data.get("products")]
+        recurrent.set_visible(bool(two_level))
+        _recurrent(recurrent, two_level)
         figure.suptitle(
             f"{self.title}; batch r = {self.batch}.\n"
             "Maps: the best one, and substitution's time as a multiple of its own. "
@@ -170,7 +172,7 @@ class TriangularSolvers(Experiment):
                 axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=5, label=name)
         axes.plot(self.depths, self.depths, color="black", linewidth=0.8, label="l: a product reaches one row further")
         axes.set(xscale="log", yscale="log", xlabel="layers l", ylabel="products in turn")
-        axes.set_title("until each block row has settled, dense, all widths", fontsize=9)
+        axes.set_title("until each block row has settled, dense", fontsize=9)
         axes.grid(alpha=0.25)
         axes.legend(fontsize=7, frameon=False)
 
@@ -205,7 +207,7 @@ class TriangularSolvers(Experiment):
 
 
 def _recurrent(axes: Any, rows: Sequence[Row]) -> None:
-    """Products in turn of two-level systems, a group of bars for each network."""
+    """Products in turn of two-level systems, by solver; points of a colour for each network."""
     from jacsparse.figures import BLUE, GREEN, ORANGE
 
     networks = list(dict.fromkeys((row.data["layers"], row.data["steps"]) for row in rows))
@@ -223,7 +225,7 @@ def _recurrent(axes: Any, rows: Sequence[Row]) -> None:
     axes.invert_yaxis()
     axes.grid(alpha=0.25)
     if networks:
-        axes.legend(fontsize=7, frameon=False)
+        axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.4, -0.16), ncols=2)
 
 
 def _square(across: int, up: int, colour: str) -> Any:

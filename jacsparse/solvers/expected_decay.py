@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
@@ -49,8 +50,14 @@ def expected_exponents(system: BlockTriangular, *, bits: int = 0) -> dict[int, t
 
 def times_power(part: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     """A part of a vector times powers of two, which may be beyond the range of its dtype where the product is not."""
-    half = (exponent / 2).floor()
-    return part * torch.exp2(half).to(part) * torch.exp2(exponent - half).to(part)
+    info = torch.finfo(part.dtype)
+    # No two numbers of the dtype are further apart, and a third of that is within its range.
+    most = math.ceil(math.log2(info.max) - math.log2(info.tiny * info.eps))
+    exponent = exponent.clamp(-most, most)
+    third = (exponent / 3).trunc()
+    for power in (third, third, exponent - 2 * third):
+        part = part * torch.exp2(power).to(part)
+    return part
 
 
 def _gain(inverse: Block, block: Block) -> torch.Tensor:

@@ -47,12 +47,19 @@ def groups_of(records: Sequence[Record]) -> list[Group]:
     """The block rows of a chain's records, the one next to the input first; its group has no matrix."""
     groups: list[tuple[Record | None, list[Record]]] = [(None, [])]
     for record in records:
-        operator = record.stage.operator
-        if operator is not None and isinstance(operator.transposed_pattern.structure, Diagonal):
+        if _is_elementwise(record):
             groups[-1][1].append(record)
         else:
             groups.append((record, []))
     return [Group(linear, tuple(elementwise)) for linear, elementwise in groups]
+
+
+def _is_elementwise(record: Record) -> bool:
+    """Whether a record's matrix belongs to the diagonal blocks; a layer of one unit is a matrix all the same."""
+    stage = record.stage
+    if stage.operator is None or not isinstance(stage.operator.transposed_pattern.structure, Diagonal):
+        return False
+    return not (stage.shared and stage.operator.transposed_pattern.shape == (1, 1))
 
 
 def diagonal_block(scale: torch.Tensor | None) -> SparseJacobian | None:

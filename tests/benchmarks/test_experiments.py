@@ -98,7 +98,7 @@ SMALL: list[Experiment] = [
     DdgConvergence(
         side=8, batch=479, epochs=2, deep_epochs=1, splits=("pool",), modules=(3,), deep=("resnet8",), most=2
     ),
-    DdgScaling(network="resnet8", modules=(2, 3), batch=2, side=8, iterations=1, most=2),
+    DdgScaling(network="resnet8", modules=(2, 3), deeper=None, batch=2, side=8, iterations=1, most=2),
     DdgTheory(samples=10, units=4, runs=20, iterations=30, modules=(1, 2), lengths=(20, 40)),
     SimulatedTraining(layers=2, width=3, time=4, hidden=2, batch=2, workers=(1, 2, 64), depths=(4, 8), widths=(1, 3)),
     ScansAcrossRanks(

@@ -14,7 +14,7 @@ from torch import nn
 
 from jacsparse import SparseJacobian
 from jacsparse.solvers import GMRES, BiCGStab, BlockBidiagonal, Iteration, Jacobi, Solution, propagation, solve
-from jacsparse.solvers.expected_decay import expected_exponents
+from jacsparse.solvers.expected_decay import expected_exponents, times_power
 
 KRYLOV: list[Iteration] = [BiCGStab(tolerance=1e-12), GMRES(tolerance=1e-12)]
 #: Blocks of so many units: usual weights, one direction alone, large ones above the
@@ -145,9 +145,20 @@ def test_float32_below_its_smallest_number() -> None:
     system = BlockBidiagonal(blocks, right)
     expected = solve(system).values
     assert not expected[0].any()
-    for method in (Jacobi(), BiCGStab()):
+    for method in (Jacobi(), BiCGStab(), GMRES()):
         solution = method.solve(system)
         assert solution.converged and not solution.values[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_powers_of_two_beyond_the_range_of_a_dtype(dtype: torch.dtype) -> None:
+    largest, smallest = [0.75 * 2.0**127, 2.0**-149, 0.0], [1.5, 1.0, 0.0]
+    for numbers, exponents, expected in (
+        (largest, [-127.0, 149.0, 1e6], [0.75, 1.0, 0.0]),
+        (smallest, [-1e6, -149.0, -260.0], [0.0, 2.0**-149, 0.0]),
+    ):
+        scaled = times_power(torch.tensor(numbers, dtype=dtype), torch.tensor(exponents, dtype=torch.float64))
+        assert scaled.tolist() == expected
 
 
 def test_options_of_gmres() -> None:

@@ -506,6 +506,24 @@ def test_approximate_forward_pass() -> None:
     assert solvers.approximate_forward(relu, x, solvers.forward_scales(relu, x)).errors[0] < 1e-12
 
 
+@pytest.mark.parametrize("widths", [[1, 1], [1, 1, 1, 1], [3, 1, 1, 2]])
+def test_layers_of_one_unit_are_block_rows(widths: list[int]) -> None:
+    module = feed_forward(widths, "tanh", 0)
+    x = torch.randn(2, widths[0], dtype=torch.float64)
+    gradient = torch.randn(2, widths[-1], dtype=torch.float64)
+    backward = propagation(module, x, gradient)
+    assert backward.system.sizes == tuple(widths)
+    leaf = x.clone().requires_grad_()
+    output = module(leaf)
+    expected = torch.autograd.grad(output, [leaf, *module.parameters()], gradient)
+    scales = solvers.forward_scales(module, x)
+    for name in ("substitution", "scan", "cyclic_reduction"):
+        found = backward.gradients(solve(backward.system, method=name))
+        for key, value in zip(("input", *dict(module.named_parameters())), expected, strict=True):
+            close(found[key], value)
+        close(solvers.approximate_forward(module, x, scales, method=name).output, output.detach())
+
+
 def test_approximate_forward_pass_where_it_breaks_down() -> None:
     module = feed_forward([2, 2], "sigmoid", 0)
     with torch.no_grad():
