@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jacsparse.spgemm import Stencil
 from torch import nn
 
 import jacsparse
@@ -20,7 +21,7 @@ from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
 from ._context import Context, Timing, reason
 from ._experiment import Comparison, Experiment, Row, compare
 from ._figures import bars
-from ._peers import GOALS, PEERS, Peer
+from ._peers import GOALS, MKL_REUSE, PEERS, Peer
 from ._workloads import pruned_vgg11
 
 __all__ = ["Spgemm"]
@@ -61,6 +62,11 @@ class Spgemm(Experiment):
         names = [f"J{stage + 1}ᵀ" for stage in self.factors]
         left, right = (matrices[stage] for stage in self.factors)
         rows = _one_product(left, right, f"{' · '.join(names)}, two convolutions", self.batch, context)
+        between = range(self.factors[0] + 1, self.factors[1])
+        if context.device == "cpu" and len(between) == 1:
+            named = f"{names[0]} · J{between[0] + 1}ᵀ · {names[1]}"
+            group = f"Two convolutions and a diagonal between them, {named}"
+            rows += _stencil_rows(left, matrices[between[0]], right, group, self.batch, context)
         jacobians = {len(stages) - number: matrix for number, matrix in enumerate(matrices)}
         winners = {
             len(stages) - number: None if winner is None else winner.to(context.place)
@@ -225,6 +231,54 @@ def _batch_rows(
         row = Row.timed(label, timing, per=batch, group=group, floor=floor)
         goal = {"at_least": 1.0} if method == "slots" else {}
         rows.append(replace(row, comparisons=compare("batch 1 / this", single[method], row, **goal)))
+    return rows
+
+
+def _stencil_rows(
+    left: SparseJacobian, diagonal: SparseJacobian, right: SparseJacobian, group: str, batch: int, context: Context
+) -> list[Row]:
+    """Rows of ``left · diagonal · right`` by a stencil, by slots and by MKL; a batch's times are for one sample."""
+    if Stencil.obstacle(left.pattern, right.pattern):
+        return []
+    stencil = Stencil(left.pattern, right.pattern)
+    scale = plan_product(left.pattern, diagonal.pattern)
+    slots = plan_product(scale.pattern, right.pattern, method="slots")
+    rows: list[Row] = []
+    for samples in (1, batch):
+        labels = [f"{name}, batch {samples}" for name in ("stencil", "scale and slots")]
+        needed = 4 * (samples * slots.pattern.nnz + stencil.size(samples))
+        if needed > _available("cpu") // 2:
+            rows += [Row.missing(label, f"it needs {needed / 2**30:.1f} GiB", group=group) for label in labels]
+            continue
+        d = diagonal.values.repeat(1, samples)
+        scaled, product = (d.new_empty((plan.pattern.nnz, samples)) for plan in (scale, slots))
+        grids = d.new_empty(stencil.size(samples))
+
+        def by_slots(d: Any = d, scaled: Any = scaled, product: Any = product) -> object:
+            return slots.multiply(scale.multiply(left.values, d, out=scaled), right.values, out=product)
+
+        def by_stencil(d: Any = d, grids: Any = grids) -> object:
+            return stencil.multiply(left.values, d, right.values, out=grids)
+
+        calls: dict[str, Call] = dict(zip(labels, (by_stencil, by_slots), strict=True))
+        if samples == 1:
+            by_slots()
+            factor = scale.pattern.to_scipy(scaled[:, 0].numpy())
+            try:
+                calls[MKL_REUSE] = PEERS["cpu"][MKL_REUSE](factor, right.to_scipy(), context).multiply
+            except Exception as error:
+                rows.append(Row.missing(MKL_REUSE, reason(error), group=group, role="peer"))
+        timings = context.times(calls, pause=_PAUSE if MKL_REUSE in calls else 0.0)
+        timed = {label: Row.timed(label, timings[label], per=samples, group=group) for label in labels}
+        others = {label: timed[label] for label in labels[1:]}
+        if MKL_REUSE in calls:
+            others[MKL_REUSE] = Row.timed(MKL_REUSE, timings[MKL_REUSE], group=group, role="peer")
+        goals = {labels[1]: 2.5, MKL_REUSE: 8.0} if samples == 1 else {}
+        comparisons: tuple[Comparison, ...] = ()
+        for label, other in others.items():
+            target = {"at_least": goals[label]} if label in goals else {}
+            comparisons += compare(f"{label.split(',')[0]} / stencil", other, timed[labels[0]], **target)
+        rows += [replace(timed[labels[0]], comparisons=comparisons), *others.values()]
     return rows
 
 

@@ -118,15 +118,20 @@ def train(way: str, build: Callable[[], nn.Module], data: Dataset, *, epochs: in
     return training
 
 
-def digits() -> Dataset:
-    """Scikit-learn's digits in float64."""
+def digits(images: int | None = None) -> Dataset:
+    """Scikit-learn's digits in float64, of which the first are trained on."""
     data = load_data("digits")
-    return replace(data, train_inputs=data.train_inputs.double(), test_inputs=data.test_inputs.double())
+    return replace(
+        data,
+        train_inputs=data.train_inputs[:images].double(),
+        train_labels=data.train_labels[:images],
+        test_inputs=data.test_inputs.double(),
+    )
 
 
-def main(epochs: int = 3) -> None:
+def main(epochs: int = 3, images: int | None = None) -> None:
     """Print the losses of all ways."""
-    data, first = digits(), list[float]()
+    data, first = digits(images), list[float]()
     table = new_table("A residual network of one's own, on scikit-learn's digits")
     for column in ("way back", "last loss", "largest difference", "test accuracy", "time"):
         table.add_column(column, justify="left" if column == "way back" else "right")

@@ -109,11 +109,11 @@ class Call:
     batched: frozenset[str] = frozenset()
     dependent: frozenset[str] = frozenset()
     sources: Sources | None = field(default=None, repr=False)
-    node: Callable[[], Any] | None = None
-    vjp: Callable[[torch.Tensor], torch.Tensor] = None  # type: ignore[assignment]
-    vjps: Callable[[torch.Tensor], torch.Tensor] | None = None
-    jvp: Callable[[torch.Tensor], torch.Tensor] | None = None
-    function: Callable[[dict[str, Any]], torch.Tensor] = None  # type: ignore[assignment]
+    node: Callable[[], Any] | None = field(default=None, repr=False)
+    vjp: Callable[[torch.Tensor], torch.Tensor] = field(default=None, repr=False)  # type: ignore[assignment]
+    vjps: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
+    jvp: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
+    function: Callable[[dict[str, Any]], torch.Tensor] = field(default=None, repr=False)  # type: ignore[assignment]
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

@@ -165,30 +165,51 @@ def write_row_times_vectors(typing_context, y, row, values, indices, begin, end,
 
 
 @inlined
-def write_sum_of_rows(c, at_c, columns, values, starts, b):
-    """``c[at_c + q] = sum of values[t] * b[starts[t] + q]`` over all terms, for each ``q`` of `columns` elements."""
+def write_sum_of_rows(c, at_c, columns, values, starts, b, at_b):
+    """``c[at_c + q] = sum of values[t] * b[starts[t] + at_b + q]`` over terms, for each ``q`` of `columns` elements."""
     q, count = np.int64(0), len(values)
     while columns - q >= 64:
-        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, q, 64)
+        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, at_b + q, 64)
         q += 64
-    while columns - q >= 8:
-        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, q, 8)
+    if columns - q >= 32:
+        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, at_b + q, 32)
+        q += 32
+    if columns - q >= 16:
+        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, at_b + q, 16)
+        q += 16
+    if columns - q >= 8:
+        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, at_b + q, 8)
         q += 8
+    if columns - q >= 4:
+        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, at_b + q, 4)
+        q += 4
     while columns - q >= 1:
-        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, q, 1)
+        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, at_b + q, 1)
         q += 1
 
 
 @inlined
 def add_products(y, at_y, a, at_a, b, at_b, count):
-    """``y[at_y + q] += a[at_a + q] * b[at_b + q]`` for `count` elements, a multiple of 8."""
+    """``y[at_y + q] += a[at_a + q] * b[at_b + q]`` for each ``q`` of `count` elements."""
     q = np.int64(0)
     while count - q >= 64:
         _add_product(y, at_y + q, a, at_a + q, b, at_b + q, 64)
         q += 64
-    while count - q >= 8:
+    if count - q >= 32:
+        _add_product(y, at_y + q, a, at_a + q, b, at_b + q, 32)
+        q += 32
+    if count - q >= 16:
+        _add_product(y, at_y + q, a, at_a + q, b, at_b + q, 16)
+        q += 16
+    if count - q >= 8:
         _add_product(y, at_y + q, a, at_a + q, b, at_b + q, 8)
         q += 8
+    if count - q >= 4:
+        _add_product(y, at_y + q, a, at_a + q, b, at_b + q, 4)
+        q += 4
+    while count - q >= 1:
+        _add_product(y, at_y + q, a, at_a + q, b, at_b + q, 1)
+        q += 1
 
 
 @inlined

@@ -79,3 +79,17 @@ def test_stages_of_a_chain(figures: list[Any]) -> None:
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert len(labels) == len(chain) and labels[0] == "0, convolution → 4 × 6 × 6"
     assert [bar.get_width() for bar in axes.patches[1::2]] == [stage.pattern.nnz for stage in chain.stages]
+
+
+def test_operators_that_paths_name_are_named_once(figures: list[Any]) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x.tanh().tanh()
+
+    jacsparse.chain(Twice(), (3,)).plot("chain.png")
+    assert [label.get_text() for label in figures[0].axes[0].get_yticklabels()] == ["Twice, tanh → 3", "Twice:tanh → 3"]
+
+
+def test_figures_in_folders_that_are_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"cannot write .*absent/x\.png: there is no folder .*; make it"):
+        blelloch(4).plot(tmp_path / "absent" / "x.png")

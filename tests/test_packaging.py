@@ -89,7 +89,9 @@ def use(python: Path | str, folder: Path) -> str:
     return result.stdout.strip()
 
 
-@pytest.mark.parametrize("way", ["editable", "strict editable", "wheel"])
+@pytest.mark.parametrize(
+    "way", ["wheel", *(pytest.param(way, marks=pytest.mark.full) for way in ("editable", "strict editable"))]
+)
 def test_installed(way: str, tmp_path: Path) -> None:
     source, python = checkout(tmp_path), environment(tmp_path)
     options = {

@@ -36,6 +36,7 @@ def load_model(
     import torch
 
     from .. import models
+    from ..runtime import announce
     from ..stages import check_shape
 
     sizes = None
@@ -53,6 +54,8 @@ def load_model(
         shape = exported.input_shape
     elif ":" in name:
         module = _from_factory(name)
+        if sizes is None:
+            announce(f"a sample has the sizes {','.join(map(str, shape))}; --input names others")
         if checkpoint is not None:
             models.load_weights(module, checkpoint)
     else:

@@ -288,7 +288,9 @@ def warnings_of(report: FlopReport, brief: bool = False) -> tuple[str, ...]:
     words = [(layer_in_words(layer["layer"]), layer) for layer in layers]
     dense = [f"{name} ({percent(layer['sparsity'])})" for name, layer in words if layer["sparsity"] <= 0.5]
     if pruned and dense:
-        found.append(f"At most half is pruned of {listed(dense)}: dense kernels are faster there.")
+        found.append(
+            f"At most half is pruned of {listed(dense)}: dense kernels may be faster there; jacsparse bench measures."
+        )
     unmasked = [f"{name} ({layer['unmasked_zeros']:,})" for name, layer in words if layer["unmasked_zeros"]]
     if unmasked:
         found.append(

@@ -36,9 +36,7 @@ class Evaluator(ABC):
 
     def values(self, trace: Trace) -> torch.Tensor:
         """The values on the pattern in a run, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
-        if self.fused is not None:
-            return self.fused({value: trace.value(value).detach() for value in self.fused.reads})[0]
-        return self.computed(trace)
+        return self.computed(trace) if self.fused is None else self.fused.of_replay(trace)
 
     @abstractmethod
     def computed(self, trace: Trace) -> torch.Tensor:

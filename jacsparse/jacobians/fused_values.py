@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..codegen import FLOATS, OUT, CallsOfElements, ElementGraph, Fusion, MachineCode, Scratch, UnreadableWriteError
 from ..patterns import Pattern
 from ..runtime import on_this_thread, thread_count
+from ..tracing import Trace
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
 
@@ -70,6 +71,8 @@ class FusedValues:
     ) -> None:
         begin = time.perf_counter()
         self._calls, self._dtype, self._arrays_of = calls, function.x.dtype, arrays
+        #: What leaves the values that a replay keeps, as what the function returns, in its trace.
+        self._keep = ValueFunction(function, lambda values: (), (), replays=True) if function.kept else None
         inputs = [*others, *calls.inputs(function.trace)]
         self._first = len(others)
         graph, elements = _elements_of(calls.graph, inputs, range(len(others), len(others) + len(calls.begin)))
@@ -159,6 +162,12 @@ class FusedValues:
         else:
             self._code.run(table)
         return out, not table[-1]
+
+    def of_replay(self, trace: Trace) -> torch.Tensor:
+        """The values in a replay, in whose trace it leaves the values that are kept."""
+        if self._keep is not None:
+            self._keep(trace)
+        return self({value: trace.value(value).detach() for value in self.reads})[0]
 
     def _computed_by_pytorch(self, known: Mapping[int, torch.Tensor], table: Any) -> list[torch.Tensor]:
         """What the machine code reads of PyTorch's calls, and puts into a table."""

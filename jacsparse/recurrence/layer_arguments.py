@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -72,6 +73,13 @@ def packed_size(batch_sizes: torch.Tensor, rows: int) -> tuple[int, int]:
             "torch.nn.utils.rnn.pack_padded_sequence"
         )
     return len(sizes), sizes[0]
+
+
+@functools.cache
+def recurrence_names(layers: int, bidirectional: bool) -> tuple[str, ...]:
+    """What PyTorch's names of the weights end in, by layer and direction: ``l0``, ``l0_reverse`` and so on."""
+    directions = ("", "_reverse") if bidirectional else ("",)
+    return tuple([f"l{layer}{direction}" for layer in range(layers) for direction in directions])
 
 
 def warm_states(warm: object, count: int) -> Sequence[torch.Tensor | None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from .cells import Saved, Weights, preceding
 from .layer_recurrences import LayerPass
 from .once_differentiable import differentiable_once, once
 from .sequences import index, plain
+
+_requires_grad, _is_there = attrgetter("requires_grad"), partial(is_not, None)
 
 
 def run_layer(
@@ -32,7 +36,7 @@ def run_layer(
         As `Weights` orders them.
     """
     tensors = (x, initial, *parameters)
-    differentiated = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    differentiated = torch.is_grad_enabled() and any(map(_requires_grad, filter(_is_there, tensors)))
     if differentiated or is_transformed():
         output, end, *_ = _Layer.apply(layer, *tensors)
     else:
@@ -90,7 +94,7 @@ class _Layer(_Once):  # type: ignore[misc, valid-type]
     ) -> tuple[torch.Tensor | None, ...]:
         wanted = ctx.needs_input_grad[1:]
         gradients = iter(_gradients_once(ctx.layer, wanted, grad_output, grad_end, *ctx.saved_tensors))
-        return (None, *(next(gradients) if need else None for need in wanted))
+        return (None, *[next(gradients) if need else None for need in wanted])
 
 
 def _gradients(
@@ -125,7 +129,7 @@ def _gradients(
             grad_initial = torch.zeros_like(grad_initial)
         for_x, *others = _products(layer, x, saved, weights, grad_gates, rows, wanted)
     gradients = (for_x, grad_initial, *others)
-    return tuple(grad for grad, need in zip(gradients, wanted, strict=True) if need and grad is not None)
+    return tuple([grad for grad, need in zip(gradients, wanted, strict=True) if need and grad is not None])
 
 
 _gradients_once = once(_gradients, _Once)
@@ -141,8 +145,10 @@ def _weights(
         ("weight_ih", "weight_hh", "bias_ih", "bias_hh"),
         ((gates, x.shape[1]), (gates, size), (gates,), (gates,)),
     )
+    detached = list[torch.Tensor | None]()
     for name, parameter, shape in zip(names, parameters, shapes, strict=True):
         if parameter is None:
+            detached.append(None)
             continue
         if parameter.shape != shape:
             raise ValueError(f"{name}_{layer.name} has shape {tuple(parameter.shape)}; expected {shape}")
@@ -151,7 +157,8 @@ def _weights(
                 f"{name}_{layer.name} is {parameter.dtype} on {parameter.device}, and the input {x.dtype} on "
                 f"{x.device}; convert or move one of them"
             )
-    weight, hidden, *biases = (None if p is None else plain(p) for p in parameters)
+        detached.append(plain(parameter))
+    weight, hidden, *biases = detached
     assert weight is not None and hidden is not None
     return Weights(weight, hidden, *biases)
 

@@ -20,7 +20,7 @@ from ..schedule import Schedule
 from ..tracing import is_recording
 from .across_ranks import SequencePart, SequenceRanks
 from .cells import CELLS, Cell
-from .layer_arguments import ChosenSolvers, checked, packed_size, warm_states
+from .layer_arguments import ChosenSolvers, checked, packed_size, recurrence_names, warm_states
 from .layer_autograd import run_layer
 from .layer_recurrences import LayerPass
 from .recurrences_cuda import LARGEST
@@ -142,16 +142,14 @@ class Recurrent(nn.RNNBase):
             for report in self._pass.reports:
                 report.read()
             return self._pass.reports
-        return self._pass.reports(self._recurrences(), self.hidden_size)
+        return self._pass.reports(recurrence_names(self.num_layers, self.bidirectional), self.hidden_size)
 
     @property
     def boundaries(self) -> list[torch.Tensor | None]:
         """The states at the chunks' boundaries of the last pass, by layer and direction; None where there are none."""
-        return self._pass.boundaries if isinstance(self._pass, _Pass) else [None] * len(self._recurrences())
-
-    def _recurrences(self) -> list[str]:
-        """What PyTorch's names of the weights end in, by layer and direction: ``l0``, ``l0_reverse`` and so on."""
-        return [name.removeprefix("weight_hh_") for name in self._flat_weights_names if "weight_hh" in name]
+        if isinstance(self._pass, _Pass):
+            return self._pass.boundaries
+        return [None] * len(recurrence_names(self.num_layers, self.bidirectional))
 
     @classmethod
     def of(cls, layer: nn.RNNBase, **options: Any) -> Self:
@@ -277,8 +275,9 @@ class Recurrent(nn.RNNBase):
             self.__dict__["_pass"] = left
             return self._results(output, last, packed, single)
         sequences = Sequences.equal(steps, batch) if packed is None else Sequences.packed(packed.batch_sizes)
-        this, names, cell, chosen = _Pass([], []), self._recurrences(), self.cell, self._chosen
-        warm_starts = warm_states(warm, len(names))
+        this, names = _Pass([], []), recurrence_names(self.num_layers, self.bidirectional)
+        cell, chosen = self.cell, self._chosen
+        warm_starts = [None] * len(names) if warm is None else warm_states(warm, len(names))
 
         def run(
             x: torch.Tensor, initial: torch.Tensor, direction: int, place: int
@@ -353,8 +352,8 @@ class Recurrent(nn.RNNBase):
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
             if self.dropout and self.training and layer < self.num_layers - 1:
                 x = functional.dropout(x, self.dropout)
-        size, joint = self.hidden_size, torch.stack(ends)
-        return x, [joint.narrow(2, begin, size).contiguous() for begin in range(0, joint.shape[2], size)]
+        joint = torch.stack(ends)
+        return x, [*map(torch.Tensor.contiguous, joint.tensor_split(joint.shape[2] // self.hidden_size, 2))]
 
     def _weights(self) -> Sequence[torch.Tensor]:
         """The weights of a pass, in PyTorch's order.
@@ -382,7 +381,7 @@ class Recurrent(nn.RNNBase):
         if on_device(x):
             return None if self.hidden_size <= LARGEST else LeftToTorch(steps, batch, torch.is_grad_enabled(), True)
         # PyTorch's kernels would compute in low precision under autocast.
-        if not self._has(weights) or torch.is_autocast_enabled("cpu"):
+        if weights is not self._flat_weights or torch.is_autocast_enabled("cpu"):
             return None
         trains = torch.is_grad_enabled() and any(map(_requires_grad, (*weights, x, *states)))
         if ours_are_faster(self.mode, x.dtype, steps, batch, self.hidden_size, trains=trains):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .files import check_writable, replacing
+from .files import replacing
 
 
 def write_archive(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any]) -> None:
@@ -19,7 +19,6 @@ def write_archive(path: str | os.PathLike[str], kind: str, content: Mapping[str,
     arrays = {name: value for name, value in content.items() if isinstance(value, np.ndarray)}
     plain = {name: value for name, value in content.items() if not isinstance(value, np.ndarray)}
     header = np.frombuffer(json.dumps({"jacsparse": kind, **plain}).encode(), dtype=np.uint8)
-    check_writable(path)
     with replacing(path) as temporary, temporary.open("wb") as file:
         np.savez(file, **{"header": header, **arrays})  # type: ignore[arg-type]
 

@@ -39,7 +39,14 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place when all went well, and vanishes when not."""
+    """A temporary file beside `path` that takes its place when all went well, and vanishes when not.
+
+    Raises
+    ------
+    OSError
+        As `check_writable`, before anything is written.
+    """
+    check_writable(path)
     # Where a link leads, so that the link stays one.
     path = Path(path).resolve()
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")

@@ -82,7 +82,8 @@ class Schedule:
         """Draw the products level by level, each over the places of the array that it takes in.
 
         A product of matrices is a bar, with a line where its factors meet. That of a matrix and a vector is a bar over
-        the matrix, and a line from the gradient of the output through all that the vector has taken in before.
+        the matrix, and a line from the gradient of the output through all that the vector has taken in before. Levels
+        without products are left out; a level whose bars overlap takes several lines.
 
         Raises
         ------

@@ -10,6 +10,7 @@ from ..figures import BLUE, ORANGE, new_figure, save_figure
 
 if TYPE_CHECKING:
     from .chains import Chain
+    from .stage import Stage
 
 
 def chain_figure(chain: Chain, path: str | os.PathLike[str]) -> None:
@@ -24,12 +25,7 @@ def chain_figure(chain: Chain, path: str | os.PathLike[str]) -> None:
             label = "entries: several operators" if several else "entries: one operator"
             look = {"color": ORANGE, "hatch": "////", "edgecolor": "black"} if several else {"color": BLUE}
             axes.barh(row, max(stage.pattern.nnz, 1), height=0.7, label=label, **look)
-    shapes = [" × ".join(map(str, stage.out_shape)) for stage in stages]
-    names = [
-        f"{stage.path or chain.name}, {stage.name.removeprefix('aten.')} → {shape}"
-        for stage, shape in zip(stages, shapes, strict=True)
-    ]
-    axes.set_yticks(range(len(stages)), names, fontsize=8)
+    axes.set_yticks(range(len(stages)), [_name(stage, chain) for stage in stages], fontsize=8)
     axes.set_ylim(max(len(stages), 1) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.set(xscale="log", xlim=(1, None), xlabel="entries of the stage's Jacobian, a sample")
@@ -40,3 +36,10 @@ def chain_figure(chain: Chain, path: str | os.PathLike[str]) -> None:
     shape = " × ".join(map(str, chain.in_shape))
     figure.suptitle(f"{chain.name}: {len(stages)} stages, from an input of {shape}", fontsize=10)
     save_figure(figure, path)
+
+
+def _name(stage: Stage, chain: Chain) -> str:
+    """The place of a stage, its operator where the place does not end with that already, and its output's shape."""
+    path, operator = stage.path or chain.name, stage.name.removeprefix("aten.")
+    place = path if path.endswith(f":{operator}") else f"{path}, {operator}"
+    return f"{place} → {' × '.join(map(str, stage.out_shape))}"

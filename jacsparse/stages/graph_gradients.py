@@ -61,11 +61,13 @@ def pull_back(
     tensors = {place: trace.tensor(trace.graph.externals[place]) for place in externals}
     # The caller's own backward pass is to call the hooks of these tensors, once.
     alone = [place for place, tensor in tensors.items() if place in apart or tensor._backward_hooks]
-    together = [place for place in tensors if place not in alone]
-    hooks = [(record, *pair) for record in strict for pair in _around_hooks(record)]
+    together = [place for place in tensors if place not in alone] if alone else list(tensors)
+    hooks = [(record, *pair) for record in strict for pair in _around_hooks(record)] if strict else []
     edges = [get_gradient_edge(tensors[place]) for place in together]
-    wanted: list[Any] = [*(trace.edge(record.stage.start) for record in inputs), *edges]
-    wanted += [edge for _, *pair in hooks for edge in pair]
+    wanted: list[Any] = [trace.edge(record.stage.start) for record in inputs]
+    wanted += edges
+    for _, *pair in hooks:
+        wanted += pair
     results: Sequence[torch.Tensor | None] = ()
     if wanted:
         with ending_at(edges, output.node):

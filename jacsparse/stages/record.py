@@ -33,6 +33,9 @@ class _Arguments(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._arguments)
 
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
 
 def _changed(what: str) -> RuntimeError:
     return RuntimeError(f"{what} was changed in place between forward and backward; run the forward again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -64,7 +65,7 @@ def ending_at(edges: Sequence[GradientEdge], start: Any) -> Iterator[None]:
     The gradients of all of them are then those of what was computed from each directly, so that the caller's own
     backward pass, which goes on from each of them, counts nothing twice.
     """
-    ends, passes, unrelated = {edge.node for edge in edges}, set[int](), set[Any]()
+    ends, passes, unrelated = set(map(attrgetter("node"), edges)), set[int](), set[Any]()
     # A parameter's node leads nowhere.
     related = [node for node in ends if node.next_functions and leads_to(node, ends, unrelated)]
 

@@ -163,8 +163,8 @@ def _place(layers: dict[str, nn.Module], split: int | str) -> int:
                 return place
             if split.startswith(f"{path}."):
                 raise ValueError(
-                    f"{split!r} is inside {path!r}, {a_type(layers[path])}, where several tensors may pass; "
-                    "split between layers"
+                    f"{split!r} is inside {path!r}, where several tensors may pass; split between the layers "
+                    f"{_listed(layers)}"
                 )
         raise ValueError(f"there is no layer {split!r}; the layers are {_listed(layers)}")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 
 from torch import fx, nn
 
@@ -33,7 +34,8 @@ def stretches_of(model: nn.Module) -> dict[str, nn.Module]:
     if any(node.users for node in others) or not isinstance(output.args[0], fx.Node):
         raise TypeError(f"the forward pass of {a_type(model)} takes or returns more than one tensor")
     for node in graph.nodes:
-        if not node.users and node.op not in ("placeholder", "output"):
+        # A recurrent layer's states may be left unread.
+        if not node.users and node.op not in ("placeholder", "output") and node.target is not operator.getitem:
             raise TypeError(
                 f"the forward pass of {a_type(model)} does not use what {node.name} returns, and may rely on its "
                 "writing to an argument; use what it returns"

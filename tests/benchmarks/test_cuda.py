@@ -186,7 +186,14 @@ SMALL: list[Experiment] = [
 ]
 
 
-@pytest.mark.parametrize("experiment", SMALL, ids=lambda experiment: experiment.name)
+#: Those whose small forms take long, too, as the harness runs device code on the CPU.
+LONG = ("rnn_sensitivity", "gru_breakdown")
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [pytest.param(each, id=each.name, marks=[pytest.mark.full] if each.name in LONG else []) for each in SMALL],
+)
 def test_rows_can_be_kept_and_drawn(experiment: Experiment, context: Context, tmp_path: Path) -> None:
     assert "cuda" in experiment.devices
     rows = experiment.run(context)

@@ -127,7 +127,7 @@ def test_each_experiment_has_a_small_form_here() -> None:
 
 
 #: Those whose small forms take long, too.
-LONG = ("ddg_convergence", "rank_scan")
+LONG = ("ddg_convergence", "ddg_scaling", "rank_scan", "recurrent_shapes", "sparse_jacobian")
 
 
 @pytest.mark.parametrize(

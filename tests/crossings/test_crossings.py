@@ -14,7 +14,7 @@ from .features import FEATURES
 from .subjects import SUBJECTS
 
 PARTS, FULL_PARTS = 10, 80
-PER_PART, FULL_PER_PART = 50, 250
+PER_PART, FULL_PER_PART = 25, 250
 
 
 @pytest.mark.parametrize(

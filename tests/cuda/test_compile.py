@@ -13,12 +13,14 @@ try:
 except ImportError as error:
     pytestmark = pytest.mark.skip(reason=str(error))
 
-#: Turing, Ampere and Hopper, which have the same registers and static shared memory. Each takes a minute.
+#: Turing, Ampere and Hopper, which have the same registers and static shared memory.
 ARCHITECTURES = ("sm_90", *(pytest.param(name, marks=pytest.mark.full) for name in ("sm_75", "sm_80")))
+#: A minute for each architecture. The harness compiles these kernels for the CPU.
+LONG = {"recurrent.cu": pytest.mark.full}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", sorted(KERNEL_FILES))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in sorted(KERNEL_FILES)])
 def test_compiles_without_spills(name: str, architecture: str) -> None:
     results = _nvrtc.compile_file(KERNEL_FILES[name], architecture)
     assert set(results) == set(KERNEL_FILES[name].instances)

@@ -116,6 +116,17 @@ def empty():
             assert all(leaf.grad.shape == leaf.shape and not leaf.grad.any() for leaf in (b, h0, *tensors))
 
 
+def beyond_range():
+    """Products of steps' matrices overflow, and no state does."""
+    _, group = list(groups())[-1]
+    for exchange in EXCHANGES[:3]:
+        A = torch.tensor([1e200, 0.5], dtype=torch.float64).diag().expand(2, 1, 2, 2)
+        b, h0 = torch.zeros(2, 1, 2, dtype=torch.float64), torch.tensor([[0.0, 1.0]], dtype=torch.float64)
+        h = linear_recurrence(Dense(A), b, h0, process_group=group, exchange=exchange)
+        steps = 2 * dist.get_rank(group) + torch.arange(1, 3, dtype=torch.float64)
+        assert torch.equal(h[:, 0], torch.stack([torch.zeros(2, dtype=torch.float64), 0.5**steps], dim=1)), h
+
+
 class Classifier(nn.Module):
     """A recurrent layer, and classes from its last state."""
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -29,14 +28,18 @@ RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stag
 @pytest.mark.parametrize(
     ("module", "case", "count"),
     [
-        (RECURRENT, "equal", 5),
-        (RECURRENT, "linear", 5),
+        (RECURRENT, "equal", 3),
+        pytest.param(RECURRENT, "equal", 5, marks=pytest.mark.full),
+        (RECURRENT, "linear", 3),
+        pytest.param(RECURRENT, "linear", 5, marks=pytest.mark.full),
         (RECURRENT, "empty", 3),
+        (RECURRENT, "beyond_range", 3),
         (RECURRENT, "data_parallel", 4),
         (RECURRENT, "losses", 3),
-        (STAGES, "equal", 5),
+        (STAGES, "equal", 3),
+        pytest.param(STAGES, "equal", 5, marks=pytest.mark.full),
         pytest.param(STAGES, "checkpointed", 5, marks=names_hooks),
-        (STAGES, "vgg 3", 3),
+        pytest.param(STAGES, "vgg 3", 3, marks=pytest.mark.full),
         pytest.param(STAGES, "vgg 1 2 4 5", 5, marks=pytest.mark.full),
         (STAGES, "data_parallel", 4),
     ],
@@ -77,7 +80,11 @@ def test_ranks_that_call_differently_are_told_so(module: str, differences: list[
         assert all(difference in ended.output for difference in differences), ended.output
 
 
-FAULTS = [*product([RECURRENT], [("kill", 0), ("stop", 1), ("exception", 2)]), (STAGES, ("kill", 1))]
+FAULTS = [
+    (RECURRENT, ("kill", 0)),
+    (STAGES, ("kill", 1)),
+    *(pytest.param(RECURRENT, fault, marks=pytest.mark.full) for fault in (("stop", 1), ("exception", 2))),
+]
 
 
 @pytest.mark.parametrize(("module", "fault"), FAULTS)

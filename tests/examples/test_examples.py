@@ -133,7 +133,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "posterior_variance": {"size": 4, "steps": 2},
     "physics_informed": {"steps": 4, "adam_steps": 2},
     "radau": {"n": 4, "end": 0.1},
-    "ways_back": {"epochs": 1},
+    "ways_back": {"epochs": 1, "images": 128},
 }
 
 

@@ -12,8 +12,8 @@ from jacsparse.stages import Stage
 from tests.drawn_networks import NETWORKS
 
 CASES = {**NETWORKS, "resnet56": (lambda: build("resnet56"), (3, 32, 32))}
-#: All Jacobians of this one take a minute; a smaller one has the same operators.
-LARGE = {"densenet121": pytest.mark.full}
+#: Those whose Jacobians take long. Smaller ones here and in other tests have the same operators.
+LARGE = dict.fromkeys(("densenet121", "mobilenet_v3_small", "squeezenet", "resnet56"), pytest.mark.full)
 
 
 def model_and_input(name: str) -> tuple[nn.Module, torch.Tensor]:

@@ -40,6 +40,19 @@ def register() -> Iterator[Callable[..., None]]:
     RULES.update(before)
 
 
+def test_a_call_is_printed_by_what_rules_read(register: Callable[..., None]) -> None:
+    texts = list[str]()
+
+    def printing(call: jacsparse.Call, pattern: Pattern) -> torch.Tensor:
+        texts.append(repr(call))
+        return cosines(call, pattern)
+
+    register(printing)
+    jacobian(f, drawn(2))
+    assert texts[0].startswith("Call(operator='aten.sin', arguments={}, in_shape=(2,), out_shape=(2,), path=")
+    assert "vjp" not in texts[0] and "Node" not in texts[0]
+
+
 def f(x: torch.Tensor) -> torch.Tensor:
     return x.sin() * 3
 

@@ -75,7 +75,13 @@ ARCHITECTURES: dict[str, tuple[Callable[[Any], nn.Module], str, tuple[int, ...]]
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+#: The others are compositions of the same operators.
+SHORT = ("Llama", "GPT2", "T5", "ViT")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.full) for name in ARCHITECTURES]
+)
 def test_architecture(name: str) -> None:
     make, argument, shape = ARCHITECTURES[name]
     # Some of them go on in float32 whatever they are given.

@@ -119,6 +119,20 @@ def test_of_prepared_jacobians(method: str, compile: bool, tmp_path: Path) -> No
     assert prepared.check(drawn(3, 4)) < 1e-6
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_numbers_that_change(compile: bool) -> None:
+    def f(x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        squares = factor * x[1:] ** 2
+        return squares - x[:-1], squares.cumsum(0)
+
+    x = drawn(5)
+    prepared = prepare_jacobian(f, x, 2.0, value=True, has_aux=True, compile=compile)
+    for factor in (3.0, -0.5):
+        J, y, beside = prepared(x, factor)
+        assert torch.equal(y, f(x, factor)[0]) and torch.equal(beside, f(x, factor)[1])
+        assert_equal(J, dense(lambda x, factor=factor: f(x, factor)[0], x, batched=False))
+
+
 def test_of_prepared_products_of_matrices() -> None:
     model = nn.Sequential(nn.Linear(4, 60), nn.Tanh(), nn.Linear(60, 50)).to(FLOAT)
     x = drawn(3, 4)

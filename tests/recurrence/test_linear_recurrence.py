@@ -226,7 +226,13 @@ def solved_by_a_loop(
     return A, b, wide, solved(A, b, "sequential")
 
 
-@pytest.mark.parametrize("schedule", ["chunked", "chunked:3", "chunked:32", "chunked:256", "blelloch", "relaxed:32"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *("chunked", "chunked:3", "blelloch", "relaxed:32"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("chunked:32", "chunked:256")),
+    ],
+)
 @pytest.mark.parametrize("where", ["all", "last"])
 @pytest.mark.parametrize(
     ("form", "kind"), [*(("dense", kind) for kind in EQUAL), ("scaled", "reflection"), ("sparse", "rotations")]

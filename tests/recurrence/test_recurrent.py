@@ -114,7 +114,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 
 @ALL
 @given(case=cases())
-@settings(max_examples=200 if FULL else 15 if PORTABLE else 60)
+@settings(max_examples=200 if FULL else 15 if PORTABLE else 30)
 def test_drawn_layers(kind: str, case: dict[str, Any]) -> None:
     torch.manual_seed(case["seed"])
     (features, hidden, layers), dtype, options = case["sizes"], case["dtype"], case["options"]
@@ -1289,6 +1289,24 @@ def test_gradients_that_vanish(kind: str, schedule: str, lengths: str, batch: in
         # Elements as small as they are.
         assert ((ours - theirs).abs() <= 1e-9 * theirs.abs() + 1e-300).all()
     assert not results[0][0][100:120].any()
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@given(data=st.data())
+def test_rows_that_gradients_reach(direction: int, data: st.DataObject) -> None:
+    lengths = sorted(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5)), reverse=True)
+    sizes = torch.tensor([sum(length > time for length in lengths) for time in range(lengths[0])])
+    runs = Sequences.packed(sizes).whole(direction)
+    reach = np.array([data.draw(st.integers(0, length)) for length in lengths])
+    rows, others = runs.live_rows(reach)
+    offset = np.append(0, np.cumsum(sizes))
+    expected = {
+        offset[time] + sample
+        for sample, (length, steps) in enumerate(zip(lengths, reach, strict=True))
+        for time in (range(length - steps, length) if direction > 0 else range(steps))
+    }
+    covered = set(range(rows.start, rows.stop))
+    assert len(set(others)) == len(others) and set(others) == covered - expected and expected <= covered
 
 
 @ALL

@@ -52,6 +52,20 @@ def test_every_schedule_gives_the_states_of_a_loop(name: str, steps: int, batch:
     close(scan_states(plan, DiagonalMaps(diagonals, offsets), state), expected, 1e-10)
 
 
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_all_steps_as_one_map(steps: int) -> None:
+    torch.manual_seed(steps)
+    pattern, values, matrices = sparse_matrices(steps, 2, 4, steps)
+    offsets, state = torch.randn(steps, 2, 4, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64)
+    expected = reference.linear_recurrence(matrices, offsets, state)[-1]
+    close(DenseMaps(matrices.transpose(2, 3), offsets).composed().apply(state)[0], expected, 1e-10)
+    columns = SparseMaps(pattern, values, offsets.permute(2, 0, 1).contiguous())
+    close(columns.composed().apply(state.T[:, None].contiguous())[:, 0], expected.T, 1e-10)
+    diagonals = matrices.diagonal(dim1=2, dim2=3)
+    expected = reference.linear_recurrence(torch.diag_embed(diagonals), offsets, state)[-1]
+    close(DiagonalMaps(diagonals, offsets).composed().apply(state)[0], expected, 1e-10)
+
+
 @pytest.mark.parametrize(
     ("plan", "method"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +48,7 @@ def factors(draw: st.DrawFn) -> tuple[SparseJacobian, SparseJacobian]:
     return (right.T, left.T) if draw(st.booleans()) else (left, right)
 
 
-@given(factors(), st.integers(1, 5), st.booleans())
+@given(factors(), st.integers(1, 17), st.booleans())
 def test_drawn_products(pair: tuple[SparseJacobian, SparseJacobian], batch: int, scaled: bool) -> None:
     a, b = pair
     stencil = Stencil(a.pattern, b.pattern)
@@ -66,3 +67,57 @@ def test_drawn_products(pair: tuple[SparseJacobian, SparseJacobian], batch: int,
         assert np.abs(ours - expected).max(initial=0) <= 1e-12 * max(1, np.abs(expected).max(initial=0))
         product = expected @ x[:, sample].numpy()
         assert np.abs(y[:, sample].numpy() - product).max(initial=0) <= 1e-12 * max(1, np.abs(product).max(initial=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_threads_and_dtypes(dtype: torch.dtype, batch: int) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(4, 24, 3, padding=1), nn.Conv2d(24, 24, 3, padding=1)
+    for layer in (first, second):
+        prune.l1_unstructured(layer, "weight", 0.7)
+    x = torch.randn(1, 4, 9, 11)
+    a, b = jacsparse.jacobian(second, first(x).detach()), jacsparse.jacobian(first, x)
+    stencil = Stencil(a.pattern, b.pattern)
+    d, vectors = torch.randn(a.shape[1], batch, dtype=dtype), torch.randn(b.shape[1], batch, dtype=dtype)
+    factors = a.values.to(dtype), d, b.values.to(dtype)
+    assert stencil.fits(*factors)
+    results = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            grids = stencil.multiply(*factors)
+            results.append((stencil.values(grids, batch), stencil.matvec(grids, vectors)))
+    finally:
+        torch.set_num_threads(1)
+    (values, y), others = results
+    assert torch.equal(values, others[0]) and torch.equal(y, others[1])
+    bound = 1e-12 if dtype == torch.float64 else 1e-5
+    for sample in range(batch):
+        scaled = d[:, sample].double().numpy()[:, None] * b.to_scipy().toarray().astype(np.float64)
+        expected = a.to_scipy().astype(np.float64) @ scaled
+        ours = stencil.pattern.to_scipy(values[:, sample].double().numpy()).toarray()
+        assert np.abs(ours - expected).max() <= bound * np.abs(expected).max()
+        product = expected @ vectors[:, sample].double().numpy()
+        assert np.abs(y[:, sample].double().numpy() - product).max() <= bound * np.abs(product).max()
+
+
+def test_what_does_not_fit() -> None:
+    a = jacsparse.jacobian(nn.Conv1d(1, 1, 3, padding=1), torch.zeros(1, 1, 6))
+    stencil, d = Stencil(a.pattern, a.pattern), torch.ones(6, 2)
+    assert stencil.fits(a.values, d, a.values) and stencil.fits(a.values, None, a.values)
+    assert not stencil.fits(a.values, d * torch.inf, a.values) and not stencil.fits(a.values, d * torch.nan, a.values)
+    assert not stencil.fits(a.values.repeat(1, 2), d, a.values)
+    strided = jacsparse.jacobian_pattern(nn.Conv1d(1, 1, 2, stride=2), (1, 6))
+    assert Stencil.of(strided, a.pattern) is None
+    with pytest.raises(ValueError, match="a is no convolution without strides"):
+        Stencil(strided, a.pattern)
+
+
+def test_an_infinite_vector_meets_no_room() -> None:
+    a = jacsparse.jacobian(nn.Conv1d(1, 1, 3, padding=1).double(), torch.zeros(1, 1, 6, dtype=torch.float64))
+    stencil = Stencil(a.pattern, a.pattern)
+    x = torch.zeros(6, 1, dtype=torch.float64)
+    x[0] = torch.inf
+    y = stencil.matvec(stencil.multiply(a.values, None, a.values), x)
+    assert not torch.isfinite(y[:3]).any() and (y[3:] == 0).all()

@@ -40,6 +40,11 @@ RUNNERS: dict[str, Runner] = {
     "substitution": jacsparse.nn.Solve,
     "cyclic_reduction": lambda module: jacsparse.nn.Solve(module, method="cyclic_reduction"),
 }
+#: One of each kind; the others are alike, and take as long.
+SOME_RUNNERS = [
+    pytest.param(name, marks=[] if name in ("2 threads", "linear", "blelloch") else pytest.mark.full)
+    for name in RUNNERS
+]
 #: Those whose backward pass is one pass of autograd where hooks are in force within the module.
 ONE_PASS = [name for name in RUNNERS if name == "linear" or "threads" in name]
 
@@ -238,7 +243,7 @@ def test_a_checkpoint_within_runs_its_part_anew_once(runner: str) -> None:
 
 
 @names_hooks
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("runner", SOME_RUNNERS)
 def test_a_checkpoint_lets_go_of_the_run(runner: str) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     module = plain()
@@ -324,7 +329,7 @@ def test_a_weight_changed_where_that_is_allowed(runner: str, place: int) -> None
             close(gradient, reference, 1e-5)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("runner", SOME_RUNNERS)
 def test_without_hooks_the_run_ends_with_the_backward_pass(runner: str) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     module = plain()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from jacsparse.training import DelayedGradients, partition
-from tests.helpers import FLOAT
+from tests.helpers import FLOAT, drawn
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -122,6 +122,37 @@ def test_parts_of_equal_cost() -> None:
         partition(resnet(), 20)
     with pytest.raises(ValueError, match=r"'layer1\.0\.conv2' is inside 'layer1\.0'"):
         partition(resnet(), ["layer1.0.conv2"])
+
+
+class Recurrent(nn.Module):
+    """A network that does not read all that its layer returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.GRU(3, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        steps, _ = self.layer(x)
+        return self.head(steps[:, -1])
+
+
+class LastStep(nn.GRU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)[0][:, -1]
+
+
+def test_recurrent_layers() -> None:
+    torch.manual_seed(0)
+    ours = Recurrent().double()
+    layer = LastStep(3, 5, batch_first=True).double()
+    layer.load_state_dict(ours.layer.state_dict())
+    theirs = nn.Sequential(layer, copy.deepcopy(ours.head))
+    trainers = [DelayedGradients(model, modules=2, optimizer=SGD) for model in (ours, theirs)]
+    for seed in range(4):
+        x, y = drawn(4, 6, 3, seed=seed), torch.tensor([0, 1, 2, 0])
+        assert torch.equal(*(trainer.step(x, y) for trainer in trainers))
+    for value, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(value, other)
 
 
 class Branches(nn.Module):
