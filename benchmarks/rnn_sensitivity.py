@@ -161,8 +161,8 @@ class RnnSensitivity(Experiment):
                 _draw(panels[2], line, "time", style, (BLUE, ORANGE, GREEN, SKY, PURPLE)[number % 5], label)
         for axes, label in zip(panels, labels, strict=True):
             for part, speed in _PUBLISHED.items():
-                line = {"color": "red", "linewidth": 1.0, "linestyle": ":" if part == "backward" else "--"}
-                axes.axhline(speed, **line, label=f"published on GPUs, {part}: at most {speed}")
+                text, style = f"published on GPUs, {part}: at most {speed}", ":" if part == "backward" else "--"
+                axes.axhline(speed, color="red", linewidth=1.0, linestyle=style, label=text)
             axes.axhline(1, color="black", linewidth=1, label="torch.nn")
             axes.set(xscale="log", yscale="log", xlabel=label, ylabel="times as fast as torch.nn")
             axes.grid(alpha=0.25, which="both")
