@@ -38,8 +38,8 @@ class GMRES(Iteration):
     after the cycle before, since GMRES minimises one norm of all. Within a cycle, `Solution.history` has that norm, as
     a share of the cycle's first; at its end, the residual of block rows.
 
-    In float32 the vectors of a long cycle are no longer orthogonal: with 256 dense layers some block rows do not settle,
-    and in float64 they do.
+    In float32 the vectors of a long cycle are no longer orthogonal: with 256 dense layers some block rows do not
+    settle, and in float64 they do.
 
     Examples
     --------
