@@ -123,7 +123,14 @@ def test_report_shows_figures_and_what_was_not_measured(measured: Path) -> None:
     assert (measured.parent / "dummy.cpu.png").read_bytes()[:4] == FIRST_PICTURE_BYTES
 
 
-@pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder",
+    # More pictures than this take half a minute.
+    [
+        pytest.param(folder, id=folder.name, marks=pytest.mark.full if len([*folder.glob("*.json")]) > 12 else ())
+        for folder in RESULTS
+    ],
+)
 def test_report_of_the_results_that_are_kept_here(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

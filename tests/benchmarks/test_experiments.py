@@ -347,6 +347,7 @@ def test_a_program_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch
     program.close()
 
 
+@pytest.mark.full
 def test_what_ranks_return_and_raise() -> None:
     assert on_ranks(_rank, 2, lambda _: None) == [10, 11]
     with pytest.raises(ZeroDivisionError):

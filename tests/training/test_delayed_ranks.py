@@ -106,6 +106,7 @@ def test_as_many_ranks_as_modules():
     assert "ValueError: there are 3 modules, and the process group has 1 ranks" in rank.output
 
 
+@pytest.mark.full
 def test_trained_by_torchrun_as_in_one_process(tmp_path):
     one, two = (str(tmp_path / f"{name}.safetensors") for name in ("one", "two"))
     (alone,) = run_ranks(RANKS, "train_lenet", one, count=1)
