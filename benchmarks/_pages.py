@@ -66,11 +66,12 @@ def status(item: Item, results: Sequence[Result]) -> str:
 
 def machines() -> dict[str, dict[str, Result]]:
     """The results on CPUs, by machine and experiment."""
-    found = {}
-    for folder in sorted(_RESULTS.iterdir()):
-        results = read_all(folder, EXPERIMENTS)
-        found[folder.name] = {name: result for (name, hardware), result in results.items() if hardware == "cpu"}
-    return found
+    return {
+        folder.name: {
+            name: result for (name, device), result in read_all(folder, EXPERIMENTS).items() if device == "cpu"
+        }
+        for folder in sorted(_RESULTS.iterdir())
+    }
 
 
 def _row(result: Result, group: str, label: str) -> Row | None:

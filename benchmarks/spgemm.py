@@ -177,21 +177,28 @@ def _prepared(
     """The peers that are installed and compute the same product, and rows with the reasons against the others."""
     a, b = left.to_scipy(), right.to_scipy()
     expected = plan.pattern.to_scipy(plan.multiply(left.values, right.values)[:, 0].cpu().numpy())
-    peers, missing = {}, []
-    for label, prepare in PEERS[context.device].items():
-        context.say(f"{label}: checking its product")
-        try:
-            peer = prepare(a, b, context)
-            difference = _difference(peer.to_scipy(peer.multiply()), expected)
-        except Exception as error:
-            missing.append(Row.missing(label, reason(error), group=group, role="peer"))
-            continue
-        if difference > TOLERANCE:
-            problem = f"its product differs from ours by {difference:.1e} of the largest entry"
-            missing.append(Row.missing(label, problem, group=group, role="peer"))
+    peers, missing = dict[str, Peer](), list[Row]()
+    for label in PEERS[context.device]:
+        peer = _checked(label, a, b, expected, group, context)
+        if isinstance(peer, Row):
+            missing.append(peer)
         else:
             peers[label] = peer
     return peers, missing
+
+
+def _checked(label: str, a: Any, b: Any, expected: Any, group: str, context: Context) -> Peer | Row:
+    """A peer for a product of two matrices of SciPy, or a row with what stands against it."""
+    context.say(f"{label}: checking its product")
+    try:
+        peer = PEERS[context.device][label](a, b, context)
+        difference = _difference(peer.to_scipy(peer.multiply()), expected)
+    except Exception as error:
+        return Row.missing(label, reason(error), group=group, role="peer")
+    if difference > TOLERANCE:
+        problem = f"its product differs from ours by {difference:.1e} of the largest entry"
+        return Row.missing(label, problem, group=group, role="peer")
+    return peer
 
 
 def _difference(product: Any, expected: Any) -> float:
@@ -263,11 +270,14 @@ def _stencil_rows(
         calls: dict[str, Call] = dict(zip(labels, (by_stencil, by_slots), strict=True))
         if samples == 1:
             by_slots()
-            factor = scale.pattern.to_scipy(scaled[:, 0].numpy())
-            try:
-                calls[MKL_REUSE] = PEERS["cpu"][MKL_REUSE](factor, right.to_scipy(), context).multiply
-            except Exception as error:
-                rows.append(Row.missing(MKL_REUSE, reason(error), group=group, role="peer"))
+            factor, expected = (
+                plan.pattern.to_scipy(values[:, 0].numpy()) for plan, values in ((scale, scaled), (slots, product))
+            )
+            peer = _checked(MKL_REUSE, factor, right.to_scipy(), expected, group, context)
+            if isinstance(peer, Row):
+                rows.append(peer)
+            else:
+                calls[MKL_REUSE] = peer.multiply
         timings = context.times(calls, pause=_PAUSE if MKL_REUSE in calls else 0.0)
         timed = {label: Row.timed(label, timings[label], per=samples, group=group) for label in labels}
         others = {label: timed[label] for label in labels[1:]}
